@@ -90,7 +90,7 @@ class Streams:
 
 def once(streams: Streams, path: str, name: str) -> dict[str, float]:
     """One adapter, loaded, run by one request and unloaded, while the streams run."""
-    core, store = streams.core, streams.core.engine.require_adapters()
+    core, store = streams.core, streams.core.engine.extensions.adapter_store()
     for _ in range(20):
         streams.step()
     steps = float(np.median(streams.intervals(-20)))
@@ -116,7 +116,7 @@ def once(streams: Streams, path: str, name: str) -> dict[str, float]:
 
 def parts(core: EngineCore, path: str) -> dict[str, float]:
     """What the parts of a swap take where nothing else runs."""
-    store, found = core.engine.require_adapters(), {}
+    store, found = core.engine.extensions.adapter_store(), {}
 
     def timed(name: str, work: Callable[[], Any]) -> Any:
         start = time.perf_counter()

@@ -130,7 +130,7 @@ def main() -> None:
             }
         )
         print(rows[-1], flush=True)
-    drafts = drafting.core.engine.stats.drafts
+    drafts = drafting.core.engine.extensions.by_name["drafts"].stats
     print(table(rows))
     print(f"drafts {drafts.num_tokens}, accepted {drafts.accepted.tolist()} by place")
     if args.json:

@@ -91,7 +91,7 @@ class Steps:
             stop_token_ids=tuple(params.stop_token_ids or ()),
         )
         self._number += 1
-        self.engine.add_request(request)
+        self.engine.queue([request])
         return request
 
     def microseconds(self) -> float:

@@ -77,6 +77,7 @@ class FreeRunner:
         self.config, self.vocab_size, self.num_ranks = config, vocab_size, 1
         self.packer = Packer(Buckets(config.max_num_seqs, config.max_num_batched_tokens, [], []), config.block_size)
         self.buckets, self.compiles = self.packer.buckets, CompileWatch()
+        self.pools, self.encoder = False, None
         self.plan = SimpleNamespace(num_pages=config.num_gpu_blocks_override)
         self.marks: list[Mark] = []
         ids = np.random.default_rng(0).integers(1000, 40_000, (64, 1, config.max_num_seqs))
@@ -103,8 +104,6 @@ class FreeRunner:
 
     def set_bias(self, slot: int, row: Any) -> None: ...
 
-    def set_masks(self, rows: Any) -> None: ...
-
     def costs(self, rows: int) -> dict[str, float]:
         """The median of each of FIGURES over the steps in which `rows` sequences decode, microseconds."""
         steps = [
@@ -130,6 +129,8 @@ class FreeStep:
     def token_ids(self) -> np.ndarray:
         self.runner.wait_until(self.ready_at)
         return self.ids
+
+    def counts(self) -> None: ...
 
 
 class FreeCore(EngineCore):

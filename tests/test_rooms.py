@@ -17,6 +17,7 @@ from tests.test_architecture import imports, sources, where
 APART = {
     "jaxengine:base": ("jaxengine.version", "jaxengine.logs", "jaxengine._siblings"),
     "jaxengine:main": ("jaxengine.__main__",),
+    "jaxengine.engine:loop": ("jaxengine.engine.engine", "jaxengine.engine.metrics", "jaxengine.engine.status"),
     "jaxengine.media:what": ("jaxengine.media.processor", "jaxengine.media.frames", "jaxengine.media.errors"),
     "jaxengine.media:registry": ("jaxengine.media.registry", "jaxengine.media.open"),
     "jaxengine.server:entries": ("jaxengine.server.command", "jaxengine.server.ray_serve"),
@@ -106,17 +107,19 @@ ROOMS = {
         "jaxengine.config jaxengine.drafts jaxengine.checkpoint jaxengine.media:registry"
     ),
     "jaxengine.cluster": "scheduler jaxengine:base jaxengine.config jaxengine.runner",
-    "jaxengine.engine": (
-        "scheduler scheduler:loop scheduler.extensions jaxengine.grammars jaxengine.sampling jaxengine.config "
-        "jaxengine.drafts jaxengine.runner"
+    "jaxengine.engine": "scheduler scheduler:loop jaxengine.sampling jaxengine.runner",
+    "jaxengine.engine.extensions": (
+        "scheduler scheduler:loop scheduler.extensions jaxengine.grammars jaxengine.config jaxengine.drafts "
+        "jaxengine.runner jaxengine.engine"
     ),
+    "jaxengine.engine:loop": ("scheduler scheduler:loop jaxengine.runner jaxengine.engine jaxengine.engine.extensions"),
     "jaxengine.requests": (
         "models.config scheduler jaxengine.tokens jaxengine.config jaxengine.media:what jaxengine.media "
         "jaxengine.media:registry jaxengine.checkpoint jaxengine.engine"
     ),
     "jaxengine.api": (
-        "models.config models.quantization models models:registry scheduler jaxengine.grammars jaxengine.config "
-        "jaxengine.runner jaxengine.cluster jaxengine.engine jaxengine.requests"
+        "models.config models.quantization models models:registry scheduler jaxengine.config jaxengine.runner "
+        "jaxengine.cluster jaxengine.engine jaxengine.engine:loop jaxengine.requests"
     ),
     "jaxengine": (
         "models.config models.weights:declarations scheduler jaxengine:base jaxengine.config jaxengine.requests "
@@ -125,14 +128,14 @@ ROOMS = {
     "jaxengine.server": "scheduler jaxengine.config jaxengine.parsers jaxengine.requests jaxengine.api",
     "jaxengine.bench": (
         "scheduler scheduler:loop scheduler.extensions jaxengine:base jaxengine.config jaxengine.checkpoint "
-        "jaxengine.runner jaxengine.engine jaxengine.requests jaxengine.api jaxengine"
+        "jaxengine.runner jaxengine.engine:loop jaxengine.requests jaxengine.api jaxengine"
     ),
     "jaxengine.server.link": (
-        "scheduler jaxengine.config jaxengine.media:what jaxengine.checkpoint jaxengine.engine jaxengine.requests "
-        "jaxengine.api jaxengine.server"
+        "scheduler jaxengine.config jaxengine.media:what jaxengine.checkpoint jaxengine.engine "
+        "jaxengine.engine.extensions jaxengine.requests jaxengine.api jaxengine.server"
     ),
     "jaxengine.server.observe": (
-        "jaxengine:base jaxengine.config jaxengine.engine jaxengine.requests jaxengine.api jaxengine.server"
+        "jaxengine:base jaxengine.config jaxengine.engine:loop jaxengine.requests jaxengine.api jaxengine.server"
     ),
     "jaxengine.check": (
         "sharding models.config models.weights:declarations models.quantization models models.layers models:registry "

@@ -33,7 +33,7 @@ def load_first(core: EngineCore, turns: AbstractContextManager[Any], request: Lo
         return None
     name, path, number = request.lora_name, request.path, request.lora_int_id
     with turns:
-        store = core.engine.require_adapters()
+        store = core.engine.extensions.adapter_store()
         known = store.known(name, path, number)
     if not known:
         weights = store.read(path)

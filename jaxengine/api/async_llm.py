@@ -311,7 +311,7 @@ class AsyncLLM:
                 if self.core.has_unfinished:
                     for output in self.core.step():
                         self._deliver(output)
-                    for request_id, refusal in self.core.take_refused():
+                    for request_id, refusal in self.core.pop_rejected():
                         if (reader := self._readers.pop(request_id, None)) is not None:
                             reader.put(refusal)
                 else:

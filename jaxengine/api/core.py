@@ -21,12 +21,10 @@ from jaxengine.engine.engine import Engine
 from jaxengine.engine.metrics import Metrics
 from jaxengine.engine.output import EngineOutput
 from jaxengine.engine.status import engine_status
-from jaxengine.grammars.request_masks import RequestMasks
-from jaxengine.requests.inputs import InputProcessor, input_processor, make_processor
+from jaxengine.requests.inputs import input_processor, make_processor
 from jaxengine.requests.outputs import RequestOutput
 from jaxengine.requests.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from jaxengine.requests.prepared import PreparedRequest
-from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.open import load_runner, open_resolved
 from jaxengine.runner.peers import ALONE
 from models.quantization.table import weight_table
@@ -72,11 +70,9 @@ class EngineCore:
         if not config.disable_log_stats:
             if table := weight_table(self.runner.weight_rows):
                 logger.info("weights:\n%s", table)
-            for row in self.runner.adapter_forms:
-                logger.info("adapters of %s: %s", row["modules"], row["forms"])
             logger.info("memory of a device:\n%s", self.runner.plan.table())
-        self.engine = Engine(self.runner, _request_masks(self.inputs, self.runner))
-        self._refused: list[tuple[str, RequestError]] = []
+        self.engine = Engine(self.runner, self.inputs)
+        self._rejected: list[tuple[str, RequestError]] = []
         self.metrics = Metrics(self.engine, log_stats=not config.disable_log_stats)
         self._processor = make_processor(self.inputs)
 
@@ -92,18 +88,12 @@ class EngineCore:
         """What an operator may call between two steps, by name; arguments and results are plain JSON values."""
         return {
             "reset_prefix_cache": self._reset_prefix_cache,
-            "reset_mm_cache": self._reset_mm_cache,
-            "mm_cache": self._mm_cache,
             "metrics": self.metrics.snapshot,
             "status": lambda: engine_status(self.engine, self.metrics),
             "trace": self._trace,
             "weights": lambda: self.runner.weight_rows,
-            "adapter_forms": lambda: self.runner.adapter_forms,
             "count_rejections": self._count_rejections,
-            "load_adapter": lambda *load: self.engine.require_adapters().begin_load(*load),
-            "adapter_is_loaded": lambda ticket: self.engine.require_adapters().is_loaded(ticket),
-            "unload_adapter": self.engine.unload_adapter,
-            "adapters": self._adapters,
+            **self.engine.extensions.utilities(),
         }
 
     def utility(self, name: str, *arguments: Any) -> Any:
@@ -128,22 +118,8 @@ class EngineCore:
             raise RequestError(
                 f"request_id {prepared.request_id!r} is in use", param="request_id", value=prepared.request_id
             )
-        self.queue(prepared.requests)
+        self.engine.queue(prepared.requests)
         self._processor.add(prepared)
-
-    def queue(self, requests: Sequence[Request]) -> None:
-        """Queues the requests of one caller's request without following them; all of them, or none and an error."""
-        added = []
-        try:
-            for request in requests:
-                self.engine.add_request(request)
-                added.append(request)
-        except Exception:
-            for request in added:
-                self.engine.finish(request, FinishReason.ABORT)
-            raise
-        self.engine.request_stats.n.observe(len(added))
-        self.engine.media_stats.count(requests[0].media)
 
     def abort(self, request_id: str) -> list[AnyOutput]:
         """Ends a request and frees its pages; returns its last output, or nothing when there is no such request."""
@@ -153,7 +129,7 @@ class EngineCore:
         return self._process(EngineOutput(finished=running))
 
     def step(self) -> list[AnyOutput]:
-        """Runs one step; returns the outputs it brought. `take_refused` tells of requests that end without one."""
+        """Runs one step; returns the outputs it brought. `pop_rejected` returns the requests that ended without one."""
         return self._process(self.advance())
 
     def advance(self) -> EngineOutput:
@@ -171,10 +147,10 @@ class EngineCore:
         self.metrics.stepped()
         return output
 
-    def take_refused(self) -> list[tuple[str, RequestError]]:
+    def pop_rejected(self) -> list[tuple[str, RequestError]]:
         """Requests that `step` has found not to be servable since the last call, by id, and their callers' errors."""
-        refused, self._refused = self._refused, []
-        return refused
+        rejected, self._rejected = self._rejected, []
+        return rejected
 
     def text_spans(self) -> list[tuple[float, float, int]]:
         """When text was made of tokens here: (start, end, outputs), seconds of time.monotonic, the last ones."""
@@ -183,29 +159,6 @@ class EngineCore:
     def _reset_prefix_cache(self) -> bool:
         self.engine.scheduler.reset_prefix_cache()
         return True
-
-    def _reset_mm_cache(self) -> bool:
-        """Forgets pictures: those made ready, and embeddings that no running request needs."""
-        if self.inputs.media is not None and self.inputs.media.cache is not None:
-            self.inputs.media.cache.clear()
-        self.engine.scheduler.reset_encoder_cache()
-        return True
-
-    def _mm_cache(self) -> dict[str, Any]:
-        """Where pictures that were made ready are kept (EncoderOptions.mm_cache_placement), and bytes kept here.
-
-        A server's engine process answers for its API processes too."""
-        media = self.inputs.media
-        size = media.cache.num_bytes if media is not None and media.cache is not None else 0
-        return {**self.config.mm_cache_placement(0), "engine_bytes": size}
-
-    def _adapters(self) -> list[dict[str, Any]]:
-        """Those that requests may name."""
-        store = self.engine.adapters
-        return [
-            {"name": each.adapter.name, "path": each.path, "number": each.number, "rank": each.rank}
-            for each in ([] if store is None else store.adapters)
-        ]
 
     def _count_rejections(self, count: int) -> None:
         """Requests that were refused because too many waited, by a process in front of the engine."""
@@ -221,23 +174,13 @@ class EngineCore:
             for sibling in siblings:
                 self.engine.finish(sibling, FinishReason.ABORT)
             if request_id is not None:
-                self._refused.append((request_id, error))
+                self._rejected.append((request_id, error))
         outputs = self._processor.process(result, time.monotonic(), self._stop)
         for request in result.finished:
-            self.engine.count_end(request)
+            self.engine.record_finish(request)
         return [*outputs]
 
     def _stop(self, request: Request, text: str, num_tokens: int) -> None:
         """A stop string was found."""
         self.engine.finish(request, FinishReason.STOP, text)
-        self.engine.count_end(request, FinishReason.STOP, num_tokens)
-
-
-def _request_masks(inputs: InputProcessor, runner: ModelRunner) -> RequestMasks | None:
-    """None without a tokenizer, and where nothing is generated."""
-    if inputs.tokenizer is None or runner.pools:
-        return None
-    text, vocab_size = inputs.tokenizer.backend.to_str(), inputs.model_config.vocab_size
-    # Tokens that must come are worth knowing where a step may have several of a request.
-    drafts, ends = runner.config.speculative_config is not None, inputs.eos_token_ids()
-    return RequestMasks(text, vocab_size, runner.num_mask_words, ends, inputs.tokenizer, looks_ahead=drafts)
+        self.engine.record_finish(request, FinishReason.STOP, num_tokens)

@@ -19,7 +19,7 @@ from jaxengine.api.core import EngineCore
 from jaxengine.api.progress import count_tokens, speed_text
 from jaxengine.api.turns import Turns
 from jaxengine.config.engine_config import EngineConfig
-from jaxengine.engine.metrics import Histogram, Metric
+from jaxengine.engine.metric_types import Histogram, Metric
 from jaxengine.requests.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, candidates
 from jaxengine.requests.lora import LoRARequest, one_for_each
 from jaxengine.requests.options import RequestOptions, options_for
@@ -375,7 +375,7 @@ class LLM:
         for output in self.core.step():
             if output.finished and (call := self._calls.pop(output.request_id, None)) is not None:
                 call.outputs[output.request_id] = output
-        for request_id, error in self.core.take_refused():
+        for request_id, error in self.core.pop_rejected():
             if (call := self._calls.pop(request_id, None)) is not None:
                 call.error = call.error or error
 

@@ -222,11 +222,11 @@ def _measure_loop(steps: _Steps, requests: Any, width: int, num_steps: int, roun
     engine = Engine(runner)
     _with_drafts(engine.scheduler, width)
     for _ in range(steps.config.max_num_seqs):
-        engine.add_request(next(requests))
+        engine.queue([next(requests)])
 
     def step() -> None:
         for _ in engine.step().finished:
-            engine.add_request(next(requests))
+            engine.queue([next(requests)])
 
     slots = engine.scheduler.ranks[0].slots
     while engine.scheduler.num_waiting or (slots.num_computed < slots.num_fed)[slots.active].any():
@@ -245,8 +245,10 @@ class FreeRunner:
     with drafts i32[n, ranks, S, W] and counts i32[n, ranks, S] of those that are right."""
 
     def __init__(self, config: Any, packer: Any, tokens: Any, counts: Any = None):
+        from jaxengine.config.speculation import SpeculativeConfig
         from jaxengine.runner.compile_watch import CompileWatch
 
+        drafts = {"method": "ngram", "num_speculative_tokens": config.widths[-1] - 1} if config.widths else None
         self.packer, self.buckets, self.compiles = packer, packer.buckets, CompileWatch()
         self.vocab_size, self.num_ranks, self.windows = 32_000, 1, config.windows
         self.pools, self.keeps_history, self.has_places = False, bool(config.widths), bool(packer.sections)
@@ -257,15 +259,18 @@ class FreeRunner:
             max_model_len=config.max_model_len,
             max_in_flight=2,
             enable_lora=False,
-            speculative_config=None,
+            speculative_config=SpeculativeConfig.read(drafts),
+            pipeline_parallel_size=1,
         )
         self._tokens, self._counts, self._taken = tokens, counts, 0
 
     def execute(self, step: Any) -> Any:
         self._taken += 1
         ids, right = sampled(self._tokens, self._counts, self._taken, step.bucket.width)
-        verified = None if right is None else (right, right * 0 + ids.shape[-1] - 1)
-        return SimpleNamespace(token_ids=lambda: ids, verified=lambda: verified, is_ready=lambda: True, pools=False)
+        drafts = None if right is None else right * 0 + ids.shape[-1] - 1
+        return SimpleNamespace(
+            token_ids=lambda: ids, counts=lambda: right, num_drafts=lambda: drafts, is_ready=lambda: True
+        )
 
     def sample(self, pending: Any) -> None: ...
 

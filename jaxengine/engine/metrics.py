@@ -9,12 +9,12 @@ import dataclasses
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any
 
 from jaxengine.engine.engine import Engine
+from jaxengine.engine.metric_types import Counter, Gauge, Histogram, Metric
 
 logger = logging.getLogger(__name__)
 
@@ -85,49 +85,8 @@ HELP = {
     "jaxengine:page_slots_empty": "Token slots empty of the pages that running requests hold, summed over steps.",
     "jaxengine:num_pages": "KV pages.",
 }
-
-
-@dataclass(frozen=True)
-class Metric:
-    """A named number.
-
-    Attributes:
-      labels: what tells apart metrics of one name.
-    """
-
-    name: str
-    value: float
-    labels: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Counter(Metric):
-    """It only grows."""
-
-
-@dataclass(frozen=True)
-class Gauge(Metric):
-    """It goes up and down."""
-
-
-@dataclass(frozen=True)
-class Histogram:
-    """How observations are spread.
-
-    Attributes:
-      buckets: observations up to each bound, the last "+Inf", as in Prometheus.
-      sum, count: of all observations.
-    """
-
-    name: str
-    buckets: dict[str, int]
-    sum: float
-    count: int
-
-    @property
-    def value(self) -> int:
-        """The number of observations."""
-        return self.count
+# Counters that every engine shows, at 0 while nothing of their kind has been asked of it.
+ALWAYS = ("jaxengine:masks", "jaxengine:mask_seconds", "vllm:mm_cache_queries", "vllm:mm_cache_hits")
 
 
 class Metrics:
@@ -145,7 +104,10 @@ class Metrics:
 
     def collect(self) -> list[Metric | Histogram]:
         """Every metric as it stands."""
-        return [*self._counters(), *self._gauges(), *self._histograms()]
+        found = [*self._counters(), *self._gauges(), *self._histograms()]
+        found += [metric for each in self._engine.extensions.by_name.values() for metric in each.metrics()]
+        names = {metric.name for metric in found}
+        return found + [Counter(name, 0) for name in ALWAYS if name not in names]
 
     def snapshot(self) -> list[dict[str, Any]]:
         """The same as plain JSON values; `kind` is counter, gauge or histogram."""
@@ -216,48 +178,19 @@ class Metrics:
             "jaxengine:scheduled_tokens": counts.num_tokens,
             "jaxengine:padding_tokens": counts.num_padding_tokens,
             "jaxengine:device_idle_seconds": counts.idle_seconds,
-            "jaxengine:masks": 0 if engine.masks is None else engine.masks.num_masks,
-            "jaxengine:mask_seconds": 0.0 if engine.masks is None else engine.masks.seconds,
             "jaxengine:page_slots_used": counts.page_slots_used,
             "jaxengine:page_slots_empty": counts.page_slots_empty,
         }.items():
             yield Counter(name, value)
-        if (speculation := runner.config.speculative_config) is not None:
-            drafts = counts.drafts
-            yield Counter("vllm:spec_decode_num_drafts", drafts.num_drafts)
-            yield Counter("vllm:spec_decode_num_draft_tokens", drafts.num_tokens)
-            yield Counter("jaxengine:forced_tokens", drafts.num_forced)
-            yield Counter("vllm:spec_decode_num_accepted_tokens", int(drafts.accepted.sum()))
-            for place, count in enumerate(drafts.accepted[: speculation.num_speculative_tokens].tolist()):
-                yield Counter("vllm:spec_decode_num_accepted_tokens_per_pos", count, {"position": str(place)})
-        yield from self._media_counters()
         for reason, count in finished.items():
             yield Counter("vllm:request_success", count, {"finished_reason": reason.value})
         for part in ("schedule", "dispatch", "wait", "update"):
             yield Counter("jaxengine:step_host_seconds", getattr(counts, f"{part}_seconds"), {"part": part})
-        for bucket, use in engine.bucket_use.items():
+        for bucket, use in engine.stats.buckets.items():
             labels = {"bucket": str(bucket)}
             yield Counter("jaxengine:bucket_steps", use.num_steps, labels)
             yield Counter("jaxengine:bucket_tokens", use.num_tokens, labels)
             yield Counter("jaxengine:bucket_padding_tokens", use.num_padding_tokens, labels)
-
-    def _media_counters(self) -> Iterator[Counter]:
-        counts, rows = self._engine.media_stats, [rank.encoder_rows for rank in self._engine.scheduler.ranks]
-        yield Counter("vllm:mm_cache_queries", counts.num_queries)
-        yield Counter("vllm:mm_cache_hits", counts.num_hits)
-        if self._engine.runner.encoder is None:
-            return
-        for way, value in (("socket", counts.socket_bytes), ("shared_memory", counts.shared_bytes)):
-            yield Counter("jaxengine:mm_ipc_bytes", value, {"way": way})
-        for name, value in {
-            "cache_queries": sum(each.num_queries for each in rows),
-            "cache_hits": sum(each.num_hits for each in rows),
-            "calls": counts.num_calls,
-            "items": counts.num_items,
-            "patches": counts.num_patches,
-            "host_seconds": counts.encode_seconds,
-        }.items():
-            yield Counter(f"jaxengine:encoder_{name}", value)
 
     def _gauges(self) -> Iterator[Gauge]:
         scheduler, config = self._engine.scheduler, self._engine.runner.config
@@ -272,11 +205,6 @@ class Metrics:
             "jaxengine:num_pages": scheduler.num_pages,
         }.items():
             yield Gauge(name, value)
-        if self._engine.runner.encoder is not None:
-            rows = [rank.encoder_rows for rank in scheduler.ranks]
-            yield Gauge("jaxengine:encoder_cache_embeddings", sum(each.num_rows for each in rows))
-            yield Gauge("jaxengine:encoder_cache_embeddings_kept", sum(each.num_kept for each in rows))
-            yield Gauge("jaxengine:encoder_cache_embeddings_used", sum(each.num_used for each in rows))
         for reason, count in (("capacity", scheduler.num_waiting - deferred), ("deferred", deferred)):
             yield Gauge("vllm:num_requests_waiting_by_reason", count, {"reason": reason})
         info = {
@@ -287,18 +215,6 @@ class Metrics:
             "gpu_memory_utilization": config.gpu_memory_utilization,
         }
         yield Gauge("vllm:cache_config_info", 1, {name: str(value) for name, value in info.items()})
-        if config.enable_lora:
-            yield Gauge("vllm:lora_requests_info", time.time(), self._adapters())
-
-    def _adapters(self) -> dict[str, str]:
-        """Names of the adapters that running and waiting requests have."""
-        running, waiting = set[str](), set[str]()
-        for request in self._engine.scheduler.requests:
-            if request.lora is not None:
-                (running if request.slot >= 0 else waiting).add(request.lora)
-        names = {"running_lora_adapters": running, "waiting_lora_adapters": waiting}
-        labels = {label: ",".join(sorted(found)) for label, found in names.items()}
-        return {**labels, "max_lora": str(self._engine.runner.config.max_loras)}
 
     def _histograms(self) -> Iterator[Histogram]:
         requests = self._engine.request_stats

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxengine.config.speculation import MAX_DRAFTS
-from scheduler.media import Media
+from scheduler.batch import ScheduledStep, StepResult
+from scheduler.buckets import Bucket
+from scheduler.rank import Rank
 from scheduler.request import NOT_FINITE, FinishReason, Request
 
 # Upper bounds as vLLM has them, seconds, so that its dashboards fit.
@@ -99,39 +100,17 @@ class BucketUse:
 
 
 @dataclass
-class DraftStats:
-    """What became of drafts.
-
-    Attributes:
-      num_drafts: times that a request had any, num_tokens of them together.
-      accepted: i64[MAX_DRAFTS], of these how many were right, by their place.
-      num_forced: tokens that were no drafts: grammars allowed nothing else in their places.
-    """
-
-    num_drafts: int = 0
-    num_tokens: int = 0
-    accepted: np.ndarray = field(default_factory=lambda: np.zeros(MAX_DRAFTS, np.int64))
-    num_forced: int = 0
-
-    def count(self, drafts: np.ndarray, accepted: np.ndarray) -> None:
-        """Of each row of a step, the drafts that it had and how many were right, i64[n]."""
-        self.num_drafts += int(np.count_nonzero(drafts))
-        self.num_tokens += int(drafts.sum())
-        self.accepted += (accepted[:, None] > np.arange(len(self.accepted))).sum(axis=0)
-
-
-@dataclass
 class StepStats:
     """Sums over the engine's life.
 
     Attributes:
+      buckets: what the steps of each compiled shape held.
       num_steps: steps dispatched; num_padding_tokens of them were padding.
       schedule_seconds, dispatch_seconds, wait_seconds, update_seconds: host time by part of the step.
       idle_seconds: time in which requests were unfinished and the device had nothing to do, as far as the host sees:
         from the moment it knew that the device was done until the next step was dispatched.
       num_generated_tokens: those that callers were told of; what is sampled after the text has ended is not counted.
       page_slots_used, page_slots_empty: token slots of the pages held by running requests, summed over steps.
-      drafts: of speculative decoding.
     """
 
     num_steps: int = 0
@@ -145,45 +124,30 @@ class StepStats:
     idle_seconds: float = 0.0
     page_slots_used: int = 0
     page_slots_empty: int = 0
-    drafts: DraftStats = field(default_factory=DraftStats)
-    _num_untold_tokens: int = 0
+    buckets: dict[Bucket, BucketUse] = field(default_factory=dict)
+    _num_undelivered_tokens: int = 0
+
+    def count_step(self, step: ScheduledStep, bucket: Bucket, ranks: Sequence[Rank]) -> None:
+        """Counts a step that was dispatched."""
+        padding = bucket.num_tokens * len(step.batches) - step.num_tokens
+        for counts in (self, self.buckets[bucket]):
+            counts.num_steps += 1
+            counts.num_tokens += step.num_tokens
+            counts.num_padding_tokens += padding
+        for rank in ranks:
+            held, empty = rank.count_token_slots()
+            self.page_slots_used += held - empty
+            self.page_slots_empty += empty
 
     def count_generated(self, num_tokens: int) -> None:
         """Tokens came, less those counted before that no caller was told of: a counter never goes back."""
-        untold = min(num_tokens, self._num_untold_tokens)
-        self._num_untold_tokens -= untold
-        self.num_generated_tokens += num_tokens - untold
+        undelivered = min(num_tokens, self._num_undelivered_tokens)
+        self._num_undelivered_tokens -= undelivered
+        self.num_generated_tokens += num_tokens - undelivered
 
-    def count_untold(self, num_tokens: int) -> None:
-        """So many tokens that have been counted came after their request's text had ended."""
-        self._num_untold_tokens += num_tokens
-
-
-@dataclass
-class MediaStats:
-    """What became of pictures and videos.
-
-    Attributes:
-      num_queries, num_hits: items of requests that were looked up as made ready for the tower, and those found.
-      num_calls: of the tower's program, which encoded num_items of num_patches, what fills them up included.
-      encode_seconds: in which the host put them together and dispatched the calls.
-      socket_bytes, shared_bytes: of pixels that came from other processes in messages, and in shared memory.
-    """
-
-    num_queries: int = 0
-    num_hits: int = 0
-    num_calls: int = 0
-    num_items: int = 0
-    num_patches: int = 0
-    encode_seconds: float = 0.0
-    socket_bytes: int = 0
-    shared_bytes: int = 0
-
-    def count(self, media: Media | None) -> None:
-        """A request was queued."""
-        for item in () if media is None else media.items:
-            self.num_queries += item.cached is not None
-            self.num_hits += item.cached is True
+    def count_undelivered(self, num_tokens: int) -> None:
+        """Takes tokens back that were counted but came after their request's text had ended."""
+        self._num_undelivered_tokens += num_tokens
 
 
 @dataclass
@@ -236,9 +200,22 @@ class RequestStats:
             self.intervals.observe_all(intervals)
             self.recent_intervals.add(intervals)
 
-    def observe_end(self, request: Request, reason: FinishReason, num_output: int) -> None:
-        """A request ended, as its caller was told; what never began is not in the histograms of how long it took."""
-        assert request.queued_time is not None and request.finished_time is not None
+    def observe_tokens(self, result: StepResult) -> None:
+        """Takes in when the tokens of a step came."""
+        for intervals in result.intervals:
+            self.observe_intervals(intervals)
+        for request in result.first_tokens:
+            self.observe_first_token(request)
+
+    def observe_end(self, request: Request, reason: FinishReason | None = None, num_output: int | None = None) -> int:
+        """Takes in the end of a request as its caller saw it; returns how many of its tokens the caller did not get.
+
+        reason, num_output: default as the request has them. The histograms of how long requests took leave out those
+        that never began.
+        """
+        reason, num_known = reason or request.finish_reason, min(len(request.output_token_ids), request.max_tokens)
+        num_output = num_known if num_output is None else num_output
+        assert reason is not None and request.queued_time is not None and request.finished_time is not None
         self.finished[reason] += 1
         self.num_corrupted += request.stop_reason == NOT_FINITE
         end = request.finished_time
@@ -255,3 +232,4 @@ class RequestStats:
             self.inference.observe(last - began)
             if num_output > 1:
                 self.time_per_output_token.observe((last - first) / (num_output - 1))
+        return num_known - num_output

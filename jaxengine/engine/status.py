@@ -26,7 +26,7 @@ def engine_status(engine: Engine, metrics: Metrics) -> dict[str, Any]:
     scheduler, counts, requests = engine.scheduler, engine.stats, engine.request_stats
     prompt_rate, generation_rate = metrics.throughput()
     first_token, intervals = requests.recent_first_token, requests.recent_intervals
-    return {
+    status = {
         "time": time.monotonic(),
         "num_running": scheduler.num_running,
         "num_waiting": scheduler.num_waiting,
@@ -39,7 +39,7 @@ def engine_status(engine: Engine, metrics: Metrics) -> dict[str, Any]:
         "time_to_first_token": dict(zip(("p50", "p99"), first_token.percentiles(50, 99), strict=True)),
         "inter_token_latency": dict(zip(("p50", "p99"), intervals.percentiles(50, 99), strict=True)),
         "prefix_cache": {"queries": scheduler.num_prefix_queries, "hits": scheduler.num_prefix_hits},
-        "pictures": _pictures(engine),
+        "pictures": None,
         "finished": {reason.value: count for reason, count in requests.finished.items()},
         "compilations_since_ready": engine.runner.compiles.count,
         "steps": {
@@ -59,28 +59,13 @@ def engine_status(engine: Engine, metrics: Metrics) -> dict[str, Any]:
                 "tokens": use.num_tokens,
                 "padding": use.num_padding_tokens,
             }
-            for bucket, use in sorted(engine.bucket_use.items())
+            for bucket, use in sorted(engine.stats.buckets.items())
         ],
         "requests": [_running(scheduler, request) for request in _longest_running(scheduler)],
     }
-
-
-def _pictures(engine: Engine) -> dict[str, Any] | None:
-    """What the tower has done since the start, and embeddings: those there is room for, kept, and in need. None for a
-    model that sees nothing."""
-    if engine.runner.encoder is None:
-        return None
-    counts, rows = engine.media_stats, [rank.encoder_rows for rank in engine.scheduler.ranks]
-    return {
-        "calls": counts.num_calls,
-        "items": counts.num_items,
-        "patches": counts.num_patches,
-        "queries": sum(each.num_queries for each in rows),
-        "hits": sum(each.num_hits for each in rows),
-        "embeddings": sum(each.num_rows for each in rows),
-        "embeddings_kept": sum(each.num_kept for each in rows),
-        "embeddings_used": sum(each.num_used for each in rows),
-    }
+    for each in engine.extensions.by_name.values():
+        status |= each.status()
+    return status
 
 
 def page_map(scheduler: Scheduler) -> dict[str, Any]:

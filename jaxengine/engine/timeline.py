@@ -13,6 +13,7 @@ from typing import Any
 
 from scheduler.batch import ScheduledStep, StepResult
 from scheduler.buckets import Bucket
+from scheduler.packing import StepInput
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler
 
@@ -74,14 +75,13 @@ class Timeline:
         self,
         step: ScheduledStep,
         scheduler: Scheduler,
-        bucket: Bucket,
-        *,
+        message: StepInput,
         number: int,
         times: tuple[float, float, float, float],
         idle_since: float | None,
-        num_bytes: int,
     ) -> StepRecord:
         """Records a step that was given to the device; times as StepRecord's first four."""
+        bucket = message.bucket
         chunks = []
         for rank, batch in zip(scheduler.ranks, step.batches, strict=True):
             if batch.num_rows > batch.num_decode:
@@ -98,7 +98,7 @@ class Timeline:
             step.num_tokens,
             bucket.num_tokens * len(step.batches),
             step.num_rows,
-            num_bytes,
+            message.buffer.nbytes,
             scheduler.num_running,
             scheduler.num_waiting,
             scheduler.num_pages - scheduler.num_free_pages,

@@ -111,6 +111,11 @@ class GrammarWorker:
         """Whether `take` has something to give, or will have."""
         return bool(self._taken) or any(each.awaited for each in self._sequences.values())
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is due or unread, of sequences that were closed among it."""
+        return not self.awaits and (self._process is None or not (self._compiling or self._masking))
+
     def launch(self) -> None:
         """Starts the process, unless it is there: the first sequence waits less."""
         if self._process is None and self._has_end:

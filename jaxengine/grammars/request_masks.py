@@ -128,6 +128,11 @@ class RequestMasks:
         """Whether something is due."""
         return bool(self._begun) or self.worker.awaits or self._slow.awaits or self._trials.awaits
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is followed, and no process is at work for one that was."""
+        return not self._keys and not self._trials.awaits and self.worker.is_idle and self._slow.is_idle
+
     def add(self, request: Request) -> None:
         """Has the grammar of a request compiled."""
         grammar = request.params.grammar

@@ -68,11 +68,13 @@ class PendingStep:
             return None
         return self._fetch(self._drafts.token_ids).reshape(num_ranks, -1, self.bucket.width - 1)
 
-    def verified(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Of a step with drafts, tokens that each row has got and drafts it had, i32[ranks, rows] both; else None."""
-        if not isinstance(self.sampled, VerifyOutput):
-            return None
-        return self._fetch(self.sampled.counts), self._fetch(self.sampled.num_drafts)
+    def counts(self) -> np.ndarray | None:
+        """i32[ranks, rows], tokens that each row has got; None where each has one."""
+        return self._fetch(self.sampled.counts) if isinstance(self.sampled, VerifyOutput) else None
+
+    def num_drafts(self) -> np.ndarray | None:
+        """i32[ranks, rows], drafts that each row had; None for a step without."""
+        return self._fetch(self.sampled.num_drafts) if isinstance(self.sampled, VerifyOutput) else None
 
     def logprobs(self) -> SampleOutput | VerifyOutput:
         """The sampled rows' logprobs as numpy arrays; with drafts of all places, row after row."""

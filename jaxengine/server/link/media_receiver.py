@@ -5,8 +5,8 @@ from __future__ import annotations
 import mmap
 import os
 import re
+from typing import TYPE_CHECKING
 
-from jaxengine.engine.stats import MediaStats
 from jaxengine.requests.media_cache import LeastRecent
 from jaxengine.server.link.media_messages import (
     Item,
@@ -17,6 +17,9 @@ from jaxengine.server.link.media_messages import (
     read_media,
 )
 from scheduler.media import Media, MediaItem
+
+if TYPE_CHECKING:
+    from jaxengine.engine.extensions.pictures import MediaStats
 
 Pixels = tuple[bytes, bytes, bytes]
 # A file without a name, by the descriptor of the process that made it.
@@ -30,8 +33,8 @@ class MediaReceiver:
     its sender may put something else there as soon as it hears that the message was.
     """
 
-    def __init__(self, max_bytes: int, stats: MediaStats):
-        """max_bytes: of what is kept, 0 unless the sender counts on it."""
+    def __init__(self, max_bytes: int, stats: MediaStats | None):
+        """max_bytes: of what is kept, 0 unless the sender counts on it. stats: None for an engine that sees nothing."""
         self._kept: LeastRecent[Pixels] = LeastRecent(max_bytes)
         self._stats = stats
         self._epoch = 0
@@ -59,7 +62,8 @@ class MediaReceiver:
                 size = sum(map(len, pixels))
                 if item.keep:
                     self._kept.put(item.digest, pixels, size)
-                self._stats.socket_bytes += size
+                if self._stats is not None:
+                    self._stats.socket_bytes += size
             elif item.place is not None:
                 pixels = self._copy(item.place)
             elif pixels is None:
@@ -87,7 +91,8 @@ class MediaReceiver:
         for size in place.sizes:
             parts.append(memory[first : first + size])
             first += size
-        self._stats.shared_bytes += sum(place.sizes)
+        if self._stats is not None:
+            self._stats.shared_bytes += sum(place.sizes)
         patches, columns, rows = parts
         return patches, columns, rows
 

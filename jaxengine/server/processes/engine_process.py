@@ -166,7 +166,7 @@ class EngineServer:
         self._drop_index(message.index)
         self._num_clients += 1
         max_bytes = self.core.config.mm_processor_cache_bytes if self._media_kind == KEY_REPLICATED else 0
-        media = MediaReceiver(max_bytes, self.core.engine.media_stats)
+        media = MediaReceiver(max_bytes, self.core.engine.extensions.media_stats())
         client = _Client(identity, message.index, self._num_clients, media)
         self._clients[identity] = self._by_number[client.number] = client
         config = dataclasses.asdict(self.core.config)
@@ -185,7 +185,7 @@ class EngineServer:
             if scheduler.is_fair:
                 self._limits.check_client(load, scheduler.num_waiting_of(message.client), num_requests)
             requests = submits.requests_of(message, client.number, media)
-            self.core.queue(requests)
+            self.core.engine.queue(requests)
         except RequestError as error:
             self.core.engine.request_stats.num_rejections += isinstance(error, OverloadedError)
             client.refused.append(Reply(message.number, _failure(error)))
@@ -206,7 +206,7 @@ class EngineServer:
             request = client.requests.get(handle)
             if request is None:
                 continue
-            if reason is FinishReason.ABORT and request not in self.core.engine.untold:
+            if reason is FinishReason.ABORT and request not in self.core.engine.uncounted:
                 self.core.engine.finish(request, reason)
                 self._aborted.append(request)
             else:
@@ -246,7 +246,7 @@ class EngineServer:
                 self._served = True
                 self._tell("served")
             for request in output.finished:
-                if request not in self.core.engine.untold or messages.owner_of(request)[0] not in self._by_number:
+                if request not in self.core.engine.uncounted or messages.owner_of(request)[0] not in self._by_number:
                     self._settle(request)
         for request, _ in output.refused:
             self._forget(request)
@@ -282,7 +282,7 @@ class EngineServer:
 
     def _settle(self, request: Request, reason: FinishReason | None = None, num_tokens: int | None = None) -> None:
         """Forgets a request whose end its caller knows: as the engine ended it, or so."""
-        self.core.engine.count_end(request, reason, num_tokens)
+        self.core.engine.record_finish(request, reason, num_tokens)
         self._forget(request)
 
     def _forget(self, request: Request) -> None:
@@ -326,7 +326,7 @@ def _load_adapters(core: EngineCore, config: ServerConfig) -> None:
         try:
             if name in names:
                 raise RequestError(f"the adapter {name!r} has the model's own name")
-            store = core.engine.require_adapters()
+            store = core.engine.extensions.adapter_store()
             store.add(name, path, store.free_number(), store.read(path))
         except RequestError as error:
             raise ConfigError.because("lora_modules", str(error), "see docs/lora.md") from None

@@ -13,7 +13,7 @@ from jaxengine import LLM, SamplingParams
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.platforms import PLATFORMS
 from jaxengine.config.speculation import DRAFT_MODEL, SpeculativeConfig
-from jaxengine.engine import engine as engine_module
+from jaxengine.engine.extensions import structured as structured_module
 from models.registry import read_hf
 from tests.fixtures.drawn_weights import checkpoint
 from tests.jaxengine.engine.test_speculation import (
@@ -42,7 +42,7 @@ def drafted(llm) -> tuple[int, np.ndarray]:
     """Drafts so far, and those that were right by their place; of steps in flight, too."""
     while llm.core.engine.has_unfinished:
         llm.core.engine.step()
-    drafts = llm.core.engine.stats.drafts
+    drafts = llm.core.engine.extensions.by_name["drafts"].stats
     return drafts.num_tokens, drafts.accepted.copy()
 
 
@@ -50,7 +50,7 @@ def assert_counts_on(llm: LLM, size: int, widths: Sequence[int]) -> None:
     """Of a model of which token t + 1 follows t, modulo `size`: nothing is drafted in vain."""
     prompts = [{"prompt_token_ids": [(3 * each + at) % size for at in range(1 + 4 * each)]} for each in range(10)]
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, detokenize=False)
-    before = llm.core.engine.stats.drafts
+    before = llm.core.engine.extensions.by_name["drafts"].stats
     for width in widths:
         force(llm, width)
         tokens, right = before.num_tokens, int(before.accepted.sum())
@@ -126,9 +126,12 @@ def test_a_draft_model_knows_what_a_grammar_left_no_choice(plain, own):
     params = SamplingParams(temperature=0.7, seed=1, max_tokens=30, structured_outputs=grammar)
     force(own, 8)
     own.reset_prefix_cache()
-    forced, hits = own.core.engine.stats.drafts.num_forced, own.core.engine.scheduler.num_prefix_hits
+    forced, hits = (
+        own.core.engine.extensions.by_name["drafts"].stats.num_forced,
+        own.core.engine.scheduler.num_prefix_hits,
+    )
     outputs = own.generate(prompts, params, use_tqdm=False)
-    assert own.core.engine.stats.drafts.num_forced - forced > 20
+    assert own.core.engine.extensions.by_name["drafts"].stats.num_forced - forced > 20
     known = [{"prompt_token_ids": [*each.prompt_token_ids, *each.outputs[0].token_ids]} for each in outputs] * 4
     params = [SamplingParams(temperature=0.7, seed=seed, max_tokens=24, ignore_eos=True) for seed in range(12)]
     expected = plain.generate(known, params, use_tqdm=False)
@@ -138,18 +141,18 @@ def test_a_draft_model_knows_what_a_grammar_left_no_choice(plain, own):
 
 def test_guesses_of_a_draft_model_under_a_grammar(plain, own, monkeypatch):
     """They are read from the devices; where the model chooses what it may all are right, else they end there."""
-    monkeypatch.setattr(engine_module, "_MASK_SECONDS", 60.0)  # a mask that is late costs no steps
+    monkeypatch.setattr(structured_module, "_MASK_SECONDS", 60.0)  # a mask that is late costs no steps
     prompts, params = guided_workload(0.7)
     expected = plain.generate(prompts, params, use_tqdm=False)
     force(own, 8)
     own.reset_prefix_cache()
     assert_same(own.generate(prompts, params, use_tqdm=False), expected)
-    stats = own.core.engine.stats
+    stats, drafts = own.core.engine.stats, own.core.engine.extensions.by_name["drafts"].stats
     for index, most in ((0, 0.45), (3, 0.45), (1, 1.0)):
-        steps, tokens = stats.num_steps, stats.drafts.num_tokens
+        steps, tokens = stats.num_steps, drafts.num_tokens
         assert_same(own.generate(prompts[index], params[index], use_tqdm=False), expected[index : index + 1])
         assert stats.num_steps - steps < most * len(expected[index].outputs[0].token_ids)
-        assert stats.drafts.num_tokens > tokens
+        assert drafts.num_tokens > tokens
     assert {each.name: each.value for each in own.get_metrics()}["jaxengine:compilations_since_ready"] == 0
 
 

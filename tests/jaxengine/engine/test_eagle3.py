@@ -181,7 +181,7 @@ def split_over_two(model: str, head: str, cache: str) -> None:
     own = {"max_tokens": 20, "ignore_eos": True, "detokenize": False, "logit_bias": {0: -100.0, 1: -100.0}}
     params = [SamplingParams(temperature=each % 3 / 2, seed=each, **own) for each in range(8)]
     tokens = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
-    drafted = llm.core.engine.stats.drafts
+    drafted = llm.core.engine.extensions.by_name["drafts"].stats
     print(json.dumps([tokens, drafted.num_tokens, int(drafted.accepted.sum())]))
 
 

@@ -121,7 +121,7 @@ def test_all_adapters_and_rows_without_any_at_once(llm, adapters, expected):
     found = tokens(llm, [PROMPTS[index] for _, index in rows], [adapters.get(name) for name, _ in rows])
     assert found == [expected[name][index] for name, index in rows]
     assert llm.core.runner.compiles.count == 0
-    assert llm.core.engine.adapters.num_kept == 3
+    assert llm.core.engine.extensions.adapter_store().num_kept == 3
 
 
 def test_prefix_caches_are_each_adapters_own(llm, adapters, expected):
@@ -165,7 +165,7 @@ def test_preempted_requests_give_the_same(llm, adapters, expected):
 
 def test_a_step_brings_one_adapter_at_a_time(llm, adapters, expected, monkeypatch):
     """Running requests wait while one is written, so a crowd of them is spread over steps."""
-    core, store, written = llm.core, llm.core.engine.adapters, []
+    core, store, written = llm.core, llm.core.engine.extensions.adapter_store(), []
     write = core.runner.write_adapter
     monkeypatch.setattr(core.runner, "write_adapter", lambda slot, values: (written.append(slot), write(slot, values)))
     names = ["one layer", "gate alone"]
@@ -177,10 +177,10 @@ def test_a_step_brings_one_adapter_at_a_time(llm, adapters, expected, monkeypatc
         options = RequestOptions(lora=name)
         core.add(core.inputs.prepare(PROMPTS[index], GREEDY, request_id=name, options=options))
     step = core.engine.scheduler.schedule()
-    assert not step.num_rows and len(core.engine.scheduler.adapters.loads) == 2
+    assert not step.num_rows and len(core.engine.scheduler.extension("adapters").slots.loads) == 2
     for _ in range(3):
         before = len(written)
-        store.advance(core.engine.scheduler.adapters, set)
+        store.advance(core.engine.scheduler.extension("adapters").slots, set)
         assert len(written) <= before + 1
         wait([] if store._upload is None else [store._upload.job])
     assert len(written) == 2
@@ -191,7 +191,7 @@ def test_a_step_brings_one_adapter_at_a_time(llm, adapters, expected, monkeypatc
 
 
 def test_loads_and_unloads_leave_nothing(llm, adapters, expected, thorough):
-    store, engine = llm.core.engine.adapters, llm.core.engine
+    store, engine = llm.core.engine.extensions.adapter_store(), llm.core.engine
     one = SamplingParams(temperature=0, max_tokens=1)
     loaded, counts = len(store.adapters), []
     for number in range(1000 if thorough else 100):
@@ -203,7 +203,7 @@ def test_loads_and_unloads_leave_nothing(llm, adapters, expected, thorough):
         counts.append(len(jax.live_arrays()))
     assert len(store.adapters) == len(store._records) == loaded and store.num_kept <= 3
     assert max(counts[2:]) <= counts[1] and store._upload is None and not store._loads
-    assert not engine.scheduler.adapters.waiting and engine.runner.compiles.count == 0
+    assert not engine.scheduler.extension("adapters").slots.waiting and engine.runner.compiles.count == 0
     with pytest.raises(RequestError, match="does not exist"):
         llm.core.utility("unload_adapter", "new 0")
     assert tokens(llm, PROMPTS, adapters["rank 8"]) == expected["rank 8"]

@@ -231,7 +231,7 @@ def test_embeddings_in_the_place_of_pictures(case, executables_dir):
     """What the tower made of pictures, given as such: the same answers, and nothing encoded."""
     llm = case.start(**options_of(case), compile_cache_dir=executables_dir, enable_mm_embeds=True)
     processor, (given, wanted) = llm.core.inputs.media.processor, embedded(case, llm)
-    stats = llm.core.engine.media_stats
+    stats = llm.core.engine.extensions.media_stats()
     before, videos = stats.num_calls, sum(len(each["multi_modal_data"].get("video", ())) for each in given)
     assert answers(llm, given * 2, [len(each) for each in wanted] * 2) == wanted * 2
     assert stats.num_calls - before <= 2 * videos

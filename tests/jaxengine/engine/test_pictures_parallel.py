@@ -53,7 +53,7 @@ def compare(name: str, modes: Iterable[str] = MODES) -> None:
             llm = case.start(**options_of(case), **MODES[mode], enable_mm_embeds=name in EMBEDDED)
             wanted = [*case.answers.values()] * 2
             assert answers(llm, [*case.prompts.values()] * 2, [len(answer) for answer in wanted]) == wanted, mode
-            stats = llm.core.engine.media_stats
+            stats = llm.core.engine.extensions.media_stats()
             assert stats.num_calls > 0
             if name in EMBEDDED:
                 given, wanted = embedded(case, llm)

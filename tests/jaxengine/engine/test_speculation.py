@@ -13,8 +13,8 @@ from jaxengine import LLM, SamplingParams
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.platforms import PLATFORMS
 from jaxengine.config.speculation import SpeculativeConfig
-from jaxengine.engine import engine as engine_module
-from jaxengine.engine.slot_rows import SlotRows
+from jaxengine.engine.extensions import structured as structured_module
+from jaxengine.engine.extensions.drafts import Drafts
 from jaxengine.grammars.grammar_worker import GrammarWorker, NextMask
 from tests.fixtures.drawn_weights import checkpoint
 from tests.sharding.parallel_cases import OPTIONS, write_tokenizer
@@ -48,7 +48,7 @@ def engines(tmp_path_factory, executables_dir, thorough):
 
 def force(llm, width: int | None) -> None:
     """Steps of this width wherever one can have it; None for the engine's own choice."""
-    choice = llm.core.engine.scheduler.draft_width
+    choice = llm.core.engine.scheduler.extension("drafts").width
     choice.__dict__.pop("choose", None)
     if width is not None:
         most = {each: rows for each, rows in choice._most_rows.items() if each <= width}
@@ -183,7 +183,7 @@ def forced_workload(vocab_size: int):
 
 def test_what_a_grammar_leaves_no_choice_comes_at_once(engines, thorough, monkeypatch):
     """The same tokens in fewer steps: alone, in a crowd, preempted, cut within a run, beside requests with guesses."""
-    monkeypatch.setattr(engine_module, "_MASK_SECONDS", 60.0)  # a mask that is late costs no steps
+    monkeypatch.setattr(structured_module, "_MASK_SECONDS", 60.0)  # a mask that is late costs no steps
     plain, drafting = engines
     prompts, params = forced_workload(257)
     expected = plain.generate(prompts, params, use_tqdm=False)
@@ -191,13 +191,13 @@ def test_what_a_grammar_leaves_no_choice_comes_at_once(engines, thorough, monkey
     assert ends[3][0] == "length" and ends[4] == ("stop", "erty_1") and ends[8] == ("stop", ord("_") - 33)
     for index in (9, 13):
         assert ends[index][0] == "error" and "no token is allowed by structured_outputs" in ends[index][1]
-    stats = drafting.core.engine.stats
+    drafts = drafting.core.engine.extensions.by_name["drafts"].stats
     for width in (2, 4, 8, None) if thorough else (8, None):
         force(drafting, width)
         drafting.reset_prefix_cache()
-        before = stats.drafts.num_forced
+        before = drafts.num_forced
         assert_same(drafting.generate(prompts, params, use_tqdm=False), expected)
-        assert stats.drafts.num_forced - before > 100 or width is None
+        assert drafts.num_forced - before > 100 or width is None
     force(drafting, 8)
     for index in range(len(prompts)) if thorough else (0, 4, 10):
         found, steps = [], []
@@ -210,7 +210,7 @@ def test_what_a_grammar_leaves_no_choice_comes_at_once(engines, thorough, monkey
         # Four tokens a step at most, and of each run the first one, which is sampled before it is known what it is.
         assert steps[1] < 0.6 * steps[0] or params[index].max_tokens == 9
     metrics = {metric.name: metric.value for metric in drafting.get_metrics()}
-    assert metrics["jaxengine:forced_tokens"] == stats.drafts.num_forced
+    assert metrics["jaxengine:forced_tokens"] == drafts.num_forced
     assert metrics["jaxengine:compilations_since_ready"] == 0
     assert drafting.core.engine.scheduler.num_free_pages == 40
 
@@ -243,26 +243,26 @@ def guided_workload(temperature: float):
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 def test_guesses_under_a_grammar(engines, temperature, monkeypatch):
     """The same tokens: in a crowd that is preempted, alone in fewer steps, and where masks of guesses do not come."""
-    monkeypatch.setattr(engine_module, "_MASK_SECONDS", 60.0)  # a mask that is late costs no steps
+    monkeypatch.setattr(structured_module, "_MASK_SECONDS", 60.0)  # a mask that is late costs no steps
     plain, drafting = engines
     prompts, params = guided_workload(temperature)
     expected = plain.generate(prompts, params, use_tqdm=False)
-    stats = drafting.core.engine.stats
+    stats, drafts = drafting.core.engine.stats, drafting.core.engine.extensions.by_name["drafts"].stats
     force(drafting, 8)
     drafting.reset_prefix_cache()
     assert_same(drafting.generate(prompts, params, use_tqdm=False), expected)
     for index, most in ((0, 0.45), (1, 0.6), (3, 0.45)):
-        steps, drafts = stats.num_steps, stats.drafts.num_tokens
+        steps, tokens = stats.num_steps, drafts.num_tokens
         found = drafting.generate(prompts[index], params[index], use_tqdm=False)
         assert_same(found, expected[index : index + 1])
         assert stats.num_steps - steps < most * len(found[0].outputs[0].token_ids)
-        assert stats.drafts.num_tokens > drafts
-    rng, guess, take = np.random.default_rng(2), SlotRows.guess, GrammarWorker.take
+        assert drafts.num_tokens > tokens
+    rng, guess, take = np.random.default_rng(2), Drafts.of_newest, GrammarWorker.take
 
     def cut(each):
         return each._replace(guessed=each.guessed[: rng.integers(3)]) if isinstance(each, NextMask) else each
 
-    monkeypatch.setattr(SlotRows, "guess", lambda *given: guess(*given) if rng.random() < 0.7 else None)
+    monkeypatch.setattr(Drafts, "of_newest", lambda *given: guess(*given) if rng.random() < 0.7 else None)
     monkeypatch.setattr(GrammarWorker, "take", lambda self: [*map(cut, take(self))])
     assert_same(drafting.generate(prompts, params, use_tqdm=False), expected)
     assert {each.name: each.value for each in drafting.get_metrics()}["jaxengine:compilations_since_ready"] == 0
@@ -270,7 +270,7 @@ def test_guesses_under_a_grammar(engines, temperature, monkeypatch):
 
 def test_a_grammar_needs_no_guesses(engines, executables_dir, monkeypatch):
     """A method that guesses nothing: what must come comes at once, other requests take steps of one token."""
-    monkeypatch.setattr(engine_module, "_MASK_SECONDS", 60.0)
+    monkeypatch.setattr(structured_module, "_MASK_SECONDS", 60.0)
     plain = engines[0]
     options = OPTIONS | {"model": plain.core.config.model, "compile_cache_dir": executables_dir}
     forcing = LLM(**options, speculative_config=GRAMMAR)

@@ -34,8 +34,16 @@ def nothing_is_left(chat_llm):
     yield
     engine = chat_llm.core.engine
     assert engine.scheduler.num_free_pages == engine.scheduler.num_pages and not engine.scheduler.num_unfinished
-    assert not engine.masks._keys and not engine.masks._known and not engine.masks._trials.awaits
-    assert not engine.masks.worker._sequences and not engine.masks._slow._sequences and not engine.masks._workers
+    assert (
+        not engine.extensions.require("structured").masks._keys
+        and not engine.extensions.require("structured").masks._known
+        and not engine.extensions.require("structured").masks._trials.awaits
+    )
+    assert (
+        not engine.extensions.require("structured").masks.worker._sequences
+        and not engine.extensions.require("structured").masks._slow._sequences
+        and not engine.extensions.require("structured").masks._workers
+    )
     assert engine.runner.compiles.count == 0
 
 
@@ -189,16 +197,16 @@ def test_abort_and_deadline_while_the_grammar_compiles(chat_llm):
     reasons = {name: output.outputs[0].finish_reason for name, output in outputs.items()}
     assert reasons == {"aborted": "abort", "late": "abort", "good": "stop"}
     assert outputs["good"].outputs[0].text == "aa"
-    assert core.take_refused() == []
+    assert core.pop_rejected() == []
 
 
 def test_grammars_that_compile_slowly_are_served_apart_and_alike(chat_llm, monkeypatch):
     params = [params_of({"regex": "[b-x]{8,12}"}, seed=seed) for seed in range(3)]
     quick = tokens_of(generate(chat_llm, *params))
-    assert chat_llm.core.engine.masks._slow.process is None
+    assert chat_llm.core.engine.extensions.require("structured").masks._slow.process is None
     monkeypatch.setattr("jaxengine.grammars.request_masks._SLOW_SECONDS", 0.0)
     assert tokens_of(generate(chat_llm, *params)) == quick
-    slow = chat_llm.core.engine.masks._slow.process
+    slow = chat_llm.core.engine.extensions.require("structured").masks._slow.process
     assert slow is not None and slow.process.poll() is None
 
 
@@ -216,6 +224,6 @@ def test_a_request_that_ends_the_process_fails_alone(chat_llm):
         for output in core.step():
             found[output.request_id] = output.outputs[0].token_ids
             if not killed and len(output.outputs[0].token_ids) > 3:
-                core.engine.masks.worker._process.process.kill()
+                core.engine.extensions.require("structured").masks.worker._process.process.kill()
                 killed = True
     assert killed and [found[f"r{seed}"] for seed in range(4)] == alone

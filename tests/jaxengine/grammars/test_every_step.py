@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxengine.engine import engine as engine_module
+from jaxengine.engine.extensions import structured as structured_module
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 
 NUM_TOKENS = 48
@@ -52,7 +52,7 @@ def alone(chat_llm) -> dict[str, list[int]]:
 @pytest.mark.parametrize("num_structured", [1, 8])
 def test_a_step_a_token(chat_llm, alone, num_structured, num_plain, monkeypatch):
     # A machine that is busy with other things makes masks late; here the sampler waits for them.
-    monkeypatch.setattr(engine_module, "_MASK_SECONDS", 5.0)
+    monkeypatch.setattr(structured_module, "_MASK_SECONDS", 5.0)
     requests = {f"plain {seed}": plain(seed) for seed in range(num_plain)}
     requests |= {f"structured {seed}": structured(seed) for seed in range(num_structured)}
     tokens, steps = run(chat_llm, requests)
@@ -84,7 +84,7 @@ def test_late_masks_hold_up_nobody(chat_llm, chat_options, alone, async_scheduli
     """A request whose mask does not come in time leaves the step, comes back, and its tokens are the same."""
     from jaxengine import LLM
 
-    monkeypatch.setattr(engine_module, "_MASK_SECONDS", 0.0)
+    monkeypatch.setattr(structured_module, "_MASK_SECONDS", 0.0)
     requests = {"plain 0": plain(0), "plain 1": plain(1), "structured 0": structured(0), "structured 1": structured(1)}
     llm = chat_llm if async_scheduling else LLM(**chat_options, async_scheduling=False)
     held = []
@@ -103,5 +103,5 @@ def test_penalties_survive_a_late_mask(chat_llm, monkeypatch):
     """A token that was sampled without its mask is not counted."""
     params = structured(3, repetition_penalty=1.7, presence_penalty=0.5, logprobs=2)
     expected = run(chat_llm, {"structured": params})[0]
-    monkeypatch.setattr(engine_module, "_MASK_SECONDS", 0.0)
+    monkeypatch.setattr(structured_module, "_MASK_SECONDS", 0.0)
     assert run(chat_llm, {"structured": params, "plain": plain(1)})[0]["structured"] == expected["structured"]

@@ -49,10 +49,13 @@ def test_a_mixture(chat_llm):
             step()
     while core.has_unfinished:
         step()
-    assert len(finished) == NUM_REQUESTS and core.take_refused() == []
+    assert len(finished) == NUM_REQUESTS and core.pop_rejected() == []
     assert core.runner.compiles.count == 0
     assert core.engine.scheduler.num_free_pages == core.engine.scheduler.num_pages
-    assert not core.engine.masks._keys and not core.engine.masks.worker._sequences
+    assert (
+        not core.engine.extensions.require("structured").masks._keys
+        and not core.engine.extensions.require("structured").masks.worker._sequences
+    )
     reasons = [each.finish_reason for name in patterns for each in finished[name].outputs]
     assert {"stop", "length"} <= set(reasons)
     for name, pattern in patterns.items():

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from jaxengine.engine import engine as engine_module
+from jaxengine.engine.extensions import structured as structured_module
 from jaxengine.grammars.reasoning_watch import ReasoningWatch
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from tests.conftest import use_scheduler
@@ -82,7 +82,7 @@ def test_alone_in_a_crowd_preempted_and_in_step(chat_llm, likely, chat_options, 
     """The same tokens; the pool is too small for all of them. Also with no step ahead and without cached prefixes."""
     from jaxengine import LLM
 
-    monkeypatch.setattr(engine_module, "_MASK_SECONDS", 5.0)
+    monkeypatch.setattr(structured_module, "_MASK_SECONDS", 5.0)
     bias = likely(["<file_sep>"], 6.5)
     long = {"regex": "[a-z ]{700,}"}
     many = [thinking(seed, "<file_sep>", constraint=long, max_tokens=90, logit_bias=bias) for seed in range(8)]
@@ -98,7 +98,7 @@ def test_alone_in_a_crowd_preempted_and_in_step(chat_llm, likely, chat_options, 
 
 
 def test_each_of_n_and_a_step_a_token(chat_llm, likely, monkeypatch):
-    monkeypatch.setattr(engine_module, "_MASK_SECONDS", 5.0)
+    monkeypatch.setattr(structured_module, "_MASK_SECONDS", 5.0)
     params = thinking(3, "<file_sep>", n=4, logit_bias=likely(["<file_sep>"]))
     (output,) = chat_llm.generate(["Names:"], params, use_tqdm=False)
     lengths = {each.text.index("<file_sep>") for each in output.outputs if "<file_sep>" in each.text}
@@ -123,7 +123,7 @@ def test_the_end_of_an_output_inside_reasoning(chat_llm):
         pass
     (aborted,) = core.abort("aborted")
     assert aborted.outputs[0].finish_reason == "abort"
-    masks = core.engine.masks
+    masks = core.engine.extensions.require("structured").masks
     assert not (masks._watches or masks._first_masks or masks._begun)
 
 
@@ -144,8 +144,8 @@ def test_a_process_that_ends_while_the_model_reasons(chat_llm, likely):
     found, killed = {}, False
     while core.has_unfinished:
         found |= {output.request_id: output.outputs[0].token_ids for output in core.step()}
-        if not killed and core.engine.masks._first_masks:
-            core.engine.masks.worker._process.process.kill()
+        if not killed and core.engine.extensions.require("structured").masks._first_masks:
+            core.engine.extensions.require("structured").masks.worker._process.process.kill()
             killed = True
     assert killed and [found[f"r{seed}"] for seed in range(4)] == alone
 

@@ -20,7 +20,7 @@ def check(schema, text):
 
 def test_sampled_outputs_are_valid(chat_llm, thorough, report):
     assert len(SCHEMAS) == 60
-    samples, masks = 8 if thorough else 1, chat_llm.core.engine.masks
+    samples, masks = 8 if thorough else 1, chat_llm.core.engine.extensions.require("structured").masks
     before = masks.num_masks, masks.seconds
     params = [
         SamplingParams(

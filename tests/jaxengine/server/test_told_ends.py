@@ -48,14 +48,14 @@ async def test_an_engine_in_this_process(chat_engine):
     assert len(reasons) == 2
     assert {reason: after[0][reason] - before[0][reason] for reason in reasons} == reasons
     assert after[2] - before[2] == len(LENGTHS) and after[3] - before[3] == num_tokens
-    assert after[1] - before[1] == num_tokens and not engine.untold
+    assert after[1] - before[1] == num_tokens and not engine.uncounted
 
 
 @pytest.mark.parametrize("num_told", [3, 8])
 async def test_what_was_counted_too_much_is_left_out_of_what_comes(chat_engine, num_told):
     stats = type(chat_engine.core.engine.stats)()
     stats.count_generated(8)
-    stats.count_untold(8 - num_told)
+    stats.count_undelivered(8 - num_told)
     stats.count_generated(2)
     stats.count_generated(10)
     assert stats.num_generated_tokens == num_told + 12
@@ -78,7 +78,7 @@ def test_an_engine_in_a_process_of_its_own(server):
         text = answer(client)[0]["text"]
         stop, before, ends = text[len(text) // 2 :][:4], metrics_of(server), []
         ends = [answer(client, stop=stop, max_tokens=n) for n in LENGTHS]
-        # The engine has heard of all ends before it ends this one, which has at least as many tokens as were untold.
+        # The engine has heard of all ends before it ends this one, which has at least as many tokens as no caller got.
         answer(client)
     after = metrics_of(server)
 

@@ -12,7 +12,7 @@ import pytest
 
 from jaxengine.config.encoder import KEY_REPLICATED, OFF, PROCESSOR, SHARED_MEMORY, EncoderOptions, check_encoder
 from jaxengine.config.errors import ConfigError
-from jaxengine.engine.stats import MediaStats
+from jaxengine.engine.extensions.pictures import MediaStats
 from jaxengine.media.embeds import Embeds
 from jaxengine.media.processor import Expanded, Processed
 from jaxengine.requests.media_inputs import MediaInputs

@@ -219,12 +219,10 @@ def test_the_ring_is_bounded_and_cheap(report):
     timeline, spent = Timeline(num_steps=20), []
     for number in range(160):
         step, tokens = scheduler.schedule(), generator.integers(100, 30_000, (1, num_seqs)).astype(np.int32)
-        bucket = packer.pack(step).bucket
+        message = packer.pack(step)
         start = time.perf_counter()
         now = time.monotonic()
-        record = timeline.dispatched(
-            step, scheduler, bucket, number=number, times=(now, now, now, now), idle_since=None, num_bytes=4
-        )
+        record = timeline.dispatched(step, scheduler, message, number, (now, now, now, now), None)
         middle = time.perf_counter()
         result = scheduler.update(step, tokens, now)
         again = time.perf_counter()

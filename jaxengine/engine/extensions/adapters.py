@@ -1,0 +1,93 @@
+"""Adapters (LoRA): requests name them; those that waiting requests need are brought to the devices between steps."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jaxengine.engine.extension import NO_EVENTS, Events, LoopExtension
+from jaxengine.engine.in_flight import InFlight
+from jaxengine.engine.metric_types import Gauge
+from jaxengine.runner.adapter_store import AdapterStore
+from jaxengine.runner.model_runner import ModelRunner
+from scheduler.batch import ScheduledStep
+from scheduler.request import Adapter, Request
+
+logger = logging.getLogger(__name__)
+
+
+class Adapters(LoopExtension):
+    """Requests with adapters.
+
+    Attributes:
+      store: the adapters that requests may name.
+    """
+
+    def __init__(self, runner: ModelRunner):
+        self.store = AdapterStore(runner)
+        self._forms = runner.adapter_forms
+        if not runner.config.disable_log_stats:
+            for row in self._forms:
+                logger.info("adapters of %s: %s", row["modules"], row["forms"])
+
+    def prepare(self, request: Request) -> None:
+        """Gives a request its adapter. Raises UnknownAdapterError."""
+        self.store.find(request)
+
+    def poll(self) -> Events:
+        failed = self.store.advance(self.loop.scheduler.extension("adapters").slots, self._in_use)
+        return Events(rejected=failed) if failed else NO_EVENTS
+
+    def before_forward(self, step: ScheduledStep) -> None:
+        self.store.set_rows(step, self.loop.scheduler.config.max_num_seqs)
+
+    def after_forward(self, step: InFlight | None) -> Events:
+        """Starts to bring what the scheduler has just asked for."""
+        return self.poll()
+
+    def wait(self, seconds: float) -> bool:
+        if not self.store.is_uploading:
+            return False
+        self.store.wait(seconds)
+        return True
+
+    def shutdown(self) -> None:
+        """Ends the thread that reads and sends adapters."""
+        self.store.shutdown()
+
+    @property
+    def utilities(self) -> dict[str, Callable[..., Any]]:
+        return {
+            "adapter_forms": lambda: self._forms,
+            "load_adapter": self.store.begin_load,
+            "adapter_is_loaded": self.store.is_loaded,
+            "unload_adapter": self._unload,
+            "adapters": self._names,
+        }
+
+    def metrics(self) -> Iterator[Gauge]:
+        running, waiting = set[str](), set[str]()
+        for request in self.loop.scheduler.requests:
+            if request.lora is not None:
+                (running if request.slot >= 0 else waiting).add(request.lora)
+        names = {"running_lora_adapters": running, "waiting_lora_adapters": waiting}
+        labels = {label: ",".join(sorted(found)) for label, found in names.items()}
+        labels["max_lora"] = str(self.loop.runner.config.max_loras)
+        yield Gauge("vllm:lora_requests_info", time.time(), labels)
+
+    def _unload(self, name: str) -> None:
+        """Lets no further request name an adapter; those that do run to their ends. Raises RequestError."""
+        self.store.remove(name, self.loop.scheduler.extension("adapters").slots, self._in_use)
+
+    def _names(self) -> list[dict[str, Any]]:
+        """The adapters that requests may name."""
+        return [
+            {"name": each.adapter.name, "path": each.path, "number": each.number, "rank": each.rank}
+            for each in self.store.adapters
+        ]
+
+    def _in_use(self) -> set[Adapter]:
+        """The adapters of unfinished requests."""
+        return {each.adapter for each in self.loop.scheduler.requests if each.adapter is not None}

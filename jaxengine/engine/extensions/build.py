@@ -1,0 +1,200 @@
+"""Which extensions an engine has: those that it was started with, and those that a request was the first to ask for.
+
+Modules of extensions are imported where they are made, so that an engine has no more of them in memory than it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from jaxengine.engine.extension import Loop, LoopExtension
+from jaxengine.runner.model_runner import ModelRunner
+from scheduler.config import SchedulerConfig
+from scheduler.errors import RequestError
+from scheduler.request import Request
+from scheduler.token_params import LOGPROBS, MASK, PROMPT_LOGPROBS
+
+if TYPE_CHECKING:
+    from jaxengine.engine.extensions.adapters import Adapters
+    from jaxengine.engine.extensions.drafts import Drafts
+    from jaxengine.engine.extensions.pictures import MediaStats, Pictures
+    from jaxengine.runner.adapter_store import AdapterStore
+
+
+class Inputs(Protocol):
+    """What prepares an engine's requests, as far as extensions are concerned (jaxengine.requests.inputs)."""
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+    @property
+    def media(self) -> Any: ...
+
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The ids that end a text."""
+        ...
+
+
+class Extensions:
+    """An engine's extensions.
+
+    Attributes:
+      active: those that take part in its steps.
+      by_name: all that it has, by the names of the capabilities.
+    """
+
+    def __init__(self, runner: ModelRunner, inputs: Inputs | None = None):
+        self.active: list[LoopExtension] = []
+        self.by_name: dict[str, LoopExtension] = {}
+        self._runner, self._inputs = runner, inputs
+        self._loop: Loop | None = None
+        tokenizer = None if inputs is None or runner.pools else inputs.tokenizer
+        # Written out now: of a large vocabulary it takes long, and requests run when the first with a grammar comes.
+        self._tokenizer: str | None = None if tokenizer is None else tokenizer.backend.to_str()
+        has_drafts = runner.config.speculative_config is not None
+        started = {
+            "pooling": runner.pools,
+            "adapters": runner.config.enable_lora,
+            "drafts": has_drafts,
+            "structured": has_drafts and tokenizer is not None,  # it tells which tokens must come
+            "pictures": runner.encoder is not None,
+        }
+        for name in (name for name, is_started in started.items() if is_started):
+            self.require(name)
+
+    @property
+    def epilogue(self) -> Callable[..., None] | None:
+        """What runs on the device in place of the sampler; None for the sampler."""
+        return next((each.epilogue for each in self.active if each.epilogue is not None), None)
+
+    def configure(self, config: SchedulerConfig) -> SchedulerConfig:
+        """Returns the scheduler's configuration for what the engine was started with."""
+        for each in self.active:
+            config = each.configure(config)
+        return config
+
+    def attach(self, loop: Loop) -> None:
+        """Joins the engine."""
+        self._loop = loop
+        for each in self.active:
+            each.attach(loop)
+
+    def prepare(self, request: Request) -> None:
+        """Completes a request before it is queued. Raises RequestError for what the engine was started without."""
+        features = request.params.features
+        if request.lora is not None:
+            self.require("adapters")
+        if features & MASK:
+            self.require("structured")
+        if features & (LOGPROBS | PROMPT_LOGPROBS):
+            self.require("scores")
+        for each in self.active:
+            each.prepare(request)
+
+    def require(self, name: str) -> LoopExtension:
+        """Returns the extension of a name, which is made now if there is none. Raises RequestError if it cannot be."""
+        found = self.by_name.get(name)
+        if found is None:
+            found = self.by_name[name] = _MAKERS[name](self)
+            if self._loop is not None:
+                found.attach(self._loop)
+        if found not in self.active:
+            self.active.append(found)
+        return found
+
+    def queued(self, requests: Sequence[Request]) -> None:
+        """Takes note of the requests that one caller's request became; what no request needs leaves the steps."""
+        for each in self.active:
+            each.queued(requests)
+        self.active[:] = [each for each in self.active if not each.is_idle]
+
+    def shutdown(self) -> None:
+        """Ends threads and processes."""
+        for each in self.by_name.values():
+            each.shutdown()
+
+    def adapter_store(self) -> AdapterStore:
+        """The adapters that requests may name. Raises RequestError where the engine has no room for any."""
+        return cast("Adapters", self.require("adapters")).store
+
+    def media_stats(self) -> MediaStats | None:
+        """What is counted of pictures; None for an engine that sees none."""
+        found = self.by_name.get("pictures")
+        return None if found is None else cast("Pictures", found).stats
+
+    def utilities(self) -> dict[str, Callable[..., Any]]:
+        """Functions that an operator may call between two steps: those of extensions that the engine lacks, too."""
+        found = dict(self._absent_utilities())
+        for each in self.by_name.values():
+            found |= each.utilities
+        return found
+
+    def _absent_utilities(self) -> Iterator[tuple[str, Callable[..., Any]]]:
+        if "adapters" not in self.by_name:
+            yield from (("adapter_forms", list), ("adapters", list))
+            for name in ("load_adapter", "adapter_is_loaded", "unload_adapter"):
+                yield name, lambda *arguments: self.require("adapters")
+        if "pictures" not in self.by_name:
+            yield "reset_mm_cache", lambda: True
+            yield "mm_cache", lambda: {**self._runner.config.mm_cache_placement(0), "engine_bytes": 0}
+
+    def _adapters(self) -> LoopExtension:
+        if not self._runner.config.enable_lora:
+            raise RequestError("the engine was started without enable_lora", param="lora_name")
+        from jaxengine.engine.extensions.adapters import Adapters
+
+        return Adapters(self._runner)
+
+    def _drafts(self) -> LoopExtension:
+        from jaxengine.engine.extensions.drafts import Drafts
+
+        config = self._runner.config
+        speculation = config.speculative_config
+        assert speculation is not None
+        guided = speculation.guides(config.pipeline_parallel_size, config.max_in_flight)
+        return Drafts(speculation, guided=guided)
+
+    def _pictures(self) -> LoopExtension:
+        from jaxengine.engine.extensions.pictures import Pictures
+
+        media = None if self._inputs is None else self._inputs.media
+        return Pictures(None if media is None else media.cache)
+
+    def _pooling(self) -> LoopExtension:
+        from jaxengine.engine.extensions.pooling import Pooling
+
+        return Pooling()
+
+    def _scores(self) -> LoopExtension:
+        from jaxengine.engine.extensions.scores import Scores
+
+        return Scores()
+
+    def _structured(self) -> LoopExtension:
+        if self._tokenizer is None or self._inputs is None:
+            raise RequestError("structured_outputs needs a tokenizer", param="structured_outputs")
+        from jaxengine.engine.extensions.structured import Structured
+        from jaxengine.grammars.request_masks import RequestMasks
+
+        drafts = cast("Drafts | None", self.by_name.get("drafts"))
+        inputs, runner = self._inputs, self._runner
+        masks = RequestMasks(
+            self._tokenizer,
+            runner.vocab_size,
+            runner.num_mask_words,
+            inputs.eos_token_ids(),
+            inputs.tokenizer,
+            looks_ahead=drafts is not None,  # tokens that must come are worth knowing where a step may have several
+        )
+        return Structured(masks, drafts)
+
+
+_MAKERS: dict[str, Callable[[Extensions], LoopExtension]] = {
+    "adapters": Extensions._adapters,
+    "drafts": Extensions._drafts,
+    "pictures": Extensions._pictures,
+    "pooling": Extensions._pooling,
+    "scores": Extensions._scores,
+    "structured": Extensions._structured,
+}

@@ -1,0 +1,128 @@
+"""Pictures and videos: they are encoded, and the positions of the tokens after them set, before steps that need it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxengine.engine.extension import LoopExtension
+from jaxengine.engine.metric_types import Counter, Gauge
+from scheduler.batch import ScheduledStep
+from scheduler.extensions.pictures import NAME
+from scheduler.media import Media
+from scheduler.request import Request
+
+
+@dataclass
+class MediaStats:
+    """What became of pictures and videos.
+
+    Attributes:
+      num_queries, num_hits: items of requests that were looked up as made ready for the tower, and those found.
+      num_calls: of the tower's program, which encoded num_items of num_patches, what fills them up included.
+      encode_seconds: in which the host put them together and dispatched the calls.
+      socket_bytes, shared_bytes: of pixels that came from other processes in messages, and in shared memory.
+    """
+
+    num_queries: int = 0
+    num_hits: int = 0
+    num_calls: int = 0
+    num_items: int = 0
+    num_patches: int = 0
+    encode_seconds: float = 0.0
+    socket_bytes: int = 0
+    shared_bytes: int = 0
+
+    def count(self, media: Media | None) -> None:
+        """A request was queued."""
+        for item in () if media is None else media.items:
+            self.num_queries += item.cached is not None
+            self.num_hits += item.cached is True
+
+
+class Pictures(LoopExtension):
+    """Requests with pictures and videos.
+
+    Attributes:
+      stats: what became of them.
+    """
+
+    def __init__(self, cache: Any = None):
+        """cache: where pictures that were made ready are kept (jaxengine.requests.media_cache.MediaCache)."""
+        self.stats = MediaStats()
+        self._cache = cache
+
+    def queued(self, requests: Sequence[Request]) -> None:
+        self.stats.count(requests[0].media)
+
+    def before_forward(self, step: ScheduledStep) -> None:
+        """Dispatches, and counts, what the forward pass of this step, the next one to be dispatched, depends on."""
+        runner, stats = self.loop.runner, self.stats
+        admitted = [request for batch in step.batches for request in batch.admitted]
+        if admitted and runner.has_places:
+            numbers = [self.loop.rows.number(request) for request in admitted]
+            deltas = [0 if request.media is None else request.media.rope_delta for request in admitted]
+            runner.set_rope_deltas(numbers, deltas)
+        if any(NAME in batch.sections for batch in step.batches):
+            encodes = [batch.sections.get(NAME, []) for batch in step.batches]
+            start, items = time.monotonic(), [each.item for own in encodes for each in own]
+            runner.encode(encodes)
+            stats.num_calls += any(item.num_patches for item in items)
+            stats.num_items += sum(item.num_patches > 0 for item in items)
+            stats.num_patches += sum(item.num_patches for item in items)
+            stats.encode_seconds += time.monotonic() - start
+
+    @property
+    def utilities(self) -> dict[str, Callable[..., Any]]:
+        return {"reset_mm_cache": self._reset_cache, "mm_cache": self._describe_cache}
+
+    def metrics(self) -> Iterator[Counter | Gauge]:
+        stats, rows = self.stats, self.loop.scheduler.extension(NAME).rows
+        yield Counter("vllm:mm_cache_queries", stats.num_queries)
+        yield Counter("vllm:mm_cache_hits", stats.num_hits)
+        for way, value in (("socket", stats.socket_bytes), ("shared_memory", stats.shared_bytes)):
+            yield Counter("jaxengine:mm_ipc_bytes", value, {"way": way})
+        for name, value in {
+            "cache_queries": sum(each.num_queries for each in rows),
+            "cache_hits": sum(each.num_hits for each in rows),
+            "calls": stats.num_calls,
+            "items": stats.num_items,
+            "patches": stats.num_patches,
+            "host_seconds": stats.encode_seconds,
+        }.items():
+            yield Counter(f"jaxengine:encoder_{name}", value)
+        yield Gauge("jaxengine:encoder_cache_embeddings", sum(each.num_rows for each in rows))
+        yield Gauge("jaxengine:encoder_cache_embeddings_kept", sum(each.num_kept for each in rows))
+        yield Gauge("jaxengine:encoder_cache_embeddings_used", sum(each.num_used for each in rows))
+
+    def status(self) -> dict[str, Any]:
+        """What the tower has done since the start, and embeddings: those there is room for, kept, and in need."""
+        stats, rows = self.stats, self.loop.scheduler.extension(NAME).rows
+        pictures = {
+            "calls": stats.num_calls,
+            "items": stats.num_items,
+            "patches": stats.num_patches,
+            "queries": sum(each.num_queries for each in rows),
+            "hits": sum(each.num_hits for each in rows),
+            "embeddings": sum(each.num_rows for each in rows),
+            "embeddings_kept": sum(each.num_kept for each in rows),
+            "embeddings_used": sum(each.num_used for each in rows),
+        }
+        return {"pictures": pictures}
+
+    def _reset_cache(self) -> bool:
+        """Forgets pictures: those made ready, and embeddings that no running request needs."""
+        if self._cache is not None:
+            self._cache.clear()
+        self.loop.scheduler.extension(NAME).reset_cache()
+        return True
+
+    def _describe_cache(self) -> dict[str, Any]:
+        """Where pictures that were made ready are kept (EncoderOptions.mm_cache_placement), and bytes kept here.
+
+        A server's engine process answers for its API processes too.
+        """
+        size = 0 if self._cache is None else self._cache.num_bytes
+        return {**self.loop.runner.config.mm_cache_placement(0), "engine_bytes": size}

@@ -1,0 +1,101 @@
+"""Logprobs: those of sampled tokens are taken from the sampler, those of prompts from a program of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxengine.engine.extension import NO_EVENTS, Events, LoopExtension
+from jaxengine.engine.in_flight import InFlight
+from jaxengine.engine.output import EngineOutput, PromptScores
+from scheduler.batch import ScheduledStep, StepResult, TokenScores
+from scheduler.rank import Rank
+from scheduler.request import Request
+from scheduler.token_params import LOGPROBS, PROMPT_LOGPROBS
+
+
+class _ScoredPrompt(NamedTuple):
+    """Where a step scores a stretch of a prompt.
+
+    Attributes:
+      token: its first token in the rank's batch; position: in the prompt; count: how many.
+    """
+
+    request: Request
+    rank: int
+    token: int
+    position: int
+    count: int
+
+    @property
+    def tokens(self) -> slice:
+        """Of the rank's batch."""
+        return slice(self.token, self.token + self.count)
+
+
+class Scores(LoopExtension):
+    """Logprobs for requests that ask for them."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[InFlight, list[_ScoredPrompt]] = {}
+        self._requests: set[Request] = set()
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self._requests or self._prompts)
+
+    def queued(self, requests: Sequence[Request]) -> None:
+        asked = LOGPROBS | PROMPT_LOGPROBS
+        self._requests.update(request for request in requests if request.params.features & asked)
+
+    def after_forward(self, step: InFlight | None) -> Events:
+        """Scores the prompts of a step."""
+        if step is not None and (prompts := _scored_prompts(step.step, self.loop.scheduler.ranks)):
+            self._prompts[step] = prompts
+            self.loop.runner.score(step.pending)
+        return NO_EVENTS
+
+    def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
+        """Adds the logprobs that were asked for."""
+        if any(len(rows.scored) for rows in result.emitted):
+            scores = step.pending.logprobs()
+            result.emitted = [
+                rows._replace(scores=_scores_at(scores, rows.rank, rows.rows[rows.scored])) for rows in result.emitted
+            ]
+        if prompts := self._prompts.pop(step, None):
+            scores = step.pending.prompt_logprobs()
+            output.prompt_scores += [
+                PromptScores(each.request, each.position + 1, _scores_at(scores, each.rank, each.tokens))
+                for each in prompts
+            ]
+
+    def ended(self, request: Request) -> None:
+        self._requests.discard(request)
+
+
+def _scored_prompts(step: ScheduledStep, ranks: list[Rank]) -> list[_ScoredPrompt]:
+    """What a step that has just been scheduled has to score."""
+    if not step.features & PROMPT_LOGPROBS:
+        return []
+    scored = []
+    for rank, batch in zip(ranks, step.batches, strict=True):
+        slots = rank.slots
+        first_token = np.cumsum(batch.num_scheduled) - batch.num_scheduled
+        for row in range(batch.num_decode, batch.num_rows):
+            slot, count = int(batch.slots[row]), int(batch.num_scheduled[row])
+            request = slots.requests[slot]
+            assert request is not None
+            if request.params.prompt_logprobs is not None:
+                position = int(slots.num_computed[slot]) - count
+                count = min(count, request.num_prompt_tokens - 1 - position)
+                if count > 0:
+                    scored.append(_ScoredPrompt(request, rank.index, int(first_token[row]), position, count))
+    return scored
+
+
+def _scores_at(arrays: Any, rank: int, rows: np.ndarray | slice) -> TokenScores:
+    return TokenScores(
+        arrays.logprob[rank, rows], arrays.rank[rank, rows], arrays.top_ids[rank, rows], arrays.top_logprobs[rank, rows]
+    )

@@ -1,0 +1,178 @@
+"""Structured outputs: requests wait for their grammars, and the sampler of a step for its requests' masks.
+
+A mask is computed while the device runs the forward pass whose token it is for (jaxengine.grammars).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from jaxengine.engine.extension import Events, LoopExtension
+from jaxengine.engine.in_flight import InFlight
+from jaxengine.engine.metric_types import Counter
+from jaxengine.engine.output import EngineOutput
+from jaxengine.grammars.request_masks import RequestMasks
+from scheduler.batch import ScheduledStep, StepResult
+from scheduler.config import SchedulerConfig
+from scheduler.extensions.drafts import NAME as DRAFTS
+from scheduler.extensions.drafts import DraftOptions
+from scheduler.request import Request, RequestStatus, Wait
+from scheduler.token_params import MASK
+
+if TYPE_CHECKING:
+    from jaxengine.engine.extensions.drafts import Drafts
+
+# How long a sampler waits for masks. A request whose mask takes longer gives up its slot, so that the others go on.
+_MASK_SECONDS = 0.05
+
+
+class _Choice(NamedTuple):
+    """A request that samples at `width` positions of a row; is_guided: after drafts, each with a mask of its own."""
+
+    request: Request
+    row: int
+    width: int
+    is_guided: bool
+
+
+class Structured(LoopExtension):
+    """Requests with grammars.
+
+    Attributes:
+      masks: follows these requests.
+    """
+
+    def __init__(self, masks: RequestMasks, drafts: Drafts | None = None):
+        """drafts: of an engine that has any; their masks are computed with the one in front of them."""
+        self.masks = masks
+        self._drafts = drafts
+        self._deadline: float | None = None
+
+    def configure(self, config: SchedulerConfig) -> SchedulerConfig:
+        """Tokens that a grammar leaves no choice are scheduled before they are sampled."""
+        extensions = (
+            replace(options, forced=self.masks.forced) if isinstance(options, DraftOptions) else options
+            for options in config.extensions
+        )
+        return config if self._drafts is None else replace(config, extensions=tuple(extensions))
+
+    def prepare(self, request: Request) -> None:
+        if request.params.grammar is not None:
+            request.wait = Wait.MASK
+
+    def queued(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if request.params.grammar is not None:
+                self.masks.add(request)
+
+    def poll(self) -> Events:
+        events = self.masks.take()
+        return Events(events.ready, events.ended, events.refused)
+
+    def is_behind(self, step: ScheduledStep) -> bool:
+        """Whether a mask depends on a token that is still being computed, and may be several."""
+        for each in self._choices(step):
+            slots, slot = self.loop.scheduler.ranks[each.request.rank].slots, each.request.slot
+            is_known = slots.num_known[slot] >= slots.num_tokens[slot] - (each.width if each.is_guided else 1)
+            # The masks of drafts depend on the tokens in front of them.
+            if not is_known and (each.is_guided or not self._has_mask(each)):
+                return True
+        return False
+
+    def before_sample(self, step: ScheduledStep) -> bool:
+        """Waits for the masks of a step; requests whose masks take too long, or that have ended, are left out of it."""
+        if not step.features & MASK:
+            return True
+        now = time.monotonic()
+        self._deadline = self._deadline or now + _MASK_SECONDS
+        missing = [each.request for each in self._choices(step) if not self._has_mask(each)]
+        if missing and now < self._deadline:
+            self.masks.wait_for(missing, self._deadline - now)
+            return False
+        for request in missing:
+            self.loop.scheduler.hold(request, Wait.MASK)
+        self._deadline = None
+        return True
+
+    def sync(self, step: ScheduledStep) -> None:
+        rows, number = self.loop.rows, self.loop.rows.number
+        # The last request of a slot may have had a mask.
+        masks: list[tuple[int, np.ndarray | None]] = [
+            (number(request), None) for request in rows.admitted(step) if not request.params.features & MASK
+        ]
+        of_drafts: list[tuple[int, int, np.ndarray]] = []
+        for each in self._choices(step):
+            request, first = each.request, each.row * step.width
+            if each.is_guided:
+                words = enumerate(self.masks.rows(request, each.width), first)
+                of_drafts += [(request.rank, index, row) for index, row in words]
+            else:
+                masks.append((number(request), self.masks.row(request, self._num_output(each))))
+        if masks or of_drafts:
+            self.loop.runner.set_masks(masks, of_drafts)
+
+    def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
+        """Has the next masks computed of requests that got a token."""
+        for request, token_id in result.followed:
+            if request.params.grammar is None:
+                continue
+            if request.status is not RequestStatus.FINISHED:
+                if self._drafts is None:
+                    self.masks.advance(request, token_id)
+                else:
+                    self.masks.advance(request, token_id, self._drafts.of_newest)
+            elif token_id < 0 and not self._allowed_any(request):
+                request.stop_reason = "no token is allowed by structured_outputs and the other parameters together"
+
+    def ended(self, request: Request) -> None:
+        self.masks.drop(request)
+
+    def wait(self, seconds: float) -> bool:
+        if not self.masks.awaits:
+            return False
+        self.masks.wait(seconds)
+        return True
+
+    @property
+    def is_idle(self) -> bool:
+        return self.masks.is_idle
+
+    def shutdown(self) -> None:
+        """Ends the processes that compute masks."""
+        self.masks.shutdown()
+
+    def metrics(self) -> Iterator[Counter]:
+        yield Counter("jaxengine:masks", self.masks.num_masks)
+        yield Counter("jaxengine:mask_seconds", self.masks.seconds)
+
+    def _choices(self, step: ScheduledStep) -> Iterator[_Choice]:
+        """Yields the requests with grammars that sample in a step."""
+        if step.features & MASK:
+            for request, row in self.loop.rows.sampling(step, MASK):
+                batch, is_wide = step.batches[request.rank], step.width > 1
+                width = int(batch.num_scheduled[row]) if is_wide else 1
+                yield _Choice(request, row, width, is_wide and bool(batch.sections[DRAFTS].is_guided[row]))
+
+    def _has_mask(self, each: _Choice) -> bool:
+        """Whether the mask is there of what the step being dispatched chooses last for a request, or in front of
+        drafts."""
+        return self.masks.has(each.request, self._num_output(each))
+
+    def _num_output(self, each: _Choice) -> int:
+        """Tokens of output before the last one that the step being dispatched samples for a request, or before the
+        first where there are drafts with masks."""
+        slots, slot = self.loop.scheduler.ranks[each.request.rank].slots, each.request.slot
+        return int(slots.num_tokens[slot] - slots.num_prompt[slot]) - (each.width if each.is_guided else 1)
+
+    def _allowed_any(self, request: Request) -> bool:
+        """Whether mask and bias of the token that a request sampled last left anything to sample."""
+        mask = self.masks.row(request, len(request.output_token_ids) - 1)
+        if mask is None:
+            return True
+        allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[: self.loop.runner.vocab_size]
+        return self.loop.rows.leaves_any(request, allowed > 0)
