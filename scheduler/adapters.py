@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from models.forward_batch import are_few
+from models.adapters import are_few
 from scheduler.request import Adapter, Request, RequestStatus
 
 

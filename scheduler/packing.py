@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -37,14 +37,14 @@ class Packer:
       buckets: the closed set of shapes.
       page_size: tokens a page holds; bounds the page-table entries a step can bring.
       num_groups: cache groups, each with a page table of its own.
-      with_places: messages of steps with pictures have the places of tokens.
+      sections: shapes of further fields of a bucket's messages, by name; None where it has none.
     """
 
     buckets: Buckets
     page_size: int
     num_ranks: int = 1
     num_groups: int = 1
-    with_places: bool = False
+    sections: Mapping[str, Callable[[Bucket], tuple[int, ...] | None]] = field(default_factory=dict)
 
     @cached_property
     def layouts(self) -> dict[Bucket, StepLayout]:
@@ -111,9 +111,9 @@ class Packer:
             next_token[first:num_rows] = batch.next_tokens
             layout.view(message, "token_ids")[first : batch.num_tokens] = np.concatenate(batch.token_ids)
         if batch.embeds is not None:
-            media = layout.view(message, "media")
+            media = layout.view(message, "pictures")
             media[0, : batch.num_tokens] = batch.embeds
-            media[1:, : batch.num_tokens] = batch.places if self.with_places else 0
+            media[1:, : batch.num_tokens] = batch.places if len(media) > 1 else 0
         count = min(len(batch.deltas.rows), layout.num_deltas)
         if count:
             layout.view(message, "deltas")[:, :count] = [column[:count] for column in batch.deltas]
@@ -123,8 +123,9 @@ class Packer:
         num_deltas = bucket.num_seqs * -(-bucket.width // self.page_size)
         if not bucket.decode_only and bucket.width == 1:
             num_deltas += bucket.num_tokens // self.page_size
-        num_media = bucket.media * (4 if self.with_places else 1)
-        return StepLayout(bucket.num_tokens, bucket.num_seqs, self.num_groups * num_deltas, num_media)
+        shapes = ((name, shape_of(bucket)) for name, shape_of in self.sections.items())
+        sections = tuple((name, shape) for name, shape in shapes if shape is not None)
+        return StepLayout(bucket.num_tokens, bucket.num_seqs, self.num_groups * num_deltas, sections)
 
     @cached_property
     def _empty(self) -> dict[Bucket, np.ndarray]:

@@ -21,6 +21,10 @@ APART = {
     "jaxengine.media:registry": ("jaxengine.media.registry", "jaxengine.media.open"),
     "jaxengine.server:entries": ("jaxengine.server.command", "jaxengine.server.ray_serve"),
     "jaxengine.server.http:app": ("jaxengine.server.http.app", "jaxengine.server.http.tokenize"),
+    "jaxengine.runner": (
+        *(f"jaxengine.runner.extensions.{name}" for name in "adapters build experts pictures pooling".split()),
+        *(f"jaxengine.runner.extensions.{name}" for name in "scores states structured drafts.section".split()),
+    ),
     "models:registry": ("models.registry",),
     "models.weights:declarations": (
         "models.weights.declare",

@@ -72,7 +72,7 @@ class EngineCore:
         if not config.disable_log_stats:
             if table := weight_table(self.runner.weight_rows):
                 logger.info("weights:\n%s", table)
-            for row in self.runner.adapter_forms:
+            for row in self._adapter_forms():
                 logger.info("adapters of %s: %s", row["modules"], row["forms"])
             logger.info("memory of a device:\n%s", self.runner.plan.table())
         self.engine = Engine(self.runner, _request_masks(self.inputs, self.runner))
@@ -98,7 +98,7 @@ class EngineCore:
             "status": lambda: engine_status(self.engine, self.metrics),
             "trace": self._trace,
             "weights": lambda: self.runner.weight_rows,
-            "adapter_forms": lambda: self.runner.adapter_forms,
+            "adapter_forms": self._adapter_forms,
             "count_rejections": self._count_rejections,
             "load_adapter": lambda *load: self.engine.require_adapters().begin_load(*load),
             "adapter_is_loaded": lambda ticket: self.engine.require_adapters().is_loaded(ticket),
@@ -207,6 +207,11 @@ class EngineCore:
             for each in ([] if store is None else store.adapters)
         ]
 
+    def _adapter_forms(self) -> list[dict[str, str]]:
+        """For people: the forms of products with adapters."""
+        pools = self.runner.extensions.get("adapters")
+        return [] if pools is None else pools.forms
+
     def _count_rejections(self, count: int) -> None:
         """Requests that were refused because too many waited, by a process in front of the engine."""
         self.engine.request_stats.num_rejections += count
@@ -235,9 +240,10 @@ class EngineCore:
 
 def _request_masks(inputs: InputProcessor, runner: ModelRunner) -> RequestMasks | None:
     """None without a tokenizer, and where nothing is generated."""
-    if inputs.tokenizer is None or runner.pools:
+    if inputs.tokenizer is None or "pooling" in runner.extensions:
         return None
     text, vocab_size = inputs.tokenizer.backend.to_str(), inputs.model_config.vocab_size
     # Tokens that must come are worth knowing where a step may have several of a request.
     drafts, ends = runner.config.speculative_config is not None, inputs.eos_token_ids()
-    return RequestMasks(text, vocab_size, runner.num_mask_words, ends, inputs.tokenizer, looks_ahead=drafts)
+    num_words = runner.extension("structured").num_words
+    return RequestMasks(text, vocab_size, num_words, ends, inputs.tokenizer, looks_ahead=drafts)

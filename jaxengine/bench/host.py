@@ -104,7 +104,7 @@ class _Steps:
             max_encoder_patches=ENCODER_ROWS if sees else 0,
         )
         self.scheduler = _with_drafts(Scheduler(self.config), width)
-        self.packer = Packer(_buckets(self.config), PAGE_SIZE, num_groups=len(windows), with_places=sees)
+        self.packer = Packer(_buckets(self.config), PAGE_SIZE, num_groups=len(windows), sections=_fields(sees))
         self.requests = _requests(generator, longest, turnover)
         for _ in range(num_seqs):
             self.scheduler.add_request(next(self.requests))
@@ -245,8 +245,9 @@ class FreeRunner:
 
         self.packer, self.buckets, self.compiles = packer, packer.buckets, CompileWatch()
         self.vocab_size, self.num_ranks, self.windows = 32_000, 1, config.windows
-        self.pools, self.keeps_history, self.has_places = False, bool(config.widths), config.num_encoder_rows > 0
-        self.encoder = object() if self.has_places else None
+        self.keeps_history, self.uses_mrope = bool(config.widths), config.num_encoder_rows > 0
+        own = {"drafts": self.keeps_history, "pictures": self.uses_mrope}
+        self.extensions = dict.fromkeys(("structured", *(name for name, has in own.items() if has)), self)
         self.plan = SimpleNamespace(num_pages=config.num_pages)
         self.config = SimpleNamespace(
             scheduler_config=lambda num_pages, num_ranks, windows: config,
@@ -261,7 +262,13 @@ class FreeRunner:
         self._taken += 1
         ids, right = sampled(self._tokens, self._counts, self._taken, step.bucket.width)
         verified = None if right is None else (right, right * 0 + ids.shape[-1] - 1)
-        return SimpleNamespace(token_ids=lambda: ids, verified=lambda: verified, is_ready=lambda: True, pools=False)
+        return SimpleNamespace(token_ids=lambda: ids, verified=lambda: verified, is_ready=lambda: True)
+
+    def extension(self, name: str) -> Any:
+        return self
+
+    def verified(self, pending: Any) -> Any:
+        return pending.verified()
 
     def sample(self, pending: Any) -> None: ...
 
@@ -274,6 +281,11 @@ class FreeRunner:
     def set_history(self, slot: int, tokens: Any) -> None: ...
 
     def set_rope_deltas(self, slots: Any, deltas: Any) -> None: ...
+
+
+def _fields(sees: bool):
+    """Of messages, as an engine has them that `sees`."""
+    return {"pictures": lambda bucket: (4, bucket.num_tokens) if bucket.media else None} if sees else {}
 
 
 def _buckets(config):

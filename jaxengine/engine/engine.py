@@ -194,7 +194,7 @@ class Engine:
         prepared = time.monotonic()
         if self.adapters is not None:
             self.adapters.set_rows(step, self.scheduler.config.max_num_seqs)
-        if self.runner.encoder is not None:
+        if "pictures" in self.runner.extensions:
             prepare_media(self.runner, step, self.scheduler.config.max_num_seqs, self.media_stats)
         pending = self.runner.execute(message)
         dispatched = time.monotonic()
@@ -211,7 +211,7 @@ class Engine:
         done = InFlight(step, pending, record, scored_prompts(step, self.scheduler.ranks))
         self._in_flight.append(done)
         if done.prompts:
-            self.runner.score(pending)
+            self.runner.extension("scores").score(pending)
         if idle_since is not None:
             self.stats.idle_seconds += dispatched - idle_since
         self.stats.dispatch_seconds += time.monotonic() - scheduled
@@ -220,8 +220,8 @@ class Engine:
     def _sample(self, newest: InFlight, output: EngineOutput) -> None:
         """Dispatches the sampler of the step in flight last, once it is known what may be chosen; or what pools."""
         step = newest.step
-        if self.runner.pools:
-            self.runner.pool(newest.pending)
+        if "pooling" in self.runner.extensions:
+            self.runner.extension("pooling").pool(newest.pending)
             return
         while self._rows.is_behind(step):
             self._collect(self._in_flight.popleft(), output)
@@ -247,7 +247,8 @@ class Engine:
 
     def _collect(self, done: InFlight, output: EngineOutput) -> None:
         start = time.monotonic()
-        token_ids, verified = done.pending.token_ids(), done.pending.verified()
+        token_ids, drafts = done.pending.token_ids(), self.runner.extensions.get("drafts")
+        verified = None if drafts is None else drafts.verified(done.pending)
         arrived = time.monotonic()
         if self.scheduler.config.widths:
             self._judge_drafts(done, verified, arrived - max(self._idle_since, done.record.dispatched))
@@ -255,15 +256,15 @@ class Engine:
         self.stats.wait_seconds += arrived - start
         counts = None if verified is None else verified[0]
         result = self.scheduler.update(done.step, token_ids, arrived, counts)
-        output.emitted += done.with_results(result.emitted)
+        output.emitted += done.with_results(result.emitted, self.runner)
         if self.masks is not None:
             for request, token_id in result.followed:
                 if request.params.grammar is not None:
                     self._advance(self.masks, request, token_id)
-        output.prompt_scores += done.prompt_scores()
+        output.prompt_scores += done.prompt_scores(self.runner)
         output.first_tokens += result.first_tokens
         output.finished += result.finished
-        if not self.runner.pools:
+        if "pooling" not in self.runner.extensions:
             self.stats.count_generated(result.num_new_tokens)
         for intervals in result.intervals:
             self.request_stats.observe_intervals(intervals)

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxengine.engine.output import PromptScores
 from jaxengine.engine.timeline import StepRecord
+from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.pending_step import PendingStep
 from scheduler.batch import ScheduledStep, TokenRows, TokenScores
 from scheduler.rank import Rank
@@ -44,29 +45,29 @@ class InFlight:
     record: StepRecord
     prompts: list[ScoredPrompt]
 
-    def with_results(self, emitted: list[TokenRows]) -> list[TokenRows]:
+    def with_results(self, emitted: list[TokenRows], runner: ModelRunner) -> list[TokenRows]:
         """The step's tokens with the logprobs that were asked for, or with what pooling made."""
-        if emitted and self.pending.pools:
-            vectors = self.pending.vectors()
+        if emitted and "pooling" in runner.extensions:
+            vectors = runner.extension("pooling").vectors(self.pending)
             return [rows._replace(vectors=vectors[rows.rank, rows.rows]) for rows in emitted]
         if not any(len(rows.scored) for rows in emitted):
             return emitted
         scores = self.pending.logprobs()
         return [rows._replace(scores=_scores_at(scores, rows.rank, rows.rows[rows.scored])) for rows in emitted]
 
-    def drafts_of(self, request: Request) -> list[int]:
+    def drafts_of(self, request: Request, runner: ModelRunner) -> list[int]:
         """What a model or a head on the devices has drafted for a request of the step."""
         batches = self.step.batches
-        if (drafts := self.pending.drafts(len(batches))) is None:
+        if (drafts := runner.extension("drafts").drafts(self.pending)) is None:
             return []
         rows = np.flatnonzero(batches[request.rank].slots == request.slot)
         return drafts[request.rank, rows[0]].tolist() if len(rows) else []
 
-    def prompt_scores(self) -> list[PromptScores]:
+    def prompt_scores(self, runner: ModelRunner) -> list[PromptScores]:
         """Logprobs of the prompts."""
         if not self.prompts:
             return []
-        scores = self.pending.prompt_logprobs()
+        scores = runner.extension("scores").prompt_logprobs(self.pending)
         return [
             PromptScores(each.request, each.position + 1, _scores_at(scores, each.rank, each.tokens))
             for each in self.prompts

@@ -245,7 +245,7 @@ class Metrics:
         counts, rows = self._engine.media_stats, [rank.encoder_rows for rank in self._engine.scheduler.ranks]
         yield Counter("vllm:mm_cache_queries", counts.num_queries)
         yield Counter("vllm:mm_cache_hits", counts.num_hits)
-        if self._engine.runner.encoder is None:
+        if "pictures" not in self._engine.runner.extensions:
             return
         for way, value in (("socket", counts.socket_bytes), ("shared_memory", counts.shared_bytes)):
             yield Counter("jaxengine:mm_ipc_bytes", value, {"way": way})
@@ -272,7 +272,7 @@ class Metrics:
             "jaxengine:num_pages": scheduler.num_pages,
         }.items():
             yield Gauge(name, value)
-        if self._engine.runner.encoder is not None:
+        if "pictures" in self._engine.runner.extensions:
             rows = [rank.encoder_rows for rank in scheduler.ranks]
             yield Gauge("jaxengine:encoder_cache_embeddings", sum(each.num_rows for each in rows))
             yield Gauge("jaxengine:encoder_cache_embeddings_kept", sum(each.num_kept for each in rows))

@@ -77,7 +77,7 @@ class SlotRows:
                     places += [(request.rank, place, words) for place, words in rows]
                 else:
                     masks.append((self._slot(request), self._masks.row(request, self._num_output(each))))
-        self._runner.set_masks(masks, places)
+        self._runner.extension("structured").set_masks(masks, places)
         for request, *_ in self._sampling(step, BIAS):
             before = self._biases[self._slot(request)]
             forbidden = self._forbidden(request, before.bias)
@@ -105,7 +105,7 @@ class SlotRows:
             return None
         if self._proposer is not None:
             return self._proposer.propose_one(slots.known_token_ids(slot), count).tolist()
-        return step.drafts_of(request)[:count] or None
+        return step.drafts_of(request, self._runner)[:count] or None
 
     def without_mask(self, step: ScheduledStep) -> list[Request]:
         """The requests whose choice in this step depends on a mask that has not come."""
@@ -154,9 +154,10 @@ class SlotRows:
     def _begin(self, request: Request) -> None:
         """Counts and bias of a request that has just got its slot."""
         slot, features = self._slot(request), request.params.features
-        if self._runner.keeps_history:
+        drafts = self._runner.extensions.get("drafts")
+        if drafts is not None and drafts.keeps_history:
             known = request.prompt_token_ids, self._scheduler.output_token_ids(request)
-            self._runner.set_history(slot, np.concatenate(known))
+            drafts.set_history(slot, np.concatenate(known))
         if features & PENALTIES:
             self._runner.set_token_counts(slot, request.prompt_token_ids, self._scheduler.output_token_ids(request))
         self._biases.pop(slot, None)

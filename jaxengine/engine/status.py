@@ -68,7 +68,7 @@ def engine_status(engine: Engine, metrics: Metrics) -> dict[str, Any]:
 def _pictures(engine: Engine) -> dict[str, Any] | None:
     """What the tower has done since the start, and embeddings: those there is room for, kept, and in need. None for a
     model that sees nothing."""
-    if engine.runner.encoder is None:
+    if "pictures" not in engine.runner.extensions:
         return None
     counts, rows = engine.media_stats, [rank.encoder_rows for rank in engine.scheduler.ranks]
     return {

@@ -12,13 +12,14 @@ from scheduler.batch import ScheduledStep
 def prepare_media(runner: ModelRunner, step: ScheduledStep, max_num_seqs: int, stats: MediaStats) -> None:
     """Dispatches, and counts, what the forward pass of this step, the next one to be dispatched, counts on."""
     admitted = [request for batch in step.batches for request in batch.admitted]
-    if admitted and runner.has_places:
+    pictures = runner.extension("pictures")
+    if admitted and pictures.uses_mrope:
         slots = [request.rank * max_num_seqs + request.slot for request in admitted]
         deltas = [0 if request.media is None else request.media.rope_delta for request in admitted]
-        runner.set_rope_deltas(slots, deltas)
+        pictures.set_rope_deltas(slots, deltas)
     if any(batch.encodes for batch in step.batches):
         start, items = time.monotonic(), [each.item for batch in step.batches for each in batch.encodes]
-        runner.encode([batch.encodes for batch in step.batches])
+        pictures.encode([batch.encodes for batch in step.batches])
         stats.num_calls += any(item.num_patches for item in items)
         stats.num_items += sum(item.num_patches > 0 for item in items)
         stats.num_patches += sum(item.num_patches for item in items)

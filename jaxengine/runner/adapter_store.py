@@ -62,8 +62,8 @@ class AdapterStore:
 
     def __init__(self, runner: ModelRunner):
         config = runner.config
-        self._runner = runner
-        self._targets = runner.adapter_targets
+        self._pools = runner.extension("adapters")
+        self._targets = self._pools.targets
         self._max_rank, self._dtype, self._most_kept = config.max_lora_rank, config.dtype, config.num_cpu_loras
         self._named: dict[str, AdapterRecord] = {}
         self._records: dict[Adapter, AdapterRecord] = {}
@@ -192,7 +192,7 @@ class AdapterStore:
         admitted = [request for batch in step.batches for request in batch.admitted]
         if admitted:
             slots = [request.rank * max_num_seqs + request.slot for request in admitted]
-            self._runner.set_adapters(slots, [-1 if each.adapter is None else each.adapter_slot for each in admitted])
+            self._pools.set_rows(slots, [-1 if each.adapter is None else each.adapter_slot for each in admitted])
 
     def advance(self, slots: AdapterSlots, in_use: Callable[[], set[Adapter]]) -> list[tuple[Request, RequestError]]:
         """Completes what has come and starts the next of what the scheduler asks for; whose adapter could not be read.
@@ -225,7 +225,7 @@ class AdapterStore:
             text = f"the adapter {upload.adapter.name!r} cannot be used: {error}"
             return [(each, RequestError(text, param="lora_name")) for each in slots.drop(upload.adapter)]
         self._keep(upload.adapter, weights)
-        self._runner.write_adapter(upload.slot, values)
+        self._pools.write(upload.slot, values)
         slots.loaded(upload.slot, upload.adapter)
         return []
 
@@ -251,7 +251,7 @@ class AdapterStore:
             weights = self.read(record.path)
             if weights.digest != record.content:
                 raise ModelFileError(record.path, "is not what it was when the adapter was loaded: load it again")
-        return weights, self._runner.put_adapter(weights.matrices)
+        return weights, self._pools.put(weights.matrices)
 
     def _keep(self, adapter: Adapter, weights: AdapterWeights) -> None:
         self._host[adapter] = weights

@@ -1,11 +1,13 @@
-"""What the devices keep between steps beside the KV pool: a row for every slot.
+"""What the devices keep between steps besides the KV pool: a row for every slot.
 
-So the host sends only what changed. On a mesh each rank has rows of its own. Knows nothing of requests.
+So the host sends only what changed. On a mesh each replica has rows of its own. Optional capabilities keep sections
+beside it (jaxengine.runner.extension). Knows nothing of requests.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,25 +21,14 @@ class SlotState(NamedTuple):
     """What a stage remembers of the R = max_num_seqs slots; forward changes it.
 
     Attributes:
-      page_table: i32[G * R, W], of the cache groups one after the other, then that of snapshots if any are kept.
+      page_table: i32[G * R, W], of the cache groups one after the other, then of extensions that have some.
       num_computed: i32[R], tokens whose KV is written.
-      expert_load: u32[1, layers, E], tokens that experts were picked for so far, from 0 again after 2**32 - 1; only for
-        models with experts.
-      pooled: f32[R, D], what pooling keeps of prompts between steps (jaxengine.runner.pooling), where it keeps any.
-      states: of models.cache.Cache, a row for each slot, then for each snapshot (scheduler.pages.snapshots); empty
-        where no layer keeps any.
-      adapter: i32[R], where in the pools of adapters each slot's is, -1 for none; None without room for adapters.
-      rope_delta: i32[R], what the places of tokens behind the prompt are more than their positions; None for models
-        that do not turn queries and keys by places.
+      sections: of extensions, by their names.
     """
 
     page_table: jax.Array
     num_computed: jax.Array
-    expert_load: jax.Array | None
-    pooled: jax.Array | None = None
-    states: tuple[tuple[jax.Array, ...], ...] = ()
-    adapter: jax.Array | None = None
-    rope_delta: jax.Array | None = None
+    sections: dict[str, Any] = {}
 
 
 class TokenState(NamedTuple):
@@ -46,17 +37,16 @@ class TokenState(NamedTuple):
     Attributes:
       last_token: i32[R], the token sampled last.
       token_counts: i32[R, V], what penalties count (jaxengine.sampling.state).
-      history: i32[R, L], the tokens of each slot by position, as far as they are known, of which drafts are made; None
-        where the device makes none. The host writes what a request brings, the sampler what it chooses.
+      sections: of extensions, by their names.
     """
 
     last_token: jax.Array
     token_counts: jax.Array
-    history: jax.Array | None = None
+    sections: dict[str, Any] = {}
 
 
 class DeviceState(NamedTuple):
-    """All that is kept between steps beside the KV pool.
+    """All that is kept between steps besides the KV pool.
 
     Attributes:
       slots: donated to each forward pass, which returns it changed.
@@ -68,52 +58,27 @@ class DeviceState(NamedTuple):
     tokens: TokenState | None
     sampling: SamplingState | None
 
-    @property
-    def keeps_history(self) -> bool:
-        """Whether it has the tokens of which drafts are made."""
-        return self.tokens is not None and self.tokens.history is not None
 
-
-def init_state(
-    max_num_seqs: int,
-    max_pages: int,
-    vocab_size: int | None,
-    experts: tuple[int, int] | None = None,
-    num_groups: int = 1,
-    pooled: int | None = None,
-    states: tuple[tuple[jax.Array, ...], ...] = (),
-    history: int | None = None,
-    adapters: bool = False,
-    places: bool = False,
-    num_masks: int | None = None,
-) -> DeviceState:
-    """State of slots that nobody has used yet, with these states of layers.
-
-    vocab_size: None where no tokens are sampled; experts: layers with experts and experts of a layer; pooled: size of
-    what pooling keeps of a slot; history: positions of a slot whose tokens are kept, None for none; adapters: whether
-    slots may have any; places: whether layers turn queries and keys by places; num_masks: as sampling.state.init_state.
-    """
-    slots = SlotState(
-        page_table=jnp.zeros((num_groups * max_num_seqs, max_pages), jnp.int32),
-        num_computed=jnp.zeros(max_num_seqs, jnp.int32),
-        expert_load=None if experts is None else jnp.zeros((1, *experts), jnp.uint32),
-        pooled=None if pooled is None else jnp.zeros((max_num_seqs, pooled), jnp.float32),
-        states=states,
-        adapter=jnp.full(max_num_seqs, -1, jnp.int32) if adapters else None,
-        rope_delta=jnp.zeros(max_num_seqs, jnp.int32) if places else None,
+def init_slots(num_slots: int, num_tables: int, num_columns: int, sections: Mapping[str, Any]) -> SlotState:
+    """State of slots that nobody has used yet; sections: as they begin."""
+    return SlotState(
+        page_table=jnp.zeros((num_tables * num_slots, num_columns), jnp.int32),
+        num_computed=jnp.zeros(num_slots, jnp.int32),
+        sections=dict(sections),
     )
-    if vocab_size is None:
-        return DeviceState(slots, None, None)
-    tokens = TokenState(
-        last_token=jnp.zeros(max_num_seqs, jnp.int32),
-        token_counts=jnp.zeros((max_num_seqs, vocab_size), jnp.int32),
-        history=None if history is None else jnp.zeros((max_num_seqs, history), jnp.int32),
+
+
+def init_tokens(num_slots: int, vocab_size: int, sections: Mapping[str, Any]) -> TokenState:
+    """The same of tokens. vocab_size: of one device."""
+    return TokenState(
+        last_token=jnp.zeros(num_slots, jnp.int32),
+        token_counts=jnp.zeros((num_slots, vocab_size), jnp.int32),
+        sections=dict(sections),
     )
-    return DeviceState(slots, tokens, sampling_state.init_state(max_num_seqs, vocab_size, num_masks))
 
 
 def own_slots(slots: jax.Array, num_slots: int) -> jax.Array:
-    """Slots numbered over all ranks as this rank numbers its own; `num_slots` for those of others."""
+    """Slots numbered over all replicas as this one numbers its own; `num_slots` for those of others."""
     if num_shards("batch") == 1:
         return slots
     slots = slots - shard_index("batch") * num_slots
@@ -121,6 +86,14 @@ def own_slots(slots: jax.Array, num_slots: int) -> jax.Array:
 
 
 def write_page_deltas(state: SlotState, deltas: jax.Array) -> SlotState:
-    """Writes page-table entries i32[3, n] (row, column, page); a row of G * R or more is dropped."""
+    """Writes page-table entries i32[3, n] (row, column, page); a row that no table has is dropped."""
     rows, columns, pages = deltas
     return state._replace(page_table=state.page_table.at[rows, columns].set(pages, mode="drop"))
+
+
+def write_section(state: DeviceState, name: str, slots: jax.Array, values: jax.Array) -> DeviceState:
+    """Writes values i32[n] into a section of the slots' state, an array with a row for each slot; slots i32[n] are
+    numbered over all replicas."""
+    own = own_slots(slots, state.slots.num_computed.shape[0])
+    section = sampling_state.write_slots(state.slots.sections[name], own, values)
+    return state._replace(slots=state.slots._replace(sections={**state.slots.sections, name: section}))

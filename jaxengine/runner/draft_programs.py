@@ -18,7 +18,8 @@ from flax import nnx
 
 from jaxengine.config.engine_config import ResolvedConfig
 from jaxengine.runner.draft_step import DraftSpec, make_draft, make_extend
-from jaxengine.runner.head_step import HeadSpec, HeadState, HeadWeights, make_follow, make_head_draft
+from jaxengine.runner.extensions.drafts.section import NAME, drafts_of
+from jaxengine.runner.head_step import DraftHeadSpec, HeadState, HeadWeights, make_follow, make_head_draft
 from jaxengine.runner.program import Program, abstract_params, program_on
 from jaxengine.runner.step_programs import StepPrograms
 from models.cache import abstract_kv, device_kv, page_bytes_of_group, paged_groups
@@ -84,11 +85,11 @@ class DraftPrograms:
     def _spec(self, bucket: Bucket) -> Any:
         return DraftSpec(self._graph, self._params_tree, *self._where(bucket))
 
-    def _where(self, bucket: Bucket) -> tuple[StepLayout, int, int, int]:
-        return self.target.packer.layouts[bucket], self.target.packer.page_size, self._group, bucket.width
+    def _where(self, bucket: Bucket) -> tuple[Bucket, StepLayout, int, int]:
+        return bucket, self.target.packer.layouts[bucket], self.target.packer.page_size, self._group
 
     def _drafting(self, bucket: Bucket, function: Callable, weights: Any, kept: Any) -> Program:
-        results = kept, self.target.draft_shapes(bucket)
+        results = kept, drafts_of(self.target.shape, bucket)
         return self._program(f"drafts of {bucket}", function, bucket, weights, kept, results=results)
 
     def _program(
@@ -112,7 +113,7 @@ class HeadPrograms(DraftPrograms):
 
     def __init__(self, model: Any, target: StepPrograms, config: ResolvedConfig):
         super().__init__(model, target, config)
-        self._hidden = target.slot_shape((model.config.hidden_size,), config.dtype)
+        self._hidden = target.shape.rows(config.max_num_seqs, config.dtype, model.config.hidden_size)
         graph, params = nnx.split(target.model)
         self._lender = graph, jax.tree.structure(params)
         self.description += target.description
@@ -141,9 +142,10 @@ class HeadPrograms(DraftPrograms):
         return self._drafting(bucket, make_head_draft(self._spec(bucket)), weights, kept)
 
     def after(self, bucket: Bucket, weights: HeadWeights, kept: HeadState) -> Program | None:
-        step = self.target.rows_shape(bucket), self.target.read_shape(bucket)
+        forwarded = self.target.forwarded(bucket)
+        step = forwarded.rows, forwarded.sections[NAME]
         return self._program(f"head's {bucket}", make_follow(self._spec(bucket)), bucket, weights, kept, step)
 
     def _spec(self, bucket: Bucket) -> Any:
         graph, tree = self._lender
-        return HeadSpec(self._graph, self._params_tree, *self._where(bucket), model_graph=graph, model_tree=tree)
+        return DraftHeadSpec(self._graph, self._params_tree, *self._where(bucket), model_graph=graph, model_tree=tree)

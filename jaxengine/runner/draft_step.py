@@ -21,12 +21,14 @@ from flax import nnx
 from jax import lax
 
 from jaxengine.drafts.proposer import Drafts
-from jaxengine.runner.device_state import DeviceState, write_page_deltas
-from jaxengine.runner.step import unpack
+from jaxengine.runner.device_state import DeviceState, SlotState
+from jaxengine.runner.forward_pass import ForwardPass, StepSpec
+from jaxengine.runner.step import unpack, unpack_rows, with_last_tokens
 from jaxengine.sampling.sampler import SamplerFlags, flags_of, sample
 from models.cache import KVPages
 from models.forward_batch import HEADER, ForwardBatch, StepLayout
 from models.layers.attention import RaggedBatch
+from scheduler.buckets import Bucket
 
 
 @dataclass(frozen=True)
@@ -35,17 +37,26 @@ class DraftSpec:
 
     Attributes:
       graph, params_tree: of the draft model.
-      layout: of the step's message.
+      bucket: of the step; layout: of its message.
       group: which of the model's cache groups with pages keeps all keys.
-      width: tokens of a row in the step.
     """
 
     graph: nnx.GraphDef
     params_tree: Any
+    bucket: Bucket
     layout: StepLayout
     page_size: int
     group: int
-    width: int
+
+    @property
+    def width(self) -> int:
+        """Tokens of a row in the step."""
+        return self.bucket.width
+
+    def unpack(self, slots: SlotState, last_token: jax.Array | None, message: jax.Array) -> ForwardPass:
+        """The step, whose batch has the pages of `group` alone."""
+        spec = StepSpec(self.bucket, self.layout, self.page_size, (self.group,), self.layout.num_seqs, samples=False)
+        return unpack(spec, slots, last_token, message.reshape(-1), {})
 
     def model(self, params: list[jax.Array]) -> Any:
         """The draft model with these leaves."""
@@ -81,11 +92,8 @@ def make_extend(spec: DraftSpec) -> Callable:
     def extend(params: list[jax.Array], kv: KVPages, state: DeviceState, message: jax.Array) -> KVPages:
         assert state.tokens is not None
         with jax.named_scope("unpack"):
-            _, batch, *_ = unpack(
-                state.slots, state.tokens.last_token, message.reshape(-1), spec.layout, spec.page_size
-            )
-            own = ForwardBatch(batch.token_ids, batch.positions, batch.logits_indices, (batch.ragged[spec.group],))
-        return spec.model(params)(own, kv)[1]
+            step = with_last_tokens(spec.unpack(state.slots, state.tokens.last_token, message))
+        return spec.model(params)(step.batch, kv)[1]
 
     return extend
 
@@ -99,7 +107,7 @@ def make_draft(spec: DraftSpec) -> Callable:
     """
 
     def draft(params: list[jax.Array], kv: KVPages, state: DeviceState, message: jax.Array) -> tuple[KVPages, Drafts]:
-        rows = unpack_rows(spec, state, message.reshape(-1))
+        rows = unpack_drafting(spec, state, message.reshape(-1))
         num_drafts = spec.width - 1
 
         def one_pass(step: jax.Array, carried: tuple[KVPages, jax.Array, jax.Array]):
@@ -143,17 +151,14 @@ def draw_drafts(
     return chosen, lax.dynamic_update_slice(drafts, chosen[:, None], (0, step))
 
 
-def unpack_rows(spec: DraftSpec, state: DeviceState, buffer: jax.Array) -> Rows:
+def unpack_drafting(spec: DraftSpec, state: DeviceState, buffer: jax.Array) -> Rows:
     """The rows of the message of a step with drafts."""
     layout, tokens = spec.layout, state.tokens
     assert tokens is not None
     header: dict[str, jax.Array] = dict(zip(HEADER, layout.view(buffer, "header"), strict=True))
-    slots = write_page_deltas(state.slots, layout.view(buffer, "deltas"))
-    slot, count, start, *_ = layout.view(buffer, "rows")
-    num_slots = slots.num_computed.shape[0]
-    index = jnp.minimum(slot, num_slots - 1)
-    start = jnp.where(start >= 0, start, slots.num_computed[index])
-    table = slots.page_table[index + spec.group * num_slots]
+    slots, step_rows = unpack_rows(state.slots, buffer, layout)
+    slot, index, count, start, *_ = step_rows
+    table = slots.page_table[index + spec.group * slots.num_computed.shape[0]]
     places = (jnp.cumsum(count) - count)[:, None] + jnp.arange(1, spec.width, dtype=jnp.int32)
     given = layout.view(buffer, "token_ids")[jnp.minimum(places, layout.num_tokens - 1)]
     forced = jnp.where(jnp.arange(1, spec.width) < count[:, None], given, -1)

@@ -11,6 +11,8 @@ from jaxengine.drafts.proposer import Drafts
 from jaxengine.runner.device_state import DeviceState
 from jaxengine.runner.draft_programs import DraftPrograms
 from jaxengine.runner.executables import ExecutableCache
+from jaxengine.runner.extension import StageExtension
+from jaxengine.runner.extensions.drafts.section import NAME
 from jaxengine.runner.memory import workspace_bytes
 from jaxengine.runner.parts import Executable
 from jaxengine.runner.program import Program
@@ -20,15 +22,19 @@ from scheduler.buckets import Bucket
 from sharding.rules import part_bytes
 
 
-class Drafter:
+class Drafter(StageExtension):
     """Runs before and after the forward passes of a StageRunner, which decides sizes and order.
 
     The leaves of the model are handed over each time: adapters change them.
     """
 
+    name, prefix = NAME, "draft"
+    reads_message = True
+
     def __init__(self, programs: DraftPrograms, params: Any, cache_dir: str | None):
         """params: the weights of what drafts, an nnx.State or its leaves."""
         self.programs = programs
+        self.models = [programs.model]
         devices = list(programs.target.mesh.devices.flat)
         self._backend = devices[0].platform
         self.executables = ExecutableCache(cache_dir, devices, family=type(programs.model))
@@ -36,6 +42,14 @@ class Drafter:
         self._programs: dict[tuple[str, Bucket], Program] = {}
         self._compiled: dict[tuple[str, Bucket], Executable] = {}
         self._newest: tuple[Bucket, jax.Array] | None = None
+
+    @property
+    def caches(self) -> Sequence[ExecutableCache]:
+        return [self.executables]
+
+    @property
+    def page_bytes(self) -> int:
+        return self.programs.page_bytes
 
     @property
     def weight_bytes(self) -> int:
@@ -53,13 +67,13 @@ class Drafter:
         how = self.executables, self.programs.description, self._backend
         return sum(held_by(self._programs[key], own, *how) for key, own in self._compiled.items())
 
-    def foresee_needs(self, model: Sequence[Any]) -> tuple[int, int]:
+    def estimate(self, params: Sequence[Any]) -> tuple[int, int]:
         """Bytes that all programs will hold, and that one will need while it runs: by the largest of each kind.
 
-        model: the leaves of the model.
+        params: the leaves of the model.
         """
         target = self.programs.target
-        weights, kept = self.programs.weights(self._params, model), self.programs.kept_shapes(target.num_columns)
+        weights, kept = self.programs.weights(self._params, params), self.programs.kept_shapes(target.num_columns)
         wide = set(target.packer.buckets.wide)
         held, workspace = 0, 0
         for buckets in ([bucket for bucket in target.packer.buckets if bucket not in wide], sorted(wide)):
@@ -73,9 +87,9 @@ class Drafter:
         """Decides the pool's size, pages of a rank."""
         self._shapes = self.programs.kept_shapes(num_pages)
 
-    def compile(self, bucket: Bucket, model: Sequence[Any]) -> None:
-        """Compiles or loads what runs before and after a bucket's forward pass. model: the leaves of the model."""
-        weights = self.programs.weights(self._params, model)
+    def compile(self, bucket: Bucket, params: Sequence[Any]) -> None:
+        """Compiles or loads what runs before and after a bucket's forward pass. params: the leaves of the model."""
+        weights = self.programs.weights(self._params, params)
         for when, make in (("before", self.programs.before), ("after", self.programs.after)):
             if (program := make(bucket, weights, self._shapes)) is not None:
                 self._programs[when, bucket] = program
@@ -85,23 +99,25 @@ class Drafter:
         """Makes the pool."""
         self._kept = self._get(self.programs.start(self._shapes))()
 
-    def precede(self, bucket: Bucket, model: Sequence[Any], state: DeviceState, message: jax.Array) -> Drafts | None:
+    def before_forward(
+        self, bucket: Bucket, params: Sequence[Any], state: DeviceState, message: jax.Array
+    ) -> Drafts | None:
         """Dispatches what is done before a bucket's forward pass; the drafts of a wide one."""
         self._newest = bucket, message
         if ("before", bucket) not in self._compiled:
             return None
-        weights = self.programs.weights(self._params, model)
+        weights = self.programs.weights(self._params, params)
         results = self._compiled["before", bucket](weights, self._kept, state, message)
         self._kept, drafts = (results, None) if bucket.width == 1 else results
         return drafts
 
-    def follow(self, model: Sequence[Any], state: DeviceState, forwarded: Forwarded) -> None:
+    def after_sample(self, params: Sequence[Any], state: DeviceState, forwarded: Forwarded) -> None:
         """Dispatches what is done when the tokens of the newest forward pass have been chosen."""
         assert self._newest is not None
         bucket, message = self._newest
         if ("after", bucket) in self._compiled:
-            weights = self.programs.weights(self._params, model)
-            step = forwarded.rows, forwarded.read, message
+            weights = self.programs.weights(self._params, params)
+            step = forwarded.rows, forwarded.sections[NAME], message
             self._kept = self._compiled["after", bucket](weights, self._kept, state, *step)
 
     def _get(self, program: Program) -> Executable:

@@ -35,6 +35,10 @@ class EncoderPrograms:
         size = layout.tower.num_parts * model.config.hidden_size
         self.rows = shape_on(mesh, (layout.num_ranks * layout.num_rows, size), dtype, _RANKS)
 
+    def name(self, size: int) -> str:
+        """Of the program of a size, one of EncoderLayout.programs."""
+        return f"place {self.layout.num_placed} embeddings" if size == PLACE else f"encode {size} patches"
+
     def program(self, size: int, params: Sequence[Any]) -> Program:
         """That of EncoderLayout.programs."""
         return self.place() if size == PLACE else self.encode(size, params)
@@ -49,7 +53,7 @@ class EncoderPrograms:
             shape_on(mesh, (layout.num_ranks, layout.parts * size // tower.merge), np.int32, _RANKS),
         )
         arguments = (abstract_params(params), self.rows, *message)
-        return program_on(mesh, f"encode {size} patches", self._encode, arguments, self.rows, (1,))
+        return program_on(mesh, self.name(size), self._encode, arguments, self.rows, (1,))
 
     def place(self) -> Program:
         """Embeddings as they came: (rows, the fields of a PlaceInput) -> rows."""
@@ -59,7 +63,7 @@ class EncoderPrograms:
             shape_on(mesh, (*shape, self.rows.shape[1]), np.float32, _RANKS),
             shape_on(mesh, shape, np.int32, _RANKS),
         )
-        return program_on(mesh, f"place {layout.num_placed} embeddings", place, (self.rows, *message), self.rows, (0,))
+        return program_on(mesh, self.name(PLACE), place, (self.rows, *message), self.rows, (0,))
 
     def pool(self) -> Program:
         """() -> the pool as it begins."""

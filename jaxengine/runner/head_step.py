@@ -22,11 +22,11 @@ from jax import lax
 
 from jaxengine.drafts.proposer import Drafts
 from jaxengine.runner.device_state import DeviceState
-from jaxengine.runner.draft_step import DraftSpec, draw_drafts, one_token_each, unpack_rows
-from jaxengine.runner.step import SampledRows, unpack
+from jaxengine.runner.draft_step import DraftSpec, draw_drafts, one_token_each, unpack_drafting
+from jaxengine.runner.extensions.drafts.section import NAME
+from jaxengine.runner.forward_pass import SampledRows
 from jaxengine.sampling.state import write_slots
 from models.cache import KVPages
-from models.forward_batch import ForwardBatch
 
 
 class HeadWeights(NamedTuple):
@@ -49,8 +49,8 @@ class HeadState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class HeadSpec(DraftSpec):
-    """As DraftSpec, of a head.
+class DraftHeadSpec(DraftSpec):
+    """As DraftSpec, of a draft head.
 
     Attributes:
       model_graph, model_tree: of the model.
@@ -65,7 +65,7 @@ class HeadSpec(DraftSpec):
         return self.model(weights.own), lender
 
 
-def make_follow(spec: HeadSpec) -> Callable:
+def make_follow(spec: DraftHeadSpec) -> Callable:
     """Runs the head over a step whose tokens have been chosen: (HeadWeights, HeadState, DeviceState as the sampler left
     it, SampledRows, hidden states [T, F], message) -> HeadState."""
 
@@ -78,21 +78,21 @@ def make_follow(spec: HeadSpec) -> Callable:
         message: jax.Array,
     ) -> HeadState:
         buffer, layout, tokens = message.reshape(-1), spec.layout, state.tokens
-        assert tokens is not None and tokens.history is not None
+        assert tokens is not None
+        history = tokens.sections[NAME]
         slot, count, *_ = layout.view(buffer, "rows")
         start = sampled.position[: layout.num_seqs] - (count if spec.width == 1 else 1)
         num_slots = state.slots.num_computed.shape[0]
         with jax.named_scope("unpack"):
             before = state.slots._replace(num_computed=write_slots(state.slots.num_computed, slot, start))
-            _, batch, *_ = unpack(before, tokens.last_token, buffer, layout, spec.page_size)
-            ragged = batch.ragged[spec.group]
+            batch = spec.unpack(before, tokens.last_token, buffer).batch
+            (ragged,) = batch.ragged
             ends, token = ragged.cu_q_lens[1:], jnp.arange(layout.num_tokens, dtype=jnp.int32)
             row = jnp.searchsorted(ends, token, side="right", method="compare_all")
             owner = jnp.minimum(slot, num_slots - 1)[jnp.minimum(row, layout.num_seqs - 1)]
-            column = jnp.minimum(batch.positions + 1, tokens.history.shape[1] - 1)
-            own = batch._replace(token_ids=tokens.history[owner, column], ragged=(ragged,))
+            column = jnp.minimum(batch.positions + 1, history.shape[1] - 1)
+            own = batch._replace(token_ids=history[owner, column])
         head, model = spec.both(weights)
-        own = ForwardBatch(own.token_ids, own.positions, own.logits_indices, own.ragged)
         out, kv = head(own, kept.kv, head.read(hidden), head.embeddings(own.token_ids, model))
         # Of a step with drafts the places behind the last right one are as if they had not been.
         num_kept = state.slots.num_computed[jnp.minimum(slot, num_slots - 1)] - start
@@ -103,7 +103,7 @@ def make_follow(spec: HeadSpec) -> Callable:
     return follow
 
 
-def make_head_draft(spec: HeadSpec) -> Callable:
+def make_head_draft(spec: DraftHeadSpec) -> Callable:
     """Guesses the tokens behind each row's last one: (HeadWeights, HeadState, DeviceState as it is before the step,
     message) -> (HeadState, Drafts of S rows, spec.width - 1 of each).
 
@@ -113,7 +113,7 @@ def make_head_draft(spec: HeadSpec) -> Callable:
     def draft(
         weights: HeadWeights, kept: HeadState, state: DeviceState, message: jax.Array
     ) -> tuple[HeadState, Drafts]:
-        rows = unpack_rows(spec, state, message.reshape(-1))
+        rows = unpack_drafting(spec, state, message.reshape(-1))
         first = kept.hidden[jnp.minimum(rows.slot, kept.hidden.shape[0] - 1)]
         num_drafts = spec.width - 1
 

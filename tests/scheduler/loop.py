@@ -40,7 +40,8 @@ class Loop:
         sees = self.config.num_encoder_rows > 0
         decodes = [size for size in (1, 2, 4) if size < seqs]
         buckets = Buckets(seqs, tokens, decodes, [4], self.config.widths, media=sees)
-        self.packer = Packer(buckets, self.config.page_size, self.config.num_ranks, self.config.num_tables, sees)
+        fields = {"pictures": lambda bucket: (4, bucket.num_tokens) if bucket.media else None} if sees else {}
+        self.packer = Packer(buckets, self.config.page_size, self.config.num_ranks, self.config.num_tables, fields)
         pipelined = self.config.num_micro_batches > 1
         self.device = FakeDevice(self.packer, self.config, forgetful=pipelined, windows=windows)
         self.in_flight: deque = deque()

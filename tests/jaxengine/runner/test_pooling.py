@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxengine.runner.pooling import pool_rows
+from jaxengine.runner.extensions.pooling import pool_rows
 from models.config.pooler import CLS, LAST, MEAN
 from models.forward_batch import ForwardBatch
 from models.layers.attention import RaggedBatch
