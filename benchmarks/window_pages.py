@@ -27,7 +27,7 @@ from jaxengine.config.platforms import PLATFORMS
 from jaxengine.runner.devices import build_split
 from jaxengine.runner.extensions.build import step_programs
 from jaxengine.runner.memory import MemoryPlan, StageNeeds, plan_memory
-from jaxengine.runner.step_programs import StepPrograms
+from jaxengine.runner.programs.step_programs import StepPrograms
 from models.config.model_config import ModelConfig
 from scheduler.config import SchedulerConfig
 from scheduler.request import Request

@@ -1,8 +1,8 @@
 """What is compiled for one target: the engine's programs over their bucket grid, and one layer's kernels by themselves.
 
 Everything is abstract: shapes with the shardings of a mesh of devices that need not exist. The programs are those of
-jaxengine/runner/step_programs.py, the memory plan that of memory.py, so a check sees what the engine would run. What is
-compiled for a mesh holds one device's part of every array, and so are sizes counted here.
+jaxengine/runner/programs/step_programs.py, the memory plan that of memory.py, so a check sees what the engine would
+run. What is compiled for a mesh holds one device's part of every array, and so are sizes counted here.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from jaxengine.check.exchanges import Expected
 from jaxengine.check.hlo import Precious
 from jaxengine.check.programs import Program, StagePrograms
 from jaxengine.check.roofline import TOWER, Work
-from jaxengine.runner.encoder import EncoderLayout
-from jaxengine.runner.extensions.pictures import PicturesExtension
+from jaxengine.runner.extensions.pictures.layout import EncoderLayout
+from jaxengine.runner.extensions.pictures.section import PicturesExtension
 from models.causal_lm import CausalLM
 from models.layers.linear import Linear
 from models.weights.declare import declared_params

@@ -24,7 +24,7 @@ from jaxengine.engine.stats import BucketUse, MediaStats, RequestStats, StepStat
 from jaxengine.engine.step_media import prepare_media
 from jaxengine.engine.timeline import Timeline
 from jaxengine.grammars.request_masks import RequestMasks
-from jaxengine.runner.adapter_store import AdapterStore
+from jaxengine.runner.extensions.adapters.store import AdapterStore
 from jaxengine.runner.model_runner import ModelRunner
 from scheduler.batch import ScheduledStep
 from scheduler.buckets import Bucket

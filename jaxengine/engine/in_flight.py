@@ -10,7 +10,7 @@ import numpy as np
 from jaxengine.engine.output import PromptScores
 from jaxengine.engine.timeline import StepRecord
 from jaxengine.runner.model_runner import ModelRunner
-from jaxengine.runner.pending_step import PendingStep
+from jaxengine.runner.programs.pending_step import PendingStep
 from scheduler.batch import ScheduledStep, TokenRows, TokenScores
 from scheduler.rank import Rank
 from scheduler.request import Request

@@ -23,9 +23,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxengine.config.engine_config import ResolvedConfig
 from jaxengine.config.platforms import Platform
-from jaxengine.runner.device_state import TokenState
-from jaxengine.runner.forward_pass import ForwardPass
 from jaxengine.runner.program import Program, shape_on
+from jaxengine.runner.programs.device_state import TokenState
+from jaxengine.runner.programs.forward_pass import ForwardPass
 from models.cache import Paged, State
 from models.causal_lm import CausalLM
 from scheduler.buckets import Bucket, Buckets

@@ -20,9 +20,8 @@ from jaxengine.runner.compile_watch import CompileWatch
 from jaxengine.runner.extension import Epilogue
 from jaxengine.runner.memory import MemoryPlan, StageNeeds, plan_memory, return_free_memory
 from jaxengine.runner.peers import ALONE, Peers
-from jaxengine.runner.pending_step import PendingStep
-from jaxengine.runner.stage_runner import StageRunner
-from jaxengine.runner.state_changes import (
+from jaxengine.runner.programs.pending_step import PendingStep
+from jaxengine.runner.programs.state_changes import (
     BIAS_ROW,
     COUNTS_ROW,
     NUM_COLUMN_ROWS,
@@ -31,7 +30,8 @@ from jaxengine.runner.state_changes import (
     PAGE_DELTAS,
     PARAMETERS,
 )
-from jaxengine.runner.step import Forwarded
+from jaxengine.runner.programs.step import Forwarded
+from jaxengine.runner.stage_runner import StageRunner
 from jaxengine.sampling.state import NEUTRAL
 from models.cache import product_platform_of
 from models.quantization.table import weight_rows

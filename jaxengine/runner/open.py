@@ -22,7 +22,6 @@ from jaxengine.media.open import open_processor
 from jaxengine.runner.devices import choose_devices, open_stages
 from jaxengine.runner.kv_scales import known_scales, measure, scales_of
 from jaxengine.runner.model_runner import ModelRunner
-from jaxengine.runner.open_draft import settle_draft
 from jaxengine.runner.peers import ALONE, Peers
 from models.cache import platform_of
 
@@ -44,7 +43,10 @@ def open_resolved(config: EngineConfig, devices: Sequence[Any] | None = None, me
     config, devices = choose_devices(config, devices, mesh)
     platform = PLATFORMS[kernel_platform(devices[0])]
     source = open_model(config, keep_tables=platform.keeps_tables)
-    config = settle_draft(config, source.config)
+    if config.speculative_config is not None:
+        from jaxengine.runner.extensions.drafts.open import settle_draft
+
+        config = settle_draft(config, source.config)
     # What was downloaded is here now: nobody who is given this config needs the hub or the token.
     tokenizer = config.tokenizer if source.tokenizer_path is None else str(source.tokenizer_path)
     config = replace(config, tokenizer=tokenizer, tokenizer_revision=None, hf_token=None)

@@ -14,15 +14,15 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxengine.runner.device_state import SlotState
-from jaxengine.runner.executables import ExecutableCache
+from jaxengine.runner.executables.cache import ExecutableCache
+from jaxengine.runner.executables.layer_chain import LEAST_TOKENS, Executable
 from jaxengine.runner.extension import StageExtension
 from jaxengine.runner.memory import StageNeeds, device_memory, memory_in_use, workspace_bytes
-from jaxengine.runner.parts import LEAST_TOKENS, Executable
 from jaxengine.runner.program import Program
-from jaxengine.runner.program_needs import foresee, held_by
-from jaxengine.runner.step import Forwarded
-from jaxengine.runner.step_programs import StepPrograms
+from jaxengine.runner.programs.device_state import SlotState
+from jaxengine.runner.programs.program_needs import foresee, held_by
+from jaxengine.runner.programs.step import Forwarded
+from jaxengine.runner.programs.step_programs import StepPrograms
 from models.weights.kv_scales import KVScales
 from scheduler.buckets import Bucket
 from sharding.rules import named_sharding, part_bytes

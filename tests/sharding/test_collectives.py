@@ -71,7 +71,7 @@ def compile_cases(backend: str, *names: str) -> None:
     from jaxengine.check.targets import find_target
     from jaxengine.config.engine_config import EngineConfig
     from jaxengine.config.platforms import PLATFORMS
-    from jaxengine.runner.executables import compile_program
+    from jaxengine.runner.executables.cache import compile_program
     from models.config.experts import ExpertsConfig
     from models.quantization import plain as layers
     from tests.models.tiny import with_attention

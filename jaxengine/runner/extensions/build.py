@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from jaxengine.config.engine_config import ResolvedConfig
 from jaxengine.config.platforms import Platform
 from jaxengine.runner.extension import DeviceExtension, StageShape
-from jaxengine.runner.step_programs import StepPrograms
+from jaxengine.runner.programs.step_programs import StepPrograms
 from models.causal_lm import CausalLM
 
 
@@ -21,11 +21,11 @@ def extensions_of(shape: StageShape) -> Iterator[DeviceExtension]:
 
         yield DraftsExtension(shape)
     if shape.model.build.lora is not None:
-        from jaxengine.runner.extensions.adapters import AdaptersExtension
+        from jaxengine.runner.extensions.adapters.section import AdaptersExtension
 
         yield AdaptersExtension(shape)
     if model.tower is not None:
-        from jaxengine.runner.extensions.pictures import PicturesExtension
+        from jaxengine.runner.extensions.pictures.section import PicturesExtension
 
         yield PicturesExtension(shape)
     if model.keeps_states:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxengine.runner.extension import DeviceExtension, HostExtension, Kept, StageShape
-from jaxengine.runner.forward_pass import ForwardPass
+from jaxengine.runner.programs.forward_pass import ForwardPass
 from models.layers.section import ExpertLoads
 
 NAME = "experts"

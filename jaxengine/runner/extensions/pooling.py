@@ -11,9 +11,9 @@ import numpy as np
 from flax import nnx
 
 from jaxengine.runner.extension import DeviceExtension, Epilogue, EpilogueSpec, HostExtension, Kept
-from jaxengine.runner.forward_pass import ForwardPass
-from jaxengine.runner.pending_step import PendingStep
-from jaxengine.runner.step import pad_rows
+from jaxengine.runner.programs.forward_pass import ForwardPass
+from jaxengine.runner.programs.pending_step import PendingStep
+from jaxengine.runner.programs.step import pad_rows
 from models.config.pooler import CLS, LAST, MEAN
 from models.forward_batch import ForwardBatch
 from scheduler.request import POOLED

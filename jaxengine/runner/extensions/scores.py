@@ -11,8 +11,8 @@ import numpy as np
 from flax import nnx
 
 from jaxengine.runner.extension import DeviceExtension, Epilogue, EpilogueSpec, HostExtension
-from jaxengine.runner.forward_pass import ForwardPass
-from jaxengine.runner.pending_step import PendingStep
+from jaxengine.runner.programs.forward_pass import ForwardPass
+from jaxengine.runner.programs.pending_step import PendingStep
 from jaxengine.sampling.logprobs import TokenLogprobs, prompt_logprobs
 from scheduler.buckets import Bucket
 from sharding.collectives import stack_ranks

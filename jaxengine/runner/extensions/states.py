@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxengine.runner.extension import DeviceExtension, Kept, StageShape
-from jaxengine.runner.forward_pass import ForwardPass
+from jaxengine.runner.programs.forward_pass import ForwardPass
 from models.cache import Cache, KVPages, StateRows, state_arrays
 from scheduler.pages.snapshots import LOAD, POSITION, SAVE
 from sharding.rules import logical_to_spec

@@ -15,8 +15,6 @@ import numpy as np
 
 from jaxengine.drafts.proposer import Drafts, Proposer
 from jaxengine.drafts.registry import proposer_of
-from jaxengine.runner.device_state import DeviceState, SlotState, TokenState
-from jaxengine.runner.epilogues import choose, remember, stack_results
 from jaxengine.runner.extension import (
     EVERYWHERE,
     DeviceExtension,
@@ -28,9 +26,11 @@ from jaxengine.runner.extension import (
     StageShape,
     StateChange,
 )
-from jaxengine.runner.forward_pass import ForwardPass, SampledRows
-from jaxengine.runner.pending_step import PendingStep
-from jaxengine.runner.state_changes import own_slot
+from jaxengine.runner.programs.device_state import DeviceState, SlotState, TokenState
+from jaxengine.runner.programs.epilogues import choose, remember, stack_results
+from jaxengine.runner.programs.forward_pass import ForwardPass, SampledRows
+from jaxengine.runner.programs.pending_step import PendingStep
+from jaxengine.runner.programs.state_changes import own_slot
 from jaxengine.sampling.sampler import flags_of
 from jaxengine.sampling.state import SamplingState, set_row, write_slots, write_tokens
 from jaxengine.sampling.verification import assumed_tokens, only_tokens, verify

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxengine.runner.device_state import write_section
 from jaxengine.runner.extension import DeviceExtension, HostExtension, Kept, StageExtension, StageShape, StateChange
-from jaxengine.runner.forward_pass import ForwardPass
 from jaxengine.runner.program import Program, abstract_params, program_on
-from jaxengine.runner.state_changes import column_shapes
+from jaxengine.runner.programs.device_state import write_section
+from jaxengine.runner.programs.forward_pass import ForwardPass
+from jaxengine.runner.programs.state_changes import column_shapes
 from models.adapters import Adapters
 from models.cache import platform_of
 from models.layers.lora import FLAT, GROUPED, product_forms, write_slot

@@ -2,7 +2,7 @@
 
 A file's name is a digest of everything that decides the machine code: the sources it was traced from, jax, the device,
 the compiler's flags and the program's own description. Loading one runs code from the file: which files may be loaded
-is the affair of jaxengine.runner.executable_files.
+is the affair of jaxengine.runner.executables.executable_files.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any
 import jax
 import jaxlib.version
 
-from jaxengine.runner.executable_files import ExecutableFiles, file_name
-from jaxengine.runner.parts import Executable, compile_parts, load, serialize
-from jaxengine.runner.program_sources import source_digest
+from jaxengine.runner.executables.executable_files import ExecutableFiles, file_name
+from jaxengine.runner.executables.layer_chain import Executable, compile_parts, load, serialize
+from jaxengine.runner.executables.program_sources import source_digest
 from models.cache import kernel_modules, platform_of
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class ExecutableCache:
         donate: tuple[int, ...],
         description: str = "",
     ) -> Executable:
-        """The compiled program, on one CPU in parts where jaxengine.runner.parts says so.
+        """The compiled program, on one CPU in parts where jaxengine.runner.executables.layer_chain says so.
 
         Args:
           name: for messages.
@@ -189,7 +189,7 @@ def _source_file(family: type) -> Path | None:
 def _environment(device: Any, family: Path | None) -> tuple[str, ...]:
     """What every program's machine code depends on."""
     return (
-        source_digest(Path(__file__).resolve().parents[2], kernel_modules(platform_of(device)), family),
+        source_digest(Path(__file__).resolve().parents[3], kernel_modules(platform_of(device)), family),
         jax.__version__,
         jaxlib.version.__version__,
         device.platform,

@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxengine.runner.device_state import DeviceState, own_slots, write_page_deltas
 from jaxengine.runner.extension import EVERYWHERE, Shape, StateChange
+from jaxengine.runner.programs.device_state import DeviceState, own_slots, write_page_deltas
 from jaxengine.sampling import state as sampling_state
 from jaxengine.sampling.state import NEUTRAL
 from sharding.rules import logical_to_spec

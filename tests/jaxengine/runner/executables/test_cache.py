@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jaxengine import LLM, SamplingParams
-from jaxengine.runner import executables
 from jaxengine.runner.compile_watch import CompileWatch
-from jaxengine.runner.executables import ExecutableCache
+from jaxengine.runner.executables import cache
+from jaxengine.runner.executables.cache import ExecutableCache
 from models.families.llama import LlamaForCausalLM
 from models.families.qwen2 import Qwen2ForCausalLM
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS
@@ -143,12 +143,12 @@ def test_a_warm_start_compiles_nothing_that_no_counter_sees(make_llm, tiny_optio
 
 def test_an_option_that_the_compiler_does_not_know_is_left_out(monkeypatch, caplog):
     options = {"xla_gone_since": "false", "xla_cpu_enable_fast_math": False}
-    monkeypatch.setitem(executables._COMPILER_OPTIONS, "cpu", options)
+    monkeypatch.setitem(cache._COMPILER_OPTIONS, "cpu", options)
     lowered = jax.jit(lambda x: x + 1).lower(jnp.zeros(3))
     for _ in range(2):
-        assert executables.compile_program(lowered, "cpu")(jnp.ones(3)).tolist() == [2.0] * 3
+        assert cache.compile_program(lowered, "cpu")(jnp.ones(3)).tolist() == [2.0] * 3
     assert options == {"xla_cpu_enable_fast_math": False}
     assert [record.args for record in caplog.records] == [("xla_gone_since",)]
     options["xla_cpu_enable_fast_math"] = "perhaps"
     with pytest.raises(jax.errors.JaxRuntimeError):
-        executables.compile_program(lowered, "cpu")
+        cache.compile_program(lowered, "cpu")

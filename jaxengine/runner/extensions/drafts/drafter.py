@@ -8,16 +8,16 @@ from typing import Any
 import jax
 
 from jaxengine.drafts.proposer import Drafts
-from jaxengine.runner.device_state import DeviceState
-from jaxengine.runner.draft_programs import DraftPrograms
-from jaxengine.runner.executables import ExecutableCache
+from jaxengine.runner.executables.cache import ExecutableCache
+from jaxengine.runner.executables.layer_chain import Executable
 from jaxengine.runner.extension import StageExtension
+from jaxengine.runner.extensions.drafts.programs import DraftPrograms
 from jaxengine.runner.extensions.drafts.section import NAME
 from jaxengine.runner.memory import workspace_bytes
-from jaxengine.runner.parts import Executable
 from jaxengine.runner.program import Program
-from jaxengine.runner.program_needs import foresee, held_by
-from jaxengine.runner.step import Forwarded
+from jaxengine.runner.programs.device_state import DeviceState
+from jaxengine.runner.programs.program_needs import foresee, held_by
+from jaxengine.runner.programs.step import Forwarded
 from scheduler.buckets import Bucket
 from sharding.rules import part_bytes
 

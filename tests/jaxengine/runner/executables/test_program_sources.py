@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from jaxengine.runner.program_sources import program_sources, source_digest
+from jaxengine.runner.executables.program_sources import program_sources, source_digest
 from models.cache import kernel_modules
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 PACKAGES = ("jaxengine", "models", "pallas_kernels", "scheduler", "sharding")
 FAMILY = "models/families/qwen2.py"
 KERNELS = kernel_modules("cpu")
@@ -59,8 +59,8 @@ def change_an_operator(path: Path) -> None:
         "sharding/collectives.py",
         "jaxengine/sampling/sampler.py",
         "jaxengine/sampling/token_choice.py",
-        "jaxengine/runner/step.py",
-        "jaxengine/runner/step_programs.py",
+        "jaxengine/runner/programs/step.py",
+        "jaxengine/runner/programs/step_programs.py",
     ],
 )
 def test_a_change_of_what_is_traced_changes_the_digest(tree, before, path):
@@ -69,7 +69,7 @@ def test_a_change_of_what_is_traced_changes_the_digest(tree, before, path):
 
 
 def test_the_familys_own_file_and_the_compilers_options_change_the_digest(tree, before):
-    for path in (FAMILY, "jaxengine/runner/executables.py"):
+    for path in (FAMILY, "jaxengine/runner/executables/cache.py"):
         with (tree / path).open("a") as file:
             file.write("\n\nADDED = 1\n")
         before, last = source_digest(tree, KERNELS, tree / FAMILY), before

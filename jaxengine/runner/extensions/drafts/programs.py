@@ -2,8 +2,8 @@
 allocated.
 
 A draft model has one for each bucket, to run before its forward pass: in steps without drafts it writes the draft
-model's keys and values, in wide ones it makes the drafts (jaxengine.runner.draft_step). A head has one for each bucket
-to run when its tokens have been chosen, and one that makes drafts before each wide one (jaxengine.runner.head_step).
+model's keys and values, in wide ones it makes the drafts (step.py). A draft head has one for each bucket to run when
+its tokens have been chosen, and one that makes drafts before each wide one (head_step.py).
 """
 
 from __future__ import annotations
@@ -17,11 +17,17 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxengine.config.engine_config import ResolvedConfig
-from jaxengine.runner.draft_step import DraftSpec, make_draft, make_extend
+from jaxengine.runner.extensions.drafts.head_step import (
+    DraftHeadSpec,
+    HeadState,
+    HeadWeights,
+    make_follow,
+    make_head_draft,
+)
 from jaxengine.runner.extensions.drafts.section import NAME, drafts_of
-from jaxengine.runner.head_step import DraftHeadSpec, HeadState, HeadWeights, make_follow, make_head_draft
+from jaxengine.runner.extensions.drafts.step import DraftSpec, make_draft, make_extend
 from jaxengine.runner.program import Program, abstract_params, program_on
-from jaxengine.runner.step_programs import StepPrograms
+from jaxengine.runner.programs.step_programs import StepPrograms
 from models.cache import abstract_kv, device_kv, page_bytes_of_group, paged_groups
 from models.forward_batch import StepLayout
 from scheduler.buckets import Bucket

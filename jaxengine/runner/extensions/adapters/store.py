@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxengine.runner.model_runner import ModelRunner
 from models.weights.errors import ModelFileError
 from models.weights.peft import AdapterWeights, read_adapter
 from scheduler.adapters import AdapterSlots
@@ -60,7 +59,8 @@ class _Load:
 class AdapterStore:
     """Used by the thread that steps; `read` by any."""
 
-    def __init__(self, runner: ModelRunner):
+    def __init__(self, runner: Any):
+        """runner: the ModelRunner of an engine that has room for adapters."""
         config = runner.config
         self._pools = runner.extension("adapters")
         self._targets = self._pools.targets

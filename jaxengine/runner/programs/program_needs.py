@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 import jax
 
-from jaxengine.runner.executables import ExecutableCache
+from jaxengine.runner.executables.cache import ExecutableCache
+from jaxengine.runner.executables.layer_chain import Executable, serialized_bytes
 from jaxengine.runner.memory import held_bytes, workspace_bytes
-from jaxengine.runner.parts import Executable, serialized_bytes
 from jaxengine.runner.program import Program
 
 
 class Foreseen(NamedTuple):
     """Bytes of a program of this size: what it will hold, what another one would that is not in parts
-    (jaxengine.runner.parts), and what it will need while it runs."""
+    (jaxengine.runner.executables.layer_chain), and what it will need while it runs."""
 
     held: int
     held_as_whole: int

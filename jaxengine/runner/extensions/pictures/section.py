@@ -8,13 +8,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxengine.runner.device_state import write_section
-from jaxengine.runner.encoder import PLACE, EncoderInput, EncoderLayout, PlaceInput
-from jaxengine.runner.encoder_programs import EncoderPrograms
 from jaxengine.runner.extension import DeviceExtension, HostExtension, Kept, StageExtension, StageShape, StateChange
-from jaxengine.runner.forward_pass import ForwardPass
+from jaxengine.runner.extensions.pictures.layout import PLACE, EncoderInput, EncoderLayout, PlaceInput
+from jaxengine.runner.extensions.pictures.programs import EncoderPrograms
 from jaxengine.runner.program import Program
-from jaxengine.runner.state_changes import column_shapes
+from jaxengine.runner.programs.device_state import write_section
+from jaxengine.runner.programs.forward_pass import ForwardPass
+from jaxengine.runner.programs.state_changes import column_shapes
 from models.layers.pictures import Pictures
 from scheduler.buckets import Bucket
 from scheduler.encoder_rows import Encode

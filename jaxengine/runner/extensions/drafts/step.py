@@ -21,9 +21,9 @@ from flax import nnx
 from jax import lax
 
 from jaxengine.drafts.proposer import Drafts
-from jaxengine.runner.device_state import DeviceState, SlotState
-from jaxengine.runner.forward_pass import ForwardPass, StepSpec
-from jaxengine.runner.step import unpack, unpack_rows, with_last_tokens
+from jaxengine.runner.programs.device_state import DeviceState, SlotState
+from jaxengine.runner.programs.forward_pass import ForwardPass, StepSpec
+from jaxengine.runner.programs.step import unpack, unpack_rows, with_last_tokens
 from jaxengine.sampling.sampler import SamplerFlags, flags_of, sample
 from models.cache import KVPages
 from models.forward_batch import HEADER, ForwardBatch, StepLayout

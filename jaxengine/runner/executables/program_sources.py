@@ -16,7 +16,10 @@ from pathlib import Path
 _PACKAGES = ("jaxengine", "models", "pallas_kernels", "scheduler", "sharding")
 # What builds the programs, and what says how they are compiled.
 _PROGRAMS = (
-    *("jaxengine.runner.step_programs", "jaxengine.runner.draft_programs", "jaxengine.runner.executables"),
+    "jaxengine.runner.programs.step_programs",
+    "jaxengine.runner.extensions.build",
+    "jaxengine.runner.extensions.drafts.programs",
+    "jaxengine.runner.executables.cache",
     "models.layers.next_token",
 )
 _BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")  # where a statement keeps other statements

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxengine.runner.encoder import PLACE, EncoderLayout, make_encode, place
+from jaxengine.runner.extensions.pictures.layout import PLACE, EncoderLayout, make_encode, place
 from jaxengine.runner.program import Program, abstract_params, program_on, shape_on
 from models.causal_lm import CausalLM
 from sharding.rules import logical_to_spec

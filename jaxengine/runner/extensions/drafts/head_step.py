@@ -3,7 +3,7 @@
 A head takes the model's hidden state at a place and the token that came next, and predicts the one after it; from its
 own hidden state and that token it goes on. So it runs when a step's tokens have been chosen, over all places of the
 step (`follow`), and keeps for each slot what it made of the last one: of that come the drafts of the slot's next step
-(`draft`). Its keys and values lie where a draft model's do (jaxengine.runner.draft_step).
+(`draft`). Its keys and values lie where a draft model's do (jaxengine.runner.extensions.drafts.step).
 
 What it keeps of the last place of a page depends on the token behind the page. Where a prefix is found again and goes
 on otherwise, that one key is of another text, which can cost a draft and no more.
@@ -21,10 +21,10 @@ from flax import nnx
 from jax import lax
 
 from jaxengine.drafts.proposer import Drafts
-from jaxengine.runner.device_state import DeviceState
-from jaxengine.runner.draft_step import DraftSpec, draw_drafts, one_token_each, unpack_drafting
 from jaxengine.runner.extensions.drafts.section import NAME
-from jaxengine.runner.forward_pass import SampledRows
+from jaxengine.runner.extensions.drafts.step import DraftSpec, draw_drafts, one_token_each, unpack_drafting
+from jaxengine.runner.programs.device_state import DeviceState
+from jaxengine.runner.programs.forward_pass import SampledRows
 from jaxengine.sampling.state import write_slots
 from models.cache import KVPages
 

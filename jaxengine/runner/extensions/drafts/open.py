@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from jaxengine.checkpoint.model_source import ModelSource, find_model, open_model
 from jaxengine.config.engine_config import ConfigError, EngineConfig, ResolvedConfig
 from jaxengine.config.speculation import DRAFT_MODEL, EAGLE3, NAME, STORED, check_draft_model, check_head
-from jaxengine.runner.draft_programs import DraftPrograms, HeadPrograms
+from jaxengine.runner.extensions.drafts.programs import DraftPrograms, HeadPrograms
 from models.build import Build
 from models.config.eagle3 import Eagle3Config
 from models.config.fields import ModelConfigError

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxengine.runner.device_state import SlotState
+from jaxengine.runner.programs.device_state import SlotState
 from models.cache import Cache, KVPages
 from models.forward_batch import ForwardBatch, StepLayout
 from scheduler.buckets import Bucket

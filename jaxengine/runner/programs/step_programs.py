@@ -1,7 +1,7 @@
 """What is compiled for a model under a config: a closed set of programs, their arguments as shapes, nothing allocated.
 
-A step is a forward pass, one for each bucket, and then its epilogues (jaxengine.runner.epilogues), each for few sizes.
-What optional capabilities add is said by their extensions (jaxengine.runner.extension).
+A step is a forward pass, one for each bucket, and then its epilogues (jaxengine.runner.programs.epilogues), each for
+few sizes. What optional capabilities add is said by their extensions (jaxengine.runner.extension).
 
 The runner compiles these for the devices it has, `jaxengine check` for devices that are not there. On a mesh a program
 is one `jax.shard_map`: each device runs it on its own parts, and what devices exchange is written in the layers.
@@ -20,8 +20,6 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxengine.runner.device_state import DeviceState, SlotState, TokenState, init_slots, init_tokens
-from jaxengine.runner.epilogues import SAMPLE, SAMPLER
 from jaxengine.runner.extension import (
     EVERYWHERE,
     RANKS,
@@ -32,10 +30,12 @@ from jaxengine.runner.extension import (
     StageShape,
     StateChange,
 )
-from jaxengine.runner.forward_pass import SampledRows, StepSpec
 from jaxengine.runner.program import Program, abstract_params, on_devices, program_on
-from jaxengine.runner.state_changes import state_changes
-from jaxengine.runner.step import Forwarded, make_forward
+from jaxengine.runner.programs.device_state import DeviceState, SlotState, TokenState, init_slots, init_tokens
+from jaxengine.runner.programs.epilogues import SAMPLE, SAMPLER
+from jaxengine.runner.programs.forward_pass import SampledRows, StepSpec
+from jaxengine.runner.programs.state_changes import state_changes
+from jaxengine.runner.programs.step import Forwarded, make_forward
 from jaxengine.sampling import state as sampling_state
 from jaxengine.sampling.state import NEUTRAL, RowParams, SamplingState
 from models.cache import KVPages, abstract_kv, device_kv, largest, num_places, page_bytes_of_group, paged_groups

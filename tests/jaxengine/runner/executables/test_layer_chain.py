@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from jaxengine import LLM, SamplingParams
-from jaxengine.runner import parts
-from jaxengine.runner.executables import ExecutableCache
-from jaxengine.runner.parts import InParts
+from jaxengine.runner.executables import layer_chain
+from jaxengine.runner.executables.cache import ExecutableCache
+from jaxengine.runner.executables.layer_chain import InParts
 from tests.conftest import TINY_OPTIONS
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 FIXTURES = ROOT / "tests" / "fixtures" / "models"
 NUM_LAYERS, TOKENS = 12, 32
 
@@ -155,10 +155,10 @@ def test_other_arguments_are_refused(tmp_path):
 
 
 def test_few_layers_and_short_steps_stay_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(parts, "LEAST_TOKENS", TOKENS + 1)
+    monkeypatch.setattr(layer_chain, "LEAST_TOKENS", TOKENS + 1)
     assert not isinstance(get(tmp_path / "short", make_step())[1], InParts)
-    monkeypatch.setattr(parts, "LEAST_TOKENS", TOKENS)
-    monkeypatch.setattr(parts, "_LEAST_LAYERS", NUM_LAYERS + 1)
+    monkeypatch.setattr(layer_chain, "LEAST_TOKENS", TOKENS)
+    monkeypatch.setattr(layer_chain, "_LEAST_LAYERS", NUM_LAYERS + 1)
     assert not isinstance(get(tmp_path / "few", make_step())[1], InParts)
 
 
@@ -188,8 +188,8 @@ def test_models_give_the_same_tokens(tmp_path, monkeypatch, executables_dir, nam
 
     in_parts, tokens, logprobs, _ = run(executables_dir)
     assert not any(in_parts)
-    monkeypatch.setattr(parts, "_LEAST_LAYERS", 2)
-    monkeypatch.setattr(parts, "LEAST_TOKENS", 1)
+    monkeypatch.setattr(layer_chain, "_LEAST_LAYERS", 2)
+    monkeypatch.setattr(layer_chain, "LEAST_TOKENS", 1)
     for loaded in (False, True):
         in_parts, own_tokens, own_logprobs, num_compiled = run(tmp_path)
         assert all(in_parts) and (num_compiled == 0) == loaded

@@ -14,8 +14,8 @@ import pytest
 
 import jaxengine
 from jaxengine.config.engine_config import ConfigError
-from jaxengine.runner import executable_files
-from jaxengine.runner.executable_files import ExecutableFiles
+from jaxengine.runner.executables import executable_files
+from jaxengine.runner.executables.executable_files import ExecutableFiles
 
 NAME = "0123.xla"
 ANOTHER_UID = os.geteuid() + 1234
@@ -212,7 +212,7 @@ def test_a_real_other_user_reads_what_root_shipped_and_nothing_else():
         code = (
             "import os, sys\n"
             "from jaxengine.config.engine_config import ConfigError\n"
-            "from jaxengine.runner.executable_files import ExecutableFiles\n"
+            "from jaxengine.runner.executables.executable_files import ExecutableFiles\n"
             "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
             f"print(ExecutableFiles(sys.argv[1]).read({NAME!r}))\n"
             "try: ExecutableFiles(sys.argv[2])\n"

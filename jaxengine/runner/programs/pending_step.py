@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxengine.runner.step import Forwarded
+from jaxengine.runner.programs.step import Forwarded
 from scheduler.buckets import Bucket
 
 
