@@ -28,7 +28,7 @@ APART = {
         "jaxengine.runner.programs.device_state",
         "jaxengine.runner.programs.forward_pass",
     ),
-    "jaxengine.runner.extensions:build": ("jaxengine.runner.extensions.build",),
+    "jaxengine.runner.extensions:build": ("jaxengine.runner.extensions.build", "jaxengine.runner.extensions.settle"),
     "models:registry": ("models.registry",),
     "models.weights:declarations": (
         "models.weights.declare",
@@ -124,14 +124,15 @@ ROOMS = {
         "jaxengine.runner.executables jaxengine.runner.programs"
     ),
     "jaxengine.runner.extensions:build": (
-        "models jaxengine.config jaxengine.runner:base jaxengine.runner.programs jaxengine.runner.extensions "
-        "jaxengine.runner.extensions.adapters jaxengine.runner.extensions.pictures jaxengine.runner.extensions.drafts"
+        "models jaxengine.config jaxengine.checkpoint jaxengine.media:registry jaxengine.runner:base "
+        "jaxengine.runner.programs jaxengine.runner.extensions jaxengine.runner.extensions.adapters "
+        "jaxengine.runner.extensions.pictures jaxengine.runner.extensions.drafts"
     ),
     "jaxengine.runner": (
         "sharding models.weights:declarations models.config models.quantization models models:registry models.weights "
-        "scheduler scheduler:loop jaxengine.sampling jaxengine.config jaxengine.checkpoint jaxengine.media:registry "
-        "jaxengine.runner:base jaxengine.runner.executables jaxengine.runner.programs "
-        "jaxengine.runner.extensions.drafts jaxengine.runner.extensions:build"
+        "scheduler scheduler:loop jaxengine.sampling jaxengine.config jaxengine.checkpoint jaxengine.runner:base "
+        "jaxengine.runner.executables jaxengine.runner.programs jaxengine.runner.extensions.drafts "
+        "jaxengine.runner.extensions:build"
     ),
     "jaxengine.cluster": "scheduler jaxengine:base jaxengine.config jaxengine.runner",
     "jaxengine.engine": (
@@ -210,10 +211,10 @@ ROOMS = {
         "jaxengine.server.observe jaxengine.server.http:app jaxengine.server.processes"
     ),
     "jaxengine.commands": (
-        "sharding models.config models.weights:declarations models.quantization models models:registry models.weights "
-        "scheduler jaxengine:base jaxengine.config jaxengine.media jaxengine.checkpoint jaxengine.runner "
-        "jaxengine.cluster jaxengine.requests jaxengine.api jaxengine.bench jaxengine.server.observe jaxengine.check "
-        "jaxengine.server:entries"
+        "sharding models.weights:declarations models.config models.quantization models models:registry models.weights "
+        "scheduler jaxengine:base jaxengine.config jaxengine.media jaxengine.checkpoint "
+        "jaxengine.runner.extensions:build jaxengine.runner jaxengine.cluster jaxengine.requests jaxengine.api "
+        "jaxengine.bench jaxengine.server.observe jaxengine.check jaxengine.server:entries"
     ),
     "jaxengine:main": "jaxengine.commands",
 }

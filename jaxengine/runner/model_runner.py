@@ -71,6 +71,7 @@ class ModelRunner:
         self.weight_rows = weight_rows([stage.programs.model for stage in stages], products)
         for own in [each for stage in stages for each in stage.extensions.values() if each.models]:
             self.weight_rows += weight_rows(list(own.models), products, prefix=f"{own.prefix}: ")
+        self._endings = {bucket: self.last.programs.last_epilogue(bucket) for bucket in self.buckets}
         self._has_bias = np.zeros(self.num_ranks * config.max_num_seqs, np.bool_)
         found = {each.name: each for stage in reversed(stages) for each in stage.programs.extensions}
         self.extensions: dict[str, Any] = {}
@@ -151,8 +152,7 @@ class ModelRunner:
 
         Before the next forward pass: that takes its tokens.
         """
-        name, _ = self.last.programs.last_epilogue(pending.bucket)
-        pending.sampled = self.run_epilogue(name, pending)
+        pending.sampled = self.run_epilogue(self._endings[pending.bucket], pending)
         pending.forwarded = None
 
     def run_epilogue(self, name: str, pending: PendingStep) -> Any:

@@ -158,11 +158,10 @@ class StepPrograms:
         """The name and size of every epilogue of this stage."""
         return [(name, size) for name, each in self.epilogues.items() for size in each.sizes(self.packer.buckets)]
 
-    def last_epilogue(self, bucket: Bucket) -> tuple[str, int]:
-        """The name and size of the one that ends a bucket's steps."""
-        ends = {name: each for name, each in self.epilogues.items() if each.ends}
-        found = ((name, each.size_of(self.packer.buckets, bucket)) for name, each in ends.items())
-        return next((name, size) for name, size in found if size is not None)
+    def last_epilogue(self, bucket: Bucket) -> str:
+        """The name of the one that ends a bucket's steps."""
+        ends = ((name, each) for name, each in self.epilogues.items() if each.ends)
+        return next(name for name, each in ends if each.size_of(self.packer.buckets, bucket) is not None)
 
     def epilogue(self, name: str, size: int, params: Sequence[Any]) -> Program:
         """An epilogue of a size: (arguments as it names them) -> (what it changes, its output)."""

@@ -79,7 +79,7 @@ class Weights:
     def load(self, folder):
         checkpoint = SafetensorsCheckpoint(folder)
         for stage in self.llm.core.runner.stages:
-            pools = {pool.index for pool in stage.programs.adapter_pools}
+            pools = {pool.index for pool in stage.programs.extension("adapters").pools}
             state = load_params(stage.programs.model, checkpoint, mesh=stage.programs.mesh)
             loaded = iter(jax.tree.leaves(state))
             stage.params = [leaf if at in pools else next(loaded) for at, leaf in enumerate(stage.params)]
@@ -88,7 +88,7 @@ class Weights:
 
     def restore(self):
         for stage, own in zip(self.llm.core.runner.stages, self.own, strict=True):
-            pools = {pool.index for pool in stage.programs.adapter_pools}
+            pools = {pool.index for pool in stage.programs.extension("adapters").pools}
             stage.params = [leaf if at in pools else own[at] for at, leaf in enumerate(stage.params)]
         self.llm.reset_prefix_cache()
 

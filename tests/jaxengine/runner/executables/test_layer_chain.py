@@ -121,7 +121,7 @@ def test_numbers_lie_where_the_program_runs():
     code = """
 import jax
 from jax.sharding import SingleDeviceSharding
-from tests.jaxengine.runner.test_parts import ExecutableCache, InParts, arguments, make_step
+from tests.jaxengine.runner.executables.test_layer_chain import ExecutableCache, InParts, arguments, make_step
 device = jax.devices()[1]
 given = jax.device_put(arguments(), device)
 shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), given)

@@ -30,7 +30,7 @@ layout = config.mesh_layout(model)
 abstract = build_split(model, config, layout, Stage(0, model.num_layers))
 programs = step_programs(abstract, config, PLATFORMS["cpu"], make_mesh(layout, jax.devices()[:1]))
 here = "jaxengine.runner.extensions."
-found = {name.removeprefix(here).split(".")[0] for name in sys.modules if name.startswith(here)} - {"build"}
+found = {name.removeprefix(here).split(".")[0] for name in sys.modules if name.startswith(here)} - {"build", "settle"}
 print(*sorted(found), "/", *sorted(each.name for each in programs.extensions))
 """
 
