@@ -43,7 +43,7 @@ OPTIONS: dict[str, Any] = {
 
 def write_adapter(folder: Path, core: EngineCore, rank: int, seed: int) -> str:
     """An adapter of every matrix that takes one, as PEFT writes it."""
-    drawn, tensors, shapes = np.random.default_rng(seed), {}, core.runner.adapter_targets.shapes
+    drawn, tensors, shapes = np.random.default_rng(seed), {}, core.runner.extension("adapters").targets.shapes
     for module, (size, out) in shapes.items():
         for name, shape in (("A", (rank, size)), ("B", (out, rank))):
             values = drawn.standard_normal(shape, np.float32) * 0.02
@@ -125,9 +125,9 @@ def parts(core: EngineCore, path: str) -> dict[str, float]:
         return value
 
     weights = timed("alone: read and check", lambda: store.read(path))
-    values = timed("alone: put", lambda: core.runner.put_adapter(weights.matrices))
-    timed("alone: dispatch of the write", lambda: core.runner.write_adapter(1, values))
-    timed("alone: write", lambda: core.runner._stages[0]._params)
+    values = timed("alone: put", lambda: core.runner.extension("adapters").put(weights.matrices))
+    timed("alone: dispatch of the write", lambda: core.runner.extension("adapters").write(1, values))
+    timed("alone: write", lambda: core.runner.stages[0].params)
     return found
 
 

@@ -104,6 +104,9 @@ class FreeRunner:
 
     def set_bias(self, slot: int, row: Any) -> None: ...
 
+    def extension(self, name: str) -> Any:
+        return self
+
     def costs(self, rows: int) -> dict[str, float]:
         """The median of each of FIGURES over the steps in which `rows` sequences decode, microseconds."""
         steps = [

@@ -31,7 +31,7 @@ from jaxengine.config.engine_config import EngineConfig
 from models.build import Build
 from models.cache import pool_spec
 from models.forward_batch import ForwardBatch
-from models.layers.decoder import Streams
+from models.layers.section import Capture
 from models.registry import build_model
 from models.weights.load import load_params
 from pallas_kernels.attention.op import RaggedBatch
@@ -85,10 +85,9 @@ class Target:
             places, one = jnp.arange(length, dtype=jnp.int32), jnp.int32(1)
             table = jnp.arange(num_pages, dtype=jnp.int32)[None]
             ragged = RaggedBatch(ends, ends[1:], table, places, one, one * 0)
-            reads: Any = {"streams": STREAMS}
-            own(ForwardBatch(token_ids, places, ends[1:] - 1, (ragged,)), alloc(spec), **reads)
-            (streams,) = jax.tree.leaves(nnx.pop(own, Streams))
-            return streams
+            capture = Capture(STREAMS)
+            own(ForwardBatch(token_ids, places, ends[1:] - 1, (ragged,), {"capture": capture}), alloc(spec))
+            return capture.joined()
 
         self._hidden, self._state = hidden, state
 

@@ -25,8 +25,9 @@ from jaxengine.check.shapes import SHAPES
 from jaxengine.config.engine_config import EngineConfig, ResolvedConfig
 from jaxengine.config.platforms import PLATFORMS
 from jaxengine.runner.devices import build_split
+from jaxengine.runner.extensions.build import step_programs
 from jaxengine.runner.memory import MemoryPlan, StageNeeds, plan_memory
-from jaxengine.runner.step_programs import StepPrograms
+from jaxengine.runner.programs.step_programs import StepPrograms
 from models.config.model_config import ModelConfig
 from scheduler.config import SchedulerConfig
 from scheduler.request import Request
@@ -53,7 +54,7 @@ def programs(model: ModelConfig, *, keep_all: bool) -> tuple[ResolvedConfig, Ste
     platform = PLATFORMS["tpu"]
     resolved = config.resolved(model, platform)
     whole = build_split(model, resolved, ONE_DEVICE, Stage(0, model.num_layers))
-    return resolved, StepPrograms(whole, resolved, platform, make_mesh(ONE_DEVICE, jax.devices()[:1]))
+    return resolved, step_programs(whole, resolved, platform, make_mesh(ONE_DEVICE, jax.devices()[:1]))
 
 
 def plan(config: ResolvedConfig, steps: StepPrograms, num_bytes: int) -> MemoryPlan:

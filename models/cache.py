@@ -53,7 +53,7 @@ __all__ = [
     "platform_of",
     "pool_spec",
     "product_platform_of",
-    "state_partition",
+    "state_arrays",
     "state_rows",
 ]
 
@@ -106,17 +106,12 @@ def paged_groups(groups: Sequence[Paged | State]) -> list[Paged]:
 def state_rows(groups: Sequence[Paged | State], num_rows: int) -> tuple[tuple[jax.Array, ...], ...]:
     """Cache.states of one device, zeros."""
     return tuple(
-        tuple(jnp.zeros((num_rows, *array.shape), array.dtype) for array in arrays) for arrays in _by_layer(groups)
+        tuple(jnp.zeros((num_rows, *array.shape), array.dtype) for array in arrays) for arrays in state_arrays(groups)
     )
 
 
-def state_partition(groups: Sequence[Paged | State]) -> Any:
-    """The PartitionSpecs of Cache.states: every rank has rows of its own."""
-    return tuple(tuple(logical_to_spec(("batch", *array.axes)) for array in arrays) for arrays in _by_layer(groups))
-
-
-def _by_layer(groups: Sequence[Paged | State]) -> list[tuple[StateArray, ...]]:
-    """The arrays of each State layer, in order."""
+def state_arrays(groups: Sequence[Paged | State]) -> list[tuple[StateArray, ...]]:
+    """The arrays of each State layer here, in order; every replica has rows of its own."""
     arrays = {layer: group.arrays for group in groups if isinstance(group, State) for layer in group.layers}
     return [arrays[layer] for layer in sorted(arrays)]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -37,14 +37,14 @@ class Packer:
       buckets: the closed set of shapes.
       page_size: tokens a page holds; bounds the page-table entries a step can bring.
       num_groups: cache groups, each with a page table of its own.
-      sections: i32 values a token of the message sections that a bucket may name.
+      sections: shapes of further fields of a bucket's messages, by name; None where it has none.
     """
 
     buckets: Buckets
     page_size: int
     num_ranks: int = 1
     num_groups: int = 1
-    sections: Mapping[str, int] = field(default_factory=dict)
+    sections: Mapping[str, Callable[[Bucket], tuple[int, ...] | None]] = field(default_factory=dict)
 
     @cached_property
     def layouts(self) -> dict[Bucket, StepLayout]:
@@ -120,7 +120,8 @@ class Packer:
         num_deltas = bucket.num_seqs * -(-bucket.width // self.page_size)
         if not bucket.decode_only and bucket.width == 1:
             num_deltas += bucket.num_tokens // self.page_size
-        sections = tuple((name, self.sections[name]) for name in bucket.sections)
+        shapes = ((name, shape_of(bucket)) for name, shape_of in self.sections.items())
+        sections = tuple((name, shape) for name, shape in shapes if shape is not None)
         return StepLayout(bucket.num_tokens, bucket.num_seqs, self.num_groups * num_deltas, sections)
 
     @cached_property

@@ -92,7 +92,7 @@ def test_nothing_compiles_after_ready(make_llm, async_scheduling):
 def test_a_foreign_shape_is_refused_not_compiled(make_llm):
     runner = make_llm().core.runner
     bucket = next(iter(runner.buckets))
-    stage = runner._stages[0]
+    stage = runner.stages[0]
     wrong = np.zeros((1, runner.packer.layouts[bucket].size + 1), np.int32)
     with runner.compiles.watch(), pytest.raises(TypeError, match="differ from the types"):
         stage.forward(bucket, wrong, None)

@@ -22,6 +22,14 @@ APART = {
     "jaxengine.media:registry": ("jaxengine.media.registry", "jaxengine.media.open"),
     "jaxengine.server:entries": ("jaxengine.server.command", "jaxengine.server.ray_serve"),
     "jaxengine.server.http:app": ("jaxengine.server.http.app", "jaxengine.server.http.tokenize"),
+    "jaxengine.runner:base": (
+        "jaxengine.runner.extension",
+        "jaxengine.runner.memory",
+        "jaxengine.runner.program",
+        "jaxengine.runner.programs.device_state",
+        "jaxengine.runner.programs.forward_pass",
+    ),
+    "jaxengine.runner.extensions:build": ("jaxengine.runner.extensions.build", "jaxengine.runner.extensions.settle"),
     "models:registry": ("models.registry",),
     "models.weights:declarations": (
         "models.weights.declare",
@@ -101,16 +109,43 @@ ROOMS = {
     ),
     "jaxengine.media:registry": "models.config jaxengine.media:what jaxengine.media.processors",
     "jaxengine.parsers": "jaxengine.config",
+    "jaxengine.runner:base": "sharding models scheduler jaxengine.sampling jaxengine.config",
+    "jaxengine.runner.executables": "models models.layers jaxengine.config",
+    "jaxengine.runner.programs": (
+        "sharding models models.layers scheduler jaxengine.sampling jaxengine.runner:base jaxengine.runner.executables"
+    ),
+    "jaxengine.runner.extensions": (
+        "sharding models.config models models.layers scheduler scheduler.pages jaxengine.sampling "
+        "jaxengine.runner:base jaxengine.runner.programs"
+    ),
+    "jaxengine.runner.extensions.adapters": (
+        "models.weights:declarations models models.layers models.weights scheduler jaxengine.runner:base "
+        "jaxengine.runner.programs"
+    ),
+    "jaxengine.runner.extensions.pictures": (
+        "sharding models.config models models.layers scheduler jaxengine.runner:base jaxengine.runner.programs"
+    ),
+    "jaxengine.runner.extensions.drafts": (
+        "sharding models.weights:declarations models.config models models.layers models:registry models.weights "
+        "scheduler jaxengine.sampling jaxengine.config jaxengine.drafts jaxengine.checkpoint jaxengine.runner:base "
+        "jaxengine.runner.executables jaxengine.runner.programs"
+    ),
+    "jaxengine.runner.extensions:build": (
+        "models jaxengine.config jaxengine.checkpoint jaxengine.media:registry jaxengine.runner:base "
+        "jaxengine.runner.programs jaxengine.runner.extensions jaxengine.runner.extensions.adapters "
+        "jaxengine.runner.extensions.pictures jaxengine.runner.extensions.drafts"
+    ),
     "jaxengine.runner": (
-        "sharding models.config models.weights:declarations models.quantization models models.layers models:registry "
-        "models.weights scheduler scheduler.pages scheduler:loop scheduler.extensions jaxengine.sampling "
-        "jaxengine.config jaxengine.drafts jaxengine.checkpoint jaxengine.media:registry"
+        "sharding models.weights:declarations models.config models.quantization models models:registry models.weights "
+        "scheduler scheduler:loop jaxengine.sampling jaxengine.config jaxengine.checkpoint jaxengine.runner:base "
+        "jaxengine.runner.executables jaxengine.runner.programs jaxengine.runner.extensions.drafts "
+        "jaxengine.runner.extensions:build"
     ),
     "jaxengine.cluster": "scheduler jaxengine:base jaxengine.config jaxengine.runner",
-    "jaxengine.engine": "scheduler scheduler:loop jaxengine.sampling jaxengine.runner",
+    "jaxengine.engine": "scheduler scheduler:loop jaxengine.sampling jaxengine.runner.programs jaxengine.runner",
     "jaxengine.engine.extensions": (
         "scheduler scheduler:loop scheduler.extensions jaxengine.grammars jaxengine.config jaxengine.drafts "
-        "jaxengine.runner jaxengine.engine"
+        "jaxengine.runner.programs jaxengine.runner.extensions.adapters jaxengine.runner jaxengine.engine"
     ),
     "jaxengine.engine:loop": ("scheduler scheduler:loop jaxengine.runner jaxengine.engine jaxengine.engine.extensions"),
     "jaxengine.requests": (
@@ -138,8 +173,10 @@ ROOMS = {
         "jaxengine:base jaxengine.config jaxengine.engine:loop jaxengine.requests jaxengine.api jaxengine.server"
     ),
     "jaxengine.check": (
-        "sharding models.config models.weights:declarations models.quantization models models.layers models:registry "
+        "sharding models.weights:declarations models.config models.quantization models models.layers models:registry "
         "models.weights scheduler jaxengine:base jaxengine.sampling jaxengine.config jaxengine.checkpoint "
+        "jaxengine.runner:base jaxengine.runner.executables jaxengine.runner.extensions "
+        "jaxengine.runner.extensions.pictures jaxengine.runner.extensions.drafts jaxengine.runner.extensions:build "
         "jaxengine.runner jaxengine.bench"
     ),
     "jaxengine.server.grpc": (
@@ -183,10 +220,10 @@ ROOMS = {
         "jaxengine.server.observe jaxengine.server.http:app jaxengine.server.processes"
     ),
     "jaxengine.commands": (
-        "sharding models.config models.weights:declarations models.quantization models models:registry models.weights "
-        "scheduler jaxengine:base jaxengine.config jaxengine.media jaxengine.checkpoint jaxengine.runner "
-        "jaxengine.cluster jaxengine.requests jaxengine.api jaxengine.bench jaxengine.server.observe jaxengine.check "
-        "jaxengine.server:entries"
+        "sharding models.weights:declarations models.config models.quantization models models:registry models.weights "
+        "scheduler jaxengine:base jaxengine.config jaxengine.media jaxengine.checkpoint "
+        "jaxengine.runner.extensions:build jaxengine.runner jaxengine.cluster jaxengine.requests jaxengine.api "
+        "jaxengine.bench jaxengine.server.observe jaxengine.check jaxengine.server:entries"
     ),
     "jaxengine:main": "jaxengine.commands",
 }

@@ -94,7 +94,8 @@ class LLM:
         """
         with self._turns:
             self.core.check()
-            return self.core.runner.expert_load()
+            experts = self.core.runner.extensions.get("experts")
+            return None if experts is None else experts.load()
 
     def generate(
         self,

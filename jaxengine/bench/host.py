@@ -108,7 +108,9 @@ class _Steps:
         )
         sections = {"pictures": 4} if sees else {}
         self.scheduler = _with_drafts(Scheduler(self.config), width)
-        self.packer = Packer(_buckets(self.config, sections), PAGE_SIZE, num_groups=len(windows), sections=sections)
+        self.packer = Packer(
+            _buckets(self.config, sections), PAGE_SIZE, num_groups=len(windows), sections=_fields(sections)
+        )
         self.requests = _requests(generator, longest, turnover)
         for _ in range(num_seqs):
             self.scheduler.add_request(next(self.requests))
@@ -251,8 +253,9 @@ class FreeRunner:
         drafts = {"method": "ngram", "num_speculative_tokens": config.widths[-1] - 1} if config.widths else None
         self.packer, self.buckets, self.compiles = packer, packer.buckets, CompileWatch()
         self.vocab_size, self.num_ranks, self.windows = 32_000, 1, config.windows
-        self.pools, self.keeps_history, self.has_places = False, bool(config.widths), bool(packer.sections)
-        self.encoder = object() if self.has_places else None
+        self.keeps_history, self.uses_mrope = bool(config.widths), bool(packer.sections)
+        own = {"drafts": self.keeps_history, "pictures": self.uses_mrope}
+        self.extensions = dict.fromkeys(("structured", *(name for name, has in own.items() if has)), self)
         self.plan = SimpleNamespace(num_pages=config.num_pages)
         self.config = SimpleNamespace(
             scheduler_config=lambda num_pages, num_ranks, windows: config,
@@ -268,9 +271,11 @@ class FreeRunner:
         self._taken += 1
         ids, right = sampled(self._tokens, self._counts, self._taken, step.bucket.width)
         drafts = None if right is None else right * 0 + ids.shape[-1] - 1
-        return SimpleNamespace(
-            token_ids=lambda: ids, counts=lambda: right, num_drafts=lambda: drafts, is_ready=lambda: True
-        )
+        results = {"counts": right, "num_drafts": drafts}
+        return SimpleNamespace(token_ids=lambda: ids, result=results.get, is_ready=lambda: True)
+
+    def extension(self, name: str) -> Any:
+        return self
 
     def sample(self, pending: Any) -> None: ...
 
@@ -283,6 +288,14 @@ class FreeRunner:
     def set_history(self, slot: int, tokens: Any) -> None: ...
 
     def set_rope_deltas(self, slots: Any, deltas: Any) -> None: ...
+
+
+def _fields(sections):
+    """Shapes of the message sections of buckets that have them."""
+    return {
+        name: lambda bucket, values=values: (values, bucket.num_tokens) if bucket.sections else None
+        for name, values in sections.items()
+    }
 
 
 def _buckets(config, sections=()):

@@ -30,11 +30,10 @@ from jaxengine.check.targets import Target, find_target
 from jaxengine.check.towers import encoders
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.platforms import PLATFORMS
-from jaxengine.runner.executables import compile_program
+from jaxengine.runner.executables.cache import compile_program
 from jaxengine.runner.memory import MemoryPlan, StageNeeds, device_memory, held_bytes, plan_memory
 from models.cache import plain_cards, platform_of
 from models.config.model_config import ModelConfig
-from sharding.rules import part_bytes
 
 Reply = Callable[[dict[str, Any]], None]
 
@@ -162,44 +161,42 @@ class Compiler:
             yield from stage.kernels(bucket, num_pages)
         for bucket in stage.buckets(self.request.short):
             yield stage.forward(bucket, num_pages)
-        for name, size in stage.heads(self.request.short):
-            yield stage.head(name, size, num_pages)
+        for name, size in stage.epilogues(self.request.short):
+            yield stage.epilogue(name, size, num_pages)
         yield from drafts(stage, num_pages, short=self.request.short)
         yield from encoders(stage, short=self.request.short)
 
     def _plan(self, stage: StagePrograms, whole: StagePrograms) -> StagePlan:
-        """As the engine plans: the largest forward pass is measured with a small pool, and beside it the largest head
-        and what it works on. Of layers that are not compiled the programs hold as much as of those that are."""
+        """As the engine plans: the largest forward pass is measured with a small pool, and beside it the largest
+        epilogue and what it works on. Of layers that are not compiled the programs hold as much as of those that
+        are."""
         total, given = self.target.hbm_bytes, self.request.options.get("num_gpu_blocks_override")
         if total and whole.weight_bytes > _MOST_WEIGHTS * total:
             raise TooSmall(f"weights take {whole.weight_bytes >> 20:,} MiB of a device's {total >> 20:,} MiB")
         forward, held = self._needs(stage.forward(stage.largest, stage.num_columns))
-        held, of_heads, beside = held * len(stage.buckets(short=False)), 0, 0
-        sizes = stage.heads(short=False)
-        for name, size in dict(stage.heads(short=True)).items():  # the largest of a name comes last
-            head, held_by_head = self._needs(stage.head(name, size, stage.num_columns))
-            of_heads += held_by_head * sum(each == name for each, _ in sizes)
-            beside = max(beside, stage.forwarded_bytes(name, size) + head["workspace_bytes"])
+        held, of_others, beside = held * len(stage.buckets(short=False)), 0, 0
+        sizes = stage.epilogues(short=False)
+        for name, size in dict(stage.epilogues(short=True)).items():  # the largest of a name comes last
+            epilogue, held_by_one = self._needs(stage.epilogue(name, size, stage.num_columns))
+            of_others += held_by_one * sum(each == name for each, _ in sizes)
+            beside = max(beside, stage.forwarded_bytes(name, size) + epilogue["workspace_bytes"])
         own = drafting(whole)
         weights, page_bytes = whole.weight_bytes, whole.page_bytes
         if own is not None:
             weights, page_bytes = weights + own.weight_bytes, page_bytes + own.page_bytes
         for program in drafts(stage, stage.num_columns, short=True):
             draft, held_by_draft = self._needs(program)
-            beside, of_heads = max(beside, draft["workspace_bytes"]), of_heads + held_by_draft
-        embeddings = 0 if stage.encoder is None else part_bytes(stage.encoder.rows)
+            beside, of_others = max(beside, draft["workspace_bytes"]), of_others + held_by_draft
         for program in encoders(stage, short=True):
             encoder, held_by_encoder = self._needs(program)
-            beside, of_heads = max(beside, encoder["workspace_bytes"]), of_heads + held_by_encoder
-        programs = held * len(whole.model.stage.layers) // len(stage.model.stage.layers) + of_heads
+            beside, of_others = max(beside, encoder["workspace_bytes"]), of_others + held_by_encoder
+        programs = held * len(whole.model.stage.layers) // len(stage.model.stage.layers) + of_others
         try:
             plan = plan_memory(
                 whole.config,
                 total=total or device_memory(jax.devices()[0]) // self.target.num_devices,
                 weights=weights,
-                needs=StageNeeds(
-                    programs, forward["workspace_bytes"] + beside + whole.slot_bytes, whole.state_bytes, embeddings
-                ),
+                needs=StageNeeds(programs, forward["workspace_bytes"] + beside + whole.slot_bytes, whole.steps.memory),
                 page_bytes=page_bytes,
                 windows=whole.windows,
                 shared=self.target.num_devices if self.target.backend == "cpu" else 0,
@@ -208,8 +205,8 @@ class Compiler:
             if total and given is None:
                 raise TooSmall(str(error)) from None
             raise
-        states = stage.slot_bytes + stage.state_bytes
-        return StagePlan(plan, forward["workspace_bytes"] + forward["code_bytes"] + states, held + of_heads)
+        kept = stage.slot_bytes + stage.steps.memory.get("states", 0)
+        return StagePlan(plan, forward["workspace_bytes"] + forward["code_bytes"] + kept, held + of_others)
 
     def _told(self, plan: MemoryPlan, whole: StagePrograms) -> dict[str, Any]:
         """A plan for the report: bytes by purpose, pages, and requests of max_model_len tokens that they hold."""

@@ -15,8 +15,8 @@ from jaxengine.check.roofline import Work
 from jaxengine.check.shapes import model_config
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.config.speculation import DRAFT_MODEL, EAGLE3, check_draft_model
-from jaxengine.runner.draft_programs import DraftPrograms, HeadPrograms
-from jaxengine.runner.open_draft import open_draft, settle_draft
+from jaxengine.runner.extensions.drafts.open import open_draft, settle_draft
+from jaxengine.runner.extensions.drafts.programs import DraftPrograms, HeadPrograms
 from models.build import Build
 from models.config.model_config import ModelConfig
 from models.registry import build_eagle3, build_model, build_next_token

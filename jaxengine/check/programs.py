@@ -1,8 +1,8 @@
 """What is compiled for one target: the engine's programs over their bucket grid, and one layer's kernels by themselves.
 
 Everything is abstract: shapes with the shardings of a mesh of devices that need not exist. The programs are those of
-jaxengine/runner/step_programs.py, the memory plan that of memory.py, so a check sees what the engine would run. What is
-compiled for a mesh holds one device's part of every array, and so are sizes counted here.
+jaxengine/runner/programs/step_programs.py, the memory plan that of memory.py, so a check sees what the engine would
+run. What is compiled for a mesh holds one device's part of every array, and so are sizes counted here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jaxengine.check.roofline import (
     Products,
     Work,
     attention_work,
-    head_work,
+    epilogue_work,
     product_work,
     step_work,
     update_work,
@@ -35,21 +35,20 @@ from jaxengine.checkpoint.model_source import as_it_sees
 from jaxengine.config.engine_config import EngineConfig, ResolvedConfig
 from jaxengine.config.platforms import Platform
 from jaxengine.runner.devices import build_split, choose_stages
-from jaxengine.runner.encoder_programs import EncoderPrograms
-from jaxengine.runner.heads import HEADS, heads_of
-from jaxengine.runner.step_programs import StepPrograms
+from jaxengine.runner.extensions.build import step_programs
 from models.cache import block_profile, num_places, of_layer
 from models.causal_lm import CausalLM
 from models.config.model_config import ModelConfig
 from models.layers.attention import (
     AttentionSpec,
     RaggedBatch,
+    attention_schedule,
     attention_spec,
     kv_cache_update,
     num_kv_heads,
     ragged_paged_attention,
 )
-from models.layers.decoder import attention_schedule, kv_update_schedule
+from models.layers.decoder_step import kv_update_schedule
 from models.layers.expert_counts import ExpertRows, rows_of_experts
 from models.weights.lora_pools import POOLS, abstract_leaves
 from scheduler.buckets import Bucket
@@ -142,8 +141,7 @@ class StagePrograms:
       config: resolved for the platform.
       steps: its programs.
       params: the weights, abstract.
-      weight_bytes, page_bytes: of one device; state_bytes: of what layers keep of slots; slot_bytes: of all else that
-        is kept of them.
+      weight_bytes, page_bytes: of one device; slot_bytes: of what is kept of slots, but for `steps.memory`.
       windows: of the cache groups.
     """
 
@@ -153,21 +151,14 @@ class StagePrograms:
         self.model = model
         self.mesh = mesh
         self._place = place
-        self.steps = StepPrograms(model, config, platform, mesh)
+        self.steps = step_programs(model, config, platform, mesh)
         self._layout = platform.name
         leaves = abstract_leaves(model, mesh)
         self._names, self.params = [name for name, _ in leaves], [leaf for _, leaf in leaves]
         self.weight_bytes = sum(part_bytes(leaf) for leaf in self.params)
-        self.state_bytes = self.steps.state_bytes
-        every = sum(part_bytes(leaf) for leaf in jax.tree.leaves(self.steps.state_shapes))
-        self.slot_bytes = every - self.state_bytes
+        self.slot_bytes = self.steps.slot_bytes
         self.page_bytes = self.steps.page_bytes
         self.windows = self.steps.windows
-
-    @property
-    def encoder(self) -> EncoderPrograms | None:
-        """What encodes pictures here."""
-        return self.steps.encoder
 
     @property
     def num_columns(self) -> int:
@@ -187,24 +178,22 @@ class StagePrograms:
         corners = grid.decode[0], grid.decode[-1], *grid.mixed[:1], *grid.mixed[-1:], *grid.wide[:1], *grid.wide[-1:]
         return list(dict.fromkeys(corners))
 
-    def heads(self, short: bool) -> list[tuple[str, int]]:
-        """The name and size of every head, or of those that follow the four corners of the grid."""
-        if not self.model.stage.is_last:
-            return []
+    def epilogues(self, short: bool) -> list[tuple[str, int]]:
+        """The name and size of every epilogue, or of those that follow the four corners of the grid."""
         grid, found = self.steps.packer.buckets, {}
-        for name, head in heads_of(self.model.config).items():
-            sizes = (head.size_of(grid, bucket) for bucket in self.buckets(short))
+        for name, epilogue in self.steps.epilogues.items():
+            sizes = (epilogue.size_of(grid, bucket) for bucket in self.buckets(short))
             found |= {(name, size): None for size in sorted(size for size in sizes if size is not None)}
         return list(found)
 
     def forwarded_bytes(self, name: str, size: int) -> int:
-        """Bytes of one device that a forward pass leaves to a head."""
+        """Bytes of one device that a forward pass leaves to an epilogue."""
         return self.steps.forwarded_bytes(name, size)
 
-    def head(self, name: str, size: int, num_pages: int) -> Program:
-        """A head of jaxengine.runner.heads. num_pages: of a pool that it must leave alone."""
-        program = self.steps.head(name, size, self.params)
-        places = size * HEADS[name].width
+    def epilogue(self, name: str, size: int, num_pages: int) -> Program:
+        """An epilogue of the stage. num_pages: of a pool that it must leave alone."""
+        program, width = self.steps.epilogue(name, size, self.params), self.steps.epilogues[name].width
+        places = size * width
         rows = Bucket(places, places)
         return Program(
             name=f"{self._place}{program.name}",
@@ -214,7 +203,7 @@ class StagePrograms:
             function=program.function,
             arguments=program.arguments,
             donate=program.donate,
-            work=head_work(self.model, name, size),
+            work=epilogue_work(self.model, name, size, width),
             precious=self._precious(places, self.steps.kv_shapes(num_pages)),
             expected=replace(expected(self.model, rows, self._exchanged_itemsize), layers=()),
         )

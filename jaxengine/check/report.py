@@ -68,7 +68,7 @@ def summary(rows: Sequence[dict[str, Any]], seconds: dict[str, float]) -> str:
         failed = sum(bool(row["failures"]) for row in own)
         held = sum(row.get("held_bytes", 0) for row in own if row["step"]) / MIB
         lines.append(
-            f"{target}: {len(own)} programs, {failed} failed, steps and heads hold {held:,.0f} MiB; "
+            f"{target}: {len(own)} programs, {failed} failed, steps and epilogues hold {held:,.0f} MiB; "
             f"{compiling:.0f} s compiling, {wall:.0f} s in all"
         )
         lines += [_plan(target, row["plan"]) for row in own if "plan" in row]

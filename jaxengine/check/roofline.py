@@ -13,7 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxengine.runner.heads import HEADS, SAMPLE
+from jaxengine.runner.extensions.scores import SCORE
 from jaxengine.sampling.logprobs import PROMPT_BLOCK_ROWS
 from models.cache import KVPages, KVSpec
 from models.config.attention import LayerAttention
@@ -88,11 +88,12 @@ def _cached_bytes(attention: LayerAttention, kv_dtype: str) -> int:
     return spec.token_width * jnp.dtype(spec.dtype).itemsize
 
 
-def head_work(model: Any, name: str, size: int) -> Work:
-    """A device's share of a head: the sampler reads the logits once, a score makes those of every token."""
+def epilogue_work(model: Any, name: str, size: int, width: int) -> Work:
+    """A device's share of an epilogue after steps whose rows have `width` tokens: the sampler reads the logits once, a
+    score makes those of every token."""
     config, mesh = model.config, model.mesh
     columns = mesh.padded_vocab_size(config.vocab_size) // mesh.num_shards("sampled_vocab")
-    if (width := HEADS[name].width) > 1 or name == SAMPLE:
+    if name != SCORE:
         return Work(4 * size * width * columns, 0)
     weight = config.hidden_size * columns
     itemsize = jnp.dtype(model.build.dtype).itemsize

@@ -12,7 +12,8 @@ from jaxengine.check.exchanges import Expected
 from jaxengine.check.hlo import Precious
 from jaxengine.check.programs import Program, StagePrograms
 from jaxengine.check.roofline import TOWER, Work
-from jaxengine.runner.encoder import EncoderLayout
+from jaxengine.runner.extensions.pictures.layout import EncoderLayout
+from jaxengine.runner.extensions.pictures.section import PicturesExtension
 from models.causal_lm import CausalLM
 from models.layers.linear import Linear
 from models.weights.declare import declared_params
@@ -24,11 +25,12 @@ _BEHIND_MERGE = ("merger", "mergers", "projector")
 
 def encoders(stage: StagePrograms, *, short: bool) -> Iterator[Program]:
     """A program for each size of calls, or for the largest; none of a stage that sees nothing."""
-    if stage.encoder is None:
+    own = next((each.encoder for each in stage.steps.extensions if isinstance(each, PicturesExtension)), None)
+    if own is None:
         return
-    layout = stage.encoder.layout
+    layout = own.layout
     for size in layout.sizes[-1:] if short else layout.sizes:
-        program = stage.encoder.encode(size, stage.params)
+        program = own.encode(size, stage.params)
         yield Program(
             name=program.name,
             mesh=stage.mesh,

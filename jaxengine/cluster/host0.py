@@ -111,7 +111,12 @@ class Cluster(Peers):
     def await_ready(self) -> None:
         self._await("compile", lambda worker: worker.ready)
 
+    def call(self, op: str, arrays: Sequence[np.ndarray], function: Callable[[], _T], **fields: Any) -> _T:
+        self.announce(op, arrays, **fields)
+        return self.run(function)
+
     def announce(self, op: str, arrays: Sequence[np.ndarray] = (), **fields: Any) -> None:
+        """Has the others execute what this process is about to execute."""
         self.check()
         for worker in self._workers.values():
             try:

@@ -23,7 +23,6 @@ from jaxengine.cluster.channel import Channel, ClusterError, Message, close_conn
 from jaxengine.cluster.host0 import BLAME_SECONDS, LOG_SECONDS, free_listener, join_jax, pump, versions
 from jaxengine.config.command_line import given_options
 from jaxengine.config.engine_config import ConfigError, EngineConfig
-from jaxengine.runner.heads import POOL, SAMPLE, SCORE
 from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.open import load_runner, open_resolved
 from jaxengine.runner.peers import Peers
@@ -180,23 +179,23 @@ def run(args: argparse.Namespace) -> int:
 def serve(host0: Host0, runner: ModelRunner) -> Any:
     """Executes what host 0 executes until it ends; the last step's output."""
     buckets, pending = set(runner.buckets), None
-    heads = {SAMPLE: runner.sample, SCORE: runner.score, POOL: runner.pool}
     while (message := host0.next()).op != "end":
         if message.op == "forward":
             bucket = Bucket(**message.fields)
             if bucket not in buckets:
                 raise ClusterError(f"host 0 sent a step of the shape {bucket}, which is none of this engine's")
             pending = runner.forward(bucket, *message.arrays)
-        elif message.op in heads:
+        elif message.op in runner.epilogues:
             if pending is None or pending.is_sampled:
                 raise ClusterError(f"host 0 sent {message.op!r} without a forward pass before it")
-            heads[message.op](pending)
-            if pending.is_sampled:
-                host0.watch(pending.sampled)
+            output = runner.run_epilogue(message.op, pending)
+            if runner.epilogues[message.op].ends:
+                pending.sampled = output
+                host0.watch(output)
         elif message.op == "change":
             runner.change_state(message.fields["name"], *message.arrays)
         elif message.op == "expert load":
-            runner.expert_load()
+            runner.extension("experts").load()
         else:
             raise ClusterError(f"host 0 sent {message.op!r} while serving")
     return None if pending is None else pending.sampled

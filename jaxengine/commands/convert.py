@@ -11,8 +11,9 @@ from jaxengine.commands.new_folder import new_folder
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.platforms import PLATFORMS
 from jaxengine.runner.devices import build_split, choose_devices, choose_stages, load_weights
+from jaxengine.runner.extensions.settle import item_sizes
 from jaxengine.runner.kv_scales import stored_scales
-from jaxengine.runner.open import ProgressBar, kernel_platform, picture_sizes
+from jaxengine.runner.open import ProgressBar, kernel_platform
 from models.weights.lora_pools import targets_of
 from models.weights.merged import MergedSource
 from models.weights.orbax import save_checkpoint
@@ -47,7 +48,7 @@ def convert(config: EngineConfig, folder: Path, merge_lora: Path | None = None) 
         problem = f"the weights of {config.model!r} are quantised, and an adapter is not merged into such"
         raise ConfigError.because("merge_lora", problem, "serve it beside them: enable_lora")
     platform = PLATFORMS[kernel_platform(devices[0])]
-    resolved = config.resolved(source.config, platform, picture_sizes(source, config))
+    resolved = config.resolved(source.config, platform, item_sizes(source, config))
     layout = resolved.mesh_layout(source.config)
     stage = choose_stages(source.config, resolved, layout)[0]
     model, mesh = build_split(source.config, resolved, layout, stage), make_mesh(layout, devices)

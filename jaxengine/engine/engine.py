@@ -170,7 +170,7 @@ class Engine:
     def _collect(self, output: EngineOutput) -> None:
         """Takes in the tokens of the oldest step in flight, which it waits for."""
         done, start = self._in_flight.popleft(), time.monotonic()
-        token_ids, counts = done.pending.token_ids(), done.pending.counts()
+        token_ids, counts = done.pending.token_ids(), done.pending.result("counts")
         arrived = time.monotonic()
         done.seconds = arrived - max(self._idle_since, done.record.dispatched)
         self._idle_since = arrived

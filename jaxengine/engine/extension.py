@@ -15,7 +15,7 @@ from jaxengine.engine.metric_types import Histogram, Metric
 from jaxengine.engine.output import EngineOutput
 from jaxengine.engine.slot_rows import SlotRows
 from jaxengine.runner.model_runner import ModelRunner
-from jaxengine.runner.pending_step import PendingStep
+from jaxengine.runner.programs.pending_step import PendingStep
 from scheduler.batch import ScheduledStep, StepResult
 from scheduler.config import SchedulerConfig
 from scheduler.errors import RequestError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jaxengine.engine.timeline import StepRecord
-from jaxengine.runner.pending_step import PendingStep
+from jaxengine.runner.programs.pending_step import PendingStep
 from scheduler.batch import ScheduledStep
 
 

@@ -258,7 +258,8 @@ class InputProcessor:
             return prompt
         if self.media is None:
             name = DATA if prompt.get(DATA) else OPTIONS
-            problem = f"{name} is given, but this model takes text only, or is to (limit_mm_per_prompt, language_model_only)"
+            options = "limit_mm_per_prompt, language_model_only"
+            problem = f"{name} is given, but this model takes text only, or is to ({options})"
             raise RequestError(problem, param=name)
         text, token_ids, _ = self._read_prompt(prompt)
         return self.media.made_ready(prompt, text, token_ids)

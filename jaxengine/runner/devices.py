@@ -13,11 +13,9 @@ from jax.sharding import Mesh
 from jaxengine.checkpoint.model_source import ModelSource
 from jaxengine.config.engine_config import ConfigError, EngineConfig, ResolvedConfig
 from jaxengine.config.platforms import Platform
-from jaxengine.runner.drafter import Drafter
+from jaxengine.runner.extensions.build import step_programs
 from jaxengine.runner.model_runner import Progress
-from jaxengine.runner.open_draft import open_drafting
 from jaxengine.runner.stage_runner import StageRunner
-from jaxengine.runner.step_programs import StepPrograms
 from models.build import Build
 from models.causal_lm import CausalLM
 from models.config.fields import ModelConfigError
@@ -106,20 +104,25 @@ def open_stages(
     stages = choose_stages(source.config, config, layout)
     models = [build_split(source.config, config, layout, stage) for stage in stages]
     meshes = [make_mesh(layout, part) for part in devices_of_stages(devices, len(stages))]
-    draft = open_drafting(source, config, layout)
+    draft = None
+    if config.speculative_config is not None:
+        from jaxengine.runner.extensions.drafts.drafter import Drafter
+        from jaxengine.runner.extensions.drafts.open import open_drafting
+
+        draft = open_drafting(source, config, layout)
     total = sum(size for model in (*models, *([] if draft is None else [draft.model])) for size in _sizes(model))
-    runners, done, drafter = [], 0, None
+    runners, done = [], 0
     for model, mesh in zip(models, meshes, strict=True):
         params = load_weights(source, model, mesh, config, _part_of(progress, done, total))
         params = with_pools(model, params, mesh)
         done += sum(_sizes(model))
-        programs = StepPrograms(model, config, platform, mesh)
+        programs, own = step_programs(model, config, platform, mesh), []
         if draft is not None:
             # Beside the only stage there is.
-            own = load_weights(draft.source, draft.model, mesh, config, _part_of(progress, done, total))
-            drafter = Drafter(draft.programs(draft.model, programs, config), own, config.compile_cache_dir)
+            weights = load_weights(draft.source, draft.model, mesh, config, _part_of(progress, done, total))
+            own = [Drafter(draft.programs(draft.model, programs, config), weights, config.compile_cache_dir)]
             draft.source.close()
-        runners.append(StageRunner(programs, params, config.compile_cache_dir, drafter))
+        runners.append(StageRunner(programs, params, config.compile_cache_dir, own))
     source.close()
     return runners
 

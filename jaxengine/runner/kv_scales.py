@@ -19,9 +19,9 @@ from jaxengine.config.compilation_config import CompilationConfig
 from jaxengine.config.engine_config import ConfigError, ResolvedConfig
 from jaxengine.config.kv_cache import AUTO, CALIBRATE, UNIT
 from jaxengine.config.platforms import Platform
+from jaxengine.runner.extensions.build import step_programs
 from jaxengine.runner.model_runner import ModelRunner, Progress
 from jaxengine.runner.stage_runner import StageRunner
-from jaxengine.runner.step_programs import StepPrograms
 from models.config.model_config import ModelConfig
 from models.registry import model_for_hf
 from models.weights.errors import ModelFileError
@@ -123,7 +123,7 @@ def measure(
     )
     own = []
     for stage in stages:
-        own.append(stage.with_programs(StepPrograms(stage.programs.model, plain, platform, stage.programs.mesh)))
+        own.append(stage.with_programs(step_programs(stage.programs.model, plain, platform, stage.programs.mesh)))
     runner = ModelRunner(own, plain)
     model = stages[0].programs.model.config
     k = np.zeros((model.num_layers, model.num_kv_heads), np.float32)
@@ -148,12 +148,13 @@ def _run(runner: ModelRunner, prompt: np.ndarray) -> None:
     """One prompt through the model; its token is not looked at."""
     config = runner.config.scheduler_config(runner.plan.num_pages, runner.num_ranks, runner.windows)
     scheduler = Scheduler(config)
-    stop_token_ids = (POOLED,) if runner.pools else ()
-    scheduler.add_request(Request("0", prompt, TokenParams(), 0 if runner.pools else 1, stop_token_ids))
+    pools = "pooling" in runner.extensions
+    stop_token_ids = (POOLED,) if pools else ()
+    scheduler.add_request(Request("0", prompt, TokenParams(), 0 if pools else 1, stop_token_ids))
     while scheduler.num_unfinished:
         step = scheduler.schedule()
         pending = runner.execute(runner.packer.pack(step))
-        (runner.pool if runner.pools else runner.sample)(pending)
+        runner.sample(pending)
         scheduler.update(step, pending.token_ids())
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jaxengine.config.engine_config import ConfigError, ResolvedConfig
@@ -31,14 +33,17 @@ class StageNeeds(NamedTuple):
     Attributes:
       programs: what all of them hold as long as they are loaded, which is as long as the engine lives.
       workspace: what the largest need while they run, the state of the slots included.
-      states: what layers keep of slots in place of pages.
-      embeddings: those of pictures.
+      extensions: what optional capabilities hold besides, by purpose.
     """
 
     programs: int
     workspace: int
-    states: int = 0
-    embeddings: int = 0
+    extensions: Mapping[str, int] = MappingProxyType({})
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.programs + self.workspace + sum(self.extensions.values())
 
 
 @dataclass(frozen=True)
@@ -50,8 +55,7 @@ class MemoryPlan:
       budget: the share of it that the engine may use.
       programs: what all compiled programs hold.
       workspace: the largest compiled step's temporary memory, slot state included.
-      states: what layers keep of slots in place of pages.
-      embeddings: those of pictures, of a model that sees some.
+      extensions: what optional capabilities hold besides, by purpose.
       process: on a CPU what the process holds besides, the interpreter and its libraries for instance; else 0.
       by_need: the pool is as large as default requests need, although the budget has room for more.
       pages_per_seq: the most that a request of max_model_len tokens holds at once, over all cache groups.
@@ -62,7 +66,6 @@ class MemoryPlan:
     weights: int
     programs: int
     workspace: int
-    states: int
     process: int
     page_bytes: int
     page_size: int
@@ -70,7 +73,7 @@ class MemoryPlan:
     pages_per_seq: int
     max_model_len: int
     by_need: bool
-    embeddings: int = 0
+    extensions: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def kv_bytes(self) -> int:
@@ -83,8 +86,7 @@ class MemoryPlan:
             "weights": self.weights,
             "programs": self.programs,
             "kv_pages": self.kv_bytes,
-            "states": self.states,
-            "embeddings": self.embeddings,
+            **self.extensions,
             "workspace": self.workspace,
             "process": self.process,
         }
@@ -105,8 +107,7 @@ class MemoryPlan:
             ("weights", self.weights),
             ("programs", self.programs),
             ("KV pages", self.kv_bytes),
-            *([("states", self.states)] if self.states else []),
-            *([("embeddings", self.embeddings)] if self.embeddings else []),
+            *self.extensions.items(),
             ("workspace", self.workspace),
             *([("process", self.process)] if self.process else []),
             ("free of budget", max(0, self.budget - self.planned)),
@@ -200,19 +201,18 @@ def plan_memory(
         if config.default_seq_tokens is not None:
             of_default = limits.most_pages(min(config.default_seq_tokens, config.max_model_len))
             needed = max(min(2, config.max_num_seqs) * pages_per_seq, config.max_num_seqs * of_default)
-        fitting = (budget - weights - sum(needs) - process) // page_bytes
+        fitting = (budget - weights - needs.total - process) // page_bytes
         num_pages = min(fitting, needed)
         by_need = config.default_seq_tokens is not None and needed < fitting
     if num_pages < pages_per_seq:
         fits = _longest_fit(config, max(0, num_pages), windows)
-        of_states = (
-            f"; states take {needs.states / (1 << 30):.1f} GiB, less with a lower max_num_seqs" if needs.states else ""
-        )
+        others = [f"{purpose} take {size / (1 << 30):.1f} GiB" for purpose, size in needs.extensions.items() if size]
+        of_others = f"; {', '.join(others)}, less with a lower max_num_seqs" if others else ""
         raise ConfigError(
             "max_model_len",
             config.max_model_len,
             f"at most {fits} with the {max(0, num_pages)} KV pages that fit; lower max_model_len, or raise "
-            f"gpu_memory_utilization ({config.gpu_memory_utilization}) or kv_cache_memory_bytes{of_states}",
+            f"gpu_memory_utilization ({config.gpu_memory_utilization}) or kv_cache_memory_bytes{of_others}",
         )
     return MemoryPlan(
         total=total,
@@ -220,7 +220,6 @@ def plan_memory(
         weights=weights,
         programs=needs.programs,
         workspace=needs.workspace,
-        states=needs.states,
         process=process,
         page_bytes=page_bytes,
         page_size=config.block_size,
@@ -228,7 +227,7 @@ def plan_memory(
         pages_per_seq=pages_per_seq,
         max_model_len=config.max_model_len,
         by_need=by_need,
-        embeddings=needs.embeddings,
+        extensions=needs.extensions,
     )
 
 

@@ -18,11 +18,10 @@ from jaxengine.checkpoint.model_source import ModelSource, open_model
 from jaxengine.config.engine_config import ConfigError, EngineConfig, ResolvedConfig
 from jaxengine.config.kv_cache import is_coded
 from jaxengine.config.platforms import PLATFORMS, Platform
-from jaxengine.media.open import open_processor
 from jaxengine.runner.devices import choose_devices, open_stages
+from jaxengine.runner.extensions.settle import item_sizes, settled
 from jaxengine.runner.kv_scales import known_scales, measure, scales_of
 from jaxengine.runner.model_runner import ModelRunner
-from jaxengine.runner.open_draft import settle_draft
 from jaxengine.runner.peers import ALONE, Peers
 from models.cache import platform_of
 
@@ -44,26 +43,12 @@ def open_resolved(config: EngineConfig, devices: Sequence[Any] | None = None, me
     config, devices = choose_devices(config, devices, mesh)
     platform = PLATFORMS[kernel_platform(devices[0])]
     source = open_model(config, keep_tables=platform.keeps_tables)
-    config = settle_draft(config, source.config)
+    config = settled(config, source)
     # What was downloaded is here now: nobody who is given this config needs the hub or the token.
     tokenizer = config.tokenizer if source.tokenizer_path is None else str(source.tokenizer_path)
     config = replace(config, tokenizer=tokenizer, tokenizer_revision=None, hf_token=None)
-    resolved = config.resolved(source.config, platform, picture_sizes(source, config))
+    resolved = config.resolved(source.config, platform, item_sizes(source, config))
     return OpenedModel(source, resolved, platform, devices, mesh)
-
-
-def picture_sizes(source: ModelSource, config: EngineConfig) -> list[tuple[int, int]]:
-    """(embeddings, patches) of the largest item of each kind that requests may bring."""
-    if source.config.tower is None:
-        return []
-    processor = open_processor(source.path, source.config, config.hf_overrides, source.load_tokenizer(config))
-    assert processor is not None
-    found = []
-    for modality in processor.modalities:
-        if config.mm_limit(modality):
-            largest = processor.largest(modality, config.mm_size(modality))
-            found.append((largest.num_rows, len(largest.patches)))
-    return found
 
 
 def load_runner(

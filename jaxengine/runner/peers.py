@@ -20,8 +20,9 @@ class Peers:
     def await_ready(self) -> None:
         """Returns when every process has compiled."""
 
-    def announce(self, op: str, arrays: Sequence[np.ndarray] = (), **fields: Any) -> None:
-        """Has the others execute what this process is about to execute."""
+    def call(self, op: str, arrays: Sequence[np.ndarray], function: Callable[[], _T], **fields: Any) -> _T:
+        """Has the others execute what `op` names, with these arrays and fields, and calls what executes it here."""
+        return function()
 
     def run(self, function: Callable[[], _T]) -> _T:
         """Calls what uses the devices, and may wait for the other processes."""

@@ -6,6 +6,7 @@ An engine without pipeline parallelism is one stage. Knows rows and messages, no
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,20 +14,16 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxengine.drafts.proposer import Drafts
-from jaxengine.runner.drafter import Drafter
-from jaxengine.runner.encoder import PLACE, EncoderInput, PlaceInput
-from jaxengine.runner.encoder_programs import EncoderPrograms
-from jaxengine.runner.executables import ExecutableCache
-from jaxengine.runner.heads import HEADS
+from jaxengine.runner.executables.cache import ExecutableCache
+from jaxengine.runner.executables.layer_chain import LEAST_TOKENS, Executable
+from jaxengine.runner.extension import StageExtension
 from jaxengine.runner.memory import StageNeeds, device_memory, memory_in_use, workspace_bytes
-from jaxengine.runner.parts import LEAST_TOKENS, Executable
 from jaxengine.runner.program import Program
-from jaxengine.runner.program_needs import foresee, held_by
-from jaxengine.runner.step import Forwarded
-from jaxengine.runner.step_programs import StepPrograms, known_tokens
+from jaxengine.runner.programs.device_state import SlotState
+from jaxengine.runner.programs.program_needs import foresee, held_by
+from jaxengine.runner.programs.step import Forwarded
+from jaxengine.runner.programs.step_programs import StepPrograms
 from models.weights.kv_scales import KVScales
-from models.weights.lora_pools import Matrices, slot_values
 from scheduler.buckets import Bucket
 from sharding.rules import named_sharding, part_bytes
 
@@ -37,15 +34,18 @@ class StageRunner:
     """Compiles on demand, allocates when told the number of pages (`plan_pool`, `allocate`), then only executes.
 
     Attributes:
+      params: the model's leaves.
       kv_scales: what the pool's codes stand for, of all layers of the model; to be set before `allocate`.
-      drafter: the draft model, if there is one.
+      extensions: optional capabilities at work here, by name.
+      given: what they have brought for the newest forward pass, by name.
     """
 
-    def __init__(self, programs: StepPrograms, params: Any, cache_dir: str | None, drafter: Drafter | None = None):
-        """params: the model's weights, an nnx.State or its leaves."""
+    def __init__(
+        self, programs: StepPrograms, params: Any, cache_dir: str | None, extensions: Sequence[StageExtension] = ()
+    ):
+        """params: the model's weights, an nnx.State or its leaves. extensions: those with weights of their own."""
         self.programs = programs
-        self.drafter = drafter
-        self.drafts: Drafts | None = None
+        self.given: dict[str, Any] = {}
         self.kv_scales: KVScales | None = None
         self._cache_dir = cache_dir
         self._backend = programs.mesh.devices.flat[0].platform
@@ -56,13 +56,14 @@ class StageRunner:
             cache_dir = ""
         self.executables = ExecutableCache(cache_dir, devices, family=type(programs.model))
         self._ranks = named_sharding(programs.mesh, ("batch",))
-        self._params = jax.tree.leaves(params)
+        self.params = jax.tree.leaves(params)
         self._forwards: dict[Bucket, Executable] = {}
-        self._heads: dict[tuple[str, int], Executable] = {}
-        self._encoders: dict[int, Executable] = {}
-        self._changes = {name: self._compile(change) for name, change in programs.state_changes().items()}
-        write = programs.write_adapter(self._params) if programs.adapter_pools else None
-        self._write_adapter = None if write is None else self._compile(write)
+        self._epilogues: dict[tuple[str, int], Executable] = {}
+        self._programs: dict[tuple[str, str], Executable] = {}
+        self._changes = {name: self.compiled(change) for name, change in programs.state_changes().items()}
+        found = [own for each in programs.extensions if (own := each.at_stage(self)) is not None]
+        self.extensions = {each.name: each for each in (*found, *extensions)}
+        self._reads_message = any(each.reads_message for each in self.extensions.values())
 
     @property
     def device_memory(self) -> int:
@@ -81,33 +82,33 @@ class StageRunner:
     @property
     def weight_bytes(self) -> int:
         """Of one device."""
-        return sum(map(part_bytes, self._params)) + (0 if self.drafter is None else self.drafter.weight_bytes)
+        return sum(map(part_bytes, self.params)) + sum(each.weight_bytes for each in self.extensions.values())
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page on one device, in all layers of a group and in the draft model."""
-        return self.programs.page_bytes + (0 if self.drafter is None else self.drafter.programs.page_bytes)
+        """Bytes of one page on one device, in all layers of a group and in extensions."""
+        return self.programs.page_bytes + sum(each.page_bytes for each in self.extensions.values())
 
     @property
     def caches(self) -> list[ExecutableCache]:
         """Where its programs come from."""
-        return [self.executables] if self.drafter is None else [self.executables, self.drafter.executables]
+        return [self.executables, *(cache for each in self.extensions.values() for cache in each.caches)]
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of one device that the largest forward pass and head, which have been compiled, need while they run."""
+        """Bytes of one device that the largest forward pass and epilogue, which have been compiled, need while they
+        run."""
         forward = workspace_bytes(self._forwards[max(self._forwards)].memory_analysis())
-        if self.drafter is not None:
-            forward = max(forward, self.drafter.workspace_bytes)
+        forward = max([forward, *(each.workspace_bytes for each in self.extensions.values())])
         return forward + self._bytes_beside_forward
 
     @property
     def program_bytes(self) -> int:
         """Bytes of one device that all programs hold, which have been compiled."""
         programs, kv = self.programs, self._kv_shapes
-        forwards = [self._held(programs.forward(key, self._params, kv), own) for key, own in self._forwards.items()]
-        drafts = 0 if self.drafter is None else self.drafter.program_bytes
-        return sum(forwards) + drafts + self._held_beside_forwards
+        forwards = [self._held(programs.forward(key, self.params, kv), own) for key, own in self._forwards.items()]
+        own = sum(each.program_bytes for each in self.extensions.values())
+        return sum(forwards) + own + self._held_beside_forwards
 
     def foresee_needs(self) -> StageNeeds:
         """The most that programs will need, before the pool's size is known.
@@ -116,64 +117,66 @@ class StageRunner:
         """
         programs = self.programs
         kv = programs.kv_shapes(programs.num_columns)
-        program = programs.forward(max(programs.packer.buckets), self._params, kv)
+        program = programs.forward(max(programs.packer.buckets), self.params, kv)
         needs = foresee(program, self.executables, programs.description, self._backend)
-        of_drafts, drafts = (0, 0) if self.drafter is None else self.drafter.foresee_needs(self._params)
-        forward = max(needs.workspace, drafts)
-        for name, size in programs.heads():
-            self.compile_head(name, size)
-        if programs.encoder is not None:
-            for size in programs.encoder.layout.programs:
-                self.compile_encoder(size)
+        own = [each.estimate(self.params) for each in self.extensions.values()]
+        forward = max([needs.workspace, *(workspace for _, workspace in own)])
+        for name, size in programs.epilogue_sizes():
+            self.compile_epilogue(name, size)
+        for name, program in self.own_programs():
+            self.program(name, program)
         sizes = [bucket.num_tokens for bucket in programs.packer.buckets]
         held = sum(needs.held if size >= LEAST_TOKENS else needs.held_as_whole for size in sizes)
-        held += of_drafts + self._held_beside_forwards
-        return StageNeeds(held, forward + self._bytes_beside_forward, programs.state_bytes, self.encoder_bytes)
+        held += sum(held_by_own for held_by_own, _ in own) + self._held_beside_forwards
+        return StageNeeds(held, forward + self._bytes_beside_forward, programs.memory)
 
     def plan_pool(self, num_pages: int) -> None:
         """Decides the pool's size, pages of a layer and rank, and with it the shapes of forward passes."""
         self._kv_shapes = self.programs.kv_shapes(num_pages)
-        if self.drafter is not None:
-            self.drafter.plan_pool(num_pages)
+        for each in self.extensions.values():
+            each.plan_pool(num_pages)
 
     def compile_forward(self, bucket: Bucket) -> None:
-        """Compiles or loads a bucket's forward pass, and what a draft model does before it."""
-        if self.drafter is not None:
-            self.drafter.compile(bucket, self._params)
-        self._forwards[bucket] = self._compile(self.programs.forward(bucket, self._params, self._kv_shapes))
+        """Compiles or loads a bucket's forward pass, and what extensions do before and after it."""
+        for each in self.extensions.values():
+            each.compile(bucket, self.params)
+        self._forwards[bucket] = self.compiled(self.programs.forward(bucket, self.params, self._kv_shapes))
 
-    def compile_head(self, name: str, size: int) -> None:
-        """Compiles or loads a head, unless that has been done."""
-        if (name, size) not in self._heads:
-            self._heads[name, size] = self._compile(self.programs.head(name, size, self._params))
+    def compile_epilogue(self, name: str, size: int) -> None:
+        """Compiles or loads an epilogue, unless that has been done."""
+        if (name, size) not in self._epilogues:
+            self._epilogues[name, size] = self.compiled(self.programs.epilogue(name, size, self.params))
 
-    def compile_encoder(self, size: int) -> None:
-        """Compiles or loads one of EncoderLayout.programs, unless that has been done."""
-        if size not in self._encoders:
-            self._encoders[size] = self._compile(self._encoder_programs.program(size, self._params))
+    def own_programs(self) -> list[tuple[str, str]]:
+        """The programs that extensions run beside forward passes: names of both."""
+        return [(each.name, own.name) for each in self.programs.extensions for own in each.programs(self.params)]
+
+    def program(self, extension: str, name: str) -> Executable:
+        """One of `own_programs`, compiled or loaded unless that has been done."""
+        if (extension, name) not in self._programs:  # enforce_eager: when it first occurs
+            self._programs[extension, name] = self.compiled(self._own_program(extension, name))
+        return self._programs[extension, name]
 
     def allocate(self) -> None:
         """Makes the pools and the state of the slots."""
-        if self.drafter is not None:
-            self.drafter.allocate()
-        if self.programs.encoder is not None:
-            self._encoder_rows = self._compile(self.programs.encoder.pool())()
-        self._kv = self._compile(self.programs.pool(self._kv_shapes))()
+        for each in self.extensions.values():
+            each.allocate()
+        self._kv = self.compiled(self.programs.pool(self._kv_shapes))()
         if self.kv_scales is not None:
             k, v = self.kv_scales.of_layers(self.programs.paged_layers)
             k_scale, v_scale = _on_heads(k, self._kv.k_scale), _on_heads(v, self._kv.v_scale)
             self._kv = replace(self._kv, k_scale=k_scale, v_scale=v_scale)
-        self._state = self._compile(self.programs.state())()
+        self._state = self.compiled(self.programs.state())()
 
     def with_programs(self, programs: StepPrograms) -> StageRunner:
         """Another one of the same weights, where nothing has been compiled."""
-        return StageRunner(programs, self._params, self._cache_dir)
+        return StageRunner(programs, self.params, self._cache_dir)
 
     def largest(self) -> tuple[np.ndarray, np.ndarray | None]:
         """The largest magnitudes of keys and of values that the pool holds, f32[layers with pages, K] each; None of
         values that lie in keys."""
         num_heads = self.programs.model.config.num_kv_heads
-        found = self._compile(self.programs.largest(self._kv_shapes))(self._kv)
+        found = self.compiled(self.programs.largest(self._kv_shapes))(self._kv)
         # A head may be stored several times; every rank has pages of its own.
         k, v = (None if x is None else np.asarray(x)[..., :: x.shape[2] // num_heads].max(axis=0) for x in found)
         assert k is not None
@@ -183,67 +186,46 @@ class StageRunner:
         """Dispatches the stage's part of a forward pass: hidden states for the next stage, or Forwarded."""
         if bucket not in self._forwards:  # enforce_eager: compiled when it first occurs
             self.compile_forward(bucket)
-        if self.drafter is not None:
-            # Sent once for the programs before, of and behind the forward pass.
-            sent: Any = jax.device_put(message, self.programs.message_shape(bucket).sharding)
-            self.drafts, message = self.drafter.precede(bucket, self._params, self._state, sent), sent
-        last_token = known_tokens(self._state.tokens, bucket, self.drafts)
-        arguments = (self._params, self._kv, self._state.slots, last_token, message)
+        if self._reads_message:  # sent once for the programs before, of and after the forward pass
+            message = jax.device_put(message, self.programs.message_shape(bucket).sharding)
+        self.given = {}
+        for each in self.extensions.values():
+            if (brought := each.before_forward(bucket, self.params, self._state, message)) is not None:
+                self.given[each.name] = brought
+        last_token = None if self._state.tokens is None else self._state.tokens.last_token
+        arguments = (self.params, self._kv, self._state.slots, last_token, message, self.given)
         if hidden is not None:
             arguments = (*arguments, self._receive(hidden))
-        elif bucket.sections:
-            arguments = (*arguments, self._encoder_rows)
         self._kv, slots, output = self._forwards[bucket](*arguments)
         self._state = self._state._replace(slots=slots)
         return output
 
-    def encode(self, pictures: EncoderInput) -> None:
-        """Dispatches the encoding of pictures, whose embeddings the next forward pass finds in the pool."""
-        size = pictures.patches.shape[1]
-        self.compile_encoder(size)  # enforce_eager: when it first occurs
-        self._encoder_rows = self._encoders[size](self._params, self._encoder_rows, *pictures)
-
-    def place(self, embeddings: PlaceInput) -> None:
-        """Dispatches the placing of embeddings that came as such."""
-        self.compile_encoder(PLACE)
-        self._encoder_rows = self._encoders[PLACE](self._encoder_rows, *embeddings)
-
-    def run_head(self, name: str, size: int, forwarded: Forwarded) -> Any:
-        """Dispatches a head of that size on what a forward pass left; its output."""
-        head = HEADS[name]
-        if (name, size) not in self._heads:  # enforce_eager
-            self.compile_head(name, size)
-        values = {"params": self._params, **self._state._asdict(), **forwarded._asdict()}
-        *changed, output = self._heads[name, size](*[values[argument] for argument in head.arguments])
-        self._state = self._state._replace(**dict(zip(head.changes, changed, strict=True)))
-        if self.drafter is not None and "tokens" in head.changes:
-            self.drafter.follow(self._params, self._state, forwarded)
+    def run_epilogue(self, name: str, size: int, forwarded: Forwarded) -> Any:
+        """Dispatches an epilogue of that size on what a forward pass left; its output."""
+        own = self.programs.epilogues[name]
+        if (name, size) not in self._epilogues:  # enforce_eager
+            self.compile_epilogue(name, size)
+        values = {"params": self.params, **self._state._asdict(), **forwarded.fields()}
+        *changed, output = self._epilogues[name, size](*[values[argument] for argument in own.arguments])
+        self._state = self._state._replace(**dict(zip(own.changes, changed, strict=True)))
+        if "tokens" in own.changes:
+            for each in self.extensions.values():
+                each.after_sample(self.params, self._state, forwarded)
         return output
 
     def change_state(self, name: str, *arguments: Any) -> None:
-        """Runs one of STATE_CHANGES, if this stage has it."""
+        """Runs a state change, if this stage has it."""
         if name in self._changes:
             self._state = self._changes[name](self._state, *arguments)
 
-    def put_adapter(self, matrices: Matrices) -> list[jax.Array]:
-        """What an adapter has of each pool here, on the devices; any thread may call it."""
-        pools, spec = self.programs.adapter_pools, self.programs.model.build.lora
-        assert spec is not None
-        places = [self._params[pool.index].sharding for pool in pools]
-        return jax.device_put([slot_values(pool, spec, matrices) for pool in pools], places)
+    @property
+    def slots(self) -> SlotState:
+        """The state of the slots as the newest forward pass leaves it."""
+        return self._state.slots
 
-    def write_adapter(self, slot: int, values: list[jax.Array]) -> None:
-        """Dispatches that a slot of the pools holds what `put_adapter` gave."""
-        assert self._write_adapter is not None
-        indexes = [pool.index for pool in self.programs.adapter_pools]
-        written = self._write_adapter([self._params[index] for index in indexes], np.int32(slot), values)
-        for index, array in zip(indexes, written, strict=True):
-            self._params[index] = array
-
-    def expert_load(self) -> jax.Array | None:
-        """u32[n, layers, E]: summed over n, the tokens that experts were picked for, modulo 2**32."""
-        load = self._state.slots.expert_load
-        return load if load is None or not self._several_processes else self.programs.gather_ranks(load)
+    def everywhere(self, x: jax.Array) -> jax.Array:
+        """x [replicas, ...], a part on each replica, so that this process can read it."""
+        return self.programs.gather_ranks(x) if self._several_processes else x
 
     def _receive(self, hidden: jax.Array) -> jax.Array:
         """The hidden states of the stage before, [ranks * T, D], on this stage's devices."""
@@ -255,27 +237,17 @@ class StageRunner:
         parts = [jax.device_put(shard.data, here[shard.device]) for shard in hidden.addressable_shards]
         return jax.make_array_from_single_device_arrays(hidden.shape, self._ranks, parts)
 
-    @property
-    def encoder_bytes(self) -> int:
-        """Bytes of one device that the embeddings of pictures take."""
-        return 0 if self.programs.encoder is None else part_bytes(self.programs.encoder.rows)
-
-    @property
-    def _encoder_programs(self) -> EncoderPrograms:
-        assert self.programs.encoder is not None
-        return self.programs.encoder
+    def _own_program(self, extension: str, name: str) -> Program:
+        own = self.programs.extension(extension).programs(self.params)
+        return next(program for program in own if program.name == name)
 
     @property
     def _held_beside_forwards(self) -> int:
-        changes = [self._held(change, self._changes[name]) for name, change in self.programs.state_changes().items()]
-        heads = [self._held(self.programs.head(*key, self._params), head) for key, head in self._heads.items()]
-        own = self._write_adapter
-        write = 0 if own is None else self._held(self.programs.write_adapter(self._params), own)
-        encoders = [
-            self._held(self._encoder_programs.program(size, self._params), encoder)
-            for size, encoder in self._encoders.items()
-        ]
-        return sum(changes) + sum(heads) + write + sum(encoders)
+        programs = self.programs
+        changes = [self._held(change, self._changes[name]) for name, change in programs.state_changes().items()]
+        epilogues = [self._held(programs.epilogue(*key, self.params), own) for key, own in self._epilogues.items()]
+        own = [self._held(self._own_program(*key), program) for key, program in self._programs.items()]
+        return sum(changes) + sum(epilogues) + sum(own)
 
     def _held(self, program: Program, compiled: Executable) -> int:
         """Bytes that a compiled program holds."""
@@ -283,17 +255,17 @@ class StageRunner:
 
     @property
     def _bytes_beside_forward(self) -> int:
-        """The state but for that of layers, and the most that a head of the step before and what it works on, and
-        pictures that are being encoded, can hold meanwhile."""
-        heads = [
-            self.programs.forwarded_bytes(*key) + workspace_bytes(head.memory_analysis())
-            for key, head in self._heads.items()
+        """What is kept of slots, and the most that an epilogue of the step before and what it works on, and a program
+        of an extension, can hold while a forward pass runs."""
+        epilogues = [
+            self.programs.forwarded_bytes(*key) + workspace_bytes(own.memory_analysis())
+            for key, own in self._epilogues.items()
         ]
-        encoders = [workspace_bytes(encoder.memory_analysis()) for encoder in self._encoders.values()]
-        state = sum(map(part_bytes, jax.tree.leaves(self.programs.state_shapes)))
-        return state - self.programs.state_bytes + max(heads, default=0) + max(encoders, default=0)
+        own = [workspace_bytes(program.memory_analysis()) for program in self._programs.values()]
+        return self.programs.slot_bytes + max(epilogues, default=0) + max(own, default=0)
 
-    def _compile(self, program: Program) -> Executable:
+    def compiled(self, program: Program) -> Executable:
+        """A program of this stage, compiled or loaded."""
         return self.executables.get(
             program.name,
             program.function,

@@ -19,8 +19,9 @@ from models.layers.linear import Linear
 from models.layers.norm import RMSNorm
 from models.layers.rope import apply_rope
 from models.layers.rows import Rows
+from models.layers.step_inputs import StepContext, StepInput
 from models.weights.declare import ParamDecl, Source, declare
-from pallas_kernels.attention.op import AttentionSpec, RaggedBatch, ragged_paged_attention
+from pallas_kernels.attention.op import AttentionSpec, RaggedBatch, attention_schedule, ragged_paged_attention
 from pallas_kernels.kv.pages import KVPages
 from pallas_kernels.kv.update import kv_cache_update
 from sharding.layout import ONE_DEVICE, MeshLayout
@@ -101,6 +102,29 @@ def query_temperature(positions: jax.Array, tuning: TemperatureTuning) -> jax.Ar
     """What queries at positions i32[T] are multiplied with, f32[T]."""
     steps = jnp.floor((positions.astype(jnp.float32) + tuning.offset) / tuning.floor_scale)
     return 1.0 + tuning.attn_scale * jnp.log1p(steps)
+
+
+def _schedule(spec: AttentionSpec, step: StepContext) -> Any:
+    return attention_schedule(
+        step.batch.ragged[0],  # schedules depend on lengths only
+        spec,
+        num_tokens=step.batch.token_ids.shape[0],
+        page_size=step.kv.page_size,
+        platform=step.kv.layout,
+        kv_limits=step.key_limits,
+    )
+
+
+def _spec_of(attention: LayerAttention, build: Build) -> AttentionSpec | None:
+    return attention_spec(attention, build.mesh) if attention.attends else None
+
+
+SCHEDULE = StepInput("attention_schedule", _spec_of, _schedule)
+TEMPERATURE = StepInput(
+    "temperature",
+    lambda attention, build: attention.temperature,
+    lambda tuning, step: query_temperature(step.batch.positions, tuning),
+)
 
 
 class Attention(nnx.Module):

@@ -1,63 +1,37 @@
 """Decoder: what every decoder-only family does around its layers, once per step.
 
-Owns the embedding, step inputs that layers share, the loop over layers, the final norm and the logits. What a layer
-does is its family's own file; a family overrides the lines in which it differs.
+Owns the embedding, the loop over layers, the final norm and the logits. What a layer does is its family's own file; a
+family overrides the lines in which it differs. What layers share in a step, and how each gets its part of the cache, is
+models.layers.decoder_step.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
 from models.build import Build
-from models.cache import Cache, Paged, State, group_layers, num_places, of_layer, paged_groups
-from models.config.attention import LayerAttention
+from models.cache import Cache, Paged, State, group_layers
 from models.config.gguf import GGUFConfig, gguf_fields
 from models.config.model_config import ModelConfig
-from models.config.rope import Rope
 from models.config.state import LayerState
 from models.forward_batch import ForwardBatch
-from models.layers.attention import LayerPages, StepInputs, attention_spec, num_kv_heads, query_temperature
+from models.layers.attention import num_kv_heads
 from models.layers.classify import LabelScores
+from models.layers.decoder_step import DecoderStep
 from models.layers.embedding import Embedding, own_logits, vocab_source
 from models.layers.linear import Linear
-from models.layers.lora import with_visits
-from models.layers.mla_made import made_rows
-from models.layers.moe import ExpertLoad
 from models.layers.norm import NormClass, RMSNorm
-from models.layers.rope import rope_table
-from models.layers.rows import Rows
 from models.layers.scale import scaled
 from models.weights.source import CheckpointNames
-from pallas_kernels.attention.op import attention_schedule
 from pallas_kernels.kv.pages import KVPages, KVSpec
-from pallas_kernels.kv.update import kv_update_schedule
 from sharding.layout import MeshLayout
 from sharding.stages import Stage
-
-
-class DecoderLayer(Protocol):
-    """One layer of a family: an nnx.Module.
-
-    A layer that keeps states gets its arrays [R, ...] in the place of the pool, and StateRows in that of pages; one
-    that attends as well gets a pair of each.
-    """
-
-    def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
-        """x[T, D] -> [T, D], and the pool with this step's keys and values of this layer written."""
-        ...
-
-
-class Streams(nnx.Variable):
-    """[T, n * D]: hidden states behind n numbers of layers, side by side, before any norm."""
 
 
 class Decoder(nnx.Module):
@@ -112,14 +86,6 @@ class Decoder(nnx.Module):
         """i32[T] -> [T, D], what the first layer gets."""
         return scaled(self.embed(token_ids), self.config.embedding_multiplier)
 
-    def embed_batch(self, batch: ForwardBatch) -> jax.Array:
-        """[T, D], the embeddings of tokens and, in their places, of pictures."""
-        x = self.embed_tokens(batch.token_ids)
-        if batch.media is None:
-            return x
-        assert batch.media.rows is not None, "the first stage has the rows of pictures"
-        return jnp.where(batch.media.index[:, None] >= 0, _media_part(batch.media.rows, batch.media.index, 0, x), x)
-
     def token_logits(self, hidden: jax.Array) -> jax.Array:
         """[R, D] -> f32[R, V] as the devices of the vocabulary compute them."""
         tied = self.config.tie_word_embeddings
@@ -127,53 +93,23 @@ class Decoder(nnx.Module):
         return scaled(logits, self.config.logit_scale)
 
     def __call__(
-        self,
-        batch: ForwardBatch,
-        kv: KVPages | Cache,
-        hidden: jax.Array | None = None,
-        *,
-        streams: Sequence[int] = (),
+        self, batch: ForwardBatch, kv: KVPages | Cache, hidden: jax.Array | None = None
     ) -> tuple[jax.Array, KVPages | Cache]:
         """Hidden states [T, D] after the final norm, and the pool holding the KV of this step's tokens.
 
         The pool is flat (models.cache); with it come the states of layers that keep some. A stage that is not the first
-        takes the hidden states of the one before, and one that is not the last gives them without the norm. Of layers
-        with experts the module then holds the ExpertLoad, i32[layers, E]; where `streams` names numbers of this stage's
-        layers, the Streams behind these.
+        takes the hidden states of the one before, and one that is not the last gives them without the norm.
         """
-        pool, states = kv if isinstance(kv, Cache) else (kv, ())
-        steps, pages, kept = self._step_inputs(batch, pool), self._pages(batch, pool), list(states)
-        own_state = {layer: place for place, layer in enumerate(self._state_layers)}
-        num_paged = 0
+        groups = self.cache_groups(*_page_of(kv), hybrid=len(batch.ragged) > 1)
+        step = DecoderStep(self.config, self.build, groups, batch, kv)
         with jax.named_scope("embed"):
-            x = self.embed_batch(batch) if hidden is None else hidden
-        loads: list[jax.Array] = []
-        passed = [x]
-        for index, (layer, attention) in enumerate(zip(self.layers, self._attention, strict=True)):
-            graph, state = nnx.split(layer)
-            place = own_state.get(self.stage.layers[index])
-            with jax.named_scope(f"layer_{index}"):
-                given = [(of_layer(pool, num_paged), pages[index])] if attention.attends else []
-                given += [] if place is None else [(kept[place], batch.state_rows)]
-                parts = given[0] if len(given) == 1 else tuple(zip(*given, strict=True))
-                x, own, load = run_layer(graph, state, x, *parts, steps[attention])
-                left = [own] if len(given) == 1 else list(own)
-                if attention.attends:
-                    pool, num_paged = replace(pool, data=left.pop(0).data), num_paged + 1
-                if place is not None:
-                    kept[place] = left.pop(0)
-            x = _with_part(x, batch, self.stage.layers[index] + 1)
-            loads += jax.tree.leaves(load)
-            passed.append(x)
-        kv = Cache(pool, tuple(kept)) if isinstance(kv, Cache) else pool
-        if loads:
-            self.load = ExpertLoad(jnp.stack(loads))
-        if streams:
-            self.streams = Streams(jnp.concatenate([passed[count] for count in streams], axis=-1))
-        if not self.stage.is_last:
-            return x, kv
-        with jax.named_scope("norm"):
-            return self.norm(x), kv
+            x = step.embed(self.embed_tokens(batch.token_ids)) if hidden is None else hidden
+        for index, layer in enumerate(self.layers):
+            x = step.run(index, layer, x)
+        if self.stage.is_last:
+            with jax.named_scope("norm"):
+                x = self.norm(x)
+        return x, step.cache
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[R, D] -> f32[R, V / n] where n devices share the rows; whole on one device."""
@@ -226,110 +162,8 @@ class Decoder(nnx.Module):
         """Layers here that keep a state."""
         return [layer for layer in self.stage.layers if self.config.attention[layer].state is not None]
 
-    def _pages(self, batch: ForwardBatch, kv: KVPages) -> list[LayerPages | None]:
-        """Where the pages of each layer here are; None for those that have none."""
-        groups = paged_groups(self.cache_groups(kv.page_size, kv.dtype, hybrid=len(batch.ragged) > 1))
-        num_pages, rest = divmod(kv.num_pages, num_places(groups))
-        if rest:
-            raise ValueError(f"num_pages must be a multiple of {num_places(groups)} layers, got {kv.num_pages}")
-        pages = {}
-        for group, ragged in zip(groups, batch.ragged, strict=True):
-            with jax.named_scope("kv_update_schedule"):
-                schedule = kv_update_schedule(ragged.slot_mapping, page_size=kv.page_size, platform=kv.layout)
-            for place, layer in enumerate(group.layers):
-                pages[layer] = LayerPages(ragged, jnp.int32(place * num_pages), schedule)
-        return [pages.get(layer) for layer in self.stage.layers]
 
-    @property
-    def _attention(self) -> list[LayerAttention]:
-        """Of the layers here."""
-        return [self.config.attention[layer] for layer in self.stage.layers]
-
-    def _step_inputs(self, batch: ForwardBatch, kv: KVPages) -> dict[LayerAttention, StepInputs]:
-        """One for each kind of attention; a rope table for each rope, a schedule for each kernel specification."""
-        attentions = dict.fromkeys(self._attention)
-        tables, temperatures, schedules = {}, {}, {}
-        for rope in dict.fromkeys(attention.rope for attention in attentions):
-            with jax.named_scope("rope_table"):
-                tables[rope] = None if rope is None else rope_table(_turns(batch, rope), rope)
-        for tuning in dict.fromkeys(attention.temperature for attention in attentions):
-            with jax.named_scope("temperature"):
-                temperatures[tuning] = None if tuning is None else query_temperature(batch.positions, tuning)
-        limits = None
-        if batch.media is not None and self.config.tower is not None and self.config.tower.attends_both_ways:
-            with jax.named_scope("picture_limits"):
-                limits = picture_limits(batch.media.index, batch.positions)
-        specs = {attention: attention_spec(attention, self.mesh) for attention in attentions if attention.attends}
-        for spec in dict.fromkeys(specs.values()):
-            with jax.named_scope("attention_schedule"):
-                schedules[spec] = attention_schedule(
-                    batch.ragged[0],  # schedules depend on lengths only
-                    spec,
-                    num_tokens=batch.token_ids.shape[0],
-                    page_size=kv.page_size,
-                    platform=kv.layout,
-                    kv_limits=limits,
-                )
-        made = {}
-        if limits is None and len(batch.logits_indices) < len(batch.token_ids):  # else rows have one token each
-            for attention, spec in specs.items():
-                with jax.named_scope("made_rows"):
-                    made[attention] = made_rows(attention, spec, batch.ragged[0], kv, batch.token_ids.shape[0])
-        adapters = with_visits(batch.adapters, self.build.lora, kv.layout)
-        rows = Rows(batch.ragged[0].slot_mapping >= 0, adapters)
-        return {
-            attention: StepInputs(
-                rows,
-                tables[attention.rope],
-                schedules.get(specs.get(attention)),
-                temperatures[attention.temperature],
-                made.get(attention),
-            )
-            for attention in attentions
-        }
-
-
-def picture_limits(index: jax.Array, positions: jax.Array) -> jax.Array:
-    """The position behind the picture of each token, i32[T], where it is in one (index >= 0), and else behind its own.
-
-    Two pictures are never neighbours in a prompt; where two prompts are, attention looks at the first one's keys only.
-    """
-    tokens = jnp.arange(len(index), dtype=jnp.int32)
-    behind = lax.cummin(jnp.where(index >= 0, len(index), tokens), reverse=True)
-    return positions + jnp.maximum(behind - tokens, 1)
-
-
-def _turns(batch: ForwardBatch, rope: Rope) -> jax.Array:
-    return batch.rope_positions if rope.sections and batch.rope_positions is not None else batch.positions
-
-
-def _media_part(rows: jax.Array, index: jax.Array, part: int, x: jax.Array) -> jax.Array:
-    """A part of the embeddings of pictures (MediaRows), as x [T, D]; of any row for tokens that have none."""
-    width = x.shape[1]
-    return rows[jnp.maximum(index, 0), part * width : (part + 1) * width].astype(x.dtype)
-
-
-def _with_part(x: jax.Array, batch: ForwardBatch, part: int) -> jax.Array:
-    """x [T, D] behind layer part - 1 with what pictures add there (DeepStack, Meng et al. 2024, arXiv:2406.04334)."""
-    media = batch.media
-    if media is None or media.rows is None or part * x.shape[1] >= media.rows.shape[1]:
-        return x
-    with jax.named_scope("deepstack"):
-        return jnp.where(media.index[:, None] >= 0, x + _media_part(media.rows, media.index, part, x), x)
-
-
-@partial(jax.jit, static_argnums=0)
-def run_layer(
-    graph: Any, state: nnx.State, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs
-) -> tuple[jax.Array, KVPages, nnx.State]:
-    """One layer as a function of its weights, and its ExpertLoad if it has experts.
-
-    Layers of one kind have equal graphs and share one trace.
-    """
-    layer = nnx.merge(graph, state)
-    x, kv = layer(x, kv, pages, step)
-    return x, kv, nnx.pop(layer, ExpertLoad)
-
-
-# The name that a layer's call has in a trace. Its first result is x [T, D].
-LAYER = "run_layer"
+def _page_of(kv: KVPages | Cache) -> tuple[int, Any]:
+    """Tokens of a page, and the dtype of what it holds."""
+    pool = kv.kv if isinstance(kv, Cache) else kv
+    return pool.page_size, pool.dtype

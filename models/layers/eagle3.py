@@ -69,7 +69,7 @@ class Eagle3Layer(nnx.Module):
 
 
 class Eagle3(Decoder):
-    """A head as jaxengine.runner.head_step runs it, beside the model that it was made for."""
+    """A head as jaxengine.runner.extensions.drafts.head_step runs it, beside the model that it was made for."""
 
     def __init__(self, config: Eagle3Config, build: Build):
         self.sizes = config

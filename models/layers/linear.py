@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from models.adapters import Adapters
 from models.build import Build
-from models.forward_batch import Adapters
 from models.layers.lora import LoraPools
 from models.layers.rows import Rows
 from models.weights.declare import ParamDecl, Source, declare

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from models.adapters import Adapters, are_few
 from models.config.lora import LoraSpec
-from models.forward_batch import Adapters, are_few
 from models.lora import DeclaredPool, PoolArray, PoolDecl, declared_pools, modules_of
 from models.weights.declare import Source
 from pallas_kernels.matmul.dense import matmul

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from models.adapters import Adapters
 from models.config.lora import LoraSpec
-from models.forward_batch import Adapters
 from models.lora import PoolArray, PoolDecl, modules_of
 from models.weights.declare import Source
 from pallas_kernels.matmul.low_rank_groups import add_low_rank

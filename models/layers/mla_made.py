@@ -18,7 +18,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from models.build import Build
 from models.config.attention import Latent, LayerAttention
+from models.layers.attention import attention_spec
+from models.layers.step_inputs import StepContext, StepInput
 from models.quantization.scheme import Weight
 from pallas_kernels.attention.op import AttentionSpec, RaggedBatch, attention_schedule, ragged_paged_attention
 from pallas_kernels.kv.pages import KVPages, export_pages, is_quantized, pages_of
@@ -307,3 +310,18 @@ def _merged(all_before: tuple[jax.Array, jax.Array], part: tuple[jax.Array, jax.
     share = jnp.where(total > 0, 1 / jnp.where(total > 0, total, 1.0), 0.0)
     merged = o * (weight * share)[..., None] + more * (more_weight * share)[..., None]
     return merged, shift + jnp.log(total)
+
+
+def _attention_and_spec(attention: LayerAttention, build: Build) -> tuple[LayerAttention, AttentionSpec] | None:
+    return (attention, attention_spec(attention, build.mesh)) if attention.attends else None
+
+
+def _of_step(key: tuple[LayerAttention, AttentionSpec], step: StepContext) -> MadeRows | None:
+    """`made_rows` of a step, None where each row has one token, or tokens see keys after their own."""
+    attention, spec = key
+    if step.key_limits is not None or len(step.batch.logits_indices) >= len(step.batch.token_ids):
+        return None
+    return made_rows(attention, spec, step.batch.ragged[0], step.kv, step.batch.token_ids.shape[0])
+
+
+MADE_ROWS = StepInput("made_rows", _attention_and_spec, _of_step)

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from models.adapters import Adapters
 from models.build import Build
-from models.forward_batch import Adapters
 from models.layers.linear import Linear
 from models.layers.rows import Rows
 from models.weights.declare import Source

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from models.adapters import Adapters
 from models.build import Build
 from models.config.fields import ModelConfigError
 from models.config.model_config import ModelConfig
-from models.forward_batch import Adapters
 from models.layers.expert_rows import add_rows, by_expert, in_blocks, mix, rows_of_own, tokens_per_expert
 from models.layers.linear import with_adapters
 from models.layers.lora import LoraPools

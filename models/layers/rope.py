@@ -2,7 +2,7 @@
 
 The rotation pairs element i with element i + R/2 of the first R elements of a head, as most Hugging Face checkpoints
 expect, or neighbours; R is the head dimension or less. Frequencies are worked out on the host in float64; angles and
-the rotation itself are float32. Knows nothing of layers.
+the rotation itself are float32.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from models.config.rope import Rope
+from models.layers.step_inputs import StepContext, StepInput
 
 
 def rope_table(positions: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array]:
@@ -39,3 +40,13 @@ def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: boo
     cos, sin = cos[:, None, :], sin[:, None, :]
     parts = [low * cos - high * sin, high * cos + low * sin]
     return jnp.concatenate([*parts, kept] if kept.shape[-1] else parts, axis=-1).astype(x.dtype)
+
+
+def _of_step(rope: Rope, step: StepContext) -> tuple[jax.Array, jax.Array]:
+    """`rope_table` of a step's tokens. `sections["mrope_positions"]`: i32[3, T], their positions in time, height and
+    width, or i32[T] where the three are equal; without it a rope with sections takes the plain positions, too."""
+    positions = step.batch.sections.get("mrope_positions") if rope.sections else None
+    return rope_table(step.batch.positions if positions is None else positions, rope)
+
+
+ROPE = StepInput("rope_table", lambda attention, build: attention.rope, _of_step)

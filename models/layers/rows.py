@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 import jax
 
-from models.forward_batch import Adapters
+from models.adapters import Adapters
+from models.layers.lora import with_visits
+from models.layers.step_inputs import StepContext
 
 
 class Rows(NamedTuple):
@@ -19,3 +21,9 @@ class Rows(NamedTuple):
 
     is_token: jax.Array
     adapters: Adapters | None = None
+
+
+def step_rows(step: StepContext) -> Rows:
+    """The Rows of a step's tokens."""
+    adapters = with_visits(step.batch.sections.get("adapters"), step.build.lora, step.kv.layout)
+    return Rows(step.batch.ragged[0].slot_mapping >= 0, adapters)

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from models.forward_batch import are_few
+from models.adapters import are_few
 from scheduler.batch import ScheduledStep
 from scheduler.extension import RankExtension
 from scheduler.pages.snapshots import Hits

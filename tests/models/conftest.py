@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +13,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from models.adapters import Adapters
 from models.build import Build
 from models.cache import Cache, StateRows, pool_spec, state_rows
 from models.config.hf import read_config_json
-from models.forward_batch import Adapters, ForwardBatch, MediaRows
+from models.forward_batch import ForwardBatch
+from models.layers.pictures import Pictures
 from models.registry import build_model, read_hf
 from models.weights.load import load_params
 from models.weights.safetensors import SafetensorsCheckpoint
@@ -65,11 +68,11 @@ class PagedRun:
         num_tokens: int,
         num_seqs: int = 2,
         adapters: dict[str, int] | None = None,
-        media: MediaRows | None = None,
+        pictures: Pictures | None = None,
     ) -> dict[str, np.ndarray]:
         """Run the new tokens of each sequence; returns their logits f32[n, V] by sequence.
 
-        adapters: slots of some. media: of the step's tokens.
+        adapters: slots of some. pictures: of the step's tokens.
         """
         own = np.full(num_tokens, -1, np.int32)
         tokens, positions = np.zeros(num_tokens, np.int32), np.zeros(num_tokens, np.int32)
@@ -96,10 +99,10 @@ class PagedRun:
         ragged = RaggedBatch(cu, lens, table, slots, np.int32(len(work)), np.int32(decodes))
         nowhere = np.full(num_seqs, NUM_SLOTS, np.int32)
         rows = StateRows(cu, reads, writes, nowhere, np.int32(len(work)), np.int32(decodes))
-        of_tokens = None if adapters is None else Adapters(own, np.int32(bool(adapters)))
-        batch = jax.tree.map(
-            jnp.asarray, ForwardBatch(tokens, positions, cu[1:] - 1, (ragged,), rows, of_tokens, media)
-        )
+        sections: dict[str, Any] = {"states": rows}
+        sections |= {} if adapters is None else {"adapters": Adapters(own, np.int32(bool(adapters)))}
+        sections |= {} if pictures is None else {"pictures": pictures}
+        batch = jax.tree.map(jnp.asarray, ForwardBatch(tokens, positions, cu[1:] - 1, (ragged,), sections))
         logits, self.kv = forward(self.graph, self.state, batch, self.kv)
         return {name: np.asarray(logits[cu[row] : cu[row + 1]]) for row, name in enumerate(work)}
 

@@ -60,7 +60,11 @@ class Loop:
         sections = {} if pictures is None else {"pictures": 4 if pictures.mrope else 1}
         decodes = [size for size in (1, 2, 4) if size < seqs]
         buckets = Buckets(seqs, tokens, decodes, [4], self.config.widths, sections=tuple(sections))
-        self.packer = Packer(buckets, self.config.page_size, self.config.num_ranks, self.config.num_tables, sections)
+        fields = {
+            name: lambda bucket, values=values: (values, bucket.num_tokens) if bucket.sections else None
+            for name, values in sections.items()
+        }
+        self.packer = Packer(buckets, self.config.page_size, self.config.num_ranks, self.config.num_tables, fields)
         pipelined = self.config.num_micro_batches > 1
         self.device = FakeDevice(self.packer, self.config, forgetful=pipelined, windows=windows)
         self.in_flight: deque = deque()

@@ -116,7 +116,7 @@ def main() -> None:
         model = replace(model_config(name), num_nextn_predict_layers=1)  # which `mtp` alone asks for
         for stage in open_stages(model, config, PLATFORMS["cpu"], jax.devices()):
             programs = [stage.forward(bucket, 64) for bucket in stage.buckets(short=True)]
-            programs += [stage.head(*head, 64) for head in stage.heads(short=True)]
+            programs += [stage.epilogue(*each, 64) for each in stage.epilogues(short=True)]
             programs += drafts(stage, 64, short=True)
             found = {}
             for program in programs:

@@ -71,7 +71,7 @@ def compile_cases(backend: str, *names: str) -> None:
     from jaxengine.check.targets import find_target
     from jaxengine.config.engine_config import EngineConfig
     from jaxengine.config.platforms import PLATFORMS
-    from jaxengine.runner.executables import compile_program
+    from jaxengine.runner.executables.cache import compile_program
     from models.config.experts import ExpertsConfig
     from models.quantization import plain as layers
     from tests.models.tiny import with_attention
@@ -94,7 +94,7 @@ def compile_cases(backend: str, *names: str) -> None:
         stage = open_stages(model, config, PLATFORMS[backend], devices)[0]
         bucket = stage.buckets(short=True)[1]
         programs = [stage.forward(bucket, stage.num_columns)]
-        programs += [stage.head(*head, stage.num_columns) for head in stage.heads(short=True)[-2:]]
+        programs += [stage.epilogue(*each, stage.num_columns) for each in stage.epilogues(short=True)[-2:]]
         found, faults = [], []
         for program in programs:
             with jax.set_mesh(program.mesh):

@@ -29,7 +29,7 @@ def main(folder: str) -> None:
     Path(folder, "config.json").write_text(json.dumps(MODELS["tied"]))
     few = {"skip_tokenizer_init": True, "enforce_eager": True, "compile_cache_dir": "", "kv_cache_dtype": "int8"}
     for options in ({}, SPLIT):
-        stages = LLM(folder, **OPTIONS | few | options).core.runner._stages
+        stages = LLM(folder, **OPTIONS | few | options).core.runner.stages
         kinds = (np.concatenate([getattr(stage._kv, name) for stage in stages]) for name in ("k_scale", "v_scale"))
         print(json.dumps([kind.tolist() for kind in kinds]))
 

@@ -10,7 +10,7 @@ from typing import Any
 from jaxengine.engine.extension import NO_EVENTS, Events, LoopExtension
 from jaxengine.engine.in_flight import InFlight
 from jaxengine.engine.metric_types import Gauge
-from jaxengine.runner.adapter_store import AdapterStore
+from jaxengine.runner.extensions.adapters.store import AdapterStore
 from jaxengine.runner.model_runner import ModelRunner
 from scheduler.batch import ScheduledStep
 from scheduler.request import Adapter, Request
@@ -27,7 +27,7 @@ class Adapters(LoopExtension):
 
     def __init__(self, runner: ModelRunner):
         self.store = AdapterStore(runner)
-        self._forms = runner.adapter_forms
+        self._forms = runner.extension("adapters").forms
         if not runner.config.disable_log_stats:
             for row in self._forms:
                 logger.info("adapters of %s: %s", row["modules"], row["forms"])

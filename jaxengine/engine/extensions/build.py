@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jaxengine.engine.extensions.adapters import Adapters
     from jaxengine.engine.extensions.drafts import Drafts
     from jaxengine.engine.extensions.pictures import MediaStats, Pictures
-    from jaxengine.runner.adapter_store import AdapterStore
+    from jaxengine.runner.extensions.adapters.store import AdapterStore
 
 
 class Inputs(Protocol):
@@ -49,16 +49,16 @@ class Extensions:
         self.by_name: dict[str, LoopExtension] = {}
         self._runner, self._inputs = runner, inputs
         self._loop: Loop | None = None
-        tokenizer = None if inputs is None or runner.pools else inputs.tokenizer
+        tokenizer = None if inputs is None or "pooling" in runner.extensions else inputs.tokenizer
         # Written out now: of a large vocabulary it takes long, and requests run when the first with a grammar comes.
         self._tokenizer: str | None = None if tokenizer is None else tokenizer.backend.to_str()
         has_drafts = runner.config.speculative_config is not None
         started = {
-            "pooling": runner.pools,
+            "pooling": "pooling" in runner.extensions,
             "adapters": runner.config.enable_lora,
             "drafts": has_drafts,
             "structured": has_drafts and tokenizer is not None,  # it tells which tokens must come
-            "pictures": runner.encoder is not None,
+            "pictures": "pictures" in runner.extensions,
         }
         for name in (name for name, is_started in started.items() if is_started):
             self.require(name)
@@ -182,7 +182,7 @@ class Extensions:
         masks = RequestMasks(
             self._tokenizer,
             runner.vocab_size,
-            runner.num_mask_words,
+            runner.extension("structured").num_words,
             inputs.eos_token_ids(),
             inputs.tokenizer,
             looks_ahead=drafts is not None,  # tokens that must come are worth knowing where a step may have several

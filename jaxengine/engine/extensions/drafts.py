@@ -64,11 +64,11 @@ class Drafts(LoopExtension):
 
     def sync(self, step: ScheduledStep) -> None:
         """Tells the devices the tokens that new requests begin with, where drafts are made of these."""
-        loop = self.loop
-        if loop.runner.keeps_history:
+        loop, drafts = self.loop, self.loop.runner.extension(NAME)
+        if drafts.keeps_history:
             for request in loop.rows.admitted(step):
                 known = request.prompt_token_ids, loop.scheduler.output_token_ids(request)
-                loop.runner.set_history(loop.rows.number(request), np.concatenate(known))
+                drafts.set_history(loop.rows.number(request), np.concatenate(known))
 
     def of_newest(self, request: Request, num_output: int) -> Sequence[int] | None:
         """Returns the drafts that a request with a grammar has in the step dispatched last, after so many tokens of
@@ -81,7 +81,7 @@ class Drafts(LoopExtension):
             return None
         if self._proposer is not None:
             return self._proposer.propose_one(slots.known_token_ids(slot), count).tolist()
-        return _made_on_device(self.loop.in_flight[-1], request)[:count] or None
+        return self._made_on_device(self.loop.in_flight[-1], request)[:count] or None
 
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
         """Counts what became of the drafts of a step, and what it took, by which the scheduler chooses how many."""
@@ -89,7 +89,7 @@ class Drafts(LoopExtension):
         if num_rows > sum(batch.num_decode for batch in batches):
             return
         accepted = np.zeros(num_rows, np.int64)
-        counts, num_drafts = step.pending.counts(), step.pending.num_drafts()
+        counts, num_drafts = step.pending.result("counts"), step.pending.result("num_drafts")
         if counts is not None and num_drafts is not None:
             counts, drafts = (
                 np.concatenate([each[: batch.num_rows] for each, batch in zip(found, batches, strict=True)])
@@ -114,11 +114,9 @@ class Drafts(LoopExtension):
         for position, count in enumerate(stats.accepted[: self._config.num_speculative_tokens].tolist()):
             yield Counter("vllm:spec_decode_num_accepted_tokens_per_pos", count, {"position": str(position)})
 
-
-def _made_on_device(step: InFlight, request: Request) -> list[int]:
-    """The drafts that a model or a head has made for a request of a step."""
-    batches = step.step.batches
-    if (drafts := step.pending.drafts(len(batches))) is None:
-        return []
-    rows = np.flatnonzero(batches[request.rank].slots == request.slot)
-    return drafts[request.rank, rows[0]].tolist() if len(rows) else []
+    def _made_on_device(self, step: InFlight, request: Request) -> list[int]:
+        """The drafts that a model or a head has made for a request of a step."""
+        if (drafts := self.loop.runner.extension(NAME).drafts(step.pending)) is None:
+            return []
+        rows = np.flatnonzero(step.step.batches[request.rank].slots == request.slot)
+        return drafts[request.rank, rows[0]].tolist() if len(rows) else []

@@ -59,16 +59,16 @@ class Pictures(LoopExtension):
 
     def before_forward(self, step: ScheduledStep) -> None:
         """Dispatches, and counts, what the forward pass of this step, the next one to be dispatched, depends on."""
-        runner, stats = self.loop.runner, self.stats
+        encoder, stats = self.loop.runner.extension(NAME), self.stats
         admitted = [request for batch in step.batches for request in batch.admitted]
-        if admitted and runner.has_places:
+        if admitted and encoder.uses_mrope:
             numbers = [self.loop.rows.number(request) for request in admitted]
             deltas = [0 if request.media is None else request.media.rope_delta for request in admitted]
-            runner.set_rope_deltas(numbers, deltas)
+            encoder.set_rope_deltas(numbers, deltas)
         if any(NAME in batch.sections for batch in step.batches):
             encodes = [batch.sections.get(NAME, []) for batch in step.batches]
             start, items = time.monotonic(), [each.item for own in encodes for each in own]
-            runner.encode(encodes)
+            encoder.encode(encodes)
             stats.num_calls += any(item.num_patches for item in items)
             stats.num_items += sum(item.num_patches > 0 for item in items)
             stats.num_patches += sum(item.num_patches for item in items)

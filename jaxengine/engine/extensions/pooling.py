@@ -13,10 +13,10 @@ class Pooling(LoopExtension):
 
     def attach(self, loop: Loop) -> None:
         super().attach(loop)
-        self.epilogue = loop.runner.pool
+        self.epilogue = loop.runner.extension("pooling").pool
 
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
         """Adds the vectors of prompts that ended."""
         if result.emitted:
-            vectors = step.pending.vectors()
+            vectors = self.loop.runner.extension("pooling").vectors(step.pending)
             result.emitted = [rows._replace(vectors=vectors[rows.rank, rows.rows]) for rows in result.emitted]

@@ -54,7 +54,7 @@ class Scores(LoopExtension):
         """Scores the prompts of a step."""
         if step is not None and (prompts := _scored_prompts(step.step, self.loop.scheduler.ranks)):
             self._prompts[step] = prompts
-            self.loop.runner.score(step.pending)
+            self.loop.runner.extension("scores").score(step.pending)
         return NO_EVENTS
 
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
@@ -65,7 +65,7 @@ class Scores(LoopExtension):
                 rows._replace(scores=_scores_at(scores, rows.rank, rows.rows[rows.scored])) for rows in result.emitted
             ]
         if prompts := self._prompts.pop(step, None):
-            scores = step.pending.prompt_logprobs()
+            scores = self.loop.runner.extension("scores").prompt_logprobs(step.pending)
             output.prompt_scores += [
                 PromptScores(each.request, each.position + 1, _scores_at(scores, each.rank, each.tokens))
                 for each in prompts

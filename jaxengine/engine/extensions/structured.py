@@ -19,8 +19,6 @@ from jaxengine.engine.output import EngineOutput
 from jaxengine.grammars.request_masks import RequestMasks
 from scheduler.batch import ScheduledStep, StepResult
 from scheduler.config import SchedulerConfig
-from scheduler.extensions.drafts import NAME as DRAFTS
-from scheduler.extensions.drafts import DraftOptions
 from scheduler.request import Request, RequestStatus, Wait
 from scheduler.token_params import MASK
 
@@ -55,11 +53,15 @@ class Structured(LoopExtension):
 
     def configure(self, config: SchedulerConfig) -> SchedulerConfig:
         """Tokens that a grammar leaves no choice are scheduled before they are sampled."""
+        if self._drafts is None:
+            return config
+        from scheduler.extensions.drafts import DraftOptions
+
         extensions = (
             replace(options, forced=self.masks.forced) if isinstance(options, DraftOptions) else options
             for options in config.extensions
         )
-        return config if self._drafts is None else replace(config, extensions=tuple(extensions))
+        return replace(config, extensions=tuple(extensions))
 
     def prepare(self, request: Request) -> None:
         if request.params.grammar is not None:
@@ -114,7 +116,7 @@ class Structured(LoopExtension):
             else:
                 masks.append((number(request), self.masks.row(request, self._num_output(each))))
         if masks or of_drafts:
-            self.loop.runner.set_masks(masks, of_drafts)
+            self.loop.runner.extension("structured").set_masks(masks, of_drafts)
 
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
         """Has the next masks computed of requests that got a token."""
@@ -156,7 +158,7 @@ class Structured(LoopExtension):
             for request, row in self.loop.rows.sampling(step, MASK):
                 batch, is_wide = step.batches[request.rank], step.width > 1
                 width = int(batch.num_scheduled[row]) if is_wide else 1
-                yield _Choice(request, row, width, is_wide and bool(batch.sections[DRAFTS].is_guided[row]))
+                yield _Choice(request, row, width, is_wide and bool(batch.sections["drafts"].is_guided[row]))
 
     def _has_mask(self, each: _Choice) -> bool:
         """Whether the mask is there of what the step being dispatched chooses last for a request, or in front of

@@ -202,10 +202,10 @@ def test_what_an_engine_is_not_for_is_refused(make_pooling_llm, make_llm):
 
 def test_a_state_that_is_not_finite_ends_its_own_request(make_pooling_llm):
     llm = make_pooling_llm("mean")
-    (stage,) = llm.core.runner._stages
-    paths = [index for index, leaf in enumerate(stage._params) if leaf.shape == (128, SIZE)]
-    whole = stage._params[paths[0]]
-    stage._params[paths[0]] = whole.at[99].set(np.nan)
+    (stage,) = llm.core.runner.stages
+    paths = [index for index, leaf in enumerate(stage.params) if leaf.shape == (128, SIZE)]
+    whole = stage.params[paths[0]]
+    stage.params[paths[0]] = whole.at[99].set(np.nan)
     try:
         with pytest.raises(RequestError, match=r"has no answer: error \(logits are not finite\)"):
             llm.embed([[5, 6, 99], [5, 6]], use_tqdm=False)
@@ -218,7 +218,7 @@ def test_a_state_that_is_not_finite_ends_its_own_request(make_pooling_llm):
         assert found["bad"].finish_reason == "error" and found["good"].finish_reason == "stop"
         check_equal(found["good"].outputs.data[None], GOLDENS["mean"][1:2])
     finally:
-        stage._params[paths[0]] = whole
+        stage.params[paths[0]] = whole
 
 
 @pytest.mark.parametrize(

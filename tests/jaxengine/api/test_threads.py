@@ -137,7 +137,7 @@ def test_ctrl_c_in_a_step_leaves_an_engine_that_answers(make_llm, monkeypatch):
     before = signal.signal(signal.SIGUSR1, interrupt)
     try:
         alone = tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
-        (stage,) = llm.core.engine.runner._stages
+        (stage,) = llm.core.engine.runner.stages
 
         def interrupted(compiled):
             def call(*arguments):

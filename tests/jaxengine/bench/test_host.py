@@ -82,7 +82,7 @@ def test_what_a_model_that_sees_adds_is_told(tmp_path):
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["sees"] is True and isinstance(found["results"][0]["more"], float)
     steps = host._Steps(2, 100, 0, sees=True)
-    assert steps.packer.sections and any(bucket.sections for bucket in steps.packer.buckets)
+    assert any(layout.has("pictures") for layout in steps.packer.layouts.values())
     assert not steps.packer.pack(steps.scheduler.schedule(0.0)).bucket.sections
 
 

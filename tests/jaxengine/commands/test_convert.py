@@ -163,7 +163,7 @@ def test_scales_of_keys_and_values(with_scales, tmp_path):
     ours, theirs = (LLM(str(folder), **options) for folder in (converted, model))
     for llm in (ours, theirs):
         assert llm.core.runner.config.kv_cache_dtype == "float8_e4m3fn"
-        kv = llm.core.runner._stages[0]._kv
+        kv = llm.core.runner.stages[0]._kv
         np.testing.assert_array_equal(kv.k_scale, scales.k)
         np.testing.assert_array_equal(kv.v_scale, scales.v)
     assert tokens(ours) == tokens(theirs)

@@ -11,8 +11,8 @@ from scheduler.request import NOT_FINITE
 
 def test_a_model_that_gives_nan_is_counted(tiny_options):
     llm = LLM(**tiny_options)
-    (stage,) = llm.core.runner._stages
-    stage._params = [jax.device_put(jnp.full_like(leaf, jnp.nan), leaf.format) for leaf in stage._params]
+    (stage,) = llm.core.runner.stages
+    stage.params = [jax.device_put(jnp.full_like(leaf, jnp.nan), leaf.format) for leaf in stage.params]
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     outputs = llm.generate([{"prompt_token_ids": [5, 6]}] * 3, params, use_tqdm=False)
     assert [(each.outputs[0].finish_reason, each.outputs[0].stop_reason) for each in outputs] == [

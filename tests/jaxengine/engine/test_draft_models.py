@@ -76,7 +76,7 @@ def assert_told(llm: LLM, formats: dict[str, str]) -> None:
     """What drafts has these modules of these formats in the table of weights, with the bytes that are loaded."""
     rows = {row["modules"]: row for row in llm.core.utility("weights") if row["modules"].startswith("draft: ")}
     assert {name.removeprefix("draft: "): row["format"] for name, row in rows.items()} == formats
-    matrices = [leaf for leaf in llm.core.runner._stages[-1].drafter._params if leaf.ndim > 1]
+    matrices = [leaf for leaf in llm.core.runner.stages[-1].extensions["drafts"]._params if leaf.ndim > 1]
     assert sum(row["bytes"] for row in rows.values()) == sum(leaf.nbytes for leaf in matrices)
 
 
@@ -168,19 +168,19 @@ def test_a_stop_string_cuts_what_a_draft_model_drafts(plain, own):
 
 
 def test_memory_is_planned_for_both(plain, own):
-    (stage,) = own.core.runner._stages
-    (alone,) = plain.core.runner._stages
+    (stage,) = own.core.runner.stages
+    (alone,) = plain.core.runner.stages
     assert own.core.runner.plan.page_bytes == 2 * plain.core.runner.plan.page_bytes == 2 * alone.page_bytes
     assert own.core.runner.plan.weights == 2 * plain.core.runner.plan.weights
-    assert stage.drafter._kept.num_pages == stage._kv.num_pages
-    assert not own.core.runner.keeps_history
+    assert stage.extensions["drafts"]._kept.num_pages == stage._kv.num_pages
+    assert not own.core.runner.extension("drafts").keeps_history
     assert_told(own, {row["modules"]: "as it is" for row in plain.core.utility("weights")})
 
 
 def test_steps_without_drafts_are_the_same_forward_passes(plain, own):
-    (alone,), (stage,) = plain.core.runner._stages, own.core.runner._stages
+    (alone,), (stage,) = plain.core.runner.stages, own.core.runner.stages
     for bucket in plain.core.runner.buckets:
-        programs = [each.programs.forward(bucket, each._params, each._kv_shapes) for each in (alone, stage)]
+        programs = [each.programs.forward(bucket, each.params, each._kv_shapes) for each in (alone, stage)]
         assert repr(programs[0].arguments) == repr(programs[1].arguments) and programs[0].name == programs[1].name
         assert alone.programs.description == stage.programs.description
 

@@ -286,4 +286,4 @@ def test_a_check_counts_a_head(tmp_path):
     assert found.weight_bytes == 4 * (layer + others + padded) + 4 * 8 * SIZE
     assert found.page_bytes == 4 * 4 * 2 * 32
     bucket = next(iter(stage.steps.packer.buckets))
-    assert stage.steps.read_shape(bucket).shape == (bucket.num_tokens, 2 * SIZE)
+    assert stage.steps.forwarded(bucket).sections["drafts"].shape == (bucket.num_tokens, 2 * SIZE)

@@ -74,22 +74,22 @@ class Weights:
 
     def __init__(self, llm):
         self.llm = llm
-        self.own = [list(stage._params) for stage in llm.core.runner._stages]
+        self.own = [list(stage.params) for stage in llm.core.runner.stages]
 
     def load(self, folder):
         checkpoint = SafetensorsCheckpoint(folder)
-        for stage in self.llm.core.runner._stages:
-            pools = {pool.index for pool in stage.programs.adapter_pools}
+        for stage in self.llm.core.runner.stages:
+            pools = {pool.index for pool in stage.programs.extension("adapters").pools}
             state = load_params(stage.programs.model, checkpoint, mesh=stage.programs.mesh)
             loaded = iter(jax.tree.leaves(state))
-            stage._params = [leaf if at in pools else next(loaded) for at, leaf in enumerate(stage._params)]
+            stage.params = [leaf if at in pools else next(loaded) for at, leaf in enumerate(stage.params)]
         checkpoint.close()
         self.llm.reset_prefix_cache()
 
     def restore(self):
-        for stage, own in zip(self.llm.core.runner._stages, self.own, strict=True):
-            pools = {pool.index for pool in stage.programs.adapter_pools}
-            stage._params = [leaf if at in pools else own[at] for at, leaf in enumerate(stage._params)]
+        for stage, own in zip(self.llm.core.runner.stages, self.own, strict=True):
+            pools = {pool.index for pool in stage.programs.extension("adapters").pools}
+            stage.params = [leaf if at in pools else own[at] for at, leaf in enumerate(stage.params)]
         self.llm.reset_prefix_cache()
 
 
@@ -166,8 +166,9 @@ def test_preempted_requests_give_the_same(llm, adapters, expected):
 def test_a_step_brings_one_adapter_at_a_time(llm, adapters, expected, monkeypatch):
     """Running requests wait while one is written, so a crowd of them is spread over steps."""
     core, store, written = llm.core, llm.core.engine.extensions.adapter_store(), []
-    write = core.runner.write_adapter
-    monkeypatch.setattr(core.runner, "write_adapter", lambda slot, values: (written.append(slot), write(slot, values)))
+    pools = core.runner.extension("adapters")
+    write = pools.write
+    monkeypatch.setattr(pools, "write", lambda slot, values: (written.append(slot), write(slot, values)))
     names = ["one layer", "gate alone"]
     for name in names:
         tokens(llm, PROMPTS[:1], adapters[name])

@@ -93,7 +93,7 @@ def test_what_forms_there_are_is_told(llm):
         ("gpu", "matmul.lora_xla: kernels multiply bfloat16"),
         ("gpu_xla", ""),
     ):
-        rows = product_forms([stage.programs.model for stage in llm.core.runner._stages], platform)
+        rows = product_forms([stage.programs.model for stage in llm.core.runner.stages], platform)
         assert {row["modules"].split(", ")[0] for row in rows} == {f"model.layers.*.{name}" for name in products}
         assert all(row["forms"].startswith(f"flat, {grouped}" if grouped else "flat") for row in rows)
     assert llm.core.utility("adapter_forms")[0]["forms"] == "flat, matmul.lora_xla"

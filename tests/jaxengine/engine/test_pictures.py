@@ -219,7 +219,7 @@ def embedded(case: Case, llm: LLM) -> tuple[list[dict[str, Any]], list[list[int]
             llm.reset_prefix_cache()
             answers(llm, [{"prompt": case.write("image"), "multi_modal_data": {"image": [picture]}}], [1])
             ((_, kept),) = pool._rows.items()
-            values = np.asarray(llm.core.runner._stages[0]._encoder_rows, np.float32)[kept]
+            values = np.asarray(llm.core.runner.stages[0].extensions["pictures"].rows, np.float32)[kept]
             rows.append({"image_embeds": values, "image_grid_thw": list(item.grid)} if grids else values)
         given.append({**prompt, "multi_modal_data": {**prompt["multi_modal_data"], "image": rows}})
     llm.reset_mm_cache()
@@ -303,9 +303,9 @@ def test_what_is_refused(case, tight):
 
 def step_of_text(llm: LLM) -> tuple[dict[str, int], str]:
     """Of steps without pictures: how many numbers each is told, and the smallest one as it is given to XLA."""
-    runner, (stage,) = llm.core.runner, llm.core.runner._stages
+    runner, (stage,) = llm.core.runner, llm.core.runner.stages
     buckets = [bucket for bucket in runner.buckets if not bucket.sections]
-    program = stage.programs.forward(min(buckets), stage._params, stage.programs.kv_shapes(8))
+    program = stage.programs.forward(min(buckets), stage.params, stage.programs.kv_shapes(8))
     lowered = jax.jit(program.function, donate_argnums=program.donate).lower(*program.arguments)
     return {str(bucket): runner.packer.layouts[bucket].size for bucket in buckets}, lowered.as_text()
 
@@ -320,9 +320,9 @@ def test_a_model_that_is_not_to_see(case, tight, executables_dir, thorough):
     (sizes, program), (own_sizes, own_program) = step_of_text(llm), step_of_text(tight)
     assert sizes == own_sizes
     # With places in three dimensions a slot has the distance of its text behind its pictures.
-    assert (program == own_program) != tight.core.runner.has_places
-    assert llm.core.inputs.media is None and llm.core.runner.encoder is None
-    assert not any(bucket.sections for bucket in llm.core.runner.buckets) and llm.core.runner.plan.embeddings == 0
+    assert (program == own_program) != tight.core.runner.extension("pictures").uses_mrope
+    assert llm.core.inputs.media is None and "pictures" not in llm.core.runner.extensions
+    assert not any(bucket.sections for bucket in llm.core.runner.buckets) and not llm.core.runner.plan.extensions
     with pytest.raises(RequestError, match="language_model_only"):
         llm.generate({"prompt": "w1", "multi_modal_data": {"image": np.zeros((20, 20, 3), np.uint8)}}, use_tqdm=False)
     name = next(name for name, each in case.prompts.items() if not any(each["multi_modal_data"].values()))

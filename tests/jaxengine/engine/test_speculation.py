@@ -274,7 +274,7 @@ def test_a_grammar_needs_no_guesses(engines, executables_dir, monkeypatch):
     plain = engines[0]
     options = OPTIONS | {"model": plain.core.config.model, "compile_cache_dir": executables_dir}
     forcing = LLM(**options, speculative_config=GRAMMAR)
-    assert not forcing.core.runner._stages[0].programs.state_shapes.keeps_history
+    assert not forcing.core.runner.extension("drafts").keeps_history
     prompts, params = forced_workload(257)
     force(forcing, 8)
     for index in (0, 10, 12):
@@ -290,10 +290,10 @@ def test_a_grammar_needs_no_guesses(engines, executables_dir, monkeypatch):
 
 
 def test_steps_without_drafts_are_the_same_programs(engines):
-    plain, drafting = (llm.core.runner._stages[0] for llm in engines)
+    plain, drafting = (llm.core.runner.stages[0] for llm in engines)
 
     def text(stage, bucket):
-        program = stage.programs.forward(bucket, stage._params, stage._kv_shapes)
+        program = stage.programs.forward(bucket, stage.params, stage._kv_shapes)
         return jax.jit(program.function, donate_argnums=program.donate).lower(*program.arguments).as_text()
 
     buckets = list(plain.programs.packer.buckets)
@@ -301,7 +301,8 @@ def test_steps_without_drafts_are_the_same_programs(engines):
     for bucket in buckets:
         assert text(plain, bucket) == text(drafting, bucket)
     assert text(drafting, drafting.programs.packer.buckets.wide[0]) != text(plain, buckets[0])
-    assert not plain.programs.state_shapes.keeps_history and not any("verify" in name for name, _ in plain._heads)
+    assert "drafts" not in engines[0].core.runner.extensions
+    assert not any("verify" in name for name, _ in plain._epilogues)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

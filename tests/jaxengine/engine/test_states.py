@@ -20,11 +20,11 @@ OTHER = pytest.mark.thorough("another kind of state")
 
 def poison(llm) -> None:
     """NaN in the states of slots that nobody has."""
-    (rank,), (stage,) = llm.core.engine.scheduler.ranks, llm.core.runner._stages
+    (rank,), (stage,) = llm.core.engine.scheduler.ranks, llm.core.runner.stages
     empty = np.flatnonzero(~rank.slots.active)
     slots = stage._state.slots
-    states = jax.tree.map(lambda rows: rows.at[empty].set(jnp.nan), slots.states)
-    stage._state = stage._state._replace(slots=slots._replace(states=states))
+    states = jax.tree.map(lambda rows: rows.at[empty].set(jnp.nan), slots.sections["states"])
+    stage._state = stage._state._replace(slots=slots._replace(sections={**slots.sections, "states": states}))
 
 
 def run(llm, prompts, params) -> list[list[int]]:
@@ -83,12 +83,13 @@ def test_tokens_do_not_depend_on_what_states_held(llm):
 
 
 def test_states_are_counted(llm, folder):
-    plan, slots = llm.core.runner.plan, llm.core.runner._stages[0]._state.slots
+    plan, slots = llm.core.runner.plan, llm.core.runner.stages[0]._state.slots
     layers = [layer.state for layer in read_folder(folder).attention if layer.state is not None]
     numbers = sum(math.prod(array.shape) for state in layers for array in state.arrays)
     rows = TINY_OPTIONS["max_num_seqs"] + 12
-    assert plan.states == 4 * rows * numbers == sum(rows.nbytes for rows in jax.tree.leaves(slots.states))
-    assert plan.parts["states"] == plan.states and "states" in plan.table()
+    held = sum(rows.nbytes for rows in jax.tree.leaves(slots.sections["states"]))
+    assert plan.extensions["states"] == 4 * rows * numbers == held
+    assert plan.parts["states"] == held and "states" in plan.table()
 
 
 @pytest.mark.parametrize(
@@ -111,4 +112,4 @@ def test_refused(make, name, options, said):
 
 def test_nothing_is_known_without_snapshots(make):
     llm = make(num_state_snapshots=0, enforce_eager=True)
-    assert not llm.core.engine.scheduler.config.enable_prefix_caching and llm.core.runner.plan.states > 0
+    assert not llm.core.engine.scheduler.config.enable_prefix_caching and llm.core.runner.plan.extensions["states"] > 0

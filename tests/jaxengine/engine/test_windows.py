@@ -50,7 +50,7 @@ def taken(monkeypatch):
 
 def poison_pages(llm, pages: np.ndarray) -> None:
     """NaN in these pages, i32[n]."""
-    (stage,) = llm.core.runner._stages
+    (stage,) = llm.core.runner.stages
     num_pages = llm.core.runner.plan.num_pages
     places = stage._kv.num_pages // num_pages
     rows = np.full(places * num_pages, places * num_pages, np.int32)

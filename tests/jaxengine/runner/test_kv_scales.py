@@ -48,7 +48,7 @@ def coded(make):
 
 
 def scales(llm) -> list[np.ndarray]:
-    kv = llm.core.runner._stages[0]._kv
+    kv = llm.core.runner.stages[0]._kv
     return [np.asarray(kv.k_scale), np.asarray(kv.v_scale)]
 
 
@@ -135,10 +135,10 @@ def test_logprobs_are_those_of_keys_and_values_rounded_token_by_token(make, plai
     exact, got = prompt_logprobs(plain), prompt_logprobs(llm)
     np.testing.assert_allclose(got, expected, atol=1e-3)
     assert np.abs(expected - exact).max() > 2e-3, "rounding shows"
-    stage, plan = llm.core.runner._stages[0], llm.core.runner.plan
+    stage, plan = llm.core.runner.stages[0], llm.core.runner.plan
     assert stage._kv.k_scale is None and stage._kv.spec.token_scales
     # What was planned is what is there, scales included.
-    held = [llm.core.runner._stages[0]._kv.data.nbytes for llm in (plain, llm)]
+    held = [llm.core.runner.stages[0]._kv.data.nbytes for llm in (plain, llm)]
     assert held == [one.core.runner.plan.page_bytes * one.core.runner.plan.num_pages for one in (plain, llm)]
     head_dim = stage._kv.spec.head_dim
     assert plan.page_bytes * 4 * head_dim == (head_dim + 4) * plain.core.runner.plan.page_bytes
@@ -163,7 +163,7 @@ def test_what_is_measured_is_what_the_cache_holds(make, plain, coded, tmp_path):
     tokens = np.random.default_rng(0).integers(0, vocab_size, 63)
     scheduler = use_scheduler(plain)
     plain.generate([{"prompt_token_ids": tokens.tolist()}], SamplingParams(max_tokens=1), use_tqdm=False)
-    kv, num_pages = plain.core.runner._stages[0]._kv, scheduler.num_pages
+    kv, num_pages = plain.core.runner.stages[0]._kv, scheduler.num_pages
     held = [export_pages(kv, layer * num_pages + jnp.arange(16)) for layer in range(kv.num_pages // num_pages)]
     for part, found in enumerate(scales(coded("int8"))):
         largest = np.stack([np.abs(np.asarray(pages[:, :, part])).max(axis=(0, 1, 3)) for pages in held])
@@ -192,7 +192,7 @@ def test_a_file(make, plain, tmp_path, with_words):
     np.testing.assert_array_equal(scales(llm)[0], scales_for(largest.k, "float8_e4m3fn"))
     use_scheduler(plain)
     plain.generate([{"prompt_token_ids": [5, 7, 11, 2]}], SamplingParams(max_tokens=1), use_tqdm=False)
-    longer = np.abs(np.asarray(export_pages(plain.core.runner._stages[0]._kv, jnp.arange(1))[:, :4, 0])).max(
+    longer = np.abs(np.asarray(export_pages(plain.core.runner.stages[0]._kv, jnp.arange(1))[:, :4, 0])).max(
         axis=(0, 1, 3)
     )
     assert (largest.k[0] >= longer * 0.999).all() and (largest.k[0] < longer * 3).all()
@@ -213,7 +213,7 @@ def test_those_of_a_checkpoint(make, tmp_path):
     assert [np.unique(each).tolist() for each in scales(make(folder, kv_cache_dtype="fp8", enforce_eager=True))] == [
         [np.float32(0.03)]
     ] * 2
-    assert make(folder, enforce_eager=True).core.runner._stages[0]._kv.k_scale is None
+    assert make(folder, enforce_eager=True).core.runner.stages[0]._kv.k_scale is None
     # They are of another kind of codes.
     assert np.unique(scales(make(folder, kv_cache_dtype="int8", enforce_eager=True))[0]).size > 1
     unit = make(folder, kv_cache_dtype="fp8", kv_cache_scales="unit", enforce_eager=True)
@@ -245,7 +245,7 @@ def test_a_checkpoint_that_says_what_its_cache_is(make, tmp_path):
     assert llm.core.runner.config.kv_cache_dtype == "float8_e4m3fn"
     assert [np.unique(each).tolist() for each in scales(llm)] == [[np.float32(0.03)]] * 2
     plain = make(folder, enforce_eager=True, kv_cache_dtype="float32")
-    assert plain.core.runner._stages[0]._kv.k_scale is None
+    assert plain.core.runner.stages[0]._kv.k_scale is None
 
 
 @pytest.mark.parametrize(

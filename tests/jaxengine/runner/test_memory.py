@@ -12,8 +12,8 @@ def test_every_loaded_program_counts(make_llm):
     """The code of one is not enough: all buckets, heads and state changes stay loaded."""
     sizes = {"cudagraph_capture_sizes": [1, 8], "prefill_sizes": [32]}
     runner = make_llm(compilation_config=sizes).core.engine.runner
-    (stage,) = runner._stages
-    num_programs = len(runner.buckets) + len(stage.programs.heads()) + len(stage.programs.state_changes())
+    (stage,) = runner.stages
+    num_programs = len(runner.buckets) + len(stage.programs.epilogue_sizes()) + len(stage.programs.state_changes())
     whole = stage.program_bytes
     held = [stage._held(each, None) for each in _programs(stage)]  # remembered by now
     assert len(held) == num_programs and min(held) > 0
@@ -27,7 +27,7 @@ def test_a_program_that_was_loaded_counts_as_when_it_was_compiled(tiny_options, 
 
     def held(**options) -> list[int]:
         runner = LLM(**options).core.engine.runner
-        (stage,) = runner._stages
+        (stage,) = runner.stages
         return [stage._held(program, stage._changes[name]) for name, program in stage.programs.state_changes().items()]
 
     LLM(**options)
@@ -41,7 +41,7 @@ def test_a_program_that_was_loaded_counts_as_when_it_was_compiled(tiny_options, 
 
 def test_what_is_foreseen_is_enough(make_llm):
     runner = make_llm().core.engine.runner
-    (stage,) = runner._stages
+    (stage,) = runner.stages
     foreseen = stage.foresee_needs()
     assert foreseen.programs >= stage.program_bytes
     assert foreseen.workspace >= 0.98 * stage.workspace_bytes
@@ -49,7 +49,7 @@ def test_what_is_foreseen_is_enough(make_llm):
 
 def test_a_plan_on_a_cpu_adds_up_to_what_the_process_held(make_llm):
     runner = make_llm().core.engine.runner
-    plan, device = runner.plan, runner._stages[0].programs.mesh.devices.flat[0]
+    plan, device = runner.plan, runner.stages[0].programs.mesh.devices.flat[0]
     assert plan.process > 0 and plan.planned == sum(
         (plan.weights, plan.programs, plan.kv_bytes, plan.workspace, plan.process)
     )
@@ -64,6 +64,6 @@ def test_a_plan_on_a_cpu_adds_up_to_what_the_process_held(make_llm):
 def _programs(stage):
     yield from stage.programs.state_changes().values()
     for bucket in stage.programs.packer.buckets:
-        yield stage.programs.forward(bucket, stage._params, stage._kv_shapes)
-    for name, size in stage.programs.heads():
-        yield stage.programs.head(name, size, stage._params)
+        yield stage.programs.forward(bucket, stage.params, stage._kv_shapes)
+    for name, size in stage.programs.epilogue_sizes():
+        yield stage.programs.epilogue(name, size, stage.params)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,8 @@ from jaxengine.tokens.tokenizer import Tokenizer
 from models.build import Build
 from models.cache import Cache, StateRows, pool_spec, state_rows
 from models.config.hf import read_config_json
-from models.forward_batch import ForwardBatch, MediaRows
+from models.forward_batch import ForwardBatch
+from models.layers.pictures import Pictures
 from models.registry import build_model, read_folder
 from models.weights.load import load_params
 from models.weights.safetensors import SafetensorsCheckpoint
@@ -130,16 +132,16 @@ class Run:
         # As many rows for every step, so that all share a program.
         rows = np.zeros((self.bucket, self.case.config.hidden_size * self.case.config.tower.num_parts), np.float32)
         rows[: sum(map(len, chosen))] = np.concatenate([*chosen, rows[:0]])
-        return self._step(token_ids, MediaRows(rows, index), self.expanded.rope_positions)
+        return self._step(token_ids, Pictures(rows, index), self.expanded.rope_positions)
 
     def token(self, token_id: int) -> np.ndarray:
         """Logits behind one more token, f32[V]."""
         place = np.full((3, 1), self.length + self.expanded.rope_delta, np.int32)
         width = self.case.config.hidden_size * self.case.config.tower.num_parts
-        nothing = MediaRows(np.full((self.bucket, width), np.nan, np.float32), np.full(1, -1, np.int32))
+        nothing = Pictures(np.full((self.bucket, width), np.nan, np.float32), np.full(1, -1, np.int32))
         return self._step([token_id], nothing, None if self.expanded.rope_positions is None else place)[0]
 
-    def _step(self, token_ids: list[int], media: MediaRows, places: np.ndarray | None) -> np.ndarray:
+    def _step(self, token_ids: list[int], pictures: Pictures, places: np.ndarray | None) -> np.ndarray:
         count, width = len(token_ids), self.bucket
         missing = width - count
         where = np.arange(self.length, self.length + count, dtype=np.int32)
@@ -151,10 +153,12 @@ class Run:
         ragged = RaggedBatch(cu, lens, pages, slots, np.int32(1), np.int32(count == 1))
         reads, one = np.asarray([0 if self.length > count else -1], np.int32), np.zeros(1, np.int32)
         states = StateRows(cu, reads, one, one + 1, np.int32(1), np.int32(count == 1))
-        rope = None if places is None else np.pad(places, ((0, 0), (0, missing)))
-        media = media._replace(index=np.pad(media.index, (0, missing), constant_values=-1))
+        sections: dict[str, Any] = {"states": states}
+        if places is not None:
+            sections["mrope_positions"] = np.pad(places, ((0, 0), (0, missing)))
+        pictures = replace(pictures, index=np.pad(pictures.index, (0, missing), constant_values=-1))
         ids, positions = (np.pad(np.asarray(each, np.int32), (0, missing)) for each in (token_ids, where))
-        batch = ForwardBatch(ids, positions, cu[1:] - 1, (ragged,), states, media=media, rope_positions=rope)
+        batch = ForwardBatch(ids, positions, cu[1:] - 1, (ragged,), sections | {"pictures": pictures})
         logits, self.kv = _forward(self.case.model, jax.tree.map(jnp.asarray, batch), self.kv)
         return np.asarray(logits[:count])
 

@@ -10,7 +10,8 @@ from flax import nnx
 
 from models.build import Build
 from models.cache import pool_spec
-from models.forward_batch import ForwardBatch, MediaRows
+from models.forward_batch import ForwardBatch
+from models.layers.pictures import Pictures
 from models.registry import build_model
 from models.weights.load import load_params
 from models.weights.safetensors import SafetensorsCheckpoint
@@ -38,7 +39,8 @@ def test_two_stages_see_as_one_model_does():
         source = SafetensorsCheckpoint(checkpoint(NAME))
         nnx.update(model, load_params(model, source))
         source.close()
-        batch = ForwardBatch(tokens, tokens, tokens[-1:], (ragged,), media=MediaRows(own_rows, index))
+        sections = {"pictures": Pictures(own_rows, index)}
+        batch = ForwardBatch(tokens, tokens, tokens[-1:], (ragged,), sections)
         kv = alloc(pool_spec(model.cache_groups(PAGE_SIZE, "float32", hybrid=False), 2))
         graph, state = nnx.split(model)
         inputs = [] if hidden is None else [hidden]

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxengine.media.registry import PROCESSORS
 from jaxengine.tokens.tokenizer import Tokenizer
 from models.config.hf import read_config_json
-from models.forward_batch import MediaRows
+from models.layers.pictures import Pictures
 from tests.fixtures.drawn_weights import checkpoint
 from tests.fixtures.unit_pictures import picture, write_checkpoint
 from tests.models.conftest import PagedRun, load_recorded
@@ -72,5 +72,5 @@ def run_prompt(
         rows[first : first + len(places)] = found
         first += len(places)
     known = np.asarray([*expanded.token_ids, *more], np.int32)
-    media = MediaRows(jnp.asarray(rows), jnp.asarray(index))
-    return expanded.token_ids, PagedRun(case.model).step({"a": known}, num_tokens=PADDED, media=media)["a"]
+    pictures = Pictures(jnp.asarray(rows), jnp.asarray(index))
+    return expanded.token_ids, PagedRun(case.model).step({"a": known}, num_tokens=PADDED, pictures=pictures)["a"]

@@ -16,8 +16,8 @@ from models.cache import pool_spec
 from models.config.eagle3 import head_fields
 from models.config.fields import ModelConfigError
 from models.forward_batch import ForwardBatch
-from models.layers.decoder import Streams
 from models.layers.eagle3 import Eagle3Source
+from models.layers.section import Capture
 from models.registry import build_eagle3, read_eagle3
 from models.weights.errors import ModelFileError
 from models.weights.load import load_params
@@ -95,8 +95,9 @@ def test_logits_are_those_of_the_definition(name, recorded, tmp_path):
     @jax.jit
     def streams(state, kv):
         target = nnx.merge(target_graph, state)
-        target(one_sequence(jnp.asarray(tokens), jnp.int32(0)), kv, streams=shape.streams)
-        return jax.tree.leaves(nnx.pop(target, Streams))[0]
+        batch, capture = one_sequence(jnp.asarray(tokens), jnp.int32(0)), Capture(shape.streams)
+        target(batch._replace(sections={"capture": capture}), kv)
+        return capture.joined()
 
     check(streams(target_state, pool_of(model)), wanted)
 

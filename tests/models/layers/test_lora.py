@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from models.adapters import Adapters
 from models.build import Build
 from models.config.lora import LoraSpec
-from models.forward_batch import Adapters
 from models.layers.linear import Linear
 from models.layers.lora import FLAT, GROUPED, groups_on, with_visits
 from models.layers.rows import Rows

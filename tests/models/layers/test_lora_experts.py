@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from models.adapters import Adapters
 from models.build import Build
 from models.config.lora import LoraSpec
-from models.forward_batch import Adapters
 from models.layers.moe import ExpertLoad, MixtureOfExperts
 from models.layers.rows import Rows
 from models.lora import PoolArray

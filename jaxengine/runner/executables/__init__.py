@@ -1,0 +1,1 @@
+"""Compiled programs: made, cut between layers, kept in files and found again."""

@@ -1,0 +1,217 @@
+"""Compiled programs, kept so that a second start compiles nothing.
+
+A file's name is a digest of everything that decides the machine code: the sources it was traced from, jax, the device,
+the compiler's flags and the program's own description. Loading one runs code from the file: which files may be loaded
+is the affair of jaxengine.runner.executables.executable_files.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import platform
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib.version
+
+from jaxengine.runner.executables.executable_files import ExecutableFiles, file_name
+from jaxengine.runner.executables.layer_chain import Executable, compile_parts, load, serialize
+from jaxengine.runner.executables.program_sources import source_digest
+from models.cache import kernel_modules, platform_of
+
+logger = logging.getLogger(__name__)
+
+# Scatters and gathers of a few rows, which XLA:TPU would hand to the SparseCore and wait for.
+_COMPILER_OPTIONS: dict[str, dict[str, bool | str]] = {
+    "tpu": {
+        "xla_tpu_enable_offloading_scatter_to_sparsecore": "false",
+        "xla_tpu_offload_gather_to_sparsecore": "false",
+        # Sums and gathers of layers, which nothing runs beside: on tpu7x each would keep buffers of its own there
+        # (benchmarks/README.md).
+        "xla_tpu_enable_sparse_core_collective_offload_all_reduce": "false",
+        "xla_tpu_enable_sparse_core_collective_offload_all_gather": "false",
+        "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "false",
+        # Else tpu7x brings a head of a gigabyte into another tiling in every step, for the loop over prompt logprobs.
+        "xla_tpu_control_large_2nd_minor_layout_for_x16": "false",
+    }
+}
+
+_UNKNOWN_OPTION = re.compile(r"No such compile option: '(\w+)'")
+
+
+def compile_program(lowered: jax.stages.Lowered, backend: str) -> jax.stages.Compiled:
+    """Compiles as all our programs are compiled; backend as `jax.default_backend` names it.
+
+    An option that this release of the compiler does not know is left out from then on, with a warning.
+    """
+    wanted = _COMPILER_OPTIONS.get(backend, {})
+    while True:
+        options = dict(wanted)
+        try:
+            return lowered.compile(compiler_options=options or None)
+        except jax.errors.JaxRuntimeError as error:
+            unknown = _UNKNOWN_OPTION.search(str(error))
+            if unknown is None or unknown[1] not in options:
+                raise
+            if wanted.pop(unknown[1], None) is not None:
+                logger.warning("this compiler has no option %s: steps may take longer or more memory", unknown[1])
+
+
+class ExecutableCache:
+    """Compiles programs or loads them as they were compiled before.
+
+    Attributes:
+      num_compiled, num_loaded: what `get` did so far.
+      on_compile: called before something is compiled, which takes long.
+    """
+
+    def __init__(self, directory: str | None, devices: Sequence[Any], *, family: type | None = None):
+        """directory: as ExecutableFiles has it. devices: what the programs run on.
+
+        family: the model's class, None for programs without a model. Nothing is kept of one whose source is unknown.
+        """
+        self.num_compiled = 0
+        self.num_loaded = 0
+        self.on_compile: Callable[[], None] = lambda: None
+        self._devices = devices
+        self._family = None if family is None else _source_file(family)
+        if family is not None and self._family is None:
+            logger.warning("compiled steps of %s are not kept: its source is not in a file", family.__name__)
+            directory = ""
+        self._files = ExecutableFiles(directory)
+
+    def get(
+        self,
+        name: str,
+        function: Callable,
+        arguments: Sequence[Any],
+        results: Any,
+        *,
+        donate: tuple[int, ...],
+        description: str = "",
+    ) -> Executable:
+        """The compiled program, on one CPU in parts where jaxengine.runner.executables.layer_chain says so.
+
+        Args:
+          name: for messages.
+          function: what to compile.
+          arguments: its arguments as ShapeDtypeStructs.
+          results: a pytree of the structure that `function` returns, of ShapeDtypeStructs. They are part of the key:
+            right they must be where they do not follow from the arguments.
+          donate: indices of donated arguments.
+          description: what decides the function's meaning beyond our sources and its arguments.
+        """
+        file = self._file_name(name, arguments, results, donate, description)
+        trees = jax.tree.structure((tuple(arguments), {})), jax.tree.structure(results)
+        compiled = self._load(name, file, *trees)
+        if compiled is not None:
+            self.num_loaded += 1
+            return compiled
+        self.on_compile()
+        # What has no arguments runs where its results are to lie.
+        places = None if jax.tree.leaves(arguments) else jax.tree.map(lambda leaf: leaf.sharding, results)
+        compiled = self.compile(function, arguments, donate=donate, places=places)
+        self.num_compiled += 1
+        self._store(file, compiled)
+        return compiled
+
+    def compile(
+        self, function: Callable, arguments: Sequence[Any], *, donate: tuple[int, ...], places: Any = None
+    ) -> Executable:
+        """As `get` compiles it, kept nowhere. places: the shardings of the results, None for those that follow."""
+        backend = self._devices[0].platform
+        traced = jax.jit(function, donate_argnums=donate, out_shardings=places).trace(*arguments)
+        in_parts = None
+        if backend == "cpu" and len(self._devices) == 1:
+            one = functools.partial(compile_program, backend=backend)
+            in_parts = compile_parts(traced, arguments, donate, one, self._devices[0])
+        return in_parts or compile_program(traced.lower(), backend)
+
+    def stored_bytes(
+        self, name: str, arguments: Sequence[Any], results: Any, *, donate: tuple[int, ...], description: str = ""
+    ) -> int:
+        """The size of what is kept of a program, 0 if that is nothing. Arguments as `get`'s."""
+        return len(self._files.read(self._file_name(name, arguments, results, donate, description)) or b"")
+
+    def get_number(self, name: str, arguments: Sequence[Any], description: str, compute: Callable[[], int]) -> int:
+        """A number that follows from a compilation, remembered like the program it belongs to."""
+        file = self._file_name(name, arguments, (), (), description)
+        if (stored := self._files.read(file)) is not None:
+            return int.from_bytes(stored, "little")
+        self.on_compile()
+        number = compute()
+        self._files.write(file, number.to_bytes(8, "little"))
+        return number
+
+    def _file_name(
+        self, name: str, arguments: Sequence[Any], results: Any, donate: tuple[int, ...], description: str
+    ) -> str:
+        shapes = [(leaf.shape, str(leaf.dtype), str(leaf.format)) for leaf in jax.tree.leaves((arguments, results))]
+        devices = [device.id for device in self._devices]
+        environment = (*_environment(self._devices[0], self._family), *_compiler_options())
+        structure = str(jax.tree.structure((arguments, results)))
+        return file_name(repr((environment, devices, name, donate, shapes, structure, description)))
+
+    def _load(self, name: str, file: str, in_tree: Any, out_tree: Any) -> Executable | None:
+        payload = self._files.read(file)
+        if payload is None:
+            return None
+        devices = tuple(self._devices)
+        try:
+            return load(payload, in_tree, out_tree, devices)
+        except Exception as error:  # whatever the runtime dislikes about the file, compiling again is the answer
+            logger.warning("the executable %s (%s) cannot be used and is compiled again: %s", name, file, error)
+            return None
+
+    def _store(self, file: str, compiled: Executable) -> None:
+        if not self._files.can_keep():
+            return
+        try:
+            payload = serialize(compiled)
+        except ValueError as error:
+            logger.warning("this platform's executables cannot be stored, every start will compile: %s", error)
+            return
+        self._files.write(file, payload)
+
+
+def _source_file(family: type) -> Path | None:
+    file = getattr(sys.modules.get(family.__module__), "__file__", None)
+    return None if file is None else Path(file).resolve()
+
+
+@functools.cache
+def _environment(device: Any, family: Path | None) -> tuple[str, ...]:
+    """What every program's machine code depends on."""
+    return (
+        source_digest(Path(__file__).resolve().parents[3], kernel_modules(platform_of(device)), family),
+        jax.__version__,
+        jaxlib.version.__version__,
+        device.platform,
+        device.device_kind,
+        str(device.client.platform_version),
+        str(jax.device_count()),
+        platform.machine(),
+        _cpu_flags(),
+    )
+
+
+def _compiler_options() -> tuple[str, ...]:
+    """What a user says to compilers, which decides how fast their code is."""
+    unoptimised = jax.config.read("jax_disable_most_optimizations")
+    return os.environ.get("XLA_FLAGS", ""), os.environ.get("LIBTPU_INIT_ARGS", ""), f"unoptimised {unoptimised}"
+
+
+def _cpu_flags() -> str:
+    """Host code is compiled for the very CPU: its features, and its number of cores, decide what is emitted."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return f"{flags} x{os.cpu_count()}"

@@ -1,0 +1,349 @@
+"""A program of many layers as a chain of smaller ones, of which equal ones are compiled, kept and loaded once.
+
+For CPUs: XLA keeps far more there of a loaded program than its code, for every operation of it, and a forward pass has
+its layers one after the other. As wholes, the steps of a model of thirty layers are the same layer over and over, in
+memory and in the time that compiling takes. So a function is traced as ever, its trace is cut between layers, and
+groups of layers that differ in nothing but their arguments become calls of one program. A value lives until the last
+part that reads it, and what the whole program might overwrite its parts may, too.
+
+Knows traces, and of what is in them only the name that calls of layers go by.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import serialize_executable
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+
+from models.layers.decoder_step import LAYER
+
+# Fewer layers are compiled as they are, and steps of fewer tokens, which are so short that calls would be felt.
+_LEAST_LAYERS = 6
+LEAST_TOKENS = 32
+_MAGIC = b"parts"
+
+
+class Call(NamedTuple):
+    """One part of a chain: run a program on values, by their places, and keep its results.
+
+    Attributes:
+      program: its index.
+      inputs, outputs: places of values.
+      last: inputs that nothing reads afterwards.
+    """
+
+    program: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    last: tuple[int, ...]
+
+
+class Chain(NamedTuple):
+    """What is done. The values at the first places are the leaves of the arguments.
+
+    Attributes:
+      constants: values, and their places.
+      results: places of the leaves of the result.
+      peak_bytes: the most that is there at once beside arguments, and results that lie in place of some.
+    """
+
+    constants: tuple[tuple[int, np.ndarray], ...]
+    calls: tuple[Call, ...]
+    results: tuple[int, ...]
+    peak_bytes: int
+
+
+class Analysis(NamedTuple):
+    """The fields of `jax.stages.Compiled.memory_analysis` that are read; all that is no argument is temporary."""
+
+    temp_size_in_bytes: int
+    output_size_in_bytes: int = 0
+    alias_size_in_bytes: int = 0
+    generated_code_size_in_bytes: int = 0
+
+
+class InParts:
+    """A compiled chain, called like a `jax.stages.Compiled`."""
+
+    def __init__(self, chain: Chain, programs: Sequence[jax.stages.Compiled], in_tree: Any, out_tree: Any, device: Any):
+        """in_tree: of (arguments, {}). device: which the programs run on."""
+        self.chain, self.programs = chain, tuple(programs)
+        self._in_tree, self._out_tree = in_tree, out_tree
+        self._constants = {place: jax.device_put(value, device) for place, value in chain.constants}
+
+    def __call__(self, *arguments: Any) -> Any:
+        leaves, tree = jax.tree.flatten((arguments, {}))
+        if tree != self._in_tree:
+            raise TypeError(f"called with {tree}, compiled for {self._in_tree}")
+        values = dict(enumerate(leaves)) | self._constants
+        for call in self.chain.calls:
+            given = self.programs[call.program](*[values[place] for place in call.inputs])
+            for place in call.last:
+                del values[place]
+            values.update(zip(call.outputs, given, strict=True))
+        return jax.tree.unflatten(self._out_tree, [values[place] for place in self.chain.results])
+
+    def memory_analysis(self) -> Analysis:
+        return Analysis(self.chain.peak_bytes)
+
+
+Executable = jax.stages.Compiled | InParts
+
+
+def serialize(compiled: Executable) -> bytes:
+    """For `load`.
+
+    Raises:
+      ValueError: the platform's programs cannot be stored.
+    """
+    if isinstance(compiled, InParts):
+        chain = compiled.chain
+        payloads = [serialize_executable.serialize(program)[0] for program in compiled.programs]
+        blobs = [value.tobytes() for _, value in chain.constants] + payloads
+        kinds = [(place, value.dtype.name, value.shape) for place, value in chain.constants]
+        header = json.dumps([kinds, chain.calls, chain.results, chain.peak_bytes, list(map(len, blobs))]).encode()
+        return b"".join([_MAGIC, len(header).to_bytes(8, "little"), header, *blobs])
+    return serialize_executable.serialize(compiled)[0]
+
+
+def serialized_bytes(compiled: Executable) -> tuple[int, int]:
+    """Bytes of `serialize`, and about those of the program if it were no chain. Raises as `serialize`."""
+    if not isinstance(compiled, InParts):
+        return (size := len(serialize(compiled))), size
+    sizes = [len(serialize(program)) for program in compiled.programs]
+    return sum(sizes), sum(sizes[call.program] for call in compiled.chain.calls)
+
+
+def load(payload: bytes, in_tree: Any, out_tree: Any, devices: Sequence[Any]) -> Executable:
+    """What `serialize` wrote; runs code from it. in_tree: of (arguments, {})."""
+    if not payload.startswith(_MAGIC):
+        return serialize_executable.deserialize_and_load(payload, in_tree, out_tree, execution_devices=devices)
+    begin = len(_MAGIC) + 8
+    end = begin + int.from_bytes(payload[len(_MAGIC) : begin], "little")
+    kinds, calls, results, peak_bytes, sizes = json.loads(payload[begin:end])
+    ends = [end + sum(sizes[:number]) for number in range(len(sizes) + 1)]
+    blobs = [payload[start:stop] for start, stop in zip(ends, ends[1:], strict=False)]
+    constants = [
+        (place, np.frombuffer(blob, jnp.dtype(name)).reshape(shape))
+        for (place, name, shape), blob in zip(kinds, blobs, strict=False)
+    ]
+    calls = [Call(program, *map(tuple, places)) for program, *places in calls]
+    chain = Chain(tuple(constants), tuple(calls), tuple(results), peak_bytes)
+    counts = {call.program: (len(call.inputs), len(call.outputs)) for call in calls}
+    programs = []
+    for program, part in enumerate(blobs[len(kinds) :]):
+        num_inputs, num_outputs = counts[program]
+        trees = jax.tree.structure(((0,) * num_inputs, {})), jax.tree.structure([0] * num_outputs)
+        programs.append(serialize_executable.deserialize_and_load(part, *trees, execution_devices=devices))
+    return InParts(chain, programs, in_tree, out_tree, devices[0])
+
+
+def compile_parts(
+    traced: Any,
+    arguments: Sequence[Any],
+    donate: tuple[int, ...],
+    compile_lowered: Callable[[Any], Any],
+    device: Any,
+) -> InParts | None:
+    """A program in parts, None where it is better compiled as a whole.
+
+    Args:
+      traced: `jax.stages.Traced` for `arguments`, shapes.
+      donate: indices of arguments that may be overwritten.
+      compile_lowered: jax.stages.Lowered -> jax.stages.Compiled.
+      device: what it runs on.
+    """
+    parts = _cut(traced.jaxpr.jaxpr)
+    if parts is None:
+        return None
+    leaves, in_tree = jax.tree.flatten((tuple(arguments), {}))
+    owners = [index for index, argument in enumerate(arguments) for _ in jax.tree.leaves(argument)]
+    plan = _Plan(traced.jaxpr, leaves, [owner in donate for owner in owners])
+    for index in range(len(parts)):
+        plan.add(parts, index)
+    programs = [compile_lowered(lowered) for lowered in plan.lowered]
+    return InParts(plan.chain(programs), programs, in_tree, jax.tree.structure(traced.out_info), device)
+
+
+def _cut(jaxpr: Jaxpr) -> list[list[JaxprEqn]] | None:
+    """What comes before the layers, groups of layers, what comes after them; None where these or tokens are few."""
+    eqns = jaxpr.eqns
+    layers = [place for place, eqn in enumerate(eqns) if eqn.params.get("name") == LAYER]
+    if len(layers) < _LEAST_LAYERS or _shape_of(eqns[layers[0]].outvars[0]).shape[0] < LEAST_TOKENS:
+        return None
+    kinds = [id(eqns[place].params["jaxpr"]) for place in layers]
+
+    def cost(size: int) -> int:
+        """Layers that are compiled, and calls."""
+        groups = [tuple(kinds[i : i + size]) for i in range(0, len(kinds), size)]
+        return sum(map(len, set(groups))) + len(groups)
+
+    size = min(range(len(layers), 0, -1), key=cost)
+    starts, end = layers[::size], layers[-1] + 1
+    # What stands between two layers goes with the one before.
+    groups = [eqns[start:stop] for start, stop in zip(starts, [*starts[1:], end], strict=True)]
+    return [eqns[: layers[0]], *groups, eqns[end:]]
+
+
+class _Plan:
+    """The chain as it grows, part by part.
+
+    Attributes:
+      lowered: its programs.
+    """
+
+    def __init__(self, closed: ClosedJaxpr, leaves: Sequence[Any], may_overwrite: Sequence[bool]):
+        self._jaxpr = closed.jaxpr
+        self._shapes = list(leaves)
+        self._places: dict[Any, int] = {var: place for place, var in enumerate(self._jaxpr.invars)}
+        self._constants: dict[int, np.ndarray] = {}
+        for var, value in zip(self._jaxpr.constvars, closed.consts, strict=True):
+            self._places[var] = self._constant(np.asarray(value))
+        self._own = {place for place, may in enumerate(may_overwrite) if may}
+        self._results: list[int] = []
+        # Values like these are large. Others are not overwritten, so that equal parts stay equal.
+        self._large = {_signature(leaves[place]) for place in self._own}
+        self._calls: list[Call] = []
+        self._programs: dict[Any, int] = {}
+        self.lowered: list[Any] = []
+
+    def add(self, parts: Sequence[Sequence[JaxprEqn]], index: int) -> None:
+        """The part of this index; those before it have been added."""
+        eqns, outer = parts[index], index in (0, len(parts) - 1)
+        # Layers differ in numbers, too, which their program therefore takes as arguments.
+        eqns = (
+            list(eqns) if outer else [eqn.replace(invars=list(map(self._without_literal, eqn.invars))) for eqn in eqns]
+        )
+        copied = self._copied() if index == len(parts) - 1 else {}
+        made = {var for eqn in eqns for var in eqn.outvars}
+        read = dict.fromkeys(atom for eqn in eqns for atom in eqn.invars if not isinstance(atom, Literal))
+        read |= dict.fromkeys(copied.values())
+        inputs = [var for var in read if var not in made]
+        later = {atom for part in parts[index + 1 :] for eqn in part for atom in _vars(eqn.invars)}
+        later |= _vars([atom for number, atom in enumerate(self._jaxpr.outvars) if number not in copied])
+        outputs = [var for eqn in eqns for var in eqn.outvars if var in later]
+        outputs += copied.values()
+        places = [self._places[var] for var in inputs]
+        kept = self._constants.keys() | {self._places[var] for var in later if var in self._places}
+        last = tuple(place for place in places if place not in kept)
+        donated = self._overwritten(places, last, outputs)
+        key = _key(eqns, inputs, outputs), tuple(_signature(self._shapes[place]) for place in places), donated
+        if key not in self._programs:
+            self._programs[key] = len(self.lowered)
+            part = self._jaxpr.replace(constvars=[], invars=inputs, outvars=outputs, eqns=eqns)
+            function = jax.jit(jaxpr_as_fun(ClosedJaxpr(part, ())), donate_argnums=donated)
+            self.lowered.append(function.lower(*[self._shapes[place] for place in places]))
+        new = [self._new(_shape_of(var)) for var in outputs]
+        self._own.update(new)
+        self._calls.append(Call(self._programs[key], tuple(places), tuple(new), last))
+        num_made = len(outputs) - len(copied)
+        self._places |= zip(outputs[:num_made], new, strict=False)
+        if index == len(parts) - 1:
+            copies = dict(zip(copied, new[num_made:], strict=True))
+            outvars = self._jaxpr.outvars
+            self._results = [copies[i] if i in copies else self._places[var] for i, var in enumerate(outvars)]
+
+    def _copied(self) -> dict[int, Var]:
+        """Results, by their numbers, that nothing makes or that are there twice: numbers, arguments that are not given
+        away. Who gets a result may give it away, so the last part copies them."""
+        found: dict[int, Var] = {}
+        seen: set[Var] = set()
+        for number, atom in enumerate(self._jaxpr.outvars):
+            var = self._without_literal(atom)
+            place = self._places.get(var)  # none yet where the last part makes it
+            if var in seen or (place is not None and place not in self._own):
+                found[number] = var
+            seen.add(var)
+        return found
+
+    def _overwritten(self, places: Sequence[int], last: Sequence[int], outputs: Sequence[Var]) -> tuple[int, ...]:
+        """Numbers of inputs in whose places outputs may lie."""
+        free = Counter(_signature(_shape_of(var)) for var in outputs)
+        found = []
+        for number, place in enumerate(places):
+            signature = _signature(self._shapes[place])
+            if place in last and place in self._own and signature in self._large and free[signature]:
+                free[signature] -= 1
+                found.append(number)
+        return tuple(found)
+
+    def chain(self, programs: Sequence[Any]) -> Chain:
+        """programs: `lowered`, compiled."""
+        alive: dict[int, int] = {}
+        peak = 0
+        for call in self._calls:
+            alive |= {place: self._bytes_of(place) for place in call.outputs}
+            peak = max(peak, sum(alive.values()) + programs[call.program].memory_analysis().temp_size_in_bytes)
+            for place in call.last:
+                alive.pop(place, None)
+        return Chain(tuple(self._constants.items()), tuple(self._calls), tuple(self._results), peak)
+
+    def _bytes_of(self, place: int) -> int:
+        """That a new value takes, none in place of another."""
+        shape, dtype, _ = signature = _signature(self._shapes[place])
+        return 0 if signature in self._large else int(np.prod(shape)) * dtype.itemsize
+
+    def _without_literal(self, atom: Any) -> Any:
+        if not isinstance(atom, Literal):
+            return atom
+        var = Var(atom.aval)
+        self._places[var] = self._constant(np.asarray(atom.val, _shape_of(atom).dtype))
+        return var
+
+    def _constant(self, value: np.ndarray) -> int:
+        for place, known in self._constants.items():
+            if known.dtype == value.dtype and known.shape == value.shape and known.tobytes() == value.tobytes():
+                return place
+        place = self._new(jax.ShapeDtypeStruct(value.shape, value.dtype))
+        self._constants[place] = value
+        return place
+
+    def _new(self, shape: Any) -> int:
+        self._shapes.append(shape)
+        return len(self._shapes) - 1
+
+
+def _vars(atoms: Sequence[Any]) -> set[Any]:
+    return {atom for atom in atoms if not isinstance(atom, Literal)}
+
+
+def _shape_of(atom: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
+
+
+def _signature(leaf: Any) -> tuple[Any, ...]:
+    """Values of one signature may be arguments of one program."""
+    order = None if leaf.sharding is None else getattr(leaf.format.layout, "major_to_minor", None)
+    if order == tuple(range(len(leaf.shape))):
+        order = None
+    return tuple(leaf.shape), leaf.dtype, order
+
+
+def _key(eqns: Sequence[JaxprEqn], inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[Any, ...]:
+    """Equal for parts that do the same to arguments of the same shapes."""
+    numbers = {var: number for number, var in enumerate(inputs)}
+
+    def number_of(atom: Any) -> Any:
+        return repr(atom) if isinstance(atom, Literal) else numbers.setdefault(atom, len(numbers))
+
+    def static(value: Any) -> Any:
+        # Layers of one kind share one trace.
+        return id(value) if isinstance(value, Jaxpr | ClosedJaxpr) else repr(value)
+
+    done = [
+        (
+            eqn.primitive,
+            tuple((name, static(value)) for name, value in sorted(eqn.params.items())),
+            tuple(map(number_of, eqn.invars)),
+            tuple(map(number_of, eqn.outvars)),
+        )
+        for eqn in eqns
+    ]
+    return tuple(done), tuple(map(number_of, outputs))

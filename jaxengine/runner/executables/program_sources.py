@@ -1,0 +1,134 @@
+"""Which of our sources decide what the compiled programs are, and a digest of them.
+
+Owns the walk over imports, from the step programs, the model's family and the kernels of the platform to all that they
+can have been traced from. A file that no import leads to (a loader, another family, the server) is not in it, and
+docstrings, comments and the places of lines do not count. A family may be a user's own file, outside of our packages:
+then its neighbours count as well as it does. Reads sources and runs none; knows nothing of jax.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+_PACKAGES = ("jaxengine", "models", "pallas_kernels", "scheduler", "sharding")
+# What builds the programs, and what says how they are compiled.
+_PROGRAMS = (
+    "jaxengine.runner.programs.step_programs",
+    "jaxengine.runner.extensions.build",
+    "jaxengine.runner.extensions.drafts.programs",
+    "jaxengine.runner.executables.cache",
+    "models.layers.next_token",
+)
+_BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")  # where a statement keeps other statements
+
+
+def source_digest(root: Path, modules: Iterable[str], family: Path | None = None) -> str:
+    """A digest of `program_sources`, equal for sources that differ in docstrings, comments and layout only."""
+    digest = hashlib.sha256()
+    for path, tree in sorted(_sources(root, modules, family).items()):
+        _drop_docstrings(tree)
+        name = path.relative_to(root) if path.is_relative_to(root) else path.name
+        digest.update(f"{name}\0{ast.dump(tree)}\0".encode())
+    return digest.hexdigest()
+
+
+def program_sources(root: Path, modules: Iterable[str], family: Path | None = None) -> list[Path]:
+    """The files that the programs can have been traced from.
+
+    Args:
+      root: the folder that holds our packages.
+      modules: dotted names of what the step programs look up rather than import: the kernels.
+      family: the file of the model's class, None for programs without a model.
+
+    Imports count wherever they stand, in functions and under TYPE_CHECKING too: an annotation names what is handed in.
+    """
+    return sorted(_sources(root, modules, family))
+
+
+def _sources(root: Path, modules: Iterable[str], family: Path | None) -> dict[Path, ast.Module]:
+    found: dict[Path, ast.Module] = {}
+    waiting = [path for name in (*_PROGRAMS, *modules) if (path := _own_file(root, name))]
+    waiting += [] if family is None else [family]
+    while waiting:
+        path = waiting.pop()
+        if path not in found:
+            found[path] = ast.parse(path.read_bytes(), str(path))
+            waiting += _imported(root, path, found[path])
+    for path in [*found]:
+        # Importing a module runs its packages' own files. What their functions import on demand belongs to others.
+        folder = path.parent
+        while (package := folder / "__init__.py").is_file():
+            if package not in found:
+                found[package] = ast.parse(package.read_bytes(), str(package))
+            folder = folder.parent
+    return found
+
+
+def _imported(root: Path, path: Path, tree: ast.Module) -> Iterator[Path]:
+    """The files that the source at `path` imports: ours, and for a user's own file those beside it."""
+    own = path.is_relative_to(root) and path.relative_to(root).parts[0] in _PACKAGES
+    for name, attribute in _names(tree):
+        found = None
+        for wanted in (f"{name}.{attribute}", name) if attribute else (name,):
+            found = found or _own_file(root, wanted) or (None if own else _file_beside(path, wanted))
+        if found is not None:
+            yield found
+
+
+def _names(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """(module, name taken from it or "") of each import."""
+    for node in _statements(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (("." * node.level + (node.module or ""), alias.name) for alias in node.names)
+
+
+def _own_file(root: Path, module: str) -> Path | None:
+    # Installed, our packages stand among all others: only they are ours.
+    return _file_of(root, module) if module.partition(".")[0] in _PACKAGES else None
+
+
+def _file_beside(path: Path, module: str) -> Path | None:
+    """The file of a module that a user's source imports, if it is the user's too."""
+    folder = path.parent
+    if module.startswith("."):
+        level = len(module) - len(module.lstrip("."))
+        return _file_of(folder.joinpath(*[".."] * (level - 1)).resolve(), module.lstrip("."))
+    while (folder / "__init__.py").is_file():
+        folder = folder.parent
+    installed = {"site-packages", "dist-packages"} & set(folder.parts)
+    if installed and module.partition(".")[0] != path.relative_to(folder).parts[0]:
+        return None
+    return _file_of(folder, module)
+
+
+def _file_of(root: Path, module: str) -> Path | None:
+    path = root.joinpath(*module.split("."))
+    return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Every statement inside of `node`; expressions, which hold none, are left out because they take the time."""
+    for block in _BLOCKS:
+        for child in getattr(node, block, ()):
+            yield child
+            yield from _statements(child)
+
+
+def _drop_docstrings(tree: ast.Module) -> None:
+    for node in (tree, *_statements(tree)):
+        for block in _BLOCKS:
+            if statements := getattr(node, block, None):
+                setattr(node, block, [statement for statement in statements if not _is_text(statement)])
+
+
+def _is_text(statement: ast.AST) -> bool:
+    return (
+        isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Constant)
+        and isinstance(statement.value.value, str)
+    )

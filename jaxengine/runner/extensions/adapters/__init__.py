@@ -1,0 +1,1 @@
+"""adapters: LoRA adapters, in pools on the devices and in the host's memory."""

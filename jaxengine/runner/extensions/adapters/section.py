@@ -1,0 +1,139 @@
+"""adapters: LoRA adapters, in pools on the devices that products read by each token's slot."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxengine.runner.extension import DeviceExtension, HostExtension, Kept, StageExtension, StageShape, StateChange
+from jaxengine.runner.program import Program, abstract_params, program_on
+from jaxengine.runner.programs.device_state import write_section
+from jaxengine.runner.programs.forward_pass import ForwardPass
+from jaxengine.runner.programs.state_changes import column_shapes
+from models.adapters import Adapters
+from models.cache import platform_of
+from models.layers.lora import FLAT, GROUPED, product_forms, write_slot
+from models.lora import declared_pools
+from models.weights.lora_pools import AdapterTargets, Matrices, slot_shape, slot_values, targets_of
+from scheduler.token_params import ADAPTER, FEW_ADAPTERS
+
+NAME, CHANGE = "adapters", "adapters"
+
+
+class AdaptersExtension(DeviceExtension):
+    """Its section of SlotState is i32[R], the pool slot of each slot's adapter, -1 for none.
+
+    Attributes:
+      pools: the arrays of the model that hold adapters.
+    """
+
+    name = NAME
+
+    def __init__(self, shape: StageShape):
+        super().__init__(shape)
+        self.pools = list(declared_pools(shape.model))
+
+    def slots(self) -> Any:
+        return Kept((self.shape.num_slots,), jnp.int32, fill=-1)
+
+    @property
+    def changes(self) -> Mapping[str, StateChange]:
+        return {CHANGE: StateChange(lambda state, *column: write_section(state, NAME, *column), column_shapes())}
+
+    def programs(self, params: Sequence[Any]) -> Sequence[Program]:
+        """(the arrays of `pools`, slot, what one adapter has of each) -> the arrays with it in the slot."""
+        spec, shape = self.shape.model.build.lora, self.shape
+        assert spec is not None
+        arrays = [abstract_params(params)[pool.index] for pool in self.pools]
+        new = [
+            shape.shape(slot_shape(pool, spec), pool.dtype, array.sharding.spec)
+            for pool, array in zip(self.pools, arrays, strict=True)
+        ]
+        arguments = arrays, shape.shape((), np.int32), new
+        return [program_on(shape.mesh, self.write_name, partial(write_slot, self.pools, spec), arguments, arrays, (0,))]
+
+    @property
+    def write_name(self) -> str:
+        """The name of its program."""
+        return f"adapter of {self.shape.model.stage}"
+
+    def before_model(self, step: ForwardPass) -> ForwardPass:
+        slot = jnp.where(step.is_token, step.rows.index[step.token_row], self.shape.num_slots)
+        own = step.slots.sections[NAME].at[slot].get(mode="fill", fill_value=-1)
+        form = jnp.where(step.features & FEW_ADAPTERS > 0, GROUPED, FLAT)
+        return step.with_section(NAME, Adapters(own, jnp.where(step.features & ADAPTER > 0, form, 0)))
+
+    def at_stage(self, stage: Any) -> StageExtension:
+        return StagePools(stage, self)
+
+    def on_host(self, runner: Any) -> HostExtension:
+        return AdapterPools(runner)
+
+
+class StagePools(StageExtension):
+    """The pools of one stage, which are leaves of the model."""
+
+    name = NAME
+
+    def __init__(self, stage: Any, extension: AdaptersExtension):
+        self._stage, self._extension = stage, extension
+
+    def put(self, matrices: Matrices) -> list[jax.Array]:
+        """What an adapter has of each pool here, on the devices; any thread may call it."""
+        pools, spec = self._extension.pools, self._stage.programs.model.build.lora
+        places = [self._stage.params[pool.index].sharding for pool in pools]
+        return jax.device_put([slot_values(pool, spec, matrices) for pool in pools], places)
+
+    def write(self, slot: int, values: list[jax.Array]) -> None:
+        """Dispatches that a slot of the pools holds what `put` gave."""
+        params, indexes = self._stage.params, [pool.index for pool in self._extension.pools]
+        write = self._stage.program(NAME, self._extension.write_name)
+        written = write([params[index] for index in indexes], np.int32(slot), values)
+        for index, array in zip(indexes, written, strict=True):
+            params[index] = array
+
+
+class AdapterPools(HostExtension):
+    """The pools of all stages, and which slot of them each request's adapter has."""
+
+    def __init__(self, runner: Any):
+        super().__init__(runner)
+        self._known = np.full(runner.num_ranks * runner.config.max_num_seqs, -1, np.int32)
+
+    @property
+    def targets(self) -> AdapterTargets:
+        """What an adapter may change of the model."""
+        return targets_of([stage.programs.model for stage in self.runner.stages])
+
+    @property
+    def forms(self) -> list[dict[str, str]]:
+        """For people: the forms of products with adapters."""
+        models = [stage.programs.model for stage in self.runner.stages]
+        return product_forms(models, platform_of(self.runner.device))
+
+    def put(self, matrices: Matrices) -> list[list[jax.Array]]:
+        """An adapter's matrices on the devices, for `write`; any thread may call it."""
+        return jax.block_until_ready([stage.extensions[NAME].put(matrices) for stage in self.runner.stages])
+
+    def write(self, slot: int, values: list[list[jax.Array]]) -> None:
+        """Has steps from here on find in a slot of the pools what `put` gave."""
+        for stage, own in zip(self.runner.stages, values, strict=True):
+            stage.extensions[NAME].write(slot, own)
+
+    def set_rows(self, slots: list[int], adapters: list[int]) -> None:
+        """Says which slot of the pools these slots' adapters have, -1 for none."""
+        self.runner.set_column(CHANGE, self._known, slots, adapters)
+
+    def warm_up(self) -> None:
+        """Runs every forward pass with adapters: what they add takes longer when it runs for the first time, on a CPU
+        as long as a step."""
+        lora = self.runner.stages[0].programs.model.build.lora
+        forms = (ADAPTER, ADAPTER | FEW_ADAPTERS) if lora.may_group else (ADAPTER,)
+        for bucket, features in itertools.product(self.runner.buckets, forms):
+            jax.block_until_ready(self.runner.run_forward(bucket, self.runner.packer.nothing(bucket, features)))

@@ -1,0 +1,266 @@
+"""The adapters that requests may name: read, kept in the host's memory, and brought to their slots on the devices.
+
+Files are read, and matrices sent, on a thread; between two steps one program puts them into the pools. Which adapter
+has which slot is the scheduler's affair (scheduler.extensions.adapters).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from models.weights.errors import ModelFileError
+from models.weights.peft import AdapterWeights, read_adapter
+from scheduler.batch import ScheduledStep
+from scheduler.errors import RequestError, UnknownAdapterError, show_value
+from scheduler.extensions.adapters import AdapterSlots
+from scheduler.request import Adapter, Request
+
+# Adapters that may be loaded, and names they may have.
+MAX_ADAPTERS, MAX_NAME = 65536, 256
+_MAX_LOADS = 64
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterRecord:
+    """A loaded adapter. number: lora_int_id, what its caller calls it beside its name."""
+
+    adapter: Adapter
+    path: str
+    number: int
+    content: bytes
+    rank: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Upload:
+    """An adapter on its way to a slot. job: gives its matrices, on the host and on the devices."""
+
+    slot: int
+    adapter: Adapter
+    job: Future[tuple[AdapterWeights, Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class _Load:
+    """An adapter that is being read. number: None for whatever is free, and then its name must be."""
+
+    name: str
+    path: str
+    number: int | None
+    job: Future[AdapterWeights]
+
+
+class AdapterStore:
+    """Used by the thread that steps; `read` by any."""
+
+    def __init__(self, runner: Any):
+        """runner: the ModelRunner of an engine that has room for adapters."""
+        config = runner.config
+        self._pools = runner.extension("adapters")
+        self._targets = self._pools.targets
+        self._max_rank, self._dtype, self._most_kept = config.max_lora_rank, config.dtype, config.num_cpu_loras
+        self._named: dict[str, AdapterRecord] = {}
+        self._records: dict[Adapter, AdapterRecord] = {}
+        self._host: OrderedDict[Adapter, AdapterWeights] = OrderedDict()
+        self._wanted: deque[tuple[int, Adapter]] = deque()
+        self._upload: _Upload | None = None
+        self._loads: dict[int, _Load] = {}
+        self._num_loads = 0
+        self._thread = ThreadPoolExecutor(1, "adapters")
+
+    @property
+    def adapters(self) -> list[AdapterRecord]:
+        """Those that requests may name."""
+        return list(self._named.values())
+
+    @property
+    def num_kept(self) -> int:
+        """Adapters in the host's memory."""
+        return len(self._host)
+
+    @property
+    def is_uploading(self) -> bool:
+        """Whether a request waits for something that is on its way."""
+        return self._upload is not None
+
+    def read(self, path: str) -> AdapterWeights:
+        """Reads and checks an adapter for this model. Raises ModelFileError."""
+        try:
+            folder = Path(path).expanduser()
+        except RuntimeError as error:  # a user who is not there
+            raise ModelFileError(path, f"cannot be resolved: {error}") from None
+        return read_adapter(folder, self._targets, self._max_rank, self._dtype)
+
+    def known(self, name: str, path: str, number: int) -> bool:
+        """Whether this adapter is loaded; RequestError where another one has its name or number."""
+        _check_name(name)
+        if type(number) is not int or number < 1:
+            text = f"lora_int_id must be a whole number of at least 1, got {show_value(number)}"
+            raise RequestError(text, param="lora_int_id", value=number)
+        for record in self._named.values():
+            same = record.adapter.name == name, record.number == number
+            if all(same) and record.path == path:
+                return True
+            if any(same):
+                held = f"{record.adapter.name!r}, number {record.number}, of {record.path}"
+                text = f"lora_name {show_value(name)} or lora_int_id {number} is taken by the adapter {held}"
+                raise RequestError(text, param="lora_name", value=name)
+        if len(self._named) >= MAX_ADAPTERS:
+            raise RequestError(f"{MAX_ADAPTERS} adapters are loaded; unload one", param="lora_name", value=name)
+        return False
+
+    def free_number(self) -> int:
+        """A lora_int_id that no adapter has."""
+        return max((record.number for record in self._named.values()), default=0) + 1
+
+    def add(self, name: str, path: str, number: int, weights: AdapterWeights) -> None:
+        """Lets requests name an adapter that has been read. Raises as `known`, and where it is loaded already."""
+        if self.known(name, path, number):
+            raise RequestError(f"the adapter {name!r} is loaded already", param="lora_name", value=name)
+        adapter = Adapter(name, hashlib.sha256(f"{len(name)} {name}".encode() + weights.digest).digest())
+        record = AdapterRecord(adapter, path, number, weights.digest, weights.rank)
+        self._named[name] = self._records[adapter] = record
+        self._keep(adapter, weights)
+
+    def remove(self, name: str, slots: AdapterSlots, in_use: Callable[[], set[Adapter]]) -> None:
+        """Lets no further request name an adapter; those that do run to their ends. Raises RequestError.
+
+        in_use: as of `advance`.
+        """
+        if name not in self._named:
+            text = f"the adapter {show_value(name)} does not exist"
+            raise RequestError(text, param="lora_name", value=name)
+        record = self._named.pop(name)
+        slots.retire(record.adapter)
+        self._forget(in_use)
+
+    def begin_load(self, name: str, path: str, number: int | None = None) -> int:
+        """Has an adapter read on the thread; the ticket for `is_loaded`, 0 for one that is loaded already.
+
+        number: None for one that is free; then it is an error that the adapter is loaded already.
+
+        Raises as `known`; RequestError where too many are being read.
+        """
+        if self._is_there(name, path, number):
+            return 0
+        if len(self._loads) >= _MAX_LOADS:
+            # Whoever asked for those that are done may be gone.
+            self._loads = {ticket: load for ticket, load in self._loads.items() if not load.job.done()}
+        if len(self._loads) >= _MAX_LOADS:
+            raise RequestError(f"{_MAX_LOADS} adapters are being loaded; try again later", param="lora_path")
+        self._num_loads += 1
+        self._loads[self._num_loads] = _Load(name, path, number, self._thread.submit(self.read, path))
+        return self._num_loads
+
+    def is_loaded(self, ticket: int) -> bool:
+        """Whether a load is done, which is told once. Raises RequestError where it has failed."""
+        load = self._loads.get(ticket)
+        if load is None:
+            raise RequestError(f"there is no load {show_value(ticket)}", param="ticket", value=ticket)
+        if not load.job.done():
+            return False
+        del self._loads[ticket]
+        try:
+            if not self._is_there(load.name, load.path, load.number):
+                self.add(load.name, load.path, load.number or self.free_number(), load.job.result())
+        except ModelFileError as error:
+            raise RequestError(str(error), param="lora_path", value=load.path) from None
+        return True
+
+    def _is_there(self, name: str, path: str, number: int | None) -> bool:
+        if number is not None:
+            return self.known(name, path, number)
+        if name in self._named:
+            raise RequestError(f"the adapter {name!r} is loaded already", param="lora_name", value=name)
+        return self.known(name, path, self.free_number())
+
+    def find(self, request: Request) -> None:
+        """Gives a request the adapter that it names; UnknownAdapterError where there is none of that name."""
+        if request.lora is not None and request.lora not in self._named:
+            text = f"the adapter {show_value(request.lora)} does not exist"
+            raise UnknownAdapterError(text, param="model", value=request.lora)
+        request.adapter = None if request.lora is None else self._named[request.lora].adapter
+
+    def set_rows(self, step: ScheduledStep, max_num_seqs: int) -> None:
+        """Tells the devices which adapters the requests have that got their slots in this step."""
+        admitted = [request for batch in step.batches for request in batch.admitted]
+        if admitted:
+            slots = [request.rank * max_num_seqs + request.slot for request in admitted]
+            self._pools.set_rows(slots, [-1 if each.adapter is None else each.adapter_slot for each in admitted])
+
+    def advance(self, slots: AdapterSlots, in_use: Callable[[], set[Adapter]]) -> list[tuple[Request, RequestError]]:
+        """Completes what has come and starts the next of what the scheduler asks for; whose adapter could not be read.
+
+        One at a time, for running requests wait meanwhile, and what is not yet in its place takes memory beside the
+        pools: a crowd of adapters is brought over several steps.
+
+        in_use: tells the adapters of unfinished requests.
+        """
+        failed: list[tuple[Request, RequestError]] = []
+        self._wanted += slots.loads
+        slots.loads.clear()
+        if self._upload is not None and self._upload.job.done():
+            upload, self._upload = self._upload, None
+            failed = self._complete(upload, slots)
+        while self._wanted and self._upload is None:
+            slot, adapter = self._wanted.popleft()
+            if slots.owners[slot] is adapter:
+                self._upload = _Upload(slot, adapter, self._thread.submit(self._put, adapter))
+        self._forget(in_use)
+        return failed
+
+    def _complete(self, upload: _Upload, slots: AdapterSlots) -> list[tuple[Request, RequestError]]:
+        """Brings what has come to its slot, if anybody still wants it; whose adapter could not be read."""
+        if slots.owners[upload.slot] is not upload.adapter:
+            return []
+        try:
+            weights, values = upload.job.result()
+        except Exception as error:  # it ends its own requests and no others
+            text = f"the adapter {upload.adapter.name!r} cannot be used: {error}"
+            return [(each, RequestError(text, param="lora_name")) for each in slots.drop(upload.adapter)]
+        self._keep(upload.adapter, weights)
+        self._pools.write(upload.slot, values)
+        slots.loaded(upload.slot, upload.adapter)
+        return []
+
+    def wait(self, seconds: float) -> None:
+        """Until something has come, or so long."""
+        wait([] if self._upload is None else [self._upload.job], seconds)
+
+    def shutdown(self) -> None:
+        """Ends the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _forget(self, in_use: Callable[[], set[Adapter]]) -> None:
+        """Lets go of adapters that no request may name and none has."""
+        if len(self._records) > len(self._named):
+            kept = {record.adapter for record in self._named.values()} | in_use()
+            for adapter in [each for each in self._records if each not in kept]:
+                del self._records[adapter]
+                self._host.pop(adapter, None)
+
+    def _put(self, adapter: Adapter) -> tuple[AdapterWeights, Any]:
+        record, weights = self._records[adapter], self._host.get(adapter)
+        if weights is None:
+            weights = self.read(record.path)
+            if weights.digest != record.content:
+                raise ModelFileError(record.path, "is not what it was when the adapter was loaded: load it again")
+        return weights, self._pools.put(weights.matrices)
+
+    def _keep(self, adapter: Adapter, weights: AdapterWeights) -> None:
+        self._host[adapter] = weights
+        self._host.move_to_end(adapter)
+        while len(self._host) > self._most_kept:
+            self._host.popitem(last=False)
+
+
+def _check_name(name: str) -> None:
+    if not (isinstance(name, str) and 1 <= len(name) <= MAX_NAME and name.isprintable()):
+        text = f"lora_name is {show_value(name)}; allowed is a text of 1 to {MAX_NAME} printable characters"
+        raise RequestError(text, param="lora_name", value=name)

@@ -1,0 +1,57 @@
+"""Which optional capabilities a stage has. The module of one is imported when an engine is started with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jax.sharding import Mesh
+
+from jaxengine.config.engine_config import ResolvedConfig
+from jaxengine.config.platforms import Platform
+from jaxengine.runner.extension import DeviceExtension, StageShape
+from jaxengine.runner.programs.step_programs import StepPrograms
+from models.causal_lm import CausalLM
+
+
+def extensions_of(shape: StageShape) -> Iterator[DeviceExtension]:
+    """The capabilities of a stage, in the order in which their traced parts follow each other."""
+    model, config = shape.model.config, shape.config
+    if config.speculative_config is not None and shape.samples:
+        from jaxengine.runner.extensions.drafts.section import DraftsExtension
+
+        yield DraftsExtension(shape)
+    if shape.model.build.lora is not None:
+        from jaxengine.runner.extensions.adapters.section import AdaptersExtension
+
+        yield AdaptersExtension(shape)
+    if model.tower is not None:
+        from jaxengine.runner.extensions.pictures.section import PicturesExtension
+
+        yield PicturesExtension(shape)
+    if model.keeps_states:
+        from jaxengine.runner.extensions.states import StatesExtension
+
+        yield StatesExtension(shape)
+    if model.experts is not None:
+        from jaxengine.runner.extensions.experts import ExpertsExtension
+
+        yield ExpertsExtension(shape)
+    if model.pooler is not None and shape.model.stage.is_last:
+        from jaxengine.runner.extensions.pooling import PoolingExtension
+
+        yield PoolingExtension(shape)
+    if shape.samples:
+        from jaxengine.runner.extensions.scores import ScoresExtension
+        from jaxengine.runner.extensions.structured import StructuredExtension
+
+        yield ScoresExtension(shape)
+        yield StructuredExtension(shape)
+
+
+def step_programs(model: CausalLM, config: ResolvedConfig, platform: Platform, mesh: Mesh) -> StepPrograms:
+    """The programs of a model, or of one of its stages, with the capabilities that its config starts it with.
+
+    model is abstract and made for the mesh; config resolved for the platform.
+    """
+    shape = StageShape(model, config, platform, mesh)
+    return StepPrograms(shape, tuple(extensions_of(shape)))

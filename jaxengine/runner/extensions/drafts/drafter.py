@@ -1,0 +1,125 @@
+"""What drafts on the devices of the model that it drafts for: weights, its pool, and its compiled programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jaxengine.drafts.proposer import Drafts
+from jaxengine.runner.executables.cache import ExecutableCache
+from jaxengine.runner.executables.layer_chain import Executable
+from jaxengine.runner.extension import StageExtension
+from jaxengine.runner.extensions.drafts.programs import DraftPrograms
+from jaxengine.runner.extensions.drafts.section import NAME
+from jaxengine.runner.memory import workspace_bytes
+from jaxengine.runner.program import Program
+from jaxengine.runner.programs.device_state import DeviceState
+from jaxengine.runner.programs.program_needs import foresee, held_by
+from jaxengine.runner.programs.step import Forwarded
+from scheduler.buckets import Bucket
+from sharding.rules import part_bytes
+
+
+class Drafter(StageExtension):
+    """Runs before and after the forward passes of a StageRunner, which decides sizes and order.
+
+    The leaves of the model are handed over each time: adapters change them.
+    """
+
+    name, prefix = NAME, "draft"
+    reads_message = True
+
+    def __init__(self, programs: DraftPrograms, params: Any, cache_dir: str | None):
+        """params: the weights of what drafts, an nnx.State or its leaves."""
+        self.programs = programs
+        self.models = [programs.model]
+        devices = list(programs.target.mesh.devices.flat)
+        self._backend = devices[0].platform
+        self.executables = ExecutableCache(cache_dir, devices, family=type(programs.model))
+        self._params = jax.tree.leaves(params)
+        self._programs: dict[tuple[str, Bucket], Program] = {}
+        self._compiled: dict[tuple[str, Bucket], Executable] = {}
+        self._newest: tuple[Bucket, jax.Array] | None = None
+
+    @property
+    def caches(self) -> Sequence[ExecutableCache]:
+        return [self.executables]
+
+    @property
+    def page_bytes(self) -> int:
+        return self.programs.page_bytes
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of one device, and what is kept of slots."""
+        return sum(map(part_bytes, self._params)) + self.programs.slot_bytes
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of one device that the program which needs most needs while it runs; all have been compiled."""
+        return max(workspace_bytes(compiled.memory_analysis()) for compiled in self._compiled.values())
+
+    @property
+    def program_bytes(self) -> int:
+        """Bytes of one device that all programs hold, which have been compiled."""
+        how = self.executables, self.programs.description, self._backend
+        return sum(held_by(self._programs[key], own, *how) for key, own in self._compiled.items())
+
+    def estimate(self, params: Sequence[Any]) -> tuple[int, int]:
+        """Bytes that all programs will hold, and that one will need while it runs: by the largest of each kind.
+
+        params: the leaves of the model.
+        """
+        target = self.programs.target
+        weights, kept = self.programs.weights(self._params, params), self.programs.kept_shapes(target.num_columns)
+        wide = set(target.packer.buckets.wide)
+        held, workspace = 0, 0
+        for buckets in ([bucket for bucket in target.packer.buckets if bucket not in wide], sorted(wide)):
+            for make in (self.programs.before, self.programs.after):
+                if (program := make(max(buckets), weights, kept)) is not None:
+                    own = foresee(program, self.executables, self.programs.description, self._backend)
+                    held, workspace = held + len(buckets) * own.held_as_whole, max(workspace, own.workspace)
+        return held, workspace
+
+    def plan_pool(self, num_pages: int) -> None:
+        """Decides the pool's size, pages of a rank."""
+        self._shapes = self.programs.kept_shapes(num_pages)
+
+    def compile(self, bucket: Bucket, params: Sequence[Any]) -> None:
+        """Compiles or loads what runs before and after a bucket's forward pass. params: the leaves of the model."""
+        weights = self.programs.weights(self._params, params)
+        for when, make in (("before", self.programs.before), ("after", self.programs.after)):
+            if (program := make(bucket, weights, self._shapes)) is not None:
+                self._programs[when, bucket] = program
+                self._compiled[when, bucket] = self._get(program)
+
+    def allocate(self) -> None:
+        """Makes the pool."""
+        self._kept = self._get(self.programs.start(self._shapes))()
+
+    def before_forward(
+        self, bucket: Bucket, params: Sequence[Any], state: DeviceState, message: jax.Array
+    ) -> Drafts | None:
+        """Dispatches what is done before a bucket's forward pass; the drafts of a wide one."""
+        self._newest = bucket, message
+        if ("before", bucket) not in self._compiled:
+            return None
+        weights = self.programs.weights(self._params, params)
+        results = self._compiled["before", bucket](weights, self._kept, state, message)
+        self._kept, drafts = (results, None) if bucket.width == 1 else results
+        return drafts
+
+    def after_sample(self, params: Sequence[Any], state: DeviceState, forwarded: Forwarded) -> None:
+        """Dispatches what is done when the tokens of the newest forward pass have been chosen."""
+        assert self._newest is not None
+        bucket, message = self._newest
+        if ("after", bucket) in self._compiled:
+            weights = self.programs.weights(self._params, params)
+            step = forwarded.rows, forwarded.sections[NAME], message
+            self._kept = self._compiled["after", bucket](weights, self._kept, state, *step)
+
+    def _get(self, program: Program) -> Executable:
+        how = {"donate": program.donate, "description": self.programs.description}
+        return self.executables.get(program.name, program.function, program.arguments, program.results, **how)

@@ -1,0 +1,137 @@
+"""What a head that reads the model's hidden states does beside a step, as pure functions.
+
+A head takes the model's hidden state at a place and the token that came next, and predicts the one after it; from its
+own hidden state and that token it goes on. So it runs when a step's tokens have been chosen, over all places of the
+step (`follow`), and keeps for each slot what it made of the last one: of that come the drafts of the slot's next step
+(`draft`). Its keys and values lie where a draft model's do (jaxengine.runner.extensions.drafts.step).
+
+What it keeps of the last place of a page depends on the token behind the page. Where a prefix is found again and goes
+on otherwise, that one key is of another text, which can cost a draft and no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jaxengine.drafts.proposer import Drafts
+from jaxengine.runner.extensions.drafts.section import NAME
+from jaxengine.runner.extensions.drafts.step import DraftSpec, draw_drafts, one_token_each, unpack_drafting
+from jaxengine.runner.programs.device_state import DeviceState
+from jaxengine.runner.programs.forward_pass import SampledRows
+from jaxengine.sampling.state import write_slots
+from models.cache import KVPages
+
+
+class HeadWeights(NamedTuple):
+    """Leaves: of the head, and of the model, which lends it embeddings and logits."""
+
+    own: list[jax.Array]
+    model: list[jax.Array]
+
+
+class HeadState(NamedTuple):
+    """What a head keeps.
+
+    Attributes:
+      kv: its pool.
+      hidden: [R, D], what it made of the last place of each slot.
+    """
+
+    kv: KVPages
+    hidden: jax.Array
+
+
+@dataclass(frozen=True)
+class DraftHeadSpec(DraftSpec):
+    """As DraftSpec, of a draft head.
+
+    Attributes:
+      model_graph, model_tree: of the model.
+    """
+
+    model_graph: nnx.GraphDef
+    model_tree: Any
+
+    def both(self, weights: HeadWeights) -> tuple[Any, Any]:
+        """The head and the model."""
+        lender = nnx.merge(self.model_graph, jax.tree.unflatten(self.model_tree, weights.model))
+        return self.model(weights.own), lender
+
+
+def make_follow(spec: DraftHeadSpec) -> Callable:
+    """Runs the head over a step whose tokens have been chosen: (HeadWeights, HeadState, DeviceState as the sampler left
+    it, SampledRows, hidden states [T, F], message) -> HeadState."""
+
+    def follow(
+        weights: HeadWeights,
+        kept: HeadState,
+        state: DeviceState,
+        sampled: SampledRows,
+        hidden: jax.Array,
+        message: jax.Array,
+    ) -> HeadState:
+        buffer, layout, tokens = message.reshape(-1), spec.layout, state.tokens
+        assert tokens is not None
+        history = tokens.sections[NAME]
+        slot, count, *_ = layout.view(buffer, "rows")
+        start = sampled.position[: layout.num_seqs] - (count if spec.width == 1 else 1)
+        num_slots = state.slots.num_computed.shape[0]
+        with jax.named_scope("unpack"):
+            before = state.slots._replace(num_computed=write_slots(state.slots.num_computed, slot, start))
+            batch = spec.unpack(before, tokens.last_token, buffer).batch
+            (ragged,) = batch.ragged
+            ends, token = ragged.cu_q_lens[1:], jnp.arange(layout.num_tokens, dtype=jnp.int32)
+            row = jnp.searchsorted(ends, token, side="right", method="compare_all")
+            owner = jnp.minimum(slot, num_slots - 1)[jnp.minimum(row, layout.num_seqs - 1)]
+            column = jnp.minimum(batch.positions + 1, history.shape[1] - 1)
+            own = batch._replace(token_ids=history[owner, column])
+        head, model = spec.both(weights)
+        out, kv = head(own, kept.kv, head.read(hidden), head.embeddings(own.token_ids, model))
+        # Of a step with drafts the places behind the last right one are as if they had not been.
+        num_kept = state.slots.num_computed[jnp.minimum(slot, num_slots - 1)] - start
+        last = jnp.clip(ragged.cu_q_lens[:-1] + num_kept - 1, 0, layout.num_tokens - 1)
+        where = jnp.where(count > 0, slot, num_slots)
+        return HeadState(kv, kept.hidden.at[where].set(out[last].astype(kept.hidden.dtype), mode="drop"))
+
+    return follow
+
+
+def make_head_draft(spec: DraftHeadSpec) -> Callable:
+    """Guesses the tokens behind each row's last one: (HeadWeights, HeadState, DeviceState as it is before the step,
+    message) -> (HeadState, Drafts of S rows, spec.width - 1 of each).
+
+    The keys and values of these guesses are of the head's own hidden states; `follow` writes them again.
+    """
+
+    def draft(
+        weights: HeadWeights, kept: HeadState, state: DeviceState, message: jax.Array
+    ) -> tuple[HeadState, Drafts]:
+        rows = unpack_drafting(spec, state, message.reshape(-1))
+        first = kept.hidden[jnp.minimum(rows.slot, kept.hidden.shape[0] - 1)]
+        num_drafts = spec.width - 1
+
+        def choose(step: Any, hidden: jax.Array, drafts: jax.Array) -> tuple[jax.Array, jax.Array]:
+            head, model = spec.both(weights)
+            return draw_drafts(head.draft_logits(hidden, model), rows, state, step, drafts)
+
+        def one_pass(step: jax.Array, carried: tuple[KVPages, jax.Array, jax.Array, jax.Array]):
+            kv, hidden, token, drafts = carried
+            head, model = spec.both(weights)
+            # At the place before the token's, as all keys of the head.
+            batch = one_token_each(spec, rows, step, token, back=1)
+            hidden, kv = head(batch, kv, hidden, head.embeddings(token, model))
+            return kv, hidden, *choose(step, hidden, drafts)
+
+        none = jnp.full((spec.layout.num_seqs, num_drafts), -1, jnp.int32)
+        token, drafts = choose(0, first, none)
+        kv, _, _, drafts = lax.fori_loop(1, num_drafts, one_pass, (kept.kv, first, token, drafts))
+        return kept._replace(kv=kv), Drafts(drafts, jnp.full(spec.layout.num_seqs, num_drafts, jnp.int32))
+
+    return draft

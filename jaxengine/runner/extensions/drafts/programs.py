@@ -1,0 +1,157 @@
+"""The programs of what drafts on the devices, beside those of the model that it drafts for: a closed set, nothing
+allocated.
+
+A draft model has one for each bucket, to run before its forward pass: in steps without drafts it writes the draft
+model's keys and values, in wide ones it makes the drafts (step.py). A draft head has one for each bucket to run when
+its tokens have been chosen, and one that makes drafts before each wide one (head_step.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxengine.config.engine_config import ResolvedConfig
+from jaxengine.runner.extensions.drafts.head_step import (
+    DraftHeadSpec,
+    HeadState,
+    HeadWeights,
+    make_follow,
+    make_head_draft,
+)
+from jaxengine.runner.extensions.drafts.section import NAME, drafts_of
+from jaxengine.runner.extensions.drafts.step import DraftSpec, make_draft, make_extend
+from jaxengine.runner.program import Program, abstract_params, program_on
+from jaxengine.runner.programs.step_programs import StepPrograms
+from models.cache import abstract_kv, device_kv, page_bytes_of_group, paged_groups
+from models.forward_batch import StepLayout
+from scheduler.buckets import Bucket
+from sharding.rules import part_bytes, part_shape
+
+
+class DraftPrograms:
+    """Of one draft model, for the steps of one model on one mesh.
+
+    Attributes:
+      model: the draft model, abstract.
+      target: the programs of the model that it drafts for.
+      description: everything static that the shapes do not tell; part of the key of a stored executable.
+    """
+
+    def __init__(self, model: Any, target: StepPrograms, config: ResolvedConfig):
+        self.model = model
+        self.target = target
+        # Its keys and values are never coded: they are few, and need no scales.
+        self._groups = model.cache_groups(config.block_size, config.dtype, hybrid=False)
+        self._group = [group.window for group in paged_groups(target.groups)].index(None)
+        self._graph, params = nnx.split(model)
+        self._params_tree = jax.tree.structure(params)
+        settings = self._groups, self._group, target.packer.page_size, target.layout
+        self.description = repr((type(model).__name__, model.config, model.build, *settings))
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes that the draft model keeps of one page on one device."""
+        return page_bytes_of_group(self._groups, layout=self.target.layout)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one device that it keeps of slots."""
+        return 0
+
+    def weights(self, own: Sequence[Any], model: Sequence[Any]) -> Any:
+        """What its programs take: its own leaves, arrays or shapes, and those of the model that it needs."""
+        return own
+
+    def kept_shapes(self, num_pages: int) -> Any:
+        """What it keeps between steps, abstract: its pool beside one of `num_pages` pages per rank."""
+        return abstract_kv(self._groups, num_pages, layout=self.target.layout, mesh=self.target.mesh)
+
+    def start(self, kept: Any) -> Program:
+        """() -> what it keeps, as it begins, each device making its own part."""
+        return program_on(self.target.mesh, "draft's pool", partial(device_kv, kept), (), kept, ())
+
+    def before(self, bucket: Bucket, weights: Any, kept: Any) -> Program | None:
+        """What runs before a bucket's forward pass: (weights, kept, DeviceState, message) -> kept, and of a wide one
+        (kept, Drafts)."""
+        if bucket.width == 1:
+            return self._program(f"draft's {bucket}", make_extend(self._spec(bucket)), bucket, weights, kept)
+        return self._drafting(bucket, make_draft(self._spec(bucket)), weights, kept)
+
+    def after(self, bucket: Bucket, weights: Any, kept: Any) -> Program | None:
+        """What runs when a bucket's tokens have been chosen: (weights, kept, DeviceState, SampledRows, hidden states,
+        message) -> kept."""
+        return None
+
+    def _spec(self, bucket: Bucket) -> Any:
+        return DraftSpec(self._graph, self._params_tree, *self._where(bucket))
+
+    def _where(self, bucket: Bucket) -> tuple[Bucket, StepLayout, int, int]:
+        return bucket, self.target.packer.layouts[bucket], self.target.packer.page_size, self._group
+
+    def _drafting(self, bucket: Bucket, function: Callable, weights: Any, kept: Any) -> Program:
+        results = kept, drafts_of(self.target.shape, bucket)
+        return self._program(f"drafts of {bucket}", function, bucket, weights, kept, results=results)
+
+    def _program(
+        self,
+        name: str,
+        function: Callable,
+        bucket: Bucket,
+        weights: Any,
+        kept: Any,
+        step: tuple[Any, ...] = (),
+        results: Any = None,
+    ) -> Program:
+        leaves, tree = jax.tree.flatten(weights)
+        weights = jax.tree.unflatten(tree, abstract_params(leaves))
+        arguments = weights, kept, self.target.state_shapes, *step, self.target.message_shape(bucket)
+        return program_on(self.target.mesh, name, function, arguments, kept if results is None else results, (1,))
+
+
+class HeadPrograms(DraftPrograms):
+    """Of a head that reads the model's hidden states, for the steps of one model on one mesh."""
+
+    def __init__(self, model: Any, target: StepPrograms, config: ResolvedConfig):
+        super().__init__(model, target, config)
+        self._hidden = target.shape.rows(config.max_num_seqs, config.dtype, model.config.hidden_size)
+        graph, params = nnx.split(target.model)
+        self._lender = graph, jax.tree.structure(params)
+        self.description += target.description
+
+    @property
+    def slot_bytes(self) -> int:
+        return part_bytes(self._hidden)
+
+    def weights(self, own: Sequence[Any], model: Sequence[Any]) -> HeadWeights:
+        return HeadWeights(list(own), list(model))
+
+    def kept_shapes(self, num_pages: int) -> HeadState:
+        return HeadState(super().kept_shapes(num_pages), self._hidden)
+
+    def start(self, kept: HeadState) -> Program:
+        shape, dtype = part_shape(self._hidden), self._hidden.dtype
+
+        def begin() -> HeadState:
+            return HeadState(device_kv(kept.kv), jnp.zeros(shape, dtype))
+
+        return program_on(self.target.mesh, "head's pool", begin, (), kept, ())
+
+    def before(self, bucket: Bucket, weights: HeadWeights, kept: HeadState) -> Program | None:
+        if bucket.width == 1:
+            return None
+        return self._drafting(bucket, make_head_draft(self._spec(bucket)), weights, kept)
+
+    def after(self, bucket: Bucket, weights: HeadWeights, kept: HeadState) -> Program | None:
+        forwarded = self.target.forwarded(bucket)
+        step = forwarded.rows, forwarded.sections[NAME]
+        return self._program(f"head's {bucket}", make_follow(self._spec(bucket)), bucket, weights, kept, step)
+
+    def _spec(self, bucket: Bucket) -> Any:
+        graph, tree = self._lender
+        return DraftHeadSpec(self._graph, self._params_tree, *self._where(bucket), model_graph=graph, model_tree=tree)

@@ -1,0 +1,300 @@
+"""What steps with drafts add to forward passes, and the epilogue that verifies drafts.
+
+Who makes drafts: nobody here (the message has them all), a Proposer within the forward pass, from the tokens known, or
+a model or draft head before it (jaxengine.runner.extensions.drafts.drafter).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxengine.drafts.proposer import Drafts, Proposer
+from jaxengine.drafts.registry import proposer_of
+from jaxengine.runner.extension import (
+    EVERYWHERE,
+    DeviceExtension,
+    Epilogue,
+    EpilogueSpec,
+    HostExtension,
+    Kept,
+    StageExtension,
+    StageShape,
+    StateChange,
+)
+from jaxengine.runner.programs.device_state import DeviceState, SlotState, TokenState
+from jaxengine.runner.programs.epilogues import choose, remember, stack_results
+from jaxengine.runner.programs.forward_pass import ForwardPass, SampledRows
+from jaxengine.runner.programs.pending_step import PendingStep
+from jaxengine.runner.programs.state_changes import own_slot
+from jaxengine.sampling.sampler import flags_of
+from jaxengine.sampling.state import SamplingState, set_row, write_slots, write_tokens
+from jaxengine.sampling.verification import assumed_tokens, only_tokens, verify
+from models.layers.section import Capture
+from scheduler.buckets import Bucket
+
+NAME, HISTORY_ROW = "drafts", "history row"
+
+
+class DraftRows(NamedTuple):
+    """Its section of SampledRows.
+
+    Attributes:
+      token_ids: i32[S, W - 1], after which further tokens are to be chosen.
+      counts: i32[S], how many a row has, the first ones.
+      is_forced: bool[S], rows each of whose drafts is the only token allowed in its position.
+      is_guided: bool[S], rows each of whose positions has a mask of its own.
+    """
+
+    token_ids: jax.Array
+    counts: jax.Array
+    is_forced: jax.Array
+    is_guided: jax.Array
+
+
+class VerifyOutput(NamedTuple):
+    """What the host reads of a step whose rows had drafts; the first five of all S * W positions, as SampleOutput's.
+
+    Attributes:
+      counts: i32[replicas, S], tokens that each row has got, the first ones of its positions.
+      num_drafts: i32[replicas, S], drafts that each row had.
+    """
+
+    token_ids: jax.Array
+    logprob: jax.Array
+    rank: jax.Array
+    top_ids: jax.Array
+    top_logprobs: jax.Array
+    counts: jax.Array
+    num_drafts: jax.Array
+
+
+class DraftsExtension(DeviceExtension):
+    """In the stage that samples. Its section of TokenState is the history, i32[R, L]: the tokens of each slot by
+    position, as far as they are known, where drafts are made of these. The host writes what a request brings, the
+    sampler what it chooses.
+
+    Attributes:
+      proposer: of drafts within the forward pass; None where the message has them, or a model or head makes them.
+    """
+
+    name = NAME
+
+    def __init__(self, shape: StageShape):
+        super().__init__(shape)
+        chosen, config = shape.config.speculative_config, shape.config
+        assert chosen is not None
+        self.proposer: Proposer | None = proposer_of(chosen) if config.pipeline_parallel_size == 1 else None
+        self._has_model, self._is_read, self._streams = chosen.has_model, chosen.reads_hidden, chosen.streams or ()
+        guided = chosen.guides(config.pipeline_parallel_size, config.max_in_flight)
+        self.more_masks = max([0, *(each.num_tokens for each in shape.buckets.wide if guided)])
+
+    @property
+    def keeps_history(self) -> bool:
+        """Whether the tokens of all slots are kept: n-grams are looked up, or a head reads which came next."""
+        return self.proposer is not None or self._is_read
+
+    def tokens(self) -> Any:
+        size = self.shape.num_slots, self.shape.config.max_model_len
+        return Kept(size, jnp.int32) if self.keeps_history else None
+
+    @property
+    def changes(self) -> Mapping[str, StateChange]:
+        shapes = [((), np.int32, EVERYWHERE), ((self.shape.config.max_model_len,), np.int32, EVERYWHERE)]
+        return {HISTORY_ROW: StateChange(_set_history, shapes)} if self.keeps_history else {}
+
+    @property
+    def epilogues(self) -> Mapping[str, Epilogue]:
+        widths = sorted({bucket.width for bucket in self.shape.buckets.wide})
+        return {verifier(width): _verify_epilogue(width) for width in widths}
+
+    def label(self, bucket: Bucket) -> str:
+        label = f", read behind {self._streams}" * bool(self._streams)
+        if bucket.width > 1:
+            label = ", of drafts" * self._has_model + label
+            label = label if self.proposer is None else f", {self.proposer}{label}"
+        return label
+
+    def given(self, bucket: Bucket) -> Any:
+        if bucket.width == 1:
+            return None
+        if self._has_model:
+            return drafts_of(self.shape, bucket)
+        size = self.shape.num_slots, np.int32, self.shape.config.max_model_len
+        return None if self.proposer is None else self.shape.rows(*size)
+
+    def left(self, num_tokens: int, num_rows: int) -> Any:
+        return self.shape.hidden(num_tokens, max(1, len(self._streams))) if self._is_read else None
+
+    def row_section(self, num_rows: int, width: int) -> DraftRows | None:
+        if width == 1:
+            return None
+        rows = self.shape.rows
+        flag = rows(num_rows, np.bool_)
+        return DraftRows(rows(num_rows, np.int32, width - 1), rows(num_rows, np.int32), flag, flag)
+
+    def fill_tokens(self, step: ForwardPass) -> ForwardPass | None:
+        """Drafts after each row's last token, where the message has none."""
+        if (drafts := self._drafts(step)) is None:
+            return None
+        assert step.last_token is not None
+        own, row = step.batch.token_ids, step.token_row
+        known = jnp.concatenate([step.last_token[step.rows.index][:, None], drafts.token_ids], axis=1)
+        column = jnp.clip(step.column, 0, known.shape[1] - 1)
+        own = jnp.where(step.is_token, jnp.where(own >= 0, own, known[row, column]), 0)
+        return step._replace(batch=step.batch._replace(token_ids=own)).with_section(NAME, drafts)
+
+    def before_model(self, step: ForwardPass) -> ForwardPass:
+        if step.spec.bucket.width > 1:
+            assert step.sampled is not None
+            sections = {**step.sampled.sections, NAME: _draft_rows(step)}
+            step = step._replace(sampled=step.sampled._replace(sections=sections))
+        return step.with_section("capture", Capture(self._streams)) if self._streams else step
+
+    def after_model(self, step: ForwardPass) -> ForwardPass:
+        if not self._is_read:
+            return step
+        return step.leaving(NAME, step.batch.sections["capture"].joined() if self._streams else step.hidden)
+
+    def remember(
+        self, tokens: TokenState, slot: jax.Array, position: jax.Array, token_ids: jax.Array, is_kept: jax.Array
+    ) -> TokenState:
+        if not self.keeps_history:
+            return tokens
+        history = write_tokens(tokens.sections[NAME], slot, position, jnp.maximum(token_ids, 0), is_kept)
+        return tokens._replace(sections={**tokens.sections, NAME: history})
+
+    def at_stage(self, stage: Any) -> StageExtension | None:
+        return None if self.proposer is None else History()
+
+    def on_host(self, runner: Any) -> HostExtension:
+        return SlotHistory(runner, self)
+
+    def _drafts(self, step: ForwardPass) -> Drafts | None:
+        """The drafts of this step, None where the message has all of them or rows have none."""
+        count = step.spec.bucket.width - 1
+        if not count or NAME not in step.given:
+            return None
+        if self.proposer is None:
+            return step.given[NAME]
+        with jax.named_scope("draft"):
+            return self.proposer.propose(step.given[NAME][step.rows.index], step.rows.start + 1, count)
+
+
+class History(StageExtension):
+    """Gives forward passes the history, of which they propose drafts."""
+
+    name = NAME
+
+    def before_forward(self, bucket: Bucket, params: Sequence[Any], state: DeviceState, message: Any) -> Any:
+        return state.tokens.sections[NAME] if bucket.width > 1 and state.tokens is not None else None
+
+
+class SlotHistory(HostExtension):
+    """Writes the histories of slots.
+
+    Attributes:
+      keeps_history: as DraftsExtension's.
+    """
+
+    def __init__(self, runner: Any, extension: DraftsExtension):
+        super().__init__(runner)
+        self.keeps_history = extension.keeps_history
+
+    def verified(self, pending: PendingStep) -> tuple[np.ndarray, np.ndarray] | None:
+        """Of a step with drafts, tokens that each row has got and drafts it had, i32[replicas, rows] both; else None.
+        Waits for the step."""
+        counts, num_drafts = pending.result("counts"), pending.result("num_drafts")
+        return None if counts is None or num_drafts is None else (counts, num_drafts)
+
+    def drafts(self, pending: PendingStep) -> np.ndarray | None:
+        """i32[replicas, rows, W - 1], what a model or draft head has made for a step, None where neither has; waits for
+        that alone."""
+        if not isinstance(own := pending.given.get(NAME), Drafts):
+            return None
+        return self.runner.fetch(own.token_ids).reshape(self.runner.num_ranks, -1, pending.bucket.width - 1)
+
+    def set_history(self, slot: int, tokens: np.ndarray) -> None:
+        """Tells what drafts are made of: the tokens i32[n] that a slot begins with."""
+        if self.keeps_history:
+            row = np.zeros(self.runner.config.max_model_len, np.int32)
+            row[: len(tokens)] = tokens
+            self.runner.change_state(HISTORY_ROW, np.int32(slot), row)
+
+
+def drafts_of(shape: StageShape, bucket: Bucket) -> Drafts:
+    """The drafts of a wide bucket's rows, abstract."""
+    rows = shape.rows
+    return Drafts(rows(bucket.num_seqs, np.int32, bucket.width - 1), rows(bucket.num_seqs, np.int32))
+
+
+def verifier(width: int) -> str:
+    """The name of the epilogue that samples where rows have `width` tokens."""
+    return f"verify {width}"
+
+
+def make_verify(spec: EpilogueSpec) -> Callable:
+    """Chooses a token at every position of every row, and keeps those after drafts that were right: (SlotState,
+    TokenState, SamplingState, SampledRows, logits f32[S * W, V / n]) -> (SlotState, TokenState, VerifyOutput).
+
+    What a row has computed after its first wrong draft is as if it had not been, and is written again.
+    """
+
+    def verify_rows(
+        slots: SlotState, tokens: TokenState, sampling: SamplingState, rows: SampledRows, logits: jax.Array
+    ):
+        drafts, num_drafts, is_forced, is_guided_row = rows.sections[NAME]
+        width = drafts.shape[1] + 1
+        slot = jnp.repeat(rows.slot, width)
+        position = (rows.position[:, None] + jnp.arange(width, dtype=jnp.int32)).reshape(-1)
+        flags = flags_of(rows.features[0])
+        assumed, only = assumed_tokens(drafts), only_tokens(drafts, num_drafts, is_forced)
+        is_guided = jnp.repeat(is_guided_row, width)
+        more = {"assumed": assumed, "only": only, "is_guided": is_guided}
+        own = choose(spec, logits, sampling, tokens, slot, position, flags, **more)
+        with jax.named_scope("verify"):
+            chosen = own.token_ids.reshape(-1, width)
+            found = verify(chosen, drafts, num_drafts, rows.is_sampled, is_guided_row)
+            target = jnp.where(rows.is_sampled, rows.slot, tokens.last_token.shape[0])
+            num_computed = write_slots(slots.num_computed, target, rows.position - 1 + found.counts)
+            kept = own.token_ids, found.is_kept.reshape(-1), flags
+            tokens = remember(spec, tokens, target, found.last, slot, position, *kept)
+        with jax.named_scope("results"):
+            told = own.token_ids, found.counts, num_drafts
+            (token_ids, *told), scores = stack_results(told, own, flags)
+            output = VerifyOutput(token_ids, *scores, *told)
+        return slots._replace(num_computed=num_computed), tokens, output
+
+    return verify_rows
+
+
+def _verify_epilogue(width: int) -> Epilogue:
+    return Epilogue(
+        make_verify,
+        arguments=("slots", "tokens", "sampling", "rows", "logits"),
+        changes=("slots", "tokens"),
+        output=VerifyOutput,
+        size_of=lambda buckets, bucket: bucket.num_seqs if bucket.width == width else None,
+        width=width,
+        ends=True,
+    )
+
+
+def _draft_rows(step: ForwardPass) -> DraftRows:
+    """The drafts of each row: its tokens but the first, as many of them as whoever made them proposes."""
+    rows, batch, drafts = step.rows, step.batch, step.batch.sections.get(NAME)
+    counts, is_forced = jnp.maximum(rows.num_scheduled - 1, 0), rows.sample == 2
+    if drafts is not None:
+        counts = jnp.where(is_forced, counts, jnp.minimum(counts, drafts.counts))
+    token_ids = batch.token_ids[batch.logits_indices].reshape(-1, step.spec.bucket.width)[:, 1:]
+    return DraftRows(token_ids, counts, is_forced, rows.sample == 3)
+
+
+def _set_history(state: DeviceState, slot: jax.Array, row: jax.Array) -> DeviceState:
+    assert state.tokens is not None
+    history = set_row(state.tokens.sections[NAME], own_slot(state, slot), row)
+    return state._replace(tokens=state.tokens._replace(sections={**state.tokens.sections, NAME: history}))

@@ -1,0 +1,187 @@
+"""What a draft model does beside a step, as pure functions: keep its keys and values, and guess the next tokens.
+
+A draft model sees the tokens that the model sees. Its keys and values lie in a pool of its own under the model's page
+numbers, those of a cache group that keeps all keys. So a token's page holds both, and whatever happens to pages, to
+prefixes that are found again, to requests that are stopped and begin anew, happens to both. What a step writes of the
+one is written of the other: `extend` does that for steps without drafts, `draft` for those with some.
+
+Drafts are drawn as the sampler draws, with the request's parameters and its noise (jaxengine.sampling.verification): a
+draft model that is sure of the same tokens guesses them at any temperature. Knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jaxengine.drafts.proposer import Drafts
+from jaxengine.runner.programs.device_state import DeviceState, SlotState
+from jaxengine.runner.programs.forward_pass import ForwardPass, StepSpec
+from jaxengine.runner.programs.step import unpack, unpack_rows, with_last_tokens
+from jaxengine.sampling.sampler import SamplerFlags, flags_of, sample
+from models.cache import KVPages
+from models.forward_batch import HEADER, ForwardBatch, StepLayout
+from models.layers.attention import RaggedBatch
+from scheduler.buckets import Bucket
+
+
+@dataclass(frozen=True)
+class DraftSpec:
+    """Everything static about one of a draft model's programs.
+
+    Attributes:
+      graph, params_tree: of the draft model.
+      bucket: of the step; layout: of its message.
+      group: which of the model's cache groups with pages keeps all keys.
+    """
+
+    graph: nnx.GraphDef
+    params_tree: Any
+    bucket: Bucket
+    layout: StepLayout
+    page_size: int
+    group: int
+
+    @property
+    def width(self) -> int:
+        """Tokens of a row in the step."""
+        return self.bucket.width
+
+    def unpack(self, slots: SlotState, last_token: jax.Array | None, message: jax.Array) -> ForwardPass:
+        """The step, whose batch has the pages of `group` alone."""
+        spec = StepSpec(self.bucket, self.layout, self.page_size, (self.group,), self.layout.num_seqs, samples=False)
+        return unpack(spec, slots, last_token, message.reshape(-1), {})
+
+    def model(self, params: list[jax.Array]) -> Any:
+        """The draft model with these leaves."""
+        return nnx.merge(self.graph, jax.tree.unflatten(self.params_tree, params))
+
+
+class Rows(NamedTuple):
+    """The rows of a step with drafts, i32[S] each unless it is said.
+
+    Attributes:
+      start: position of the last known token.
+      last_token: that token.
+      page_table: i32[S, W].
+      num_rows: i32[], those that are not padding.
+      forced: i32[S, W - 1], drafts that the message has, -1 for those that are to be made.
+      flags: what some row of the step needs of the sampler.
+    """
+
+    slot: jax.Array
+    count: jax.Array
+    start: jax.Array
+    last_token: jax.Array
+    page_table: jax.Array
+    num_rows: jax.Array
+    forced: jax.Array
+    flags: SamplerFlags
+
+
+def make_extend(spec: DraftSpec) -> Callable:
+    """Writes the draft model's keys and values of a step's tokens: (params: list of arrays, its pool, DeviceState as it
+    is before the step, message) -> its pool."""
+
+    def extend(params: list[jax.Array], kv: KVPages, state: DeviceState, message: jax.Array) -> KVPages:
+        assert state.tokens is not None
+        with jax.named_scope("unpack"):
+            step = with_last_tokens(spec.unpack(state.slots, state.tokens.last_token, message))
+        return spec.model(params)(step.batch, kv)[1]
+
+    return extend
+
+
+def make_draft(spec: DraftSpec) -> Callable:
+    """Guesses the tokens behind each row's last one: (params: list of arrays, its pool, DeviceState as it is before the
+    step, message) -> (its pool, Drafts of S rows, spec.width - 1 of each).
+
+    Each pass takes one token of every row and draws the next. The last draft's keys and values are written too, for
+    all may turn out to be right.
+    """
+
+    def draft(params: list[jax.Array], kv: KVPages, state: DeviceState, message: jax.Array) -> tuple[KVPages, Drafts]:
+        rows = unpack_drafting(spec, state, message.reshape(-1))
+        num_drafts = spec.width - 1
+
+        def one_pass(step: jax.Array, carried: tuple[KVPages, jax.Array, jax.Array]):
+            kv, token, drafts = carried
+            model = spec.model(params)
+            hidden, kv = model(one_token_each(spec, rows, step, token), kv)
+
+            def choose() -> tuple[jax.Array, jax.Array]:
+                return draw_drafts(model.logits(hidden), rows, state, step, drafts)
+
+            return kv, *lax.cond(step < num_drafts, choose, lambda: (token, drafts))
+
+        none = jnp.full((spec.layout.num_seqs, num_drafts), -1, jnp.int32)
+        kv, _, drafts = lax.fori_loop(0, spec.width, one_pass, (kv, rows.last_token, none))
+        return kv, Drafts(drafts, jnp.full(spec.layout.num_seqs, num_drafts, jnp.int32))
+
+    return draft
+
+
+def draw_drafts(
+    logits: jax.Array, rows: Rows, state: DeviceState, step: Any, drafts: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Draws draft number `step` of each row of logits f32[S, V / n] as the sampler would, but for those that the
+    message has: (the tokens i32[S], drafts i32[S, k] with them); drafts that are not made yet are -1."""
+    assert state.tokens is not None and state.sampling is not None
+    with jax.named_scope("sample"):
+        chosen = sample(
+            logits,
+            state.sampling,
+            state.tokens.token_counts,
+            rows.slot,
+            rows.start + 1 + step,
+            rows.flags,
+            max_logprobs=1,
+            logprobs_mode="raw_logprobs",
+            assumed=drafts,
+        ).token_ids
+    chosen = jnp.maximum(chosen, 0)  # a row that is not finite: its request ends anyway
+    forced = lax.dynamic_index_in_dim(rows.forced, step, axis=1, keepdims=False)
+    chosen = jnp.where(forced >= 0, forced, chosen)
+    return chosen, lax.dynamic_update_slice(drafts, chosen[:, None], (0, step))
+
+
+def unpack_drafting(spec: DraftSpec, state: DeviceState, buffer: jax.Array) -> Rows:
+    """The rows of the message of a step with drafts."""
+    layout, tokens = spec.layout, state.tokens
+    assert tokens is not None
+    header: dict[str, jax.Array] = dict(zip(HEADER, layout.view(buffer, "header"), strict=True))
+    slots, step_rows = unpack_rows(state.slots, buffer, layout)
+    slot, index, count, start, *_ = step_rows
+    table = slots.page_table[index + spec.group * slots.num_computed.shape[0]]
+    places = (jnp.cumsum(count) - count)[:, None] + jnp.arange(1, spec.width, dtype=jnp.int32)
+    given = layout.view(buffer, "token_ids")[jnp.minimum(places, layout.num_tokens - 1)]
+    forced = jnp.where(jnp.arange(1, spec.width) < count[:, None], given, -1)
+    # What a step tells of logprobs it tells of the tokens that the model itself draws; masks are not known yet.
+    nothing = jnp.zeros((), jnp.bool_)
+    flags = flags_of(header["features"])._replace(any_logprobs=nothing, any_mask=nothing)
+    return Rows(slot, count, start, tokens.last_token[index], table, header["num_seqs"], forced, flags)
+
+
+def one_token_each(spec: DraftSpec, rows: Rows, step: jax.Array, token: jax.Array, *, back: int = 0) -> ForwardBatch:
+    """The batch of pass `step`, `back` places before the tokens' own; a row that has fewer tokens in the step than that
+    writes nothing."""
+    num_seqs = spec.layout.num_seqs
+    live = step < rows.count
+    positions = jnp.maximum(rows.start + jnp.where(live, step, 0) - back, 0)
+    column = jnp.minimum(positions // spec.page_size, rows.page_table.shape[1] - 1)
+    page = jnp.take_along_axis(rows.page_table, column[:, None], axis=1)[:, 0]
+    ragged = RaggedBatch(
+        cu_q_lens=jnp.minimum(jnp.arange(num_seqs + 1, dtype=jnp.int32), rows.num_rows),
+        kv_lens=jnp.where(rows.count > 0, positions + 1, 0),
+        page_table=rows.page_table,
+        slot_mapping=jnp.where(live, page * spec.page_size + positions % spec.page_size, -1),
+        num_seqs=rows.num_rows,
+        num_decode=rows.num_rows,
+    )
+    return ForwardBatch(token, positions, jnp.arange(num_seqs, dtype=jnp.int32), (ragged,))

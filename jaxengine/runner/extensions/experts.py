@@ -1,0 +1,58 @@
+"""experts: how many tokens each expert was picked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxengine.runner.extension import DeviceExtension, HostExtension, Kept, StageShape
+from jaxengine.runner.programs.forward_pass import ForwardPass
+from models.layers.section import ExpertLoads
+
+NAME = "experts"
+
+
+class ExpertsExtension(DeviceExtension):
+    """Its section of SlotState is u32[1, layers with experts, E], tokens that experts of this stage's layers were
+    picked for so far, from 0 again after 2**32 - 1."""
+
+    name = NAME
+
+    def __init__(self, shape: StageShape):
+        super().__init__(shape)
+        experts, layers = shape.model.config.experts, shape.model.stage.layers
+        self.num_experts = 0 if experts is None else experts.num_experts
+        self.num_layers = 0 if experts is None else sum(layer not in experts.dense_layers for layer in layers)
+
+    def slots(self) -> Any:
+        return Kept((1, self.num_layers, self.num_experts), jnp.uint32) if self.num_layers else None
+
+    def before_model(self, step: ForwardPass) -> ForwardPass:
+        return step.with_section(NAME, ExpertLoads()) if self.num_layers else step
+
+    def after_model(self, step: ForwardPass) -> ForwardPass:
+        if not self.num_layers:
+            return step
+        load = step.batch.sections[NAME].stacked().astype(jnp.uint32)
+        return step.with_state(NAME, step.slots.sections[NAME] + load)
+
+    def on_host(self, runner: Any) -> HostExtension:
+        return ExpertCounts(runner)
+
+
+class ExpertCounts(HostExtension):
+    """Reads the counts of all stages."""
+
+    def load(self) -> np.ndarray:
+        """u32[layers with experts, E], tokens that experts were picked for so far, modulo 2**32. Waits for the steps in
+        flight; the other processes do the same."""
+        stages, fetch = self.runner.stages, self.runner.fetch
+
+        def loads() -> list[jax.Array]:
+            return [stage.everywhere(stage.slots.sections[NAME]) for stage in stages if NAME in stage.slots.sections]
+
+        found = self.runner.peers.call("expert load", (), loads)
+        return np.concatenate([fetch(load).sum(axis=0, dtype=np.uint32) for load in found])

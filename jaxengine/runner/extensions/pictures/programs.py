@@ -1,0 +1,71 @@
+"""What is compiled to encode pictures: a program for each size of calls, and one that makes the pool of embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxengine.runner.extensions.pictures.layout import PLACE, EncoderLayout, make_encode, place
+from jaxengine.runner.program import Program, abstract_params, program_on, shape_on
+from models.causal_lm import CausalLM
+from sharding.rules import logical_to_spec
+
+_RANKS, _PICTURES = logical_to_spec(("batch",)), logical_to_spec(("pictures",))
+
+
+class EncoderPrograms:
+    """Of the first stage of a model that sees.
+
+    Attributes:
+      layout: the sizes of calls and their messages.
+      rows: the pool of embeddings, [ranks * N, E], abstract.
+    """
+
+    def __init__(self, model: CausalLM, layout: EncoderLayout, dtype: Any, mesh: Mesh):
+        self.layout = layout
+        self._mesh = mesh
+        graph, params = nnx.split(model)
+        self._encode = make_encode(graph, jax.tree.structure(params), parts=layout.parts)
+        size = layout.tower.num_parts * model.config.hidden_size
+        self.rows = shape_on(mesh, (layout.num_ranks * layout.num_rows, size), dtype, _RANKS)
+
+    def name(self, size: int) -> str:
+        """Of the program of a size, one of EncoderLayout.programs."""
+        return f"place {self.layout.num_placed} embeddings" if size == PLACE else f"encode {size} patches"
+
+    def program(self, size: int, params: Sequence[Any]) -> Program:
+        """That of EncoderLayout.programs."""
+        return self.place() if size == PLACE else self.encode(size, params)
+
+    def encode(self, size: int, params: Sequence[Any]) -> Program:
+        """Pictures of up to `size` patches on a device: (params, rows, the fields of an EncoderInput) -> rows."""
+        layout, tower, mesh = self.layout, self.layout.tower, self._mesh
+        count, places = layout.num_ranks * layout.parts, _PICTURES if layout.parts > 1 else _RANKS
+        message = (
+            shape_on(mesh, (count, size, tower.num_features), np.float32, places),
+            shape_on(mesh, (count, len(tower.columns), size), np.int32, places),
+            shape_on(mesh, (layout.num_ranks, layout.parts * size // tower.merge), np.int32, _RANKS),
+        )
+        arguments = (abstract_params(params), self.rows, *message)
+        return program_on(mesh, self.name(size), self._encode, arguments, self.rows, (1,))
+
+    def place(self) -> Program:
+        """Embeddings as they came: (rows, the fields of a PlaceInput) -> rows."""
+        layout, mesh = self.layout, self._mesh
+        shape = layout.num_ranks, layout.num_placed
+        message = (
+            shape_on(mesh, (*shape, self.rows.shape[1]), np.float32, _RANKS),
+            shape_on(mesh, shape, np.int32, _RANKS),
+        )
+        return program_on(mesh, self.name(PLACE), place, (self.rows, *message), self.rows, (0,))
+
+    def pool(self) -> Program:
+        """() -> the pool as it begins."""
+        part = self.rows.sharding.shard_shape(self.rows.shape)
+        return program_on(self._mesh, "pool of embeddings", lambda: jnp.zeros(part, self.rows.dtype), (), self.rows, ())

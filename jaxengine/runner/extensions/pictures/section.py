@@ -1,0 +1,147 @@
+"""pictures: embeddings of pictures and videos in the places of tokens, and positions in time, height and width."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxengine.runner.extension import DeviceExtension, HostExtension, Kept, StageExtension, StageShape, StateChange
+from jaxengine.runner.extensions.pictures.layout import PLACE, EncoderInput, EncoderLayout, PlaceInput
+from jaxengine.runner.extensions.pictures.programs import EncoderPrograms
+from jaxengine.runner.program import Program
+from jaxengine.runner.programs.device_state import write_section
+from jaxengine.runner.programs.forward_pass import ForwardPass
+from jaxengine.runner.programs.state_changes import column_shapes
+from models.layers.pictures import Pictures
+from scheduler.buckets import Bucket
+from scheduler.extensions.pictures import Encode
+from scheduler.media import EMBEDS
+from sharding.rules import part_bytes
+
+NAME, DELTAS = "pictures", "rope deltas"
+# Rows of the call that takes embeddings as they came; more take several.
+_MAX_PLACED = 512
+
+
+class PicturesExtension(DeviceExtension):
+    """Its field of messages is i32[1 or 4, T]: the row of the encoder's pool that stands for each token, -1 for none,
+    and where layers turn queries and keys by these a token's positions in time, height and width, -1 where they follow
+    from its position. Its section of SlotState is then i32[R], what the positions of tokens after the prompt are more
+    than their places in the sequence.
+
+    Attributes:
+      uses_mrope: whether layers turn queries and keys by positions in time, height and width.
+      encoder: the programs of the first stage of a model that sees; else None.
+    """
+
+    name = NAME
+
+    def __init__(self, shape: StageShape):
+        super().__init__(shape)
+        model, config = shape.model, shape.config
+        self.uses_mrope = model.config.sees_places
+        self.encoder: EncoderPrograms | None = None
+        if model.config.tower is not None and model.stage.is_first:
+            parts = 1 if model.build.split_tower else model.mesh.model
+            limits = config.num_encoder_rows, config.max_encoder_patches
+            placed = min(config.num_encoder_rows, _MAX_PLACED) if config.enable_mm_embeds else 0
+            layout = EncoderLayout(model.config.tower, *limits, shape.num_ranks, parts, placed)
+            self.encoder = EncoderPrograms(model, layout, config.dtype, shape.mesh)
+
+    def slots(self) -> Any:
+        return Kept((self.shape.num_slots,), jnp.int32) if self.uses_mrope else None
+
+    @property
+    def changes(self) -> Mapping[str, StateChange]:
+        if not self.uses_mrope:
+            return {}
+        return {DELTAS: StateChange(lambda state, *column: write_section(state, NAME, *column), column_shapes())}
+
+    def message(self, bucket: Bucket) -> tuple[int, ...] | None:
+        return (4 if self.uses_mrope else 1, bucket.num_tokens) if bucket.sections else None
+
+    def given(self, bucket: Bucket) -> Any:
+        return self.encoder.rows if bucket.sections and self.encoder is not None else None
+
+    def programs(self, params: Sequence[Any]) -> Sequence[Program]:
+        if self.encoder is None:
+            return ()
+        return [self.encoder.program(size, params) for size in self.encoder.layout.programs]
+
+    def memory(self) -> Mapping[str, int]:
+        return {} if self.encoder is None else {"embeddings": part_bytes(self.encoder.rows)}
+
+    def before_model(self, step: ForwardPass) -> ForwardPass:
+        field = step.message(NAME) if step.spec.layout.has(NAME) else None
+        if self.uses_mrope:
+            delta = step.slots.sections[NAME]
+            own = step.batch.positions + delta[step.rows.index[step.token_row]]
+            own = own if field is None else jnp.where(field[1:] >= 0, field[1:], own)
+            step = step.with_section("mrope_positions", own)
+        return step if field is None else step.with_section(NAME, Pictures(step.given.get(NAME), field[0]))
+
+    def at_stage(self, stage: Any) -> StageExtension | None:
+        return None if self.encoder is None else EncoderPool(stage, self.encoder)
+
+    def on_host(self, runner: Any) -> HostExtension:
+        return PictureEncoder(runner, self)
+
+
+class EncoderPool(StageExtension):
+    """The pool of embeddings, of the first stage."""
+
+    name = NAME
+
+    def __init__(self, stage: Any, programs: EncoderPrograms):
+        self._stage, self._programs = stage, programs
+        self.rows: Any = None
+
+    def allocate(self) -> None:
+        self.rows = self._stage.compiled(self._programs.pool())()
+
+    def encode(self, pictures: EncoderInput) -> None:
+        """Dispatches the encoding of pictures, whose embeddings the next forward pass finds in the pool."""
+        encode = self._stage.program(NAME, self._programs.name(pictures.patches.shape[1]))
+        self.rows = encode(self._stage.params, self.rows, *pictures)
+
+    def place(self, embeddings: PlaceInput) -> None:
+        """Dispatches the placing of embeddings that came as such."""
+        self.rows = self._stage.program(NAME, self._programs.name(PLACE))(self.rows, *embeddings)
+
+    def before_forward(self, bucket: Bucket, params: Sequence[Any], state: Any, message: Any) -> Any:
+        return self.rows if bucket.sections else None
+
+
+class PictureEncoder(HostExtension):
+    """Encodes pictures before the steps that have them.
+
+    Attributes:
+      layout: of calls of the encoder; None for a model whose layers use M-RoPE and that sees nothing.
+      uses_mrope: as PicturesExtension's.
+    """
+
+    def __init__(self, runner: Any, extension: PicturesExtension):
+        super().__init__(runner)
+        self.uses_mrope = extension.uses_mrope
+        self.layout = None if extension.encoder is None else extension.encoder.layout
+        self._known = np.zeros(runner.num_ranks * runner.config.max_num_seqs, np.int32)
+
+    def encode(self, encodes: Sequence[Sequence[Encode]]) -> None:
+        """Dispatches the encoding of each replica's pictures, before the forward pass that is the first to need
+        them."""
+        assert self.layout is not None
+        pool = self.runner.stages[0].extensions[NAME]
+        # Engines of several processes see nothing (jaxengine.config.encoder).
+        seen = [[each for each in own if each.item.modality != EMBEDS] for own in encodes]
+        if any(seen):
+            pool.encode(self.layout.pack(seen))
+        placed = [[each for each in own if each.item.modality == EMBEDS] for own in encodes]
+        for message in self.layout.place(placed):
+            pool.place(message)
+
+    def set_rope_deltas(self, slots: list[int], deltas: list[int]) -> None:
+        """Sets each slot's M-RoPE delta: mrope_position - position for tokens after the prompt."""
+        self.runner.set_column(DELTAS, self._known, slots, deltas)

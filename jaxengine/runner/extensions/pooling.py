@@ -1,0 +1,137 @@
+"""pooling: what a step makes of its hidden states for each prompt, where a prompt may take several steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxengine.runner.extension import DeviceExtension, Epilogue, EpilogueSpec, HostExtension, Kept
+from jaxengine.runner.programs.forward_pass import ForwardPass
+from jaxengine.runner.programs.pending_step import PendingStep
+from jaxengine.runner.programs.step import pad_rows
+from models.config.pooler import CLS, LAST, MEAN
+from models.forward_batch import ForwardBatch
+from scheduler.request import POOLED
+from sharding.collectives import stack_ranks
+
+NAME, POOL = "pooling", "pool"
+
+
+class PoolOutput(NamedTuple):
+    """What is told of the prompts that end in a step; of other rows it means nothing.
+
+    Attributes:
+      token_ids: i32[ranks, S], POOLED, or -1 for a row that is not finite.
+      vectors: f32[ranks, S, N].
+    """
+
+    token_ids: jax.Array
+    vectors: jax.Array
+
+
+class PoolingExtension(DeviceExtension):
+    """In the last stage of a model that pools. Its section of SlotState is what is kept of prompts between steps,
+    f32[R, D], where every token counts; it leaves the rows' pooled states, f32[S, D]."""
+
+    name = NAME
+
+    def slots(self) -> Any:
+        pooler, is_last = self.shape.model.config.pooler, self.shape.model.stage.is_last
+        if not (is_last and pooler is not None and pooler.reads_all):
+            return None
+        return Kept((self.shape.num_slots, self.shape.model.config.hidden_size), jnp.float32)
+
+    @property
+    def epilogues(self) -> Mapping[str, Epilogue]:
+        own = Epilogue(
+            make_pool,
+            arguments=("params", NAME),
+            changes=(),
+            output=PoolOutput,
+            size_of=lambda buckets, bucket: buckets.sample_size(bucket),
+            ends=True,
+        )
+        return {POOL: own}
+
+    def left(self, num_tokens: int, num_rows: int) -> Any:
+        return self.shape.rows(num_rows, np.float32, self.shape.model.config.hidden_size)
+
+    def after_model(self, step: ForwardPass) -> ForwardPass:
+        pooler, model = self.shape.model.config.pooler, self.shape.model
+        if not model.stage.is_last:
+            return step
+        assert pooler is not None and step.hidden is not None
+        kept, rows = step.slots.sections.get(NAME), step.rows
+        with jax.named_scope("pool"):
+            kept, pooled = pool_rows(pooler.pooling_type, kept, step.hidden, step.batch, rows.slot, rows.start)
+        step = step if kept is None else step.with_state(NAME, kept)
+        return step.leaving(NAME, pad_rows(step, pooled))
+
+    def on_host(self, runner: Any) -> HostExtension:
+        return Pooler(runner)
+
+
+class Pooler(HostExtension):
+    """Pools prompts."""
+
+    def vectors(self, pending: PendingStep) -> np.ndarray:
+        """f32[replicas, rows, N], what the model tells of the prompts that end in a step; waits for it."""
+        vectors = pending.result("vectors")
+        assert vectors is not None
+        return vectors
+
+    def pool(self, pending: PendingStep) -> None:
+        """Dispatches what a pooling model tells of the prompts of a step, in the place of a sampler."""
+        self.runner.sample(pending)
+
+
+def make_pool(spec: EpilogueSpec) -> Callable:
+    """What a pooling model tells of each prompt: (params, pooled states f32[S, D]) -> (PoolOutput,)."""
+
+    def pool_prompts(params: list[jax.Array], hidden: jax.Array):
+        model = nnx.merge(spec.graph, jax.tree.unflatten(spec.params_tree, params))
+        with jax.named_scope("pool"):
+            vectors = model.pool(hidden)
+        with jax.named_scope("results"):
+            token_ids = jnp.where(jnp.all(jnp.isfinite(vectors), axis=1), jnp.int32(POOLED), jnp.int32(-1))
+            return (PoolOutput(stack_ranks(token_ids), stack_ranks(vectors)),)
+
+    return pool_prompts
+
+
+def pool_rows(
+    pooling_type: str, kept: jax.Array | None, hidden: jax.Array, batch: ForwardBatch, slot: jax.Array, start: jax.Array
+) -> tuple[jax.Array | None, jax.Array]:
+    """The pooled state of each row's prompt as far as it is computed: (what is kept of it, f32[S, D]).
+
+    Args:
+      pooling_type: LAST, MEAN or CLS.
+      kept: f32[R, D] of the slots, None with LAST: sums of the prompts' states so far, or the first ones.
+      hidden: [T, D] after the final norm.
+      slot, start: i32[S], the rows' slots, R in padding, and how many of their tokens were computed before. With MEAN
+        and CLS a prompt begins at 0, never behind a cached prefix.
+    """
+    if pooling_type == LAST:
+        return None, hidden[batch.logits_indices].astype(jnp.float32)
+    assert kept is not None
+    cu_q_lens, kv_lens = batch.ragged[0].cu_q_lens, batch.ragged[0].kv_lens
+    num_seqs, begins = slot.shape[0], start[:, None] == 0
+    before = kept[jnp.minimum(slot, kept.shape[0] - 1)]
+    if pooling_type == CLS:
+        first = hidden[jnp.minimum(cu_q_lens[:-1], hidden.shape[0] - 1)].astype(jnp.float32)
+        pooled = now = jnp.where(begins, first, before)
+    else:
+        assert pooling_type == MEAN
+        token = jnp.arange(hidden.shape[0], dtype=jnp.int32)
+        # Padding, which nobody has computed, goes to a row of its own that is left out: it may be anything.
+        row = jnp.searchsorted(cu_q_lens[1:], token, side="right", method="compare_all").astype(jnp.int32)
+        row = jnp.where(token < cu_q_lens[-1], row, num_seqs)
+        sums = jax.ops.segment_sum(hidden.astype(jnp.float32), row, num_seqs + 1, indices_are_sorted=True)[:num_seqs]
+        now = jnp.where(begins, sums, before + sums)
+        pooled = now / jnp.maximum(kv_lens, 1)[:, None].astype(jnp.float32)
+    return kept.at[slot].set(now, mode="drop"), pooled

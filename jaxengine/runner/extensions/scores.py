@@ -1,0 +1,104 @@
+"""scores: how likely each prompt token was after those before it (prompt_logprobs)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxengine.runner.extension import DeviceExtension, Epilogue, EpilogueSpec, HostExtension
+from jaxengine.runner.programs.forward_pass import ForwardPass
+from jaxengine.runner.programs.pending_step import PendingStep
+from jaxengine.sampling.logprobs import TokenLogprobs, prompt_logprobs
+from scheduler.buckets import Bucket
+from sharding.collectives import stack_ranks
+
+NAME, SCORE = "scores", "score"
+
+
+class Scored(NamedTuple):
+    """What a forward pass leaves to be scored.
+
+    Attributes:
+      hidden: [T, D] after the final norm.
+      targets: i32[T], the prompt token after each, -1 where there is none.
+    """
+
+    hidden: jax.Array
+    targets: jax.Array
+
+
+class ScoresExtension(DeviceExtension):
+    """An epilogue for the shapes of steps that can have prompts to score."""
+
+    name = NAME
+
+    @property
+    def epilogues(self) -> Mapping[str, Epilogue]:
+        own = Epilogue(
+            make_score,
+            arguments=("params", NAME),
+            changes=(),
+            output=TokenLogprobs,
+            size_of=lambda buckets, bucket: bucket.num_tokens if bucket in buckets.prompt else None,
+        )
+        return {SCORE: own}
+
+    def left(self, num_tokens: int, num_rows: int) -> Scored:
+        return Scored(self.shape.hidden(num_tokens), self.shape.rows(num_tokens, np.int32))
+
+    def leaves(self, bucket: Bucket) -> bool:
+        return bucket in self.shape.buckets.prompt
+
+    def after_model(self, step: ForwardPass) -> ForwardPass:
+        if not self.leaves(step.spec.bucket):
+            return step
+        assert step.hidden is not None
+        return step.leaving(NAME, Scored(step.hidden, _targets(step)))
+
+    def on_host(self, runner: Any) -> HostExtension:
+        return Scorer(runner)
+
+
+class Scorer(HostExtension):
+    """Scores prompts."""
+
+    def prompt_logprobs(self, pending: PendingStep) -> TokenLogprobs:
+        """The prompt tokens' logprobs of a step that has been scored, as numpy arrays."""
+        return pending.output(SCORE)
+
+    def score(self, pending: PendingStep) -> None:
+        """Scores the prompts of a step whose sampler has not been dispatched; the other processes do the same."""
+        pending.outputs[SCORE] = self.runner.run_epilogue(SCORE, pending)
+
+
+def make_score(spec: EpilogueSpec) -> Callable:
+    """(params, Scored) -> (TokenLogprobs of the targets,)."""
+
+    def score_prompts(params: list[jax.Array], scored: Scored):
+        model = nnx.merge(spec.graph, jax.tree.unflatten(spec.params_tree, params))
+        with jax.named_scope("prompt_logprobs"):
+            scores = prompt_logprobs(
+                scored.hidden,
+                scored.targets,
+                model.logits,
+                max_logprobs=spec.max_logprobs,
+                logprobs_mode=spec.logprobs_mode,
+            )
+        with jax.named_scope("results"):
+            return (TokenLogprobs(*map(stack_ranks, scores)),)
+
+    return score_prompts
+
+
+def _targets(step: ForwardPass) -> jax.Array:
+    """i32[T]: the prompt token after each token."""
+    batch, rows = step.batch, step.rows
+    if batch.token_ids.shape == rows.slot.shape:  # one token a row
+        return rows.next_token
+    last = jnp.where(rows.num_scheduled > 0, batch.logits_indices, batch.token_ids.shape[0])
+    return jnp.roll(batch.token_ids, -1).at[last].set(rows.next_token, mode="drop")

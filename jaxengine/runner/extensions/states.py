@@ -1,0 +1,81 @@
+"""states: what layers keep of sequences in place of pages, a row for each slot and then one for each snapshot."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxengine.runner.extension import DeviceExtension, Kept, StageShape
+from jaxengine.runner.programs.forward_pass import ForwardPass
+from models.cache import Cache, KVPages, StateRows, state_arrays
+from scheduler.pages.snapshots import LOAD, POSITION, SAVE
+from sharding.rules import logical_to_spec
+
+NAME = "states"
+
+
+class StatesExtension(DeviceExtension):
+    """Its section of SlotState is that of models.cache.Cache: of each layer with a state its arrays [rows, ...]; a
+    stage without such layers has none. Snapshots have a page table of their own (scheduler.pages.snapshots)."""
+
+    name = NAME
+    counts_slots = True
+
+    def __init__(self, shape: StageShape):
+        super().__init__(shape)
+        self.num_snapshots = shape.config.num_state_snapshots
+        self.num_tables = int(self.num_snapshots > 0)
+        self.least_columns = 3 * self.num_tables  # that name a snapshot to load, one to save and its position
+        self._arrays = state_arrays(shape.groups)
+
+    def slots(self) -> Any:
+        num_rows = self.shape.num_slots + self.num_snapshots
+        own = tuple(
+            tuple(
+                Kept((num_rows, *array.shape), array.dtype, logical_to_spec(("batch", *array.axes))) for array in arrays
+            )
+            for arrays in self._arrays
+        )
+        return own or None
+
+    def memory(self) -> Mapping[str, int]:
+        of_row = sum(math.prod(each.shape) * jnp.dtype(each.dtype).itemsize for own in self._arrays for each in own)
+        return {NAME: (self.shape.num_slots + self.num_snapshots) * of_row}
+
+    def before_model(self, step: ForwardPass) -> ForwardPass:
+        if not self._arrays:
+            return step
+        states, pool = step.slots.sections[NAME], step.cache
+        assert isinstance(pool, KVPages)
+        return step.with_section(NAME, self._rows(step))._replace(cache=Cache(pool, states))
+
+    def after_model(self, step: ForwardPass) -> ForwardPass:
+        if not self._arrays:
+            return step
+        assert isinstance(step.cache, Cache)
+        return step._replace(cache=step.cache.kv).with_state(NAME, step.cache.states)
+
+    def _rows(self, step: ForwardPass) -> StateRows:
+        """Where the states of a message's rows are: each in its slot's row, which a row's first token begins anew, and
+        which a sequence that has just got its slot behind a known prefix begins with a snapshot."""
+        rows, ragged, num_slots = step.rows, step.batch.ragged[0], self.shape.num_slots
+        assert ragged.num_decode is not None
+        num_rows = num_slots + self.num_snapshots
+        live = (rows.slot < num_slots) & (rows.num_scheduled > 0)
+        reads, saves = jnp.where(live & (rows.start > 0), rows.slot, -1), jnp.full_like(rows.slot, num_rows)
+        if self.num_snapshots:
+            table = step.slots.page_table[-num_slots:][rows.index]
+            reads = jnp.where(live & (rows.told_start > 0), num_slots + table[:, LOAD], reads)
+            is_saved = table[:, POSITION] == rows.start + rows.num_scheduled
+            saves = jnp.where(live & is_saved, num_slots + table[:, SAVE], saves)
+        return StateRows(
+            cu_q_lens=ragged.cu_q_lens,
+            reads=reads,
+            writes=jnp.where(live, rows.slot, num_rows),
+            saves=saves,
+            num_seqs=ragged.num_seqs,
+            num_decode=ragged.num_decode,
+        )

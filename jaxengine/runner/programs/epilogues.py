@@ -1,0 +1,119 @@
+"""Epilogues: programs that run after a forward pass, on what it leaves. Each is compiled for few sizes.
+
+So a forward pass can be under way before it is known what its rows may sample, a sampler is not compiled once for every
+number of tokens, and an epilogue that nobody asked for does not run. Here is the sampler, and what others share with it
+that choose tokens; those of optional capabilities stand in their files (jaxengine.runner.extensions).
+
+On a mesh an epilogue is what every device runs on its own parts (sharding.collectives). Knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxengine.runner.extension import Epilogue, EpilogueSpec
+from jaxengine.runner.programs.device_state import TokenState
+from jaxengine.runner.programs.forward_pass import SampledRows
+from jaxengine.sampling.logprobs import TokenLogprobs
+from jaxengine.sampling.sampler import SampleOutput, SamplerFlags, flags_of, sample
+from jaxengine.sampling.state import SamplingState, count_tokens, write_slots
+from sharding.collectives import num_shards, stack_ranks
+
+SAMPLE = "sample"
+
+
+def make_sample(spec: EpilogueSpec) -> Callable:
+    """Chooses a token for every row and remembers it: (TokenState, SamplingState, SampledRows, logits f32[S, V / n]) ->
+    (TokenState, SampleOutput)."""
+
+    def sample_rows(tokens: TokenState, sampling: SamplingState, rows: SampledRows, logits: jax.Array):
+        flags = flags_of(rows.features[0])
+        own = choose(spec, logits, sampling, tokens, rows.slot, rows.position, flags)
+        target = jnp.where(rows.is_sampled, rows.slot, tokens.last_token.shape[0])
+        kept = own.token_ids, rows.is_sampled, flags
+        tokens = remember(spec, tokens, target, own.token_ids, rows.slot, rows.position, *kept)
+        with jax.named_scope("results"):
+            token_ids, scores = stack_results(own.token_ids, own, flags)
+            return tokens, SampleOutput(token_ids, *scores)
+
+    return sample_rows
+
+
+def choose(
+    spec: EpilogueSpec,
+    logits: jax.Array,
+    sampling: SamplingState,
+    tokens: TokenState,
+    slot: jax.Array,
+    position: jax.Array,
+    flags: SamplerFlags,
+    **more: Any,
+) -> SampleOutput:
+    """`sample` of logits whose rows are of these slots and positions. more: as `sample` has it."""
+    with jax.named_scope("sample"):
+        return sample(
+            logits,
+            sampling,
+            tokens.token_counts,
+            slot,
+            position,
+            flags,
+            max_logprobs=spec.max_logprobs,
+            logprobs_mode=spec.logprobs_mode,
+            **more,
+        )
+
+
+def remember(
+    spec: EpilogueSpec,
+    tokens: TokenState,
+    target: jax.Array,
+    last: jax.Array,
+    slot: jax.Array,
+    position: jax.Array,
+    token_ids: jax.Array,
+    is_kept: jax.Array,
+    flags: SamplerFlags,
+) -> TokenState:
+    """Keeps each row's `last` token, i32[S] of the slots `target`, for the next step, and all that were chosen and
+    kept, each at its slot and position; counts these where penalties need it."""
+    # A poisoned row's -1 would index the embedding; its request ends anyway.
+    last_token = write_slots(tokens.last_token, target, jnp.maximum(last, 0))
+    # Not a conditional around it: its result would be a copy of the counts.
+    counted = count_tokens(tokens.token_counts, slot, token_ids, is_kept & flags.any_penalties)
+    tokens = TokenState(last_token, counted, tokens.sections)
+    for extension in spec.extensions:
+        tokens = extension.remember(tokens, slot, position, token_ids, is_kept)
+    return tokens
+
+
+def stack_results(told: Any, chosen: SampleOutput, flags: SamplerFlags) -> tuple[Any, TokenLogprobs]:
+    """`stack_ranks` of `told` and of the logprobs of what was chosen, without an exchange of these where nobody asked.
+
+    All in one conditional: what of it lay beside another with exchanges, XLA:CPU would begin in any order, each device
+    in its own (tests/sharding/exchange_order.py).
+    """
+    scores, ranks = TokenLogprobs(*chosen[1:]), num_shards("batch")
+    if ranks == 1:
+        return jax.tree.map(stack_ranks, (told, scores))
+
+    def without() -> tuple[Any, TokenLogprobs]:
+        nothing = [jnp.zeros((ranks, *leaf.shape), leaf.dtype) for leaf in scores]
+        return jax.tree.map(stack_ranks, told), TokenLogprobs(*nothing)
+
+    return lax.cond(flags.any_logprobs, lambda: jax.tree.map(stack_ranks, (told, scores)), without)
+
+
+SAMPLER = Epilogue(
+    make_sample,
+    arguments=("tokens", "sampling", "rows", "logits"),
+    changes=("tokens",),
+    output=SampleOutput,
+    size_of=lambda buckets, bucket: buckets.sample_size(bucket) if bucket.width == 1 else None,
+    ends=True,
+)

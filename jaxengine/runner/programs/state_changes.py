@@ -1,0 +1,80 @@
+"""What the host changes on the devices between steps: a program for each way of changing it.
+
+All name slots as numbered over all replicas: rank * max_num_seqs + the replica's own number, and rows of the page
+tables and masks likewise; entries of slots that no replica has change nothing. Those of optional capabilities stand in
+the files of these (jaxengine.runner.extensions). Knows no requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxengine.runner.extension import EVERYWHERE, Shape, StateChange
+from jaxengine.runner.programs.device_state import DeviceState, own_slots, write_page_deltas
+from jaxengine.sampling import state as sampling_state
+from jaxengine.sampling.state import NEUTRAL
+from sharding.rules import logical_to_spec
+
+# Entries of one message that brings page-table entries outside a step, and requests whose parameters one brings.
+NUM_DELTAS = 1024
+NUM_PARAM_ROWS = 8
+# Slots of which one brings a number.
+NUM_COLUMN_ROWS = 64
+
+PAGE_DELTAS, PARAMETERS, BIAS_ROW, COUNTS_ROW = "page deltas", "parameters", "bias row", "counts row"
+
+_VOCAB = logical_to_spec(("sampled_vocab",))
+
+
+def column_shapes() -> list[Shape]:
+    """The arguments of a change that brings a number of some slots: slots and values."""
+    return [((NUM_COLUMN_ROWS,), np.int32, EVERYWHERE)] * 2
+
+
+def own_slot(state: DeviceState, slots: jax.Array) -> jax.Array:
+    """Slots numbered over all replicas as this one numbers its own."""
+    return own_slots(slots, state.slots.num_computed.shape[0])
+
+
+def _write_deltas(state: DeviceState, deltas: jax.Array) -> DeviceState:
+    deltas = deltas.at[0].set(own_slots(deltas[0], state.slots.page_table.shape[0]))
+    return state._replace(slots=write_page_deltas(state.slots, deltas))
+
+
+def _set_counts(state: DeviceState, slot: jax.Array, row: jax.Array) -> DeviceState:
+    assert state.tokens is not None
+    counts = sampling_state.set_row(state.tokens.token_counts, own_slot(state, slot), row)
+    return state._replace(tokens=state.tokens._replace(token_counts=counts))
+
+
+def _on_sampling(function: Callable) -> Callable[..., DeviceState]:
+    """A change of the sampling parameters of some slots as a change of all that is kept."""
+
+    def change(state: DeviceState, slots: jax.Array, *arguments: jax.Array) -> DeviceState:
+        return state._replace(sampling=function(state.sampling, own_slot(state, slots), *arguments))
+
+    return change
+
+
+def state_changes(vocab_size: int | None) -> dict[str, StateChange]:
+    """Those that every stage has, and with a vocabulary those of one that samples. vocab_size: of all devices."""
+    changes = {PAGE_DELTAS: StateChange(_write_deltas, [((3, NUM_DELTAS), np.int32, EVERYWHERE)])}
+    if vocab_size is None:
+        return changes
+
+    def row_of_vocab(dtype: Any) -> list[Shape]:
+        return [((), np.int32, EVERYWHERE), ((vocab_size,), dtype, _VOCAB)]
+
+    params: list[Shape] = [
+        ((NUM_PARAM_ROWS,), np.int32, EVERYWHERE),
+        ((NUM_PARAM_ROWS, len(NEUTRAL)), np.int32, EVERYWHERE),
+    ]
+    return changes | {
+        PARAMETERS: StateChange(_on_sampling(sampling_state.write_params), params),
+        BIAS_ROW: StateChange(_on_sampling(sampling_state.set_bias_row), row_of_vocab(np.float32)),
+        COUNTS_ROW: StateChange(_set_counts, row_of_vocab(np.int32)),
+    }

@@ -1,0 +1,176 @@
+"""The forward pass of one step as a pure function: unpack the message, run the model, leave what epilogues need.
+
+The device keeps a row of state for every slot, so the host sends only what changed. What is done with the logits and
+the hidden states is jaxengine.runner.programs.epilogues'. Knows nothing of requests.
+
+On a mesh this is what every device runs on its own parts (sharding.collectives): a replica's rows, slots and pages are
+its own, and its devices all unpack the same message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxengine.runner.programs.device_state import SlotState, write_page_deltas
+from jaxengine.runner.programs.forward_pass import ForwardPass, Rows, SampledRows, StepSpec
+from jaxengine.sampling.state import write_slots
+from models.forward_batch import HEADER, ForwardBatch, StepLayout
+from models.layers.attention import RaggedBatch
+
+
+class Forwarded(NamedTuple):
+    """What a forward pass through the last stage leaves to epilogues.
+
+    Attributes:
+      rows, logits: of the rows that may sample, f32[S, V / n], or f32[S * W, V / n] in steps whose rows have W tokens;
+        the latter None where tokens are not sampled.
+      sections: what extensions leave, by their names.
+    """
+
+    rows: SampledRows
+    logits: jax.Array | None
+    sections: dict[str, Any]
+
+    def fields(self) -> dict[str, Any]:
+        """All by the names that Epilogue.arguments has."""
+        return {"rows": self.rows, "logits": self.logits, **self.sections}
+
+
+def unpack(
+    spec: StepSpec, slots: SlotState, last_token: jax.Array | None, buffer: jax.Array, given: dict[str, Any]
+) -> ForwardPass:
+    """Expands a replica's message, writing the new page-table entries and counts. Tokens that the device knows are -1
+    as yet. last_token: None where the message has every token."""
+    layout = spec.layout
+    header: dict[str, jax.Array] = dict(zip(HEADER, layout.view(buffer, "header"), strict=True))
+    slots, rows = unpack_rows(slots, buffer, layout)
+    num_slots = slots.num_computed.shape[0]
+    kv_lens = jnp.where(rows.slot < num_slots, rows.start + rows.num_scheduled, 0)
+    slots = slots._replace(num_computed=write_slots(slots.num_computed, rows.slot, kv_lens))
+    cu_q_lens = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(rows.num_scheduled, dtype=jnp.int32)])
+    token = jnp.arange(layout.num_tokens, dtype=jnp.int32)
+    if layout.num_tokens == layout.num_seqs:
+        row = token  # decode-only: one token a row
+    else:
+        row = jnp.searchsorted(cu_q_lens[1:], token, side="right", method="compare_all").astype(jnp.int32)
+        row = jnp.minimum(row, layout.num_seqs - 1)
+    valid = token < cu_q_lens[-1]
+    column = token - cu_q_lens[row]
+    positions = jnp.where(valid, rows.start[row] + column, 0)
+    ragged = []
+    for group in spec.groups:
+        page_table = slots.page_table[rows.index + group * num_slots]
+        page = page_table[row, positions // spec.page_size]
+        ragged.append(
+            RaggedBatch(
+                cu_q_lens=cu_q_lens,
+                kv_lens=kv_lens,
+                page_table=page_table,
+                slot_mapping=jnp.where(valid, page * spec.page_size + positions % spec.page_size, -1),
+                num_seqs=header["num_seqs"],
+                num_decode=header["num_decode"],
+            )
+        )
+    batch = ForwardBatch(
+        token_ids=layout.view(buffer, "token_ids"),
+        positions=positions,
+        logits_indices=jnp.maximum(cu_q_lens[1:] - 1, 0),
+        ragged=tuple(ragged),
+    )
+    view = partial(layout.view, buffer)
+    return ForwardPass(spec, view, header["features"], rows, row, column, valid, given, slots, last_token, batch)
+
+
+def unpack_rows(slots: SlotState, buffer: jax.Array, layout: StepLayout) -> tuple[SlotState, Rows]:
+    """(The state with the message's page-table entries, its rows)."""
+    slots = write_page_deltas(slots, layout.view(buffer, "deltas"))
+    slot, count, start, sample, next_token = layout.view(buffer, "rows")
+    num_slots = slots.num_computed.shape[0]
+    index = jnp.minimum(slot, num_slots - 1)
+    first = jnp.where(start >= 0, start, slots.num_computed[index])
+    return slots, Rows(slot, index, count, first, sample, next_token, start)
+
+
+def with_last_tokens(step: ForwardPass) -> ForwardPass:
+    """The pass with each slot's last token in the place of -1."""
+    if step.last_token is None:
+        return step
+    known, own = step.last_token[step.rows.index][step.token_row], step.batch.token_ids
+    return step._replace(batch=step.batch._replace(token_ids=jnp.where(own >= 0, own, known)))
+
+
+def make_forward(graph: nnx.GraphDef, params_tree: Any, spec: StepSpec) -> Callable:
+    """The forward pass of one shape: (params: list of arrays, kv, SlotState, last_token, message, given) -> (kv,
+    SlotState, Forwarded).
+
+    A stage that is not the first takes hidden states as a further argument; one that is not the last gives hidden
+    states instead of Forwarded. last_token: of TokenState, None in a stage without one. given: what extensions bring.
+    """
+
+    def forward(
+        params: Any,
+        kv: Any,
+        slots: SlotState,
+        last_token: jax.Array | None,
+        message: jax.Array,
+        given: dict[str, Any],
+        *hidden: jax.Array,
+    ):
+        model = nnx.merge(graph, jax.tree.unflatten(params_tree, params))
+        with jax.named_scope("unpack"):
+            step = unpack(spec, slots, last_token, message.reshape(-1), given)._replace(cache=kv)
+            filled = (each.fill_tokens(step) for each in spec.extensions)
+            step = next((each for each in filled if each is not None), None) or with_last_tokens(step)
+            if spec.bucket.width > 1:
+                step = step._replace(batch=step.batch._replace(logits_indices=_last_of_rows(step)))
+            if model.stage.is_last:
+                step = step._replace(sampled=_sampled(step))
+            for each in spec.extensions:
+                step = each.before_model(step)
+        out, cache = model(step.batch, step.cache, *hidden)
+        step = step._replace(hidden=out, cache=cache)
+        for each in spec.extensions:
+            step = each.after_model(step)
+        if not model.stage.is_last:
+            return step.cache, step.slots, out
+        assert step.sampled is not None
+        logits = None
+        if spec.samples:
+            with jax.named_scope("logits"):
+                logits = model.logits(out[pad_rows(step, step.batch.logits_indices)])
+        return step.cache, step.slots, Forwarded(step.sampled, logits, step.left)
+
+    return forward
+
+
+def _last_of_rows(step: ForwardPass) -> jax.Array:
+    """i32[S * W]: the last W tokens of each row, after which tokens are chosen; one with less repeats its last."""
+    rows, width = step.rows, step.spec.bucket.width
+    column = jnp.minimum(jnp.arange(width, dtype=jnp.int32), jnp.maximum(rows.num_scheduled - 1, 0)[:, None])
+    tokens = step.batch.ragged[0].cu_q_lens[:-1, None] + column
+    return jnp.minimum(tokens, step.batch.token_ids.shape[0] - 1).reshape(-1)
+
+
+def _sampled(step: ForwardPass) -> SampledRows:
+    """The rows of logits, those of padding last."""
+    rows, kv_lens, features = step.rows, step.batch.ragged[0].kv_lens, step.features[None]
+    if step.spec.bucket.width > 1:
+        return SampledRows(rows.slot, kv_lens - rows.num_scheduled + 1, rows.sample > 0, features)
+    return SampledRows(
+        slot=pad_rows(step, rows.slot, step.slots.num_computed.shape[0]),
+        position=pad_rows(step, kv_lens),
+        is_sampled=pad_rows(step, rows.sample > 0),
+        features=features,
+    )
+
+
+def pad_rows(step: ForwardPass, x: jax.Array, fill: Any = 0) -> jax.Array:
+    """[S, ...] of a step's rows, or of all positions of wide ones, as long as its logits."""
+    more = 0 if step.spec.bucket.width > 1 else step.spec.num_logits - step.spec.layout.num_seqs
+    return jnp.pad(x, ((0, more), *[(0, 0)] * (x.ndim - 1)), constant_values=fill) if more else x

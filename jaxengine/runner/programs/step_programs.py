@@ -1,0 +1,285 @@
+"""What is compiled for a model under a config: a closed set of programs, their arguments as shapes, nothing allocated.
+
+A step is a forward pass, one for each bucket, and then its epilogues (jaxengine.runner.programs.epilogues), each for
+few sizes. What optional capabilities add is said by their extensions (jaxengine.runner.extension).
+
+The runner compiles these for the devices it has, `jaxengine check` for devices that are not there. On a mesh a program
+is one `jax.shard_map`: each device runs it on its own parts, and what devices exchange is written in the layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxengine.runner.extension import (
+    EVERYWHERE,
+    RANKS,
+    DeviceExtension,
+    Epilogue,
+    EpilogueSpec,
+    Kept,
+    StageShape,
+    StateChange,
+)
+from jaxengine.runner.program import Program, abstract_params, on_devices, program_on
+from jaxengine.runner.programs.device_state import DeviceState, SlotState, TokenState, init_slots, init_tokens
+from jaxengine.runner.programs.epilogues import SAMPLE, SAMPLER
+from jaxengine.runner.programs.forward_pass import SampledRows, StepSpec
+from jaxengine.runner.programs.state_changes import state_changes
+from jaxengine.runner.programs.step import Forwarded, make_forward
+from jaxengine.sampling import state as sampling_state
+from jaxengine.sampling.state import NEUTRAL, RowParams, SamplingState
+from models.cache import KVPages, abstract_kv, device_kv, largest, num_places, page_bytes_of_group, paged_groups
+from scheduler.buckets import Bucket
+from scheduler.packing import Packer
+from sharding.collectives import stack_ranks
+from sharding.rules import logical_to_spec, part_bytes, whole_shape
+
+_RANKS_VOCAB = logical_to_spec(("batch", "sampled_vocab"))
+
+
+class StepPrograms:
+    """The programs of one model, or of one of its pipeline stages.
+
+    Attributes:
+      shape: what they are made for; model, mesh, groups: of it.
+      extensions: the optional capabilities of the stage.
+      layout: of the KV pool.
+      num_columns: columns of a page table.
+      epilogues: those of this stage, by name.
+      state_shapes: what is kept between steps, abstract.
+      vocab_size: tokens the sampler knows, those that only fill up the last device's part included.
+      own_vocab_size: those of one device.
+      num_masks: of a replica, one for each slot, and those of extensions.
+      description: everything static that the shapes do not tell; part of the key of a stored executable.
+    """
+
+    def __init__(self, shape: StageShape, extensions: Sequence[DeviceExtension]):
+        """extensions: in the order in which their traced parts follow each other."""
+        config, model = shape.config, shape.model
+        self.shape, self.extensions = shape, tuple(extensions)
+        self.model, self.mesh, self.groups = model, shape.mesh, shape.groups
+        self.layout = shape.platform.name
+        num_tables = len(paged_groups(self.groups)) + sum(each.num_tables for each in extensions)
+        fields = {each.name: each.message for each in extensions}
+        self.packer = Packer(shape.buckets, config.block_size, shape.num_ranks, num_tables, fields)
+        # Whole kernel blocks of 128 tokens, so that no implementation needs to clip the last one.
+        pages, block_pages = math.ceil(config.max_model_len / config.block_size), max(1, 128 // config.block_size)
+        pages = max([pages, *(each.least_columns for each in extensions)])
+        self.num_columns = math.ceil(pages / block_pages) * block_pages
+        self.vocab_size = model.mesh.padded_vocab_size(model.config.vocab_size)
+        self.own_vocab_size = self.vocab_size // model.mesh.num_shards("sampled_vocab")
+        self.num_masks = shape.num_slots + sum(each.more_masks for each in extensions)
+        self._slack = (max(config.widths, default=1) - 1) * config.max_in_flight
+        own = {SAMPLE: SAMPLER} if shape.samples else {}
+        self.epilogues: dict[str, Epilogue] = own | {
+            name: epilogue for each in extensions for name, epilogue in each.epilogues.items()
+        }
+        self.state_shapes: DeviceState = self._state_shapes()
+        self._graph, params = nnx.split(model)
+        self._params_tree = jax.tree.structure(params)
+        settings = config.max_logprobs, config.logprobs_mode
+        self._epilogue_spec = EpilogueSpec(self._graph, self._params_tree, *settings, self.extensions)
+        self.description = repr((model.config, model.build, self.groups, self.layout, *settings))
+
+    def extension(self, name: str) -> Any:
+        """The capability of this name; KeyError without it."""
+        return {each.name: each for each in self.extensions}[name]
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of the cache groups with pages: keys that must stay for a token, None for all: those that it sees, and those
+        that one sees which comes in its place where drafts before it turn out to be wrong."""
+        windows = (group.window for group in paged_groups(self.groups))
+        return tuple(None if window is None else window + self._slack for window in windows)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page on one device, in all layers of a group."""
+        return page_bytes_of_group(self.groups, layout=self.layout)
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes of one device by purpose, of what extensions hold that is neither weights nor workspace."""
+        return {purpose: size for each in self.extensions for purpose, size in each.memory().items() if size}
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one device of all that is kept of slots but what `memory` counts by itself."""
+        leaves = jax.tree.leaves(self.state_shapes)
+        slots = self.state_shapes.slots.sections
+        own = [slots.get(each.name) for each in self.extensions if each.counts_slots]
+        return sum(map(part_bytes, leaves)) - sum(map(part_bytes, jax.tree.leaves(own)))
+
+    def kv_shapes(self, num_pages: int) -> KVPages:
+        """The pool of `num_pages` pages per rank, abstract."""
+        return abstract_kv(self.groups, num_pages, layout=self.layout, mesh=self.mesh)
+
+    def forward(self, bucket: Bucket, params: Sequence[Any], kv: KVPages) -> Program:
+        """A bucket's forward pass: (params, kv, slots, last_token, message, given[, hidden]) -> (kv, slots, Forwarded).
+
+        params: the model's leaves, arrays or shapes; kv: as `kv_shapes` gives it. Of a stage that is not the last the
+        third result is hidden states, and one that is not the first takes some.
+        """
+        stage, state = self.model.stage, self.state_shapes
+        groups = range(len(paged_groups(self.groups)))
+        sizes = groups, self.num_logits(bucket), self.shape.samples
+        spec = StepSpec(bucket, self.packer.layouts[bucket], self.packer.page_size, *sizes, self.extensions)
+        function = make_forward(self._graph, self._params_tree, spec)
+        last_token = None if state.tokens is None else state.tokens.last_token
+        given = {each.name: shapes for each in self.extensions if (shapes := each.given(bucket)) is not None}
+        hidden = self.shape.hidden(bucket.num_tokens)
+        arguments = (abstract_params(params), kv, state.slots, last_token, self.message_shape(bucket), given)
+        arguments = (*arguments, *([] if stage.is_first else [hidden]))
+        output: Any = self.forwarded(bucket) if stage.is_last else hidden
+        name = "".join([str(bucket), *(each.label(bucket) for each in self.extensions)])
+        return self._program(name, function, arguments, (kv, state.slots, output), donate=(1, 2))
+
+    def message_shape(self, bucket: Bucket) -> Any:
+        """What the host sends for a step: i32[replicas, size]."""
+        return self.shape.rows(1, np.int32, self.packer.layouts[bucket].size)
+
+    def forwarded(self, bucket: Bucket) -> Forwarded:
+        """What a bucket's forward pass leaves, abstract."""
+        size = self.num_logits(bucket) if bucket.width == 1 else bucket.num_seqs
+        left = [each for each in self.extensions if each.leaves(bucket)]
+        return self._forwarded(bucket.num_tokens, size, bucket.width, left)
+
+    def epilogue_sizes(self) -> list[tuple[str, int]]:
+        """The name and size of every epilogue of this stage."""
+        return [(name, size) for name, each in self.epilogues.items() for size in each.sizes(self.packer.buckets)]
+
+    def last_epilogue(self, bucket: Bucket) -> str:
+        """The name of the one that ends a bucket's steps."""
+        ends = ((name, each) for name, each in self.epilogues.items() if each.ends)
+        return next(name for name, each in ends if each.size_of(self.packer.buckets, bucket) is not None)
+
+    def epilogue(self, name: str, size: int, params: Sequence[Any]) -> Program:
+        """An epilogue of a size: (arguments as it names them) -> (what it changes, its output)."""
+        own = self.epilogues[name]
+        shapes = {"params": abstract_params(params), **self.state_shapes._asdict()}
+        shapes |= self._forwarded(size, size, own.width, self.extensions).fields()
+        everywhere = self.shape.shape((), np.int32)  # only where it lies matters
+        output = own.output(*[everywhere] * len(own.output._fields))
+        results = (*(shapes[change] for change in own.changes), output)
+        donate = tuple(own.arguments.index(change) for change in own.changes)
+        arguments = tuple(shapes[argument] for argument in own.arguments)
+        return self._program(f"{name} {size}", own.make(self._epilogue_spec), arguments, results, donate)
+
+    def forwarded_bytes(self, name: str, size: int) -> int:
+        """Bytes of one device that forward passes leave to an epilogue of this size."""
+        own = self.epilogues[name]
+        fields = self._forwarded(size, size, own.width, self.extensions).fields()
+        taken = [fields[argument] for argument in own.arguments if argument in fields]
+        return sum(map(part_bytes, jax.tree.leaves(taken)))
+
+    def state_changes(self) -> dict[str, Program]:
+        """The programs that change the state between steps, by name: (state, their arguments) -> state."""
+        changes = state_changes(self.vocab_size if self.shape.samples else None)
+        for each in self.extensions:
+            changes |= each.changes
+        return {name: self._state_change(name, change) for name, change in changes.items()}
+
+    def _state_change(self, name: str, change: StateChange) -> Program:
+        arguments = (self.shape.shape(*argument) for argument in change.arguments)
+        state = self.state_shapes
+        return self._program(f"{name} of {self.model.stage}", change.function, (state, *arguments), state, donate=(0,))
+
+    def _program(
+        self, name: str, function: Callable, arguments: tuple[Any, ...], results: Any, donate: tuple[int, ...]
+    ) -> Program:
+        return program_on(self.mesh, name, function, arguments, results, donate)
+
+    def num_logits(self, bucket: Bucket) -> int:
+        """Rows of logits that a bucket's forward pass gives."""
+        return self.packer.buckets.sample_size(bucket) if bucket.width == 1 else bucket.num_tokens
+
+    def _forwarded(
+        self, num_tokens: int, num_rows: int, width: int, extensions: Sequence[DeviceExtension]
+    ) -> Forwarded:
+        """What a forward pass of so many tokens, and rows with logits at `width` positions, leaves of these extensions
+        and all else, abstract."""
+        shape = self.shape
+        told = {each.name: own for each in self.extensions if (own := each.row_section(num_rows, width)) is not None}
+        row = shape.rows(num_rows, np.int32)
+        rows = SampledRows(row, row, shape.rows(num_rows, np.bool_), shape.rows(1, np.int32), told)
+        left = {each.name: own for each in extensions if (own := each.left(num_tokens, num_rows)) is not None}
+        size = shape.num_ranks * num_rows * width, self.vocab_size
+        return Forwarded(rows, shape.shape(size, np.float32, _RANKS_VOCAB) if shape.samples else None, left)
+
+    def _sections(self, of: Callable[[DeviceExtension], Any]) -> dict[str, Any]:
+        """Pytrees of Kept by the names of extensions that have some."""
+        return {each.name: kept for each in self.extensions if (kept := of(each)) is not None}
+
+    def _state_partition(self) -> DeviceState:
+        """PartitionSpecs in the places of arrays."""
+        ranks: Any = RANKS
+        vocab: Any = _RANKS_VOCAB
+        slots, tokens = (
+            jax.tree.map(lambda kept: kept.spec, self._sections(of))
+            for of in (lambda each: each.slots(), lambda each: each.tokens())
+        )
+        slot_state = SlotState(ranks, ranks, slots)
+        if not self.shape.samples:
+            return DeviceState(slot_state, None, None)
+        sampling = SamplingState(RowParams(*[ranks] * len(NEUTRAL)), logit_bias=vocab, token_mask=vocab)
+        return DeviceState(slot_state, TokenState(ranks, vocab, tokens), sampling)
+
+    def _own_state(self) -> DeviceState:
+        num_slots = self.shape.num_slots
+        slots, tokens = (
+            jax.tree.map(Kept.begin, self._sections(of))
+            for of in (lambda each: each.slots(), lambda each: each.tokens())
+        )
+        slot_state = init_slots(num_slots, self.packer.num_groups, self.num_columns, slots)
+        if not self.shape.samples:
+            return DeviceState(slot_state, None, None)
+        sampling = sampling_state.init_state(num_slots, self.own_vocab_size, self.num_masks)
+        return DeviceState(slot_state, init_tokens(num_slots, self.own_vocab_size, tokens), sampling)
+
+    def _state_shapes(self) -> DeviceState:
+        def whole(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+            return self.shape.shape(whole_shape(leaf.shape, NamedSharding(self.mesh, spec)), leaf.dtype, spec)
+
+        return jax.tree.map(whole, jax.eval_shape(self._own_state), self._state_partition())
+
+    def pool(self, kv: KVPages) -> Program:
+        """() -> the KV pool of these shapes, as it begins, each device making its own part."""
+        return self._program("pool", partial(device_kv, kv), (), kv, donate=())
+
+    @property
+    def paged_layers(self) -> list[int]:
+        """Layers with pages, by their numbers in the whole model."""
+        return sorted(layer for group in paged_groups(self.groups) for layer in group.layers)
+
+    def largest(self, kv: KVPages) -> Program:
+        """(pool) -> the largest magnitudes of keys and of values, f32[ranks, layers with pages, K] each."""
+        place = {layer: place for group in paged_groups(self.groups) for place, layer in enumerate(group.layers)}
+        of_heads = self.shape.shape((1, 1, 1), np.float32, logical_to_spec(("batch", None, "kv_heads")))
+
+        def function(kv: KVPages) -> tuple[jax.Array, jax.Array | None]:
+            count = kv.num_pages // num_places(self.groups)
+            found = [largest(kv, jnp.int32(place[layer] * count), count) for layer in self.paged_layers]
+            k, v = jnp.stack([k for k, _ in found])[None], [v for _, v in found if v is not None]
+            return k, jnp.stack(v)[None] if v else None
+
+        results = of_heads, None if kv.spec.values_in_keys else of_heads
+        return self._program("largest in the pool", function, (kv,), results, donate=())
+
+    def state(self) -> Program:
+        """() -> what is kept, before the first request."""
+        return self._program(f"state of {self.model.stage}", self._own_state, (), self.state_shapes, donate=())
+
+    def gather_ranks(self, x: jax.Array) -> jax.Array:
+        """x [ranks, ...], a part on each rank, on every device."""
+        gather = on_devices(self.mesh, lambda part: stack_ranks(part[0]), (RANKS,), EVERYWHERE)
+        return jax.jit(gather)(x)

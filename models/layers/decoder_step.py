@@ -1,0 +1,148 @@
+"""One step through a decoder's layers: what these share, and the cache that each reads and writes.
+
+The decoder shows the forward pass; this owns what goes beside the hidden states. Each layer gets the pages of its cache
+group or the rows of its state, and the inputs of its kind of attention; sections of the batch act in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.build import Build
+from models.cache import Cache, Paged, State, num_places, of_layer, paged_groups
+from models.config.attention import LayerAttention
+from models.config.model_config import ModelConfig
+from models.forward_batch import ForwardBatch
+from models.layers.attention import SCHEDULE, TEMPERATURE, LayerPages, StepInputs
+from models.layers.mla_made import MADE_ROWS
+from models.layers.moe import ExpertLoad
+from models.layers.rope import ROPE
+from models.layers.rows import step_rows
+from models.layers.section import sections_of
+from models.layers.step_inputs import StepContext
+from pallas_kernels.kv.pages import KVPages
+from pallas_kernels.kv.update import kv_update_schedule
+from sharding.stages import Stage
+
+# The makers of StepInputs' fields but for `rows`.
+STEP_INPUTS = {"rope": ROPE, "schedule": SCHEDULE, "temperature": TEMPERATURE, "made": MADE_ROWS}
+
+
+class DecoderLayer(Protocol):
+    """One layer of a family: an nnx.Module.
+
+    A layer that keeps states gets its arrays [R, ...] in the place of the pool, and StateRows in that of pages; one
+    that attends as well gets a pair of each.
+    """
+
+    def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
+        """x[T, D] -> [T, D], and the pool with this step's keys and values of this layer written."""
+        ...
+
+
+class DecoderStep:
+    """The layers of one stage in one step, to be run in order within one trace."""
+
+    def __init__(
+        self, config: ModelConfig, build: Build, groups: Sequence[Paged | State], batch: ForwardBatch, kv: Any
+    ):
+        """groups: of the stage, as many with pages as the batch has page tables. kv: the pool, or a Cache where layers
+        keep states."""
+        assert build.stage is not None
+        self._stage: Stage = build.stage
+        self._is_cache, self._batch = isinstance(kv, Cache), batch
+        self._pool, states = kv if isinstance(kv, Cache) else (kv, ())
+        self._states, self._num_paged = list(states), 0
+        self._attention = [config.attention[layer] for layer in self._stage.layers]
+        with_state = [layer for layer in self._stage.layers if config.attention[layer].state is not None]
+        self._state_index = {layer: index for index, layer in enumerate(with_state)}
+        self._sections = sections_of(batch)
+        limits = [each.key_limits(config, batch.positions) for each in self._sections]
+        limits = [each for each in limits if each is not None]
+        self._inputs = _step_inputs(self._attention, StepContext(batch, self._pool, build, *(limits or [None])))
+        self._pages = _layer_pages(groups, batch, self._pool)
+
+    def embed(self, x: jax.Array) -> jax.Array:
+        """The first layer's input, x [T, D] being the embeddings of the tokens."""
+        for section in self._sections:
+            x = section.embed(x)
+        return x
+
+    def run(self, index: int, layer: nnx.Module, x: jax.Array) -> jax.Array:
+        """Hidden states [T, D] after the stage's layer number `index`, x being those before it."""
+        if index == 0:
+            self._observe(0, x)
+        number, attention = self._stage.layers[index], self._attention[index]
+        graph, state = nnx.split(layer)
+        kept = self._state_index.get(number)
+        with jax.named_scope(f"layer_{index}"):
+            given = [(of_layer(self._pool, self._num_paged), self._pages[number])] if attention.attends else []
+            given += [] if kept is None else [(self._states[kept], self._batch.sections["states"])]
+            parts = given[0] if len(given) == 1 else tuple(zip(*given, strict=True))
+            x, own, load = run_layer(graph, state, x, *parts, self._inputs[attention])
+            left = [own] if len(given) == 1 else list(own)
+            if attention.attends:
+                self._pool, self._num_paged = replace(self._pool, data=left.pop(0).data), self._num_paged + 1
+            if kept is not None:
+                self._states[kept] = left.pop(0)
+        for section in self._sections:
+            x = section.after_layer(number + 1, x)
+        self._observe(index + 1, x, *jax.tree.leaves(load))
+        return x
+
+    @property
+    def cache(self) -> Any:
+        """The pool, or the Cache, with what the layers run so far have written."""
+        return Cache(self._pool, tuple(self._states)) if self._is_cache else self._pool
+
+    def _observe(self, count: int, x: jax.Array, load: jax.Array | None = None) -> None:
+        for section in self._sections:
+            section.observe(count, x, load)
+
+
+def _step_inputs(layers: Sequence[LayerAttention], step: StepContext) -> dict[LayerAttention, StepInputs]:
+    """The inputs of each kind of attention."""
+    attentions, rows = list(dict.fromkeys(layers)), step_rows(step)
+    columns = {field: maker.values(attentions, step) for field, maker in STEP_INPUTS.items()}
+    return {
+        attention: StepInputs(rows, **{field: values[index] for field, values in columns.items()})
+        for index, attention in enumerate(attentions)
+    }
+
+
+def _layer_pages(groups: Sequence[Paged | State], batch: ForwardBatch, kv: KVPages) -> dict[int, LayerPages]:
+    """Where the pages of each layer with some are."""
+    paged, pages = paged_groups(groups), {}
+    num_pages, rest = divmod(kv.num_pages, num_places(paged))
+    if rest:
+        raise ValueError(f"num_pages must be a multiple of {num_places(paged)} layers, got {kv.num_pages}")
+    for group, ragged in zip(paged, batch.ragged, strict=True):
+        with jax.named_scope("kv_update_schedule"):
+            schedule = kv_update_schedule(ragged.slot_mapping, page_size=kv.page_size, platform=kv.layout)
+        for place, layer in enumerate(group.layers):
+            pages[layer] = LayerPages(ragged, jnp.int32(place * num_pages), schedule)
+    return pages
+
+
+@partial(jax.jit, static_argnums=0)
+def run_layer(
+    graph: Any, state: nnx.State, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs
+) -> tuple[jax.Array, KVPages, nnx.State]:
+    """One layer as a function of its weights, and its ExpertLoad if it has experts.
+
+    Layers of one kind have equal graphs and share one trace.
+    """
+    layer = nnx.merge(graph, state)
+    x, kv = layer(x, kv, pages, step)
+    return x, kv, nnx.pop(layer, ExpertLoad)
+
+
+# The name that a layer's call has in a trace. Its first result is x [T, D].
+LAYER = "run_layer"

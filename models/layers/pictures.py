@@ -1,0 +1,63 @@
+"""Pictures and videos in a step: embeddings that stand in the places of tokens, and what these attend to.
+
+What makes the embeddings is models/vision.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from models.config.model_config import ModelConfig
+from models.layers.section import Section
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Pictures(Section):
+    """`ForwardBatch.sections["pictures"]`.
+
+    Attributes:
+      rows: [N, E], what towers have left (models.vision.tower); E is D, or a multiple of it where layers add parts of
+        their own. None in a stage that is not the first.
+      index: i32[T], the row of each token, -1 for those that are what their id says.
+    """
+
+    rows: jax.Array | None
+    index: jax.Array
+
+    def embed(self, x: jax.Array) -> jax.Array:
+        assert self.rows is not None, "the first stage has the rows of pictures"
+        return jnp.where(self.index[:, None] >= 0, self._part(0, x), x)
+
+    def key_limits(self, config: ModelConfig, positions: jax.Array) -> jax.Array | None:
+        if config.tower is None or not config.tower.attends_both_ways:
+            return None
+        with jax.named_scope("picture_limits"):
+            return picture_limits(self.index, positions)
+
+    def after_layer(self, count: int, x: jax.Array) -> jax.Array:
+        """x with what pictures add there (DeepStack, Meng et al. 2024, arXiv:2406.04334)."""
+        if self.rows is None or count * x.shape[1] >= self.rows.shape[1]:
+            return x
+        with jax.named_scope("deepstack"):
+            return jnp.where(self.index[:, None] >= 0, x + self._part(count, x), x)
+
+    def _part(self, part: int, x: jax.Array) -> jax.Array:
+        """A part of the embeddings, as x [T, D]; of any row for tokens that have none."""
+        assert self.rows is not None
+        width = x.shape[1]
+        return self.rows[jnp.maximum(self.index, 0), part * width : (part + 1) * width].astype(x.dtype)
+
+
+def picture_limits(index: jax.Array, positions: jax.Array) -> jax.Array:
+    """The position after the picture of each token, i32[T], where it is in one (index >= 0), and else after its own.
+
+    Two pictures are never neighbours in a prompt; where two prompts are, attention looks at the first one's keys only.
+    """
+    tokens = jnp.arange(len(index), dtype=jnp.int32)
+    behind = lax.cummin(jnp.where(index >= 0, len(index), tokens), reverse=True)
+    return positions + jnp.maximum(behind - tokens, 1)

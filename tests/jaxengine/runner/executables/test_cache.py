@@ -1,0 +1,154 @@
+"""The cache of compiled programs: what it gives back, what it refuses, what it survives."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxengine import LLM, SamplingParams
+from jaxengine.runner.compile_watch import CompileWatch
+from jaxengine.runner.executables import cache
+from jaxengine.runner.executables.cache import ExecutableCache
+from models.families.llama import LlamaForCausalLM
+from models.families.qwen2 import Qwen2ForCausalLM
+from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS
+
+DEVICES = jax.devices()[:1]
+ARGUMENTS = (jax.ShapeDtypeStruct((4,), np.float32),)
+
+
+def double(x):
+    return x * 2
+
+
+def get(cache, function=double, arguments=ARGUMENTS, **changes):
+    return cache.get("double", function, arguments, **{"results": ARGUMENTS[0], "donate": (), **changes})
+
+
+def run(compiled):
+    return np.asarray(compiled(jnp.arange(4.0))).tolist()
+
+
+def test_second_time_loads(tmp_path):
+    first, second = ExecutableCache(str(tmp_path), DEVICES), ExecutableCache(str(tmp_path), DEVICES)
+    assert run(get(first)) == run(get(second)) == [0, 2, 4, 6]
+    assert (first.num_compiled, first.num_loaded) == (1, 0)
+    assert (second.num_compiled, second.num_loaded) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"donate": (0,)},
+        {"description": "other"},
+        {"arguments": (jax.ShapeDtypeStruct((5,), np.float32),)},
+        {"results": jax.ShapeDtypeStruct((8,), np.float32)},
+    ],
+    ids=str,
+)
+def test_what_matters_is_in_the_key(tmp_path, changes):
+    get(ExecutableCache(str(tmp_path), DEVICES))
+    cache = ExecutableCache(str(tmp_path), DEVICES)
+    get(cache, **changes)
+    assert (cache.num_compiled, cache.num_loaded) == (1, 0)
+
+
+def test_what_the_user_says_to_compilers_is_in_the_key(tmp_path, monkeypatch):
+    def num_compiled() -> int:
+        cache = ExecutableCache(str(tmp_path), DEVICES)
+        get(cache)
+        return cache.num_compiled
+
+    assert (num_compiled(), num_compiled()) == (1, 0)
+    with monkeypatch.context() as patch:
+        patch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
+        assert num_compiled() == 1
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", not before)
+    try:
+        assert num_compiled() == 1
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
+    assert num_compiled() == 0
+
+
+@pytest.mark.thorough("half a minute of compiling")
+def test_engines_of_other_shapes_do_not_take_each_others_steps(tmp_path):
+    """A bucket's rows of logits follow from the other buckets, and whether it scores prompts as well."""
+    model = str(TINY_CHECKPOINT)
+    params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=1, ignore_eos=True)
+    small = {"max_num_seqs": 1, "compilation_config": {"cudagraph_capture_sizes": [1], "prefill_sizes": []}}
+    found = []
+    for changes in (
+        {"compilation_config": {"cudagraph_capture_sizes": [1, 8], "prefill_sizes": [5]}},
+        {**small, "max_num_batched_tokens": 8},
+        {**small, "max_num_batched_tokens": 1},
+    ):
+        options = {**TINY_OPTIONS, "model": model, "max_model_len": 32, "max_num_batched_tokens": 8, **changes}
+        llm = LLM(compile_cache_dir=str(tmp_path), **options)
+        (output,) = llm.generate([{"prompt_token_ids": [3, 4, 5, 6]}], params, use_tqdm=False)
+        found.append((output.outputs[0].token_ids, [sorted(each) for each in output.prompt_logprobs[1:]]))
+    assert found == [found[0]] * 3
+
+
+def test_nothing_is_kept_without_a_directory(tmp_path):
+    cache = ExecutableCache("", DEVICES)
+    assert run(get(cache)) == [0, 2, 4, 6]
+    assert run(get(cache)) == [0, 2, 4, 6]
+    assert cache.num_compiled == 2
+
+
+@pytest.mark.parametrize("damage", [b"", b"x" * 10, None])
+def test_a_damaged_file_is_compiled_again(tmp_path, damage):
+    get(ExecutableCache(str(tmp_path), DEVICES))
+    (file,) = tmp_path.glob("*.xla")
+    content = file.read_bytes()
+    file.write_bytes(content[:-5] if damage is None else damage)
+    cache = ExecutableCache(str(tmp_path), DEVICES)
+    assert run(get(cache)) == [0, 2, 4, 6]
+    assert cache.num_compiled == 1
+    assert file.read_bytes() == content or len(file.read_bytes()) > len(content) // 2
+
+
+def test_numbers_are_remembered(tmp_path):
+    calls = []
+    for _ in range(2):
+        cache = ExecutableCache(str(tmp_path), DEVICES)
+        assert cache.get_number("n", ARGUMENTS, "", lambda: calls.append(1) or 42) == 42
+    assert len(calls) == 1
+
+
+def test_the_family_is_in_the_key(tmp_path):
+    for family in (LlamaForCausalLM, Qwen2ForCausalLM):
+        cache = ExecutableCache(str(tmp_path), DEVICES, family=family)
+        get(cache)
+        assert (cache.num_compiled, cache.num_loaded) == (1, 0)
+
+
+def test_nothing_is_kept_of_a_family_without_a_file(tmp_path):
+    typed_in = type("TypedIn", (LlamaForCausalLM,), {"__module__": "nowhere"})
+    get(ExecutableCache(str(tmp_path), DEVICES, family=typed_in))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_warm_start_compiles_nothing_that_no_counter_sees(make_llm, tiny_options):
+    """The pool, the slots' state and the order of weights in memory among it."""
+    make_llm()
+    watch = CompileWatch()
+    with watch.watch(), LLM(**tiny_options) as llm:
+        assert (watch.count, llm.core.runner.num_compiled) == (0, 0)
+
+
+def test_an_option_that_the_compiler_does_not_know_is_left_out(monkeypatch, caplog):
+    options = {"xla_gone_since": "false", "xla_cpu_enable_fast_math": False}
+    monkeypatch.setitem(cache._COMPILER_OPTIONS, "cpu", options)
+    lowered = jax.jit(lambda x: x + 1).lower(jnp.zeros(3))
+    for _ in range(2):
+        assert cache.compile_program(lowered, "cpu")(jnp.ones(3)).tolist() == [2.0] * 3
+    assert options == {"xla_cpu_enable_fast_math": False}
+    assert [record.args for record in caplog.records] == [("xla_gone_since",)]
+    options["xla_cpu_enable_fast_math"] = "perhaps"
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        cache.compile_program(lowered, "cpu")
