@@ -119,11 +119,12 @@ ROOMS = {
         "jaxengine.runner:base jaxengine.runner.programs"
     ),
     "jaxengine.runner.extensions.adapters": (
-        "models.weights:declarations models models.layers models.weights scheduler jaxengine.runner:base "
-        "jaxengine.runner.programs"
+        "models.weights:declarations models models.layers models.weights scheduler scheduler.extensions "
+        "jaxengine.runner:base jaxengine.runner.programs"
     ),
     "jaxengine.runner.extensions.pictures": (
-        "sharding models.config models models.layers scheduler jaxengine.runner:base jaxengine.runner.programs"
+        "sharding models.config models models.layers scheduler scheduler.extensions jaxengine.runner:base "
+        "jaxengine.runner.programs"
     ),
     "jaxengine.runner.extensions.drafts": (
         "sharding models.weights:declarations models.config models models.layers models:registry models.weights "
@@ -145,7 +146,7 @@ ROOMS = {
     "jaxengine.engine": "scheduler scheduler:loop jaxengine.sampling jaxengine.runner.programs jaxengine.runner",
     "jaxengine.engine.extensions": (
         "scheduler scheduler:loop scheduler.extensions jaxengine.grammars jaxengine.config jaxengine.drafts "
-        "jaxengine.runner.programs jaxengine.runner.extensions.adapters jaxengine.runner jaxengine.engine"
+        "jaxengine.runner.extensions.adapters jaxengine.runner jaxengine.engine"
     ),
     "jaxengine.engine:loop": ("scheduler scheduler:loop jaxengine.runner jaxengine.engine jaxengine.engine.extensions"),
     "jaxengine.requests": (
