@@ -142,8 +142,8 @@ or by its quantisation as `org/name:Q4_K_M`. GGUF files of Mistral, InternLM 3 a
 `llama`.
 
 **Your own family:** register it with `jaxengine.register_model`, as
-[examples/custom_model.py](https://github.com/jaxengine/jaxengine/blob/main/examples/custom_model.py) does. To add one
-for everybody, see [Contributing](https://github.com/jaxengine/jaxengine/blob/main/CONTRIBUTING.md).
+[examples/custom_model.py](../examples/custom_model.py) does. To add one for everybody, see
+[Contributing](../CONTRIBUTING.md).
 """
 
 _PARSERS = """# Tool calls and reasoning
