@@ -1,6 +1,6 @@
 """A hook of mkdocs: relative links that leave docs/ become links to the repository.
 
-Pages link to files as they lie in the repository, where tests and editors can follow the links. The site has docs/ only.
+Pages link to files as they lie in the repository, where tests and editors can follow the links. The site is docs/ only.
 """
 
 from __future__ import annotations
