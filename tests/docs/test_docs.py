@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import jaxengine
+from benchmarks.harness import BENCHMARKS, parser_of
 from jaxengine.commands.cli import build_parser
 from jaxengine.config.engine_config import CompilationConfig, EngineConfig
 from jaxengine.config.engine_flags import with_hyphens
@@ -186,10 +187,12 @@ def test_options_that_are_named_exist(name):
 
 
 def options_of_benchmarks() -> set[str]:
-    """What `python -m benchmarks.x`, or tests' own commands, take, read from their sources."""
-    files = (*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "tests").glob("*.py"), *(ROOT / "tests").rglob("matrix.py"))
+    """What `python -m benchmarks NAME` takes, and tests' own commands, which are read from their sources."""
+    files = (*(ROOT / "tests").glob("*.py"), *(ROOT / "tests").rglob("matrix.py"))
     sources = "".join(path.read_text() for path in files)
-    return set(re.findall(r'"(--[a-z][\w-]+)"', sources))
+    parsers = map(parser_of, BENCHMARKS)
+    found = {flag for parser in parsers for action in parser._actions for flag in action.option_strings}
+    return found | set(re.findall(r'"(--[a-z][\w-]+)"', sources))
 
 
 @pytest.mark.parametrize("name", PRESENT)
