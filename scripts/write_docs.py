@@ -104,8 +104,8 @@ _SUPPORTED_MODELS = """# Supported models
 
 A checkpoint is served if its `config.json` names one of these architectures, or if it is a GGUF file of one of the
 kinds named here. Others are refused with this list. Each family is compared with Hugging Face transformers in float32,
-on tiny checkpoints of odd shapes that `tests/fixtures/record_models.py` recorded: logits of whole prompts, of chunks
-and of single tokens. The error is the largest difference, of the largest logit; tests allow 1e-4
+on tiny checkpoints of odd shapes that `python -m tests.fixtures.record models` recorded: logits of whole prompts, of
+chunks and of single tokens. The error is the largest difference, of the largest logit; tests allow 1e-4
 (`tests/models/families/test_golden.py`). `python -m tests.models.families.matrix --json
 benchmarks/results/families.json` measures it, and serves checkpoints from whole engines: alone, in crowds, in
 chunks, preempted, with prefix hits, on two devices; the file says for which that was done.
