@@ -74,7 +74,7 @@ class TimedRunner(FreeRunner):
     def __init__(self, config: ResolvedConfig, vocab_size: int, step_seconds: float):
         packer = Packer(Buckets(config.max_num_seqs, config.max_num_batched_tokens, [], []), config.block_size)
         ids = np.random.default_rng(0).integers(1000, 40_000, (64, 1, config.max_num_seqs)).astype(np.int32)
-        super().__init__(config.scheduler_config(config.num_gpu_blocks_override), packer, ids)
+        super().__init__(config.scheduler_config(config.num_gpu_blocks_override or 0), packer, ids)
         self.config, self.vocab_size, self.num_mask_words = config, vocab_size, -(-vocab_size // 32)
         self.marks: list[Mark] = []
         self._step_seconds, self._ready_at, self._asleep = step_seconds, 0.0, 0.0
@@ -141,7 +141,8 @@ def engine(**job: Any) -> None:
             core.add(core.inputs.prepare({"prompt_token_ids": ids}, params, request_id=str(number)))
         while core.has_unfinished:
             core.step()
-    print(json.dumps(core.runner.costs(num_seqs)), flush=True)
+    runner: Any = core.runner
+    print(json.dumps(runner.costs(num_seqs)), flush=True)
 
 
 def _serve_until_input_ends(core: EngineCore, address: str) -> None:
