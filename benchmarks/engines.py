@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from jaxengine.bench.serve_client import Server, get_json
 from jaxengine.bench.serve_load import Traffic
 from tests.jaxengine.server.server_process import ServerProcess, start_server
 
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "max_position_embeddings",
+)
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
+LLAMA |= {"hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2}
 
 
 def engine_options(decodes: tuple[int, ...] = (), prefills: tuple[int, ...] = (), **options: Any) -> dict[str, Any]:
@@ -30,9 +34,10 @@ def engine_options(decodes: tuple[int, ...] = (), prefills: tuple[int, ...] = ()
     return {"compilation_config": sizes, "disable_log_stats": True, **options}
 
 
-def write_config(folder: str | Path, **sizes: Any) -> None:
-    """Makes `folder` a checkpoint of Llama's family without weights, for load_format="dummy"."""
-    (Path(folder) / "config.json").write_text(json.dumps(LLAMA | sizes))
+def write_config(folder: str | Path, sizes: tuple[int, ...], **more: Any) -> None:
+    """Makes `folder` a checkpoint of Llama's family without weights, for load_format="dummy". sizes: those of SIZES."""
+    config = LLAMA | dict(zip(SIZES, sizes, strict=True)) | more
+    (Path(folder) / "config.json").write_text(json.dumps(config))
 
 
 @contextlib.contextmanager
@@ -43,6 +48,20 @@ def serving(options: dict[str, Any], *, wait: float = 600.0, **changes: Any) -> 
         yield server
     finally:
         server.remove()
+
+
+def ask(url: str, path: str, body: bytes | None = None, timeout: float = 60.0, **headers: str) -> tuple[int, str]:
+    """The status and the text of an answer, on a connection of its own; 0 and why where there is none."""
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=timeout)
+    try:
+        headers = {"Content-Type": "application/json", **headers}
+        connection.request("GET" if body is None else "POST", path, body, headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+    except OSError as error:
+        return 0, str(error)
+    finally:
+        connection.close()
 
 
 def greedy_traffic(url: str, timeout: float | None = 120.0, **fields: Any) -> Traffic:

@@ -4,8 +4,7 @@
     python examples/openai_tools.py [BASE_URL]
 
 BASE_URL is http://127.0.0.1:8000/v1 by default. `tool_choice` names the tool, so its arguments follow the schema with
-any model.
-With "auto" the model decides, which needs a larger model than the embedded one.
+any model. With "auto" the model decides, which needs a larger model than the embedded one.
 """
 
 import json

@@ -116,8 +116,8 @@ A checkpoint is served if its `config.json` names one of these architectures, or
 in the second column. Others are refused with this list.
 
 Each family is compared with Hugging Face transformers in float32, on tiny checkpoints of odd shapes recorded by
-`tests/fixtures/record_models.py`. The comparison covers the logits of whole prompts, of chunks and of single tokens.
-"Error" is the largest difference divided by the largest logit; tests allow 1e-4
+`python -m tests.fixtures.record models`. The comparison covers the logits of whole prompts, of chunks and of single
+tokens. "Error" is the largest difference divided by the largest logit; tests allow 1e-4
 (`tests/models/families/test_golden.py`). `python -m tests.models.families.matrix --json
 benchmarks/results/families.json` measures it and also serves checkpoints from whole engines: alone, in batches, in
 chunks, preempted, with prefix hits, on two devices. The file says for which checkpoints that was done.

@@ -98,7 +98,8 @@ def run(args: Namespace, recorder: Recorder) -> None:
     cases = [(name, [name]) for name in args.only]
     for name, names in [*cases, ("all at once", [*args.only])] if args.num_seqs > 1 else cases:
         params = [SamplingParams(**common, structured_outputs=grammars.get(each)) for each in names]
-        answer(plain, names, params), answer(drafting, names, params)  # prefixes cached, widths measured
+        for llm in (plain, drafting):
+            answer(llm, names, params)  # prefixes cached, widths measured
         best, steps, equal = [float("inf")] * 2, [0, 0], True
         for _ in range(args.rounds):
             found = [answer(llm, names, params) for llm in (plain, drafting)]

@@ -32,7 +32,7 @@ OPTIONS = {
 def tokenized() -> dict[str, list[int]]:
     """The prompts in the model's chat template."""
     opened = open_resolved(EngineConfig())
-    tokenizer = input_processor(opened.source, opened.config).require_tokenizer().hf
+    tokenizer: Any = input_processor(opened.source, opened.config).require_tokenizer().hf
     return {
         name: tokenizer.apply_chat_template(
             [{"role": "user", "content": PROMPTS[name]}], add_generation_prompt=True, return_dict=False

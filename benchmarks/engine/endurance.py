@@ -23,16 +23,7 @@ from benchmarks.processes import command, memory
 from benchmarks.recorder import Recorder
 
 ROWS = 10
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": True,
-}
+SIZES = (64, 80, 2, 4, 2, 128, 256)
 ENGINE = engine_options(
     (8, 32),
     (256,),
@@ -52,7 +43,7 @@ OPTIONS = {
 
 def run(args: Namespace, recorder: Recorder) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        write_config(folder, **SIZES)
+        write_config(folder, SIZES, tie_word_embeddings=True)
         for mode in args.modes:
             readings = served(folder, args.requests) if mode == "served" else _offline_elsewhere(folder, args.requests)
             before: dict[str, int] = {}

@@ -17,28 +17,8 @@ from benchmarks.harness import Option, shared
 from benchmarks.kernels.attention import machine
 from benchmarks.recorder import Recorder
 
-LLAMA_8B = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "rope_theta": 500000.0,
-}
-TINY = LLAMA_8B | {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 256,
-}
-
-
+LLAMA_8B = (4096, 14336, 32, 32, 8, 128256, 131072)
+TINY = (64, 96, 2, 4, 2, 256, 131072)
 OPTIONS = {
     "num_seqs": Option((), "sequences at once, the most telling first", kind=int),
     **shared(budget_s=1e9, tiny=False),
@@ -77,12 +57,12 @@ def run(args: Namespace, recorder: Recorder) -> None:
             recorder.measure(name, lambda n=count: measure(llm, n, input_len, output_len, num_steps))
 
 
-def make_llm(config: dict[str, Any], num_seqs: list[int], max_model_len: int) -> Any:
+def make_llm(config: tuple[int, ...], num_seqs: list[int], max_model_len: int) -> Any:
     """An engine with random weights and one program per measured number of sequences."""
     from jaxengine import LLM
 
     with tempfile.TemporaryDirectory() as folder:
-        write_config(folder, **config)
+        write_config(folder, config, rope_theta=500000.0)
         most = max(num_seqs)
         return LLM(
             model=folder,

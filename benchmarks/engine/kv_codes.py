@@ -39,8 +39,8 @@ def scored(llm: LLM, name: str) -> tuple[np.ndarray, np.ndarray]:
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
     logprobs, best = [], []
     for output, prompt in zip(llm.generate(prompts, params, use_tqdm=False), workload.prompts, strict=True):
-        for entry in output.prompt_logprobs[len(prompt) :]:
-            (told,) = entry.values()
+        for entry in (output.prompt_logprobs or [])[len(prompt) :]:
+            (told,) = (entry or {}).values()
             logprobs.append(told.logprob)
             best.append(told.rank == 1)
     return np.array(logprobs), np.array(best)

@@ -23,16 +23,7 @@ from jaxengine.bench.report import table
 MIB = 2**20
 
 # Llama's shape with 1 GiB of float32 weights.
-LLAMA_1GIB = {
-    "hidden_size": 1024,
-    "intermediate_size": 3776,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "vocab_size": 32000,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": True,
-}
+LLAMA_1GIB = (1024, 3776, 16, 16, 8, 32000, 4096)
 OPTIONS = {
     "models": Option(("default", "llama-1gib"), "default, llama-1gib, or folders and files"),
     "options": Option({}, "options of the engine, as JSON", kind=json.loads),
@@ -41,7 +32,7 @@ OPTIONS = {
 
 def run(args: Namespace, recorder: Recorder) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        write_config(folder, **LLAMA_1GIB)
+        write_config(folder, LLAMA_1GIB, tie_word_embeddings=True)
         for name in args.models:
             options: dict[str, Any] = {"model": None if name == "default" else name, **args.options}
             if name == "llama-1gib":

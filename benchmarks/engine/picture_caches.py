@@ -17,13 +17,12 @@ import os
 import random
 import re
 import tempfile
-import urllib.request
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.engine.pictures import Client, picture, question
-from benchmarks.engines import engine_options, serving
+from benchmarks.engines import ask, engine_options, serving
 from benchmarks.harness import Option
 from benchmarks.processes import memory
 from benchmarks.recorder import Recorder
@@ -57,9 +56,7 @@ SLACK = 48 << 20
 
 
 def fetched(server: ServerProcess, path: str) -> str:
-    request = urllib.request.Request(f"{server.base_url}{path}", headers={"Authorization": f"Bearer {KEY}"})
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return answer.read().decode()
+    return ask(server.base_url, path, Authorization=f"Bearer {KEY}")[1]
 
 
 def moved(server: ServerProcess) -> dict[str, int]:

@@ -19,7 +19,6 @@ had something encoded. What the streams lose is told, not judged.
 from __future__ import annotations
 
 import asyncio
-import http.client
 import json
 import random
 import re
@@ -30,11 +29,10 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from PIL import Image
 
-from benchmarks.engines import engine_options, serving
+from benchmarks.engines import ask, engine_options, serving
 from benchmarks.harness import Option, shared
 from benchmarks.recorder import Recorder
 from jaxengine.bench.report import percentile
@@ -156,11 +154,7 @@ class Client:
 
     def counters(self) -> dict[str, float]:
         """COUNTERS, of /metrics."""
-        connection = http.client.HTTPConnection(urlsplit(self.url).netloc)
-        connection.request("GET", "/metrics")
-        text = connection.getresponse().read().decode()
-        connection.close()
-        found = {}
+        (_, text), found = ask(self.url, "/metrics"), {}
         for name in COUNTERS:
             values = re.findall(rf"^{name}(?:_total)?(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
             found[name] = sum(map(float, values))
@@ -210,7 +204,7 @@ class Attack:
     """
 
     def __init__(self, url: str, bodies: dict[str, bytes], pace: float):
-        self._netloc, self._pace, self._bodies = urlsplit(url).netloc, pace, bodies
+        self._url, self._pace, self._bodies = url, pace, bodies
         self.answers: dict[str, tuple[int, str, float]] = {}
         self.num_sent, self.interval, self._begin = 0, 0.0, 0.0
         self._over = threading.Event()
@@ -235,21 +229,10 @@ class Attack:
                 if self._over.wait(self._pace):
                     return
                 start = time.monotonic()
-                status, said = self._send(body)
+                status, said = ask(self._url, "/v1/chat/completions", body)
                 self.answers.setdefault(name, (status, said, time.monotonic() - start))
                 self.num_sent += 1
             self._all_sent.set()
-
-    def _send(self, body: bytes) -> tuple[int, str]:
-        connection = http.client.HTTPConnection(self._netloc, timeout=60)
-        try:
-            connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
-            answer = connection.getresponse()
-            return answer.status, answer.read().decode()
-        except OSError as error:
-            return 0, str(error)
-        finally:
-            connection.close()
 
 
 def is_clear(status: int, said: str) -> bool:

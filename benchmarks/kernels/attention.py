@@ -59,7 +59,7 @@ def run(args: Namespace, recorder: Recorder) -> None:
     cases = [case for case in cases if args.only in case.name]
     if set(args.of) & set(TORCH):
         if set(args.of) & set(JAX):
-            raise OptionError(f"--of is {' '.join(args.of)}: {' and '.join(TORCH)} run in a process of their own")
+            raise OptionError(f"--of is {' '.join(args.of)}: {', '.join(TORCH)} run in a process of their own")
         from benchmarks.kernels import attention_torch
 
         attention_torch.measure(recorder, cases, args.of)

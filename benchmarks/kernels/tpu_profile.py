@@ -16,7 +16,6 @@ import os
 import re
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,9 +40,7 @@ _KERNEL = "profiled_kernel"  # the compiler names its dumps after the function
 
 
 class Profile(NamedTuple):
-    bundles: int  # instruction words of the kernel, code size and not time
     cycles: int | None  # estimated; None where libtpu cannot profile the kernel
-    compile_seconds: float
     facts: dict[str, Any]  # what the builder says of its case
 
 
@@ -68,13 +65,10 @@ def profile(build: str, topology: str, *, timeout: float = 240, **arguments: Any
             raise ProfileError(
                 f"{build} on {topology}: {(errors or ran.stderr.splitlines() or ['no output'])[-1][:300]}"
             )
-        analysis = _read(Path(folder), f"*{_KERNEL}*-schedule-analysis_final_bundles.txt")
-        cycles = re.search(r"estimated_cycles: (\d+)", _read(Path(folder, "prof"), f"*{_KERNEL}*"))
-        bundles = re.search(r"total scheduled bundles:\s+(\d+)", analysis)
-        if bundles is None:
-            raise ProfileError(f"{build} on {topology}: the compiler left no schedule")
-        said = json.loads(ran.stdout.splitlines()[-1])
-        return Profile(int(bundles[1]), int(cycles[1]) if cycles else None, said["seconds"], said["facts"])
+        dumps = sorted(Path(folder, "prof").glob(f"*{_KERNEL}*"))
+        found = "".join(path.read_text(errors="replace") for path in dumps)
+        cycles = re.search(r"estimated_cycles: (\d+)", found)
+        return Profile(int(cycles[1]) if cycles else None, json.loads(ran.stdout.splitlines()[-1]))
 
 
 def fix_trips(module: Any, trips: Callable[[Callable], int]) -> None:
@@ -126,19 +120,14 @@ def _child(build: str, topology: str, arguments: dict, flags: str, timeout: floa
     return subprocess.run(here, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
 
 
-def _read(folder: Path, pattern: str) -> str:
-    return "".join(path.read_text(errors="replace") for path in sorted(folder.glob(pattern)))
-
-
 def compile_bare(build: str, topology: str, arguments: dict) -> None:
-    """Trace, lower and compile for the first chip of a topology; prints seconds and the builder's facts as JSON."""
+    """Trace, lower and compile for the first chip of a topology; prints the builder's facts as JSON."""
     device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
     mesh = Mesh(np.array([device]), ("chip",))
     module, function = build.split(":")
     here = NamedSharding(mesh, PartitionSpec())
-    start = time.perf_counter()
     with jax.set_mesh(mesh):  # so that kernels see the target's memory sizes
         fn, args, facts = getattr(importlib.import_module(module), function)(**arguments)
         args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), args)
         jax.jit(fn).trace(*args).lower(lowering_platforms=("tpu",)).compile()
-    print(json.dumps({"seconds": time.perf_counter() - start, "facts": facts}))
+    print(json.dumps(facts))

@@ -8,7 +8,6 @@ the memory of the process that speaks with clients grew. The exit status is 1 wh
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import os
 import signal
@@ -24,7 +23,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from benchmarks.engines import serving
+from benchmarks.engines import ask, serving
 from benchmarks.harness import Option
 from benchmarks.processes import memory
 from benchmarks.recorder import Recorder
@@ -107,24 +106,18 @@ class Table:
 def watching(server: ServerProcess) -> Iterator[Watched]:
     """Asks for /health, each time on a new connection, until the attack is over."""
     watched, over = Watched(), threading.Event()
-    address, pid = _address(server), server.api_pids[0]
+    (pid, *_) = server.api_pids
     watched.before = watched.most = memory(pid)
 
-    def ask() -> None:
+    def watch() -> None:
         while not over.is_set():
             start = time.monotonic()
-            try:
-                connection = http.client.HTTPConnection(*address, timeout=120)
-                connection.request("GET", "/health")
-                watched.failures += connection.getresponse().status != 200
-                connection.close()
-            except OSError:
-                watched.failures += 1
+            watched.failures += ask(server.base_url, "/health", timeout=120.0)[0] != 200
             watched.health = max(watched.health, time.monotonic() - start)
             watched.most = max(watched.most, memory(pid))
             over.wait(0.01)
 
-    thread = threading.Thread(target=ask)
+    thread = threading.Thread(target=watch)
     thread.start()
     try:
         yield watched
@@ -145,7 +138,7 @@ def attack_fields(server: ServerProcess, table: Table, options: Namespace) -> No
                 others = {key: value for key, value in base.items() if key != name}
                 body = json.dumps(others)[:-1] + (", " if others else "") + f'"{name}": {make(size - 200)}}}'
                 with watching(server) as watched:
-                    status = _post(server, path, body.encode())
+                    status, _ = ask(server.base_url, path, body.encode(), 300.0)
                 weight = watched.health + watched.failures + (watched.most - watched.before) / size
                 if worst is None or weight > worst[0]:
                     worst = weight, shape, status, watched
@@ -205,7 +198,7 @@ def attack_processes(server: ServerProcess, table: Table, options: Namespace) ->
         (pid,) = server.api_pids
         os.kill(pid, signal.SIGKILL)
         start = time.monotonic()
-        while server.api_pids in ([], [pid]) or _get(server, "/health") != 200:
+        while server.api_pids in ([], [pid]) or ask(server.base_url, "/health", timeout=2.0)[0] != 200:
             time.sleep(0.05)
         worst = max(worst, time.monotonic() - start)
     table.add("processes", "API process killed four times", f"answers again after {worst:.1f} s at most", Watched())
@@ -222,28 +215,6 @@ AREAS = {
 def _address(server: ServerProcess) -> tuple[str, int]:
     host, _, port = server.base_url.rpartition("//")[2].rpartition(":")
     return host, int(port)
-
-
-def _post(server: ServerProcess, path: str, body: bytes) -> int:
-    """The status, 0 where there is none."""
-    try:
-        connection = http.client.HTTPConnection(*_address(server), timeout=300)
-        connection.request("POST", path, body, {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        response.read()
-        connection.close()
-        return response.status
-    except OSError:
-        return 0
-
-
-def _get(server: ServerProcess, path: str) -> int:
-    try:
-        connection = http.client.HTTPConnection(*_address(server), timeout=2)
-        connection.request("GET", path)
-        return connection.getresponse().status
-    except OSError:
-        return 0
 
 
 def _is_closed(connection: socket.socket) -> bool:

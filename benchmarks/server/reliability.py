@@ -231,7 +231,7 @@ def pieces_per_second(samples: list[Sample], first: float, last: float) -> float
 async def overload_run(running: ServerProcess, traffic: Traffic, seconds: float) -> dict[str, Any]:
     """What it does at most, and what it does of ten times as much."""
     places = ENGINE["max_num_seqs"]
-    lengths = {"input_len": 32, "output_len": 32}
+    lengths: dict[str, Any] = {"input_len": 32, "output_len": 32}
     await send(traffic, plan(Load(2 * places, **lengths, seed=1)), [0.0] * 2 * places, places)
     full = await send(traffic, plan(Load(6 * places, **lengths, seed=2)), [0.0] * 6 * places, places)
     rate = len(full.samples) / full.seconds

@@ -32,6 +32,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import uvicorn
@@ -40,16 +41,13 @@ from benchmarks.engines import greedy_traffic
 from benchmarks.harness import Option, OptionError, shared
 from benchmarks.processes import command
 from benchmarks.recorder import Recorder
+from jaxengine.api import core as api_core
 from jaxengine.api.core import EngineCore
+from jaxengine.bench.host import FreeRunner
 from jaxengine.bench.serve_load import Load, Run, Traffic, plan, send
-from jaxengine.config.engine_config import EngineConfig
-from jaxengine.engine.engine import Engine
-from jaxengine.engine.metrics import Metrics
-from jaxengine.requests.inputs import input_processor
-from jaxengine.requests.output_processor import OutputProcessor
+from jaxengine.checkpoint.model_source import ModelSource
+from jaxengine.config.engine_config import EngineConfig, ResolvedConfig
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
-from jaxengine.runner.compile_watch import CompileWatch
-from jaxengine.runner.open import open_resolved
 from jaxengine.server.http.app import create_app
 from jaxengine.server.link.remote_engine import RemoteEngine
 from jaxengine.server.options import ServerConfig
@@ -70,40 +68,34 @@ class Mark:
     seconds: tuple[float, ...]
 
 
-class FreeRunner:
+class TimedRunner(FreeRunner):
     """Looks like a ModelRunner to the engine; a step is done `step_seconds` after the one before it."""
 
-    def __init__(self, config: Any, vocab_size: int, step_seconds: float):
-        self.config, self.vocab_size, self.num_ranks = config, vocab_size, 1
-        self.packer = Packer(Buckets(config.max_num_seqs, config.max_num_batched_tokens, [], []), config.block_size)
-        self.buckets, self.compiles = self.packer.buckets, CompileWatch()
-        self.plan = SimpleNamespace(num_pages=config.num_gpu_blocks_override)
+    def __init__(self, config: ResolvedConfig, vocab_size: int, step_seconds: float):
+        packer = Packer(Buckets(config.max_num_seqs, config.max_num_batched_tokens, [], []), config.block_size)
+        ids = np.random.default_rng(0).integers(1000, 40_000, (64, 1, config.max_num_seqs)).astype(np.int32)
+        super().__init__(config.scheduler_config(config.num_gpu_blocks_override or 0), packer, ids)
+        self.config, self.vocab_size, self.num_mask_words = config, vocab_size, -(-vocab_size // 32)
         self.marks: list[Mark] = []
-        ids = np.random.default_rng(0).integers(1000, 40_000, (64, 1, config.max_num_seqs))
-        self._ids = ids.astype(np.int32)
         self._step_seconds, self._ready_at, self._asleep = step_seconds, 0.0, 0.0
 
-    def execute(self, step: Any) -> FreeStep:
+    def execute(self, step: Any) -> SimpleNamespace:
         rows = int(self.packer.layouts[step.bucket].view(step.buffer[0], "header")[1])
         decoding = rows if step.bucket.decode_only else 0
         awake = time.perf_counter() - self._asleep
         self.marks.append(Mark(decoding, (time.thread_time(), time.process_time(), awake)))
-        self._ready_at = max(self._ready_at, time.perf_counter()) + self._step_seconds
-        ids = self._ids[len(self.marks) % len(self._ids)]
-        return FreeStep(self, self._ready_at, ids[:, : step.bucket.num_seqs])
+        ready_at = self._ready_at = max(self._ready_at, time.perf_counter()) + self._step_seconds
+        pending = super().execute(step)
 
-    def sample(self, pending: FreeStep) -> None: ...
+        def token_ids() -> np.ndarray:
+            start = time.perf_counter()
+            time.sleep(max(0.0, ready_at - start))
+            self._asleep += time.perf_counter() - start
+            return ids()
 
-    def wait_until(self, moment: float) -> None:
-        start = time.perf_counter()
-        time.sleep(max(0.0, moment - start))
-        self._asleep += time.perf_counter() - start
-
-    def set_params(self, rows: Any) -> None: ...
-
-    def set_bias(self, slot: int, row: Any) -> None: ...
-
-    def set_masks(self, rows: Any) -> None: ...
+        ids, pending.token_ids = pending.token_ids, token_ids
+        pending.is_ready = lambda: time.perf_counter() >= ready_at
+        return pending
 
     def costs(self, rows: int) -> dict[str, float]:
         """The median of each of FIGURES over the steps in which `rows` sequences decode, microseconds."""
@@ -116,49 +108,29 @@ class FreeRunner:
         return {"steps": len(steps), **dict(zip(FIGURES, medians, strict=True))}
 
 
-@dataclasses.dataclass(frozen=True)
-class FreeStep:
-    """Looks like a PendingStep."""
+def free_core(num_seqs: int, num_tokens: int, step_seconds: float) -> EngineCore:
+    """An engine with the embedded model's tokenizer and config, and no model."""
+    pages = num_seqs * (-(-(PROMPT_TOKENS + num_tokens) // 16) + 1)
+    config = EngineConfig(
+        max_model_len=max(256, PROMPT_TOKENS + num_tokens + 1),
+        max_num_seqs=num_seqs,
+        max_num_batched_tokens=max(512, num_seqs * PROMPT_TOKENS),
+        block_size=16,
+        num_gpu_blocks_override=max(pages, 64),
+        disable_log_stats=True,
+    )
 
-    runner: FreeRunner
-    ready_at: float
-    ids: np.ndarray
+    def load_runner(source: ModelSource, config: ResolvedConfig, *_: Any, **__: Any) -> Any:
+        return TimedRunner(config, source.config.vocab_size, step_seconds)
 
-    def is_ready(self) -> bool:
-        return time.perf_counter() >= self.ready_at
-
-    def token_ids(self) -> np.ndarray:
-        self.runner.wait_until(self.ready_at)
-        return self.ids
-
-
-class FreeCore(EngineCore):
-    """The embedded model's tokenizer and config, and no model."""
-
-    def __init__(self, num_seqs: int, num_tokens: int, step_seconds: float):
-        self._cluster = None
-        pages = num_seqs * (-(-(PROMPT_TOKENS + num_tokens) // 16) + 1)
-        config = EngineConfig(
-            max_model_len=max(256, PROMPT_TOKENS + num_tokens + 1),
-            max_num_seqs=num_seqs,
-            max_num_batched_tokens=max(512, num_seqs * PROMPT_TOKENS),
-            block_size=16,
-            num_gpu_blocks_override=max(pages, 64),
-            disable_log_stats=True,
-        )
-        opened = open_resolved(config)
-        self.config, self.model_path = opened.config, opened.source.path
-        self.inputs = input_processor(opened.source, self.config)
-        self.runner: Any = FreeRunner(self.config, self.inputs.model_config.vocab_size, step_seconds)
-        self.engine = Engine(self.runner)
-        self.metrics = Metrics(self.engine, log_stats=False)
-        self._processor = OutputProcessor(self.inputs.tokenizer)
+    with patch.object(api_core, "load_runner", load_runner):
+        return EngineCore(config)
 
 
 def engine(**job: Any) -> None:
     """An engine's process: runs in its mode, as a server until its standard input ends, and prints what it cost."""
     num_seqs, steps, mode = job["num_seqs"], job["steps"], job["mode"]
-    core = FreeCore(num_seqs, steps, job["step_seconds"])
+    core = free_core(num_seqs, steps, job["step_seconds"])
     if mode == SERVED:
         _serve_until_input_ends(core, job["address"])
     else:
@@ -169,7 +141,8 @@ def engine(**job: Any) -> None:
             core.add(core.inputs.prepare({"prompt_token_ids": ids}, params, request_id=str(number)))
         while core.has_unfinished:
             core.step()
-    print(json.dumps(core.runner.costs(num_seqs)), flush=True)
+    runner: Any = core.runner
+    print(json.dumps(runner.costs(num_seqs)), flush=True)
 
 
 def _serve_until_input_ends(core: EngineCore, address: str) -> None:
