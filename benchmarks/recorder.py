@@ -1,7 +1,8 @@
-"""A benchmark's results as a JSON file that is whole after every row, so that a run may be cut anywhere and resumed.
+"""A benchmark's rows: printed as they come, and written to a file that is whole after every row.
 
-A row is marked as begun before it is measured. One that never ended (a kernel that hangs, a process that was killed) is
-reported as such and not tried again. Knows nothing of what is measured.
+The file has one form: the benchmark's name, the command, when it began, the machine, and `rows`, a list of objects.
+Rows measured by name can be resumed: a run that was cut goes on where it stopped, and a row in which a process hung or
+was killed is reported as such and not tried again. Knows nothing of what is measured.
 """
 
 from __future__ import annotations
@@ -10,56 +11,123 @@ import json
 import os
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from jaxengine.bench.report import machine as host
+from jaxengine.bench.report import record, table
+
+Row = dict[str, Any]
 BEGUN = "begun"
 
 
 class Recorder:
-    """Rows by name in one file, with the machine that made them.
+    """The rows of one run.
 
     Attributes:
-      deadline: `time.monotonic()` after which no further row is begun.
+      rows: what was added so far, in order.
+      notes: further entries of the file, beside the rows.
+      deadline: `time.monotonic()` after which `measure` begins no further row.
+      describe: says what the rows were measured on.
+      failed: whether a row's `kept` is False.
     """
 
-    def __init__(self, path: Path | str, machine: dict[str, Any], budget_s: float = float("inf")):
-        """Takes over the rows of a file of the same machine and versions; any other file is replaced."""
-        self.path = Path(path)
+    def __init__(
+        self,
+        benchmark: str,
+        path: Path | None = None,
+        command: str = "",
+        budget_s: float = float("inf"),
+        describe: Callable[[], dict[str, Any]] = host,
+    ):
+        """path: of the file; None writes none."""
+        self.path, self.rows, self.notes = path, list[Row](), dict[str, Any]()
         self.deadline = time.monotonic() + budget_s
-        self.rows: dict[str, dict[str, Any]] = {}
-        self._machine = machine
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists():
-            before = json.loads(self.path.read_text())
-            if before.get("machine") == machine:
-                self.rows = before["rows"]
-        for row in self.rows.values():
+        when = datetime.now(UTC).isoformat(timespec="seconds")
+        self._about = {"benchmark": benchmark, "command": command, "when": when}
+        self.describe, self._machine = describe, None
+
+    @property
+    def failed(self) -> bool:
+        return any(row.get("kept") is False for row in self.rows)
+
+    @property
+    def machine(self) -> dict[str, Any]:
+        """What `describe` says, asked for when it is needed: it may start a device."""
+        if self._machine is None:
+            self._machine = self.describe()
+        return self._machine
+
+    def add(self, row: Row, key: tuple[str, ...] = (), *, quiet: bool = False) -> Row:
+        """Appends a row, or puts it in the place of the row with the same values in the columns `key`; prints it."""
+        same = [at for at, each in enumerate(self.rows) if key and all(each.get(name) == row[name] for name in key)]
+        if same:
+            self.rows[same[0]] = row
+        else:
+            self.rows.append(row)
+        self.write()
+        if not quiet:
+            print(_line(row), flush=True)
+        return row
+
+    def take_over(self) -> None:
+        """Begins with the rows that the file has, whichever machine made them."""
+        self.rows = self._read().get("rows", [])
+
+    def resume(self) -> None:
+        """Begins with the rows of a file of the same machine and versions; any other file is replaced."""
+        before = self._read()
+        if before.get("machine") == self.machine:
+            self.rows = before["rows"]
+        for row in self.rows:
             if row.get("status") == BEGUN:
                 row["status"] = "the process ended in it"
-        self._write()
+        self.write()
 
-    def measure(self, name: str, function: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
-        """The row `name`: as it was recorded before, or what `function` gives; None when there is no time for it.
+    def named(self, name: str) -> Row | None:
+        """The row that `measure` made under a name."""
+        return next((row for row in self.rows if row.get("name") == name), None)
+
+    def measure(self, name: str, function: Callable[[], Row]) -> Row | None:
+        """The row `name`: as a resumed file has it, or what `function` gives; None when there is no time for it.
 
         An exception becomes the row's `error`.
         """
-        if name in self.rows:
-            return self.rows[name]
+        if (found := self.named(name)) is not None:
+            return found
         if time.monotonic() > self.deadline:
             return None
-        self.rows[name] = {"status": BEGUN}
-        self._write()
+        self.add({"name": name, "status": BEGUN}, quiet=True)
         try:
             row = function()
         except Exception as error:  # one implementation's failure is a result, the others are still measured
             row = {"error": f"{type(error).__name__}: {error}"[:500]}
-        self.rows[name] = row
-        self._write()
-        print(name.ljust(58), "  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-        return row
+        return self.add({"name": name, **row}, ("name",))
 
-    def _write(self) -> None:
+    def finish(self) -> None:
+        """Prints the rows as a table, if they are of one kind, and writes the file."""
+        flat = all(not isinstance(value, dict | list) for row in self.rows for value in row.values())
+        if len(self.rows) > 1 and flat and len({tuple(row) for row in self.rows}) == 1:
+            print("\n" + table(self.rows))
+        self.write()
+
+    def write(self) -> None:
+        """Puts the file in the place of the one before."""
+        if self.path is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         part = self.path.with_name(self.path.name + ".part")
-        part.write_text(json.dumps({"machine": self._machine, "rows": self.rows}, indent=1) + "\n")
+        whole = {**self._about, "machine": self.machine, **self.notes, "rows": self.rows}
+        part.write_text(json.dumps(whole, indent=1) + "\n")
         os.replace(part, self.path)
+
+    def _read(self) -> dict[str, Any]:
+        return json.loads(self.path.read_text()) if self.path and self.path.exists() else {}
+
+
+def _line(row: Row) -> str:
+    if any(isinstance(value, dict | list) for value in row.values()):
+        return record({key: str(value)[:300] for key, value in row.items()}) + "\n"
+    first = [row["name"].ljust(58)] if "name" in row else []
+    return "  ".join([*first, *(f"{key} {value}" for key, value in row.items() if key != "name")])

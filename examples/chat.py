@@ -1,8 +1,8 @@
-"""A conversation of several turns through the model's chat template, with the prefix cache at work.
+"""A conversation of several turns through the model's chat template, with prefix caching.
 
     python examples/chat.py [MODEL]
 
-Each turn sends all that was said before.
+Each turn sends the whole conversation so far.
 """
 
 import sys
@@ -18,6 +18,6 @@ for question in ("What is the capital of France?", "And of Italy?", "Which of th
     (answer,) = llm.chat(messages, params, use_tqdm=False)
     text = answer.outputs[0].text.strip()
     messages.append({"role": "assistant", "content": text})
-    # Pages of what was said before are found in the prefix cache.
+    # The prefix cache has the pages of the earlier turns.
     print(f"> {question}\n{text}")
     print(f"  [{answer.num_cached_tokens} of {len(answer.prompt_token_ids)} prompt tokens cached]")

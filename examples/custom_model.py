@@ -2,10 +2,10 @@
 
     python examples/custom_model.py FOLDER
 
-FOLDER holds a Llama checkpoint of Hugging Face. Here the family is Llama with capped logits, and a copy of the folder
-with another name in its config.json stands for a checkpoint of it. A class that differs in more
-brings more: how its config.json is read, its layers, its whole forward pass. models/families has examples, and
-CONTRIBUTING.md says how one becomes a family for everybody.
+FOLDER is a Hugging Face Llama checkpoint. The family here is Llama with capped logits; its checkpoint is a copy of the
+folder with another architecture in config.json. A family that differs more overrides more: the reading of config.json,
+the layers, the whole forward pass. models/families has examples, and CONTRIBUTING.md describes how to add one for
+everybody.
 """
 
 import json
@@ -26,7 +26,7 @@ CAP = 30.0
 class CappedLlamaForCausalLM(LlamaForCausalLM):
     """Llama whose logits stay within -CAP and CAP, in the same order."""
 
-    gguf_architecture = None  # no GGUF files of it
+    gguf_architecture = None  # has no GGUF files
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[R, D] -> f32[R, V]"""

@@ -1,9 +1,9 @@
-"""Generation over gRPC: whole, streamed, scored, and what an error says.
+"""Generation over gRPC: complete, streamed, scored, and with an error.
 
     jaxengine serve --grpc-port 50051
     python examples/grpc_client.py [HOST:PORT]
 
-The client is a thin one over the stubs of jaxengine/server/grpc/inference.proto; other languages make theirs from it.
+The client is a thin layer over stubs generated from jaxengine/server/grpc/inference.proto, as in any other language.
 """
 
 import sys
@@ -16,7 +16,7 @@ with Client((sys.argv[1:] or ["127.0.0.1:50051"])[0]) as client:
     answer = client.generate("The capital of France is", temperature=0, max_new_tokens=8, timeout=60)
     print(f"whole: {answer.outputs[0].text!r}")
 
-    # One chunk for each step and sequence; together they are what `generate` answers.
+    # One chunk per step and sequence; together they equal the answer of `generate`.
     pieces = [chunk.outputs.text for chunk in client.generate_stream("The sea is", temperature=0, max_new_tokens=8)]
     print(f"streamed: {pieces}")
 

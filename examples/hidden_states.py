@@ -1,10 +1,10 @@
-"""Hidden states of every layer, by a forward pass without the engine.
+"""Hidden states of every layer, from a forward pass without the engine.
 
     python examples/hidden_states.py FOLDER [IDS]
 
-FOLDER holds a checkpoint of Hugging Face of one of the supported architectures, IDS are token ids with commas between.
-A model is a function of a ragged batch and a KV pool; here the batch is one sequence, and its pages are those of a pool
-that nobody else uses. A model of the first k layers is a stage of a pipeline, and gives the residual stream after them.
+FOLDER is a Hugging Face checkpoint of a supported architecture, IDS are comma-separated token ids.
+A model is a function of a ragged batch and a KV pool; here the batch is one sequence, and the pool is its own.
+A model of the first k layers is a pipeline stage, and returns the residual stream after them.
 """
 
 import sys
@@ -50,7 +50,7 @@ whole = build_model(config, Build(jnp.float32))  # shapes only; nothing is alloc
 nnx.update(whole, load_params(whole, checkpoint))
 
 batch = one_sequence(token_ids)
-# hybrid=False: one cache group, of which nothing is given back; so all layers share one page table.
+# hybrid=False: one cache group that frees no pages, so all layers share one page table.
 pool = alloc(pool_spec(whole.cache_groups(PAGE_SIZE, "float32", hybrid=False), NUM_PAGES))
 normed, _ = whole(batch, pool)  # [T, D] after the final norm
 logits = whole.logits(normed)  # f32[T, V]

@@ -1,10 +1,10 @@
-"""A tool call through OpenAI's client, streamed, with the tool's answer given back.
+"""A tool call through OpenAI's client, streamed, and the tool's result sent back.
 
     jaxengine serve --enable-auto-tool-choice --tool-call-parser hermes
     python examples/openai_tools.py [BASE_URL]
 
-BASE_URL is http://127.0.0.1:8000/v1 unless said otherwise. `tool_choice` names the tool here, so that its arguments fit
-its schema whatever the model; with "auto" the model decides, which takes a larger one than the embedded 135M.
+BASE_URL is http://127.0.0.1:8000/v1 by default. `tool_choice` names the tool, so its arguments follow the schema with
+any model. With "auto" the model decides, which needs a larger model than the embedded one.
 """
 
 import json

@@ -1,8 +1,8 @@
-"""Many requests at once as async streams, one of which its reader leaves early.
+"""Many requests as concurrent streams; the reader leaves one of them early.
 
     python examples/streaming.py [MODEL]
 
-The engine steps on a thread of its own; a reader that is slow gets several pieces as one.
+The engine steps on its own thread. A slow reader gets several pieces merged into one.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from jaxengine import AsyncLLM, RequestOutputKind, SamplingParams
 PROMPTS = ["The sea is", "A good breakfast is", "Mountains are"]
 
 engine = AsyncLLM(*sys.argv[1:])
-# DELTA: each output carries what is new since the last one; without it, everything so far.
+# DELTA: each output has only what is new since the last one; by default it has everything so far.
 PARAMS = SamplingParams(temperature=0.0, max_tokens=24, output_kind=RequestOutputKind.DELTA)
 
 

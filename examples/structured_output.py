@@ -1,9 +1,9 @@
-"""Output that has to have a form: a choice, a regular expression, a JSON schema.
+"""Output in a required form: a choice, a regular expression, a JSON schema.
 
     python examples/structured_output.py [MODEL]
 
-The model can only draw tokens that lead to a text of that form. A form that cannot be compiled is an error of its own
-request, and no other notices.
+The model can only draw tokens that lead to a text of that form. A form that cannot be compiled fails its own request
+and disturbs no other.
 """
 
 import json

@@ -1,17 +1,19 @@
-"""Writes the tables of docs/ that follow from the code: options, sampling parameters, models, a first hour.
+"""Write the pages of docs/ that follow from the code: options, sampling parameters, models, parsers, packages.
 
     python -m scripts.write_docs
 
-Names, defaults and meanings are read from the dataclasses and their docstrings, what is allowed from the errors that a
-wrong value gets, so that nothing is said twice; scripts/first_hour.py runs what its table tells of. tests/docs fails
-when a file is not what this writes.
+Names, defaults and meanings come from the dataclasses and their docstrings, allowed values from the errors that an
+invalid value raises, so that nothing is written twice. The table in coming_from_vllm.md is what the rows of
+scripts/first_hour.py gave when they ran. tests/docs fails when a file differs from what this writes.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 import json
+import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,6 +37,8 @@ from scheduler.errors import RequestError
 from scripts import first_hour
 from scripts.hub_ids import HUB_IDS
 
+# In the order of the import arrows, the user's side first.
+TOP_PACKAGES = ("jaxengine", "scheduler", "models", "sharding", "pallas_kernels")
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 _MEASURED = DOCS.parent / "benchmarks" / "results" / "families.json"
 _FIELDS = dataclasses.fields(SamplingParams)
@@ -44,14 +48,19 @@ _OPTIONS = """# Options
 
 ## Engine
 
-Keyword arguments of `LLM` and `AsyncLLM`, fields of `EngineConfig` (vLLM's name `EngineArgs` means the same), and flags
-of `jaxengine generate`, `chat`, `demo` and `serve`; what is on is switched off with `--no-` before the name. None means
-that model and device decide. One that is unknown, wrong or not built yet raises one `ConfigError` that names it. Of
-vLLM's other options those that cannot change an answer are taken, and the log says what stands in their place.
+Engine options are keyword arguments of `LLM` and `AsyncLLM`, fields of `EngineConfig` (alias `EngineArgs`, vLLM's
+name), and flags of `jaxengine generate`, `chat`, `demo` and `serve`. The most common ones are `model` (a Hugging Face
+id, a checkpoint folder or a GGUF file), `dtype`, `max_model_len`, `max_num_seqs`, `gpu_memory_utilization` or
+`kv_cache_memory_bytes`, `tensor_parallel_size` and `compile_cache_dir`.
 
-Sizes may be written `4k` (4,000), `4K` (4,096) or `4G`; `-tp`, `-pp`, `-dp`, `-ep`, `-n` and `-cc` are short forms,
-and the model may be given without `--model`. `--config FILE` reads options from YAML (`max-model-len: 4096`); those of
-the command line go before it.
+- `None` means that the model and the device decide.
+- `--no-` in front of a flag's name switches it off.
+- Sizes may be written `4k` (4,000), `4K` (4,096) or `4G`.
+- `-tp`, `-pp`, `-dp`, `-ep`, `-n` and `-cc` are short forms. The model may be given without `--model`.
+- `--config FILE` reads options from YAML (`max-model-len: 4096`). The command line overrides the file.
+
+An option that is unknown, invalid or not built yet raises a `ConfigError` that names it. Options of vLLM that cannot
+change an answer are accepted, and the log says what applies instead.
 
 {engine}
 
@@ -63,7 +72,7 @@ A `CompilationConfig`, a dict of its fields, or JSON on the command line.
 
 ## Server
 
-Flags of `jaxengine serve` beside the engine's, and fields of `ServerConfig`.
+Flags of `jaxengine serve` in addition to the engine's, and fields of `ServerConfig`.
 
 {server}
 """
@@ -71,30 +80,31 @@ Flags of `jaxengine serve` beside the engine's, and fields of `ServerConfig`.
 _SAMPLING_PARAMS = """# Sampling parameters
 <!-- Written by scripts/write_docs.py from the code; change that. -->
 
-Fields of `SamplingParams`, under vLLM's names and with its defaults. A wrong value is one `RequestError` that names the
-field, the value and what is allowed, before anything has changed. `generation_config.json` of a model may suggest other
-defaults (`generation_config="vllm"` ignores it); a request that says nothing takes those.
+These are the fields of `SamplingParams`. Names and defaults are vLLM's. An invalid value raises a `RequestError` that
+names the field, the value and what is allowed, before anything changes. A model's `generation_config.json` may set
+other defaults for requests that leave a field out; `generation_config="vllm"` ignores it.
 
-Where: **P** Python, **C** `/v1/completions`, **H** `/v1/chat/completions`, **R** `/v1/responses`, **L** flags of
-`jaxengine generate`. gRPC has names of its own, see `jaxengine/server/grpc/inference.proto`.
+The column "where" says which interfaces have the field: **P** Python, **C** `/v1/completions`,
+**H** `/v1/chat/completions`, **R** `/v1/responses`, **L** flags of `jaxengine generate`. gRPC uses its own names, see
+`jaxengine/server/grpc/inference.proto`.
 
 | field | default | allowed | where | meaning |
 |---|---|---|---|---|
 {fields}
 
-Not supported yet, and refused when they ask for something: {refused}.
+Not supported yet, and refused when set: {refused}.
 
 ## structured_outputs
 
-A `StructuredOutputsParams` or a dict of its fields; exactly one of `json`, `regex`, `choice`, `grammar` and
+A `StructuredOutputsParams` or a dict of its fields. Give exactly one of `json`, `regex`, `choice`, `grammar` and
 `json_object`.
 
 {structured}
 
-## Beside them
+## Request options
 
-Keyword arguments of `AsyncLLM.generate`; `LLM.generate` takes `priority` and `client`, one for each prompt. Over HTTP
-`priority` and `timeout` are fields of the request, and a client is who has a key.
+Keyword arguments of `AsyncLLM.generate`. `LLM.generate` takes `priority` and `client`, one value per prompt. Over HTTP,
+`priority` and `timeout` are fields of the request, and the client is the holder of the API key.
 
 {options}
 """
@@ -102,59 +112,63 @@ Keyword arguments of `AsyncLLM.generate`; `LLM.generate` takes `priority` and `c
 _SUPPORTED_MODELS = """# Supported models
 <!-- Written by scripts/write_docs.py from the code; change that. -->
 
-A checkpoint is served if its `config.json` names one of these architectures, or if it is a GGUF file of one of the
-kinds named here. Others are refused with this list. Each family is compared with Hugging Face transformers in float32,
-on tiny checkpoints of odd shapes that `tests/fixtures/record_models.py` recorded: logits of whole prompts, of chunks
-and of single tokens. The error is the largest difference, of the largest logit; tests allow 1e-4
+A checkpoint is served if its `config.json` names one of these architectures, or if it is a GGUF file of an architecture
+in the second column. Others are refused with this list.
+
+Each family is compared with Hugging Face transformers in float32, on tiny checkpoints of odd shapes recorded by
+`python -m tests.fixtures.record models`. The comparison covers the logits of whole prompts, of chunks and of single
+tokens. "Error" is the largest difference divided by the largest logit; tests allow 1e-4
 (`tests/models/families/test_golden.py`). `python -m tests.models.families.matrix --json
-benchmarks/results/families.json` measures it, and serves checkpoints from whole engines: alone, in crowds, in
-chunks, preempted, with prefix hits, on two devices; the file says for which that was done.
+benchmarks/results/families.json` measures it and also serves checkpoints from whole engines: alone, in batches, in
+chunks, preempted, with prefix hits, on two devices. The file says for which checkpoints that was done.
 
-Repositories named here publish a configuration and weights that are read, in bfloat16, float16 or float32 safetensors
-(gpt-oss in MXFP4); they are examples, and a fine-tune of one is as good. They were not downloaded for this table:
-what was compared is the family, on the recorded checkpoints. Quantised ones are read too, as compressed-tensors, fp8,
-fbgemm_fp8, AWQ and GPTQ have them: [quantization.md](quantization.md).
+The repositories are examples that publish a configuration and weights in bfloat16, float16 or float32 safetensors
+(gpt-oss: MXFP4). Fine-tunes of them work as well. They were not downloaded for this table: the comparison is of the
+family, on the recorded checkpoints. Quantised checkpoints are supported too (compressed-tensors, fp8, fbgemm_fp8, AWQ,
+GPTQ): [Quantised weights](quantization.md).
 
-| architecture | GGUF | repositories | checkpoints | error | what it is |
+| architecture | GGUF | repositories | checkpoints | error | description |
 |---|---|---|---:|---:|---|
 {models}
 
-Weights: safetensors (one file or several; MXFP4 in gpt-oss), GGUF (F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1,
-Q4_K, Q5_K, Q6_K, MXFP4; dequantised at load, or kept as stored with `quantization="gguf"`), or what
-`jaxengine convert` wrote. Computation is in float32 or bfloat16, of [quantised weights](quantization.md) and with
-[adapters](lora.md) too; images are not built yet.
+**Weights** are read from safetensors (one or several files; MXFP4 in gpt-oss), from GGUF (F32, F16, BF16, Q8_0, Q4_0,
+Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, MXFP4; dequantised at load, or kept as stored with `quantization="gguf"`), or from
+the output of `jaxengine convert`. Models run in float32 or bfloat16, also with [quantised weights](quantization.md) and
+[adapters](lora.md). Families with a vision tower take [images and videos](media.md); audio is not built.
 
-Of a hub repository the configuration, the tokenizer and the weights that `model.safetensors.index.json` lists are
-downloaded, once: no `consolidated.safetensors`, no `original/`, no pickles. A GGUF file in one is named as
-`org/name/FILE.gguf`, or by its quantisation as `org/name:Q4_K_M`. Files of Mistral, InternLM 3 and Mixtral call
-their architecture `llama`.
+**From the hub**, the configuration, the tokenizer and the weights listed in `model.safetensors.index.json` are
+downloaded once; `consolidated.safetensors`, `original/` and pickles are not. Name a GGUF file as `org/name/FILE.gguf`,
+or by its quantisation as `org/name:Q4_K_M`. GGUF files of Mistral, InternLM 3 and Mixtral call their architecture
+`llama`.
 
-A family of your own: `jaxengine.register_model`, see [examples/custom_model.py](../examples/custom_model.py). One for
-everybody: [CONTRIBUTING.md](../CONTRIBUTING.md).
+**Your own family:** register it with `jaxengine.register_model`, as
+[examples/custom_model.py](../examples/custom_model.py) does. To add one for everybody, see
+[Contributing](../CONTRIBUTING.md).
 """
 
 _PARSERS = """# Tool calls and reasoning
 <!-- Written by scripts/write_docs.py from the code; change that. -->
 
-Models write tool calls and thoughts in ways of their own. `jaxengine serve --enable-auto-tool-choice --tool-call-parser
-NAME` reads calls out of answers, `--reasoning-parser NAME` thoughts; names are vLLM's. Both are off by default: an
-answer is the text that the model wrote then. `auto` takes the name whose words, all of those below, are in the model's
-chat template, of several the one with most words; the log says which. Where no name's words are, the log says so in one
-line, and the parser stays off.
+Each model writes tool calls and reasoning in its own format. `jaxengine serve --enable-auto-tool-choice
+--tool-call-parser NAME` extracts tool calls from answers, and `--reasoning-parser NAME` extracts reasoning. The names
+are vLLM's. Both are off by default; the answer is then the text as the model wrote it.
 
-Calls stream as they come. What only looks like a call is content, and nothing that a model writes is lost but the
-format's own words. Where arguments are plain text (XML), a parameter's schema says what they are: a string stays one,
-whatever it looks like. A call that is forced (`tool_choice` "required", or a function's name) keeps to a JSON schema
-whatever the format; gpt-oss writes it in its own.
+`auto` takes the parser whose words (last column) all occur in the model's chat template, and among several the one with
+the most words. The log says which. If none matches, the log says so and the parser stays off.
 
-With a reasoning parser, structured output, forced calls among it, begins where the reasoning ends. Until then the model
-is free, and its tokens are those that it would take without any structure. A model that need not reason either opens
-its reasoning or keeps to the structure at once, and one whose prompt has ended the reasoning already, as templates do
-where thinking is switched off, keeps to it from its first token. An output that ends before its reasoning does has no
-content, but for `qwen3` where calls are read: those that it ends with are calls, for Qwen3.5 may call without ending
-its thoughts; from the first `<tool_call>` in its thoughts on nothing is streamed before they end. Without a server
-`reasoning_end` and `reasoning_begin` of
-[structured_outputs](sampling_params.md#structured_outputs) say the same.
+**Tool calls** stream as they are generated. Text that only resembles a call is content, and nothing that the model
+writes is lost except the format's own markup. Where arguments are plain text (XML), the parameter's schema decides the
+type: a string stays a string whatever it looks like. A forced call (`tool_choice` "required", or a function's name)
+follows a JSON schema in every format; gpt-oss writes it in its own format.
+
+**Reasoning and structured output.** With a reasoning parser, structured output and forced calls begin where the
+reasoning ends. Until then the model is unconstrained, and its tokens are the same as without structured output. A model
+that may skip reasoning either opens its reasoning or follows the structure at once. If the prompt has already closed
+the reasoning, as templates do when thinking is switched off, the structure applies from the first token. An output that
+ends during reasoning has no content. `qwen3` with tool calls is an exception, because Qwen3.5 may call a tool without
+closing its reasoning: calls at the end of such an output are returned as calls, and from the first `<tool_call>` in the
+reasoning nothing is streamed until it ends. Without a server, `reasoning_end` and `reasoning_begin` of
+[structured_outputs](sampling_params.md#structured_outputs) do the same.
 
 ## --tool-call-parser
 
@@ -167,6 +181,17 @@ its thoughts; from the first `<tool_call>` in its thoughts on nothing is streame
 | name | models | words of the chat template, for `auto` |
 |---|---|---|
 {reasoning}
+"""
+
+_PACKAGES = """# Map of the packages
+<!-- Written by scripts/write_docs.py from the docstrings of the packages; change those. -->
+
+Every package with the first sentence of its docstring. `tests/test_rooms.py` says which package may import which, and
+[How it works](architecture.md) how they work together. `tests/` mirrors this tree.
+
+| package | contents |
+|---|---|
+{packages}
 """
 
 
@@ -188,7 +213,23 @@ def documents() -> dict[str, str]:
             options=_table(RequestOptions, flags=False, without=("arrival",)),
         ),
         "models.md": _SUPPORTED_MODELS.format(models="\n".join(_models())),
+        "packages.md": _PACKAGES.format(packages="\n".join(package_rows(DOCS.parent))),
     }
+
+
+def package_rows(root: Path) -> Iterator[str]:
+    """Yield a table row for each package under `root`: its folder and the first sentence of its docstring.
+
+    Raises ValueError for a package without a docstring.
+    """
+    for top in TOP_PACKAGES:
+        for path in sorted((root / top).rglob("__init__.py")):
+            docstring = ast.get_docstring(ast.parse(path.read_text()))
+            folder = path.parent.relative_to(root)
+            if not docstring:
+                raise ValueError(f"{folder}/__init__.py has no docstring, which is its line in docs/packages.md")
+            sentence = re.split(r"(?<=\.)\s", docstring.partition("\n\n")[0], maxsplit=1)[0]
+            yield f"| `{folder}/` | {_cell(sentence)} |"
 
 
 def _parsers(rows: Mapping[str, ToolFormat] | Mapping[str, ReasoningRow]) -> Iterator[str]:

@@ -31,7 +31,7 @@ class Platform:
 
 
 _DOUBLING = tuple(2**exponent for exponent in range(18))
-# Where full steps are, just above max_num_seqs, doubling pads too much (benchmarks/padding.py).
+# Where full steps are, just above max_num_seqs, doubling pads too much (`python -m benchmarks padding`).
 _DECODES = (1, *_DOUBLING[3:])
 _CHUNKS = (128, *range(192, 769, 64), 1024, 1536, 2048, 3072, 4096, 6144, *_DOUBLING[13:])
 _GPU = Platform("gpu", "bfloat16", 64, 256, 8192, 0.92, None, _DECODES, _CHUNKS)

@@ -20,7 +20,7 @@ _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 
 # XLA:CPU keeps the HLO of a loaded executable as objects and once more as a message, far more than its machine code:
 # for each byte of its file 21.4 in forward passes with prompts, 22.1 in those without, 17.6 in samplers (jaxlib 0.10.2;
-# `python -m benchmarks.memory`).
+# `python -m benchmarks memory`).
 _CPU_BYTES_PER_STORED = 22
 # The interpreter, jax, a tokenizer: 200 MiB where it was measured. A constant, because the number of pages is a part of
 # what is compiled and must be the same at every start.

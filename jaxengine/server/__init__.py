@@ -1,0 +1,1 @@
+"""The HTTP and gRPC server: endpoints, the processes that run it, and what it exports."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.clients import CASES, COLUMNS, SCRIPTS, markdown
+from benchmarks.server.clients import CASES, COLUMNS, SCRIPTS, markdown
 
 
 def row(client: str, **cases: str) -> dict:

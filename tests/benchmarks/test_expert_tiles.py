@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.expert_tiles import measure
+from benchmarks.kernels.expert_tiles import measure
 from models.layers.expert_counts import routed
 from pallas_kernels.matmul.tpu.grouped import STEP, blocks_of, shape_of
 from pallas_kernels.matmul.tpu.visits import visits_of

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.attention_cases import AttentionCase, decode_cases, prefill_cases
-from benchmarks.recorder import Recorder
+from benchmarks.kernels.attention_cases import AttentionCase, decode_cases, prefill_cases, step_cases
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -62,35 +61,6 @@ def test_torch_section_says_what_is_missing(tmp_path):
     assert set(rows) == {"flashinfer", "sdpa", "flex"} and all(row["missing"] for row in rows.values())
 
 
-def test_recorder_keeps_rows_and_never_repeats_one_that_hung(tmp_path):
-    path, calls = tmp_path / "rows.json", []
-
-    def measure(name):
-        calls.append(name)
-        if name == "hangs":
-            raise KeyboardInterrupt  # what a killed process leaves behind: a row that was begun
-        if name == "fails":
-            raise ValueError("why")
-        return {"us": 1}
-
-    recorder = Recorder(path, {"host": 1})
-    recorder.measure("fine", lambda: measure("fine"))
-    recorder.measure("fails", lambda: measure("fails"))
-    with pytest.raises(KeyboardInterrupt):
-        recorder.measure("hangs", lambda: measure("hangs"))
-    assert json.loads(path.read_text())["rows"]["hangs"] == {"status": "begun"}
-
-    resumed = Recorder(path, {"host": 1})
-    for name in ("fine", "fails", "hangs", "new"):
-        resumed.measure(name, lambda name=name: measure(name))
-    assert calls == ["fine", "fails", "hangs", "new"]
-    assert resumed.rows["hangs"]["status"] == "the process ended in it"
-    assert resumed.rows["fails"] == {"error": "ValueError: why"}
-    assert Recorder(path, {"host": 2}).rows == {}, "another machine's rows are not ours"
-    late = Recorder(path, {"host": 2}, budget_s=-1.0)
-    assert late.measure("late", lambda: measure("late")) is None and "late" not in calls
-
-
 def test_bytes_and_flops_are_of_what_must_be_done():
     decode = AttentionCase(2, 1, 100, num_q_heads=4, num_kv_heads=2, head_dim=8)
     assert decode.kv_bytes == 2 * 2 * 100 * 2 * 8 * 2
@@ -98,6 +68,10 @@ def test_bytes_and_flops_are_of_what_must_be_done():
     assert decode.flops == 2 * 4 * 100 * 8 * 4
     prefill = AttentionCase(1, 3, 5, num_q_heads=1, num_kv_heads=1, head_dim=1)
     assert prefill.flops == 4 * (3 + 4 + 5)
+    mixed = next(case for case in step_cases() if case.label.startswith("mixed"))
+    assert mixed.num_tokens == 416 and mixed.room == (512, 32, 512)
+    assert mixed.kv_bytes == 2 * (16 * 450 + 400) * 3 * 64 * 4
+    assert mixed.flops == 4 * (16 * 450 + 400 * 401 // 2) * 9 * 64
 
 
 def test_every_axis_of_the_grid_is_measured():

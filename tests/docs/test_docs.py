@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import jaxengine
+from benchmarks.harness import BENCHMARKS, parser_of
 from jaxengine.commands.cli import build_parser
 from jaxengine.config.engine_config import CompilationConfig, EngineConfig
 from jaxengine.config.engine_flags import with_hyphens
@@ -30,9 +31,11 @@ from jaxengine.server.http.completions.protocol import CompletionRequest
 from jaxengine.server.http.pooling.protocol import EmbeddingRequest, RerankRequest, ScoreRequest
 from jaxengine.server.options import ServerConfig
 from scripts import write_docs
+from scripts.site_links import with_repository_links
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("jaxengine", "models", "scheduler", "sharding", "pallas_kernels")
+REPOSITORY = "https://github.com/jaxengine/jaxengine"
 FOLDERS = (*PACKAGES, "tests", "docs", "benchmarks", "scripts", "examples")
 DOCUMENTS = sorted(
     str(path.relative_to(ROOT))
@@ -94,11 +97,60 @@ def test_written_tables_are_what_the_code_says(name):
     assert text_of(f"docs/{name}") == write_docs.documents()[name], "run python -m scripts.write_docs"
 
 
+def test_a_package_without_a_docstring_is_named(tmp_path):
+    for top in write_docs.TOP_PACKAGES:
+        (tmp_path / top).mkdir()
+        (tmp_path / top / "__init__.py").write_text('"""What it has. Then more."""\n')
+    rows = list(write_docs.package_rows(tmp_path))
+    assert rows == [f"| `{top}/` | What it has. |" for top in write_docs.TOP_PACKAGES]
+    (tmp_path / "scheduler" / "pages").mkdir()
+    (tmp_path / "scheduler" / "pages" / "__init__.py").write_text("")
+    with pytest.raises(ValueError, match="scheduler/pages/__init__.py has no docstring"):
+        list(write_docs.package_rows(tmp_path))
+
+
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_links_lead_somewhere(name):
-    links = re.findall(r"\]\(([^)\s]+)\)", text_of(name))
+    text = text_of(name)
+    links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"^\[[^\]]+\]: (\S+)$", text, flags=re.MULTILINE)
     local = [link.partition("#")[0] for link in links if not link.startswith(("http:", "https:", "#"))]
     assert not [link for link in local if not ((ROOT / name).parent / link).exists()]
+    ours = [link.removeprefix(f"{REPOSITORY}/") for link in links if link.startswith(f"{REPOSITORY}/")]
+    assert not [link for link in ours if not is_there(link)]
+
+
+def is_there(link: str) -> bool:
+    """Whether `blob/main/FILE` or `tree/main/FOLDER` of the repository exists."""
+    kind, _, rest = link.partition("/main/")
+    path = ROOT / rest.partition("#")[0]
+    return path.is_file() if kind == "blob" else kind == "tree" and path.is_dir()
+
+
+def test_the_page_on_pypi_has_no_relative_links():
+    links = re.findall(r"\]\(([^)\s]+)\)", text_of("README.md"))
+    assert not [link for link in links if not link.startswith("https://")]
+    used = set(re.findall(r"\]\[([^\]]+)\]", text_of("README.md")))
+    assert used == set(re.findall(r"^\[([^\]]+)\]: \S+$", text_of("README.md"), flags=re.MULTILINE))
+
+
+def test_the_site_links_to_the_repository():
+    text = "[a](../CONTRIBUTING.md#b) [c](../examples) [d](kubernetes) [e](models.md) [f](https://x/../y)"
+    assert with_repository_links(text, REPOSITORY) == (
+        f"[a]({REPOSITORY}/blob/main/CONTRIBUTING.md#b) [c]({REPOSITORY}/tree/main/examples) "
+        f"[d]({REPOSITORY}/tree/main/docs/kubernetes) [e](models.md) [f](https://x/../y)"
+    )
+    assert f"repo_url: {REPOSITORY}\n" in text_of("mkdocs.yml")
+
+
+def test_the_site_has_every_page():
+    pages = set(re.findall(r"^ +- ([\w.]+\.md)$", text_of("mkdocs.yml"), flags=re.MULTILINE))
+    assert pages == {path.name for path in (ROOT / "docs").glob("*.md")}
+
+
+def test_the_changelog_has_this_version():
+    headings = re.findall(r"^## (.+)$", text_of("CHANGELOG.md"), flags=re.MULTILINE)
+    assert headings[0] == "Unreleased" and re.fullmatch(r"\d+\.\d+\.\d+ - \d{4}-\d\d-\d\d", headings[1])
+    assert headings[1].partition(" ")[0] == jaxengine.__version__
 
 
 @pytest.mark.parametrize("name", PRESENT)
@@ -135,10 +187,12 @@ def test_options_that_are_named_exist(name):
 
 
 def options_of_benchmarks() -> set[str]:
-    """What `python -m benchmarks.x`, or tests' own commands, take, read from their sources."""
-    files = (*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "tests").glob("*.py"), *(ROOT / "tests").rglob("matrix.py"))
+    """What `python -m benchmarks NAME` takes, and tests' own commands, which are read from their sources."""
+    files = (*(ROOT / "tests").glob("*.py"), *(ROOT / "tests").rglob("matrix.py"))
     sources = "".join(path.read_text() for path in files)
-    return set(re.findall(r'"(--[a-z][\w-]+)"', sources))
+    parsers = map(parser_of, BENCHMARKS)
+    found = {flag for parser in parsers for action in parser._actions for flag in action.option_strings}
+    return found | set(re.findall(r'"(--[a-z][\w-]+)"', sources))
 
 
 @pytest.mark.parametrize("name", PRESENT)
@@ -159,7 +213,7 @@ def test_dotted_names_resolve(name):
     spans = [span for span in code_spans(text_of(name)) if re.fullmatch(r"\w+(\.\w+)+(\(\))?", span)]
     dotted = [span.removesuffix("()") for span in spans if span.partition(".")[0] in (*PACKAGES, "tests", "benchmarks")]
     files = (".py", ".md", ".json", ".proto", ".yaml", ".npz")
-    names = [span for span in dotted if not span.endswith(files) and span != "jaxengine.v1.Inference"]
+    names = [span for span in dotted if not span.endswith(files) and not span.startswith("jaxengine.v1")]
     assert not [name for name in names if not found(name)]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from pallas_kernels.matmul.rounding import E4M3, E8M0, UE8M0
 from pallas_kernels.registry import kernel
-from tests.fixtures.record_microscaled_rows import GLOBAL_SCALE, PATH, given
+from tests.fixtures.recorders.blocks import GLOBAL_SCALE, MICROSCALED_ROWS, given
 from tests.pallas_kernels.conformance import watched
 from tests.pallas_kernels.implementations import Implementation
 
@@ -60,7 +60,7 @@ def microscaled(name: str, implementation: Implementation) -> None:
         _, codes = codes_and_ties(case.size, case.group, case.dtype)
         np.testing.assert_array_equal(np.asarray(got[0], np.float64), codes)
     if name.endswith("recorded"):
-        with np.load(PATH, allow_pickle=False) as recorded:
+        with np.load(MICROSCALED_ROWS, allow_pickle=False) as recorded:
             wanted = recorded[name.partition(",")[0]] * (1 if whole is None else GLOBAL_SCALE)
         np.testing.assert_allclose(got, wanted, rtol=3e-7)
 

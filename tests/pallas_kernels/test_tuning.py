@@ -1,6 +1,6 @@
 """The tiles that the table gives to well-known shapes, written down, so that a change of a size or a rule is seen.
 
-`benchmarks/tpu_cycles.py` and `benchmarks/attention.py` say what a change costs or gains.
+`python -m benchmarks tpu_cycles` and `attention` say what a change costs or gains.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Requests leave nothing behind: after hundreds of them as many objects live as before.
 
 Objects are counted, not bytes: what the C library keeps depends on its lists, and jaxlib 0.10.2 leaves some 64 bytes
-behind in one of six calls whose arguments are numpy arrays. `python -m benchmarks.endurance` shows bytes over 100,000
+behind in one of six calls whose arguments are numpy arrays. `python -m benchmarks endurance` shows bytes over 100,000
 requests.
 """
 

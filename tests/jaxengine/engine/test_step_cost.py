@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from benchmarks.largest_request import BAD_WORDS, largest
+from benchmarks.engine.largest_request import BAD_WORDS, largest
 from jaxengine import SamplingParams
 from jaxengine.engine.token_bias import TokenBias
 from scheduler.request import Request

@@ -1,4 +1,4 @@
-"""Logits of every family against those that Hugging Face transformers recorded (tests/fixtures/record_models.py)."""
+"""Logits of every family against those that Hugging Face transformers recorded (tests/fixtures/recorders/models.py)."""
 
 from __future__ import annotations
 

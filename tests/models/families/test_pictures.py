@@ -1,4 +1,4 @@
-"""Prompts with pictures and videos against what transformers makes of them (tests/fixtures/record_pictures.py)."""
+"""Prompts with pictures and videos against what transformers makes of them (tests/fixtures/recorders/pictures.py)."""
 
 from __future__ import annotations
 

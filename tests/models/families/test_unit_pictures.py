@@ -1,5 +1,5 @@
 """Pictures through processors, towers and text models, against what Hugging Face transformers recorded
-(tests/fixtures/record_unit_pictures.py)."""
+(tests/fixtures/recorders/unit_pictures.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads, and the hidden states that they read, against what tests/fixtures/record_eagle3.py recorded."""
+"""EAGLE-3 heads, and the hidden states that they read, against what tests/fixtures/recorders/eagle3.py recorded."""
 
 from __future__ import annotations
 

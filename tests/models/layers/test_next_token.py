@@ -1,4 +1,4 @@
-"""Layers that predict the token after the next against what tests/fixtures/record_next_token.py recorded."""
+"""Layers that predict the token after the next against what tests/fixtures/recorders/next_token.py recorded."""
 
 from __future__ import annotations
 

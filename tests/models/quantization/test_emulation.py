@@ -20,8 +20,8 @@ from pallas_kernels.matmul.rounding import (
     rounded_rows,
 )
 from tests.fixtures.drawn_weights import FOLDER, checkpoint
-from tests.fixtures.record_microscaled_rows import GLOBAL_SCALE, given
-from tests.fixtures.record_microscaled_rows import PATH as RECORDED
+from tests.fixtures.recorders.blocks import GLOBAL_SCALE, given
+from tests.fixtures.recorders.blocks import MICROSCALED_ROWS as RECORDED
 from tests.models.quantization.emulation import Decoder, Rounding, distances, to_float, to_int8
 
 F32 = np.float32

@@ -251,8 +251,8 @@ def test_one_text_after_another():
     assert 8 in widths(3, 0) and 8 not in widths(RETRY_STEPS, 0)[3:]
 
 
-# Of answers of the default model to prompts of benchmarks.drafts: after each token, how many of seven drafts that are
-# looked up are right.
+# Of answers of the default model to prompts of `python -m benchmarks drafts`: after each token, how many of seven
+# drafts that are looked up are right.
 ANSWERS = {
     "edit": "777777777210777777765032100007070107777777777707654320000654301",
     "summarise": "777777777210777777765032100007070107777777777707770777770654021",

@@ -1,0 +1,117 @@
+"""Whether memory grows with the requests served.
+
+A model of random weights and a few KiB, so that a request costs little and what one leaves behind shows: offline in a
+process of its own, then by `jaxengine serve` over sockets, of which the engine's process and the API process are
+watched. A row is a tenth of the requests: resident anonymous memory at its end, and how much of it came since the row
+before, for 1,000 requests. The first rows fill rings of a fixed length (the timeline, the latencies shown on the status
+page); after them the growth has to be near 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import tempfile
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.engines import engine_options, serving, write_config
+from benchmarks.harness import Option
+from benchmarks.processes import command, memory
+from benchmarks.recorder import Recorder
+
+ROWS = 10
+SIZES = (64, 80, 2, 4, 2, 128, 256)
+ENGINE = engine_options(
+    (8, 32),
+    (256,),
+    load_format="dummy",
+    skip_tokenizer_init=True,
+    max_model_len=96,
+    max_num_seqs=32,
+    max_num_batched_tokens=256,
+    block_size=4,
+    num_gpu_blocks_override=800,
+)
+OPTIONS = {
+    "requests": Option(100_000),
+    "modes": Option(("offline", "served"), choices=("offline", "served")),
+}
+
+
+def run(args: Namespace, recorder: Recorder) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        write_config(folder, SIZES, tie_word_embeddings=True)
+        for mode in args.modes:
+            readings = served(folder, args.requests) if mode == "served" else _offline_elsewhere(folder, args.requests)
+            before: dict[str, int] = {}
+            for number, held in readings:
+                for process, size in held.items():
+                    row = {"mode": mode, "process": process, "requests": number, "KiB": size >> 10}
+                    growth = (size - before.get(process, size)) / (args.requests / ROWS) * 1000 / 1024
+                    recorder.add({**row, "KiB per 1,000": round(growth, 1) if process in before else None})
+                before = held
+
+
+def offline(folder: str, num_requests: int) -> None:
+    """Serves by `LLM.generate`, a hundred at a time; a JSON line [number, bytes] after each row."""
+    from jaxengine import LLM, SamplingParams
+
+    llm = LLM(folder, **ENGINE)
+    each = num_requests // ROWS
+    for row in range(ROWS):
+        for first in range(row * each, (row + 1) * each, 100):
+            prompts = [{"prompt_token_ids": _prompt(number)} for number in range(first, first + 100)]
+            llm.generate(prompts, SamplingParams(**_fields(first)), use_tqdm=False)
+        print(json.dumps([(row + 1) * each, memory(kind="RssAnon")]), flush=True)
+
+
+def _offline_elsewhere(folder: str, num_requests: int) -> Iterator[tuple[int, dict[str, int]]]:
+    here = command(offline, folder=folder, num_requests=num_requests)
+    with subprocess.Popen(here, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            number, size = json.loads(line)
+            yield number, {"LLM": size}
+    if process.returncode:
+        raise SystemExit(f"the process that serves offline ended with status {process.returncode}")
+
+
+def served(folder: str, num_requests: int) -> Iterator[tuple[int, dict[str, int]]]:
+    """Serves streams over HTTP, as many at once as run at once."""
+    with serving({**ENGINE, "model": folder}) as running:
+        each = num_requests // ROWS
+        for row in range(ROWS):
+            asyncio.run(_send(running.base_url, row * each, each))
+            (api,) = running.api_pids
+            yield (row + 1) * each, {"engine": memory(running.engine_pid, "RssAnon"), "API": memory(api, "RssAnon")}
+
+
+async def _send(url: str, first: int, count: int) -> None:
+    from jaxengine.bench.serve_client import Connections, Server, get_json, stream
+
+    server = Server.at(f"{url}/v1")
+    model = (await get_json(server, "/models"))["data"][0]["id"]
+    connections, numbers = Connections(server), iter(range(first, first + count))
+
+    async def client() -> None:
+        for number in numbers:
+            body = {"model": model, "prompt": _prompt(number), "stream": True, "return_token_ids": True}
+            sample = await stream(connections, "/completions", body | _fields(number), 120.0)
+            if sample.error not in (None, "empty"):  # without a tokenizer there is no text
+                raise SystemExit(f"request {number}: {sample.error} {sample.message}")
+
+    await asyncio.gather(*(client() for _ in range(ENGINE["max_num_seqs"])))
+    connections.close()
+
+
+def _prompt(number: int) -> list[int]:
+    """Six tokens, so that some prefixes are shared and most are not."""
+    return [(number * 31 + place * (number % 97 + 1)) % 120 + 3 for place in range(6)]
+
+
+def _fields(number: int) -> dict[str, Any]:
+    """Parameters that differ between requests; some with logprobs."""
+    return {"max_tokens": 2, "temperature": 1.0, "top_k": 5 + number % 7, "logprobs": 1 if number % 300 == 0 else None}

@@ -1,0 +1,65 @@
+"""Writes a draft model for the default model: its own first layers, and its head behind them, nothing trained.
+
+    python -m benchmarks first_layers FOLDER
+    python -m benchmarks drafts --draft FOLDER --drafts 3
+
+It shows what a draft model costs and that it changes no token, not what a good one brings: a draft costs as many of the
+model's layers as it has, and layers that were not trained to be the last are seldom of the model's mind.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from safetensors.numpy import save_file
+
+from benchmarks.harness import Option
+from benchmarks.recorder import Recorder
+from jaxengine.checkpoint.model_source import open_model
+from jaxengine.config.engine_config import EngineConfig
+from models.config.model_config import ModelConfig
+
+FOLDER = Option(help="where it is written", kind=Path, positional=True)
+OPTIONS = {"folder": FOLDER, "layers": Option(20, "how many")}
+
+
+def run(args: Namespace, recorder: Recorder) -> None:
+    source = open_model(EngineConfig())
+    weights = source.weights
+    assert weights is not None and not isinstance(weights, Path)
+    tensors = {}
+    for name in weights.names():
+        layer = re.match(r"model\.layers\.([0-9]+)\.", name)
+        if layer is None or int(layer[1]) < args.layers:
+            tensors[name] = weights.read(name)
+    tied = {"tie_word_embeddings": source.config.tie_word_embeddings}
+    write_checkpoint(
+        args.folder, tensors, source.config, args.layers, architectures=[source.config.architecture], **tied
+    )
+    source.close()
+
+
+def write_checkpoint(folder: Path, tensors: dict[str, Any], model: ModelConfig, num_layers: int, **more: Any) -> None:
+    """A Hugging Face folder of tensors whose layers have the sizes of `model`; more: further entries of config.json."""
+    attention = model.attention[0]
+    assert attention.rope is not None and attention.rope.scaling is None
+    config = {
+        "model_type": "llama",
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_kv_heads,
+        "head_dim": attention.head_dim,
+        "vocab_size": model.vocab_size,
+        "max_position_embeddings": model.max_position_embeddings,
+        "rms_norm_eps": model.rms_norm_eps,
+        "rope_theta": attention.rope.theta,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config | more, indent=2) + "\n")

@@ -1,0 +1,68 @@
+"""What a cache of codes costs in exactness and saves in memory, of the default model in float32.
+
+The recorded workloads with their greedy continuations run through engines that differ in kv_cache_dtype, each with the
+same bytes for its pool. Of every token of the continuations: whether it is still the likeliest after those before it,
+and how far its log-probability is from that with a cache of float32. With --only, a file keeps its rows of the
+others.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import numpy as np
+
+from benchmarks.engines import engine_options
+from benchmarks.harness import Option
+from benchmarks.recorder import Recorder, Row
+from jaxengine import LLM, SamplingParams
+from jaxengine.bench.report import machine
+from jaxengine.bench.workloads import NAMES, recorded
+
+EXACT = "auto"
+KINDS = ("bfloat16", "int8_per_token_head", "int8", "fp8_per_token_head", "fp8", "fp8_e5m2")
+OPTIONS = {"only": Option(KINDS, "of the cache's numbers, beside float32", choices=KINDS, metavar="KIND")}
+ENGINE = engine_options(
+    dtype="float32",
+    max_model_len=1536,
+    max_num_seqs=8,
+    max_num_batched_tokens=512,
+    kv_cache_memory_bytes=1 << 28,
+    enable_prefix_caching=False,
+)
+
+
+def scored(llm: LLM, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """(log-probability, whether it is the likeliest) of every token of the recorded continuations of a workload."""
+    workload = recorded(name)
+    prompts = [{"prompt_token_ids": [*p, *r]} for p, r in zip(workload.prompts, workload.reference, strict=True)]
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    logprobs, best = [], []
+    for output, prompt in zip(llm.generate(prompts, params, use_tqdm=False), workload.prompts, strict=True):
+        for entry in (output.prompt_logprobs or [])[len(prompt) :]:
+            (told,) = (entry or {}).values()
+            logprobs.append(told.logprob)
+            best.append(told.rank == 1)
+    return np.array(logprobs), np.array(best)
+
+
+def measure(kind: str, exact: dict[str, np.ndarray]) -> Row:
+    """One row; the log-probabilities of the first are what those of others are compared with."""
+    llm = LLM(**ENGINE, kv_cache_dtype=kind)
+    plan = llm.core.runner.plan
+    row = {"kv_cache_dtype": kind, "tokens in 256 MiB": plan.num_pages * plan.page_size, "cpu": machine()["cpu"]}
+    for name in NAMES:
+        logprobs, best = scored(llm, name)
+        exact.setdefault(name, logprobs)
+        row[f"{name} agree"] = round(float(best.mean()), 4)
+        row[f"{name} mean error"] = round(float(np.abs(logprobs - exact[name]).mean()), 5)
+    llm.core.shutdown()
+    return row
+
+
+def run(args: Namespace, recorder: Recorder) -> None:
+    exact = {}
+    if set(args.only) != set(KINDS):
+        recorder.take_over()
+    for kind in (EXACT, *args.only):
+        recorder.add(measure(kind, exact), ("kv_cache_dtype",))

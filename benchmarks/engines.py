@@ -1,0 +1,71 @@
+"""Engines and servers that benchmarks start: options, checkpoints without weights, requests to a server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from jaxengine.bench.serve_client import Server, get_json
+from jaxengine.bench.serve_load import Traffic
+from tests.jaxengine.server.server_process import ServerProcess, start_server
+
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "max_position_embeddings",
+)
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
+LLAMA |= {"hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2}
+
+
+def engine_options(decodes: tuple[int, ...] = (), prefills: tuple[int, ...] = (), **options: Any) -> dict[str, Any]:
+    """Options of an engine that says nothing and has few programs: sizes of decode and of mixed steps, and others."""
+    sizes = {"cudagraph_capture_sizes": [*decodes], "prefill_sizes": [*prefills]}
+    return {"compilation_config": sizes, "disable_log_stats": True, **options}
+
+
+def write_config(folder: str | Path, sizes: tuple[int, ...], **more: Any) -> None:
+    """Makes `folder` a checkpoint of Llama's family without weights, for load_format="dummy". sizes: those of SIZES."""
+    config = LLAMA | dict(zip(SIZES, sizes, strict=True)) | more
+    (Path(folder) / "config.json").write_text(json.dumps(config))
+
+
+@contextlib.contextmanager
+def serving(options: dict[str, Any], *, wait: float = 600.0, **changes: Any) -> Iterator[ServerProcess]:
+    """`jaxengine serve` as a user starts it, removed in the end. wait: seconds that it may take to start."""
+    server = start_server(options, wait=wait, **changes)
+    try:
+        yield server
+    finally:
+        server.remove()
+
+
+def ask(url: str, path: str, body: bytes | None = None, timeout: float = 60.0, **headers: str) -> tuple[int, str]:
+    """The status and the text of an answer, on a connection of its own; 0 and why where there is none."""
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=timeout)
+    try:
+        headers = {"Content-Type": "application/json", **headers}
+        connection.request("GET" if body is None else "POST", path, body, headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+    except OSError as error:
+        return 0, str(error)
+    finally:
+        connection.close()
+
+
+def greedy_traffic(url: str, timeout: float | None = 120.0, **fields: Any) -> Traffic:
+    """Completions at temperature 0, to their last token, of the model that a server has. url: without a path."""
+    server = Server.at(f"{url}/v1")
+    model = asyncio.run(get_json(server, "/models"))["data"][0]["id"]
+    return Traffic(server, "completions", model, {"temperature": 0.0, "ignore_eos": True, **fields}, timeout=timeout)

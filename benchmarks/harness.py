@@ -1,0 +1,186 @@
+"""Runs a benchmark: `python -m benchmarks NAME [options]`. Without a name it lists them.
+
+Owns the table of benchmarks and the options that several of them share. A benchmark is a module with `OPTIONS`, a table
+of what it takes, and `run(args, recorder)`, which adds rows to the recorder. The harness reads the command line and
+chooses the platform. Its exit status is 1 when a row says that a limit was not kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from benchmarks.recorder import Recorder
+
+RESULTS = Path(__file__).parent / "results"
+# Name -> (module, what it measures).
+BENCHMARKS = {
+    "attention": ("kernels.attention", "paged attention beside what the device can do and beside other attentions"),
+    "expert_tiles": ("kernels.expert_tiles", "rows that the kernels of experts multiply for each row of a token"),
+    "gpu_check": ("kernels.gpu_check", "all that a machine with a CUDA device can say, within a budget of seconds"),
+    "tpu_cycles": ("kernels.tpu_cycles", "cycles of TPU attention beside jax's own kernel and a roofline (libtpu)"),
+    "tpu_kv_cycles": ("kernels.tpu_kv_cycles", "cycles of TPU attention over a cache of one byte a number (libtpu)"),
+    "tpu_products": ("kernels.tpu_products", "cycles of TPU products with quantised matrices (libtpu)"),
+    "adapter_swap": ("engine.adapter_swap", "loading an adapter, and how long running streams stand still for it"),
+    "drafts": ("engine.drafts", "tokens a step and a second with drafts, beside none"),
+    "drafts_peer": ("engine.drafts_peer", "drafts that are looked up, beside vLLM's CPU build"),
+    "endurance": ("engine.endurance", "whether memory grows with the requests served"),
+    "engine_gpu": ("engine.engine_gpu", "an 8B-shaped model end to end, and how long the device idles"),
+    "first_layers": ("engine.first_layers", "writes a draft model: the default model's first layers"),
+    "kv_codes": ("engine.kv_codes", "exactness and memory of each kv_cache_dtype"),
+    "largest_request": ("engine.largest_request", "what the largest value of a request's field costs other requests"),
+    "memory": ("engine.memory", "what an engine on a CPU holds beside its memory plan"),
+    "padding": ("engine.padding", "padding of bucket grids against the time to compile them"),
+    "picture_caches": ("engine.picture_caches", "bytes and memory of each cache of processed pictures"),
+    "pictures": ("engine.pictures", "pictures through a server: compilations, hostile files, caches, waits"),
+    "recompute": ("engine.recompute", "tokens computed again when the KV pool is too small"),
+    "train_head": ("engine.train_head", "trains an EAGLE-3 head for the default model"),
+    "window_pages": ("engine.window_pages", "tokens that a pool holds where layers have windows"),
+    "attack": ("server.attack", "a server under the largest bodies, idle connections and killed processes"),
+    "clients": ("server.clients", "other people's clients against a server: who can do what"),
+    "reliability": ("server.reliability", "a server whose engine is killed, that is ended, overloaded, sent grammars"),
+    "serve_peers": ("server.serve_peers", "`jaxengine serve` beside llama.cpp's server"),
+    "server_host": ("server.server_host", "what serving costs the engine's process beside offline"),
+}
+
+
+@dataclass(frozen=True)
+class Option:
+    """What `--name` takes; a benchmark's table of options has them by name, with underscores.
+
+    Attributes:
+      default: the value without it, whose type says how one is read: False is a flag, a tuple takes several.
+      kind: reads one value, where the default does not say how.
+      positional: it has no `--` and must be given.
+    """
+
+    default: Any = None
+    help: str | None = None
+    choices: Sequence[Any] | None = None
+    kind: Callable[[str], Any] | None = None
+    metavar: str | None = None
+    positional: bool = False
+
+    def add_to(self, parser: argparse.ArgumentParser, name: str) -> None:
+        """Adds it to a parser."""
+        flag = name if self.positional else f"--{name.replace('_', '-')}"
+        if isinstance(self.default, bool):
+            parser.add_argument(flag, action="store_true", help=self.help)
+            return
+        several = isinstance(self.default, tuple)
+        kind = self.kind or type(self.default[0] if several and self.default else self.default or "")
+        shown = "" if not self.default or self.positional else f"default: {_shown(self.default)}"
+        text = f"{self.help} ({shown})" if self.help and shown else self.help or shown
+        parser.add_argument(
+            flag,
+            type=kind,
+            nargs="+" if several else None,
+            help=text.replace("%", "%%"),
+            metavar=self.metavar,
+            choices=self.choices,
+            **({} if self.positional else {"default": self.default}),
+        )
+
+
+def _shown(default: Any) -> str:
+    return " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
+
+
+CACHE = Path.home() / ".cache" / "jaxengine"
+SHARED = {
+    "rounds": Option(3, "how often each measurement is repeated"),
+    "only": Option("", "rows whose name contains this"),
+    "targets": Option(("v6e",), "chips to compile for"),
+    "budget_s": Option(1e9, "begin no row after this many seconds"),
+    "tiny": Option(False, "sizes for a test of this program"),
+    "venv_dir": Option(CACHE / "peers", "environments of other programs, kept for later runs", kind=Path),
+}
+
+
+class OptionError(ValueError):
+    """Options that do not go together, or a machine that cannot run the benchmark."""
+
+
+def shared(**defaults: Any) -> dict[str, Option]:
+    """Options that several benchmarks have, with this one's defaults."""
+    return {name: replace(SHARED[name], default=value) for name, value in defaults.items()}
+
+
+def load(name: str) -> ModuleType:
+    """The module of a benchmark."""
+    return importlib.import_module(f"benchmarks.{BENCHMARKS[name][0]}")
+
+
+def parser_of(name: str) -> argparse.ArgumentParser:
+    """The parser of a benchmark's command line."""
+    module = load(name)
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks {name}",
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for option, about in module.OPTIONS.items():
+        about.add_to(parser, option)
+    text = "write the rows to benchmarks/results/NAME.json, to NAME_WORD.json, or to a file that ends in .json"
+    parser.add_argument("--save", nargs="?", const="", metavar="WORD", help=text)
+    parser.add_argument("--platform", help="a jax platform, such as cpu; the default device otherwise")
+    return parser
+
+
+def file_of(name: str, save: str | None) -> Path | None:
+    """Where `--save` has the rows written."""
+    if save is None or save.endswith(".json"):
+        return None if save is None else Path(save)
+    return RESULTS / f"{name}{'_' * bool(save)}{save}.json"
+
+
+def listing() -> str:
+    """The table of benchmarks, for people."""
+    lines, room = ["python -m benchmarks NAME [options]; NAME --help says which", ""], ""
+    for name, (module, about) in BENCHMARKS.items():
+        if (here := module.partition(".")[0]) != room:
+            room = here
+            lines.append(f"{room}:")
+        lines.append(f"  {name.ljust(16)} {about}")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one benchmark; the exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv or argv[0] in ("-h", "--help"):
+        print(listing())
+        return 0
+    name, rest = argv[0], argv[1:]
+    if name not in BENCHMARKS:
+        print(f"no benchmark is called {name!r}\n\n{listing()}", file=sys.stderr)
+        return 2
+    parser = parser_of(name)
+    args = parser.parse_args(rest)
+    if args.platform:
+        _use(args.platform)
+    command = f"python -m benchmarks {shlex.join(argv)}"
+    budget_s = getattr(args, "budget_s", float("inf"))
+    module = load(name)
+    recorder = Recorder(name, file_of(name, args.save), command, budget_s)
+    try:
+        module.run(args, recorder)
+    except OptionError as error:
+        parser.error(str(error))
+    recorder.finish()
+    return int(recorder.failed)
+
+
+def _use(platform: str) -> None:
+    """Has jax, which may be imported already, run on this platform, here and in processes that are started."""
+    os.environ["JAX_PLATFORMS"] = platform
+    if "jax" in sys.modules:
+        sys.modules["jax"].config.update("jax_platforms", platform)

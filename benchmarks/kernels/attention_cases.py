@@ -1,0 +1,138 @@
+"""Which attentions are measured, and what each must at least read and compute. Knows no implementation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import Any
+
+_SIZES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """`num_seqs` sequences of `kv_len` keys each; the last `q_len` positions of each are queried, causally.
+
+    Attributes:
+      dtype: of queries, and of keys and values that are written.
+      ragged: (q_len, kv_len) of each sequence where they differ; q_len and kv_len are then the largest.
+      bucket: tokens, sequences and pages of a sequence that the step has room for; None for what the case needs.
+      writes: each layer writes the keys and values of its queries first, as a model step does.
+      label: its name, where sizes do not tell it.
+    """
+
+    num_seqs: int
+    q_len: int
+    kv_len: int
+    num_q_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    page_size: int = 64
+    kv_dtype: str = "bfloat16"
+    dtype: str = "bfloat16"
+    ragged: tuple[tuple[int, int], ...] = ()
+    bucket: tuple[int, int, int] | None = None
+    writes: bool = False
+    label: str = ""
+
+    @property
+    def name(self) -> str:
+        if self.label:
+            return f"{self.label} {self.kv_dtype}"
+        chunk = f"last {self.q_len} of " if 1 < self.q_len < self.kv_len else ""
+        what = f"{'decode' if self.q_len == 1 else 'prefill'} {self.num_seqs}x{chunk}{self.kv_len}"
+        return f"{what} heads {self.num_q_heads}/{self.num_kv_heads} page {self.page_size} {self.kv_dtype}"
+
+    @property
+    def lengths(self) -> tuple[tuple[int, int], ...]:
+        """(q_len, kv_len) of each sequence."""
+        return self.ragged or ((self.q_len, self.kv_len),) * self.num_seqs
+
+    @property
+    def room(self) -> tuple[int, int, int]:
+        """Tokens, sequences and pages of a sequence that a step has room for."""
+        return self.bucket or (self.num_tokens, self.num_seqs, -(-self.kv_len // self.page_size))
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(q_len for q_len, _ in self.lengths)
+
+    @property
+    def num_pages(self) -> int:
+        return sum(-(-kv_len // self.page_size) for _, kv_len in self.lengths)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Keys and values, read once."""
+        keys = sum(kv_len for _, kv_len in self.lengths)
+        return 2 * keys * self.num_kv_heads * self.head_dim * _SIZES.get(self.kv_dtype, 1)
+
+    @property
+    def bytes(self) -> int:
+        """Keys and values, and queries and outputs."""
+        return self.kv_bytes + 2 * _SIZES[self.dtype] * self.num_tokens * self.num_q_heads * self.head_dim
+
+    @property
+    def flops(self) -> int:
+        """Of the two matrix products, over visible pairs of query and key only."""
+        pairs = sum(q_len * kv_len - q_len * (q_len - 1) // 2 for q_len, kv_len in self.lengths)
+        return 4 * pairs * self.num_q_heads * self.head_dim
+
+
+def decode_cases(tiny: bool = False) -> list[AttentionCase]:
+    """The most telling first: a run may be cut."""
+    if tiny:
+        first = AttentionCase(2, 1, 40, num_q_heads=4, num_kv_heads=2, head_dim=64, page_size=16)
+        return [first, replace(first, num_seqs=1, kv_dtype="float8_e4m3fn")]
+    sizes = [(64, 4096), (1, 32768), (256, 1024), (8, 32768), (1, 4096), (1, 131072), (256, 4096), (16, 8192)]
+    sizes += [(64, 1024), (1, 1024), (8, 131072), (64, 16384), (16, 1024), (16, 131072), (256, 16384)]
+    base = [AttentionCase(num_seqs, 1, kv_len) for num_seqs, kv_len in sizes]
+    telling = [base[0], base[1], base[3]]
+    varied = [replace(case, **change) for change in _variants() for case in telling]
+    return base[:6] + varied + base[6:]
+
+
+def prefill_cases(tiny: bool = False) -> list[AttentionCase]:
+    """Whole prompts, and a chunk of one."""
+    if tiny:
+        return [AttentionCase(1, 24, 24, num_q_heads=4, num_kv_heads=2, head_dim=64, page_size=16)]
+    lengths = (8192, 2048, 32768, 1024, 4096, 16384)
+    base = [AttentionCase(1, length, length) for length in lengths]
+    varied = [replace(base[0], **change) for change in _variants()]
+    return base[:2] + varied + base[2:] + [AttentionCase(4, 2048, 2048), AttentionCase(1, 2048, 32768)]
+
+
+def all_cases(tiny: bool = False) -> list[AttentionCase]:
+    """Decode and prefill in turn."""
+    pairs = zip_longest(decode_cases(tiny), prefill_cases(tiny))
+    return [case for pair in pairs for case in pair if case is not None]
+
+
+def _variants() -> list[dict]:
+    return [{"kv_dtype": "float8_e4m3fn"}, {"num_q_heads": 64}, {"page_size": 16}, {"page_size": 128}]
+
+
+def step_cases(kv_dtype: str = "float32") -> list[AttentionCase]:
+    """Layers of steps of a small model in float32, heads and buckets as SmolLM2 135M has them on a CPU."""
+    found = []
+
+    def add(label: str, bucket: tuple[int, int, int], *lengths: tuple[int, int]) -> None:
+        q_len, kv_len = (max(each) for each in zip(*lengths, strict=True))
+        sizes: dict[str, Any] = {"num_q_heads": 9, "num_kv_heads": 3, "head_dim": 64, "page_size": 16}
+        case = AttentionCase(len(lengths), q_len, kv_len, **sizes, kv_dtype=kv_dtype, dtype="float32", ragged=lengths)
+        found.append(replace(case, bucket=bucket, writes=True, label=label))
+
+    add("decode S=1 kv=200", (1, 1, 512), (1, 200))
+    add("decode S=1 kv=2000", (1, 1, 512), (1, 2000))
+    add("decode S=16 kv=1050", (16, 16, 512), *[(1, 1050)] * 16)
+    add("decode S=32 kv=300..600", (32, 32, 512), *((1, 300 + 300 * index // 31) for index in range(32)))
+    add("decode S=32 kv=600, W=64", (32, 32, 64), *[(1, 600)] * 32)
+    add("decode 4 of S=32 kv=400", (32, 32, 512), *[(1, 400)] * 4)
+    add("prefill 64", (64, 1, 512), (64, 64))
+    add("prefill 512", (512, 1, 512), (512, 512))
+    add("prefill 512 S=32", (512, 32, 512), (512, 512))
+    add("prefill 16 x 32", (512, 32, 512), *[(32, 32)] * 16)
+    add("chunk 512 at 1024", (512, 32, 512), (512, 1536))
+    add("mixed 16 decodes + 400", (512, 32, 512), *[(1, 450)] * 16, (400, 400))
+    add("verify S=16 q=4 kv=500", (64, 16, 512), *[(4, 500)] * 16)
+    return found

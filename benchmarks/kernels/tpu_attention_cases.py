@@ -1,0 +1,88 @@
+"""The attention kernels that `python -m benchmarks tpu_cycles` compares, each bare and with loops of fixed length.
+
+Owns what has to be known of each kernel's inside for that: which loop walks the keys, and which of ours is the work on
+one block. Runs in the child process of `tpu_profile`, so it may change the kernels' modules.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as jax_kernel
+
+from benchmarks.kernels.tpu_profile import bare_kernel, fix_trips
+from pallas_kernels.attention.op import AttentionSpec
+from pallas_kernels.attention.ragged_batch import RaggedBatch
+from pallas_kernels.attention.tpu.profile import block_profile
+
+Case = tuple[Callable, Any, dict]  # what `tpu_profile.profile` wants of a builder
+VMEM_LIMIT_BYTES = 48 << 20  # for jax's kernel, whose default does not fit its own block sizes
+
+
+def ours(
+    *,
+    heads: tuple[int, int],
+    head_dim: int,
+    in_keys: int | None,
+    page_size: int,
+    max_pages: int,
+    num_tokens: int,
+    decode: bool,
+    part: str,
+    trips: int,
+    kv_dtype: str = "bfloat16",
+) -> Case:
+    """One grid step of our kernel, which does `part` `trips` times, at the block sizes of a step of `num_tokens`.
+
+    part: "block" folds one block of keys that all rows see, "edge" one with a mask, "tile" opens and closes a tile
+    around an "edge". in_keys: of keys whose first elements are the values, how many are; None for values apart.
+    """
+    spec = AttentionSpec(*heads, head_dim, in_keys or head_dim, head_dim**-0.5, values_in_keys=in_keys is not None)
+    fn, args, sizes = block_profile(
+        spec,
+        decode=decode,
+        num_tokens=num_tokens,
+        page_size=page_size,
+        max_pages=max_pages,
+        dtype=jnp.bfloat16,
+        kv_dtype=kv_dtype,
+        part=part,
+        trips=trips,
+    )
+    bare, operands = bare_kernel(fn, args, "paged_attention_single" if decode else "paged_attention_runs")
+    return bare, operands, sizes[0]._asdict()
+
+
+def theirs(
+    *, heads: tuple[int, int], head_dim: int, page_size: int, max_pages: int, block_pages: int, block_q: int, trips: int
+) -> Case:
+    """One grid step of jax's own kernel, which walks `trips` blocks of keys of one sequence."""
+    fix_trips(jax_kernel, lambda cond: trips if "kv_blk" in cond.__name__ else 1)
+    jax_kernel.MultiPageAsyncCopyDescriptor.start = lambda self: None
+    jax_kernel.MultiPageAsyncCopyDescriptor.wait = lambda self: self._vmem_buf
+    attend = functools.partial(
+        jax_kernel.ragged_paged_attention,
+        sm_scale=head_dim**-0.5,
+        num_kv_pages_per_block=block_pages,
+        num_queries_per_block=block_q,
+        vmem_limit_bytes=VMEM_LIMIT_BYTES,
+    )
+    batch = _batch(block_q, block_q, max_pages)
+    args = (
+        jax.ShapeDtypeStruct((block_q, heads[0], head_dim), jnp.bfloat16),
+        jax.ShapeDtypeStruct((64, page_size, 2 * heads[1], head_dim), jnp.bfloat16),
+        batch.kv_lens,
+        batch.page_table,
+        batch.cu_q_lens,
+        jax.ShapeDtypeStruct((1,), jnp.int32),
+    )
+    return *bare_kernel(attend, args, "ragged_paged_attention_kernel"), {}
+
+
+def _batch(num_seqs: int, num_tokens: int, max_pages: int) -> RaggedBatch:
+    shapes: tuple[Any, ...] = ((num_seqs + 1,), (num_seqs,), (num_seqs, max_pages), (num_tokens,), (), ())
+    return RaggedBatch(*(cast(jax.Array, jax.ShapeDtypeStruct(shape, jnp.int32)) for shape in shapes))

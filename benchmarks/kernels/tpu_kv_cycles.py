@@ -1,0 +1,64 @@
+"""Estimated cycles of our TPU attention over a cache of one byte a number beside bfloat16's; needs libtpu, not a TPU.
+
+One block of 1024 keys, with one token (decode) or 128 (prefill) and all heads, profiled as in `tpu_cycles`: the kernel
+bare, without its copies, whose bytes over the bandwidth are put beside. A block "takes" the larger of both.
+v5p: cycles of one core of two, which share the bandwidth. Rows of a file that are not measured are kept.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+from benchmarks.harness import Option, shared
+from benchmarks.kernels.tpu_cycles import LATENT, LLAMA, per_trip
+from benchmarks.recorder import Recorder
+from jaxengine.check.targets import CLOCKS, TARGETS
+
+# Of a chip that multiplies e4m3 that, and int8 of the others, by default.
+KINDS = {"v5e": ("int8",), "v6e": ("int8",), "v5p": ("int8",), "tpu7x": ("fp8_e4m3",)}
+DTYPES = {"bfloat16": ("bfloat16", 2), "int8": ("int8", 1), "fp8_e4m3": ("float8_e4m3fn", 1)}
+# Heads (queries', kv), width of a head, and of latents how many of a key are the values; tokens of a prefill's step.
+HEADS = {"32/8 heads of 128": (*LLAMA, None), "latent, 16 heads": ((16, 1), *LATENT)}
+TOKENS = 1024
+
+
+def block_cycles(target: str, heads: str, kind: str, *, decode: bool) -> float:
+    """Of 1024 keys and 1 or 128 tokens, with a mask in a decode and without in a prefill."""
+    (queries, kv), head_dim, in_keys = HEADS[heads]
+    arguments = {"heads": (queries, kv), "head_dim": head_dim, "in_keys": in_keys, "decode": decode, "max_pages": 32}
+    arguments |= {"num_tokens": 64 if decode else TOKENS, "part": "edge" if decode else "block"}
+    cycles, facts = per_trip(target, "ours", kv_dtype=DTYPES[kind][0], **arguments)
+    return cycles * 1024 / facts["block_kv"] * (1 if decode else 128 / facts["block_q"])
+
+
+def copied_cycles(target: str, heads: str, kind: str) -> float:
+    """What the bytes of 1024 keys and values take, in cycles of a core."""
+    (_, kv), head_dim, in_keys = HEADS[heads]
+    count = 1024 * kv * (head_dim if in_keys else 2 * head_dim) * DTYPES[kind][1]
+    return count / TARGETS[target].hbm_bandwidth * CLOCKS[target]
+
+
+def measure(target: str, heads: str, mode: str, kind: str) -> dict[str, Any]:
+    """A row. Copies are told of a decode, where each sequence has its own."""
+    decode = mode == "decode"
+    row: dict[str, Any] = {"target": target, "heads": heads, "step": mode, "kv": kind}
+    row["cycles"] = round(block_cycles(target, heads, kind, decode=decode))
+    row["copied_cycles"] = round(copied_cycles(target, heads, kind)) if decode else None
+    row["takes"] = max(row["cycles"], row["copied_cycles"] or 0)
+    return row
+
+
+OPTIONS = {
+    "kinds": Option((), "of the cache, beside bfloat16; those of the chip by default"),
+    **shared(targets=tuple(KINDS), only=""),
+}
+
+
+def run(args: Namespace, recorder: Recorder) -> None:
+    recorder.take_over()
+    for target in args.targets:
+        for heads, mode in ((heads, mode) for heads in HEADS for mode in ("decode", "prefill")):
+            if args.only in f"{heads}, {mode}":
+                for kind in ("bfloat16", *(args.kinds or KINDS[target])):
+                    recorder.add(measure(target, heads, mode, kind), ("target", "heads", "step", "kv"))

@@ -1,0 +1,133 @@
+"""Cycles of a TPU kernel without a TPU: libtpu compiles it in a child process and says what its schedule costs.
+
+Owns the child process and the reading of what the compiler leaves behind. Knows nothing of any kernel. Needs libtpu.
+
+libtpu's `estimated_cycles` walks the final instruction bundles, with the trip counts it can see. It knows no HBM
+bandwidth, gives up on copies that are waited for in another pass of a loop, and counts a loop whose trip count is data
+as about one pass. So a kernel is profiled bare, without copies and with fixed trip counts, and bytes / bandwidth is put
+beside it. What changes a kernel's module here changes it for good: it is meant for the child.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from benchmarks.processes import command
+
+AOT_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",  # no metadata server
+    "JAX_PLATFORMS": "cpu",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # other processes may compile too
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "TPU_MIN_LOG_LEVEL": "3",
+}
+
+_KERNEL = "profiled_kernel"  # the compiler names its dumps after the function
+
+
+class Profile(NamedTuple):
+    cycles: int | None  # estimated; None where libtpu cannot profile the kernel
+    facts: dict[str, Any]  # what the builder says of its case
+
+
+class ProfileError(RuntimeError):
+    """The kernel does not compile for the chip; says why."""
+
+
+def profile(build: str, topology: str, *, timeout: float = 240, **arguments: Any) -> Profile:
+    """Compile the bare kernel that the function named `build` ("module:function") returns and read its profile.
+
+    build: called in the child as build(**arguments); returns what `bare_kernel` returns, and a dict for `facts`.
+    topology: e.g. "v6e:1x1". arguments: must survive JSON.
+    Raises ProfileError when the compiler refuses.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        dump = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+        ran = _child(build, topology, arguments, f"{dump} --xla_jf_dump_static_llo_profile_to={folder}/prof", timeout)
+        if ran.returncode and "Static LLO profiling" in ran.stderr:  # a copy its model does not know aborts libtpu
+            ran = _child(build, topology, arguments, dump, timeout)
+        if ran.returncode:
+            errors = re.findall(r"^.*(?:Error|INTERNAL|UNIMPLEMENTED|RESOURCE_EXHAUSTED).*$", ran.stderr, re.M)
+            raise ProfileError(
+                f"{build} on {topology}: {(errors or ran.stderr.splitlines() or ['no output'])[-1][:300]}"
+            )
+        dumps = sorted(Path(folder, "prof").glob(f"*{_KERNEL}*"))
+        found = "".join(path.read_text(errors="replace") for path in dumps)
+        cycles = re.search(r"estimated_cycles: (\d+)", found)
+        return Profile(int(cycles[1]) if cycles else None, json.loads(ran.stdout.splitlines()[-1]))
+
+
+def fix_trips(module: Any, trips: Callable[[Callable], int]) -> None:
+    """From now on every `lax.while_loop` of `module` runs as often as trips(condition function) says."""
+
+    def while_loop(cond: Callable, body: Callable, init: Any) -> Any:
+        return lax.fori_loop(0, trips(cond), lambda _, carry: body(carry), init)
+
+    lax = module.lax
+    module.lax = _namespace_with(lax, while_loop=while_loop)
+
+
+def bare_kernel(fn: Callable, args: Sequence[Any], kernel: str) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
+    """The pallas_call named `kernel` inside fn(*args), alone, with the shapes of its operands.
+
+    Raises ValueError when fn has no such call.
+    """
+    call = next(_pallas_calls(jax.make_jaxpr(fn)(*args).jaxpr, kernel), None)
+    if call is None:
+        raise ValueError(f"there is no pallas_call named {kernel!r} in {fn}")
+    shapes = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in call.invars]
+
+    def profiled_kernel(*operands):
+        return call.primitive.bind(*operands, **call.params)
+
+    return profiled_kernel, shapes
+
+
+def _pallas_calls(jaxpr: Any, kernel: str) -> Iterator[Any]:
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "pallas_call":
+            if kernel in str(equation.params["name"]):
+                yield equation
+            continue
+        for value in equation.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from _pallas_calls(inner, kernel)
+
+
+def _namespace_with(module: Any, **replaced: Any) -> SimpleNamespace:
+    names = {name: getattr(module, name) for name in dir(module) if not name.startswith("__")}
+    return SimpleNamespace(**names | replaced)
+
+
+def _child(build: str, topology: str, arguments: dict, flags: str, timeout: float) -> subprocess.CompletedProcess:
+    here = command(compile_bare, build=build, topology=topology, arguments=arguments)
+    environment = dict(os.environ, LIBTPU_INIT_ARGS=flags, **AOT_ENVIRONMENT)
+    return subprocess.run(here, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def compile_bare(build: str, topology: str, arguments: dict) -> None:
+    """Trace, lower and compile for the first chip of a topology; prints the builder's facts as JSON."""
+    device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
+    mesh = Mesh(np.array([device]), ("chip",))
+    module, function = build.split(":")
+    here = NamedSharding(mesh, PartitionSpec())
+    with jax.set_mesh(mesh):  # so that kernels see the target's memory sizes
+        fn, args, facts = getattr(importlib.import_module(module), function)(**arguments)
+        args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), args)
+        jax.jit(fn).trace(*args).lower(lowering_platforms=("tpu",)).compile()
+    print(json.dumps(facts))

@@ -1,0 +1,333 @@
+"""What a server does when it is hurt: its engine killed, told to end under load, sent ten times what it can do, sent
+grammars that take long to compile.
+
+`jaxengine serve` with the embedded model, as a user starts it, with real clients over sockets. Rows are checked against
+the limits beside them; the exit status is 1 when one is not kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import statistics
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engines import engine_options, greedy_traffic
+from benchmarks.harness import Option
+from benchmarks.processes import memory
+from benchmarks.recorder import Recorder
+from jaxengine.bench.report import percentile
+from jaxengine.bench.serve_client import Connection, Connections, Sample, Server, get_json, stream
+from jaxengine.bench.serve_load import Load, Traffic, arrivals, plan, send
+from jaxengine.checkpoint.default_model import default_model_path
+from tests.jaxengine.server.server_process import ServerProcess, is_alive, start_server
+
+ENGINE = engine_options(
+    (8, 32),
+    (64, 128, 256),
+    model=str(default_model_path()),
+    max_model_len=512,
+    max_num_seqs=32,
+    max_num_batched_tokens=256,
+    kv_cache_memory_bytes=1 << 29,
+)
+OPTIONS = {
+    "kills": Option(10, "deaths of the engine"),
+    "streams": Option(100, "streams beside each"),
+    "overload_seconds": Option(15.0),
+    "only": Option(None, "one part", choices=("kills", "ends", "overload", "grammars")),
+}
+
+
+class Findings:
+    """Rows: what was measured, over what, the figure, and the limit it has to keep."""
+
+    def __init__(self, recorder: Recorder):
+        self._recorder = recorder
+
+    def add(self, what: str, value: Any, limit: float | None = None, *, at_least: bool = False, of: str = "") -> None:
+        """A figure and the most it may be, or the least."""
+        value = round(value, 3) if isinstance(value, float) else value
+        kept = limit is None or (value >= limit if at_least else value <= limit)
+        sign = "" if limit is None else f"{'>=' if at_least else '<='} {limit:g}"
+        self._recorder.add({"what": what, "of": of, "value": value, "limit": sign, "kept": bool(kept)})
+
+    def add_seconds(self, what: str, seconds: list[float], limit: float | None) -> None:
+        """The worst of several times."""
+        self.add(f"{what}, s", max(seconds), limit, of=f"{len(seconds)}, median {percentile(seconds, 0.5):.3f}")
+
+
+def served(running: ServerProcess) -> tuple[Server, Traffic]:
+    traffic = greedy_traffic(running.base_url)
+    return traffic.server, traffic
+
+
+async def status_of(server: Server, path: str) -> int:
+    """A route's status on a connection of its own; 0 where there is no answer."""
+    try:
+        connection = await Connection.open(server)
+    except OSError:
+        return 0
+    try:
+        return (await connection.send("GET", path)).status_code
+    except Exception:
+        return 0
+    finally:
+        connection.close()
+
+
+async def open_streams(traffic: Traffic, count: int, max_tokens: int) -> tuple[Connections, list[asyncio.Task[Sample]]]:
+    """So many streams, all of which have begun."""
+    connections = Connections(traffic.server)
+    load = Load(count, 16, max_tokens, seed=time.monotonic_ns())
+    bodies = [traffic.body(planned) for planned in plan(load)]
+    tasks = [asyncio.create_task(stream(connections, "/completions", body, 120.0)) for body in bodies]
+    await asyncio.sleep(0.5)
+    return connections, tasks
+
+
+async def running_requests(server: Server, at_least: int) -> None:
+    """Waits until the engine runs so many."""
+    root = Server(server.host, server.port, "", server.tls, server.headers)
+    while (await get_json(root, "/status.json"))["num_running"] < at_least:
+        await asyncio.sleep(0.05)
+
+
+async def kill_engine(running: ServerProcess, server: Server, traffic: Traffic, streams: int) -> dict[str, Any]:
+    """One death of the engine under streams."""
+    _, tasks = await open_streams(traffic, streams, 400)
+    await running_requests(server, min(streams, ENGINE["max_num_seqs"]))
+    root = Server(server.host, server.port, "", server.tls, server.headers)
+    api, start = running.api_pids, time.perf_counter()
+    os.kill(running.engine_pid, signal.SIGKILL)
+
+    async def wait_for(healthy: bool) -> float:
+        while ((await status_of(root, "/health")) == 200) is not healthy:
+            await asyncio.sleep(0.01)
+        return time.perf_counter() - start
+
+    unhealthy = await asyncio.wait_for(wait_for(False), 30)
+    samples = await asyncio.gather(*tasks)
+    back = await asyncio.wait_for(wait_for(True), 120)
+    connections = Connections(server)
+    first = await stream(connections, "/completions", traffic.body(plan(Load(1, 16, 4))[0]), 60.0)
+    connections.close()
+    return {
+        "unhealthy": unhealthy,
+        "ended": max(sample.ended for sample in samples) - start,
+        "kinds": sorted({str(sample.error) for sample in samples}),
+        "back": back,
+        "served": time.perf_counter() - start,
+        "serves": first.error is None,
+        "same_api": running.api_pids == api,
+    }
+
+
+def kills(findings: Findings, count: int, streams: int) -> None:
+    """R6."""
+    # What start-up takes with everything compiled, which it is after the first.
+    start_server(ENGINE, wait=600.0).stop()
+    began = time.perf_counter()
+    running = start_server(ENGINE)
+    load_seconds = time.perf_counter() - began
+    server, traffic = served(running)
+    deaths = [asyncio.run(kill_engine(running, server, traffic, streams)) for _ in range(count)]
+    findings.add_seconds("engine killed: /health is 503 after", [death["unhealthy"] for death in deaths], 1.0)
+    findings.add_seconds("engine killed: every stream has ended after", [death["ended"] for death in deaths], 2.0)
+    # A stream that had begun ends with an error event, one that waited for its first token has a status to say it with.
+    kinds = {kind for death in deaths for kind in death["kinds"]} - {"stream error", "http 503"}
+    findings.add("engine killed: other ends of streams than an error event or 503", len(kinds), 0, of=", ".join(kinds))
+    findings.add_seconds("engine killed: serves again after", [death["served"] for death in deaths], load_seconds + 5)
+    findings.add("start of the whole server, everything compiled, s", load_seconds)
+    served_again = sum(death["serves"] and death["same_api"] for death in deaths)
+    findings.add("engine killed: served again by the same API processes", served_again, count, at_least=True)
+
+    children = [running.engine_pid, *running.api_pids]
+    began = time.perf_counter()
+    running.process.kill()
+    running.process.wait()
+    while any(map(is_alive, children)) and time.perf_counter() < began + 20:
+        time.sleep(0.005)
+    findings.add("supervisor killed: no child is left after, s", time.perf_counter() - began, 2.0)
+    findings.add("supervisor killed: files left behind", left_behind(running), 0)
+
+
+def left_behind(running: ServerProcess) -> int:
+    """Files of a server that has ended, but its own standard error."""
+    return sum(path.name != "stderr" and path.is_file() for path in Path(running.run_dir_parent).rglob("*"))
+
+
+async def end_under_load(
+    running: ServerProcess, server: Server, traffic: Traffic, streams: int, max_tokens: int, signals: int
+) -> dict[str, Any]:
+    """SIGTERM under streams; the second, if one is wanted, half a second later."""
+    _, tasks = await open_streams(traffic, streams, max_tokens)
+    await running_requests(server, min(streams, ENGINE["max_num_seqs"]))
+    start = time.perf_counter()
+    running.process.send_signal(signal.SIGTERM)
+    await asyncio.sleep(0.3)
+    connections = Connections(server)
+    late = await stream(connections, "/completions", traffic.body(plan(Load(1, 16, 4))[0]), 10.0)
+    if signals == 2:
+        running.process.send_signal(signal.SIGTERM)
+    samples = await asyncio.gather(*tasks)
+    ended = max(sample.ended for sample in samples) - start
+    status = await asyncio.to_thread(running.process.wait, 120)
+    return {
+        "seconds": time.perf_counter() - start,
+        "streams_ended": ended,
+        "status": status,
+        "late": late.error,
+        "whole": sum(sample.error is None and sample.finish_reason == "length" for sample in samples),
+        "aborted": sum(sample.finish_reason == "abort" for sample in samples),
+        "files": left_behind(running),
+    }
+
+
+def ends(findings: Findings, streams: int) -> None:
+    """R7."""
+    patient = {"max_num_queued_reqs": 4096, "shutdown_timeout": 60.0}
+    running = start_server(ENGINE, **patient)
+    server, traffic = served(running)
+    done = asyncio.run(end_under_load(running, server, traffic, streams, 32, 1))
+    findings.add("SIGTERM, 60 s to finish: streams that finished", done["whole"], streams, at_least=True)
+    findings.add("SIGTERM, 60 s to finish: exit status", done["status"], 0)
+    findings.add("SIGTERM, 60 s to finish: s until the server had ended", done["seconds"], 70.0)
+    findings.add("SIGTERM, 60 s to finish: a new request is refused", int(bool(done["late"])), 1, at_least=True)
+    findings.add("SIGTERM, 60 s to finish: files left behind", done["files"], 0)
+
+    running = start_server(ENGINE, **patient)
+    server, traffic = served(running)
+    done = asyncio.run(end_under_load(running, server, traffic, streams, 400, 2))
+    findings.add("second SIGTERM: s until the server had ended", done["seconds"] - 0.3, 2.0)
+
+    running = start_server(ENGINE, max_num_queued_reqs=4096, shutdown_timeout=0.0)
+    server, traffic = served(running)
+    done = asyncio.run(end_under_load(running, server, traffic, streams, 400, 1))
+    findings.add("SIGTERM, no time to finish: streams that ended with 'abort'", done["aborted"], streams, at_least=True)
+    findings.add("SIGTERM, no time to finish: s until all had ended", done["streams_ended"], 2.0)
+    findings.add("SIGTERM, no time to finish: exit status", done["status"], 0)
+
+
+def megabytes(running: ServerProcess) -> int:
+    """MB of all processes of the server."""
+    return sum(map(memory, (running.pid, running.engine_pid, *running.api_pids))) >> 20
+
+
+def pieces_per_second(samples: list[Sample], first: float, last: float) -> float:
+    """Pieces of output that came from `first` to `last` seconds after the first request: neither start nor end, when
+    not all places are taken."""
+    start = min(sample.sent for sample in samples)
+    count = sum(first <= moment - start < last for sample in samples for moment in sample.chunk_times)
+    return count / (last - first)
+
+
+async def overload_run(running: ServerProcess, traffic: Traffic, seconds: float) -> dict[str, Any]:
+    """What it does at most, and what it does of ten times as much."""
+    places = ENGINE["max_num_seqs"]
+    lengths: dict[str, Any] = {"input_len": 32, "output_len": 32}
+    await send(traffic, plan(Load(2 * places, **lengths, seed=1)), [0.0] * 2 * places, places)
+    full = await send(traffic, plan(Load(6 * places, **lengths, seed=2)), [0.0] * 6 * places, places)
+    rate = len(full.samples) / full.seconds
+    tokens = pieces_per_second(full.samples, 0.1 * full.seconds, 0.8 * full.seconds)
+    before, peak = megabytes(running), 0
+    count = int(10 * rate * seconds)
+
+    async def watch() -> None:
+        nonlocal peak
+        while True:
+            peak = max(peak, await asyncio.to_thread(megabytes, running))
+            await asyncio.sleep(0.25)
+
+    watching = asyncio.create_task(watch())
+    run = await send(traffic, plan(Load(count, **lengths, seed=3)), arrivals(count, 10 * rate))
+    watching.cancel()
+    good = [sample for sample in run.samples if sample.error is None]
+    refused = [sample for sample in run.samples if sample.error == "http 429"]
+    return {
+        "saturated_requests_per_second": rate,
+        "saturated_tokens_per_second": tokens,
+        "tokens_per_second": pieces_per_second(good, 0.2 * seconds, seconds),
+        "requests": len(run.samples),
+        "answered": len(good),
+        "refused": len(refused),
+        "other": len(run.samples) - len(good) - len(refused),
+        "with_retry_after": sum(sample.retry_after is not None for sample in refused),
+        "refusal_ms": [sample.seconds * 1e3 for sample in refused],
+        "memory_before_mb": before,
+        "memory_grown_mb": peak - before,
+    }
+
+
+def overload(findings: Findings, seconds: float) -> None:
+    """R8."""
+    running = start_server(ENGINE)
+    _, traffic = served(running)
+    done = asyncio.run(overload_run(running, traffic, seconds))
+    of = f"{done['requests']} requests at ten times {done['saturated_requests_per_second']:.1f} a second"
+    share = 100 * done["tokens_per_second"] / done["saturated_tokens_per_second"]
+    findings.add("overload: tokens a second, percent of what it does at most", share, 90, at_least=True, of=of)
+    findings.add("overload: refused with 429", done["refused"], of=f"{done['answered']} answered")
+    findings.add("overload: neither answered nor refused", done["other"], 0)
+    findings.add("overload: refusals without Retry-After", done["refused"] - done["with_retry_after"], 0)
+    findings.add("overload: ms of a refusal, median", percentile(done["refusal_ms"], 0.5), 20)
+    findings.add("overload: ms of a refusal, p99", percentile(done["refusal_ms"], 0.99))
+    findings.add("overload: MB that memory grew", done["memory_grown_mb"], 64, of=f"{done['memory_before_mb']} MB")
+    findings.add("overload: exit status afterwards", running.stop(), 0)
+
+
+async def beside_grammars(traffic: Traffic, num_tokens: int, grammars: Iterator[str]) -> tuple[list[float], int]:
+    """Seconds between the tokens of a stream, while each of `grammars` is asked for after the one before; how many."""
+    connections, answered = Connections(traffic.server), 0
+
+    async def ask() -> None:
+        nonlocal answered
+        for grammar in grammars:
+            body = traffic.body(plan(Load(1, 16, 1, seed=answered))[0]) | {"structured_outputs": {"regex": grammar}}
+            sample = await stream(connections, "/completions", body, 60.0)
+            assert sample.error in (None, "http 400"), sample.error
+            answered += 1
+
+    asking = asyncio.create_task(ask())
+    sample = await stream(connections, "/completions", traffic.body(plan(Load(1, 16, num_tokens))[0]), 120.0)
+    asking.cancel()
+    connections.close()
+    assert sample.error is None, sample.error
+    return [late - early for early, late in itertools.pairwise(sample.chunk_times)], answered
+
+
+def grammars(findings: Findings, num_tokens: int) -> None:
+    """A stream alone and beside somebody whose grammars take a second each, in turns."""
+    running = start_server(ENGINE)
+    _, traffic = served(running)
+    hostile = (f"((((a{{{count}}}){{100}}){{100}}){{100}})" for count in itertools.count(90))
+    alone, beside, compiled = [], [], 0
+    for _ in range(3):
+        alone += asyncio.run(beside_grammars(traffic, num_tokens, iter(())))[0]
+        gaps, answered = asyncio.run(beside_grammars(traffic, num_tokens, hostile))
+        beside, compiled = beside + gaps, compiled + answered
+    of = f"{compiled} grammars in {sum(beside):.0f} s"
+    for name, figure in (("mean", statistics.fmean), ("median", statistics.median)):
+        moved = 100 * (figure(beside) / figure(alone) - 1)
+        findings.add(f"hostile grammars: percent that the {name} ITL of a stream moves", moved, 20, of=of)
+    findings.add("hostile grammars: p99 of the ITL beside them, ms", 1e3 * percentile(beside, 0.99))
+    findings.add("hostile grammars: p99 of the ITL alone, ms", 1e3 * percentile(alone, 0.99))
+    running.stop()
+
+
+def run(args: Namespace, recorder: Recorder) -> None:
+    findings = Findings(recorder)
+    parts = {
+        "kills": lambda: kills(findings, args.kills, args.streams),
+        "ends": lambda: ends(findings, args.streams),
+        "overload": lambda: overload(findings, args.overload_seconds),
+        "grammars": lambda: grammars(findings, 400),
+    }
+    for name in parts if args.only is None else (args.only,):
+        parts[name]()
