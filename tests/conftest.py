@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.haste import in_haste
+from tests.fast_compile import fast_compile
 
 TINY_CHECKPOINT = Path(__file__).parent / "fixtures" / "models" / "llama"
 
@@ -130,7 +130,7 @@ def haste(request):
     """What the files in HASTY compile."""
     name, unhurried = request.node.nodeid, request.config.getoption("--unhurried")
     hasty = name.startswith(HASTY) and not name.startswith(UNHURRIED) and not unhurried
-    with in_haste() if hasty else contextlib.nullcontext():
+    with fast_compile() if hasty else contextlib.nullcontext():
         yield
 
 

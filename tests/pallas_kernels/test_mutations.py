@@ -1,4 +1,4 @@
-"""The conformance checks catch planted faults: the patterns of all, and one or two mutants of each kernel.
+"""The conformance checks catch seeded faults: the patterns of all, and one or two mutants of each kernel.
 
 `python -m tests.pallas_kernels.mutations` runs every mutant of every kernel.
 """

@@ -151,7 +151,7 @@ def test_a_check_of_stages_on_meshes(model, tmp_path, capsys, monkeypatch):
     assert "tensor_parallel_size is 4; allowed: parallel sizes whose product" in capsys.readouterr().err
 
 
-def test_a_planted_copy_of_the_pool_is_reported(compiler):
+def test_seeded_copy_of_the_pool_is_reported(compiler):
     made = compiler()
     step = made.stages[0].forward(DECODE, 100)
     row = made.row(step, LARGE)
@@ -208,7 +208,7 @@ def test_what_the_engine_would_refuse_is_a_row(model, capsys):
 
 
 @needs_libtpu
-def test_a_planted_overflow_of_vmem_is_reported(compiler, monkeypatch):
+def test_seeded_overflow_of_vmem_is_reported(compiler, monkeypatch):
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
