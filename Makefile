@@ -43,12 +43,14 @@ UV     := uv==0.13.9
 COMPILE := $(LOCKER)/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test lint types bench check check-deps check-baseline check-cpu clean check-python sbom lock
+.PHONY: help demo serve test quick nightly durations lint types bench check check-deps check-baseline check-cpu clean check-python sbom lock
 
 help:
 	@echo "make demo    answer a handful of prompts with the embedded model (installs into $(VENV))"
 	@echo "make serve   serve the embedded model (SERVE_ARGS='MODEL --port 9000 ...')"
 	@echo "make test    run the tests (PYTEST_ARGS='-k name' selects)"
+	@echo "make quick   the unit tests alone: no engine, next to nothing compiled"
+	@echo "make nightly every case of every test"
 	@echo "make lint    ruff          make types   pyright"
 	@echo "make bench   host cost of a step, throughput and latency of this machine"
 	@echo "make check   compile every step for TPUs and GPUs that are not here (CHECK_ARGS='--targets v6e ...')"
@@ -66,6 +68,16 @@ serve: $(SERVE)
 
 test: $(DEV)
 	$(BIN)/python -m pytest $(PYTEST_JOBS) $(PYTEST_ARGS)
+
+quick: $(DEV)
+	$(BIN)/python -m pytest $(PYTEST_JOBS) --tier unit $(PYTEST_ARGS)
+
+nightly: $(DEV)
+	$(BIN)/python -m pytest $(PYTEST_JOBS) --thorough --pool-operations 1000000 $(PYTEST_ARGS)
+
+# Seconds of each file, to be committed when they have changed for a reason.
+durations: $(DEV)
+	$(BIN)/python -m pytest $(PYTEST_JOBS) --record-durations -q
 
 lint: $(DEV)
 	$(BIN)/ruff check .

@@ -1,8 +1,8 @@
 """XLA:CPU without optimisation: a test runs its programs a few times, which does not pay for optimising them.
 
-Left out are XLA's optimisation passes, its fusion emitters, whose code LLVM is slow to compile, and the split of modules
-into parts for many cores. Nothing that JAX or this project decides changes. `time python -m pytest FILE`, with and
-without `--optimised`, shows the difference.
+Left out are XLA's optimisation passes, its fusion emitters, whose code LLVM is slow to compile, and the split of
+modules into parts for many cores. Nothing that JAX or this project decides changes. `time python -m pytest FILE`, with
+and without `--optimised`, shows the difference.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tables of inputs that one test walks through: `@rows` in the place of `@pytest.mark.parametrize`.
+"""Tables of inputs that one test walks through: `@each_row` in the place of `@pytest.mark.parametrize`.
 
 A table of pure functions is one test. It runs every row and reports every row that fails, in one assertion; as a case
 each, hundreds of rows fill the report and are collected by every worker. What needs a fixture of its own, a skip or
@@ -17,16 +17,18 @@ import pytest
 MAX_SHOWN = 20
 
 
-def rows(names: str | Iterable[str], table: Iterable[Any], ids: Callable[[Any], Any] | None = None) -> Callable:
+def each_row(names: str | Iterable[str], table: Iterable[Any], ids: Iterable[str] | None = None) -> Callable:
     """Call the test for each row of `table` and raise one AssertionError that lists the rows that failed.
 
     names, table: as for pytest.mark.parametrize; a dict stands for its keys. A row may be a pytest.param without marks.
-    ids: makes the label of a row's value in the report.
+    ids: labels of the rows; by default their values.
 
     Fixtures are shared by all rows.
     """
     names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
-    labelled = [_labelled(names, row, ids) for row in table]
+    table = list(table)
+    labels = [None] * len(table) if ids is None else list(ids)
+    labelled = [_labelled(names, row, label) for row, label in zip(table, labels, strict=True)]
     assert labelled, "a table without rows tests nothing"
 
     def decorate(test: Callable) -> Callable:
@@ -70,16 +72,15 @@ def rows(names: str | Iterable[str], table: Iterable[Any], ids: Callable[[Any], 
     return decorate
 
 
-def _labelled(names: list[str], row: Any, ids: Callable[[Any], Any] | None) -> tuple[str, dict[str, Any]]:
+def _labelled(names: list[str], row: Any, label: str | None) -> tuple[str, dict[str, Any]]:
     """(label, value by name) of one row."""
-    label = None
     if hasattr(row, "values") and hasattr(row, "marks"):  # a pytest.param
         assert not row.marks, "a row with a mark must be a case of its own"
-        label, row = row.id, row.values[0] if len(row.values) == 1 else row.values
+        label, row = row.id or label, row.values[0] if len(row.values) == 1 else row.values
     values = (row,) if len(names) == 1 else tuple(row)
     assert len(values) == len(names), f"a row of {len(names)} values has {len(values)}: {values!r}"
     if label is None:
-        label = ", ".join(str(ids(value)) if ids else _short(value) for value in values)
+        label = ", ".join(map(_short, values))
     return label, dict(zip(names, values, strict=True))
 
 
@@ -91,7 +92,8 @@ def _short(value: Any) -> str:
 def _line(label: str, error: BaseException) -> str:
     where, trace = "", error.__traceback__
     while trace is not None:
-        if "/tests/" in trace.tb_frame.f_code.co_filename and not trace.tb_frame.f_code.co_filename.endswith("tables.py"):
+        file = trace.tb_frame.f_code.co_filename
+        if "/tests/" in file and file != __file__:
             where = f" (line {trace.tb_lineno})"
         trace = trace.tb_next
     return f"[{label}]{where} {type(error).__name__}: {error}"

@@ -17,6 +17,7 @@ from tests.pallas_kernels.findings import FITTED_TO, IS_FITTED
 from tests.pallas_kernels.mutants.mutant import Mutant
 from tests.pallas_kernels.mutations import GATES, killer, module_of, mutated, source_of, why_not
 from tests.pallas_kernels.worker import IDLE_SECONDS, Used
+from tests.tables import each_row
 
 MUTANTS = {f"{gate}:{mutant.name}": mutant for gate, module in GATES.items() for mutant in module.MUTANTS}
 # What only a running kernel can show: the rest differs from these in its arithmetic.
@@ -34,7 +35,7 @@ SAMPLE = [
 ]
 
 
-@pytest.mark.parametrize("identity", MUTANTS)
+@each_row("identity", MUTANTS)
 def test_pattern_occurs_once_in_a_module_that_can_be_imported(identity):
     mutant = MUTANTS[identity]
     compile(mutated(mutant), str(source_of(mutant)), "exec")

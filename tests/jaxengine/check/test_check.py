@@ -25,6 +25,7 @@ from models.weights.declare import declared_params
 from scheduler.buckets import Bucket
 from sharding.layout import MeshLayout
 from tests.models.tiny import with_attention
+from tests.tables import each_row
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -333,7 +334,7 @@ def test_a_device_does_its_share_of_a_step():
     assert share.num_bytes > 2 * 2 * 3 * 1024 * 32
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "billions"),
     [
         ("smollm2-135m", 0.1345),

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxengine.check.hlo import MustNotCopy, copies, parse
+from tests.tables import each_row
 
 POOL, WEIGHT = 64 * 4 * 8, 32 * 16
 MUST_NOT_COPY = MustNotCopy({POOL: "pool", POOL // 2: "a layer's pool"}, {WEIGHT: "weight"}, {"s32[8,16]": "counts"})
@@ -47,7 +48,7 @@ CARRIED = [
 FUSION = "%f = f32[64,4,8]{2,1,0} fusion(%p, %q), kind=kLoop, calls=%fused"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("lines", "fused", "expected"),
     [
         (["%p = f32[64,4,8]{2,1,0} parameter(0)", "%c = f32[64,4,8]{2,1,0} copy(%p)"], "", ["pool"]),

@@ -6,7 +6,7 @@ import pytest
 
 from jaxengine.check.targets import find_target, require_compiler
 from jaxengine.config.engine_config import ConfigError
-from tests.jaxengine.check.seeded_faults import FAULTS, judgement, faulty_source
+from tests.jaxengine.check.seeded_faults import FAULTS, faulty_source, judgement
 
 
 @pytest.mark.parametrize("name", FAULTS)

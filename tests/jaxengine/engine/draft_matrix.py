@@ -31,8 +31,8 @@ if __name__ == "__main__":
 import numpy as np
 
 from jaxengine import LLM
-from tests.fixtures.drawn_weights import FOLDER, checkpoint, draw_all
 from tests.fast_compile import fast_compile
+from tests.fixtures.drawn_weights import FOLDER, checkpoint, draw_all
 from tests.jaxengine.engine.test_eagle3 import write
 from tests.jaxengine.engine.test_speculation import assert_same, force, forced_workload, make_folder, workload
 from tests.sharding.parallel_cases import OPTIONS

@@ -16,6 +16,7 @@ from jaxengine.media.errors import MediaError
 from jaxengine.media.fetch import check_source, fetch, is_public
 from tests.jaxengine.media.pictures import PNG, data_url
 from tests.jaxengine.media.web_server import web_server
+from tests.tables import each_row
 
 CLOSED = MediaOptions()
 OPEN = MediaOptions(allowed_media_domains=("127.0.0.1", "media.example", "::1"), media_fetch_timeout=0.5)
@@ -67,7 +68,7 @@ def test_data_urls(url):
     assert fetch(url, CLOSED) == PNG
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("url", "message"),
     [
         ("data:image/png;base64", "is no data URL; allowed is data:image/png;base64,"),
@@ -215,7 +216,7 @@ PRIVATE = """
 """
 
 
-@pytest.mark.parametrize("address", PRIVATE.split())
+@each_row("address", PRIVATE.split())
 def test_private_addresses(address):
     assert not is_public(address)
 

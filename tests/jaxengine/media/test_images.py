@@ -33,6 +33,7 @@ from tests.jaxengine.media.pictures import (
     webp,
     ztxt,
 )
+from tests.tables import each_row
 
 RED_ON_CLEAR = Image.fromarray(np.array([[[255, 0, 0, 255], [9, 9, 9, 0], [0, 0, 0, 128]]], np.uint8))
 
@@ -69,8 +70,8 @@ def test_other_colours_are_what_pillow_makes_of_them(data):
     assert np.array_equal(read(data), np.array(Image.open(io.BytesIO(data)).convert("RGB")))
 
 
-@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "TIFF"])
-@pytest.mark.parametrize("orientation", range(1, 9))
+@each_row("form", ["PNG", "JPEG", "WEBP", "TIFF"])
+@each_row("orientation", range(1, 9))
 def test_a_picture_is_put_upright(form, orientation):
     exif = Image.Exif()
     exif[0x0112] = orientation

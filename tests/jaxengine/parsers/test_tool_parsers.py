@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from jaxengine.parsers.events import ParsedMessage, message_of
 from jaxengine.parsers.registry import TOOL_PARSERS
 from jaxengine.parsers.tool_forced import NamedToolParser, RequiredToolParser
+from tests.tables import each_row
 
 # One alphabet per format: its markers and the characters that matter to it.
 JSON_PIECES = [
@@ -79,7 +80,7 @@ ARGUMENTS = {"city": "Paris", "days": [1, 2500.0, True, None], "x": {"y": '}"<'}
 PARAMETERS = CALL.replace("arguments", "parameters")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "text", "content", "expected"),
     [
         ("hermes", f"<tool_call>\n{CALL}\n</tool_call>", None, [("weather", ARGUMENTS)]),

@@ -11,8 +11,8 @@ a crowd in a pool so small that requests are preempted all the time, the same ag
 and 512 tokens, and two devices by each kind of parallelism that splits the model. It forces eight devices on the CPU.
 A refusal counts as "not split" where it is of what the mode asks for and says why the model cannot be split so; any
 other fails the row. Results are added to those that the JSON file has (benchmarks/results/families.json is kept); the
-exit status is 1 when a token differs or a row failed. `--fast-compile` compiles as tests do (tests/fast_compile.py), which takes half
-the time.
+exit status is 1 when a token differs or a row failed. `--fast-compile` compiles as tests do (tests/fast_compile.py), in
+half the time.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from jaxengine import LLM, ConfigError, SamplingParams
 from models.cache import group_layers
 from models.registry import read_folder
 from scheduler.config import most_pages
-from tests.fixtures.drawn_weights import FOLDER, checkpoint
 from tests.fast_compile import fast_compile
+from tests.fixtures.drawn_weights import FOLDER, checkpoint
 from tests.models.conftest import WEIGHTS_OF, PagedRun, load_recorded
 
 NUM_OTHERS = 20

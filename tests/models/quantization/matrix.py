@@ -27,8 +27,8 @@ if __name__ == "__main__":
 
 import numpy as np
 
-from tests.fixtures import quantized_models
 from tests.fast_compile import fast_compile
+from tests.fixtures import quantized_models
 from tests.models.families.matrix import EQUAL, NEVER, Workload, serve
 from tests.models.quantization.emulation import decoder_of, settled
 

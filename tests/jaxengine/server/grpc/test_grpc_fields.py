@@ -18,6 +18,7 @@ from jaxengine.server.grpc.convert import SAMPLING_FIELDS, Generation, RequestRe
 from jaxengine.server.grpc.server import ADMIN, INFERENCE
 from jaxengine.server.options import ServerConfig
 from tests.jaxengine.server.grpc.grpc_rig import connected, refusal
+from tests.tables import each_row
 
 # A sound value of each field that becomes a sampling parameter as it is.
 SAMPLING = {
@@ -143,7 +144,7 @@ def test_every_field_is_in_a_table():
     assert set(SAMPLING) == set(SAMPLING_FIELDS)
 
 
-@pytest.mark.parametrize("path", SAMPLING)
+@each_row("path", SAMPLING)
 async def test_a_field_becomes_a_sampling_parameter(chat_engine, path):
     value = SAMPLING[path]
     made = await RequestReader(chat_engine.inputs, ServerConfig()).generation(asked(path, value), stream=False)

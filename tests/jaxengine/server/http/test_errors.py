@@ -26,6 +26,7 @@ from jaxengine.server.http.tokenize import DetokenizeRequest
 from jaxengine.server.observe.scrub import scrub
 from jaxengine.server.options import ServerConfig
 from tests.jaxengine.server.asgi_client import Answer, Connection, http_client, idle, post
+from tests.tables import each_row
 
 PATH = "/v1/completions"
 
@@ -140,7 +141,7 @@ async def test_a_body_that_says_nothing_of_its_length_is_never_held_whole(app):
     assert peak < 40 << 20  # no more than the largest body that is taken
 
 
-@pytest.mark.parametrize(
+@each_row(
     "body",
     [
         b"",
@@ -189,7 +190,7 @@ async def test_only_json_is_read(app):
     assert (await send(app, b'{"prompt": [1], "max_tokens": 1}', **{"Content-Encoding": "Identity"})).status == 200
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("fields", "param"),
     [
         ({"n": 10**9}, "n"),
@@ -254,7 +255,6 @@ async def test_only_json_is_read(app):
         ({"guided_regex": "b", "structured_outputs": {"regex": "a"}}, "guided_regex"),
         ({"guided_decoding_backend": "xgrammar"}, "guided_decoding_backend"),
     ],
-    ids=lambda value: repr(value)[:60],
 )
 async def test_a_value_out_of_bounds_is_named(app, fields, param):
     start = time.process_time()
