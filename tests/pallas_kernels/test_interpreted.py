@@ -57,6 +57,22 @@ EAGER_FEATURES = ("skewed decodes", "window, sinks and soft cap")
 WRITES = (TPU_LAZY.name, TPU_EAGER.name)
 UPDATED, MORE_DTYPES = ("bfloat16", "int8"), ("float32", "float8_e4m3fn", "float8_e5m2")
 UPDATE_SIZES = ((64, 1, 80, 80), (16, 2, 192, 128))
+# What other releases of jax run: a job of each kernel.
+VERSIONS: tuple[Job, ...] = (
+    ("attention", MOSAIC_GPU.name, "production 8/1 heads of 128, pages of 16", "bfloat16", "needle"),
+    ("attention", MOSAIC_GPU.name, "codes of decodes", "bfloat16", "needle"),
+    ("attention", MOSAIC_GPU.name, "latent decodes", "bfloat16", "needle"),
+    ("attention", TPU_LAZY.name, "mixed", "bfloat16", "uniform", "needle"),
+    ("attention", TPU_EAGER.name, "mixed", "bfloat16", "needle"),
+    ("attention", TPU_PRODUCTION_LAZY.name, "production blocks", "bfloat16", "needle"),
+    ("update", TPU_EAGER.name, "bfloat16", "runs"),
+    ("hopper_product", MOSAIC_GPU.name, "pairs in groups of 32, tiles of 64"),
+    ("hopper_product", MOSAIC_GPU.name, "e4m3 as it is"),
+    ("hopper_grouped", MOSAIC_GPU.name, "groups of several tiles"),
+    ("hopper_grouped", BLACKWELL.name, "groups of several tiles"),
+    ("hopper_product", BLACKWELL.name, "e4m3 as it is"),
+    ("hopper_product", BLACKWELL.name, "pairs in groups of 32, tiles of 64"),
+)
 _ALWAYS: list[list[Job]] = [
     [("update_keys", TPU_LAZY.name, "bfloat16", "runs", 1, 40, 24)],
     [("determinism", TPU_LAZY.name, 2)],
@@ -133,8 +149,12 @@ def job_groups(thorough: bool) -> list[list[Job]]:
 def pytest_generate_tests(metafunc):
     groups = job_groups(metafunc.config.getoption("--thorough"))
     skip = pytest.mark.skipif(bool(NO_TCGEN05), reason=NO_TCGEN05)
+
+    def marks(job: Job) -> list[pytest.MarkDecorator]:
+        return [skip] * (job[1] == BLACKWELL.name) + [pytest.mark.versions] * (job in VERSIONS)
+
     rows = [
-        pytest.param(index, job, id=" ".join(map(str, job)), marks=[skip] * (job[1] == BLACKWELL.name))
+        pytest.param(index, job, id=" ".join(map(str, job)), marks=marks(job))
         for index, group in enumerate(groups)
         for job in group
     ]

@@ -6,7 +6,6 @@ import base64
 import socket
 import ssl
 import subprocess
-import time
 
 import pytest
 
@@ -176,11 +175,10 @@ def test_a_file_from_the_web(server, path):
         ("/nonsense", r"cannot be fetched \(BadStatusLine\)"),
     ],
 )
+@pytest.mark.timeout(60)
 def test_a_server_that_answers_as_it_should_not(server, path, message):
-    start = time.monotonic()
     with pytest.raises(MediaError, match=message):
         fetch(server.url + path, OPEN)
-    assert time.monotonic() - start < 10
 
 
 @pytest.mark.parametrize(

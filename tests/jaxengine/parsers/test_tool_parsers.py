@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -246,12 +245,11 @@ def test_cuts_do_not_matter(name, data):
         ("pythonic", "[", "f(a=1),"),
     ],
 )
+@pytest.mark.timeout(60)
 def test_hostile_output_takes_linear_time(name, begin, repeated):
     """A long one at once, and a shorter one in single characters; anything quadratic takes minutes."""
-    start = time.process_time()
     parse(name, [begin + repeated * (100_000 // len(repeated))])
     parse(name, begin + repeated * (10_000 // len(repeated)))
-    assert time.process_time() - start < 10
 
 
 def test_a_megabyte_of_arguments():

@@ -1,4 +1,4 @@
-"""Two replicas behind one endpoint, one of which is killed while both work."""
+"""Ray Serve: two replicas behind one endpoint, one of which is killed while both work; an engine over two hosts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ import socket
 
 import httpx
 import pytest
+
+from jaxengine import SamplingParams
+from jaxengine.api.engine_client import EngineDeadError
+from jaxengine.requests.options import RequestOptions
+from jaxengine.requests.outputs import CompletionOutput, RequestOutput
+from jaxengine.requests.sampling_params import RequestOutputKind
 
 ray = pytest.importorskip("ray", reason="pip install 'jaxengine[ray]'")
 
@@ -39,6 +45,48 @@ async def ask(client, prompt):
     answer = await client.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"][0]["token_ids"]
+
+
+PARAMS = {
+    "none": SamplingParams(),
+    "lists": SamplingParams(temperature=0, stop=["a"], stop_token_ids=[3, 4], bad_words=["b"], allowed_token_ids=[5]),
+    "draws": SamplingParams(n=3, seed=-5, top_p=0.5, logit_bias={7: 1.5}, output_kind=RequestOutputKind.DELTA),
+    "a schema": SamplingParams(structured_outputs={"json": {"type": "object"}, "reasoning_end": ["a", ["b", "c"]]}),
+    "a choice": SamplingParams(structured_outputs={"choice": ["a", "b"]}),
+}
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_parameters_cross_as_they_are(name):
+    from jaxengine.server import ray_serve
+
+    packed = ray_serve._pack_params(PARAMS[name])
+    call = ray_serve._decode_call(ray_serve._encode(ray_serve.Call([1], packed)))
+    assert ray_serve._unpack_params(call.params) == PARAMS[name]
+
+
+@pytest.mark.parametrize("finished", [True, False])
+async def test_a_replica_lost_after_the_last_output_costs_nothing(finished):
+    from jaxengine.server import ray_serve
+
+    class Replicas:
+        """Gives one output, and is lost before the stream ends."""
+
+        generate = property(lambda self: self)
+
+        def options(self, **_):
+            return self
+
+        async def remote(self, call):
+            outputs = [CompletionOutput(0, "x", (5,), finish_reason="stop" if finished else None)]
+            yield ray_serve._encode(ray_serve.Answer(RequestOutput("a", None, (1,), outputs, finished)))
+            raise ray.exceptions.ActorDiedError
+
+    engine = ray_serve.RayEngine(Replicas(), None, num_attempts=5)
+    stream = engine._attempts("a", ray_serve.Call([1], {}, options=RequestOptions(arrival=0.0)))
+    assert (await anext(stream)).finished == finished
+    with pytest.raises(StopAsyncIteration if finished else EngineDeadError):
+        await anext(stream)
 
 
 def test_an_engine_over_two_hosts_is_one_replica(url, chat_options):

