@@ -97,14 +97,13 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_collection_modifyitems(config, items):
-    if chosen := config.getoption("--tier"):
-        kept = [item for item in items if _is_chosen(item, chosen)]
-        config.hook.pytest_deselected(items=[item for item in items if not _is_chosen(item, chosen)])
-        items[:] = kept
-    if not config.getoption("--thorough"):
-        for item in items:
-            for mark in item.iter_markers("thorough"):
-                item.add_marker(pytest.mark.skip(reason=f"{mark.args[0]}: --thorough"))
+    chosen, thorough = config.getoption("--tier"), config.getoption("--thorough")
+
+    def is_selected(item) -> bool:
+        return (chosen is None or _is_chosen(item, chosen)) and (thorough or not item.get_closest_marker("thorough"))
+
+    config.hook.pytest_deselected(items=[item for item in items if not is_selected(item)])
+    items[:] = filter(is_selected, items)
     # Long files first, so that no process is left alone with one; interpreted kernels, which take both cores, last.
     seconds = recorded()
 

@@ -310,10 +310,8 @@ def step_of_text(llm: LLM) -> tuple[dict[str, int], str]:
     return {str(bucket): runner.packer.layouts[bucket].size for bucket in buckets}, lowered.as_text()
 
 
-def test_a_model_that_is_not_to_see(case, tight, executables_dir, thorough):
+def test_a_model_that_is_not_to_see(case, tight, executables_dir):
     """It has no tower then, and no programs for pictures; steps of text are the same in a model that does."""
-    if case.name not in QUICK and not thorough:
-        pytest.skip("as another family's: --thorough")
     blind = {**OPTIONS, **options_of(case), "limit_mm_per_prompt": "image=0,video=0", "enforce_eager": True}
     llm = LLM(str(case.folder), **blind)
     (sizes, program), (own_sizes, own_program) = step_of_text(llm), step_of_text(tight)
