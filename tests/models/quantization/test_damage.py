@@ -126,7 +126,7 @@ DAMAGE = [
 ]
 
 
-@each_row(("name", "tensor", "change", "message"), DAMAGE)
+@pytest.mark.parametrize(("name", "tensor", "change", "message"), DAMAGE)
 def test_damaged(tmp_path, monkeypatch, name, tensor, change, message):
     model, tensors = opened(tmp_path, name)
     if change is None:
