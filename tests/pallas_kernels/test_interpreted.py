@@ -91,9 +91,11 @@ def quick_groups() -> list[list[Job]]:
         (TPU_PRODUCTION_LAZY.name, (), PRODUCTION_CASES),
         (TPU_PRODUCTION_EAGER.name, (), PRODUCTION_CASES[:1]),
     ):
-        # Both families where the kernel is tried first; elsewhere the one that finds more.
-        families = ("uniform", "needle") if name == TPU_LAZY.name else ("needle",)
-        groups.append([("attention", name, case, "bfloat16", *families) for case in batches])
+        # Both families of values where the kernel is tried first; elsewhere the one that finds more.
+        families = {(TPU_LAZY.name, QUICK_BATCHES[0]): ("uniform", "needle")}
+        groups.append(
+            [("attention", name, case, "bfloat16", *families.get((name, case), ("needle",))) for case in batches]
+        )
         for cases in (features[: len(features) // 2], features[len(features) // 2 :]):
             groups.append([("attention", name, case, "bfloat16", "needle") for case in cases])
     groups.append([(check.__name__, TPU_LAZY.name) for check in INVARIANTS])
