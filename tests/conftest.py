@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.haste import in_haste
+from tests import tiers
+from tests.durations import NUM_SHOWN, RECORD, Durations, growth, recorded
+from tests.fast_compile import fast_compile
 
 TINY_CHECKPOINT = Path(__file__).parent / "fixtures" / "models" / "llama"
 
@@ -43,6 +45,7 @@ SMOLLM_OPTIONS = {
 FIGURE = "figure"
 MAPS = Path("/proc/self/maps")
 _num_tests = 0
+_durations = Durations()
 
 # They share the engine of the default model, whose steps take a minute to compile: one process runs them all, at first,
 # so that no process is left with them at the end.
@@ -53,19 +56,13 @@ DEFAULT_MODEL_FILES = (
     "tests/examples/test_examples.py",
 )
 
-# Their programs run a few times, and take longer to compile than to run. Some tell what the optimiser makes.
-HASTY = (
-    "tests/docs/",
-    "tests/jaxengine/",
-    "tests/models/",
-    "tests/pallas_kernels/",
-    "tests/sharding/",
-    "tests/test_no_recompile.py",
-)
-UNHURRIED = (
+# Files whose programs are compiled as in production, for they tell what the optimiser makes; all others compile fast.
+OPTIMISED = (
     *DEFAULT_MODEL_FILES,
+    "tests/benchmarks/",
     "tests/jaxengine/check/",
     "tests/pallas_kernels/matmul/test_dense.py",
+    "tests/scheduler/",
     "tests/sharding/test_collectives.py",
     "tests/sharding/test_towers.py",
 )
@@ -73,28 +70,60 @@ UNHURRIED = (
 
 def pytest_addoption(parser):
     parser.addoption(
+        "--tier",
+        choices=(*tiers.TIERS, "versions"),
+        help="only this tier of tests/tiers.py; versions: what runs on other releases of Python and jax",
+    )
+    parser.addoption(
         "--pool-operations",
         type=int,
         default=50_000,
         help="operations of the page pool's random walk (nightly: 1000000)",
     )
-    parser.addoption(
-        "--thorough", action="store_true", help="every workload in every mode, not one of each (about ten minutes)"
-    )
-    parser.addoption(
-        "--unhurried", action="store_true", help="every program is compiled as in production, none in haste"
-    )
+    parser.addoption("--thorough", action="store_true", help="every case, not one of each kind (make nightly)")
+    parser.addoption("--optimised", action="store_true", help="every program is compiled as in production, none fast")
     parser.addoption(
         "--executables", default=None, help="where compiled steps are kept between test runs (default: .cache)"
     )
+    parser.addoption("--record-durations", action="store_true", help="write the seconds of each file to tests/")
+
+
+def pytest_ignore_collect(collection_path, config):
+    tier = config.getoption("--tier")
+    if tier is None or collection_path.suffix != ".py":
+        return None
+    path = collection_path.relative_to(config.rootpath).as_posix()
+    return True if not tiers.may_hold(collection_path, path, tier) else None
 
 
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--thorough"):
-        for item in items:
-            for mark in item.iter_markers("thorough"):
-                item.add_marker(pytest.mark.skip(reason=f"{mark.args[0]}: --thorough"))
-    items.sort(key=lambda item: not item.nodeid.startswith(DEFAULT_MODEL_FILES))
+    chosen, thorough = config.getoption("--tier"), config.getoption("--thorough")
+
+    def is_selected(item) -> bool:
+        return (chosen is None or _is_chosen(item, chosen)) and (thorough or not item.get_closest_marker("thorough"))
+
+    config.hook.pytest_deselected(items=[item for item in items if not is_selected(item)])
+    items[:] = filter(is_selected, items)
+    # Long files first, so that no process is left alone with one; interpreted kernels, which take both cores, last.
+    seconds = recorded()
+
+    def place(item) -> tuple[bool, bool, float, str]:
+        file = item.nodeid.partition("::")[0]
+        is_interpreted = "outcomes" in getattr(item, "fixturenames", ())
+        return is_interpreted, not file.startswith(DEFAULT_MODEL_FILES), -seconds.get(file, 0.0), file
+
+    items.sort(key=place)
+
+
+def _is_chosen(item, chosen: str) -> bool:
+    tier = _tier(item)
+    if chosen == "versions":
+        return tier == "unit" or item.get_closest_marker("versions") is not None
+    return tier == chosen
+
+
+def _tier(item) -> str:
+    return tiers.tier_of(item.nodeid, getattr(item, "fixturenames", ()))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -126,12 +155,45 @@ def pytest_runtest_teardown(item, nextitem):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def haste(request):
-    """What the files in HASTY compile."""
-    name, unhurried = request.node.nodeid, request.config.getoption("--unhurried")
-    hasty = name.startswith(HASTY) and not name.startswith(UNHURRIED) and not unhurried
-    with in_haste() if hasty else contextlib.nullcontext():
+def compile_mode(request):
+    """Compile fast, but in the files of OPTIMISED and with --optimised."""
+    as_in_production = request.config.getoption("--optimised") or request.node.nodeid.startswith(OPTIMISED)
+    with contextlib.nullcontext() if as_in_production else fast_compile():
         yield
+
+
+@pytest.fixture(autouse=True)
+def few_programs(request):
+    """A unit test compiles next to nothing: what compiles a model belongs to another tier."""
+    if _tier(request.node) != "unit" or "jax" not in sys.modules:
+        yield
+        return
+    before = compiled_programs()
+    yield
+    count = compiled_programs() - before
+    if count > tiers.MAX_UNIT_PROGRAMS:
+        pytest.fail(
+            f"compiled {count} programs; a unit test may compile {tiers.MAX_UNIT_PROGRAMS}: tests/tiers.py names tiers"
+        )
+
+
+@functools.cache
+def _counted_programs() -> list[str]:
+    import jax
+
+    names: list[str] = []
+
+    def note(event: str, duration: float, **_) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            names.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    return names
+
+
+def compiled_programs() -> int:
+    """Programs that this process has compiled since the first call."""
+    return len(_counted_programs())
 
 
 def use_scheduler(llm, **changes):
@@ -159,13 +221,27 @@ def report(record_property):
     return functools.partial(record_property, FIGURE)
 
 
-def pytest_terminal_summary(terminalreporter):
+def pytest_runtest_logreport(report):
+    _durations.add(report.nodeid, report.duration)
+
+
+def pytest_terminal_summary(terminalreporter, config):
     reports = terminalreporter.getreports("passed") + terminalreporter.getreports("failed")
     lines = [text for each in reports if each.when == "call" for name, text in each.user_properties if name == FIGURE]
     if lines:
         terminalreporter.section("figures")
         for line in lines:
             terminalreporter.write_line(line)
+    if not _durations.seconds:
+        return
+    _durations.write(config.rootpath / ".cache" / "durations.json")
+    if config.getoption("--record-durations"):
+        _durations.write(RECORD)
+    grown = growth(_durations.seconds, recorded())
+    if grown and len(_durations.seconds) > NUM_SHOWN:
+        terminalreporter.section(f"files that take longer than tests/{RECORD.name} says")
+        for more, name in grown[:NUM_SHOWN]:
+            terminalreporter.write_line(f"{more:+7.1f} s  {name}")
 
 
 @pytest.fixture(scope="session")

@@ -234,12 +234,3 @@ def test_no_switches_in_the_environment():
 def test_the_reader_of_imports_sees_them(code, expected):
     """The rules above are only as good as this walk."""
     assert [name for name, _ in imports(ast.parse(code))] == expected
-
-
-def test_the_short_run_names_tests_that_exist():
-    lines = (ROOT / ".ci" / "short-tests.txt").read_text().splitlines()
-    names = [line.removeprefix("--deselect ").strip('"') for line in lines if line and not line.startswith("#")]
-    for name in names:
-        path, _, function = name.partition("[")[0].partition("::")
-        assert (ROOT / path).is_file() and f"def {function}" in (ROOT / path).read_text(), name
-    assert names

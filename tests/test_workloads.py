@@ -6,6 +6,7 @@ One engine serves all cases: what differs between them is decided by the schedul
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 
@@ -70,11 +71,14 @@ MODES = {
 SHORT = {("W3", "all at once")}
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["W2", "W3"])
-def test_all_at_once(llm, name, mode, thorough):
-    if not thorough and (name, mode) not in SHORT:
-        pytest.skip("only with --thorough")
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        pytest.param(*row, marks=[] if row in SHORT else pytest.mark.thorough("tiny models are tried with it"))
+        for row in itertools.product(("W2", "W3"), MODES)
+    ],
+)
+def test_all_at_once(llm, name, mode):
     scheduler = use_scheduler(llm, **MODES[mode])
     check(llm, recorded(name))
     assert (scheduler.num_prefix_hits > 0) == (name == "W3" and scheduler.config.enable_prefix_caching)

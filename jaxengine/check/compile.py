@@ -251,13 +251,13 @@ class Compiler:
             text = inspect.program_text(compiled, self._dumps())
             module = hlo.parse(text)
             row |= inspect.memory(compiled)
-            row["copies"] = hlo.copies(module, program.precious)
+            row["copies"] = hlo.copies(module, program.must_not_copy)
             found = exchanges.exchanges(module)
             row |= {"collectives": exchanges.counts(found), "exchanges": exchanges.by_place(found)}
             row["exchanged_bytes"] = exchanges.exchanged_bytes(found)
             row["wrong_exchanges"] = [] if program.expected is None else exchanges.wrong(found, program.expected)
             row["operations"] = counts.operations(module)
-            row["moved_bytes"] = counts.moved_bytes(module, program.precious.pools)
+            row["moved_bytes"] = counts.moved_bytes(module, program.must_not_copy.pools)
             row["attention_kernels"] = hlo.attending_places(module)
             if self.target.backend == "tpu":
                 row["fast_bytes"] = inspect.vmem_bytes(text)

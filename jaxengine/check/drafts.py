@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxengine.check.hlo import Precious
+from jaxengine.check.hlo import MustNotCopy
 from jaxengine.check.programs import Program, StagePrograms
 from jaxengine.check.roofline import Work
 from jaxengine.check.shapes import model_config
@@ -86,6 +86,6 @@ def drafts(stage: StagePrograms, num_pages: int, *, short: bool) -> Iterator[Pro
                     arguments=program.arguments,
                     donate=program.donate,
                     work=Work(0, 0),
-                    precious=Precious(pools),
+                    must_not_copy=MustNotCopy(pools),
                     expected=None,
                 )

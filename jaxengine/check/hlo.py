@@ -1,6 +1,6 @@
 """Reads compiled HLO text: its instructions, and which of them move a whole weight or pool through memory.
 
-Knows the text form of HLO and nothing of models: the caller says which element counts are precious.
+Knows the text form of HLO and nothing of models: the caller says which element counts must not be copied.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def _elements(sizes: str) -> int:
 
 
 @dataclass(frozen=True)
-class Precious:
+class MustNotCopy:
     """The arrays that no program may copy.
 
     Attributes:
@@ -187,20 +187,20 @@ class Precious:
     states: Mapping[str, str] = field(default_factory=dict)
 
 
-def copies(module: Module, precious: Precious) -> list[str]:
-    """The instructions that move a whole precious array through memory, as short texts."""
+def copies(module: Module, must_not_copy: MustNotCopy) -> list[str]:
+    """Instructions that move a whole array of `must_not_copy` through memory, as short texts."""
     found, given = [], _given(module)
     for body, instruction in module.outside_fusions():
         if instruction.fast or instruction.opcode in PASSIVE or instruction.opcode in _IN_PLACE:
             continue
         if instruction.opcode in _OFFLOADED and not _changes_layout(instruction):
             continue
-        name = precious.pools.get(instruction.elements)
+        name = must_not_copy.pools.get(instruction.elements)
         if name is not None:
             if not _keeps_place(module, instruction):
                 found.append(f"{name}: {_brief(instruction)}")
             continue
-        name = precious.weights.get(instruction.elements) or precious.states.get(
+        name = must_not_copy.weights.get(instruction.elements) or must_not_copy.states.get(
             instruction.type_text.lstrip("(").partition("{")[0]
         )
         if name is None or not _only_moves(module, instruction) or _is_put_back(body, instruction):

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxengine.check.cycles import KEYS, TRIPS
 from jaxengine.check.exchanges import Expected, expected
-from jaxengine.check.hlo import Precious
+from jaxengine.check.hlo import MustNotCopy
 from jaxengine.check.roofline import (
     DECODE_CONTEXT,
     Products,
@@ -87,7 +87,7 @@ class Program:
       arguments: as shapes with shardings.
       donate: indices of donated arguments.
       work: what a roofline counts.
-      precious: the arrays it must not copy.
+      must_not_copy: the arrays it must not copy.
       expected: what devices may tell each other in it; None for a kernel, which runs on one.
       products: what its matrix products need; None where it has none to speak of.
       experts: rows that kernels multiply of a layer's experts, if they do.
@@ -105,7 +105,7 @@ class Program:
     arguments: tuple[Any, ...]
     donate: tuple[int, ...]
     work: Work
-    precious: Precious
+    must_not_copy: MustNotCopy
     expected: Expected | None
     products: Products | None = None
     experts: ExpertRows | None = None
@@ -204,7 +204,7 @@ class StagePrograms:
             arguments=program.arguments,
             donate=program.donate,
             work=epilogue_work(self.model, name, size, width),
-            precious=self._precious(places, self.steps.kv_shapes(num_pages)),
+            must_not_copy=self._must_not_copy(places, self.steps.kv_shapes(num_pages)),
             expected=replace(expected(self.model, rows, self._exchanged_itemsize), layers=()),
         )
 
@@ -223,7 +223,7 @@ class StagePrograms:
             arguments=program.arguments,
             donate=program.donate,
             work=step_work(self.model, bucket, self.config.kv_cache_dtype, self.config.dtype, self._context),
-            precious=self._precious(self.steps.num_logits(bucket), kv),
+            must_not_copy=self._must_not_copy(self.steps.num_logits(bucket), kv),
             expected=expected(self.model, bucket, self._exchanged_itemsize),
             products=product_work(self.model, at_least_two, self.config.dtype, kv),
             experts=rows_of_experts(self.model, bucket.num_tokens, self._layout),
@@ -237,7 +237,7 @@ class StagePrograms:
         config, shared = self.model.config, self.model.mesh
         dtype, kv_dtype = self.config.dtype, self.config.kv_cache_dtype
         kv: Any = self.steps.kv_shapes(num_pages)
-        precious = self._precious_pool(kv)
+        must_not_copy = self._must_not_copy_pool(kv)
         kv = self._on_one_device(jax.eval_shape(partial(of_layer, index=0), self._on_one_device(kv)))
         batch = self._on_one_device(self._abstract_batch(bucket))
         paging = {"page_size": self.config.block_size, "platform": self._layout}
@@ -247,7 +247,7 @@ class StagePrograms:
 
         def kernel(name: str, function: Callable, arguments: tuple[Any, ...], donate: tuple[int, ...], work: Work):
             work = Work(work.num_bytes // shared.model, work.flops // shared.model)
-            common = False, False, function, arguments, donate, work, precious, None
+            common = False, False, function, arguments, donate, work, must_not_copy, None
             return Program(f"{name}, {bucket}", self._one_device, *common)
 
         for spec, attention in {attention_spec(each, shared): each for each in config.attending}.items():
@@ -307,7 +307,7 @@ class StagePrograms:
                         arguments=self._on_one_device(arguments),
                         donate=(),
                         work=Work(0, 0),
-                        precious=Precious(),
+                        must_not_copy=MustNotCopy(),
                         expected=None,
                         block=block,
                     )
@@ -321,7 +321,7 @@ class StagePrograms:
     def _context(self) -> int:
         return min(DECODE_CONTEXT, self.config.max_model_len)
 
-    def _precious(self, num_logits: int, kv: Any) -> Precious:
+    def _must_not_copy(self, num_logits: int, kv: Any) -> MustNotCopy:
         named = list(zip(self._names, self.params, strict=True))
         pools = [(name, leaf) for name, leaf in named if name.startswith(POOLS)]
         matrices = [(name, leaf) for name, leaf in named if _is_matrix(leaf.shape) and not name.startswith(POOLS)]
@@ -334,12 +334,12 @@ class StagePrograms:
             text = f"{_hlo_type(leaf.dtype)}[{','.join(map(str, part_shape(leaf)))}]"
             if part_bytes(leaf) >= _SMALL and text != logits:
                 states[text] = name
-        return replace(self._precious_pool(kv), weights=weights, states=states)
+        return replace(self._must_not_copy_pool(kv), weights=weights, states=states)
 
-    def _precious_pool(self, kv: Any) -> Precious:
+    def _must_not_copy_pool(self, kv: Any) -> MustNotCopy:
         """The pool of a device, and the part of it that belongs to one layer."""
         elements = math.prod(part_shape(kv.data))
-        return Precious({elements // num_places(self.steps.groups): "a layer's pool", elements: "pool"})
+        return MustNotCopy({elements // num_places(self.steps.groups): "a layer's pool", elements: "pool"})
 
     def _abstract_batch(self, bucket: Bucket) -> RaggedBatch:
         def int32(*shape: int) -> Any:  # a shape stands for an array

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxengine.check.exchanges import Expected
-from jaxengine.check.hlo import Precious
+from jaxengine.check.hlo import MustNotCopy
 from jaxengine.check.programs import Program, StagePrograms
 from jaxengine.check.roofline import TOWER, Work
 from jaxengine.runner.extensions.pictures.layout import EncoderLayout
@@ -40,7 +40,7 @@ def encoders(stage: StagePrograms, *, short: bool) -> Iterator[Program]:
             arguments=program.arguments,
             donate=program.donate,
             work=tower_work(stage.model, layout, size),
-            precious=Precious(),
+            must_not_copy=MustNotCopy(),
             expected=_expected(stage, layout, size),
         )
 

@@ -35,7 +35,7 @@ from jaxengine.requests.inputs import InputProcessor, input_processor
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import RequestOutput
 from jaxengine.requests.prepared import Prompt
-from jaxengine.requests.sampling_params import SamplingParams
+from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.server.http.app import create_app
 from jaxengine.server.options import ServerConfig
 from scheduler.errors import OverloadedError, RequestError
@@ -78,11 +78,13 @@ class Call(msgspec.Struct):
     """A request on its way to a replica.
 
     Attributes:
+      params: fields of SamplingParams that differ from their defaults. The replica makes the object, so that its rules
+        hold there; a typed field could not be decoded, for some fields take one of several kinds of mapping.
       age: seconds since its arrival: clocks of other machines tell nothing here, so that the options' arrival does not.
     """
 
     prompt_token_ids: list[int]
-    params: SamplingParams
+    params: dict[str, Any]
     prompt: str | None = None
     cache_salt: str | None = None
     options: RequestOptions = msgspec.field(default_factory=RequestOptions)
@@ -101,6 +103,20 @@ class Answer(msgspec.Struct):
 _encode = msgspec.msgpack.Encoder().encode
 _decode_call = msgspec.msgpack.Decoder(Call).decode
 _decode_answer = msgspec.msgpack.Decoder(Answer).decode
+_DEFAULTS = SamplingParams()
+
+
+def _pack_params(params: SamplingParams) -> dict[str, Any]:
+    """Fields of `params` that differ from their defaults."""
+    given = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
+    return {name: value for name, value in given.items() if value != getattr(_DEFAULTS, name)}
+
+
+def _unpack_params(given: Mapping[str, Any]) -> SamplingParams:
+    """Inverse of _pack_params, after a way through msgpack, which turns enums into their values."""
+    if "output_kind" in given:
+        given = {**given, "output_kind": RequestOutputKind(given["output_kind"])}
+    return SamplingParams(**given)
 
 
 class Replica:
@@ -128,7 +144,7 @@ class Replica:
         prompt = {name: value for name, value in prompt.items() if value is not None}
         options = dataclasses.replace(asked.options, arrival=time.monotonic() - asked.age)
         try:
-            async for output in self._engine.stream(prompt, asked.params, options=options):
+            async for output in self._engine.stream(prompt, _unpack_params(asked.params), options=options):
                 yield _encode(Answer(output))
         except OverloadedError as error:
             yield _encode(Answer(error=str(error), param=error.param, retry_after=error.retry_after))
@@ -174,7 +190,7 @@ class RayEngine:
             raise RequestError("pictures and videos are not supported over Ray Serve", param="multi_modal_data")
         salt = prepared.requests[0].cache_salt
         ids = prepared.requests[0].prompt_token_ids.tolist()
-        call = Call(ids, params, prepared.prompt, salt, options)
+        call = Call(ids, _pack_params(params), prepared.prompt, salt, options)
         try:
             async for output in self._attempts(prepared.request_id, call):
                 output.request_id = prepared.request_id
@@ -211,16 +227,19 @@ class RayEngine:
             call.age = time.monotonic() - call.options.arrival
             stream = self._replicas.options(stream=True).generate.remote(_encode(call))
             self._running[request_id] = stream
-            begun = False
+            begun = finished = False
             try:
                 async for answer in stream:
-                    begun = True
-                    yield _output(_decode_answer(answer))
+                    output = _output(_decode_answer(answer))
+                    begun, finished = True, output.finished
+                    yield output
                 return
             except (GeneratorExit, asyncio.CancelledError):
                 stream.cancel()
                 raise
             except RayError as error:
+                if finished:  # lost between the last output and the end of the stream
+                    return
                 if begun or attempt + 1 == self._num_attempts:
                     raise EngineDeadError("the replica was lost") from error
 

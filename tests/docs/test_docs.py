@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import functools
 import importlib
 import re
 import shlex
@@ -32,6 +33,7 @@ from jaxengine.server.http.pooling.protocol import EmbeddingRequest, RerankReque
 from jaxengine.server.options import ServerConfig
 from scripts import write_docs
 from scripts.site_links import with_repository_links
+from tests.tables import each_row
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("jaxengine", "models", "scheduler", "sharding", "pallas_kernels")
@@ -77,8 +79,9 @@ def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser
                 yield from parsers(child)
 
 
+@functools.cache
 def known_options() -> set[str]:
-    return {word for parser in parsers(build_parser()) for action in parser._actions for word in action.option_strings}
+    return {word for each in parsers(parser()) for action in each._actions for word in action.option_strings}
 
 
 def commands(text: str) -> Iterator[list[str]]:
@@ -92,7 +95,12 @@ def commands(text: str) -> Iterator[list[str]]:
             yield [word for word in shlex.split(found[1]) if word != "..."]
 
 
-@pytest.mark.parametrize("name", sorted(write_docs.documents()))
+@functools.cache
+def parser() -> argparse.ArgumentParser:
+    return build_parser()
+
+
+@each_row("name", sorted(write_docs.documents()))
 def test_written_tables_are_what_the_code_says(name):
     assert text_of(f"docs/{name}") == write_docs.documents()[name], "run python -m scripts.write_docs"
 
@@ -109,7 +117,7 @@ def test_a_package_without_a_docstring_is_named(tmp_path):
         list(write_docs.package_rows(tmp_path))
 
 
-@pytest.mark.parametrize("name", DOCUMENTS)
+@each_row("name", DOCUMENTS)
 def test_links_lead_somewhere(name):
     text = text_of(name)
     links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"^\[[^\]]+\]: (\S+)$", text, flags=re.MULTILINE)
@@ -153,7 +161,7 @@ def test_the_changelog_has_this_version():
     assert headings[1].partition(" ")[0] == jaxengine.__version__
 
 
-@pytest.mark.parametrize("name", PRESENT)
+@each_row("name", PRESENT)
 def test_files_that_are_named_are_there(name):
     named = [span for span in code_spans(text_of(name)) if re.fullmatch(r"[\w.*/-]+", span) and "/" in span]
     named = [span.rstrip("/") for span in named if span.partition("/")[0] in FOLDERS]
@@ -161,12 +169,12 @@ def test_files_that_are_named_are_there(name):
     assert not missing, missing
 
 
-@pytest.mark.parametrize("name", PRESENT)
+@each_row("name", PRESENT)
 def test_commands_can_be_given(name):
     wrong = []
     for words in commands(text_of(name)):
         try:
-            build_parser().parse_args(with_hyphens(words))
+            parser().parse_args(with_hyphens(words))
         except SystemExit as end:
             # A command's bare name stands for the command.
             if end.code and any(word.startswith("-") for word in words):
@@ -180,12 +188,13 @@ def test_the_reader_of_commands_finds_them():
     assert list(commands(text)) == [["chat"], ["generate", "--json"], ["serve", "M"]]
 
 
-@pytest.mark.parametrize("name", PRESENT)
+@each_row("name", PRESENT)
 def test_options_that_are_named_exist(name):
     lines = with_hyphens(re.findall(r"(?<![\w-])--[a-z][\w-]*\w\b(?!-)", text_of(name)))
     assert not set(lines) - known_options() - OTHER_OPTIONS - options_of_benchmarks()
 
 
+@functools.cache
 def options_of_benchmarks() -> set[str]:
     """What `python -m benchmarks NAME` takes, and tests' own commands, which are read from their sources."""
     files = (*(ROOT / "tests").glob("*.py"), *(ROOT / "tests").rglob("matrix.py"))
@@ -195,7 +204,7 @@ def options_of_benchmarks() -> set[str]:
     return found | set(re.findall(r'"(--[a-z][\w-]+)"', sources))
 
 
-@pytest.mark.parametrize("name", PRESENT)
+@each_row("name", PRESENT)
 def test_python_in_blocks_fits(name):
     for block in blocks(text_of(name), "python"):
         tree = ast.parse(block)
@@ -208,7 +217,7 @@ def test_python_in_blocks_fits(name):
                 assert given <= {field.name for field in dataclasses.fields(EngineConfig)} | {"devices", "mesh"}
 
 
-@pytest.mark.parametrize("name", PRESENT)
+@each_row("name", PRESENT)
 def test_dotted_names_resolve(name):
     spans = [span for span in code_spans(text_of(name)) if re.fullmatch(r"\w+(\.\w+)+(\(\))?", span)]
     dotted = [span.removesuffix("()") for span in spans if span.partition(".")[0] in (*PACKAGES, "tests", "benchmarks")]
@@ -232,7 +241,7 @@ def found(dotted: str) -> bool:
         return hasattr(getattr(importlib.import_module(holder), name, None), rest)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "name",
     [
         "coming_from_vllm.md",

@@ -19,7 +19,7 @@ import pytest
 import jaxengine
 from jaxengine import AsyncLLM
 from models.registry import MODELS
-from tests.haste import in_haste
+from tests.fast_compile import fast_compile
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TINY = Path(__file__).resolve().parents[1] / "fixtures" / "models" / "llama"
@@ -123,7 +123,7 @@ def test_grpc_client(run, served, smollm):
 def test_custom_model(run, monkeypatch):
     monkeypatch.setitem(MODELS, "CappedLlamaForCausalLM", MODELS["LlamaForCausalLM"])
     monkeypatch.delitem(MODELS, "CappedLlamaForCausalLM")  # and again at the end
-    with in_haste():
+    with fast_compile():
         llama, capped = run("custom_model", str(TINY)).splitlines()
     (tokens, scores), (same, lower) = (
         [ast.literal_eval(each) for each in re.findall(r"\[.*?\]", line)] for line in (llama, capped)

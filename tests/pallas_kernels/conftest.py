@@ -23,10 +23,5 @@ def outcomes(request):
     return run_all(list(groups.values()), SECONDS)
 
 
-def pytest_collection_modifyitems(items):
-    """What takes both cores comes last."""
-    items.sort(key=_is_interpreted)
-
-
 def _is_interpreted(item) -> bool:
     return {"group", "job"} <= set(getattr(item, "fixturenames", ()))

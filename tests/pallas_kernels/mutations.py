@@ -1,4 +1,4 @@
-"""The mutation gate: faults planted in every kernel, each of which the conformance checks must catch.
+"""The mutation gate: faults seeded in every kernel, each of which the conformance checks must catch.
 
     python -m tests.pallas_kernels.mutations [GATE | GATE:MUTANT ...]
 

@@ -50,17 +50,32 @@ GPU_FEATURES = (
     "pictures and window",
 )
 GPU_LATENT = ("latent decodes", "latent of many heads")
-GPU_INVARIANTS = ("page_ids", "update_then_attend", "local_heads", "splits")
+GPU_INVARIANTS = ("page_ids", "update_then_attend", "splits")
 PRODUCTION_CASES = (PRODUCTION_BLOCKS[0].name, PRODUCTION[0].name, PRODUCTION[-1].name)
 EAGER_BATCHES = ("mixed", "q tile straddles a kv block", "block edges")
 EAGER_FEATURES = ("skewed decodes", "window, sinks and soft cap")
 WRITES = (TPU_LAZY.name, TPU_EAGER.name)
 UPDATED, MORE_DTYPES = ("bfloat16", "int8"), ("float32", "float8_e4m3fn", "float8_e5m2")
 UPDATE_SIZES = ((64, 1, 80, 80), (16, 2, 192, 128))
+# What other releases of jax run: a job of each kernel.
+VERSIONS: tuple[Job, ...] = (
+    ("attention", MOSAIC_GPU.name, "production 8/1 heads of 128, pages of 16", "bfloat16", "needle"),
+    ("attention", MOSAIC_GPU.name, "codes of decodes", "bfloat16", "needle"),
+    ("attention", MOSAIC_GPU.name, "latent decodes", "bfloat16", "needle"),
+    ("attention", TPU_LAZY.name, "mixed", "bfloat16", "uniform", "needle"),
+    ("attention", TPU_EAGER.name, "mixed", "bfloat16", "needle"),
+    ("attention", TPU_PRODUCTION_LAZY.name, "production blocks", "bfloat16", "needle"),
+    ("update", TPU_EAGER.name, "bfloat16", "runs"),
+    ("hopper_product", MOSAIC_GPU.name, "pairs in groups of 32, tiles of 64"),
+    ("hopper_product", MOSAIC_GPU.name, "e4m3 as it is"),
+    ("hopper_grouped", MOSAIC_GPU.name, "groups of several tiles"),
+    ("hopper_grouped", BLACKWELL.name, "groups of several tiles"),
+    ("hopper_product", BLACKWELL.name, "e4m3 as it is"),
+    ("hopper_product", BLACKWELL.name, "pairs in groups of 32, tiles of 64"),
+)
 _ALWAYS: list[list[Job]] = [
     [("update_keys", TPU_LAZY.name, "bfloat16", "runs", 1, 40, 24)],
     [("determinism", TPU_LAZY.name, 2)],
-    [("determinism", MOSAIC_GPU.name, 2)],
 ]
 
 
@@ -76,9 +91,11 @@ def quick_groups() -> list[list[Job]]:
         (TPU_PRODUCTION_LAZY.name, (), PRODUCTION_CASES),
         (TPU_PRODUCTION_EAGER.name, (), PRODUCTION_CASES[:1]),
     ):
-        # Both families where the kernel is tried first; elsewhere the one that finds more.
-        families = ("uniform", "needle") if name == TPU_LAZY.name else ("needle",)
-        groups.append([("attention", name, case, "bfloat16", *families) for case in batches])
+        # Both families of values where the kernel is tried first; elsewhere the one that finds more.
+        families = {(TPU_LAZY.name, QUICK_BATCHES[0]): ("uniform", "needle")}
+        groups.append(
+            [("attention", name, case, "bfloat16", *families.get((name, case), ("needle",))) for case in batches]
+        )
         for cases in (features[: len(features) // 2], features[len(features) // 2 :]):
             groups.append([("attention", name, case, "bfloat16", "needle") for case in cases])
     groups.append([(check.__name__, TPU_LAZY.name) for check in INVARIANTS])
@@ -109,6 +126,7 @@ def thorough_groups() -> list[list[Job]]:
         ]
         groups += [[(check.__name__, one.name)] for check in INVARIANTS]
     groups += [[(check, MOSAIC_GPU.name)] for check in ("splits", "many_parts")]
+    groups.append([("determinism", MOSAIC_GPU.name, 2)])
     for name in WRITES:
         groups += [[("update", name, dtype, pattern) for pattern in SLOTS] for dtype in (*UPDATED, *MORE_DTYPES)]
         groups += [[("update_sizes", name, dtype, *sizes) for sizes in UPDATE_SIZES] for dtype in UPDATED]
@@ -133,8 +151,12 @@ def job_groups(thorough: bool) -> list[list[Job]]:
 def pytest_generate_tests(metafunc):
     groups = job_groups(metafunc.config.getoption("--thorough"))
     skip = pytest.mark.skipif(bool(NO_TCGEN05), reason=NO_TCGEN05)
+
+    def marks(job: Job) -> list[pytest.MarkDecorator]:
+        return [skip] * (job[1] == BLACKWELL.name) + [pytest.mark.versions] * (job in VERSIONS)
+
     rows = [
-        pytest.param(index, job, id=" ".join(map(str, job)), marks=[skip] * (job[1] == BLACKWELL.name))
+        pytest.param(index, job, id=" ".join(map(str, job)), marks=marks(job))
         for index, group in enumerate(groups)
         for job in group
     ]

@@ -20,6 +20,7 @@ from tests.pallas_kernels.checks import CHECKS, INVARIANTS
 from tests.pallas_kernels.conformance import attend, check_attention, pool, ragged_batch
 from tests.pallas_kernels.implementations import CPU, IN_PROCESS
 from tests.pallas_kernels.problems import Case, build
+from tests.tables import each_row
 
 CASE = Case("mixed", MIXED_Q, MIXED_KV)
 SPEC = CASE.spec
@@ -115,7 +116,7 @@ def public(q=(96, 4, 16), q_dtype=jnp.float32, kv_dtype="float32", spec=SPEC, fi
     return ragged_paged_attention(jnp.zeros(q, q_dtype), kv, batch, spec=spec, **options)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("call", "message"),
     [
         (lambda: public(q=(96, 3, 16)), r"q must be \[T, 4, 16\] with T >= 1, got \[96, 3, 16\]"),

@@ -1,4 +1,4 @@
-"""The conformance checks catch planted faults: the patterns of all, and one or two mutants of each kernel.
+"""The conformance checks catch seeded faults: the patterns of all, and one or two mutants of each kernel.
 
 `python -m tests.pallas_kernels.mutations` runs every mutant of every kernel.
 """
@@ -17,24 +17,25 @@ from tests.pallas_kernels.findings import FITTED_TO, IS_FITTED
 from tests.pallas_kernels.mutants.mutant import Mutant
 from tests.pallas_kernels.mutations import GATES, killer, module_of, mutated, source_of, why_not
 from tests.pallas_kernels.worker import IDLE_SECONDS, Used
+from tests.tables import each_row
 
 MUTANTS = {f"{gate}:{mutant.name}": mutant for gate, module in GATES.items() for mutant in module.MUTANTS}
 # What only a running kernel can show: the rest differs from these in its arithmetic.
 SAMPLE = [
     "xla:block past the end walked as whole",
-    "tpu:wait dropped",
+    pytest.param("tpu:wait dropped", marks=pytest.mark.versions),
     "tpu-write:meeting runs overtake",
     "tpu-products:scales of sums shifted by a group",
     "tpu-lora:rows of others' slots kept",
     "tpu-rows:scales of the rows before",
-    "gpu-decode:blocks not waited for",
+    pytest.param("gpu-decode:blocks not waited for", marks=pytest.mark.versions),
     "gpu-products:scales shifted by a group",
-    "gpu-blackwell:sums overwritten as they are read",
+    pytest.param("gpu-blackwell:sums overwritten as they are read", marks=pytest.mark.versions),
     "gpu-lora:rows of others' tiles of slots kept",
 ]
 
 
-@pytest.mark.parametrize("identity", MUTANTS)
+@each_row("identity", MUTANTS)
 def test_pattern_occurs_once_in_a_module_that_can_be_imported(identity):
     mutant = MUTANTS[identity]
     compile(mutated(mutant), str(source_of(mutant)), "exec")

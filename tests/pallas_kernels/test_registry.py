@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from pallas_kernels.registry import KERNELS, kernel
 from tests.pallas_kernels.implementations import IMPLEMENTATIONS, IN_PROCESS
 from tests.pallas_kernels.matmul.test_dense import IMPLEMENTATIONS as DENSE
@@ -16,6 +14,7 @@ from tests.pallas_kernels.state.test_conv import IMPLEMENTATIONS as CONV
 from tests.pallas_kernels.state.test_delta import IMPLEMENTATIONS as DELTA
 from tests.pallas_kernels.state.test_space import IMPLEMENTATIONS as SPACE
 from tests.pallas_kernels.test_interpreted import quick_groups
+from tests.tables import each_row
 
 # Check -> the operations it compares with the oracle.
 CHECKED = {
@@ -51,7 +50,7 @@ def run_by_tests() -> set:
     )
 
 
-@pytest.mark.parametrize("row", KERNELS, ids=str)
+@each_row("row", KERNELS)
 def test_every_row_is_under_conformance(row):
     assert kernel(*row) in run_by_tests(), f"{row} is a row of the registry that no conformance case runs"
 

@@ -22,6 +22,7 @@ from pallas_kernels.attention.xla.schedule import block_kv_of
 from pallas_kernels.kv.pages import LANES
 from pallas_kernels.matmul.hopper import lora, quantized, ring
 from pallas_kernels.tuning import HopperAttention, TpuAttention, Tuning, XlaAttention, tuning_of
+from tests.tables import each_row
 
 # (query, kv) heads, head dim, page size, bytes of an element, tokens, columns of the page table; then tokens of a run
 # tile, and (pages of a block, buffers, tiles of a grid step, heads at a time) of single and of run tiles.
@@ -84,7 +85,7 @@ HOPPER_TILES = [
 ]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("heads", "head_dim", "page_size", "itemsize", "num_tokens", "columns", "block_q", "single", "runs"), TPU_TILES
 )
 def test_tpu_tiles(heads, head_dim, page_size, itemsize, num_tokens, columns, block_q, single, runs):
@@ -129,9 +130,7 @@ def test_hopper_latents(heads, dims, tiles, stages):
     assert shape.stages() == (stages, 1)
 
 
-@pytest.mark.parametrize(
-    ("heads", "head_dim", "kv_dtype", "page_size", "decode", "block_q", "keys", "stages"), HOPPER_TILES
-)
+@each_row(("heads", "head_dim", "kv_dtype", "page_size", "decode", "block_q", "keys", "stages"), HOPPER_TILES)
 def test_hopper_tiles(heads, head_dim, kv_dtype, page_size, decode, block_q, keys, stages):
     sizes, spec = HopperAttention(), AttentionSpec(*heads, head_dim, head_dim, 1.0)
     dtypes = jnp.dtype("bfloat16"), jnp.dtype(kv_dtype)

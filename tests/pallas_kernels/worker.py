@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
-from tests.haste import hasty
+from tests.fast_compile import fast_compile_environment
 
 Job = tuple  # (check, implementation, *arguments), every entry a string or a number
 
@@ -65,7 +65,8 @@ class Worker:
     def _started(self) -> subprocess.Popen:
         # NPROC: threads of XLA's pool. Every interpreted thread that waits at a barrier may hold one of them, so that
         # with as many as there are cores the one they wait for may never run.
-        environment = {**os.environ, **hasty(), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "NPROC": "16"}
+        environment = os.environ | fast_compile_environment()
+        environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "NPROC": "16"}
         pipe = subprocess.PIPE
         return subprocess.Popen(
             self._command, stdin=pipe, stdout=pipe, stderr=self._errors, cwd=ROOT, env=environment, bufsize=0

@@ -55,7 +55,7 @@ THOROUGH = (
 )
 # Compiled with its heads too, which take most of the time; the others as a first pipeline stage.
 WHOLE = "tp 4"
-PLANTED = "weights gathered"
+SEEDED_FAULT = "weights gathered"
 # The most exchanges around the layers.
 AROUND = {"embed": 3, "logits": 2, "sample": 24, "prompt_logprobs": 9, "results": 10}
 
@@ -116,7 +116,7 @@ def compile_cases(backend: str, *names: str) -> None:
 
     matmul, layers.matmul = layers.matmul, matmul_of_gathered
     jax.clear_caches()  # layers are traced once
-    print(json.dumps({"case": PLANTED, **step("tp 2", 1, 1)}))
+    print(json.dumps({"case": SEEDED_FAULT, **step("tp 2", 1, 1)}))
 
 
 def total(step: dict[str, Any]) -> Counter[str]:
@@ -137,10 +137,10 @@ def test_a_layer_exchanges_what_it_should_and_nothing_else_does(backend, report,
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    planted = rows.pop()
-    assert planted["case"] == PLANTED
-    assert any("more than" in text and "gate_up/all_gather" in text for text in planted["wrong"])
-    assert any("layer 0 has" in text for text in planted["wrong"])
+    seeded = rows.pop()
+    assert seeded["case"] == SEEDED_FAULT
+    assert any("more than" in text and "gate_up/all_gather" in text for text in seeded["wrong"])
+    assert any("layer 0 has" in text for text in seeded["wrong"])
     assert [row["case"] for row in rows] == names
     for row in rows:
         name, one, two = row["case"], row["one"], row["two"]

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.haste import hasty
+from tests.fast_compile import fast_compile_environment
 from tests.models.quantization.test_gguf import LLAMA, write
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +45,7 @@ def compare(path: str, *, thorough: bool) -> None:
 
 def test_a_kept_table_over_two_devices(tmp_path, thorough):
     file = write(tmp_path / "model.gguf", LLAMA, lambda name: "Q8_0", tied=True)
-    env = os.environ | hasty() | {"JAX_PLATFORMS": "cpu"}
+    env = os.environ | fast_compile_environment() | {"JAX_PLATFORMS": "cpu"}
     env["XLA_FLAGS"] += " --xla_force_host_platform_device_count=2"
     command = [sys.executable, "-m", "tests.sharding.test_gguf_table", file, *["--thorough"] * thorough]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=600)

@@ -10,6 +10,8 @@ from sharding.layout import MESH_AXES, ONE_DEVICE, RULES, MeshLayout
 from sharding.mesh import make_mesh
 from sharding.rules import logical_to_spec, named_sharding
 
+pytestmark = pytest.mark.versions
+
 
 def test_specs_of_the_default_rules():
     assert logical_to_spec(("embed", "heads")) == PartitionSpec(None, "model")

@@ -34,9 +34,8 @@ def main(folder: str) -> None:
         print(json.dumps([kind.tolist() for kind in kinds]))
 
 
-def test_scales_are_those_of_one_device(tmp_path, thorough):
-    if not thorough:
-        pytest.skip("half a minute of compiling: --thorough")
+@pytest.mark.thorough("half a minute of compiling")
+def test_scales_are_those_of_one_device(tmp_path):
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     command = [sys.executable, "-m", "tests.sharding.test_sharded_kv_scales", str(tmp_path)]

@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from sharding.stages import Stage, devices_of_stages, split_layers, stages_of
+from tests.tables import each_row
 
 
 def largest(sizes, stages, before, after):
@@ -16,8 +17,8 @@ def largest(sizes, stages, before, after):
     return max(held)
 
 
-@pytest.mark.parametrize("before, after", [(0, 0), (7, 0), (3, 9), (40, 2)])
-@pytest.mark.parametrize("num_stages", [1, 2, 3, 6])
+@each_row("before, after", [(0, 0), (7, 0), (3, 9), (40, 2)])
+@each_row("num_stages", [1, 2, 3, 6])
 def test_no_other_split_has_a_smaller_largest_stage(num_stages, before, after):
     sizes = [3, 1, 4, 1, 5, 9]
     stages = split_layers(sizes, num_stages, before=before, after=after)

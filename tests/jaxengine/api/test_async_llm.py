@@ -137,12 +137,12 @@ def test_shutdown_and_failure_end_streams(tiny_options):
         engine = AsyncLLM(**tiny_options)
 
         def fail():
-            raise RuntimeError("planted")
+            raise RuntimeError("seeded")
 
         engine.core.step = fail
-        with pytest.raises(EngineDeadError, match="planted"):
+        with pytest.raises(EngineDeadError, match="seeded"):
             await collect(engine)
-        with pytest.raises(EngineDeadError, match="planted"):
+        with pytest.raises(EngineDeadError, match="seeded"):
             await engine.check_health()
         assert engine.errored
 

@@ -30,7 +30,7 @@ def alone(make_llm):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.versions),
         {"enable_prefix_caching": False},
         {"num_gpu_blocks_override": 26},
         {"async_scheduling": False, "num_gpu_blocks_override": 26},
@@ -77,6 +77,7 @@ def test_unseeded_requests_differ_and_an_engine_seed_repeats_them(make_llm, tiny
     assert len({tuple(each) for group in first for each in group}) == 6
 
 
+@pytest.mark.versions
 def test_n_gives_n_outputs_sharing_the_prompt(make_llm):
     llm = make_llm()
     prompt = {"prompt_token_ids": rng.integers(3, 100, 40).tolist()}
@@ -89,6 +90,7 @@ def test_n_gives_n_outputs_sharing_the_prompt(make_llm):
     assert output.outputs[0].token_ids == single.outputs[0].token_ids
 
 
+@pytest.mark.versions
 def test_limits_and_stops(make_llm, alone):
     llm = make_llm()
     reference = alone[0][0]
@@ -108,6 +110,7 @@ def test_limits_and_stops(make_llm, alone):
     assert len(one.token_ids) == 1
 
 
+@pytest.mark.versions
 def test_bias_allowed_and_penalties_act(make_llm, alone):
     llm = make_llm()
 
@@ -123,6 +126,7 @@ def test_bias_allowed_and_penalties_act(make_llm, alone):
     assert run() == reference  # nothing of it stays behind in the slot
 
 
+@pytest.mark.versions
 def test_logprobs_agree_with_prompt_logprobs(make_llm, alone):
     """What sampling reports for its tokens is what scoring the same text reports."""
     llm = make_llm()
@@ -144,6 +148,7 @@ def test_logprobs_agree_with_prompt_logprobs(make_llm, alone):
             assert entry[token].logprob == pytest.approx(again[token].logprob, abs=1e-4)
 
 
+@pytest.mark.versions
 def test_prefix_cache_is_seen_in_outputs_and_can_be_reset(make_llm):
     llm = make_llm()
     prompt = {"prompt_token_ids": rng.integers(3, 100, 33).tolist()}
@@ -156,6 +161,7 @@ def test_prefix_cache_is_seen_in_outputs_and_can_be_reset(make_llm):
     assert tokens([first]) == tokens([second]) == tokens([salted])
 
 
+@pytest.mark.versions
 def test_metrics_of_a_request(make_llm):
     output = make_llm().generate(PROMPTS[0], GREEDY, use_tqdm=False)[0]
     metrics = output.metrics
@@ -179,6 +185,7 @@ BAD_PROMPTS = [
 ]
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(("prompt", "param"), BAD_PROMPTS, ids=str)
 def test_a_bad_prompt_is_named_and_nothing_else_happens(make_llm, alone, prompt, param):
     llm = make_llm()
@@ -189,6 +196,7 @@ def test_a_bad_prompt_is_named_and_nothing_else_happens(make_llm, alone, prompt,
     assert tokens(llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)) == [alone[0]]
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
@@ -208,6 +216,7 @@ def test_params_the_engine_cannot_serve_are_named(make_llm, changes, param):
     assert error.value.param == param
 
 
+@pytest.mark.versions
 def test_wrong_calls_are_refused(make_llm):
     llm = make_llm()
     with pytest.raises(RequestError, match="one for each"):
@@ -221,6 +230,7 @@ def test_wrong_calls_are_refused(make_llm):
     assert llm.generate([], GREEDY, use_tqdm=False) == []
 
 
+@pytest.mark.versions
 def test_the_progress_bar_says_how_fast_it_goes(make_llm):
     class Bar(tqdm):
         last = ""

@@ -77,16 +77,16 @@ def test_a_failed_step_ends_every_call_and_every_later_one(tiny_options):
     def fail(message):
         count[0] += 1
         if count[0] > 5:
-            raise RuntimeError("planted")
+            raise RuntimeError("seeded")
         return execute(message)
 
     llm.core.runner.execute = fail
     for error in in_threads(*[lambda: llm.generate(PROMPTS, LONG, use_tqdm=False)] * 3):
-        assert isinstance(error, EngineDeadError) and "planted" in str(error)
+        assert isinstance(error, EngineDeadError) and "seeded" in str(error)
     llm.core.runner.execute = execute
-    with pytest.raises(EngineDeadError, match="planted"):
+    with pytest.raises(EngineDeadError, match="seeded"):
         llm.generate(PROMPTS, GREEDY)
-    with pytest.raises(EngineDeadError, match="planted"):
+    with pytest.raises(EngineDeadError, match="seeded"):
         llm.core.step()
 
 

@@ -25,6 +25,7 @@ from models.weights.declare import declared_params
 from scheduler.buckets import Bucket
 from sharding.layout import MeshLayout
 from tests.models.tiny import with_attention
+from tests.tables import each_row
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -151,7 +152,7 @@ def test_a_check_of_stages_on_meshes(model, tmp_path, capsys, monkeypatch):
     assert "tensor_parallel_size is 4; allowed: parallel sizes whose product" in capsys.readouterr().err
 
 
-def test_a_planted_copy_of_the_pool_is_reported(compiler):
+def test_seeded_copy_of_the_pool_is_reported(compiler):
     made = compiler()
     step = made.stages[0].forward(DECODE, 100)
     row = made.row(step, LARGE)
@@ -208,7 +209,7 @@ def test_what_the_engine_would_refuse_is_a_row(model, capsys):
 
 
 @needs_libtpu
-def test_a_planted_overflow_of_vmem_is_reported(compiler, monkeypatch):
+def test_seeded_overflow_of_vmem_is_reported(compiler, monkeypatch):
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
@@ -333,7 +334,7 @@ def test_a_device_does_its_share_of_a_step():
     assert share.num_bytes > 2 * 2 * 3 * 1024 * 32
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "billions"),
     [
         ("smollm2-135m", 0.1345),

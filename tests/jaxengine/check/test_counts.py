@@ -8,6 +8,7 @@ import pytest
 
 from jaxengine.check.counts import moved_bytes, operations
 from jaxengine.check.hlo import Module, attending_places, parse
+from tests.tables import each_row
 
 LAYOUT = "{1,0:T(8,128)(2,1)}"
 
@@ -158,7 +159,7 @@ FUSED = """%fused (a: bf16[8,64], b: bf16[64,128]) -> bf16[8,64] {
 """
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("line", "expected"),
     [
         (f"%y = bf16[8,64]{LAYOUT} add(%p, %p)", 3 * 1024),

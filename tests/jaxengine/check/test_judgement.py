@@ -15,6 +15,7 @@ from jaxengine.check.inspect import device_bytes, mosaic_gpu, vmem_bytes
 from jaxengine.check.judge import failures, overfull
 from jaxengine.check.targets import TARGETS, find_target, gpu_target_config, require_compiler, split_targets
 from jaxengine.config.engine_config import ConfigError
+from tests.tables import each_row
 
 V6E = TARGETS["v6e"]
 ROW = {
@@ -41,7 +42,7 @@ LATENTS = {"latent_bytes": 64 << 20, "workspace_bytes": 192 << 20, "result_bytes
 CODES = NEEDS | {"needs": WORK | {"quantized_bytes": 50 << 20}}
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("change", "planned", "words"),
     [
         ({}, 1_000_000, ""),

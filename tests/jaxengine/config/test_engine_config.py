@@ -12,6 +12,7 @@ from jaxengine.config.platforms import PLATFORMS
 from jaxengine.runner.memory import StageNeeds, plan_memory
 from pallas_kernels.kv.pages import LAYOUTS, PER_TOKEN, PER_TOKEN_LAYOUTS
 from tests.models.tiny import TINY
+from tests.tables import each_row
 
 MODEL = dataclasses.replace(TINY, vocab_size=128, max_position_embeddings=1000, attention=TINY.attention[:2])
 CPU = PLATFORMS["cpu"]
@@ -23,7 +24,7 @@ def test_unknown_option_names_a_near_one():
     assert error.value.param == "max_num_seq"
 
 
-@pytest.mark.parametrize("field", dataclasses.fields(EngineConfig), ids=lambda field: field.name)
+@each_row("field", dataclasses.fields(EngineConfig))
 def test_every_option_refuses_a_value_of_another_type(field):
     wrong = 3.5 if str(field.type).startswith("str") or "int" in str(field.type) else "yes"
     with pytest.raises(ConfigError) as error:
@@ -31,7 +32,7 @@ def test_every_option_refuses_a_value_of_another_type(field):
     assert error.value.param.startswith(field.name)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "options",
     [
         {"max_num_seqs": 0},
@@ -53,7 +54,6 @@ def test_every_option_refuses_a_value_of_another_type(field):
         {"compilation_config": {"mode": 1}},
         {"compilation_config": 2},
     ],
-    ids=str,
 )
 def test_values_out_of_range_are_refused(options):
     with pytest.raises(ConfigError):

@@ -10,6 +10,7 @@ import pytest
 from jaxengine.config.command_line import given_options
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.engine_flags import add_engine_options
+from tests.tables import each_row
 
 
 def from_words(*words: str) -> EngineConfig:
@@ -60,7 +61,7 @@ def test_the_other_options():
     assert EngineConfig(**dataclasses.asdict(config)) == config
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "says"),
     [
         ({"limit_mm_per_prompt": "image:2"}, "limit_mm_per_prompt is 'image:2'; allowed: {"),

@@ -10,6 +10,7 @@ import pytest
 
 from jaxengine.config.engine_config import CompilationConfig, ConfigError, EngineConfig
 from jaxengine.config.values import read_size
+from tests.tables import each_row
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,7 @@ def test_what_is_no_size(text):
         read_size(text)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "given", "kept"),
     [
         ("model", Path("a") / "b", "a/b"),
@@ -57,7 +58,6 @@ def test_what_is_no_size(text):
         ("compilation_config", np.int64(3), CompilationConfig(mode=3)),
         ("compilation_config", {"prefill_sizes": [np.int32(8)]}, CompilationConfig(prefill_sizes=(8,))),
     ],
-    ids=str,
 )
 def test_an_option_is_kept_in_one_form(name, given, kept):
     value = getattr(EngineConfig.from_options(**{name: given}), name)

@@ -14,6 +14,7 @@ from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.engine_flags import with_config_file
 from jaxengine.config.vllm_options import ELSEWHERE, HARMLESS, NOT_BUILT
 from jaxengine.server.options import ServerConfig
+from tests.tables import each_row
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 # Recorded from the fields of vllm.engine.arg_utils.EngineArgs and AsyncEngineArgs.
@@ -23,7 +24,7 @@ SERVER_NAMES = json.loads((FIXTURES / "vllm_server_args.json").read_text())["nam
 OF_ITS_PROCESSES = {"_api_process_count", "_api_process_rank"}
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in OF_ITS_PROCESSES])
+@each_row("name", [name for name in NAMES if name not in OF_ITS_PROCESSES])
 def test_no_name_of_vllm_is_unknown(name):
     """A value that no option takes shows what is said of the name."""
     try:
@@ -33,7 +34,7 @@ def test_no_name_of_vllm_is_unknown(name):
         assert error.param.partition(".")[0] in (name, "compilation_config")
 
 
-@pytest.mark.parametrize("name", SERVER_NAMES)
+@each_row("name", SERVER_NAMES)
 def test_no_flag_of_vllms_server_is_unknown(name, tmp_path, monkeypatch):
     """It is taken, or refused by its name."""
     flag = "--" + name.replace("_", "-")
@@ -59,7 +60,7 @@ def test_each_name_is_in_one_table():
     assert not {*HARMLESS, *NOT_BUILT} & built - {"served_model_name"}
 
 
-@pytest.mark.parametrize("name", sorted(NOT_BUILT))
+@each_row("name", sorted(NOT_BUILT))
 def test_options_not_built_are_refused_unless_they_ask_for_nothing(name):
     neutral = (None, "", *NOT_BUILT[name])
     for value in neutral:
@@ -71,7 +72,7 @@ def test_options_not_built_are_refused_unless_they_ask_for_nothing(name):
             assert error.value.param == name
 
 
-@pytest.mark.parametrize("name", sorted(HARMLESS))
+@each_row("name", sorted(HARMLESS))
 def test_harmless_options_say_what_they_mean_here(name, caplog):
     caplog.set_level(logging.INFO, logger="jaxengine")
     assert EngineConfig.from_options(**{name: "given"}) == EngineConfig()
@@ -81,14 +82,14 @@ def test_harmless_options_say_what_they_mean_here(name, caplog):
     assert not caplog.text
 
 
-@pytest.mark.parametrize("name", sorted(ELSEWHERE))
+@each_row("name", sorted(ELSEWHERE))
 def test_options_of_other_commands_name_them(name):
     with pytest.raises(ConfigError, match="it belongs to another command: jaxengine (serve|worker) --"):
         EngineConfig.from_options(**{name: 3})
     EngineConfig.from_options(**{name: None})
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "message"),
     [
         (

@@ -31,8 +31,8 @@ if __name__ == "__main__":
 import numpy as np
 
 from jaxengine import LLM
+from tests.fast_compile import fast_compile
 from tests.fixtures.drawn_weights import FOLDER, checkpoint, draw_all
-from tests.haste import in_haste
 from tests.jaxengine.engine.test_eagle3 import write
 from tests.jaxengine.engine.test_speculation import assert_same, force, forced_workload, make_folder, workload
 from tests.sharding.parallel_cases import OPTIONS
@@ -179,7 +179,7 @@ def main() -> int:
     counts, failed = [int(each) for each in chosen.drafts.split(",")], False
     cache = tempfile.mkdtemp()
     try:
-        with in_haste():
+        with fast_compile():
             for name in chosen.names or SETS:
                 result = run(name, counts, cache, {} if chosen.one_device else PARALLEL)
                 failed |= bool(result["different"])

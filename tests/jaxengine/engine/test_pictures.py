@@ -16,6 +16,7 @@ import pytest
 from jaxengine import LLM, BeamSearchParams, ConfigError, RequestError, SamplingParams
 from tests.fixtures import picture_cases, picture_checkpoints, unit_pictures
 from tests.fixtures.drawn_weights import checkpoint
+from tests.tables import each_row
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
@@ -310,10 +311,8 @@ def step_of_text(llm: LLM) -> tuple[dict[str, int], str]:
     return {str(bucket): runner.packer.layouts[bucket].size for bucket in buckets}, lowered.as_text()
 
 
-def test_a_model_that_is_not_to_see(case, tight, executables_dir, thorough):
+def test_a_model_that_is_not_to_see(case, tight, executables_dir):
     """It has no tower then, and no programs for pictures; steps of text are the same in a model that does."""
-    if case.name not in QUICK and not thorough:
-        pytest.skip("as another family's: --thorough")
     says = {"language_model_only": True, "limit_mm_per_prompt": {"image": 2}}
     blind = {**OPTIONS, **options_of(case), **says, "enforce_eager": True}
     llm = LLM(str(case.folder), **blind)
@@ -329,7 +328,7 @@ def test_a_model_that_is_not_to_see(case, tight, executables_dir, thorough):
     assert answers(llm, [case.prompts[name]["prompt"]], [4]) == [case.answers[name][:4]]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "named"),
     [
         ({"enable_chunked_prefill": False, "max_num_batched_tokens": 256}, "enable_chunked_prefill"),
@@ -337,7 +336,6 @@ def test_a_model_that_is_not_to_see(case, tight, executables_dir, thorough):
         ({"max_num_batched_encoder_tokens": 0}, "max_num_batched_encoder_tokens"),
         ({"disable_chunked_mm_input": True, "max_num_batched_tokens": 4}, "max_num_batched_tokens"),
     ],
-    ids=lambda value: value if isinstance(value, str) else None,
 )
 def test_options_that_do_not_fit(case, options, named):
     with pytest.raises(ConfigError, match=named):

@@ -107,7 +107,7 @@ def num_accepted(llm) -> list[int]:
     return [m.value for m in llm.get_metrics() if m.name == "vllm:spec_decode_num_accepted_tokens_per_pos"]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, 0.7, pytest.param(1.0, marks=pytest.mark.thorough("as 0.7"))])
 def test_everything_is_as_without_drafts(engines, temperature, thorough):
     plain, drafting = engines
     prompts, params = workload(temperature)
@@ -240,7 +240,7 @@ def guided_workload(temperature: float):
     return prompts, params
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, 0.7, pytest.param(1.0, marks=pytest.mark.thorough("as 0.7"))])
 def test_guesses_under_a_grammar(engines, temperature, monkeypatch):
     """The same tokens: in a crowd that is preempted, alone in fewer steps, and where masks of guesses do not come."""
     monkeypatch.setattr(structured_module, "_MASK_SECONDS", 60.0)  # a mask that is late costs no steps
@@ -305,10 +305,9 @@ def test_steps_without_drafts_are_the_same_programs(engines):
     assert not any("verify" in name for name, _ in plain._epilogues)
 
 
+@pytest.mark.thorough("a minute of compiling")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families(family, executables_dir, thorough):
-    if not thorough:
-        pytest.skip("a minute of compiling: --thorough")
+def test_families(family, executables_dir):
     options = OPTIONS | {"model": str(checkpoint(family)), "compile_cache_dir": executables_dir}
     options |= {"load_format": "auto", "skip_tokenizer_init": True, "num_gpu_blocks_override": 60}
     plain = LLM(**options)

@@ -12,6 +12,7 @@ import pytest
 from jaxengine import LLM, ConfigError, SamplingParams
 from models.registry import read_folder
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS, use_scheduler
+from tests.tables import each_row
 
 MODELS = TINY_CHECKPOINT.parent
 MORE = "lfm2", "lfm2_moe", "granite_hybrid", "falcon_h1"
@@ -92,7 +93,7 @@ def test_states_are_counted(llm, folder):
     assert plan.parts["states"] == held and "states" in plan.table()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "options", "said"),
     [
         ("llama", {"num_state_snapshots": 3}, "num_state_snapshots is 3; allowed: 0 or None: LlamaForCausalLM keeps"),

@@ -89,11 +89,15 @@ def run(llm, prompts, params, taken) -> tuple[list[list[int]], int]:
     return [outputs[index] for index in range(len(prompts))], most
 
 
-@pytest.fixture(scope="module", params=WINDOWS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=pytest.mark.thorough("half a minute of compiling") if name in THOROUGH else ())
+        for name in WINDOWS
+    ],
+)
 def make(request, executables_dir):
     """Engines of one checkpoint, by their options."""
-    if request.param in THOROUGH and not request.config.getoption("--thorough"):
-        pytest.skip("half a minute of compiling: --thorough")
     few = {"compilation_config": {"cudagraph_capture_sizes": [], "prefill_sizes": []}}
     options = TINY_OPTIONS | few | {"max_model_len": 64, "compile_cache_dir": executables_dir}
     folder = str(checkpoint(request.param))

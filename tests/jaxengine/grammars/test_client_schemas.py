@@ -15,6 +15,7 @@ import pytest
 
 from jaxengine.grammars.worker_process import compile_grammar
 from jaxengine.requests.structured_outputs import StructuredOutputsParams
+from tests.tables import each_row
 
 SCHEMAS: dict[str, Any] = json.loads(Path(__file__).with_name("client_schemas.json").read_text())
 # What a grammar cannot say: two entries of a list must differ.
@@ -34,7 +35,7 @@ def accepts(schema: Any, text: str, **options: Any) -> bool:
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
-@pytest.mark.parametrize("name", SCHEMAS)
+@each_row("name", SCHEMAS)
 def test_it_is_a_grammar(name):
     assert len(SCHEMAS) >= 40
     problem = llguidance.LLMatcher.validate_grammar(grammar_of(SCHEMAS[name], lenient=name in SETS))

@@ -124,6 +124,7 @@ def take_mask(worker, key, matcher):
     return list(mask.forced[:1]) or allowed_by(expected)
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_masks_are_those_of_llguidance(worker, keys, name):
     for seed in range(3):
@@ -139,6 +140,7 @@ def test_masks_are_those_of_llguidance(worker, keys, name):
         worker.close(key)
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(
     ("grammar", "taken", "forced", "ends"),
     [
@@ -168,6 +170,7 @@ def test_what_must_come_is_known_ahead(worker, keys, grammar, taken, forced, end
         take_mask(worker, key, matcher)
 
 
+@pytest.mark.versions
 def test_nobody_looks_ahead_who_was_not_asked_to():
     start = "byte", BYTES.vocab_size, NUM_WORDS, [EOS]
     for looks_ahead in (False, True):
@@ -178,6 +181,7 @@ def test_nobody_looks_ahead_who_was_not_asked_to():
         assert mask.forced == [ord("b")] * 32 * looks_ahead
 
 
+@pytest.mark.versions
 def test_those_who_wait_share_the_time_to_look_ahead(monkeypatch):
     clock = itertools.count()  # a second each time that it is asked
     monkeypatch.setattr(worker_process.time, "thread_time", lambda: float(next(clock)))
@@ -191,16 +195,16 @@ def test_those_who_wait_share_the_time_to_look_ahead(monkeypatch):
     assert found == [4, 0, 0, 4]
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_used_fails_alone(worker, keys, name):
     key, matcher, bad = next(keys), matcher_of(GRAMMARS["regex"]), next(keys)
     worker.open(key, *GRAMMARS["regex"])
     take_mask(worker, key, matcher)
-    process, start = worker._process, time.monotonic()
+    process = worker._process
     worker.open(bad, *REFUSED[name])
     (failure,) = next_of(worker, bad)
     assert isinstance(failure, GrammarFailure) and not failure.compiled and 0 < len(failure.reason) <= 500
-    assert time.monotonic() - start < grammar_worker.COMPILE_SECONDS + 5
     matcher.consume_token(ord("q"))
     worker.advance(key, ord("q"))
     take_mask(worker, key, matcher)
@@ -208,6 +212,7 @@ def test_what_cannot_be_used_fails_alone(worker, keys, name):
     worker.close(key)
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(
     "grammar",
     [
@@ -256,6 +261,7 @@ def go_on(worker, key, matcher, token="c"):
     take_mask(worker, key, matcher)
 
 
+@pytest.mark.versions
 def test_a_slow_compilation_delays_no_masks(worker, keys):
     """Nested repeats take a second; what comes of them is a mask or a failure."""
     other, slow = advanced(worker, keys, ""), next(keys)
@@ -299,6 +305,7 @@ def test_a_long_compilation_gives_way_to_everybody_and_the_next_one_begins_anew(
     worker.shutdown()
 
 
+@pytest.mark.versions
 def test_a_process_that_takes_too_long_is_replaced(worker, keys, monkeypatch):
     """The first in line for a mask fails; all others go on where they were, those that wait and those that do not."""
     slow, other, idle = (advanced(worker, keys) for _ in range(3))
@@ -317,6 +324,7 @@ def test_a_process_that_takes_too_long_is_replaced(worker, keys, monkeypatch):
     go_on(worker, *idle)
 
 
+@pytest.mark.versions
 def test_a_compilation_that_takes_too_long_is_ended(worker, keys, monkeypatch):
     other, slow, late = advanced(worker, keys), next(keys), next(keys)
     monkeypatch.setattr(grammar_worker, "COMPILE_SECONDS", 0.2)
@@ -332,6 +340,7 @@ def test_a_compilation_that_takes_too_long_is_ended(worker, keys, monkeypatch):
     take_mask(worker, late, matcher_of(GRAMMARS["lark"]))
 
 
+@pytest.mark.versions
 def test_a_killed_process_is_replaced_and_nobody_fails(worker, keys):
     waiting, idle = advanced(worker, keys), advanced(worker, keys)
     for _ in range(2):  # not at the first time, and not where another one is at work at the second
@@ -342,6 +351,7 @@ def test_a_killed_process_is_replaced_and_nobody_fails(worker, keys):
     go_on(worker, *idle, token="d")
 
 
+@pytest.mark.versions
 def test_who_ends_the_process_twice_fails(worker, keys):
     guilty, other = advanced(worker, keys), advanced(worker, keys)
     stop(worker._process.process)
@@ -358,6 +368,7 @@ def test_who_ends_the_process_twice_fails(worker, keys):
     go_on(worker, *other)
 
 
+@pytest.mark.versions
 def test_closed_sequences_say_nothing(worker, keys):
     closed, other = next(keys), next(keys)
     worker.open(closed, *GRAMMARS["json"])

@@ -6,7 +6,6 @@ import base64
 import socket
 import ssl
 import subprocess
-import time
 
 import pytest
 
@@ -16,6 +15,7 @@ from jaxengine.media.errors import MediaError
 from jaxengine.media.fetch import check_source, fetch, is_public
 from tests.jaxengine.media.pictures import PNG, data_url
 from tests.jaxengine.media.web_server import web_server
+from tests.tables import each_row
 
 CLOSED = MediaOptions()
 OPEN = MediaOptions(allowed_media_domains=("127.0.0.1", "media.example", "::1"), media_fetch_timeout=0.5)
@@ -67,7 +67,7 @@ def test_data_urls(url):
     assert fetch(url, CLOSED) == PNG
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("url", "message"),
     [
         ("data:image/png;base64", "is no data URL; allowed is data:image/png;base64,"),
@@ -175,11 +175,10 @@ def test_a_file_from_the_web(server, path):
         ("/nonsense", r"cannot be fetched \(BadStatusLine\)"),
     ],
 )
+@pytest.mark.timeout(60)
 def test_a_server_that_answers_as_it_should_not(server, path, message):
-    start = time.monotonic()
     with pytest.raises(MediaError, match=message):
         fetch(server.url + path, OPEN)
-    assert time.monotonic() - start < 10
 
 
 @pytest.mark.parametrize(
@@ -215,7 +214,7 @@ PRIVATE = """
 """
 
 
-@pytest.mark.parametrize("address", PRIVATE.split())
+@each_row("address", PRIVATE.split())
 def test_private_addresses(address):
     assert not is_public(address)
 

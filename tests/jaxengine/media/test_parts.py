@@ -11,6 +11,7 @@ from jaxengine.media.load import read_multi_modal_data
 from jaxengine.media.parts import PlacedPart, collect_media
 from scheduler.errors import RequestError
 from tests.jaxengine.media.pictures import PICTURE, PIXELS, PNG, data_url
+from tests.tables import each_row
 
 URL = data_url(PNG)
 OPTIONS = MediaOptions(allowed_media_domains=("media.example",))
@@ -90,7 +91,7 @@ def test_what_holds_no_picture_is_left_as_it_is(messages):
     assert collect_media(messages, None, OPTIONS) == (messages, [])
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("part", "message"),
     [
         ({"type": "image_url"}, r'content\[0\].image_url must be {"url": ...} or an address, got None'),

@@ -17,6 +17,7 @@ from jaxengine.media.errors import MediaError
 from jaxengine.media.frames import Video, sample_frames
 from jaxengine.media.videos import read_video
 from tests.jaxengine.media.pictures import PICTURE, PIXELS, PNG, animation, saved
+from tests.tables import each_row
 
 OPTIONS = MediaOptions()
 FRAMES = np.stack([PIXELS, PIXELS[::-1], PIXELS[:, ::-1]])
@@ -84,7 +85,7 @@ def test_frames_of_python(tmp_path):
     assert read((FRAMES, {"frames_indices": [0, 4, 8]})).total_num_frames == 9
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("value", "message"),
     [
         (b"", "has no bytes; allowed: MP4, WebM, and animated GIF, WebP and PNG"),

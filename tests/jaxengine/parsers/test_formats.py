@@ -88,10 +88,12 @@ def test_what_is_broken_off_has_the_calls_before(name):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_megabyte(name):
-    """Of an argument, of a text, and of whatever the format is made of; anything quadratic takes minutes."""
-    big = ("weather", {"city": "x < y\n é" * 125_000})
-    message = parse(name, cut(FORMATS[name].write([big]), range(0, 1_000_000, 1000)))
+def test_a_long_output(name, thorough):
+    """A megabyte, or a quarter, of an argument, of a text, and of whatever the format is made of; anything quadratic
+    takes minutes."""
+    count = 125_000 if thorough else 31_250
+    big = ("weather", {"city": "x < y\n é" * count})
+    message = parse(name, cut(FORMATS[name].write([big]), range(0, 8 * count, 1000)))
     assert [(call.name, json.loads(call.arguments)) for call in message.tool_calls] == [big]
     for piece in FORMATS[name].pieces:
         parse(name, [piece * (30_000 // len(piece))])

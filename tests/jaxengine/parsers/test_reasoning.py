@@ -14,6 +14,7 @@ from jaxengine.parsers.message import MessageParser
 from jaxengine.parsers.reasoning_think import ThinkFormat
 from jaxengine.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, by_template, reasoning_format, tool_format
 from jaxengine.requests.structured_outputs import StructuredOutputsParams
+from tests.tables import each_row
 
 PROMPT = "user: hi\nassistant:"
 
@@ -24,7 +25,7 @@ def parse(name: str, pieces, prompt: str = PROMPT, tools=None):
     return message_of([*events, *parser.finish()])
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "prompt", "text", "reasoning", "content"),
     [
         ("qwen3", PROMPT, "<think>a</think>b", "a", "b"),

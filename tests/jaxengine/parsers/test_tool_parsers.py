@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 from jaxengine.parsers.events import ParsedMessage, message_of
 from jaxengine.parsers.registry import TOOL_PARSERS
 from jaxengine.parsers.tool_forced import NamedToolParser, RequiredToolParser
+from tests.tables import each_row
 
 # One alphabet per format: its markers and the characters that matter to it.
 JSON_PIECES = [
@@ -79,7 +79,7 @@ ARGUMENTS = {"city": "Paris", "days": [1, 2500.0, True, None], "x": {"y": '}"<'}
 PARAMETERS = CALL.replace("arguments", "parameters")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "text", "content", "expected"),
     [
         ("hermes", f"<tool_call>\n{CALL}\n</tool_call>", None, [("weather", ARGUMENTS)]),
@@ -245,12 +245,11 @@ def test_cuts_do_not_matter(name, data):
         ("pythonic", "[", "f(a=1),"),
     ],
 )
+@pytest.mark.timeout(60)
 def test_hostile_output_takes_linear_time(name, begin, repeated):
     """A long one at once, and a shorter one in single characters; anything quadratic takes minutes."""
-    start = time.process_time()
     parse(name, [begin + repeated * (100_000 // len(repeated))])
     parse(name, begin + repeated * (10_000 // len(repeated)))
-    assert time.process_time() - start < 10
 
 
 def test_a_megabyte_of_arguments():

@@ -12,6 +12,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from jaxengine.requests.closed_objects import close_objects, lists_all
+from tests.tables import each_row
 
 A: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 B: dict[str, Any] = {"properties": {"b": {"type": "integer"}}}
@@ -28,7 +29,7 @@ def refer(name: str) -> dict[str, str]:
     return {"$ref": f"#/$defs/{name}"}
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("given", "expected"),
     [
         (A, A | END),
@@ -58,7 +59,6 @@ def refer(name: str) -> dict[str, str]:
             {"properties": {"allOf": B | END, "$ref": {"type": "string"}, "properties": A | END}, **END},
         ),
     ],
-    ids=str,
 )
 def test_an_object_that_lists_its_properties_is_closed(given, expected):
     assert closed(given) == expected
@@ -101,7 +101,7 @@ OPEN = [
 ]
 
 
-@pytest.mark.parametrize("schema", OPEN, ids=str)
+@each_row("schema", OPEN)
 def test_where_others_may_be_needed_nothing_is_said(schema):
     text = json.dumps(schema)
     assert close_objects(text) == text

@@ -23,6 +23,7 @@ from jaxengine.requests.sampling_params import (
 )
 from scheduler.errors import RequestError
 from scheduler.token_params import PENALTIES, TRUNCATION
+from tests.tables import each_row
 
 INT64 = 2**63
 NO_NUMBERS = st.one_of(st.booleans(), st.text(max_size=3), st.lists(st.integers(), max_size=2), st.just(object()))
@@ -110,7 +111,7 @@ def refused(**options) -> RequestError:
     return caught.value
 
 
-@pytest.mark.parametrize("field", WRONG)
+@each_row("field", WRONG)
 def test_wrong_value_is_refused_by_name(field):
     @given(WRONG[field])
     def check(value):
@@ -272,7 +273,7 @@ def test_children_have_seeds_of_their_own(seed, n):
 ENGINE = {"vocab_size": 100, "max_logprobs": 20, "max_model_len": 64, "has_tokenizer": True}
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "engine", "field"),
     [
         ({"logprobs": 21}, {}, "logprobs"),

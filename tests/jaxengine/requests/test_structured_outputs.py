@@ -16,6 +16,7 @@ from jaxengine.requests.structured_outputs import (
     StructuredOutputsParams,
 )
 from scheduler.errors import RequestError
+from tests.tables import each_row
 
 
 def nested(depth: int) -> dict:
@@ -66,9 +67,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(
-    ("field", "index"), [(name, at) for name, values in WRONG.items() for at in range(len(values))]
-)
+@each_row(("field", "index"), [(name, at) for name, values in WRONG.items() for at in range(len(values))])
 def test_wrong_value_is_refused_by_name(field, index):
     chosen = {field: WRONG[field][index]}
     if field not in ("json", "regex", "choice", "grammar", "json_object"):

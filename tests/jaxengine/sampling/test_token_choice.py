@@ -69,6 +69,7 @@ def check_kept(logits: np.ndarray, parameters: np.ndarray, temperature: float) -
     return too_close
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("vocab_size", [1, 127, 300, 4 * NUM_CANDIDATES + 9])
 @pytest.mark.parametrize("kind", ["spread", "flat", "ties", "peaked", "forbidden", "tiny"])
 def test_kept_tokens_are_the_oracles(kind, vocab_size):
@@ -87,6 +88,7 @@ def test_kept_tokens_are_the_oracles(kind, vocab_size):
     assert check_kept(logits, PARAMETERS, 0.7) < len(PARAMETERS) // 10
 
 
+@pytest.mark.versions
 def test_kept_tokens_are_the_oracles_for_every_small_pattern():
     patterns = np.array(list(itertools.product([-np.inf, -1.0, 0.0, 2.5], repeat=4)), np.float32)
     patterns = patterns[np.isfinite(patterns).any(axis=1)]
@@ -95,6 +97,7 @@ def test_kept_tokens_are_the_oracles_for_every_small_pattern():
     assert check_kept(logits, np.tile(chosen, (len(patterns), 1)), 1.0) < len(logits) // 20
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("start", [1.5, -1.5, 3e20])
 def test_top_k_separates_neighbouring_floats(start):
     """The search ends at single bit patterns: 64 consecutive float32 values."""
@@ -108,6 +111,7 @@ def test_top_k_separates_neighbouring_floats(start):
     np.testing.assert_array_equal((logits >= np.asarray(lowest)).sum(axis=1), np.arange(1, 65))
 
 
+@pytest.mark.versions
 def test_search_takes_a_bounded_number_of_passes():
     """A threshold of 0.0 that many logits share, where halving values would crawl through every exponent."""
     logits = jnp.asarray(np.concatenate([np.zeros(50), np.linspace(-3, 3, 99)])[None], jnp.float32)
@@ -126,6 +130,7 @@ def test_search_takes_a_bounded_number_of_passes():
     assert 1 < len(passes) <= VALUE_PASSES + 32
 
 
+@pytest.mark.versions
 def test_search_ends_for_rows_with_nan_and_infinity():
     logits = np.zeros((4, 9), np.float32)
     logits[0, 3], logits[1, 0], logits[2, 5], logits[3] = np.nan, np.inf, -np.nan, -np.inf
@@ -141,6 +146,7 @@ def run_draw(logits: np.ndarray, seed: int = 0, kept_from: float = -np.inf, temp
     return np.asarray(jit_draw(logits, best, np.full_like(best, kept_from), np.full_like(best, temperature), keys))
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("vocab_size", [1, 130, 3 * 128 + 40])
 @pytest.mark.parametrize("temperature", [1.0, 0.4])
 def test_a_draw_is_the_best_token_with_its_noise(vocab_size, temperature):
@@ -171,6 +177,7 @@ def test_rounding_of_the_logits_does_not_change_what_is_drawn():
     np.testing.assert_array_equal(run_draw(rounded), run_draw(logits))
 
 
+@pytest.mark.versions
 def test_a_draw_never_takes_an_impossible_token():
     rng = np.random.default_rng(2)
     logits = rng.uniform(-22, 0, (600, 300)).astype(np.float32)
@@ -183,6 +190,7 @@ def test_a_draw_never_takes_an_impossible_token():
         assert np.isfinite(logits[np.arange(600), drawn]).all()
 
 
+@pytest.mark.versions
 def test_the_smallest_and_the_largest_noise_are_finite():
     keys = np.array([[0, 0]], np.uint32)
     ids = jnp.arange(1 << 22, dtype=jnp.uint32)
@@ -191,17 +199,20 @@ def test_the_smallest_and_the_largest_noise_are_finite():
     assert noise.min() < 1e-5 and noise.max() > 13
 
 
+@pytest.mark.versions
 def test_a_draw_does_not_depend_on_padding_of_the_vocabulary():
     logits = np.random.default_rng(3).normal(0, 2, (500, 15 * 128)).astype(np.float32)
     padded = np.pad(logits, ((0, 0), (0, 9 * 128)), constant_values=-np.inf)
     np.testing.assert_array_equal(run_draw(padded), run_draw(logits))
 
 
+@pytest.mark.versions
 def test_a_draw_respects_the_threshold():
     logits = np.tile(np.arange(10, dtype=np.float32), (500, 1))
     assert set(run_draw(logits, kept_from=7.0)) == {7, 8, 9}
 
 
+@pytest.mark.versions
 def test_keys_are_threefry_of_seed_and_position():
     """A seed must mean the same tokens on every platform and in every later version."""
     seeds = [(0, 0), (1, 2), (0xFFFFFFFF, 7), (13, 0x80000000)]

@@ -21,6 +21,7 @@ from scheduler.errors import RequestError
 from scheduler.request import FinishReason
 from tests.jaxengine.server.asgi_client import post
 from tests.scheduler.loop import Loop, check_output, make
+from tests.tables import each_row
 
 EDGES = [sign * size + by for size in (2**31, 2**63, 2**64, 10**30) for sign in (1, -1) for by in (-1, 0)] + [10**400]
 FIELDS = {
@@ -58,7 +59,7 @@ def test_every_integer_field_of_sampling_params(llm):
     assert llm.generate(PROMPT, PLAIN, use_tqdm=False)[0].outputs[0].token_ids == expected
 
 
-@pytest.mark.parametrize("value", EDGES, ids=lambda value: f"{value:.0e}" if abs(value) < 10**300 else "1e400")
+@each_row("value", EDGES)
 def test_priority_timeout_and_token_ids(llm, value):
     policy = llm.core.config.scheduling_policy
     fits = -(2**63) <= value < 2**63
@@ -79,7 +80,7 @@ def test_priority_timeout_and_token_ids(llm, value):
     assert llm.generate(PROMPT, PLAIN, use_tqdm=False)[0].finished
 
 
-@pytest.mark.parametrize("name", [*FIELDS, "priority", "timeout", "prompt"])
+@each_row("name", [*FIELDS, "priority", "timeout", "prompt"])
 async def test_http_refuses_or_serves(chat_engine, name):
     app = create_app(chat_engine, ServerConfig(request_timeout=20.0))
     for value in EDGES[:-1]:
@@ -93,7 +94,7 @@ async def test_http_refuses_or_serves(chat_engine, name):
     assert (await post(app, "/v1/completions", prompt=[5, 6], max_tokens=1)).status == 200
 
 
-@pytest.mark.parametrize("value", EDGES, ids=lambda value: f"{value:.0e}" if abs(value) < 10**300 else "1e400")
+@each_row("value", EDGES)
 def test_grpc_has_no_room_for_more(value):
     if -(2**31) <= value < 2**31:
         assert GenerateRequest(priority=value).priority == value

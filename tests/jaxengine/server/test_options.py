@@ -9,9 +9,10 @@ import pytest
 from jaxengine.config.engine_config import ConfigError
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.processes.sockets import listen, reserve_port
+from tests.tables import each_row
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "param"),
     [
         ({"port": -1}, "port"),

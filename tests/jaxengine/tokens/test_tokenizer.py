@@ -14,6 +14,7 @@ from jaxengine.tokens.tokenizer import Tokenizer
 from models.weights.errors import ModelFileError
 from models.weights.gguf import GGUFFile
 from scheduler.errors import RequestError
+from tests.tables import each_row
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 WORKLOADS = Path(__file__).parents[3] / "jaxengine" / "bench" / "workloads.json"
@@ -157,7 +158,7 @@ def test_what_is_no_text(smollm, text):
     assert smollm.encode("still works") == smollm.encode("still works")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("changes", "message"),
     [
         ({"tokens": None}, "list of strings"),

@@ -17,6 +17,7 @@ from jaxengine.tokens import chat_sandbox
 from jaxengine.tokens.chat_messages import MAX_DEPTH
 from jaxengine.tokens.tokenizer import Tokenizer
 from scheduler.errors import RequestError
+from tests.tables import each_row
 
 RECORDED = json.loads((Path(__file__).parents[2] / "fixtures" / "tokenizer_ids.json").read_text())
 CHATML = """{%- for message in messages %}
@@ -156,7 +157,7 @@ def nested(depth: int) -> Any:
     return [] if depth == 0 else [nested(depth - 1)]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("messages", "message"),
     [
         ([], "at least one message, got an empty list"),
@@ -195,7 +196,7 @@ def test_a_message_with_tool_calls_needs_no_content(chatml):
     assert refusal.value.param == "continue_final_message"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "param"),
     [
         ({"continue_final_message": True}, "continue_final_message"),
@@ -229,7 +230,7 @@ def test_no_template(template):
     assert tokenizer_with(template).apply_chat_template(MESSAGES, chat_template="{{ 1 }}") == "1"
 
 
-@pytest.mark.parametrize(
+@each_row(
     "template",
     [
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",

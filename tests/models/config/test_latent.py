@@ -12,6 +12,7 @@ from models.config.attention import Latent
 from models.config.experts import ExpertsConfig
 from models.config.fields import ModelConfigError
 from models.registry import read_hf
+from tests.tables import each_row
 
 DEEPSEEK_V2 = {
     "vocab_size": 256,
@@ -265,7 +266,7 @@ def test_minicpm3():
     assert config.residual_multiplier == pytest.approx(1.4 / 62**0.5) and config.tie_word_embeddings
 
 
-@pytest.mark.parametrize(
+@each_row(
     "raw, message",
     [
         ({**DEEPSEEK_V2, "num_key_value_heads": 2}, "num_key_value_heads must be num_attention_heads = 4.*got 2"),

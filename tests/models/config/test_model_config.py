@@ -15,6 +15,7 @@ from models.config.rope import Rope, RopeScaling
 from models.registry import read_hf
 from models.weights.errors import ModelFileError
 from tests.models.tiny import windows_of
+from tests.tables import each_row
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -185,7 +186,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("changes, message", BAD.values(), ids=BAD.keys())
+@each_row("changes, message", BAD.values(), ids=BAD.keys())
 def test_unusable_config(changes, message):
     with pytest.raises(ModelConfigError, match=message):
         read_hf({**LLAMA, **changes})

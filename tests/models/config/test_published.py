@@ -26,6 +26,7 @@ from tests.models.config.published import (
     STARCODER2,
     YARN,
 )
+from tests.tables import each_row
 
 
 def kinds(config: ModelConfig) -> str:
@@ -147,7 +148,7 @@ def changed(raw: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return {**raw, **changes}
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("raw", "message"),
     [
         (changed(GEMMA3, attn_logit_softcapping=50.0), "attn_logit_softcapping must be absent, got 50.0"),

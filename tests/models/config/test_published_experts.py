@@ -13,6 +13,7 @@ from models.config.fields import ModelConfigError
 from models.config.rope import Rope, RopeScaling
 from models.registry import read_hf
 from tests.models.config.test_published import in_transformers_5
+from tests.tables import each_row
 
 # openai/gpt-oss-20b
 GPT_OSS: dict[str, Any] = {
@@ -362,7 +363,7 @@ def in_text(**changes: Any) -> dict[str, Any]:
     return LLAMA4 | {"text_config": LLAMA4["text_config"] | changes}
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("raw", "message"),
     [
         (

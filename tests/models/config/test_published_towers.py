@@ -15,6 +15,7 @@ from models.vision.moonvit import MoonVitTowerConfig
 from models.vision.pixtral import PixtralTowerConfig
 from models.vision.qwen2_vl import Qwen2_5VLTowerConfig, Qwen2VLTowerConfig
 from models.vision.qwen3_vl import Qwen3VLTowerConfig
+from tests.tables import each_row
 
 TOKENS = {"vision_start_token_id": 151652, "image_token_id": 151655, "video_token_id": 151656}
 # Qwen/Qwen2-VL-7B-Instruct
@@ -339,7 +340,7 @@ def test_glm_4_1v():
     assert {layer.rope for layer in config.attention} == {rope} and config.attention[0].bias
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("raw", "where", "change", "message"),
     [
         (QWEN2_VL, None, {"rope_scaling": {"type": "mrope"}}, "mrope_section is missing"),
@@ -387,7 +388,6 @@ def test_glm_4_1v():
         (MISTRAL3, None, {"vision_feature_layer": -2}, "vision_feature_layer must be -1 or absent, got -2"),
         (MISTRAL3, None, {"projector_hidden_act": "relu"}, "projector_hidden_act must be one of"),
     ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) and len(value) == 1 else "",
 )
 def test_what_is_not_built_is_refused(raw, where, change, message):
     with pytest.raises(ModelConfigError, match=message):

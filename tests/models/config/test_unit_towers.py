@@ -9,6 +9,7 @@ import pytest
 from models.config.fields import ModelConfigError
 from models.registry import read_hf
 from tests.models.config.published import GEMMA3_VISION
+from tests.tables import each_row
 
 # llava-hf/llava-1.5-7b-hf
 LLAVA: dict[str, Any] = {
@@ -178,7 +179,7 @@ def changed(raw: dict[str, Any], **vision: Any) -> dict[str, Any]:
     return raw | {"vision_config": raw["vision_config"] | vision}
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("raw", "message"),
     [
         (LLAVA | {"vision_config": None}, "vision_config must be a mapping, got None"),
@@ -200,7 +201,6 @@ def changed(raw: dict[str, Any], **vision: Any) -> dict[str, Any]:
             "mm_tokens_per_image must be a square whose side divides",
         ),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_refused(raw, message):
     with pytest.raises(ModelConfigError) as error:

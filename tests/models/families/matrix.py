@@ -1,6 +1,6 @@
 """Every recorded checkpoint through whole engines: what transformers says, however requests are served.
 
-    python -m tests.models.families.matrix [NAME ...] [--only MODE ...] [--haste] [--json FILE]
+    python -m tests.models.families.matrix [NAME ...] [--only MODE ...] [--fast-compile] [--json FILE]
 
 First the logits, of whole prompts and in chunks: the largest difference, of the largest logit. With `--only logits`
 nothing else. Then the engines.
@@ -11,8 +11,8 @@ a crowd in a pool so small that requests are preempted all the time, the same ag
 and 512 tokens, and two devices by each kind of parallelism that splits the model. It forces eight devices on the CPU.
 A refusal counts as "not split" where it is of what the mode asks for and says why the model cannot be split so; any
 other fails the row. Results are added to those that the JSON file has (benchmarks/results/families.json is kept); the
-exit status is 1 when a token differs or a row failed. `--haste` compiles as tests do (tests/haste.py), which takes half
-the time.
+exit status is 1 when a token differs or a row failed. `--fast-compile` compiles as tests do (tests/fast_compile.py), in
+half the time.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from jaxengine import LLM, ConfigError, SamplingParams
 from models.cache import group_layers
 from models.registry import read_folder
 from scheduler.config import most_pages
+from tests.fast_compile import fast_compile
 from tests.fixtures.drawn_weights import FOLDER, checkpoint
-from tests.haste import in_haste
 from tests.models.conftest import WEIGHTS_OF, PagedRun, load_recorded
 
 NUM_OTHERS = 20
@@ -240,9 +240,9 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[], choices=["logits", "preempted", *MODES])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--executables", default=str(Path(".cache") / "executables"))
-    parser.add_argument("--haste", action="store_true")
+    parser.add_argument("--fast-compile", action="store_true")
     args = parser.parse_args()
-    with in_haste() if args.haste else contextlib.nullcontext():
+    with fast_compile() if args.fast_compile else contextlib.nullcontext():
         return int(_run(args))
 
 

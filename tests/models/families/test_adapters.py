@@ -31,10 +31,14 @@ FEW = ("phi3",)
 PEFT = Path(__file__).parents[2] / "fixtures" / "peft_adapters"
 
 
-@pytest.mark.parametrize("name", sorted(ALWAYS - WITHOUT_ONE_FILE))
-def test_rows_with_and_without_an_adapter(name, recorded, thorough, tmp_path):
-    if name not in FEW and not thorough:
-        pytest.skip("a further family: --thorough")
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in FEW else pytest.mark.thorough("a further family"))
+        for name in sorted(ALWAYS - WITHOUT_ONE_FILE)
+    ],
+)
+def test_rows_with_and_without_an_adapter(name, recorded, tmp_path):
     try:
         case, folder = recorded(name), checkpoint(name)
         model = build_model(case.config, Build("float32", lora=SPEC))
@@ -78,12 +82,10 @@ def test_rows_with_and_without_an_adapter(name, recorded, thorough, tmp_path):
         forward.clear_cache()
 
 
-@pytest.mark.parametrize("name", ["qwen2_moe", "gpt_oss"])
-def test_adapters_of_experts_that_peft_has_made(name, recorded, thorough):
+@pytest.mark.parametrize("name", ["qwen2_moe", pytest.param("gpt_oss", marks=pytest.mark.thorough("a further family"))])
+def test_adapters_of_experts_that_peft_has_made(name, recorded):
     """The logits that PEFT gives with them: experts together, a router, a part of what experts share. Of gpt-oss gate
     and up take turns, and its stacks are as `is_transposed` says."""
-    if name == "gpt_oss" and not thorough:
-        pytest.skip("a further family: --thorough")
     try:
         case, folder = recorded(name), checkpoint(name)
         model = build_model(case.config, Build("float32", lora=SPEC))

@@ -41,16 +41,25 @@ def test_every_family_is_recorded():
     assert {architecture(name) for name in ALWAYS} == set(MODELS)
 
 
-@pytest.fixture(scope="module", params=NAMES)
-def case(request, recorded, thorough):
+VERSIONS = frozenset(("gemma2", "llama_yarn", "qwen3_moe"))
+
+
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    if name not in ALWAYS or name in RENAMED:
+        return [pytest.mark.thorough("a further shape of a family, or computed as a text model of it")]
+    return [pytest.mark.versions] if name in VERSIONS else []
+
+
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=marks(name)) for name in NAMES])
+def case(request, recorded):
     """One checkpoint after the other: its programs are compiled once, and then forgotten."""
-    if request.param not in ALWAYS and not thorough:
-        pytest.skip("a further shape of a family: --thorough")
-    case = recorded(request.param)
-    if request.param in RENAMED and not thorough:
-        pytest.skip("loaded; computed as text models of the family: --thorough")
-    yield case
+    yield recorded(request.param)
     forward.clear_cache()
+
+
+@pytest.mark.parametrize("name", sorted(RENAMED))
+def test_renamed_weights_load(name, recorded):
+    assert recorded(name).config.architecture in MODELS
 
 
 def test_whole_prompt(case, paged_run):

@@ -1,6 +1,6 @@
 """Every format of stored weights through whole engines, as tests.models.families.matrix serves families.
 
-    python -m tests.models.quantization.matrix [NAME ...] [--experts] [--haste] [--json FILE]
+    python -m tests.models.quantization.matrix [NAME ...] [--experts] [--fast-compile] [--json FILE]
 
 A format's checkpoint of two layers is served alone, in crowds, preempted, with prefix hits, in chunks, and over two
 devices. Alone, two prompts must go on as NumPy does with the weights that an independent reading makes of the files
@@ -27,8 +27,8 @@ if __name__ == "__main__":
 
 import numpy as np
 
+from tests.fast_compile import fast_compile
 from tests.fixtures import quantized_models
-from tests.haste import in_haste
 from tests.models.families.matrix import EQUAL, NEVER, Workload, serve
 from tests.models.quantization.emulation import decoder_of, settled
 
@@ -51,10 +51,10 @@ def main() -> int:
     parser.add_argument("--experts", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--executables", default=str(Path(".cache") / "executables"))
-    parser.add_argument("--haste", action="store_true")
+    parser.add_argument("--fast-compile", action="store_true")
     args = parser.parse_args()
     bad = False
-    with in_haste() if args.haste else contextlib.nullcontext():
+    with fast_compile() if args.fast_compile else contextlib.nullcontext():
         for name in args.names or quantized_models.FORMATS:
             rows = examine(name, args.executables, experts=args.experts)
             row = f"{name}, experts" if args.experts else name

@@ -17,6 +17,7 @@ from models.weights.load import load_params
 from models.weights.safetensors import SafetensorsCheckpoint
 from tests.fixtures.quantized_models import CONFIG, FORMATS, write
 from tests.models.weights.test_load import ArraySource
+from tests.tables import each_row
 
 Q = "model.layers.0.self_attn.q_proj"
 DOWN = "model.layers.0.mlp.down_proj"
@@ -212,7 +213,7 @@ def test_what_compressed_tensors_asks_for_is_refused_by_its_field(field):
         read_hf(settings(**COMPRESSED | {field: CHANGED[field]}))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("changes", "message"),
     [
         ({"quant_method": "quark"}, "quant_method must be .*, got 'quark'"),
@@ -296,7 +297,7 @@ NVFP4_ROWS, MXFP4_ROWS = (
 )
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "weights", "rows", "message"),
     [
         ("nvfp4", {}, NVFP4_ROWS | {"num_bits": 8}, "input_activations must be .*, or absent, for nvfp4"),

@@ -14,6 +14,7 @@ from models.weights.gguf import GGUFFile, unpermute_rows
 from models.weights.gguf_layout import GGUFLayout
 from tests.models.weights import gguf_writer as writer
 from tests.models.weights.gguf_writer import ARRAY, BOOL, F32, I32, STRING, U8, U32, U64, gguf_bytes, llama_metadata
+from tests.tables import each_row
 
 GGML_F32, GGML_F16, GGML_Q4_0, GGML_Q8_0, GGML_BF16 = 0, 1, 2, 8, 30
 
@@ -65,7 +66,7 @@ def test_metadata_of_every_type(opened):
     assert [part.tolist() for part in metadata["a.nested"]] == [[1], []]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "expected"),
     [
         ("token_embd.weight", "model.embed_tokens.weight"),

@@ -27,6 +27,8 @@ from sharding.layout import MeshLayout
 from sharding.stages import Stage
 from tests.models.tiny import with_attention
 
+pytestmark = pytest.mark.versions
+
 CONFIG = ModelConfig(
     architecture="Qwen2ForCausalLM",
     vocab_size=64,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
 
 import ml_dtypes
 import numpy as np
@@ -124,14 +123,13 @@ def test_bad_file(tmp_path, content, message):
     assert str(tmp_path) in str(raised.value)
 
 
+@pytest.mark.timeout(60)
 def test_a_name_twice_among_many_is_found_at_once(tmp_path):
-    """Counting each name in turn took half a minute for a header of 400 KB."""
-    names = [f'"n{number}":{{}}' for number in range(40_000)]
+    """Counting each name in turn takes minutes for a header of 2 MB."""
+    names = [f'"n{number}":{{}}' for number in range(160_000)]
     (tmp_path / "model.safetensors").write_bytes(file_bytes(("{" + ",".join([*names, names[-1]]) + "}").encode()))
-    start = time.process_time()
-    with pytest.raises(ModelFileError, match="appears twice.*n39999"):
+    with pytest.raises(ModelFileError, match="appears twice.*n159999"):
         SafetensorsCheckpoint(tmp_path)
-    assert time.process_time() - start < 5
 
 
 def test_what_an_error_quotes_is_short_and_printable(tmp_path):

@@ -24,6 +24,9 @@ from pallas_kernels.kv.pages import (
 from pallas_kernels.kv.update import kv_cache_update
 from tests.pallas_kernels.checks import CHECKS, SLOTS
 from tests.pallas_kernels.implementations import CPU, GPU_XLA, IN_PROCESS, Implementation
+from tests.tables import each_row
+
+pytestmark = pytest.mark.versions
 
 DTYPES = ["float32", "bfloat16", "float16"]
 QUANTIZED = ["float8_e4m3fn", "float8_e5m2", "int8"]
@@ -200,7 +203,7 @@ def test_partition_spec_splits_pages_and_heads(layout):
         assert (name == "model") == (more[axis] != shape[axis])
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("call", "message"),
     [
         (lambda: KVSpec(4, 0, 1, 8, 8, "float32"), "KVSpec.page_size must be at least 1, got 0"),

@@ -30,6 +30,7 @@ from tests.pallas_kernels import lora_products
 from tests.pallas_kernels.hopper_products import GROUPS, PRODUCTS, hopper_grouped, hopper_product, silu_times
 from tests.pallas_kernels.implementations import IMPLEMENTATIONS
 from tests.pallas_kernels.lora_products import HOPPER
+from tests.tables import each_row
 
 HERE = card_of_trace()
 H100, B200, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA B200", "NVIDIA A100-SXM4-80GB"
@@ -138,8 +139,8 @@ def test_what_the_kernels_leave_to_xla_of_adapters():
     assert grouped_form("gpu", 4096, (128,), 16, np.dtype("bfloat16")) == "matmul.hopper.lora"
 
 
-@pytest.mark.parametrize("rows", [1, 8, 64, 80, 128, 144, 192, 256, 320, 8192])
-@pytest.mark.parametrize("rank", [8, 128])
+@each_row("rows", [1, 8, 64, 80, 128, 144, 192, 256, 320, 8192])
+@each_row("rank", [8, 128])
 def test_tiles_of_adapters_fit_shared_memory(rows, rank):
     """Two stages at least; parts of sums take no more memory than rows times all slots' columns, or little."""
     slots = -(-min(64, rows) // (128 // rank))
@@ -204,8 +205,8 @@ def test_rows_of_groups_have_places_in_tiles_of_their_own(sizes, step):
         assert tiles.source[tiles.place[row]] == row and group_of[tiles.place[row]] == owner
 
 
-@pytest.mark.parametrize("rows", [1, 9, 100, 4000])
-@pytest.mark.parametrize("groups", [1, 7, 128])
+@each_row("rows", [1, 9, 100, 4000])
+@each_row("groups", [1, 7, 128])
 def test_there_are_tiles_for_every_spread(rows, groups):
     tile = tile_rows_of(rows, groups, 128)
     rng = np.random.default_rng(rows)
@@ -283,9 +284,9 @@ def test_tiles_of_groups_are_those_of_the_kernel(codes, group, tensor_memory, mo
     assert len(made) == 5 and all(of_kernel == of_rows for of_kernel, of_rows in made), made
 
 
-@pytest.mark.parametrize("rows", [16, 32, 64, 128])
-@pytest.mark.parametrize(("codes", "group"), [("bfloat16", 2880), ("uint8", 32), ("float8_e4m3fn", 2880)])
-@pytest.mark.parametrize("gating", [None, silu_times])
+@each_row("rows", [16, 32, 64, 128])
+@each_row(("codes", "group"), [("bfloat16", 2880), ("uint8", 32), ("float8_e4m3fn", 2880)])
+@each_row("gating", [None, silu_times])
 def test_tiles_of_groups_fit_twice(rows, codes, group, gating):
     """The inputs of gpt-oss; two CTAs share a multiprocessor unless registers are too few for it."""
     codes, plain = jnp.dtype(codes), codes == "bfloat16"
@@ -299,9 +300,9 @@ def test_tiles_of_groups_fit_twice(rows, codes, group, gating):
     assert (2 if rows <= (64 if plain else 32) else 1) * (shape.stages * stage + stored) < SHARED_MEMORY_BYTES
 
 
-@pytest.mark.parametrize("rows", [1, 8, 100, 256, 2048])
-@pytest.mark.parametrize(("size", "out"), [(4096, 6144), (4096, 28672), (14336, 4096), (64, 128)])
-@pytest.mark.parametrize(("codes", "packed"), [("uint8", 2), ("int8", 1)])
+@each_row("rows", [1, 8, 100, 256, 2048])
+@each_row(("size", "out"), [(4096, 6144), (4096, 28672), (14336, 4096), (64, 128)])
+@each_row(("codes", "packed"), [("uint8", 2), ("int8", 1)])
 def test_tiles_cover_the_product_and_fit(rows, size, out, codes, packed):
     shape = Shape(rows, size, out, size // 32, jnp.dtype(codes), False, True, True, jnp.float32, HopperProducts())
     assert shape.row_tiles * shape.tile_rows >= rows and shape.out_tiles * OUTPUTS >= out
@@ -313,9 +314,9 @@ def test_tiles_cover_the_product_and_fit(rows, size, out, codes, packed):
     assert shape.stages * (OUTPUTS * shape.inputs // packed + of_rows + vectors) + stored < SHARED_MEMORY_BYTES
 
 
-@pytest.mark.parametrize("rows", [1, 16, 20, 100, 2048])
-@pytest.mark.parametrize("tiles", [0, 32])
-@pytest.mark.parametrize(
+@each_row("rows", [1, 16, 20, 100, 2048])
+@each_row("tiles", [0, 32])
+@each_row(
     ("codes", "group", "native"),
     [("uint8", 32, False), ("uint8", 128, False), ("int8", 16, False), ("int8", 4096, False)]
     + [("float8_e4m3fn", 32, True), ("float8_e4m3fn", 128, True), ("bfloat16", 4096, True)],

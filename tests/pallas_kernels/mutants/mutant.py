@@ -1,4 +1,4 @@
-"""One planted fault."""
+"""One seeded fault."""
 
 from __future__ import annotations
 

@@ -262,10 +262,10 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("cost", [{1: 1.0, 2: 1.1, 4: 1.15, 8: 1.25}, {1: 1.0, 2: 1.6, 4: 1.8, 8: 2.0}], ids=str)
-def test_answers_take_hardly_longer_than_at_the_best_width(cost):
+def test_answers_cost_hardly_more_than_at_the_best_width(cost):
     """One request at a time, every answer behind every other; what a step brought is known a step later."""
 
-    def seconds(answer, choose, observe):
+    def cost_of(answer, choose, observe):
         done = spent = 0
         while done < len(answer):
             width = choose()
@@ -282,13 +282,13 @@ def test_answers_take_hardly_longer_than_at_the_best_width(cost):
         choice.observe(width, 1, np.array([accepted]), cost[width])
 
     best = {
-        name: min(seconds(answer, lambda width=width: width, lambda *told: None) for width in cost)
+        name: min(cost_of(answer, lambda width=width: width, lambda *told: None) for width in cost)
         for name, answer in ANSWERS.items()
     }
-    seconds(ANSWERS["chat"], lambda: choice.choose(1, GUESSES[:1]), observe)  # all widths are tried
+    cost_of(ANSWERS["chat"], lambda: choice.choose(1, GUESSES[:1]), observe)  # all widths are tried
     for name in [name for first in ANSWERS for second in ANSWERS for name in (first, second)]:
         choice.prefilled()
-        assert seconds(ANSWERS[name], lambda: choice.choose(1, GUESSES[:1]), observe) < 1.2 * best[name], name
+        assert cost_of(ANSWERS[name], lambda: choice.choose(1, GUESSES[:1]), observe) < 1.2 * best[name], name
 
 
 def test_short_texts_without_a_right_draft():

@@ -8,6 +8,7 @@ import pytest
 from scheduler.config import SchedulerConfig, most_pages
 from scheduler.pages.groups import PageTables, page_key
 from tests.scheduler.loop import Loop, check_output, make, random_request
+from tests.tables import each_row
 
 # One window smaller than a page of 4 tokens, as large as one, larger; several groups of one window; no full group.
 GROUPS = [(None, 3), (4, None), (9, None, 9, 2), (7,), (5, 17)]
@@ -111,9 +112,9 @@ def test_admission_counts_what_is_held_at_most(windows, length):
         assert loop.scheduler.num_preemptions == 0
 
 
-@pytest.mark.parametrize("page_size", [1, 3, 4])
-@pytest.mark.parametrize("window", [1, 2, 4, 5, 9])
-@pytest.mark.parametrize("chunk", [1, 4, 7])
+@each_row("page_size", [1, 3, 4])
+@each_row("window", [1, 2, 4, 5, 9])
+@each_row("chunk", [1, 4, 7])
 def test_admission_counts_no_page_more(window, page_size, chunk):
     """Wherever a chunk begins, what its tokens and their windows lie on is counted, and reached."""
     length = window + chunk + page_size

@@ -101,7 +101,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 # 300 runs of 100 operations, here and in the walk below: 80,000 in CI.
-PoolMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=100, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=100, deadline=None)
 TestPool = PoolMachine.TestCase
 
 

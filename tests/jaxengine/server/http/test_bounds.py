@@ -18,6 +18,7 @@ from jaxengine.server.http.messages.protocol import MessagesRequest
 from jaxengine.server.http.responses.protocol import ResponsesRequest
 from jaxengine.server.http.tokenize import DetokenizeRequest, TokenizeRequest
 from scheduler.errors import RequestError
+from tests.tables import each_row
 
 BASES: dict[type[BaseModel], dict[str, Any]] = {
     ChatRequest: {"messages": [{"role": "user", "content": "Hi"}]},
@@ -50,9 +51,7 @@ def large_values(annotation: Any, depth: int = 0) -> Iterator[Any]:
                     yield {field.alias or name: value}
 
 
-@pytest.mark.parametrize(
-    ("model", "name"), [(model, name) for model in BASES for name in model.model_fields], ids=lambda each: str(each)
-)
+@each_row(("model", "name"), [(model, name) for model in BASES for name in model.model_fields])
 def test_faults_are_not_collected_one_by_one(model, name):
     """Each costs a few hundred bytes: pydantic made half a gigabyte of a megabyte of documents."""
     for value in large_values(model.model_fields[name].annotation):
@@ -64,7 +63,7 @@ def test_faults_are_not_collected_one_by_one(model, name):
             continue
 
 
-@pytest.mark.parametrize("name", ["stop", "documents", "metadata", "tools", "messages", "chat_template_kwargs"])
+@each_row("name", ["stop", "documents", "metadata", "tools", "messages", "chat_template_kwargs"])
 def test_the_right_entries_of_large_fields_are_still_taken(name):
     right = {
         "stop": ["x"] * 10,
@@ -77,8 +76,8 @@ def test_the_right_entries_of_large_fields_are_still_taken(name):
     assert ChatRequest.model_validate({**BASES[ChatRequest], name: right})
 
 
-@pytest.mark.parametrize("name", ["chat_template_kwargs", "structured_outputs"])
-@pytest.mark.parametrize("model", [ChatRequest, ResponsesRequest, MessagesRequest])
+@each_row("name", ["chat_template_kwargs", "structured_outputs"])
+@each_row("model", [ChatRequest, ResponsesRequest, MessagesRequest])
 def test_objects_of_options_have_few_names(model, name):
     many = {str(number): number for number in range(257)}
     with pytest.raises(ValidationError, match="at most 256 entries are allowed, not 257"):
@@ -91,7 +90,7 @@ def test_objects_are_not_copied_before_they_are_looked_at():
     assert ResponsesRequest.model_validate({**BASES[ResponsesRequest], "logit_bias": bias}).logit_bias is bias
 
 
-@pytest.mark.parametrize("salt", ["", "x" * 10**6, 7])
+@each_row("salt", ["", "x" * 10**6, 7])
 def test_a_salt_is_bounded_and_not_repeated(salt):
     """Its repr was made on the event loop."""
     with pytest.raises(RequestError, match="^cache_salt is .{0,40}; allowed is a string of 1 to 1024 characters$"):
@@ -100,7 +99,7 @@ def test_a_salt_is_bounded_and_not_repeated(salt):
         ChatRequest.model_validate({**BASES[ChatRequest], "cache_salt": salt})
 
 
-@pytest.mark.parametrize("model", [ChatRequest, CompletionRequest, ResponsesRequest])
+@each_row("model", [ChatRequest, CompletionRequest, ResponsesRequest])
 def test_a_name_that_is_repeated_is_bounded(model):
     """31 MB of it went into the log and into the answer."""
     assert model.model_validate({**BASES[model], "user": "x" * 1024}).user

@@ -12,6 +12,7 @@ from jaxengine.server.http.app import create_app
 from jaxengine.server.options import ServerConfig
 from tests.jaxengine.server.asgi_client import Connection, Recorder, idle, post
 from tests.jaxengine.server.openai_client import openai_client
+from tests.tables import each_row
 
 PATH = "/v1/chat/completions"
 HI = [{"role": "user", "content": "Hi"}]
@@ -202,7 +203,7 @@ async def test_earlier_tool_calls_reach_the_template_as_objects(recorder):
     assert (await post(app, PATH, messages=messages, chat_template=template)).error["param"] == "messages"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("fields", "param"),
     [
         ({"messages": []}, "messages"),

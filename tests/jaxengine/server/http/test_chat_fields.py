@@ -12,6 +12,7 @@ from jaxengine.server.options import ServerConfig
 from tests.jaxengine.server.asgi_client import post
 from tests.jaxengine.server.field_matrix import check_acts, check_refused, outcome
 from tests.jaxengine.server.scripted_engine import ScriptedEngine
+from tests.tables import each_row
 
 TEXT = (
     '<think>Hm.</think>Yes.<tool_call>{"name": "f", "arguments": {}}</tool_call>'
@@ -126,14 +127,14 @@ def test_no_field_is_forgotten():
     assert ResponsesRequest.model_fields.keys() - ELSEWHERE == RESPONSES.keys()
 
 
-@pytest.mark.parametrize("name", CHAT)
+@each_row("name", CHAT)
 async def test_a_field_of_chat_acts(app, engine, name, caplog):
     case = CHAT[name]
     value, beside = case if isinstance(case, tuple) else (case, {})
     await check_acts(app, engine, "/v1/chat/completions", {"messages": HI, **beside}, name, value, caplog)
 
 
-@pytest.mark.parametrize("name", RESPONSES)
+@each_row("name", RESPONSES)
 async def test_a_field_of_responses_acts(app, engine, name, caplog):
     case = RESPONSES[name]
     value, beside = case if isinstance(case, tuple) else (case, {})
@@ -144,12 +145,12 @@ async def test_a_field_of_responses_acts(app, engine, name, caplog):
     await check_acts(app, engine, "/v1/responses", {"input": "Hi", **beside}, name, value, caplog)
 
 
-@pytest.mark.parametrize("name", ChatRequest.refused)
+@each_row("name", ChatRequest.refused)
 async def test_a_field_of_chat_is_refused(app, name):
     await check_refused(app, "/v1/chat/completions", {"messages": HI}, name, ChatRequest.refused[name])
 
 
-@pytest.mark.parametrize("name", ResponsesRequest.refused)
+@each_row("name", ResponsesRequest.refused)
 async def test_a_field_of_responses_is_refused(app, name):
     await check_refused(app, "/v1/responses", {"input": "Hi"}, name, ResponsesRequest.refused[name])
 

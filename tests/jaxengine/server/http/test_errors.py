@@ -7,7 +7,6 @@ import contextlib
 import gzip
 import json
 import re
-import time
 import tracemalloc
 from collections import defaultdict
 
@@ -26,6 +25,7 @@ from jaxengine.server.http.tokenize import DetokenizeRequest
 from jaxengine.server.observe.scrub import scrub
 from jaxengine.server.options import ServerConfig
 from tests.jaxengine.server.asgi_client import Answer, Connection, http_client, idle, post
+from tests.tables import each_row
 
 PATH = "/v1/completions"
 
@@ -140,7 +140,7 @@ async def test_a_body_that_says_nothing_of_its_length_is_never_held_whole(app):
     assert peak < 40 << 20  # no more than the largest body that is taken
 
 
-@pytest.mark.parametrize(
+@each_row(
     "body",
     [
         b"",
@@ -164,12 +164,9 @@ async def test_a_body_that_says_nothing_of_its_length_is_never_held_whole(app):
         b'{"prompt": "a", "x": "\\' + b'"[' * 1000,
         b"\x1f\x8b\x08\x00",
     ],
-    ids=repr,
 )
 async def test_what_is_no_json_is_refused(app, body):
-    start = time.process_time()
     assert (await send(app, body)).error["code"] == 400
-    assert time.process_time() - start < 5
 
 
 def test_brackets_in_strings_do_not_count():
@@ -189,7 +186,7 @@ async def test_only_json_is_read(app):
     assert (await send(app, b'{"prompt": [1], "max_tokens": 1}', **{"Content-Encoding": "Identity"})).status == 200
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("fields", "param"),
     [
         ({"n": 10**9}, "n"),
@@ -254,14 +251,11 @@ async def test_only_json_is_read(app):
         ({"guided_regex": "b", "structured_outputs": {"regex": "a"}}, "guided_regex"),
         ({"guided_decoding_backend": "xgrammar"}, "guided_decoding_backend"),
     ],
-    ids=lambda value: repr(value)[:60],
 )
 async def test_a_value_out_of_bounds_is_named(app, fields, param):
-    start = time.process_time()
     answer = await post(app, PATH, **{"prompt": "a", **fields})
     assert (answer.status, answer.error["param"], answer.error["type"]) == (400, param, "BadRequestError")
     assert param in answer.error["message"] and len(answer.body) < 3000
-    assert time.process_time() - start < 5
 
 
 async def test_what_is_said_under_an_earlier_name_too_is_said_once(app):
@@ -317,14 +311,13 @@ def test_messages_do_not_show_the_server_from_inside(message, told):
 async def test_nobody_waits_for_a_parser(app):
     """Bodies that are costly to look at leave the server answering others."""
     costly = asyncio.create_task(send(app, b"[" + b"[],[]," * 100_000 + b"1]"))
-    longest = 0.0
+    num_answered = 0
     while not costly.done():
-        start = time.perf_counter()
         async with http_client(app) as client:
             await asyncio.sleep(0)
             assert (await client.get("/health")).status_code == 200
-        longest = max(longest, time.perf_counter() - start)
-    assert costly.result().status == 400 and longest < 5
+        num_answered += not costly.done()
+    assert costly.result().status == 400 and num_answered
 
 
 def test_a_router_whose_bodies_are_not_guarded_is_no_part_of_the_application(chat_engine, monkeypatch):
@@ -348,15 +341,15 @@ async def test_nothing_is_left_behind(app, chat_engine):
 
 
 @pytest.mark.parametrize("mode", list(GenerationMode))
-def test_no_request_that_fits_the_document_or_nearly_does_is_the_servers_fault(chat_engine, mode):
+def test_no_request_that_fits_the_document_or_nearly_does_is_the_servers_fault(chat_engine, mode, thorough):
     app = create_app(chat_engine, ServerConfig(request_timeout=0.1))
     operations = [each.ok() for each in schemathesis.openapi.from_asgi("/openapi.json", app).get_all_operations()]
     assert len(operations) > 8
     statuses = defaultdict(set)
     for operation in operations:
         # Bodies have many fields; the rest has next to none.
-        thorough = 20 if mode is GenerationMode.POSITIVE else 8
-        count = thorough if operation.method == "post" and operation.body else 2
+        most = 20 if mode is GenerationMode.POSITIVE else 8 if thorough else 4
+        count = most if operation.method == "post" and operation.body else 2
 
         @settings(
             max_examples=count, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)

@@ -18,6 +18,7 @@ from jaxengine.server.http.app import create_app
 from jaxengine.server.http.completions.protocol import CompletionRequest
 from jaxengine.server.options import ServerConfig
 from tests.jaxengine.server.asgi_client import Answer, Recorder, post
+from tests.tables import each_row
 
 PATH = "/v1/completions"
 TEXT = "The quick brown fox"
@@ -203,7 +204,7 @@ def test_every_field_has_a_row():
     assert not set(CASES) & set(CompletionRequest.refused)
 
 
-@pytest.mark.parametrize("field", sorted(CASES))
+@each_row("field", sorted(CASES))
 async def test_a_field_acts(ask, field):
     case = CASES[field]
     fields = {**BASE, **case.others}
@@ -215,7 +216,7 @@ async def test_a_field_acts(ask, field):
         assert default.answer.status == 200  # as clients say that they leave it open
 
 
-@pytest.mark.parametrize("field", sorted(CompletionRequest.refused))
+@each_row("field", sorted(CompletionRequest.refused))
 async def test_a_field_that_is_not_built_is_refused(ask, field):
     for value in ("x", 7, {"a": 1}, [[1]]):
         refused = (await ask({**BASE, field: value})).answer
@@ -238,7 +239,7 @@ def kinds_of(annotation: Any) -> set[type]:
     return set().union(*map(kinds_of, parts)) if parts else {annotation} | ({int} if annotation is float else set())
 
 
-@pytest.mark.parametrize("field", sorted(CASES))
+@each_row("field", sorted(CASES))
 async def test_a_value_of_another_type_is_refused(ask, field):
     right = kinds_of(CompletionRequest.model_fields[field].annotation)
     wrong = [sample for kind, sample in SAMPLES.items() if kind not in right]

@@ -14,6 +14,7 @@ from tests.jaxengine.server.asgi_client import http_client, post
 from tests.jaxengine.server.field_matrix import check_acts
 from tests.jaxengine.server.http.test_chat_fields import SAMPLING, TEMPLATE
 from tests.jaxengine.server.scripted_engine import ScriptedEngine
+from tests.tables import each_row
 
 PATH = "/v1/messages"
 HI = [{"role": "user", "content": "Hi"}]
@@ -192,7 +193,7 @@ async def test_the_model_goes_on_with_an_answer(scripted):
     assert engine.calls[-1][0]["prompt"].endswith("All is")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("fields", "about"),
     [
         ({"max_tokens": None}, "max_tokens"),
@@ -281,7 +282,7 @@ def test_no_field_is_forgotten():
     assert FIELDS.keys() == MessagesRequest.model_fields.keys()
 
 
-@pytest.mark.parametrize("name", FIELDS)
+@each_row("name", FIELDS)
 async def test_a_field_acts(scripted, name, caplog):
     app, engine = scripted(SAYS, template=TEMPLATE, **PARSERS)
     value, beside = FIELDS[name] if isinstance(FIELDS[name], tuple) else (FIELDS[name], {})
@@ -289,7 +290,7 @@ async def test_a_field_acts(scripted, name, caplog):
     await check_acts(app, engine, PATH, base, name, value, caplog)
 
 
-@pytest.mark.parametrize("name", MessagesRequest.refused)
+@each_row("name", MessagesRequest.refused)
 async def test_a_field_is_refused(scripted, name):
     app, _ = scripted("Yes.")
     for value in (True, 7, "x", [1], {"a": 1}):

@@ -14,6 +14,7 @@ from jaxengine.server.options import ServerConfig
 from tests.jaxengine.server.asgi_client import Recorder, http_client, idle, post
 from tests.jaxengine.server.openai_client import openai_client
 from tests.jaxengine.server.scripted_engine import ScriptedEngine
+from tests.tables import each_row
 
 PATH = "/v1/responses"
 ASK = {"model": "tiny", "input": "Hi", "max_output_tokens": 8, "extra_body": {"seed": 5, "ignore_eos": True}}
@@ -206,7 +207,7 @@ async def test_a_deadline_fails_the_response(app):
     assert answer.json["status"] == "failed" and "time" in answer.json["error"]["message"]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("fields", "param"),
     [
         ({"input": []}, "input"),

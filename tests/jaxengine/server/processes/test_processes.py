@@ -354,9 +354,8 @@ def test_a_server_that_ends_at_once_aborts_requests(make_server):
             tasks = [asyncio.create_task(visitor()) for _ in range(16)]
             while (await engine.utility("status"))["num_waiting"] < 4:
                 await asyncio.sleep(0.002)
-            start = time.monotonic()
             error = await overloaded(engine)
-            assert time.monotonic() - start < 1 and 1 <= error.retry_after <= 60
+            assert 1 <= error.retry_after <= 60
             # One that knows nothing of these asks the engine.
             async with connected(server, INDEX + 1, max_num_queued_reqs=1000) as other:
                 await overloaded(other)

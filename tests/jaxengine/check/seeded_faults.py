@@ -1,6 +1,6 @@
-"""Faults that make a step slow and not wrong, each planted in a copy of the sources, and `jaxengine check` run on it.
+"""Faults that make a step slow and not wrong, each seeded in a copy of the sources, and `jaxengine check` run on it.
 
-    python -m tests.jaxengine.check.planted [NAME ...]
+    python -m tests.jaxengine.check.seeded_faults [NAME ...]
 
 Each is one replaced piece of a module's source, as the conformance suite's mutants are, and what `check` must say of
 it. Needs the compilers of the fault's target (`make check-deps`) and no device. A pattern that no longer occurs exactly
@@ -139,7 +139,7 @@ FAULTS = {
 }
 
 
-def planted_source(fault: Fault) -> str:
+def faulty_source(fault: Fault) -> str:
     """The file with the fault in it; ValueError if its pattern does not occur exactly once."""
     text = (ROOT / fault.file).read_text()
     if (times := text.count(fault.old)) != 1:
@@ -179,13 +179,13 @@ def clean(target: str, *arguments: str) -> str:
 
 
 def judgement(fault: Fault) -> str | None:
-    """What `check` says of the planted fault and not of the sources as they are; None where it does not find it."""
+    """What `check` says of the seeded fault and not of the sources as they are; None where it does not find it."""
     arguments = (f"--only={fault.only}",)
     before = clean(fault.target, *arguments)
     with tempfile.TemporaryDirectory() as folder:
         copy_sources(Path(folder))
         Path(folder, "clean.json").write_text(before)
-        Path(folder, fault.file).write_text(planted_source(fault))
+        Path(folder, fault.file).write_text(faulty_source(fault))
         status, output = check(Path(folder), fault.target, *arguments, "--against=clean.json")
     failures = [line for line in output.splitlines() if line.startswith("FAIL")]
     told = [line for line in failures if fault.only in line and fault.says in line]

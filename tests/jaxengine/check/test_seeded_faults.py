@@ -6,16 +6,16 @@ import pytest
 
 from jaxengine.check.targets import find_target, require_compiler
 from jaxengine.config.engine_config import ConfigError
-from tests.jaxengine.check.planted import FAULTS, judgement, planted_source
+from tests.jaxengine.check.seeded_faults import FAULTS, faulty_source, judgement
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_pattern_occurs_once(name):
-    compile(planted_source(FAULTS[name]), FAULTS[name].file, "exec")
+    compile(faulty_source(FAULTS[name]), FAULTS[name].file, "exec")
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_found(name):
+def test_seeded_fault_is_found(name):
     fault = FAULTS[name]
     try:
         require_compiler(find_target(fault.target))

@@ -1,8 +1,8 @@
-"""Compiling in haste: a test runs its programs a few times, so that what optimising them takes is not earned again.
+"""XLA:CPU without optimisation: a test runs its programs a few times, which does not pay for optimising them.
 
-XLA:CPU does without optimisation, without its emitters of fusions, whose code LLVM is slow to get through, and without
-cutting modules into parts for many cores. Nothing that JAX or this project decides is changed by it; `time python -m
-pytest FILE`, and with `--unhurried`, tells what it saves.
+Left out are XLA's optimisation passes, its fusion emitters, whose code LLVM is slow to compile, and the split of
+modules into parts for many cores. Nothing that JAX or this project decides changes. `time python -m pytest FILE`, with
+and without `--optimised`, shows the difference.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _OPTIONS = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_spli
 
 @functools.cache
 def _known_options() -> dict[str, bool | int]:
-    """Those that this release of XLA knows, without a change of what it has read of XLA_FLAGS."""
+    """Those of _OPTIONS that this release of XLA knows; XLA_FLAGS, which it has read already, stays as it is."""
     import jax
 
     lowered, known = jax.jit(lambda x: x + 1).lower(1.0), {}
@@ -30,8 +30,8 @@ def _known_options() -> dict[str, bool | int]:
     return known
 
 
-def hasty() -> dict[str, str]:
-    """What the environment of a process has that compiles in haste."""
+def fast_compile_environment() -> dict[str, str]:
+    """Variables for a process that compiles fast."""
     own = " ".join(f"--{name}={str(value).lower()}" for name, value in _known_options().items())
     flags = os.environ.get("XLA_FLAGS", "")
     flags = flags if own in flags else f"{flags} {own}".strip()
@@ -39,8 +39,8 @@ def hasty() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def in_haste() -> Iterator[None]:
-    """Compiles in haste, here and in what is started; where there is an accelerator, nothing is changed."""
+def fast_compile() -> Iterator[None]:
+    """Compile fast, here and in processes that are started; with an accelerator, nothing changes."""
     import jax
     from jax._src import compiler
 
@@ -54,7 +54,7 @@ def in_haste() -> Iterator[None]:
 
     before = jax.config.read("jax_disable_most_optimizations")
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in hasty().items():
+        for name, value in fast_compile_environment().items():
             patch.setenv(name, value)
         patch.setattr(compiler, "get_compile_options", in_one_part)
         jax.config.update("jax_disable_most_optimizations", True)

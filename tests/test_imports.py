@@ -1,0 +1,30 @@
+"""Every module of the packages can be imported with every extra installed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+from tests.test_architecture import ROOT, sources
+
+SCRIPT = """
+import importlib, json, sys
+failed = {}
+for name in json.load(sys.stdin):
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        failed[name] = f"{type(error).__name__}: {error}"
+print(json.dumps(failed))
+"""
+
+
+def test_every_module_can_be_imported():
+    """In a process of its own: tests of what is not installed see nothing of it."""
+    names = [name for name in sources() if not name.endswith("__main__")]  # which would run the command line
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], input=json.dumps(names), capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert json.loads(done.stdout.splitlines()[-1]) == {}
+    assert len(names) > 500
