@@ -74,7 +74,7 @@ class LoraPools(nnx.Module):
 
     def _add_grouped(self, y: jax.Array, x: jax.Array, slots: jax.Array, visits: LoraVisits) -> jax.Array:
         with jax.named_scope("lora"):
-            if len(visits.place) != len(x):  # rows of all ranks, where the step's are one's
+            if len(visits.slot_index) != len(x):  # rows of all ranks, where the step's are one's
                 visits = lora_visits(slots, num_slots=self.spec.max_loras, rank=self.spec.max_lora_rank)
             bs = [b[...] for b in self.b]
             options = {"modules": self.module, "rank": self.spec.max_lora_rank}

@@ -159,7 +159,8 @@ class QuantizedWeight(nnx.Module):
         dtype = self.activation.dtype
         if self.activation.microscaled:
             assert self.activation.group is not None
-            return microscaled_rows(x, self.activation.group, dtype, kind=self.activation.scales, whole=static_scale)
+            kind = self.activation.scales
+            return microscaled_rows(x, self.activation.group, dtype, kind=kind, global_scale=static_scale)
         if static_scale is not None:
             return rounded_rows(x, static_scales(x, static_scale, dtype), dtype)
         largest = self._largest(x, x.shape[1])

@@ -201,7 +201,7 @@ def test_rows_of_groups_have_places_in_tiles_of_their_own(sizes, step):
             group_of[place] = group
     assert len(group_of) == sum(-(-size // step) * step for size in sizes)
     for row, owner in enumerate(owners):
-        assert tiles.source[tiles.place[row]] == row and group_of[tiles.place[row]] == owner
+        assert tiles.source[tiles.index[row]] == row and group_of[tiles.index[row]] == owner
 
 
 @pytest.mark.parametrize("rows", [1, 9, 100, 4000])
