@@ -1,4 +1,4 @@
-"""Rows: what the rows of a step's activations are, handed through layers beside them."""
+"""Rows: description of the rows of a step's activations, passed through layers with them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from models.forward_batch import Adapters
 
 
 class Rows(NamedTuple):
-    """What is known of each row of x [T, D]; goes wherever x goes.
+    """Properties of each row of x [T, D], passed along with x.
 
     Attributes:
       is_token: bool[T], False for padding.

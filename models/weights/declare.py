@@ -84,7 +84,7 @@ class ParamDecl:
       init_std: scale of dummy weights; None means that all are `init_value`.
       row_major: rows, or the matrices of a stack, are read one by one, so each is stored in one piece. A TPU would else
         choose another order where that saves padding, and then turn the whole weight around in every step.
-      turned_on_gpu: a matrix whose columns are each stored in one piece on GPUs whose kernels read it so,
+      transposed_on_gpu: a matrix whose columns are each stored in one piece on GPUs whose kernels read it so,
         in row-major order elsewhere where that is asked for, too.
     """
 
@@ -95,7 +95,7 @@ class ParamDecl:
     init_value: float = 1.0
     num_experts: int | None = None
     row_major: bool = False
-    turned_on_gpu: bool = False
+    transposed_on_gpu: bool = False
 
     @property
     def joined_axis(self) -> int:

@@ -72,7 +72,7 @@ def format_of(decl: ParamDecl, sharding: Sharding) -> Format | Sharding:
 def order_of(decl: ParamDecl, sharding: Sharding) -> tuple[int, ...] | None:
     """Its axes from the outermost in memory to the innermost, None where that is the compiler's affair."""
     axes = tuple(range(len(decl.axes)))
-    if decl.turned_on_gpu and product_platform_of(next(iter(sharding.device_set))) == "gpu":
+    if decl.transposed_on_gpu and product_platform_of(next(iter(sharding.device_set))) == "gpu":
         return (*axes[:-2], axes[-1], axes[-2])
     return axes if decl.row_major else None
 

@@ -363,9 +363,9 @@ def test_tiles_have_the_rows_that_registers_hold(rows, group, codes, tile):
 def test_columns_of_codes_are_in_one_piece_where_kernels_read_them_so(platform, capability, order):
     device = SimpleNamespace(platform=platform, compute_capability=capability)
     sharding: Any = SimpleNamespace(device_set=[device])
-    decl = ParamDecl(("embed", "mlp"), (Source("up.weight:pairs", 4),), turned_on_gpu=True)
+    decl = ParamDecl(("embed", "mlp"), (Source("up.weight:pairs", 4),), transposed_on_gpu=True)
     assert order_of(decl, sharding) == order
-    stack = ParamDecl(("experts", "embed", "mlp"), (Source("up.weight", 4),), num_experts=4, turned_on_gpu=True)
+    stack = ParamDecl(("experts", "embed", "mlp"), (Source("up.weight", 4),), num_experts=4, transposed_on_gpu=True)
     assert order_of(stack, sharding) == (None if order is None else (0, 2, 1))
     # What TPUs' kernels read row by row is turned there, too.
     both = replace(stack, row_major=True)
