@@ -1,7 +1,7 @@
 """Model families in flax.nnx, their configurations and their checkpoint loaders.
 
-Knows nothing of requests, scheduling policies or text. Importing this package imports nothing heavy: of its own only
-`_names`, which answers those who meant another package `models`.
+Independent of requests, scheduling policies and text. Importing this package is cheap: of its own modules only
+`_names`, which explains failed imports of another package called `models`.
 """
 
 from __future__ import annotations

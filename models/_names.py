@@ -1,7 +1,7 @@
-"""Whose packages these are: what Python says where somebody meant another `models`, `scheduler` or `sharding`.
+"""Errors that explain imports meant for another package called `models`, `scheduler` or `sharding`.
 
-The names of the five packages are common, and Python takes the first on its path. Who then asks ours for something that
-it has not is told so, and which folder was passed over. Imports the standard library only; knows nothing of models.
+The names of the five packages are common, and Python takes the first on its path. An import of a missing name from one
+of ours is answered with a message that names the folder passed over. Imports the standard library only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ HOME = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def passed_over(package: str) -> list[str]:
-    """Files and folders of other people's `package` on sys.path, in its order, with or without an __init__.py."""
+    """List other files and folders for `package` on sys.path, in its order, with or without an __init__.py."""
     found = []
     for entry in dict.fromkeys(sys.path):
         spec = PathFinder.find_spec(package, [entry]) if isinstance(entry, str) else None
@@ -29,7 +29,7 @@ def passed_over(package: str) -> list[str]:
 
 
 def sentence(package: str, name: str) -> str:
-    """What to tell somebody who asked our `package` for `name`, which it has not."""
+    """Message for an import of `name` from our `package`, which has no such name."""
     said = f"{package!r} is jaxengine's package at {os.path.join(HOME, package)} and has no {name!r}"
     others = passed_over(package)
     if not others:
@@ -41,24 +41,25 @@ def sentence(package: str, name: str) -> str:
 
 
 def missing(package: str, name: str) -> AttributeError:
-    """The error of a package's module __getattr__. Special names are looked up by Python itself: they stay plain."""
+    """AttributeError for a package's module __getattr__, plain for special names, which Python itself looks up."""
     if name.startswith("__"):
         return AttributeError(f"module {package!r} has no attribute {name!r}")
     return AttributeError(sentence(package, name))
 
 
 class _OwnPackages:
-    """A finder that comes last and finds nothing: it says why `from models import name` and `import models.name` fail.
+    """Finder that comes last and finds nothing: it raises the error for `from models import name` and `import
+    models.name`.
 
-    Only an error raised here reaches who wrote the first of the two: Python drops the AttributeError of a module.
+    Python drops the AttributeError of a module in the first form, so only an error raised here reaches the user.
     """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         package, _, rest = fullname.partition(".")
-        # Anything below a subpackage is no name that another package was meant by. Special names are asked for by
-        # Python and by tools (`models.__main__`), which can do without.
+        # Names below a subpackage were meant for our package. Special names are looked up by Python and by tools
+        # (`models.__main__`), which handle their absence.
         if package not in PACKAGES or not rest or "." in rest or rest.startswith("__"):
             return None
         if path is None or os.path.join(HOME, package) not in map(os.path.abspath, path):
@@ -67,6 +68,6 @@ class _OwnPackages:
 
 
 def explain_imports() -> None:
-    """Puts the finder last on sys.meta_path, once for each process."""
+    """Append the finder to sys.meta_path, once for each process."""
     if not any(type(finder) is _OwnPackages for finder in sys.meta_path):
         sys.meta_path.append(_OwnPackages())

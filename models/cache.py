@@ -1,16 +1,16 @@
-"""The cache as a model asks for it: groups of layers, how large a page of a group is, and the pool of all of them.
+"""Cache of a model: groups of layers, the size of a group's page, and the pool of all of them.
 
 Layers that keep the same keys, all or those of a window, form a group with a page table of its own. All groups take
 pages of one pool: a page holds the keys and values of `page_size` tokens in the layers of one group, and layer number i
-of any group finds page p in row i * pages + p. So memory flows between groups, and kernels know nothing of them.
+of any group finds page p in row i * pages + p. So memory flows between groups, and kernels need not be aware of them.
 
-Layers that keep a state of each sequence have arrays with a row for each slot in place of pages.
+Layers that keep a state of each sequence have arrays with a row for each slot instead of pages.
 
-A pool of codes has scales of every layer with pages: rows of k_scale and v_scale, f32[layers, K], in the layers' order.
-A layer gets the pool with its own row (`of_layer`). Scales of single tokens are in the pages.
+A pool of codes has scales for every layer with pages: rows of k_scale and v_scale, f32[layers, K], in the layers'
+order. A layer gets the pool with its own row (`of_layer`). Token scales are in the pages.
 
 `layout` is the platform whose kernels read the pool: a name of pallas_kernels.registry, see `platform_of`. Sizes are of
-one device; on a mesh every rank has pages of its own, and its devices hold their heads of them.
+one device; on a mesh every rank has pages of its own, and each of its devices holds some heads of them.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class Paged:
     """A cache group: layers that share a page table.
 
     Attributes:
-      layers: those of a stage, by their numbers in the whole model, ascending.
-      window: keys that a token sees, itself included; None for all. Pages behind it are given back.
-      spec: of one page of one layer.
+      layers: layers of a stage, numbered as in the full model, ascending.
+      window: keys that a token sees, itself included; None for all. Pages before it are freed.
+      spec: shape of one page of one layer.
     """
 
     layers: tuple[int, ...]
@@ -78,8 +78,8 @@ class State:
     """A cache group: layers that keep a row of each of these arrays for a sequence.
 
     Attributes:
-      layers: those of a stage, by their numbers in the whole model, ascending.
-      arrays: a row of each, of one device.
+      layers: layers of a stage, numbered as in the full model, ascending.
+      arrays: shape of a row of each array on one device.
     """
 
     layers: tuple[int, ...]
@@ -87,11 +87,11 @@ class State:
 
 
 class Cache(NamedTuple):
-    """What a model with State layers keeps between steps; other models have the pool alone.
+    """Memory that a model with State layers keeps between steps; other models have the pool alone.
 
     Attributes:
       kv: the pool.
-      states: of each State layer here, in order, its arrays [rows, ...].
+      states: for each State layer of the stage, in order, its arrays [rows, ...].
     """
 
     kv: KVPages
@@ -99,12 +99,12 @@ class Cache(NamedTuple):
 
 
 def paged_groups(groups: Sequence[Paged | State]) -> list[Paged]:
-    """Those with pages."""
+    """Select the groups with pages."""
     return [group for group in groups if isinstance(group, Paged)]
 
 
 def state_rows(groups: Sequence[Paged | State], num_rows: int) -> tuple[tuple[jax.Array, ...], ...]:
-    """Cache.states of one device, zeros."""
+    """Zeros for Cache.states of one device."""
     return tuple(
         tuple(jnp.zeros((num_rows, *array.shape), array.dtype) for array in arrays) for arrays in state_arrays(groups)
     )
@@ -117,12 +117,12 @@ def state_arrays(groups: Sequence[Paged | State]) -> list[tuple[StateArray, ...]
 
 
 def group_layers(windows: Sequence[int | None], *, hybrid: bool = True) -> list[tuple[int | None, tuple[int, ...]]]:
-    """(window, layers) of each cache group of a model whose layers have these windows.
+    """Group layers with these windows: (window, layers) of each cache group.
 
     Layers of one window are dealt out to groups of at most n layers, one after the other, so that every pipeline stage
-    has a like share of each; n is such that few places of the groups stay empty, and few groups are needed (a page
-    table and a slot mapping each). With one window for all layers there is one group. hybrid: False puts all layers
-    into one group that keeps all keys.
+    has a similar share of each; n is chosen so that few rows of the groups' pages stay empty, and few groups are needed
+    (a page table and a slot mapping each). With one window for all layers there is one group. hybrid: False puts all
+    layers into one group that keeps all keys.
     """
     if not hybrid:
         return [(None, tuple(range(len(windows))))]
@@ -142,22 +142,23 @@ def group_layers(windows: Sequence[int | None], *, hybrid: bool = True) -> list[
 
 
 def num_places(groups: Sequence[Paged | State]) -> int:
-    """Layers that a page holds: those of the largest group, and one in a stage whose layers all have states."""
+    """Number of layers that a page holds: those of the largest group, and one in a stage whose layers all have
+    states."""
     return max(1, *(len(group.layers) for group in paged_groups(groups)))
 
 
 def pool_spec(groups: Sequence[Paged | State], num_pages: int) -> KVSpec:
-    """What one device's pool must be to hold `num_pages` pages of any group."""
+    """Spec of one device's pool that holds `num_pages` pages of any group."""
     return replace(paged_groups(groups)[0].spec, num_pages=num_places(groups) * num_pages)
 
 
 def page_bytes_of_group(groups: Sequence[Paged | State], *, layout: str) -> int:
-    """Bytes that a page takes on one device, in all layers of its group."""
+    """Bytes of a page on one device, in all layers of its group."""
     return page_bytes(paged_groups(groups)[0].spec, layout) * num_places(groups)
 
 
 def kv_partition(kv: KVPages) -> KVPages:
-    """The pool's PartitionSpecs: pages over ranks, heads over the devices of a rank."""
+    """PartitionSpecs of the pool: pages over ranks, heads over the devices of a rank."""
     heads = logical_to_spec((None, "kv_heads"))
     data = partition_spec(kv.layout, head_axis=RULES["kv_heads"], data_axis=RULES["pages"])
     k_scale, v_scale = (None if scale is None else heads for scale in (kv.k_scale, kv.v_scale))
@@ -165,7 +166,7 @@ def kv_partition(kv: KVPages) -> KVPages:
 
 
 def abstract_kv(groups: Sequence[Paged | State], num_pages: int, *, layout: str, mesh: Mesh) -> KVPages:
-    """The pool's shapes over all devices of the mesh, nothing allocated; its `spec` is that of one device."""
+    """Shapes of the pool over all devices of the mesh, nothing allocated; its `spec` is that of one device."""
     num_layers = sum(len(group.layers) for group in paged_groups(groups))
     kv = jax.eval_shape(lambda: _pool(pool_spec(groups, num_pages), layout, num_layers))
 
@@ -177,12 +178,12 @@ def abstract_kv(groups: Sequence[Paged | State], num_pages: int, *, layout: str,
 
 
 def device_kv(shapes: KVPages) -> KVPages:
-    """One device's part of the pool of `abstract_kv`, zeroed; scales of heads start as 1."""
+    """Allocate one device's part of the pool of `abstract_kv`, zeroed; head scales start as 1."""
     return _pool(shapes.spec, shapes.layout, 0 if shapes.k_scale is None else shapes.k_scale.shape[0])
 
 
 def of_layer(kv: KVPages, index: int) -> KVPages:
-    """The pool with the scales of one layer, by its number among the layers here that have pages."""
+    """Replace the pool's scales by those of one layer, given by its index among this stage's layers with pages."""
     k_scale, v_scale = (None if scale is None else scale[index] for scale in (kv.k_scale, kv.v_scale))
     return replace(kv, k_scale=k_scale, v_scale=v_scale)
 

@@ -1,18 +1,17 @@
-"""Pools of adapters (LoRA, Hu et al. 2021, arXiv:2106.09685): what is declared for each matrix that takes adapters.
+"""Pools of adapters (LoRA, Hu et al. 2021, arXiv:2106.09685): declarations for each matrix that takes adapters.
 
 An adapter adds (x A) B to a product x W. All adapters that a device holds lie in two kinds of arrays, a slot for each,
-flat, so that no program copies or gathers them, and with the rows of a slot in one piece, so that one is read alone:
+flat, so that no program copies or gathers them, and with the rows of a slot contiguous, so that one is read alone:
 
-    a  [modules * slots * rank, in]    A turned: rows of a module, then of a slot, then of a rank
+    a  [modules * slots * rank, in]    A transposed: rows of a module, then of a slot, then of a rank
     b  [slots * rank, out]             one for each source of the product, rows of a slot, then of a rank
 
-Of the matrices of experts, of which a row meets few, each expert has a pair of its own for each slot, and a row meets
-its own one alone:
+For the matrices of experts each expert has a pair of its own in each slot, as each expert sees few rows:
 
-    a  [experts, slots, modules * rank, in]    A turned
+    a  [experts, slots, modules * rank, in]    A transposed
     b  [experts, slots, rank, out]
 
-Ranks below the pool's are filled up with zeros. Knows neither files nor which adapter has which slot.
+Ranks below the pool's are padded with zeros. Files, and the assignment of adapters to slots, are handled elsewhere.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from models.weights.declare import Source
 
 @dataclass(frozen=True)
 class PoolDecl:
-    """What a pool's array is, beside shape and dtype. Equal for equal layers, as a ParamDecl is.
+    """Description of a pool's array in addition to shape and dtype. Equal for equal layers, like a ParamDecl.
 
     Attributes:
       axes: logical axes of the array.
-      sources: those of the whole product, with "{layer}" in their names.
-      part: of b, the index of its source; None for a.
-      num_experts: of a stack of matrices, one for each expert, and then "{expert}" is in the sources' names; else None.
+      sources: sources of the full product, with "{layer}" in their names.
+      part: for b, the index of its source; None for a.
+      num_experts: size of a stack of matrices, one per expert, with "{expert}" in the sources' names; else None.
     """
 
     axes: tuple[str | None, ...]
@@ -44,12 +43,12 @@ class PoolDecl:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Names of the checkpoint modules that the product is made of, each once, in the order of a's rows."""
+        """Names of the checkpoint modules that form the product, each once, in the order of a's rows."""
         return modules_of(self.sources)
 
 
 class PoolArray(nnx.Variable):
-    """An array of adapters' matrices. No weight of the model: loaders and declared_params do not see it."""
+    """Array of adapters' matrices. It is no weight of the model: loaders and declared_params skip it."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class DeclaredPool:
     """One array of pools of a built model, its names resolved.
 
     Attributes:
-      index: among the leaves of the model's state.
+      index: its index among the leaves of the model's state.
     """
 
     index: int
@@ -67,12 +66,12 @@ class DeclaredPool:
 
 
 def modules_of(sources: tuple[Source, ...]) -> tuple[str, ...]:
-    """Names of the modules that sources are rows of, each once."""
+    """Names of the modules of these sources, each once."""
     return tuple(dict.fromkeys(source.name for source in sources))
 
 
 def declared_pools(model: Any) -> Iterator[DeclaredPool]:
-    """Every array of pools of a model, abstract or real, in the order of its state's leaves."""
+    """Iterate over the arrays of pools of a model, abstract or real, in the order of its state's leaves."""
     for index, (path, variable) in enumerate(nnx.to_flat_state(nnx.state(model))):
         if not isinstance(variable, PoolArray):
             continue

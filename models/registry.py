@@ -1,4 +1,4 @@
-"""The models there are: one row per architecture, and the abstract construction of any of them."""
+"""Registry of models: one row per architecture, and the abstract construction of any of them."""
 
 from __future__ import annotations
 
@@ -152,13 +152,15 @@ MODELS: dict[str, type[CausalLM]] = {
 
 
 QUANTIZATION = "quantization_config"
-# What the classes of a family's pooling models are called, and what these do. Their layers are those of *ForCausalLM.
+# Suffixes of class names of pooling models, and their tasks. Their layers are those of *ForCausalLM.
 POOLING_SUFFIXES = {"ForSequenceClassification": "classify", "Model": "embed"}
 
 
 def family_of(architecture: str) -> tuple[str, str | None]:
-    """The class of MODELS that has an architecture's layers, and what it is a pooling model for: "classify", "embed",
-    or None. A name that no row explains is returned as it is."""
+    """Map an architecture to (class name in MODELS with its layers, its pooling task: "classify", "embed" or None).
+
+    An unknown name is returned unchanged.
+    """
     for suffix, task in POOLING_SUFFIXES.items():
         name = f"{architecture.removesuffix(suffix)}ForCausalLM"
         if architecture.endswith(suffix) and architecture not in MODELS and name in MODELS:
@@ -183,7 +185,7 @@ def model_for_gguf(architecture: str) -> type[CausalLM]:
 def _unsupported(architecture: str, known: Iterable[str]) -> str:
     shown = repr(architecture if len(architecture) <= 100 else architecture[:97] + "...")
     known = list(known)
-    # What all have in common says nothing: compared without it.
+    # The common suffix is no evidence of similarity, so names are compared without it.
     stems = {_SUFFIX.sub("", name).lower(): name for name in known}
     near = difflib.get_close_matches(_SUFFIX.sub("", architecture[:100]).lower(), stems, 1, 0.7)
     nearest = f", the nearest is {stems[near[0]]}" if near else ""
@@ -194,7 +196,7 @@ def _unsupported(architecture: str, known: Iterable[str]) -> str:
 
 
 def read_hf(raw: Mapping[str, Any], pooler: Pooler | None = None) -> ModelConfig:
-    """The ModelConfig of a Hugging Face config.json. Raises ModelConfigError."""
+    """Read the ModelConfig of a Hugging Face config.json. Raises ModelConfigError."""
     fields = ConfigFields(raw)
     model = model_for_hf(hf_architecture(fields))
     if pooler is not None and not fields.boolean("is_causal", True):
@@ -210,9 +212,9 @@ def read_hf(raw: Mapping[str, Any], pooler: Pooler | None = None) -> ModelConfig
 
 
 def read_folder(folder: Path, raw: Mapping[str, Any] | None = None, pooler: Pooler | None = None) -> ModelConfig:
-    """The ModelConfig of a Hugging Face folder. Raises ModelFileError, which names the file and the field.
+    """Read the ModelConfig of a Hugging Face folder. Raises ModelFileError, which names the file and the field.
 
-    raw: what stands for the content of its config.json, None for that.
+    raw: content to use instead of the folder's config.json; None to read the file.
     """
     raw = read_config_json(folder) if raw is None else raw
     try:
@@ -228,10 +230,10 @@ def read_gguf(
     rope_factors: RopeFactors = _NO_FACTORS,
     pooler: Pooler | None = None,
 ) -> ModelConfig:
-    """The ModelConfig of GGUF metadata. Raises ModelConfigError.
+    """Read the ModelConfig of GGUF metadata. Raises ModelConfigError.
 
     Two facts are tensors and not metadata in that format, so the caller passes them: whether the file lacks an output
-    head, and the content of those that scale rope, if any.
+    head, and the content of the tensors that scale rope, if any.
     """
     model = model_for_gguf(gguf_family(metadata))
     gguf = GGUFConfig(metadata, tie_word_embeddings, rope_factors)
@@ -239,7 +241,7 @@ def read_gguf(
 
 
 def build_model(config: ModelConfig, build: Build) -> CausalLM:
-    """The model of a ModelConfig with ShapeDtypeStructs for weights: nothing is allocated until load_params.
+    """Build the model of a ModelConfig with ShapeDtypeStructs for weights: nothing is allocated until load_params.
 
     Raises ValueError for a mesh over which its weights cannot be split.
     """
@@ -247,14 +249,17 @@ def build_model(config: ModelConfig, build: Build) -> CausalLM:
 
 
 def build_next_token(config: ModelConfig, build: Build) -> Any:
-    """The layer behind a model's last one that predicts further tokens (models.layers.next_token), as `build_model`
-    builds the model."""
+    """Build the module that follows a model's last layer and predicts further tokens (models.layers.next_token).
+
+    Abstract, as in `build_model`.
+    """
     family: Any = model_for_hf(config.architecture)
     return build_abstract(next_token_class(family), with_next_layer(config), _as_stored(config, build))
 
 
 def read_eagle3(folder: Path, model: ModelConfig) -> Eagle3Config:
-    """The EAGLE-3 head in a Hugging Face folder, for this model. Raises ModelFileError, as `read_folder`."""
+    """Read the config of the EAGLE-3 head in a Hugging Face folder, for this model. Raises ModelFileError, as
+    `read_folder`."""
     raw = read_config_json(folder)
     try:
         fields = head_fields(raw)
@@ -264,18 +269,18 @@ def read_eagle3(folder: Path, model: ModelConfig) -> Eagle3Config:
 
 
 def build_eagle3(config: Eagle3Config, build: Build) -> Any:
-    """The head (models.layers.eagle3), as `build_model` builds the model."""
+    """Build the EAGLE-3 head (models.layers.eagle3), abstract as in `build_model`."""
     return build_abstract(Eagle3, config, build)
 
 
 def _as_stored(config: ModelConfig, build: Build) -> Build:
-    """The build with matrices as the configuration says, unless the build says itself."""
+    """Build with the configuration's quantization scheme, unless the build has a scheme of its own."""
     asked = config.quantization is not None and build.scheme == PLAIN
     return replace(build, scheme=config.quantization) if asked else build
 
 
 def tensor_sizes(config: ModelConfig, mesh_for: Callable[[int], MeshLayout], limit: int = 16) -> list[int]:
-    """The tensor-parallel sizes up to `limit` for which `mesh_for(size)` splits the model evenly."""
+    """List the tensor-parallel sizes up to `limit` for which `mesh_for(size)` splits the model evenly."""
     model_class = model_for_hf(config.architecture)
     sizes = []
     for size in range(1, limit + 1):
@@ -283,7 +288,7 @@ def tensor_sizes(config: ModelConfig, mesh_for: Callable[[int], MeshLayout], lim
         try:
             model = nnx.eval_shape(lambda mesh=mesh: model_class(config, _as_stored(config, Build("bfloat16", mesh))))
         except ValueError:
-            continue  # it cannot be built so: above all, inputs that are rounded together would be parted
+            continue  # it cannot be built so, mostly because a quantisation group of inputs would be split
         if all(param.splits_over(mesh) for param in declared_params(model)):
             sizes.append(size)
     return sizes

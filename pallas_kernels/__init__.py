@@ -1,5 +1,6 @@
-"""Attention over paged keys and values, one public operation per file family.
+"""Kernels of a model's forward pass: attention over paged KV, KV writes, matrix products, recurrences over states.
 
-Knows jax, the storage layout of KV pages and the platform; knows nothing of models, requests, layers or device meshes
-beyond the shards that shard_map hands it. The implementation is picked by a row of `pallas_kernels.registry.KERNELS`.
+Each operation has one public function in a module of its own, and one implementation per platform: a row of
+`pallas_kernels.registry.KERNELS`. The package depends on jax, the layout of KV pages and the platform; it has no
+models, requests or layers, and sees of a device mesh only the shards that shard_map passes in.
 """

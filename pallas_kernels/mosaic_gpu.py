@@ -1,14 +1,13 @@
-"""Mosaic GPU as the kernels here use it: launching one, its shared memory, and all that differs between jax releases.
+"""Mosaic GPU helpers: kernel launch, shared-memory tiles, and the differences between jax releases.
 
-Knows jax's Mosaic GPU and the Hopper limits that every kernel meets; knows nothing of attention. Works on jax 0.10.2,
-0.11 and 0.12, whose differences stop here:
+Owns the Hopper limits that every kernel meets. The same code runs on jax 0.10.2, 0.11 and 0.12, which differ here:
 
-- 0.10 lowers by lane unless told otherwise; 0.11 and 0.12 infer layouts per warpgroup, which the kernels rely on;
+- 0.10 lowers by lane by default; 0.11 and 0.12 infer layouts per warpgroup, which the kernels rely on;
 - 0.10 and 0.11.0 keep the interpreter's parameters in a private module;
 - 0.11 replaced `out_shape`/`scratch_shapes` by `out_type`/`scratch_types` (0.10.2 takes both), and `transpose_ref` is
   deprecated: kernels write `ref.transpose((1, 0))`, which works everywhere.
 
-A kernel body that the interpreter runs and the compiler takes has: plain jnp and lax on whole shared-memory refs or
+A kernel body that both the interpreter and the compiler accept uses plain jnp and lax on full shared-memory refs or
 `pl.ds` slices of them, no literal int index in `.at[...]` under `pl.when`, no masked store, no scalar argument, no
 dynamic grid. Counts and work items are scalars read from global memory.
 """
@@ -94,7 +93,7 @@ def tiles(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
 
 
 def swizzled(shape: tuple[int, ...], dtype: jnp.dtype, swizzle: int) -> Any:
-    """As `tiles`, with a swizzle of so many bytes."""
+    """Shared memory of `shape`, tiled as in `tiles` with a swizzle of `swizzle` bytes."""
     columns = swizzle // jnp.dtype(dtype).itemsize
     transforms = (plgpu.TilingTransform((BOX_ROWS, columns)), plgpu.SwizzleTransform(swizzle))
     return plgpu.SMEM(shape, dtype, transforms=transforms)

@@ -45,7 +45,7 @@ def ragged_paged_attention(
         for token in range(first, end):
             tree_row = None if tree_mask is None else tree_mask[token]
             keys = visible_keys(num_computed, end - first, token - first, causal, window, chunk, tree_row)
-            if kv_limits is not None:  # those that follow, up to a limit
+            if kv_limits is not None:  # later keys, up to the token's limit
                 keys = np.append(keys, np.arange(num_computed + token - first + 1, min(kv_limits[token], kv_lens[seq])))
             pages, offsets = page_table[seq, keys // page_size], keys % page_size
             for head in range(num_q_heads):
@@ -111,7 +111,7 @@ def quantized_matmul(
     scales: np.ndarray,  # [n, out]
     zeros: np.ndarray | None,  # [n, out]
 ) -> np.ndarray:
-    """x times codes * scales - zeros, float64 [M, out]; an input's scale is that of its n-th part of all inputs."""
+    """Product of x with codes * scales - zeros, float64 [M, out]; input i takes row i * n // in of scales and zeros."""
     y = np.zeros((x.shape[0], codes.shape[1]))
     for i in range(codes.shape[0]):
         scale = i * scales.shape[0] // codes.shape[0]
@@ -129,7 +129,7 @@ def lora_product(
     slots: np.ndarray,  # [T]
     modules: tuple[int, ...],  # of each source
 ) -> np.ndarray:
-    """[T, out of all sources], float64: what the adapter in each row's slot adds, zeros where it is -1."""
+    """Sum that the adapter in each row's slot adds, float64 [T, out of all sources]; zeros for rows of slot -1."""
     out = np.zeros((len(x), sum(b.shape[2] for b in bs)))
     for row, slot in enumerate(slots):
         if slot >= 0:
@@ -221,7 +221,8 @@ def _recur(
     writes: np.ndarray,
     num_seqs: int,
 ) -> None:
-    """Has take(token, head, matrix of the head) change the matrices of each sequence, token by token, in `state`."""
+    """Update each sequence's matrices in `state` in place: calls take(token, head, matrix of the head) for every
+    token."""
     for seq in range(num_seqs):
         first, end = int(cu_q_lens[seq]), int(cu_q_lens[seq + 1])
         if first == end:

@@ -1,8 +1,8 @@
-"""Which function implements an operation on a platform: one row each, no fallbacks.
+"""Table of kernel implementations: one row for each operation and platform.
 
-Owns the table, the error for a missing row, and which platform a device is. A new kernel is a module and a row here;
-the conformance suite runs over the rows. Rows are names, resolved when first used: a host imports the kernels of its
-own platform only.
+Owns the table, the error for a missing row, and the mapping from devices to platforms. A new kernel is a module and a
+row here; the conformance suite runs over the rows. Rows are module names, resolved at first use: a host imports the
+kernels of its own platform only.
 """
 
 from __future__ import annotations
@@ -75,21 +75,21 @@ _MODULES: dict[tuple[str, str], str] = {
     ("state_space", "tpu"): "state.space_xla",
 }
 KERNELS = tuple(_MODULES)
-# Where a block of attention can be compiled by itself for a profile.
+# Modules that can compile a block of attention by itself for a profile.
 _PROFILES = {"tpu": "attention.tpu.profile"}
-# Where the choices of sizes for products with quantised matrices are, for `jaxengine tune`.
+# Modules that list candidate sizes for products with quantised matrices, for `jaxengine tune`.
 _CANDIDATES = {"tpu": "matmul.tpu.candidates", "gpu": "matmul.hopper.candidates"}
 # Products of groups whose kernels add the bias of a row's group to its sums. Elsewhere it is added to the product.
 ADDS_BIAS = frozenset((("grouped_matmul", "tpu"), ("quantized_grouped_matmul", "tpu")))
-# What a platform's kernels of groups of rows make of these: `group_step` and `multiplied_rows`.
+# Modules that say how a platform's grouped kernels lay out rows: `group_step` and `multiplied_rows`.
 _GROUPS = {"tpu": "matmul.tpu.group_rows", "gpu": "matmul.hopper.group_rows"}
 
-# What jax calls a platform when it compiles for it, and the row of operations that choose one only then. There all CUDA
-# cards share one implementation.
+# jax's name of a platform when it compiles for it, and the row taken by operations that are chosen only then. All CUDA
+# cards share one implementation there.
 PLATFORM_ROWS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
 
 # Mosaic GPU kernels are written with the instructions of compute capability 9.0 (wgmma), which 10.0 does not have.
-# Those of products with quantised matrices and with the matrices of groups know its own (tcgen05), too.
+# Kernels for quantised and for grouped matrices also have a form with the instructions of 10.0 (tcgen05).
 _MOSAIC_CAPABILITIES = ("9.0",)
 _TCGEN05_CAPABILITIES = ("10.0",)
 _PLAIN: ContextVar[bool] = ContextVar("plain_cards", default=False)
@@ -97,7 +97,8 @@ _PLAIN: ContextVar[bool] = ContextVar("plain_cards", default=False)
 
 @contextmanager
 def plain_cards() -> Iterator[None]:
-    """Inside, every CUDA card is taken for one without kernels of its own: what is traced there is plain XLA."""
+    """Context in which every CUDA card is taken for one without kernels of its own: programs traced in it are plain
+    XLA."""
     token = _PLAIN.set(True)
     try:
         yield
@@ -111,12 +112,12 @@ def has_mosaic(capability: str) -> bool:
 
 
 def has_tcgen05(capability: str) -> bool:
-    """Whether the kernels of products with matrices run on a card of this one, with its own instructions."""
+    """Whether the matrix-product kernels for tcgen05 run on a card of this compute capability."""
     return capability in _TCGEN05_CAPABILITIES and not _PLAIN.get()
 
 
 def kernel_module(op: str, platform: str) -> str:
-    """The module that implements `op` on `platform`; raises ValueError naming the platforms that have one."""
+    """Name of the module that implements `op` on `platform`; raises ValueError naming the platforms that have one."""
     module = _MODULES.get((op, platform))
     if module is None:
         platforms = sorted(row_platform for row_op, row_platform in _MODULES if row_op == op)
@@ -127,30 +128,36 @@ def kernel_module(op: str, platform: str) -> str:
 
 
 def kernel(op: str, platform: str) -> Callable:
-    """The implementation of `op` on `platform`; raises as `kernel_module`."""
+    """Function that implements `op` on `platform`; raises as `kernel_module`."""
     return getattr(importlib.import_module(f"pallas_kernels.{kernel_module(op, platform)}"), op)
 
 
 def block_profile(platform: str) -> Callable | None:
-    """A block of `platform`'s attention by itself (`attention.tpu.profile`); None where its compiler tells no cost."""
+    """Function that compiles one block of `platform`'s attention by itself (`attention.tpu.profile`); None where there
+    is none.
+
+    There is none where the compiler reports no cost.
+    """
     module = _PROFILES.get(platform)
     return None if module is None else importlib.import_module(f"pallas_kernels.{module}").block_profile
 
 
 def product_candidates(platform: str) -> Callable | None:
-    """`matmul.candidates.Problem` -> its `Candidate`s; None where there is nothing to choose."""
+    """Function from a `matmul.candidates.Problem` to its `Candidate`s on `platform`; None where there is nothing to
+    choose."""
     module = _CANDIDATES.get(platform)
     return None if module is None else importlib.import_module(f"pallas_kernels.{module}").candidates
 
 
 def group_kernel(platform: str) -> Any:
-    """The module that tells of rows of groups there; None where XLA multiplies them."""
+    """Module with `group_step` and `multiplied_rows` of `platform`'s grouped kernels; None where XLA multiplies
+    groups."""
     module = _GROUPS.get(platform)
     return None if module is None else importlib.import_module(f"pallas_kernels.{module}")
 
 
 def kernel_modules(platform: str) -> tuple[str, ...]:
-    """The modules that a program compiled for `platform` can hold kernels of.
+    """Names of the modules whose kernels a program compiled for `platform` can contain.
 
     "gpu" and "gpu_xla" count as one: where an operation is chosen by what jax compiles for, all CUDA cards share a row.
     """
@@ -160,7 +167,7 @@ def kernel_modules(platform: str) -> tuple[str, ...]:
 
 
 def platform_of(device: Any) -> str:
-    """The rows for a jax device: "cpu", "tpu", "gpu" (Mosaic GPU kernels) or "gpu_xla" (any other CUDA card).
+    """Platform of a jax device: "cpu", "tpu", "gpu" (Mosaic GPU kernels) or "gpu_xla" (any other CUDA card).
 
     Raises ValueError for a kind of device that has no rows.
     """
@@ -172,6 +179,7 @@ def platform_of(device: Any) -> str:
 
 
 def product_platform_of(device: Any) -> str:
-    """As `platform_of`, of products with matrices: "gpu" for CUDA cards that have kernels for them."""
+    """Platform whose matrix products a jax device runs: "gpu" also for cards with tcgen05 kernels, else as
+    `platform_of`."""
     platform = platform_of(device)
     return "gpu" if platform == "gpu_xla" and has_tcgen05(device.compute_capability) else platform

@@ -1,4 +1,4 @@
-"""The zeros that a loop of a layer begins with."""
+"""Initial zeros of loops within a layer."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 
 def zeros_in_layer(own: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
-    """Zeros of a shape, made where the layer has `own`, an array of numbers of its own, whatever they are.
+    """Zeros of `shape`, computed from `own`, an array that only this layer has; its values do not matter.
 
-    Of constants XLA makes one array for all layers and a copy of it for each, all of them where a step begins.
+    XLA would turn constant zeros into one array for all layers and copy it for each, all at the start of the step.
     """
     value = own[(0,) * own.ndim].astype(jnp.float32)
     zero = jnp.where(jnp.isfinite(value), 0.0 * jnp.abs(value), 0.0)

@@ -1,1 +1,1 @@
-"""Device meshes and the rules that lay arrays out on them. Knows jax; knows no model and no kernel."""
+"""Device meshes and the rules that lay arrays out on them; independent of models and kernels."""

@@ -1,4 +1,5 @@
-"""The sizes of a mesh and the table from logical axes of arrays to axes of the mesh. Knows no jax: options read it."""
+"""Sizes of a mesh, and the table from logical axes of arrays to axes of the mesh. Free of jax, so that options can read
+it."""
 
 from __future__ import annotations
 
@@ -30,23 +31,23 @@ RULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 
-# How tokens reach whole experts on other devices and come back; names of vLLM and of XLA.
+# Exchanges of tokens between devices that hold different experts; names of vLLM and of XLA.
 GATHER, RAGGED = "allgather_reducescatter", "ragged_all_to_all"
 
-# Tokens that the sampler adds up before devices exchange anything.
+# Tokens of the vocabulary that the sampler sums up on one device before devices exchange anything.
 VOCAB_BLOCK = 128
 
 
 @dataclass(frozen=True)
 class MeshLayout:
-    """Sizes of a mesh's axes: what a model must know of its devices when it is built. The default is one device.
+    """Sizes of a mesh's axes, which a model needs when it is built. The default is one device.
 
-    A rank is a place with sequences, pages and slots of its own; the devices of a rank split its heads.
+    A rank is a replica with sequences, pages and slots of its own; the devices of a rank split its heads.
 
     Attributes:
       data, attn, model: see MESH_AXES.
-      expert_parallel: whole experts on devices, not a slice of each expert on every device.
-      all2all_backend: GATHER or RAGGED, how tokens reach such experts.
+      expert_parallel: each device has some experts in full, instead of a slice of every expert.
+      all2all_backend: GATHER or RAGGED, the exchange of tokens between such devices.
     """
 
     data: int = 1
@@ -74,7 +75,7 @@ class MeshLayout:
         expert_parallel: bool = False,
         all2all_backend: str = GATHER,
     ) -> MeshLayout:
-        """The layout of `tensor`-way tensor parallelism in each of `data` replicas of the batch.
+        """Layout of `tensor`-way tensor parallelism in each of `data` replicas of the batch.
 
         Heads are split over as many devices as divide both the kv heads and `tensor`; the rest of `tensor` splits the
         sequences (axis attn), so that no key or value is stored twice. replicate: split over all of `tensor` and
@@ -85,12 +86,12 @@ class MeshLayout:
 
     @property
     def sends_rows(self) -> bool:
-        """Whether devices send each other rows of single experts."""
+        """Whether devices send each other the rows of single experts."""
         return self.expert_parallel and self.all2all_backend == RAGGED and self.size > 1
 
     @property
     def size(self) -> int:
-        """Devices."""
+        """Number of devices."""
         return self.data * self.attn * self.model
 
     @property
@@ -98,15 +99,16 @@ class MeshLayout:
         return self.data * self.attn
 
     def num_shards(self, axis: str) -> int:
-        """Parts into which an array's logical axis is split."""
+        """Number of parts into which an array's logical axis is split."""
         return math.prod(getattr(self, name) for name in RULES[axis])
 
     def ranks_sharing(self, axis: str) -> int:
-        """Ranks whose tokens meet on the devices that hold the parts of a logical axis."""
+        """Number of ranks whose tokens are processed together by the devices that hold the parts of a logical axis."""
         return math.prod(getattr(self, name) for name in RULES[axis] if name in RULES["batch"])
 
     def padded_vocab_size(self, vocab_size: int) -> int:
-        """Rows of the token table: whole blocks of the sampler on every device, and no padding on one device."""
+        """Number of rows of the token table: full blocks of the sampler on every device, and no padding on one
+        device."""
         shards = self.num_shards("vocab")
         return vocab_size if shards == 1 else -(-vocab_size // (VOCAB_BLOCK * shards)) * VOCAB_BLOCK * shards
 

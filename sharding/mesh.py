@@ -1,4 +1,5 @@
-"""The device mesh: three named axes, always all three, so that no rule depends on which kinds of parallelism are on."""
+"""Device mesh of three named axes, all of them always present, so that no rule depends on the kinds of parallelism in
+use."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from sharding.layout import MESH_AXES, MeshLayout
 
 
 def make_mesh(layout: MeshLayout, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh over the first of `devices` (default: all), `model` neighbours side by side; ValueError for too few."""
+    """Make a mesh over the first of `devices` (default: all), with `model` neighbours adjacent; ValueError for too
+    few."""
     available = jax.devices() if devices is None else list(devices)
     shape = {name: getattr(layout, name) for name in MESH_AXES}
     if layout.size > len(available):

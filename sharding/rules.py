@@ -1,4 +1,4 @@
-"""Where arrays live on a mesh, by their logical axes: parameters, pools and messages alike."""
+"""Placement of arrays on a mesh by their logical axes: parameters, pools and messages alike."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from sharding.layout import RULES
 
 
 def logical_to_spec(axes: tuple[str | None, ...], rules: Mapping[str, tuple[str, ...]] = RULES) -> PartitionSpec:
-    """The PartitionSpec of an array with these logical axes; None is an axis that is never split.
+    """PartitionSpec of an array with these logical axes; None is an axis that is never split.
 
-    Raises ValueError for a logical axis that the rules do not know and for a mesh axis that two axes claim.
+    Raises ValueError for a logical axis without a rule and for a mesh axis that two axes claim.
     """
     entries: list[str | tuple[str, ...] | None] = []
     claimed: dict[str, str] = {}
@@ -32,21 +32,21 @@ def logical_to_spec(axes: tuple[str | None, ...], rules: Mapping[str, tuple[str,
 
 
 def whole_shape(part: tuple[int, ...], sharding: NamedSharding) -> tuple[int, ...]:
-    """The shape of an array of which every device holds a part of shape `part`."""
+    """Global shape of an array of which every device holds a part of shape `part`."""
     one = (sharding.mesh.size,) * len(part)
     return tuple(size * whole // own for size, whole, own in zip(part, one, sharding.shard_shape(one), strict=True))
 
 
 def part_shape(leaf: Any) -> tuple[int, ...]:
-    """The shape of the part that one device holds of an array, or of a shape with a sharding."""
+    """Shape of one device's part of an array, or of a ShapeDtypeStruct with a sharding."""
     return leaf.sharding.shard_shape(leaf.shape)
 
 
 def part_bytes(leaf: Any) -> int:
-    """The bytes of that part."""
+    """Bytes of one device's part of an array, or of a ShapeDtypeStruct with a sharding."""
     return math.prod(part_shape(leaf)) * leaf.dtype.itemsize
 
 
 def named_sharding(mesh: Mesh, axes: tuple[str | None, ...]) -> NamedSharding:
-    """Where an array with these logical axes lives on the mesh. Raises as logical_to_spec."""
+    """NamedSharding of an array with these logical axes on the mesh. Raises as logical_to_spec."""
     return NamedSharding(mesh, logical_to_spec(axes))

@@ -1,4 +1,4 @@
-"""Pipeline stages: which layers each runs, and on which of the devices."""
+"""Pipeline stages: the layers that each runs, and its devices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Stage:
-    """A run of a model's layers. The first stage also embeds the tokens, the last one also makes the logits."""
+    """A run of a model's layers. The first stage also embeds the tokens, the last one also computes the logits."""
 
     first_layer: int
     end_layer: int
@@ -22,11 +22,11 @@ class Stage:
 
 
 def split_layers(sizes: Sequence[int], num_stages: int, *, before: int = 0, after: int = 0) -> list[Stage]:
-    """Stages of consecutive layers such that the largest stage is as small as can be.
+    """Split layers into stages of consecutive layers such that the largest stage is as small as possible.
 
     Args:
       sizes: bytes of each layer.
-      before, after: bytes that the first and the last stage hold besides (embedding, head).
+      before, after: bytes that the first and the last stage hold in addition (embedding, head).
 
     Raises ValueError when there are fewer layers than stages.
     """
@@ -34,7 +34,8 @@ def split_layers(sizes: Sequence[int], num_stages: int, *, before: int = 0, afte
         raise ValueError(f"{len(sizes)} layers cannot be split into {num_stages} stages; allowed are 1 to {len(sizes)}")
 
     def counts_within(limit: int) -> list[int] | None:
-        """Layers of each stage, every stage as full as `limit` and the stages behind it allow."""
+        """Numbers of layers of each stage within `limit` bytes, earlier stages as full as possible; None if it does not
+        fit."""
         counts, layer = [], 0
         for stage in range(num_stages):
             held = (before if stage == 0 else 0) + (after if stage == num_stages - 1 else 0)
@@ -58,7 +59,7 @@ def split_layers(sizes: Sequence[int], num_stages: int, *, before: int = 0, afte
 
 
 def stages_of(counts: Sequence[int]) -> list[Stage]:
-    """Stages of the given numbers of layers, in order."""
+    """Build stages of the given numbers of layers, in order."""
     stages, first = [], 0
     for index, count in enumerate(counts):
         stages.append(Stage(first, first + count, index == 0, index == len(counts) - 1))
@@ -67,6 +68,6 @@ def stages_of(counts: Sequence[int]) -> list[Stage]:
 
 
 def devices_of_stages(devices: Sequence[Any], num_stages: int) -> list[Sequence[Any]]:
-    """Equal runs of neighbouring devices, one for each stage."""
+    """Split devices into equal runs of neighbours, one for each stage."""
     size = len(devices) // num_stages
     return [devices[stage * size : (stage + 1) * size] for stage in range(num_stages)]

@@ -1,1 +1,1 @@
-"""What a model is, read from its checkpoint's configuration."""
+"""Configuration of a model, read from its checkpoint."""

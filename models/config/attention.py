@@ -1,7 +1,7 @@
-"""LayerAttention: what kernels, caches and step inputs must know of one layer's attention, as data.
+"""LayerAttention: one layer's attention as data, for kernels, caches and step inputs.
 
-Owns the checks that concern one layer. What a layer does around its attention (norms, activations, multipliers) is code
-in its family's file.
+Owns the checks that concern one layer. Norms, activations and multipliers around attention are code in the family's
+file.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from models.config.state import LayerState
 
 @dataclass(frozen=True)
 class TemperatureTuning:
-    """Queries times 1 + attn_scale * ln(1 + floor((position + offset) / floor_scale)): the longer the context, the
-    sharper the softmax (Nakanishi 2025, arXiv:2501.19399, as Llama 4 has it).
+    """Factor of queries, 1 + attn_scale * ln(1 + floor((position + offset) / floor_scale)): the longer the context, the
+    sharper the softmax (Nakanishi 2025, arXiv:2501.19399, as in Llama 4).
 
     offset: 1 where the first position counts as one token, else 0.
     """
@@ -33,16 +33,17 @@ class TemperatureTuning:
 
 @dataclass(frozen=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434): what all heads' keys and values are made of.
+    """Multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434): sizes of the latent that gives all keys and
+    values.
 
-    A token's cached key is its latent and, behind it, the one rotated part that all heads share; its value is the
+    A token's cached key is its latent followed by the one rotated part that all heads share; its value is the
     latent. So there is one kv head. Names are those of config.json.
 
     Attributes:
       kv_lora_rank: elements of the latent.
       qk_nope_head_dim, qk_rope_head_dim: elements of a head's query without and with rope.
-      v_head_dim: elements of a head's value, made from the latent.
-      q_lora_rank: elements of what queries are made from; None for the hidden state itself.
+      v_head_dim: elements of a head's value, computed from the latent.
+      q_lora_rank: elements of the latent of queries; None where queries are projected from the hidden state.
     """
 
     kv_lora_rank: int
@@ -63,23 +64,23 @@ class LayerAttention:
     """Attention of one layer; layers with equal ones share rope tables, schedules and a trace.
 
     Attributes:
-      num_heads, num_kv_heads: of queries, and of keys and values.
-      head_dim: of queries, keys and values; of a cached key where there is a latent.
-      rope: how q and k are rotated; None where they are not.
-      scale: that products of queries and keys are multiplied with; None for head_dim ** -0.5.
+      num_heads, num_kv_heads: heads of queries, and of keys and values.
+      head_dim: size of a query, key and value; of a cached key where there is a latent.
+      rope: rotation of q and k; None for none.
+      scale: factor of the products of queries and keys; None for head_dim ** -0.5.
       window: keys a token sees counting itself, None for all of them.
       chunk: a token sees the keys from the last multiple of this on, None for all of them: a window that restarts.
       soft_cap: products become soft_cap * tanh(product / soft_cap) before the softmax, None for no cap.
-      qk_norm: an RMS norm over each head of q and k before rope, unless the family hands other norms to Attention.
+      qk_norm: an RMS norm over each head of q and k before rope, unless the family passes other norms to Attention.
       sinks: a learned logit for each head that takes its share of the softmax and gives nothing (Xiao et al. 2023,
         arXiv:2309.17453).
-      bias: of the projections to q, k and v.
-      output_bias: of the projection after attention.
-      temperature: by which queries are multiplied according to their positions; None for not at all.
-      latent: what keys and values are made of, None where they are projected themselves.
-      state: what the layer has in place of attention, None where it attends only. Sizes are then those of the layers
-        that do, and nothing else is said.
-      beside_state: the layer attends as well.
+      bias: whether the projections to q, k and v have a bias.
+      output_bias: whether the projection after attention has a bias.
+      temperature: factor of queries by their positions; None for none.
+      latent: latent that keys and values are computed from, None where they are projected directly.
+      state: recurrent state instead of attention, None for a layer that only attends. Sizes are then those of the
+        attending layers, and the other fields have their defaults.
+      beside_state: the layer has a state and attends as well.
     """
 
     num_heads: int
@@ -135,7 +136,7 @@ class LayerAttention:
 
     @property
     def v_head_dim(self) -> int:
-        """Elements of a cached value; with a latent they are the first of the key's."""
+        """Elements of a cached value; with a latent they are the first ones of the key."""
         return self.head_dim if self.latent is None else self.latent.kv_lora_rank
 
     @property
@@ -144,7 +145,7 @@ class LayerAttention:
 
     @property
     def reach(self) -> int | None:
-        """The most keys that a token sees counting itself, None for all: those that a cache must keep for it."""
+        """Most keys that a token sees counting itself, which a cache must keep; None for all."""
         return self.chunk if self.window is None else self.window
 
     @property

@@ -1,4 +1,4 @@
-"""What an EAGLE-3 head is: a layer of Llama's beside another model, whose hidden states it reads."""
+"""Configuration of an EAGLE-3 head: one Llama layer that reads the hidden states of another model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from models.config.fields import MAX_LAYERS, ConfigFields, ModelConfigError
 from models.config.hf import hf_architecture
 from models.config.model_config import ModelConfig
 
-# Of heads as their authors, SpecForge and vLLM name them; the first says what it was made for.
+# Architectures of heads as named by their authors, SpecForge and vLLM; the first is that of the target.
 ARCHITECTURES = ("LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 SPECULATORS = "speculators_model_type"
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -18,14 +18,14 @@ _LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 @dataclass(frozen=True)
 class Eagle3Config(ModelConfig):
-    """The sizes of a head's layer, and as ModelConfig cannot say them:
+    """ModelConfig of the head's layer, with the fields of EAGLE-3.
 
     Attributes:
-      draft_vocab_size: tokens that it may draft, some of the vocabulary.
-      target_size: numbers of a hidden state of the model.
-      streams: which of the model's hidden states it reads, those behind so many layers; ascending.
-      norm_before_residual: what its attention is added to is normed.
-      own_embedding: it has embeddings of its own; else the model lends it some.
+      draft_vocab_size: number of tokens that it may draft, a part of the vocabulary.
+      target_size: size of a hidden state of the target model.
+      streams: hidden states of the target that it reads, each given by the number of layers before it; ascending.
+      norm_before_residual: the residual of its attention is the normed input.
+      own_embedding: it has embeddings of its own; else it uses the target's.
     """
 
     draft_vocab_size: int = 0
@@ -36,7 +36,7 @@ class Eagle3Config(ModelConfig):
 
 
 def head_fields(raw: Mapping[str, Any]) -> ConfigFields:
-    """A head's config.json with the sizes of its layer on top, where speculators keep them below.
+    """Flatten a head's config.json, in which speculators nests the sizes of the layer.
 
     Raises ModelConfigError.
     """
@@ -58,11 +58,11 @@ def head_fields(raw: Mapping[str, Any]) -> ConfigFields:
 
 
 def read_head(fields: ConfigFields, layer: Mapping[str, Any], model: ModelConfig) -> Eagle3Config:
-    """The head of these fields, for this model.
+    """Build the Eagle3Config of these fields, for this model.
 
     Args:
-      fields: of `head_fields`.
-      layer: what they say of its layer, as keyword arguments of ModelConfig.
+      fields: result of `head_fields`.
+      layer: fields of its layer, as keyword arguments of ModelConfig.
 
     Raises ModelConfigError.
     """
@@ -82,9 +82,9 @@ def read_head(fields: ConfigFields, layer: Mapping[str, Any], model: ModelConfig
 
 
 def _streams(fields: ConfigFields, num_layers: int) -> tuple[int, ...]:
-    """Eagle3Config.streams: as listed, else those that heads are trained on.
+    """Read Eagle3Config.streams: the listed ones, else those that heads are trained on by default.
 
-    Lists are of two kinds. Some count the layers that a hidden state is behind, others name the layer that gave it,
+    Lists are of two kinds. Some count the layers before a hidden state, others name the layer that produced it,
     from 0 on; the latter begin with 1, where the former begin with 2.
     """
     inner = ConfigFields(fields.mapping("eagle_config") or {})

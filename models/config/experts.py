@@ -1,4 +1,4 @@
-"""ExpertsConfig: what a model's mixture-of-experts layers are."""
+"""ExpertsConfig: configuration of a model's mixture-of-experts layers."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ SCORING_FUNCS = ("softmax", "sigmoid")
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """The mixture-of-experts layers of a model.
+    """Mixture-of-experts layers of a model.
 
     Attributes:
       num_per_token: experts that each token goes to.
       intermediate_size: feed-forward size of one expert.
       norm_weights: a token's weights are scaled to add up to one.
       dense_layers: indices of the layers that have a dense MLP instead, ascending.
-      scoring_func: what makes scores of the router's logits: over all experts (softmax), or of each alone (sigmoid).
+      scoring_func: function from the router's logits to scores: over all experts (softmax), or of each alone (sigmoid).
       correction_bias: a learned number is added to each expert's score when experts are picked, not when they are
         weighed (Wang et al. 2024, arXiv:2408.15664).
-      num_expert_group, topk_group: experts stand in so many groups of equal size, and a token's are picked among its
+      num_expert_group, topk_group: number of equal groups of experts; a token's experts are picked among its
         best `topk_group` groups (DeepSeek-AI 2024, arXiv:2412.19437).
-      routed_scaling_factor: of all weights.
+      routed_scaling_factor: factor of all weights.
       min_weight_sum: weights are divided by no less than this to add up to one.
-      apply_router_weight_on_input: weights are multiplied with what goes into the experts, not with what comes out.
-      swiglu_alpha, swiglu_limit: numbers of the activation of families that clamp what goes into it.
-      bias: of the router and of the experts' matrices.
-      shared_intermediate_size: feed-forward size of the dense MLP that every token goes to beside its experts, 0 for
+      apply_router_weight_on_input: weights multiply the experts' inputs instead of their outputs.
+      swiglu_alpha, swiglu_limit: parameters of the clamped SwiGLU activation, for families that have it.
+      bias: whether the router and the experts' matrices have biases.
+      shared_intermediate_size: feed-forward size of the shared dense MLP that every token goes to in addition, 0 for
         none.
-      shared_gate: what comes out of it is weighed by a sigmoid of its own.
+      shared_gate: the shared MLP's output is weighed by a sigmoid gate of its own.
     """
 
     num_experts: int

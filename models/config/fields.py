@@ -1,6 +1,6 @@
-"""Typed reading of one value at a time out of a configuration that somebody else wrote.
+"""Typed reading of one value at a time from an untrusted configuration.
 
-Owns the wording of configuration errors. Knows neither what the values mean nor where they come from.
+Owns the wording of configuration errors; the meaning and the origin of values are the caller's matter.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 
 _REQUIRED = object()
 MAX_INTEGER = 2**31 - 1
-# What a model may ask for: a few times what the largest ones have. A file of some hundred bytes names these numbers,
-# and arrays and lists are made of their size before any weight is seen.
+# Limits of sizes, a few times those of the largest models. A file of some hundred bytes can name any number, and arrays
+# and lists of that size are created before any weight is read.
 MAX_LAYERS = 1024
 MAX_HEADS = MAX_HEAD_DIM = MAX_EXPERTS = 4096
 MAX_HIDDEN, MAX_INTERMEDIATE, MAX_VOCAB = 1 << 17, 1 << 20, 1 << 22
@@ -23,9 +23,9 @@ MAX_POSITIONS = 1 << 26
 MAX_TOKEN_IDS = 1024
 # Pixels or frames of a patch along a side, and patches of a row of a tower.
 MAX_PATCH, MAX_MERGE = 256, 16
-# Of layers and experts of each, which all have tensors with names of their own.
+# Most experts of all layers together, which all have tensors with names of their own.
 MAX_ALL_EXPERTS = 1 << 17
-# By the fields' names, those of config.json first, then those of GGUF files.
+# Limits by field name: names of config.json first, then those of GGUF files.
 _MAXIMA = {
     "vocab_size": MAX_VOCAB,
     "hidden_size": MAX_HIDDEN,
@@ -65,7 +65,7 @@ _MAXIMA = {
     "num_experts_per_tok": MAX_EXPERTS,
     "max_position_embeddings": MAX_POSITIONS,
     "original_max_position_embeddings": MAX_POSITIONS,
-    "sliding_window": MAX_INTEGER,  # of any length is no window
+    "sliding_window": MAX_INTEGER,  # longer than the context means no window
     "embedding_length": MAX_HIDDEN,
     "feed_forward_length": MAX_INTERMEDIATE,
     "block_count": MAX_LAYERS,
@@ -92,7 +92,7 @@ _MAXIMA = {
 
 
 def check_size(name: str, value: Any, maximum: int, minimum: int = 1) -> None:
-    """Raises ModelConfigError unless value is an integer within these bounds."""
+    """Raise ModelConfigError unless value is an integer within these bounds."""
     if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
         raise ModelConfigError(f"{name} must be an integer >= {minimum} and <= {maximum}, got {value!r}")
 
@@ -114,12 +114,13 @@ class ConfigFields:
         self.prefix = prefix
 
     def with_defaults(self, **defaults: Any) -> ConfigFields:
-        """The same with these for fields that are absent; one that is null stays so."""
+        """Return a copy with these values for absent fields; a field that is null stays null."""
         named = {self.prefix + name: value for name, value in defaults.items()}
         return ConfigFields({**named, **self.raw}, self.prefix)
 
     def require(self, **allowed: Any) -> None:
-        """Raises ModelConfigError for a field that is neither absent, null nor this: it asks for what is not built."""
+        """Raise ModelConfigError for a field that is neither absent, null nor this value: it asks for an unsupported
+        feature."""
         for name, value in allowed.items():
             if self.has(name) and self.value(name) != value:
                 raise self.fail(name, "absent" if value is None else f"{json.dumps(value)} or absent")
@@ -146,7 +147,7 @@ class ConfigFields:
         return self._get(name, default)
 
     def integer(self, name: str, default: Any = _REQUIRED, *, minimum: int = 1) -> Any:
-        """An integer of at most what _MAXIMA allows a field of this name, MAX_INTEGER where it does not know it."""
+        """Read an integer of at most the field's limit in _MAXIMA, or MAX_INTEGER for a field without one."""
         value = self._get(name, default)
         if value is default:
             return value
@@ -156,11 +157,11 @@ class ConfigFields:
         return value
 
     def number(self, name: str, default: Any = _REQUIRED) -> Any:
-        """A finite number above zero, as a float."""
+        """Read a finite number above zero, as a float."""
         value = self._get(name, default)
         if value is default:
             return value
-        # Compared, for an integer that no float can hold is no error of isfinite's.
+        # Compared rather than tested with isfinite, which raises OverflowError for an integer beyond floats.
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
             raise self.fail(name, "a finite number > 0")
         return float(value)
@@ -186,7 +187,7 @@ class ConfigFields:
         return value
 
     def token_ids(self, name: str) -> tuple[int, ...]:
-        """One token id or a list of them; empty when the field is absent."""
+        """Read one token id or a list of them; empty when the field is absent."""
         value = self._get(name, ())
         ids: tuple[Any, ...] = tuple(value) if isinstance(value, (list, tuple)) else (value,)
         wrong = any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i <= MAX_INTEGER for i in ids)

@@ -1,6 +1,6 @@
 """GGUF metadata to the fields of a ModelConfig.
 
-Owns the key names of the GGUF specification (ggml/docs/gguf.md). Knows nothing of tensors: see models/weights/gguf.py.
+Owns the key names of the GGUF specification (ggml/docs/gguf.md). Tensors are read in models/weights/gguf.py.
 """
 
 from __future__ import annotations
@@ -18,19 +18,21 @@ from models.config.rope import Rope, RopeScaling
 
 MIXTRAL = "llama with experts"
 DEEPSEEK_V3 = "deepseek2 with sigmoid scores"
-# Numbers of `expert_gating_func`.
+# Values of `expert_gating_func`.
 SOFTMAX, SIGMOID = 1, 2
 EXPERT_SIZE = "expert_feed_forward_length"
 
 
 def gguf_architecture(metadata: Mapping[str, Any]) -> str:
-    """llama.cpp's name of the model's architecture."""
+    """Read llama.cpp's name of the model's architecture."""
     return ConfigFields(metadata).text("general.architecture")
 
 
 def gguf_family(metadata: Mapping[str, Any]) -> str:
-    """Which family reads a file, as CausalLM.gguf_architecture says it. Files of Mixtral call themselves llama's, those
-    of DeepSeek V3 deepseek2's."""
+    """Family that reads a file, as in CausalLM.gguf_architecture.
+
+    Files of Mixtral call themselves llama, and those of DeepSeek V3 deepseek2.
+    """
     architecture = gguf_architecture(metadata)
     fields = ConfigFields(metadata, f"{architecture}.")
     if architecture == "deepseek2":
@@ -40,7 +42,7 @@ def gguf_family(metadata: Mapping[str, Any]) -> str:
 
 
 class RopeFactors(NamedTuple):
-    """What a file says of rope in tensors: `rope_freqs`, or `rope_factors_short` and `rope_factors_long`."""
+    """Rope scaling that a file stores in tensors: `rope_freqs`, or `rope_factors_short` and `rope_factors_long`."""
 
     factors: tuple[float, ...] = ()
     short: tuple[float, ...] = ()
@@ -48,7 +50,7 @@ class RopeFactors(NamedTuple):
 
 
 class GGUFConfig(NamedTuple):
-    """All that says what the model of a GGUF file is.
+    """All data of a GGUF file that determine its model.
 
     Attributes:
       metadata: the file's key-values.
@@ -62,7 +64,7 @@ class GGUFConfig(NamedTuple):
 
     @property
     def fields(self) -> ConfigFields:
-        """The metadata of the architecture itself: `llama.block_count` is the field `block_count`."""
+        """Metadata of the architecture itself: `llama.block_count` is the field `block_count`."""
         return ConfigFields(self.metadata, f"{gguf_architecture(self.metadata)}.")
 
 
@@ -76,15 +78,15 @@ def gguf_fields(
     yarn: Mapping[str, Any] = MappingProxyType({}),
     **attention: Any,
 ) -> dict[str, Any]:
-    """What families spell alike: keyword arguments of ModelConfig for one GGUF file, but for its architecture.
+    """Read the fields that families share from a GGUF file: keyword arguments of ModelConfig, without the architecture.
 
     Args:
       partial_rotary: whether the family may rotate a part of each head only.
       interleaved: see Rope.
-      experts: those of a family that has some.
-      eps: the field with the one of norms.
-      yarn: what the family knows of YaRN and files do not say, in the words of a config.json. With an attention_factor
-        it is the family that reads yarn_log_multiplier.
+      experts: config of a family with experts.
+      eps: name of the field with the epsilon of norms.
+      yarn: YaRN settings that the family has and files lack, named as in a config.json. With an attention_factor
+        the family reads yarn_log_multiplier itself.
       attention: further fields of every layer's LayerAttention.
     """
     metadata, fields = gguf.metadata, gguf.fields
@@ -125,7 +127,7 @@ def gguf_fields(
 
 
 def gguf_sliding(fields: ConfigFields, full_every: int) -> tuple[bool, ...]:
-    """Whether each layer has the window: what `attention.sliding_window_pattern` lists, else all but every n-th."""
+    """Whether each layer has the window: as `attention.sliding_window_pattern` lists, else all but every n-th."""
     num_layers, name = fields.integer("block_count"), "attention.sliding_window_pattern"
     listed = fields.value(name, None)
     if listed is None:
@@ -139,7 +141,8 @@ def gguf_sliding(fields: ConfigFields, full_every: int) -> tuple[bool, ...]:
 def gguf_experts(
     fields: ConfigFields, *, norm_weights: bool, size: str = "feed_forward_length", **more: Any
 ) -> ExpertsConfig:
-    """The experts of every layer. size: the field with their feed-forward size; more: what the family knows of them.
+    """Read the experts of every layer. size: the field with their feed-forward size; more: fields that the family
+    fixes.
 
     Raises ModelConfigError.
     """
@@ -153,7 +156,7 @@ def gguf_experts(
 
 
 def gguf_shared_experts(fields: ConfigFields, *, scoring_func: str) -> ExpertsConfig:
-    """Experts in DeepSeek's words: behind dense layers, by groups, beside a shared MLP. Raises ModelConfigError.
+    """Read experts as in DeepSeek: after dense layers, in groups, with a shared MLP. Raises ModelConfigError.
 
     scoring_func: "sigmoid" comes with a correction bias.
     """

@@ -1,4 +1,4 @@
-"""What the GGUF files of families with multi-head latent attention say alike."""
+"""GGUF fields that families with multi-head latent attention share."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from models.config.gguf import GGUFConfig, gguf_fields
 
 
 def gguf_latent_fields(gguf: GGUFConfig, **options: Any) -> dict[str, Any]:
-    """`gguf_fields` of a model with multi-head latent attention.
+    """Read `gguf_fields` of a model with multi-head latent attention.
 
-    Files of today say what attention over latents has, one head of keys, and beside it what a head has; older ones say
-    the latter only. options: as gguf_fields takes them.
+    Current files give the sizes of attention over latents, with one kv head, and those of a head in addition; older
+    ones give the latter only. options: as for gguf_fields.
     """
     fields, prefix = gguf.fields, gguf.fields.prefix
     rope_dim = fields.integer("rope.dimension_count")
@@ -33,11 +33,11 @@ def gguf_latent_fields(gguf: GGUFConfig, **options: Any) -> dict[str, Any]:
     )
     rotated = {f"{prefix}attention.{kind}_length": rope_dim for kind in ("key", "value")}
     alike = gguf._replace(metadata={**gguf.metadata, **rotated, f"{prefix}attention.head_count_kv": 1})
-    # Rope's own tables are not stretched in size: `mscale` equals `mscale_all_dim` in all that is published.
+    # Rope's tables need no factor: `mscale` equals `mscale_all_dim` in all published checkpoints.
     shared = gguf_fields(alike, interleaved=True, yarn={"attention_factor": 1.0}, **options)
     mscale = 1.0
     if fields.text("rope.scaling.type", "none") == "yarn":
-        # The file has a tenth of mscale_all_dim.
+        # The file stores a tenth of mscale_all_dim.
         weight = fields.number("rope.scaling.yarn_log_multiplier", 0.0)
         mscale += weight * math.log(max(fields.number("rope.scaling.factor"), 1.0))
     scale = sizes[0] ** -0.5 * mscale**2

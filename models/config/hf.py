@@ -1,6 +1,6 @@
 """config.json of a Hugging Face checkpoint to the fields of a ModelConfig.
 
-Owns what all families spell alike. Only data is read: `auto_map` and every other pointer to code is ignored.
+Owns the fields that all families share. Only data is read: `auto_map` and every other pointer to code is ignored.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from models.weights.errors import ModelFileError
 from models.weights.files import read_object
 
 CONFIG_FILE = "config.json"
-# Of ModelOpt, where config.json does not say it.
+# ModelOpt's file of quantization settings, read where config.json has none.
 QUANTIZATION_FILE = "hf_quant_config.json"
 # The kinds of layers that configurations list.
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def read_config_json(folder: Path | str) -> dict[str, Any]:
-    """The parsed config.json of a checkpoint folder, with what a file beside it says of quantisation.
+    """Parse the config.json of a checkpoint folder, with quantization settings from the file next to it.
 
     Raises ModelFileError when it is absent or not a JSON object.
     """
@@ -44,7 +44,7 @@ def hf_architecture(fields: ConfigFields) -> str:
 
 
 class Activation(NamedTuple):
-    """The field that names a model's activation, and the values that mean the one its family has."""
+    """Name of the field with a model's activation, and the values that mean the family's own."""
 
     field: str
     values: tuple[str, ...]
@@ -66,15 +66,16 @@ def hf_fields(
     eps: str = "rms_norm_eps",
     **attention: Any,
 ) -> dict[str, Any]:
-    """What families spell alike in a config.json: keyword arguments of ModelConfig, but for its architecture.
+    """Read the fields that families share from a config.json: keyword arguments of ModelConfig, without the
+    architecture.
 
     Args:
-      windows: of each layer, or one for all.
-      ropes: of each layer, None for the one that the file tells of.
-      head_dim: where the file does not say; None for hidden_size / num_attention_heads.
+      windows: window of each layer, or one for all.
+      ropes: rope of each layer, None for the one in the file.
+      head_dim: default for a file without it; None for hidden_size / num_attention_heads.
       partial_rotary: whether the family may rotate a part of each head only.
-      tied: whether the head is the embedding where the file does not say.
-      eps: what the file calls the one of norms.
+      tied: default of tie_word_embeddings.
+      eps: name of the field with the epsilon of norms.
       attention: further fields of every layer's LayerAttention.
     """
     if fields.text(activation.field, activation.values[0]) not in activation.values:
@@ -109,7 +110,8 @@ def hf_fields(
 
 
 def text_fields(fields: ConfigFields) -> ConfigFields:
-    """What the configuration of a model of text and more says of the text: `text_config`, and what it leaves out."""
+    """Fields of the language model in a multimodal configuration: `text_config`, and outer fields that it leaves
+    out."""
     text = fields.mapping("text_config")
     if text is None:
         raise fields.fail("text_config", "a mapping")
@@ -118,7 +120,7 @@ def text_fields(fields: ConfigFields) -> ConfigFields:
 
 
 def read_head_dim(fields: ConfigFields, default: int | None = None) -> int:
-    """`head_dim`; where it is absent the default, and without that hidden_size / num_attention_heads."""
+    """Read `head_dim`; where it is absent the default, and without that hidden_size / num_attention_heads."""
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     if default is None and not fields.has("head_dim") and hidden_size % num_heads:
         raise ModelConfigError(
@@ -140,14 +142,14 @@ def layer_kinds(fields: ConfigFields, full_every: int = 1) -> tuple[str, ...]:
 
 
 def windows_by_kind(kinds: Iterable[str], window: int | None) -> tuple[int | None, ...]:
-    """Windows of layers of these kinds: `window` for SLIDING ones, none for the others."""
+    """Windows of layers of these kinds: `window` for SLIDING ones, None for the others."""
     return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
 def ropes_by_kind(
     fields: ConfigFields, head_dim: int, kinds: Sequence[str], *, sliding_theta: str = "rope_theta"
 ) -> tuple[Rope, ...]:
-    """The rope of layers of these kinds.
+    """Read the rope of each layer of these kinds.
 
     transformers 5 writes a mapping for each kind into `rope_parameters`; transformers 4 `rope_theta` and `rope_scaling`
     for FULL layers, and the field `sliding_theta` for SLIDING ones, which are not scaled.
@@ -166,19 +168,22 @@ def ropes_by_kind(
 
 
 def read_rope(fields: ConfigFields, head_dim: int, *, partial_rotary: bool = False, interleaved: bool = False) -> Rope:
-    """transformers 4 writes `rope_theta` and `rope_scaling`; transformers 5 one mapping, `rope_parameters`."""
+    """Read a model's Rope from its config.json.
+
+    transformers 4 writes `rope_theta` and `rope_scaling`; transformers 5 one mapping, `rope_parameters`.
+    """
     max_positions = fields.integer("max_position_embeddings")
     rope = fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {}
     nested = ConfigFields(rope)
     theta = nested.number("rope_theta", None) or fields.number("rope_theta", 10000.0)
     rotated = 1.0
-    for place in (fields, nested):
-        rotated = place.number("partial_rotary_factor", rotated)
+    for each in (fields, nested):
+        rotated = each.number("partial_rotary_factor", rotated)
         if rotated > 1.0 or (rotated != 1.0 and not partial_rotary):
-            raise place.fail("partial_rotary_factor", "a number > 0 and <= 1" if partial_rotary else "1.0")
+            raise each.fail("partial_rotary_factor", "a number > 0 and <= 1" if partial_rotary else "1.0")
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise ModelConfigError("rope_parameters must be one mapping for all layers, got one per layer type")
-    # Phi-3 and MiniCPM write this one beside the mapping; there it wins.
+    # Phi-3 and MiniCPM write this field outside of the mapping, and it takes precedence.
     if fields.has(original := "original_max_position_embeddings"):
         rope = {**rope, original: fields.integer(original)}
     return Rope(int(head_dim * rotated), theta, RopeScaling.from_hf(rope, max_positions), interleaved)

@@ -1,4 +1,4 @@
-"""What families with multi-head latent attention spell alike in a config.json."""
+"""Fields of a config.json that families with multi-head latent attention share."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from models.config.hf import hf_fields, read_rope
 
 
 def hf_latent_fields(fields: ConfigFields, *, interleaved: bool = True, **options: Any) -> dict[str, Any]:
-    """`hf_fields` of a model with multi-head latent attention.
+    """Read `hf_fields` of a model with multi-head latent attention.
 
     Args:
-      interleaved: of rope.
-      options: as hf_fields takes them.
+      interleaved: see Rope.
+      options: as for hf_fields.
     """
     num_heads, rope_dim = fields.integer("num_attention_heads"), fields.integer("qk_rope_head_dim")
     if fields.integer("num_key_value_heads", num_heads) != num_heads:
@@ -28,7 +28,7 @@ def hf_latent_fields(fields: ConfigFields, *, interleaved: bool = True, **option
         v_head_dim=fields.integer("v_head_dim"),
         q_lora_rank=fields.integer("q_lora_rank", None),
     )
-    # `head_dim` is what transformers 5 calls the rotated part; it says nothing beside that.
+    # transformers 5 calls the rotated part `head_dim`, so the field carries no other information.
     fields = ConfigFields({**fields.raw, "head_dim": rope_dim, "num_key_value_heads": 1})
     ropes = [read_rope(fields, rope_dim, interleaved=interleaved)] * fields.integer("num_hidden_layers")
     shared = hf_fields(fields, ropes=ropes, **options)
@@ -41,8 +41,10 @@ def hf_latent_fields(fields: ConfigFields, *, interleaved: bool = True, **option
 
 
 def _mscale(fields: ConfigFields) -> float:
-    """What YaRN (Peng et al. 2023, arXiv:2309.00071) multiplies whole queries and keys with: rope's tables, which have
-    `mscale / mscale_all_dim`, reach the rotated parts only."""
+    """YaRN's factor (Peng et al. 2023, arXiv:2309.00071) of entire queries and keys.
+
+    Rope's tables, which contain `mscale / mscale_all_dim`, reach the rotated parts only.
+    """
     rope = ConfigFields(fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {})
     weight = rope.number("mscale_all_dim", 0.0)
     if not weight or (rope.text("rope_type", None) or rope.text("type", "default")) == "default":

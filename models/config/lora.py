@@ -1,10 +1,10 @@
-"""How much room a model has for adapters (LoRA)."""
+"""LoraSpec: room of a model for adapters (LoRA)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Up to so many slots all of them are read where any is: they are a few hundredths of a model.
+# Up to this many slots all of them are read where any is: they are a few percent of a model.
 _FEW = 16
 
 
@@ -22,10 +22,10 @@ class LoraSpec:
 
     @property
     def may_group(self) -> bool:
-        """Whether reading only the slots that a step's rows have is worth a form of its own."""
+        """Whether there are enough slots for a product that reads only those of a step's rows."""
         return self.max_loras > _FEW
 
     @property
     def columns(self) -> int:
-        """Of all slots of one module."""
+        """Columns of all slots of one module."""
         return self.max_loras * self.max_lora_rank

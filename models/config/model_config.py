@@ -1,6 +1,6 @@
-"""ModelConfig: what a model is, in one frozen hashable record.
+"""ModelConfig: description of a model, in one frozen hashable record.
 
-Owns the checks that every family shares. What is particular to one family is read by that family's own file (see
+Owns the checks that every family shares. Fields of one family are read in that family's file (see
 models/registry.py). Only data is read: `auto_map` and every other pointer to code in a config.json is ignored.
 """
 
@@ -34,7 +34,7 @@ _MAXIMA = {
 
 
 class Multipliers(NamedTuple):
-    """What goes into the parts of a layer and comes out is multiplied with; `mlp_gate` is of what is activated."""
+    """Factors of the inputs and outputs of a layer's parts; `mlp_gate` is that of the activated half."""
 
     attention_in: float
     attention_out: float
@@ -47,16 +47,16 @@ class Multipliers(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of one decoder-only model, and what its layers are.
+    """Sizes of one decoder-only model, and its layers.
 
-    `attention` has one entry per layer. `experts` is None for a dense model; where it is not, `intermediate_size` is
-    that of dense layers. `logit_soft_cap` is for families that bound their logits. `embedding_multiplier` is what
-    embeddings are multiplied with, `residual_multiplier` what a layer's parts are before they are added, `logit_scale`
-    what logits are; `multipliers` are for families that say more. `rms_norm_eps` is that of all norms, of whatever
-    kind. A checkpoint may have `num_nextn_predict_layers` layers behind the last that predict further tokens. `pooler`
-    is None for a model that generates. Token ids are None or empty where the checkpoint names none. `quantization` says
-    how matrices are stored, by their checkpoint modules' names (models.quantization.rules.Quantization); None as they
-    are. `tower` is what the model sees with; None for one that does not, or is not to.
+    `attention` has one entry per layer. `experts` is None for a dense model; otherwise `intermediate_size` is
+    that of dense layers. `logit_soft_cap` is for families that bound their logits. `embedding_multiplier` is a factor
+    of embeddings, `residual_multiplier` of a layer's parts before they are added, `logit_scale` of logits;
+    `multipliers` are for families with more of them. `rms_norm_eps` is that of all norms, of whatever kind. A
+    checkpoint may have `num_nextn_predict_layers` layers after the last that predict further tokens. `pooler` is None
+    for a model that generates. Token ids are None or empty where the checkpoint names none. `quantization` maps names
+    of checkpoint modules to the storage of their matrices (models.quantization.rules.Quantization); None for plain
+    weights. `tower` is the vision tower; None for a model without, or for one that is served without it.
     """
 
     architecture: str
@@ -112,7 +112,7 @@ class ModelConfig:
                 raise ModelConfigError(f"token ids must lie in [0, vocab_size = {self.vocab_size}), got {token_id}")
 
     def up_to(self, max_model_len: int) -> ModelConfig:
-        """The model as an engine runs it whose sequences have at most this many tokens (Rope.up_to)."""
+        """Return the config for an engine whose sequences have at most this many tokens (Rope.up_to)."""
         ropes = (layer.rope and layer.rope.up_to(max_model_len) for layer in self.attention)
         layers = (replace(layer, rope=rope) for layer, rope in zip(self.attention, ropes, strict=True))
         return replace(self, attention=tuple(layers))
@@ -123,7 +123,7 @@ class ModelConfig:
 
     @property
     def attending(self) -> tuple[LayerAttention, ...]:
-        """Of the layers that attend, in order; the others keep states in place of keys and values."""
+        """Layers that attend, in order; the others keep states instead of keys and values."""
         return tuple(layer for layer in self.attention if layer.attends)
 
     @property
@@ -133,10 +133,11 @@ class ModelConfig:
 
     @property
     def sees_places(self) -> bool:
-        """Whether the model sees, and turns queries and keys by places in time, height and width (Rope.sections)."""
+        """Whether the model has a tower and M-RoPE, rotation by mrope_positions in time, height and width
+        (Rope.sections)."""
         return self.tower is not None and any(layer.rope and layer.rope.sections for layer in self.attention)
 
     @property
     def num_kv_heads(self) -> int:
-        """Of every layer."""
+        """Number of kv heads, the same in every layer."""
         return self.attention[0].num_kv_heads

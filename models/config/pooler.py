@@ -1,7 +1,7 @@
-"""What a pooling model makes of the hidden states of a prompt, beside the layers that it shares with its family.
+"""Pooling of a prompt's hidden states in a pooling model.
 
-Owns which hidden states count and what scores them. Knows nothing of normalisation, activations or labels' names, which
-are the host's.
+Owns which hidden states are pooled and how they are scored. Normalisation, activations and labels' names are the
+host's matter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Classifier:
     """Scores of labels, each the product of a pooled hidden state and a row of a matrix.
 
     Attributes:
-      num_labels: how many there are.
+      num_labels: number of labels.
       token_ids: the rows of the output head that stand for the labels; empty where the checkpoint has a matrix of its
         own, score.weight.
       difference: there is one label, whose score is the logit of the second of two tokens less that of the first.
@@ -40,11 +40,11 @@ class Classifier:
 
 @dataclass(frozen=True)
 class Pooler:
-    """How the hidden states of a prompt become one, and what that is for.
+    """Pooling of the hidden states of a prompt into one, and its use.
 
     Attributes:
       pooling_type: LAST, the state of the last token; CLS, of the first; MEAN, the mean over all of them.
-      classifier: what scores it; None where the state itself is the result, an embedding.
+      classifier: scores of the pooled state; None where the state itself is the result, an embedding.
     """
 
     pooling_type: str = LAST

@@ -1,6 +1,6 @@
-"""Rotary position embedding as a configuration says it: frequencies, and how checkpoints stretch them.
+"""Rotary position embedding of a configuration: frequencies, and their scaling for long contexts.
 
-Frequencies are worked out on the host in float64. Knows nothing of arrays on devices: see models/layers/rope.py.
+Frequencies are computed on the host in float64; models/layers/rope.py applies them on devices.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROPE_TYPES = ("linear", "llama3", "yarn", "longrope", "factors")
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rope frequencies are stretched for contexts longer than `original_max_position_embeddings`.
+    """Scaling of rope frequencies for contexts longer than `original_max_position_embeddings`.
 
     linear: every frequency / factor. llama3: long waves / factor, short ones kept, a linear blend between (Llama 3.1).
     yarn: a ramp over dimensions plus an attention factor on cos and sin (Peng et al. 2023, arXiv:2309.00071).
@@ -69,7 +69,7 @@ class RopeScaling:
         fields = ConfigFields(raw)
         rope_type = fields.text("rope_type", None) or fields.text("type", "default")
         if rope_type == "dynamic" and not fields.has("alpha"):
-            # It stretches frequencies from max_position_embeddings on, where no engine goes.
+            # It stretches frequencies beyond max_position_embeddings only, which no engine exceeds.
             fields.number("factor")
             rope_type = "default"
         if rope_type == "default":
@@ -120,7 +120,7 @@ def _longrope(fields: ConfigFields, max_position_embeddings: int) -> RopeScaling
 
 
 def longrope_attention_factor(factor: float, original_max_position_embeddings: int) -> float:
-    """What longrope multiplies cos and sin with: sqrt(1 + ln(factor) / ln(original context)), 1 without stretching."""
+    """Factor of cos and sin with longrope: sqrt(1 + ln(factor) / ln(original context)), 1 without stretching."""
     if factor <= 1 or original_max_position_embeddings < 2:
         return 1.0
     return math.sqrt(1 + math.log(factor) / math.log(original_max_position_embeddings))
@@ -150,13 +150,13 @@ def _yarn_attention_factor(fields: ConfigFields, factor: float) -> float:
 
 @dataclass(frozen=True)
 class Rope:
-    """The rotation of a layer's queries and keys: the first `rotary_dim` elements of each head, which is even.
+    """Rotation of a layer's queries and keys: of the first `rotary_dim` elements of each head, which is even.
 
     interleaved: element 2i is rotated with element 2i + 1, as in GPT-J, and not i with i + rotary_dim / 2.
-    sections: how many of the rotary_dim / 2 pairs turn by a token's place in time, in height and in width (M-RoPE, Wang
-    et al. 2024, arXiv:2409.12191); empty where all turn by its position. sections_interleaved: pairs take turns, time
-    height width, as long as there are any of height and width, and the rest is of time (Qwen3-VL); otherwise those of a
-    section are neighbours.
+    sections: how many of the rotary_dim / 2 pairs rotate by a token's mrope position in time, in height and in width
+    (M-RoPE, Wang et al. 2024, arXiv:2409.12191); empty where all rotate by its position. sections_interleaved: pairs
+    alternate, time height width, as long as there are any of height and width, and the rest are of time (Qwen3-VL);
+    otherwise the pairs of a section are adjacent.
     """
 
     rotary_dim: int
@@ -191,10 +191,10 @@ class Rope:
             raise ModelConfigError(f"rope must give finite frequencies, got theta {self.theta} with {self.scaling}")
 
     def up_to(self, num_positions: int) -> Rope:
-        """The rope of an engine whose sequences have at most this many tokens.
+        """Return the rope for an engine whose sequences have at most this many tokens.
 
-        Of longrope it takes one set of factors, as vLLM does. A choice by each sequence's own length, as in
-        transformers, would turn keys that are in the cache already.
+        With longrope it takes one set of factors, as vLLM does. A choice by each sequence's own length, as in
+        transformers, would rotate keys that are in the cache already.
         """
         scaling = self.scaling
         if scaling is None or scaling.rope_type != "longrope":
@@ -205,13 +205,13 @@ class Rope:
         return replace(self, scaling=chosen)
 
     def section_of_pairs(self) -> np.ndarray:
-        """Which of time 0, height 1 and width 2 each rotated pair turns by, i32[rotary_dim / 2]."""
+        """Section of each rotated pair, i32[rotary_dim / 2]: time 0, height 1 or width 2."""
         if not self.sections_interleaved:
             return np.repeat(np.arange(3, dtype=np.int32), self.sections)
-        found = np.zeros(self.rotary_dim // 2, np.int32)
+        sections = np.zeros(self.rotary_dim // 2, np.int32)
         for section, count in list(enumerate(self.sections))[1:]:
-            found[section : 3 * count : 3] = section
-        return found
+            sections[section : 3 * count : 3] = section
+        return sections
 
     def frequencies(self) -> np.ndarray:
         """Radians per position of each rotated pair, float64[rotary_dim / 2]."""

@@ -1,6 +1,6 @@
-"""What a layer keeps of a sequence in place of keys and values, or beside them: rows of a fixed size, as data.
+"""Recurrent states of layers, instead of or in addition to keys and values: rows of a fixed size per sequence, as data.
 
-Owns the checks that concern one layer. What is computed with them is code (models/layers).
+Owns the checks that concern one layer. The computation is code (models/layers).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from models.config.fields import (
     check_size,
 )
 
-# Tokens that a convolution may look back on: a few times what the longest ones do.
+# Most tokens of a convolution's window: a few times those of the longest ones.
 MAX_KERNEL = 64
 
 
@@ -27,10 +27,10 @@ class StateArray(NamedTuple):
     """An array that a layer keeps of one sequence.
 
     Attributes:
-      shape: whole, over all devices that share it.
+      shape: global shape, over all devices that share it.
       dtype: None for that of activations.
-      axes: logical axes, sharding.rules' words.
-      parts: into which the split axis can be split at most; more devices have copies. None for as many as there are.
+      axes: logical axes, as in sharding.rules.
+      parts: most parts into which the split axis can be split; further devices have copies. None for no limit.
     """
 
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class StateArray(NamedTuple):
     parts: int | None = None
 
     def of_device(self, num_shards: Callable[[str], int]) -> tuple[int, ...]:
-        """The shape of what one device has of it; num_shards: of each logical axis."""
+        """Shape of one device's part; num_shards: shards of each logical axis."""
         return tuple(
             size if axis is None else size // min(num_shards(axis), self.parts or size)
             for size, axis in zip(self.shape, self.axes, strict=True)
@@ -48,10 +48,10 @@ class StateArray(NamedTuple):
 
 @dataclass(frozen=True)
 class ShortConvolution:
-    """A gated convolution (Liquid AI 2025, LFM2), of which a sequence leaves the window.
+    """A gated convolution (Liquid AI 2025, LFM2), whose state is its window.
 
     Attributes:
-      channels: that are convolved, each by itself.
+      channels: convolved channels, each by itself.
       conv_kernel: tokens that the convolution sees, the token itself included.
     """
 
@@ -64,21 +64,22 @@ class ShortConvolution:
 
     @property
     def arrays(self) -> tuple[StateArray, ...]:
-        """The window [kernel - 1, channels]."""
+        """Window [kernel - 1, channels]."""
         return (StateArray((self.conv_kernel - 1, self.channels), None, (None, "heads")),)
 
     @property
     def flops(self) -> int:
-        """Of one token."""
+        """Floating-point operations of one token."""
         return 2 * self.channels * self.conv_kernel
 
 
 @dataclass(frozen=True)
 class GatedDelta:
-    """A gated delta net (Yang et al. 2024, arXiv:2412.06464): one matrix a head, and the window of a convolution.
+    """A gated delta net (Yang et al. 2024, arXiv:2412.06464): one matrix per head, and the window of a convolution.
 
     Attributes:
-      num_k_heads, num_v_heads: of queries and keys, and of values, of which each of the former serves equally many.
+      num_k_heads, num_v_heads: heads of queries and keys, and of values; each of the former serves equally many of the
+        latter.
       k_head_dim, v_head_dim: elements of a key, and of a value.
       conv_kernel: tokens that the convolution over queries, keys and values sees, the token itself included.
     """
@@ -108,17 +109,17 @@ class GatedDelta:
 
     @property
     def key_size(self) -> int:
-        """Of all keys of a token."""
+        """Elements of all keys of a token."""
         return self.num_k_heads * self.k_head_dim
 
     @property
     def value_size(self) -> int:
-        """Of all values of a token."""
+        """Elements of all values of a token."""
         return self.num_v_heads * self.v_head_dim
 
     @property
     def arrays(self) -> tuple[StateArray, ...]:
-        """The convolution's window [kernel - 1, channels], and the matrices [N, k_head_dim, v_head_dim]."""
+        """Window of the convolution [kernel - 1, channels], and the matrices [N, k_head_dim, v_head_dim]."""
         channels = 2 * self.key_size + self.value_size
         return (
             StateArray((self.conv_kernel - 1, channels), None, (None, "heads")),
@@ -127,24 +128,23 @@ class GatedDelta:
 
     @property
     def flops(self) -> int:
-        """Of the recurrence of one token: read, change, read."""
+        """Floating-point operations of the recurrence for one token: read, change, read."""
         return 6 * self.num_v_heads * self.k_head_dim * self.v_head_dim
 
 
 @dataclass(frozen=True)
 class StateSpace:
-    """Mamba-2 (Dao & Gu 2024, arXiv:2405.21060): one matrix a head, and the windows of a convolution.
+    """Mamba-2 (Dao & Gu 2024, arXiv:2405.21060): one matrix per head, and the windows of a convolution.
 
     Attributes:
-      num_heads, head_dim: of inputs.
-      num_groups: of heads, each of which shares what goes into its states and what reads them.
-      state_size: numbers of a state for each element of an input.
-      conv_kernel: tokens that the convolution over inputs, and what goes into states and reads them, sees, the token
-        itself included.
-      conv_bias, bias, output_bias: of the convolution, and of the projections before and behind.
-      norm: the RMS norm over each group of what is read: "after" it is gated, "before", or None for no norm.
-      dt_limits: between which a token's time step is held.
-      multipliers: of what is projected: gate, inputs, what goes into states, what reads them, and time steps.
+      num_heads, head_dim: heads of inputs, and elements of each.
+      num_groups: groups of heads that share B (writes to their states) and C (reads from them).
+      state_size: elements of a state for each element of an input.
+      conv_kernel: tokens that the convolution over inputs, B and C sees, the token itself included.
+      conv_bias, bias, output_bias: biases of the convolution, and of the projections before and after it.
+      norm: RMS norm over each group of the output, "after" or "before" it is gated, or None for no norm.
+      dt_limits: bounds of a token's time step.
+      multipliers: factors of the projected gate, inputs, B, C, and time steps.
     """
 
     num_heads: int
@@ -176,18 +176,18 @@ class StateSpace:
 
     @property
     def inner_size(self) -> int:
-        """Of all inputs of a token."""
+        """Elements of all inputs of a token."""
         return self.num_heads * self.head_dim
 
     @property
     def group_size(self) -> int:
-        """Of what goes into the states of all groups, and of what reads them."""
+        """Elements of B, or of C, of all groups."""
         return self.num_groups * self.state_size
 
     @property
     def arrays(self) -> tuple[StateArray, ...]:
-        """The windows [kernel - 1, ...] of inputs, and of each group of what goes into states and reads them, and the
-        matrices [N, head_dim, state_size]."""
+        """Windows [kernel - 1, ...] of inputs and of each group's B and C, and the matrices [N, head_dim,
+        state_size]."""
         before = self.conv_kernel - 1
         return (
             StateArray((before, self.inner_size), None, (None, "heads")),
@@ -197,16 +197,16 @@ class StateSpace:
 
     @property
     def flops(self) -> int:
-        """Of the recurrence of one token: change, read."""
+        """Floating-point operations of the recurrence for one token: change, read."""
         return 5 * self.num_heads * self.head_dim * self.state_size
 
 
-# What a layer may have in place of attention, or beside it.
+# State that a layer may have instead of attention, or in addition to it.
 LayerState = GatedDelta | ShortConvolution | StateSpace
 
 
 def read_state_space(fields: ConfigFields, inner_size: int, *, norm: str | None) -> StateSpace:
-    """What configurations with Mamba-2 spell alike; inner_size: of all heads."""
+    """Read the fields that configurations with Mamba-2 share; inner_size: inputs of all heads."""
     num_heads, auto = fields.integer("mamba_n_heads"), fields.value("mamba_d_head", "auto") == "auto"
     head_dim = inner_size // num_heads if auto else fields.integer("mamba_d_head")
     if head_dim * num_heads != inner_size:
@@ -235,7 +235,8 @@ def _dt_limits(fields: ConfigFields) -> tuple[float, float]:
 
 
 def _dt_limit(value: Any) -> float:
-    """Infinity for what no time step reaches, and as transformers 5 writes it; -1 for what is no number."""
+    """Parse one limit: infinity for values that no time step reaches, and as transformers 5 writes it; -1 for a
+    non-number."""
     if value == {"__float__": "Infinity"}:
         return float("inf")
     if type(value) not in (int, float):

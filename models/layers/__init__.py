@@ -1,1 +1,1 @@
-"""What families are made of."""
+"""Layers that model families are built from."""

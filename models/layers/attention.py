@@ -1,6 +1,6 @@
 """Self attention over paged keys and values: project, rotate, write this step's KV, attend.
 
-Owns what one layer does with the batch. How pages are stored and how attention is computed is pallas_kernels' affair.
+Owns one layer's use of the batch; storage of pages and the computation of attention are in pallas_kernels.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ QK_NORMS = ("q_norm", "k_norm")
 
 
 class StepInputs(NamedTuple):
-    """What layers with equal LayerAttention share: worked out once per step, outside the layers.
+    """Inputs that layers with equal LayerAttention share, computed once per step, outside the layers.
 
     Attributes:
-      rows: what the step's tokens are.
+      rows: description of the step's rows.
       rope: cos and sin, each f32[T, rotary_dim / 2]; None without rope.
-      schedule: of pallas_kernels.attention.op.attention_schedule.
-      temperature: f32[T] that queries are multiplied with, None for not at all.
-      made: of models.layers.mla_made.made_rows; None where no row has keys and values made of latents.
+      schedule: result of pallas_kernels.attention.op.attention_schedule.
+      temperature: f32[T], factor of queries; None for none.
+      made: result of models.layers.mla_made.made_rows; None where no row has expanded (non-absorbed) keys and values.
     """
 
     rows: Rows
@@ -48,13 +48,13 @@ class StepInputs(NamedTuple):
 
 
 class LayerPages(NamedTuple):
-    """Where one layer's keys and values are.
+    """Location of one layer's keys and values in the pool.
 
     Attributes:
       ragged: the batch with the page table of the layer's cache group; page ids and slots are counted from the layer's
         first page, padding slots are -1.
       first_page: i32[], the pool's row of that page.
-      update_schedule: of pallas_kernels.kv.update.kv_update_schedule.
+      update_schedule: result of pallas_kernels.kv.update.kv_update_schedule.
     """
 
     ragged: RaggedBatch
@@ -62,7 +62,7 @@ class LayerPages(NamedTuple):
     update_schedule: Any
 
     def in_pool(self, page_size: int) -> RaggedBatch:
-        """The batch with page ids and slots of the whole pool."""
+        """Return the batch with page ids and slots counted from the beginning of the pool."""
         slots = self.ragged.slot_mapping
         return self.ragged._replace(
             page_table=self.ragged.page_table + self.first_page,
@@ -71,20 +71,21 @@ class LayerPages(NamedTuple):
 
 
 def num_kv_heads(attention: LayerAttention, mesh: MeshLayout) -> int:
-    """kv heads of one device; a head is stored more than once where there are more devices than heads.
+    """Number of kv heads on one device; a head is stored more than once where there are more devices than heads.
 
-    Of a mesh that does not divide the heads this, and attention_spec, say nothing true: the weights' declarations tell.
+    For a mesh that does not divide the heads the result, and attention_spec's, is meaningless: the declarations of
+    weights reject such a mesh.
     """
     return max(1, attention.num_kv_heads // mesh.model)
 
 
 def head_copies(attention: LayerAttention, mesh: MeshLayout) -> int:
-    """How often each kv head is stored on the devices that split the heads."""
+    """Number of copies of each kv head on the devices that split the heads."""
     return max(1, mesh.model // attention.num_kv_heads)
 
 
 def attention_spec(attention: LayerAttention, mesh: MeshLayout = ONE_DEVICE) -> AttentionSpec:
-    """What a layer's attention is on one device."""
+    """AttentionSpec of a layer on one device."""
     return AttentionSpec(
         num_q_heads=max(1, attention.num_heads // mesh.model),
         num_kv_heads=num_kv_heads(attention, mesh),
@@ -99,7 +100,7 @@ def attention_spec(attention: LayerAttention, mesh: MeshLayout = ONE_DEVICE) -> 
 
 
 def query_temperature(positions: jax.Array, tuning: TemperatureTuning) -> jax.Array:
-    """What queries at positions i32[T] are multiplied with, f32[T]."""
+    """Factor f32[T] of queries at positions i32[T]."""
     steps = jnp.floor((positions.astype(jnp.float32) + tuning.offset) / tuning.floor_scale)
     return 1.0 + tuning.attn_scale * jnp.log1p(steps)
 
@@ -128,13 +129,13 @@ TEMPERATURE = StepInput(
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with or without rope, as a LayerAttention says.
+    """Grouped-query attention with or without rope, configured by a LayerAttention.
 
     Args:
-      qkv: the checkpoint modules of q, k and v, by default `q_proj`, `k_proj` and `v_proj` of `source`.
-      out: that of the projection after attention, by default `o_proj`.
-      gate: that of what each head's output is multiplied with, after a sigmoid; None for no such gate.
-      qk_norms: norms of q and of k before rope, [T, heads, H] to the same; None for what LayerAttention.qk_norm says.
+      qkv: checkpoint modules of q, k and v, by default `q_proj`, `k_proj` and `v_proj` of `source`.
+      out: checkpoint module of the projection after attention, by default `o_proj`.
+      gate: checkpoint module of a gate that multiplies each head's output, after a sigmoid; None for no gate.
+      qk_norms: norms of q and of k before rope, [T, heads, H] to the same; None to follow LayerAttention.qk_norm.
     """
 
     def __init__(
@@ -177,7 +178,7 @@ class Attention(nnx.Module):
         self.sinks = declare((attention.num_heads,), jnp.float32, sinks) if attention.sinks else None
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
-        """x[T, D] -> [T, D], and the pool with this step's keys and values of this layer written."""
+        """Map x[T, D] to ([T, D], the pool with this step's keys and values of this layer written)."""
         spec = self.spec
         with jax.named_scope("qkv"):
             heads = self.qkv(x, step.rows).reshape(x.shape[0], -1, spec.head_dim)
@@ -197,7 +198,7 @@ class Attention(nnx.Module):
             return self.out(o.reshape(x.shape[0], -1), step.rows), kv
 
     def rotate(self, q: jax.Array, k: jax.Array, step: StepInputs) -> tuple[jax.Array, jax.Array]:
-        """q [T, N, H] and k [T, K, H] as projected, to those that meet: normed, then rotated, then scaled."""
+        """Apply norms, rope and temperature, in this order, to projected q [T, N, H] and k [T, K, H]."""
         if self.q_norm is not None and self.k_norm is not None:
             with jax.named_scope("qk_norm"):
                 q, k = self.q_norm(q), self.k_norm(k)

@@ -1,6 +1,6 @@
-"""The scores of a classifier's labels: a matrix of the checkpoint, or rows of its output head.
+"""Scores of a classifier's labels, by a matrix of the checkpoint or rows of its output head.
 
-A `*ForSequenceClassification` checkpoint has `score.weight` in place of a head. A reranker that answers with one of a
+A `*ForSequenceClassification` checkpoint has `score.weight` instead of a head. A reranker that answers with one of a
 few tokens is scored by their rows of the head alone, without logits of the other tokens.
 """
 
@@ -23,11 +23,12 @@ SCORE, HEAD = "score", "lm_head"
 
 
 class LabelScores(nnx.Module):
-    """[R, D] -> f32[R, num_labels]; `table` is the embedding where the checkpoint ties the head to it."""
+    """Module that scores labels, [R, D] -> f32[R, num_labels]; `table` is the embedding if the checkpoint ties the head
+    to it."""
 
     def __init__(self, config: ModelConfig, classifier: Classifier, build: Build):
         self.classifier = classifier
-        # As vLLM: whatever the model's dtype, scores are made in float32.
+        # As in vLLM, scores are computed in float32 whatever the model's dtype.
         build = replace(build, dtype=jnp.float32)
         size = config.hidden_size
         if not classifier.token_ids:

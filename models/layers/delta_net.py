@@ -1,8 +1,8 @@
-"""A gated delta net (Yang et al. 2024, arXiv:2412.06464), as Qwen3-Next has it in the place of attention.
+"""A gated delta net (Yang et al. 2024, arXiv:2412.06464), as Qwen3-Next uses it instead of attention.
 
-Queries, keys and values pass a short convolution; a matrix for each head then takes up values by their keys, forgets,
-and is read by queries. So a sequence leaves a state of a fixed size, however long it is. How the recurrence is computed
-is pallas_kernels' affair.
+Queries, keys and values pass a short convolution; a matrix for each head then stores values by their keys, decays,
+and is read by queries. So a sequence has a state of a fixed size, however long it is. The recurrence is computed in
+pallas_kernels.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ L2_EPS = 1e-6
 
 
 def l2_normalized(x: jax.Array) -> jax.Array:
-    """x / |x| over the last axis, in float32."""
+    """Compute x / |x| over the last axis, in float32."""
     y = x.astype(jnp.float32)
     return y * jax.lax.rsqrt(jnp.sum(y * y, axis=-1, keepdims=True) + L2_EPS)
 
 
 class GatedDeltaNet(nnx.Module):
-    """x -> out(norm(o) * silu(z)), where o is what queries read.
+    """Gated delta net: x -> out(norm(o) * silu(z)), where o is read by queries from the state.
 
-    Heads are split over devices, whole heads of keys with the values that they serve.
+    Heads are split over devices, each head of keys together with the heads of values that it serves.
 
-    inputs: the checkpoint modules of q, k, v, z, beta and of what the decay is made of. They are one product, or two
-      where the last two are stored in another way: a checkpoint that quantises the others may leave them as they are.
+    inputs: the checkpoint modules of q, k, v, z, beta and decay. They form one product, or two where the last two are
+      stored in another format: a checkpoint that quantises the others may leave them plain.
     """
 
     def __init__(
@@ -72,10 +72,10 @@ class GatedDeltaNet(nnx.Module):
         self.out = Linear(state.value_size, out, axes=("heads", "embed"), build=build)
 
     def __call__(
-        self, x: jax.Array, kept: tuple[jax.Array, jax.Array], rows: StateRows, step: StepInputs
+        self, x: jax.Array, states: tuple[jax.Array, jax.Array], rows: StateRows, step: StepInputs
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """x[T, D] -> [T, D], and the windows and matrices of StateArrays behind this step's tokens."""
-        state, num_tokens, (windows, matrices) = self.state, x.shape[0], kept
+        """Map x[T, D] to ([T, D], the windows and matrices of StateArrays after this step's tokens)."""
+        state, num_tokens, (windows, matrices) = self.state, x.shape[0], states
         with jax.named_scope("inputs"):
             q_end, k_end, v_end, z_end, beta_end, _ = self.ends
             inputs = self.inputs(x, step.rows)

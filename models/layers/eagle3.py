@@ -1,10 +1,10 @@
 """EAGLE-3 heads: one decoder layer that drafts from hidden states of several of a model's layers (Li et al. 2025,
 arXiv:2503.01840).
 
-At each place it takes these hidden states, projected to one, and the embedding of the token that came next. Its
-attention reads both side by side, each normed; what it gives is added to the first alone. A head of its own, over some
-of the vocabulary's tokens, gives the logits of the token after the next. What the layer made stands in the place of the
-model's hidden states for further tokens.
+For each token it takes these hidden states, projected to one, and the embedding of the next token. Its
+attention reads both, each normed and concatenated; the output is added to the hidden state alone. A head of its own,
+over a part of the vocabulary, gives the logits of the token after the next. For further tokens the layer's output
+replaces the model's hidden states.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ROWS = 8192
 
 
 class Eagle3Layer(nnx.Module):
-    """A layer of Llama's whose attention reads embeddings [T, D] and hidden states [T, D] side by side."""
+    """Llama layer whose attention reads embeddings [T, D] and hidden states [T, D], concatenated."""
 
     def __init__(self, config: Eagle3Config, build: Build):
         size, eps = config.hidden_size, config.rms_norm_eps
@@ -57,7 +57,7 @@ class Eagle3Layer(nnx.Module):
         self.norm_before_residual = config.norm_before_residual
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
-        """[T, 2 * D], embeddings and then hidden states, to hidden states [T, D]."""
+        """Map [T, 2 * D], embeddings followed by hidden states, to hidden states [T, D], and update the pool."""
         with jax.named_scope("attention"):
             embeddings, hidden = jnp.split(x, 2, axis=-1)
             normed = self.hidden_norm(hidden)
@@ -69,7 +69,7 @@ class Eagle3Layer(nnx.Module):
 
 
 class Eagle3(Decoder):
-    """A head as jaxengine.runner.extensions.drafts.head_step runs it, beside the model that it was made for."""
+    """EAGLE-3 head as jaxengine.runner.extensions.drafts.head_step runs it next to its target model."""
 
     def __init__(self, config: Eagle3Config, build: Build):
         self.sizes = config
@@ -82,8 +82,8 @@ class Eagle3(Decoder):
         self.head_norm = RMSNorm(size, eps, source="model.norm", build=build)
         head = vocab_source("lm_head", config.draft_vocab_size, build.mesh)
         self.lm_head = Linear(size, (head,), axes=("embed", "vocab"), build=build)
-        # Of each token of the vocabulary the number of its logit, from 1 on; 0 for those that are not drafted. Whatever
-        # a checkpoint holds, Eagle3Source gives numbers of logits that there are.
+        # For each token of the vocabulary the number of its logit, from 1 on; 0 for those that are not drafted.
+        # Eagle3Source guarantees that the numbers are in range.
         padded = build.mesh.padded_vocab_size(vocab_size)
         source = Source(_COLUMNS, vocab_size, padding=padded - vocab_size)
         self.columns = declare((padded,), jnp.int32, ParamDecl(("sampled_vocab",), (source,)))
@@ -92,45 +92,48 @@ class Eagle3(Decoder):
         return Eagle3Layer(self.sizes, build)
 
     def read(self, hidden: jax.Array) -> jax.Array:
-        """The model's hidden states of each token, [T, streams * target_size], to [T, D]."""
+        """Project the model's hidden states of each token, [T, streams * target_size], to [T, D]."""
         with jax.named_scope("join"):
             return self.joined(hidden)
 
     def embeddings(self, token_ids: jax.Array, model: Decoder) -> jax.Array:
-        """i32[T] -> [T, D]; model: which lends its table."""
+        """Embed tokens i32[T] -> [T, D], with the table of `model` unless the head has its own."""
         return (self.embed if self.sizes.own_embedding else model.embed)(token_ids)
 
     def __call__(
         self, batch: ForwardBatch, kv: KVPages, hidden: jax.Array, embeddings: jax.Array
     ) -> tuple[jax.Array, KVPages]:
-        """Hidden states [T, D] at places whose hidden states [T, D] and next tokens' embeddings [T, D] these are;
-        what is returned stands in the place of `hidden` for the tokens after."""
+        """Compute hidden states [T, D] from a token's hidden state [T, D] and the next token's embedding [T, D].
+
+        The result replaces `hidden` when drafting the tokens after.
+        """
         x, pool = super().__call__(batch, kv, jnp.concatenate([embeddings, hidden], axis=-1))
         assert isinstance(pool, KVPages)
         return x, pool
 
     def draft_logits(self, hidden: jax.Array, model: Decoder) -> jax.Array:
-        """[R, D] -> f32[R, V / n], as the model's logits, of the tokens after the next ones; -inf of those that are
-        never drafted."""
+        """Logits of the tokens after the next ones, [R, D] -> f32[R, V / n], laid out as the model's; -inf for tokens
+        that are never drafted.
+        """
         with jax.named_scope("logits"):
             own = self.lm_head(self.head_norm(hidden), out_dtype=jnp.float32)
             own = gather_parts(own_logits(own, self.sizes.draft_vocab_size), "sampled_vocab", dimension=1)
-            # Trusted to be there: what takes care of others needs XLA:TPU a row of memory for each token.
+            # Promised to be in bounds: for other modes XLA:TPU needs a row of memory for each token.
             own = jnp.pad(own, ((0, 0), (1, 0)), constant_values=-jnp.inf)
             return own.at[:, self.columns[...]].get(mode="promise_in_bounds")
 
 
 class Eagle3Source(WrappedSource):
-    """A head's checkpoint by the names that Eagle3 has for its tensors.
+    """Checkpoint of a head under the tensor names that Eagle3 declares.
 
     Attributes:
-      config: of the head, with embeddings of its own where it stores others than the model's.
+      config: the head's config, with own_embedding set where it stores embeddings that differ from the model's.
 
-    Raises ModelFileError where `d2t` does not say which tokens it drafts.
+    Raises ModelFileError where `d2t` does not name the tokens it drafts.
     """
 
     def __init__(self, source: WeightSource, config: Eagle3Config, model: WeightSource | None):
-        """model: of the model's weights; None where they cannot be compared."""
+        """Wrap `source`; model: source of the model's weights, None where they cannot be compared."""
         super().__init__(source)
         self._stored = {renamed(name, _PREFIXES): name for name in source.names()}
         self._stored.pop("t2d", None)
@@ -152,8 +155,8 @@ class Eagle3Source(WrappedSource):
         return self._columns[rows] if name == _COLUMNS else self._source.read(self._stored[name], rows, columns)
 
     def _read_columns(self, config: Eagle3Config) -> np.ndarray:
-        """Eagle3.columns of the whole vocabulary, i32[V]. d2t has of each draft how far its token's id is from its
-        own."""
+        """Compute Eagle3.columns of the full vocabulary, i32[V], from d2t, which holds for each draft its token id less
+        its index."""
         count, vocab_size, stored = config.draft_vocab_size, config.vocab_size, self._stored.pop("d2t", None)
         ids = np.arange(count, dtype=np.int64)
         if stored is not None:
@@ -172,7 +175,7 @@ class Eagle3Source(WrappedSource):
         return columns
 
     def _is_of(self, model: WeightSource | None) -> bool:
-        """Whether the embeddings are those of the model: most checkpoints have a copy."""
+        """Whether the embeddings equal the model's: most checkpoints have a copy."""
         if model is None or _EMBEDDING not in model.names() or model.shape(_EMBEDDING) != self.shape(_EMBEDDING):
             return False
         count = len(self._columns)

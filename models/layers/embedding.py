@@ -1,4 +1,4 @@
-"""The token table: rows in and, where the checkpoint ties both, logits out. Devices may share the vocabulary."""
+"""Token table: rows in and, where the checkpoint ties both, logits out. Devices may share the vocabulary."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Embedding(nnx.Module):
         self.weight = build.for_table().weight((self.num_rows, hidden_size), (rows,), ("vocab", "embed"), table=True)
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
-        """i32[T] -> [T, D]"""
+        """Look up tokens: i32[T] -> [T, D]."""
         shards = num_shards("vocab")
         if shards == 1:
             return self.weight.rows(token_ids)
@@ -30,18 +30,20 @@ class Embedding(nnx.Module):
         return reduce_tokens(self.weight.rows(rows, of_others=True), "vocab")
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """[R, D] -> f32[R, V], see `own_logits`"""
+        """Compute logits: [R, D] -> f32[R, V]; see `own_logits`."""
         return self.weight.matmul(gather_tokens(hidden, "vocab"), contract=1)
 
 
 def vocab_source(name: str, vocab_size: int, mesh: MeshLayout) -> Source:
-    """The checkpoint's token table or head, with the rows that no token has."""
+    """Source of the checkpoint's token table or head, padded with rows for no token."""
     return Source(name, vocab_size, padding=mesh.padded_vocab_size(vocab_size) - vocab_size)
 
 
 def own_logits(logits: jax.Array, vocab_size: int) -> jax.Array:
-    """Logits as the vocabulary's devices computed them to those of the device's own rows, f32[R, V / n] where n devices
-    share the rows; -inf where there is no token."""
+    """Exchange logits computed by the vocabulary's devices for those of the device's own rows.
+
+    Result f32[R, V / n] where n devices share the rows; -inf where there is no token.
+    """
     shards = num_shards("vocab")
     if shards == 1:
         return logits

@@ -1,7 +1,7 @@
-"""Rows that kernels multiply for a layer of experts, beside those of tokens there: tiles are shared, or not full.
+"""Estimates of rows that kernels multiply in a layer of experts, padding of tiles included.
 
-Each token goes to its number of experts, each as likely as another. Needs no device. Of few rows an expert's matrix
-takes longer to read than to multiply with.
+Each token goes to its number of experts, all equally likely. Needs no device. With few rows an expert's matrix takes
+longer to read than to multiply with.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from sharding.layout import MeshLayout
 
 
 class ExpertRows(NamedTuple):
-    """Of a device, in one layer.
+    """Row counts of a device in one layer.
 
     Attributes:
-      rows: that its tokens have.
-      average: of an expert.
-      multiplied: what the kernels multiply for each of `rows`, on average over all numbers of the matrices.
+      rows: rows of its tokens.
+      average: rows of an average expert.
+      multiplied: multiplied rows per row of `rows`, weighted over all elements of the matrices.
     """
 
     rows: int
@@ -37,20 +37,21 @@ class ExpertRows(NamedTuple):
 
 
 def routed(num_tokens: int, num_experts: int, num_per_token: int) -> np.ndarray:
-    """Tokens of each expert, i64[num_experts]."""
+    """Simulate routing: number of tokens of each expert, i64[num_experts]."""
     scores = np.random.default_rng(0).random((num_tokens, num_experts))
     picked = np.argpartition(scores, num_per_token - 1, axis=1)[:, :num_per_token]
     return np.bincount(picked.ravel(), minlength=num_experts)
 
 
 def rows_at_once(num_tokens: int, k: int, own: int, average: int, platform: str) -> int:
-    """Rows of a block where a device has `own` whole experts: see `rows_of_own`. platform: as below."""
+    """Rows of a block where a device has `own` full experts: see `rows_of_own`. platform: as for `expert_rows`."""
     kernel = group_kernel(platform)
     return rows_of_own(num_tokens, k, own, average, 1 if kernel is None else kernel.group_step(average, own))[1]
 
 
 def rows_of_experts(model: Any, num_tokens: int, platform: str) -> ExpertRows | None:
-    """Of the first layer with experts of an abstract model, to which the others are alike; arguments as below."""
+    """ExpertRows of the first layer with experts of an abstract model, as the others are equal; None as for
+    `expert_rows`."""
     layers = (node for _, node in nnx.iter_graph(model) if isinstance(node, MixtureOfExperts))
     layer = next(layers, None)
     if layer is None or jnp.dtype(model.build.dtype) != jnp.bfloat16:
@@ -59,10 +60,9 @@ def rows_of_experts(model: Any, num_tokens: int, platform: str) -> ExpertRows | 
 
 
 def expert_rows(layer: MixtureOfExperts, mesh: MeshLayout, num_tokens: int, platform: str) -> ExpertRows | None:
-    """Of the device with the first experts, for steps of `num_tokens` on each rank; None where XLA multiplies, or rows
-    are sent between devices.
+    """ExpertRows of the device with the first experts, for steps of `num_tokens` on each rank.
 
-    platform: a row of `pallas_kernels.registry`.
+    None where XLA multiplies, or rows are sent between devices. platform: a row of `pallas_kernels.registry`.
     """
     kernel = group_kernel(platform)
     if kernel is None or layer.sends_rows:
@@ -92,7 +92,8 @@ def expert_rows(layer: MixtureOfExperts, mesh: MeshLayout, num_tokens: int, plat
 
 
 def _operands(weight: Weight, mesh: MeshLayout, num_rows: int) -> tuple[tuple[Any, ...], int]:
-    """A device's operands of the product with so many rows, as shapes, and the numbers of one of its matrices."""
+    """Shapes of a device's operands of the product with `num_rows` rows, and the number of elements of one of its
+    matrices."""
 
     def part(param: Any) -> jax.ShapeDtypeStruct:
         axes = param.get_metadata()["decl"].axes

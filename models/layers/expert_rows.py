@@ -1,8 +1,8 @@
-"""Rows that tokens have at experts: their order, and blocks of them where a device has few of many.
+"""Rows of tokens at experts: their order, and blocks of them where a device has few of many.
 
-Of n devices with whole experts each has one in n of all rows on average, and all that could be where every token goes
-to it. Memory is for a block a little above the average; a loop goes through as many blocks as there are rows for.
-Shape letters as in models.layers.moe. Knows nothing of what an expert is.
+Of n devices with different experts each has one in n of all rows on average, and at most all rows, if every token goes
+to it. Memory is for a block a little above the average; a loop runs over as many blocks as there are rows for.
+Shape letters as in models.layers.moe.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# Results that TPUs, too, bring back to the order of the tokens all at once.
-_MOST_TURNED = 2048
+# Up to this many results, TPUs too reorder them to the order of the tokens all at once.
+_MOST_REORDERED = 2048
 # Rows of a block. Fewer than the least are not worth a loop; beyond the most, reading an expert's weights once more
-# for the rows of the next block is little beside using them.
+# for the rows of the next block costs little compared with using them.
 _LEAST_ROWS, _MOST_ROWS = 128, 4096
 
 
 def tokens_per_expert(ids: jax.Array, num_experts: int) -> jax.Array:
-    """i32[num_experts]: how often each expert occurs in ids i32[...]; other ids are not counted."""
+    """Count occurrences of each expert in ids i32[...]: i32[num_experts]; other ids are not counted."""
     return jnp.sum(ids.reshape(-1, 1) == jnp.arange(num_experts, dtype=ids.dtype), axis=0, dtype=jnp.int32)
 
 
 def by_expert(ids: jax.Array, num_experts: int, step: int = 1) -> tuple[jax.Array, jax.Array]:
-    """The order of ids i32[N] by expert, i32[M], and how many rows each expert then has, i32[num_experts].
+    """Sort ids i32[N] by expert: the order i32[M], and the number of rows of each expert, i32[num_experts].
 
-    Each has a multiple of `step`: its own, in the order of ids, and up to step - 1 to fill up, which are entries from N
-    on. Those of no expert come last. M is N + num_experts * (step - 1).
+    Each expert has a multiple of `step` rows: its own, in the order of ids, and up to step - 1 of padding, which are
+    entries from N on. Rows of no expert come last. M is N + num_experts * (step - 1).
     """
     ids, sizes = ids.ravel(), tokens_per_expert(ids, num_experts)
     if step > 1:
@@ -40,43 +40,43 @@ def by_expert(ids: jax.Array, num_experts: int, step: int = 1) -> tuple[jax.Arra
 
 
 def mix(y: jax.Array, weights: jax.Array, order: jax.Array) -> jax.Array:
-    """Results y [M, D], row i of token order[i] // k, if it is of one, and weights f32[T, k] to f32[T, D].
+    """Sum results y [M, D], row i of token order[i] // k (or padding), times weights f32[T, k] to f32[T, D].
 
     One addition after the other, in the order of k: no token's sum depends on another's.
     """
-    places = jnp.argsort(order)[: weights.size].reshape(weights.shape)
-    if y.shape[0] <= _MOST_TURNED:
-        return _mixed_at_once(y, weights, places)
-    return lax.platform_dependent(y, weights, places, tpu=_mixed_one_by_one, default=_mixed_at_once)
+    indexes = jnp.argsort(order)[: weights.size].reshape(weights.shape)
+    if y.shape[0] <= _MOST_REORDERED:
+        return _mixed_at_once(y, weights, indexes)
+    return lax.platform_dependent(y, weights, indexes, tpu=_mixed_one_by_one, default=_mixed_at_once)
 
 
-def _mixed_at_once(y: jax.Array, weights: jax.Array, places: jax.Array) -> jax.Array:
-    rows = y[places]
+def _mixed_at_once(y: jax.Array, weights: jax.Array, indexes: jax.Array) -> jax.Array:
+    rows = y[indexes]
     mixed = weights[:, :1] * rows[:, 0]
     for k in range(1, weights.shape[1]):
         mixed = mixed + weights[:, k, None] * rows[:, k]
     return mixed
 
 
-def _mixed_one_by_one(y: jax.Array, weights: jax.Array, places: jax.Array) -> jax.Array:
-    """XLA:TPU stores what it brings into another order: one result of each token at a time."""
-    mixed = weights[:, :1] * y[places[:, 0]]
+def _mixed_one_by_one(y: jax.Array, weights: jax.Array, indexes: jax.Array) -> jax.Array:
+    """Mix one result of each token at a time, as XLA:TPU stores every array that it reorders."""
+    mixed = weights[:, :1] * y[indexes[:, 0]]
     for k in range(1, weights.shape[1]):
-        mixed, place = lax.optimization_barrier((mixed, places[:, k]))
-        mixed = mixed + weights[:, k, None] * y[place]
+        mixed, index = lax.optimization_barrier((mixed, indexes[:, k]))
+        mixed = mixed + weights[:, k, None] * y[index]
     return mixed
 
 
 def rows_of_block(most: int, average: int) -> int:
-    """Rows of a block where a device has `average` rows and at most `most`: with room for routing that is not even."""
+    """Rows of a block where a device has `average` rows and at most `most`, with a margin for uneven routing."""
     wanted = -(-average * 5 // 4 // _LEAST_ROWS) * _LEAST_ROWS
     return min(most, max(_LEAST_ROWS, min(wanted, _MOST_ROWS)))
 
 
 def rows_of_own(num_tokens: int, k: int, own: int, average: int, step: int = 1) -> tuple[int, int]:
-    """The most rows that a device with `own` whole experts has of tokens with k each, and those of a block.
+    """Most rows of a device with `own` full experts, for tokens with k experts each, and the rows of a block.
 
-    average: what it has on average. step: each expert's are filled up to a multiple of it.
+    average: the device's average number of rows. step: each expert's rows are padded to a multiple of it.
     """
     most, more = num_tokens * min(k, own), own * (step - 1)
     return most + more, rows_of_block(most, average) + more
@@ -89,9 +89,9 @@ def in_blocks(
     step: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
     carry: jax.Array,
 ) -> jax.Array:
-    """What is left of `carry` after step(first row, i32[G] rows of each group, carry) of every block that has rows.
+    """Fold step(first row, i32[G] rows of each group, carry) over every block that has rows; returns the final carry.
 
-    sizes: i32[G], rows of each group, which follow each other; together at most `most`.
+    sizes: i32[G], rows of consecutive groups; together at most `most`.
     """
     ends = jnp.cumsum(sizes)
 
@@ -105,15 +105,15 @@ def in_blocks(
 
 
 def add_rows(total: jax.Array, y: jax.Array, tokens: jax.Array, most_of_token: int) -> jax.Array:
-    """total f32[T, D] and rows y f32[B, D] of tokens i32[B], of which one has `most_of_token` at most.
+    """Add rows y f32[B, D] of tokens i32[B] to total f32[T, D]; a token has at most `most_of_token` rows.
 
-    Rows of tokens >= T are nobody's. One addition after the other, in the order of the rows: no token's sum depends on
+    Rows of tokens >= T are dropped. One addition after the other, in the order of the rows: no token's sum depends on
     another's, nor on where a block ends.
     """
     (num_tokens, _), num_rows = total.shape, tokens.size
     order = jnp.argsort(tokens, stable=True)
     tokens = tokens[order]
-    # A token's rows now follow each other, and what is behind the last row is nobody's.
+    # A token's rows are now adjacent, and entries after the last row belong to no token.
     y = y[jnp.pad(order, (0, most_of_token - 1))]
     behind = jnp.pad(tokens, (0, most_of_token - 1), constant_values=-1)
     added = total.at[tokens].get(mode="clip") + y[:num_rows]
@@ -121,6 +121,6 @@ def add_rows(total: jax.Array, y: jax.Array, tokens: jax.Array, most_of_token: i
         is_same = (tokens == behind[k : k + num_rows])[:, None]
         added = jnp.where(is_same, added + y[k : k + num_rows], added)
     is_first = jnp.diff(tokens, prepend=-1) > 0
-    # Others have places of their own behind the result, where they are dropped.
-    place = jnp.where(is_first, tokens, num_tokens + 1 + jnp.arange(num_rows, dtype=jnp.int32))
-    return total.at[place].set(added, mode="drop", unique_indices=True)
+    # Other rows get indexes of their own past the result, where they are dropped.
+    index = jnp.where(is_first, tokens, num_tokens + 1 + jnp.arange(num_rows, dtype=jnp.int32))
+    return total.at[index].set(added, mode="drop", unique_indices=True)

@@ -1,4 +1,4 @@
-"""The matrix product every layer is made of, with its bias and its exchanges between devices.
+"""Matrix product of layers, with its bias and its exchanges between devices.
 
 Shape letters, here and in all model files: T tokens of the step, S sequences, R rows, N query heads, K key/value heads,
 H head dimension, D hidden size, F feed-forward size, V vocabulary, L layers.
@@ -6,8 +6,8 @@ H head dimension, D hidden size, F feed-forward size, V vocabulary, L layers.
 The residual stream is kept in the model's dtype. Every product accumulates in float32; norms and activations are
 computed in float32.
 
-A layer may be split over devices (sharding.collectives): its weights are then parts of what is declared. A product
-gathers the tokens that its output's devices do not share and adds what its input's devices have summed in part.
+A layer may be split over devices (sharding.collectives): its weights are then parts of the declared ones. A product
+gathers the tokens that its output's devices do not share and adds up the partial sums of its input's devices.
 """
 
 from __future__ import annotations
@@ -47,10 +47,9 @@ class Linear(nnx.Module):
         self.lora = None if spec is None else LoraPools(spec, in_size, tuple(sources), **options)
 
     def __call__(self, x: jax.Array, rows: Rows | None = None, *, out_dtype: Any = None) -> jax.Array:
-        """[R, in] -> [R, out] in `out_dtype` (default: x's).
+        """Multiply [R, in] -> [R, out] in `out_dtype` (default: x's).
 
-        rows: what x's rows are, None where they are not the step's tokens. The weights of a model alone do not ask;
-        adapters do.
+        rows: description of x's rows, None where they are not the step's tokens. Only adapters need it.
         """
         out_dtype, split = out_dtype or x.dtype, num_shards(self.axes[0]) > 1
         own_dtype = x.dtype if split else out_dtype if self.bias is None else jnp.float32
@@ -68,7 +67,7 @@ class Linear(nnx.Module):
         return y.astype(out_dtype)
 
     def partial(self, x: jax.Array, adapters: Adapters | None, *, out_dtype: Any = jnp.float32) -> jax.Array:
-        """This device's part of the product without the bias: nothing is gathered or added up.
+        """Compute this device's part of the product without the bias: nothing is gathered or added up.
 
         adapters: those of x's rows.
         """
@@ -78,7 +77,7 @@ class Linear(nnx.Module):
 
 
 def with_adapters(y: jax.Array, x: jax.Array, lora: LoraPools | None, adapters: Adapters | None) -> jax.Array:
-    """The product y f32[R, out] of x with what the adapters of its rows add; as it is without room for any."""
+    """Add the adapters of its rows to the product y f32[R, out] of x; y unchanged without room for adapters."""
     return y if lora is None or adapters is None else lora.add(y, x, adapters.slots, adapters)
 
 

@@ -1,10 +1,10 @@
-"""What adapters add to a product, for rows of different adapters at once: see models.lora for how they are stored.
+"""LoRA additions to a product, for rows of different adapters at once; models.lora describes their storage.
 
-Two forms, of which the host chooses one for each step; a program has both where there is room for many adapters, unless
-its rows are too few to have most of them. Flat:
-x meets the matrices A of all slots in one product, of which a row keeps the columns of its own slot, and zeros meet the
-other slots' B. Reads all slots, whatever rows there are; copies and gathers nothing. Grouped: a kernel that reads the
-slots that rows have (pallas_kernels.matmul.lora).
+There are two forms, of which the host chooses one for each step; a program has both where there is room for many
+adapters, unless its rows are too few to have most of them. Flat: x is multiplied with the matrices A of all slots in
+one product, of which a row keeps the columns of its own slot, and zeros meet the other slots' B. It reads all slots,
+whatever rows there are; it copies and gathers nothing. Grouped: a kernel that reads only the slots that rows use
+(pallas_kernels.matmul.lora).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from pallas_kernels.matmul.dense import matmul
 from pallas_kernels.matmul.lora import LoraVisits, grouped_form, has_lora_product, lora_product, lora_visits
 from sharding.layout import MeshLayout
 
-# Forms of Adapters.
+# Values of Adapters.form.
 FLAT, GROUPED = 1, 2
 
 
 class LoraPools(nnx.Module):
-    """The adapters' part of one product of `sources`, [in, out], with logical axes (in, out)."""
+    """Adapters' part of one product of `sources`, [in, out], with logical axes (in, out)."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class LoraPools(nnx.Module):
     ):
         modules = modules_of(sources)
         self.spec, self.num_modules = spec, len(modules)
-        # Of each source, which module it is of.
+        # For each source, the index of its module.
         self.module = tuple(modules.index(source.name) for source in sources)
         shape = len(modules) * spec.columns, in_size
         self.a = PoolArray(jnp.zeros(shape, dtype), decl=PoolDecl((None, axes[0]), sources, None))
@@ -60,9 +60,10 @@ class LoraPools(nnx.Module):
         )
 
     def add(self, y: jax.Array, x: jax.Array, slots: jax.Array, adapters: Adapters) -> jax.Array:
-        """The product y f32[R, out] of x with what adapters in slots i32[R], -1 for none, add; as it is without any.
+        """Add adapters in slots i32[R], -1 for none, to the product y f32[R, out] of x; y unchanged if the step has
+        none.
 
-        A conditional around a whole layer would be one in the place of some four, but XLA then copies the KV pool.
+        A conditional around an entire layer would replace about four of these, but XLA then copies the KV pool.
         """
         flat, forms = (lambda: y + self.flat(x, slots)), [lambda: y]
         if adapters.visits is None:
@@ -74,16 +75,17 @@ class LoraPools(nnx.Module):
 
     def _add_grouped(self, y: jax.Array, x: jax.Array, slots: jax.Array, visits: LoraVisits) -> jax.Array:
         with jax.named_scope("lora"):
-            if len(visits.place) != len(x):  # rows of all ranks, where the step's are one's
+            if len(visits.slot_index) != len(x):  # rows of all ranks, where the step's are one's
                 visits = lora_visits(slots, num_slots=self.spec.max_loras, rank=self.spec.max_lora_rank)
             bs = [b[...] for b in self.b]
             options = {"modules": self.module, "rank": self.spec.max_lora_rank}
             return lora_product(y, x, self.a[...], bs, visits, **options)
 
     def flat(self, x: jax.Array, slots: jax.Array) -> jax.Array:
-        """Rows x [R, in] of the adapters in slots i32[R], -1 for none -> f32[R, out]; zeros for those without one.
+        """Flat form: rows x [R, in] with adapters in slots i32[R], -1 for none -> f32[R, out]; zeros for rows without
+        one.
 
-        Where the inputs are split over devices it is, like the product that it is added to, a part of a sum.
+        Where the inputs are split over devices the result is a partial sum, like the product that it is added to.
         """
         with jax.named_scope("lora"):
             own = slots[:, None] == jnp.arange(self.spec.columns, dtype=jnp.int32) // self.spec.max_lora_rank
@@ -94,14 +96,15 @@ class LoraPools(nnx.Module):
 
 
 def with_visits(adapters: Adapters | None, spec: LoraSpec | None, platform: str) -> Adapters | None:
-    """A step's adapters with what the grouped form needs, where there is one; platform: a row of the registry."""
+    """Add the visits that the grouped form needs to a step's adapters, if it has one; platform: a row of the
+    registry."""
     if adapters is None or spec is None or not groups_on(spec, platform):
         return adapters
 
     def made(slots: jax.Array) -> LoraVisits:
         return lora_visits(slots, num_slots=spec.max_loras, rank=spec.max_lora_rank)
 
-    # So few rows cannot have more adapters than are few: their products have no flat form to choose.
+    # Rows that are fewer than the limit of `are_few` have no flat form to choose.
     needed = adapters.form > 0 if are_few(len(adapters.slots), spec.max_loras) else adapters.form == GROUPED
 
     def none(slots: jax.Array) -> LoraVisits:
@@ -112,13 +115,14 @@ def with_visits(adapters: Adapters | None, spec: LoraSpec | None, platform: str)
 
 
 def groups_on(spec: LoraSpec, platform: str) -> bool:
-    """Whether programs for this row of the kernel registry have the grouped form beside the flat one."""
+    """Whether programs for this row of the kernel registry have the grouped form in addition to the flat one."""
     return spec.may_group and has_lora_product(platform)
 
 
 def product_forms(models: Sequence[Any], platform: str) -> list[dict[str, str]]:
-    """For people: the forms of products of abstract models, the stages of one, in order; layers' same product is one
-    row of modules and forms. platform: a row of the kernel registry.
+    """List, for display, the LoRA forms of products of abstract models, the stages of one, in order.
+
+    The same product of all layers is one row of modules and forms. platform: a row of the kernel registry.
     """
     rows: dict[str, str] = {}
     for model in models:
@@ -137,7 +141,7 @@ def product_forms(models: Sequence[Any], platform: str) -> list[dict[str, str]]:
 
 
 def _own_columns(pool: DeclaredPool, mesh: MeshLayout) -> int:
-    """Of a device's part."""
+    """Columns of a device's part of the pool."""
     axis = pool.decl.axes[1]
     return pool.shape[1] // (1 if axis is None else mesh.num_shards(axis))
 
@@ -145,7 +149,8 @@ def _own_columns(pool: DeclaredPool, mesh: MeshLayout) -> int:
 def write_slot(
     pools: Sequence[DeclaredPool], spec: LoraSpec, arrays: list[jax.Array], slot: jax.Array, new: list[jax.Array]
 ) -> list[jax.Array]:
-    """The arrays of pools with one adapter in a slot i32[]; new: what it has of each (models.weights.lora_pools)."""
+    """Return the arrays of pools with one adapter written to slot i32[]; new: its part of each
+    (models.weights.lora_pools)."""
     rank, written = spec.max_lora_rank, []
     for pool, array, part in zip(pools, arrays, new, strict=True):
         if pool.decl.num_experts is not None:

@@ -1,8 +1,8 @@
-"""What adapters add to the products of experts, for rows of different adapters at once: see models.lora for how they
-are stored.
+"""LoRA additions to the products of experts, for rows of different adapters at once; models.lora describes their
+storage.
 
-A row is of one expert and of one adapter, so that of experts * slots pairs of matrices it meets one. Rows without an
-adapter meet none.
+A row has one expert and one adapter, hence one of the experts * slots pairs of matrices. Rows without an adapter have
+none.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pallas_kernels.matmul.low_rank_groups import add_low_rank
 
 
 class ExpertPools(nnx.Module):
-    """The adapters' part of one grouped product of `sources`, [E, in, out], with logical axes (experts, in, out)."""
+    """Adapters' part of one grouped product of `sources`, [E, in, out], with logical axes (experts, in, out)."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class ExpertPools(nnx.Module):
     ):
         modules = modules_of(sources)
         self.spec = spec
-        # Of each source, which module it is of.
+        # For each source, the index of its module.
         self.module = tuple(modules.index(source.name) for source in sources)
         slots, rank = spec.max_loras, spec.max_lora_rank
         of_a, of_b = (axes[0], None, None, axes[1]), (axes[0], None, None, axes[2])
@@ -51,18 +51,19 @@ class ExpertPools(nnx.Module):
         )
 
     def add(self, y: jax.Array, x: jax.Array, sizes: jax.Array, adapters: Adapters) -> jax.Array:
-        """The grouped product y [M, out] of x [M, in], rows sorted by expert, with what adapters add, in y's dtype.
+        """Add adapters to the grouped product y [M, out] of x [M, in], rows sorted by expert, in y's dtype.
 
-        sizes: i32[E], rows of each expert that is here. adapters: those of the rows. Without any in use, y as it is.
+        sizes: i32[E], rows of each expert on this device. adapters: those of the rows; y is unchanged if none is in
+        use.
 
-        Where the inputs are split over devices it is, like the product that it is added to, a part of a sum.
+        Where the inputs are split over devices the result is a partial sum, like the product that it is added to.
         """
 
         def added() -> jax.Array:
             with jax.named_scope("lora"):
                 slots = self.spec.max_loras
                 expert = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(x.shape[0]), side="right").astype(jnp.int32)
-                # Rows behind the last are of no expert.
+                # Rows after the last group belong to no expert.
                 has_one = (adapters.slots >= 0) & (expert < sizes.size)
                 group = jnp.where(has_one, expert * slots + adapters.slots, sizes.size * slots)
                 a, *b = (pool[...].reshape(-1, *pool.shape[2:]) for pool in (self.a, *self.b))

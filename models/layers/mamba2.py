@@ -1,8 +1,8 @@
-"""Mamba-2 (Dao & Gu 2024, arXiv:2405.21060) in the place of attention, or beside it.
+"""Mamba-2 (Dao & Gu 2024, arXiv:2405.21060), instead of attention or in addition to it.
 
-Inputs, and what goes into states and reads them, pass a short convolution; a matrix for each head then fades by a
-token's time step and takes up its input. So a sequence leaves a state of a fixed size, however long it is. How the
-recurrence is computed is pallas_kernels' affair.
+Inputs, B (writes to states) and C (reads from them) pass a short convolution; a matrix for each head then decays by a
+token's time step and adds its input. So a sequence has a state of a fixed size, however long it is. The recurrence is
+computed in pallas_kernels.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from pallas_kernels.state.conv import causal_conv
 from pallas_kernels.state.space import state_space
 from sharding.collectives import num_shards, shard_index, sum_parts
 
-Kept = tuple[jax.Array, jax.Array, jax.Array]
+States = tuple[jax.Array, jax.Array, jax.Array]
 
 
 class GroupsRMSNorm(nnx.Module):
-    """x / rms(x) * weight over each group of heads, in float32. Devices that share a group add up its squares."""
+    """RMS norm over each group of heads, x / rms(x) * weight, in float32. Devices that share a group add up its
+    squares."""
 
     def __init__(self, state: StateSpace, eps: float, *, source: str, build: Build):
         rows = Source(source, state.inner_size, group=state.head_dim).tensor("weight")
@@ -35,7 +36,7 @@ class GroupsRMSNorm(nnx.Module):
         self.eps, self.num_groups, self.width = eps, state.num_groups, state.inner_size // state.num_groups
 
     def __call__(self, y: jax.Array) -> jax.Array:
-        """f32[T, inner size of this device] -> the same"""
+        """Normalise f32[T, inner size of this device]."""
         sharing = num_shards("heads") // self.num_groups
         grouped = y.reshape(y.shape[0], max(1, self.num_groups // num_shards("heads")), -1)
         squares = jnp.sum(grouped * grouped, axis=-1)
@@ -48,7 +49,8 @@ class GroupsRMSNorm(nnx.Module):
 
 
 class Mamba2(nnx.Module):
-    """x -> out(norm(o * silu(z))) or as the state space has it, where o is what was read and D times what went in.
+    """Mamba-2 mixer: x -> out(norm(o * silu(z))), or as StateSpace.norm says, where o is the state's output plus D *
+    input.
 
     Heads are split over devices. Where there are fewer groups than devices, each has a copy of its heads' group.
     """
@@ -90,16 +92,16 @@ class Mamba2(nnx.Module):
         out = (Source(f"{source}.out_proj", hidden_size),)
         self.out = Linear(inner, out, axes=("heads", "embed"), bias=state.output_bias, build=build)
 
-    def __call__(self, x: jax.Array, kept: Kept, rows: StateRows, step: StepInputs) -> tuple[jax.Array, Kept]:
-        """x[T, D] -> [T, D], and the windows and matrices of StateArrays behind this step's tokens."""
-        state, num_tokens, matrices = self.state, x.shape[0], kept[2]
+    def __call__(self, x: jax.Array, states: States, rows: StateRows, step: StepInputs) -> tuple[jax.Array, States]:
+        """Map x[T, D] to ([T, D], the windows and matrices of StateArrays after this step's tokens)."""
+        state, num_tokens, matrices = self.state, x.shape[0], states[2]
         with jax.named_scope("inputs"):
             parts = jnp.split(self.inputs(x, step.rows), self.ends, axis=1)
             z, mixed, b, c, dt = map(scaled, parts, state.multipliers)
             shared = jnp.concatenate([b, c], axis=1)
         with jax.named_scope("causal_conv"):
-            mixed, windows = self._convolved(0, mixed, kept[0], rows)
-            shared, shared_windows = self._convolved(1, shared, kept[1], rows)
+            mixed, windows = self._convolved(0, mixed, states[0], rows)
+            shared, shared_windows = self._convolved(1, shared, states[1], rows)
             mixed = mixed.reshape(num_tokens, self.num_heads, state.head_dim)
             b, c = jnp.moveaxis(shared.reshape(num_tokens, 2, self.num_groups, state.state_size), 1, 0)
         with jax.named_scope("time_steps"):

@@ -1,10 +1,10 @@
 """Multi-head latent attention over paged latents (DeepSeek-AI 2024, arXiv:2405.04434).
 
-A token leaves one latent for all heads, and one rotated part of a key that they share. Keys and values of heads would
-be made of it by W^UK and W^UV; here both are absorbed (section 2.1.2 there): a query is taken into the latent's space,
-attention works on latents, and values are made of what comes out. So a decode reads kv_lora_rank + qk_rope_head_dim
-numbers a token, whatever the number of heads. How pages are stored and how attention is computed is pallas_kernels'
-affair.
+A token stores one latent for all heads, and one rotated part of a key that they share. W^UK and W^UV would expand it
+to the keys and values of heads; here both are absorbed (section 2.1.2 there): a query is projected to the latent's
+space, attention works on latents, and its results are projected to values. So a decode reads
+kv_lora_rank + qk_rope_head_dim numbers a token, whatever the number of heads. Storage of pages and the computation of
+attention are in pallas_kernels.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from pallas_kernels.attention.op import RaggedBatch, ragged_paged_attention
 from pallas_kernels.kv.pages import KVPages
 from pallas_kernels.kv.update import kv_cache_update
 
-# Of the norms of latents, whatever a model's other norms have.
+# Epsilon of the norms of latents, whatever that of a model's other norms.
 LATENT_EPS = 1e-6
 
 
 class LatentAttention(nnx.Module):
-    """Multi-head latent attention, as a LayerAttention with a Latent says.
+    """Multi-head latent attention, configured by a LayerAttention with a Latent.
 
-    Heads are split over devices; the latent is worked out on each of them, and its norm and projection are small.
+    Heads are split over devices; the latent is computed on each of them, as its norm and projection are small.
     """
 
     def __init__(self, attention: LayerAttention, hidden_size: int, *, source: str, build: Build):
@@ -58,7 +58,7 @@ class LatentAttention(nnx.Module):
         q_dim = nope + latent.qk_rope_head_dim
         q = Source(f"{source}.{'q_proj' if q_rank is None else 'q_b_proj'}", heads * q_dim, group=q_dim)
         self.q = Linear(q_rank or hidden_size, (q,), axes=("embed", "heads"), build=build)
-        # The checkpoint's rows take turns: those of a head's keys, those of its values.
+        # The checkpoint's rows alternate: those of a head's keys, those of its values.
         turns = {"tensor_rows": heads * (nope + value), "stride": nope + value}
         of_keys = Source(f"{source}.kv_b_proj", heads * nope, group=nope, **turns)
         of_values = Source(f"{source}.kv_b_proj", heads * value, group=value, first=nope, **turns)
@@ -68,7 +68,7 @@ class LatentAttention(nnx.Module):
         self.out = Linear(heads * value, out, axes=("heads", "embed"), bias=attention.output_bias, build=build)
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
-        """x[T, D] -> [T, D], and the pool with this step's latents of this layer written."""
+        """Map x[T, D] to ([T, D], the pool with this step's latents of this layer written)."""
         spec, latent = self.spec, self.latent
         q_rank = latent.q_lora_rank or 0
         with jax.named_scope("qkv"):
@@ -96,11 +96,12 @@ class LatentAttention(nnx.Module):
     def _attend(
         self, q: tuple[jax.Array, jax.Array], keys: jax.Array, kv: KVPages, ragged: RaggedBatch, step: StepInputs
     ) -> jax.Array:
-        """Values [T, N * Hv] of queries without rope and with it, [T, N, .] each; keys: of this step, [T, C + R]."""
+        """Attention output [T, N * Hv] of queries without rope and with it, [T, N, .] each; keys: of this step, [T, C +
+        R]."""
         num_tokens, num_heads = q[0].shape[:2]
-        # Results of heads are turned, to lie token by token, in the model's dtype: without the barriers XLA:TPU does it
-        # in float32 where the product that follows rounds them in that. Many are turned before their barrier, which
-        # also keeps what follows out of the branches; few behind it, on the chip.
+        # Results of heads are transposed to be token-major in the model's dtype: without the barriers XLA:TPU does it
+        # in float32 where the next product rounds them there. Many are transposed before their barrier, which also
+        # keeps later operations out of the branches; few after it, on the chip.
         if (made := step.made) is None:
             return lax.optimization_barrier(self._absorbed(q, kv, ragged, step.schedule)).reshape(num_tokens, -1)
 
@@ -125,7 +126,7 @@ class LatentAttention(nnx.Module):
         return lax.optimization_barrier(o.reshape(num_tokens, -1))
 
     def _absorbed(self, q: tuple[jax.Array, jax.Array], kv: KVPages, ragged: RaggedBatch, schedule: Any) -> jax.Array:
-        """Values [T, N, Hv] of all rows, by attention to latents."""
+        """Attention output [T, N, Hv] of all rows, by attention over latents."""
         with jax.named_scope("absorb"):
             latent_q = self.w_uk.batched_matmul(q[0], contract=0).astype(q[0].dtype)
         with jax.named_scope("ragged_paged_attention"):

@@ -1,12 +1,12 @@
-"""Multi-head latent attention with keys and values of heads, made of the latents (section 2.1.1 of arXiv:2405.04434).
+"""Multi-head latent attention with expanded (non-absorbed) keys and values (section 2.1.1 of arXiv:2405.04434).
 
-Attending to latents takes most operations for each pair of a query and a key, and none to make keys. So a row (a
-sequence of the step) of many new tokens has the keys and values of its heads made, for a few heads at a time and those
-alone: of its new tokens first, then of what came before, in pieces whose results are merged. Which rows are many is
-said by the latent's shape, so that a chunk's form depends on its own length alone.
+Attention over latents takes the most operations for each pair of a query and a key, and none to expand keys. So a row
+(a sequence of the step) of many new tokens has the keys and values of its heads expanded from latents, for a few heads
+at a time: of its new tokens first, then of the tokens before, in pieces whose results are merged. The threshold follows
+from the latent's shape alone, so that a chunk's form depends on its own length.
 
-Owns which rows these are, and their keys. The products around are mla.py's, attention is pallas_kernels' affair: what
-is made lies in small pools of its own, which are forgotten with the step.
+Owns which rows these are, and their keys. The products around are in mla.py, attention is in pallas_kernels: expanded
+keys lie in small pools of their own, which last for one step.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from pallas_kernels.attention.op import AttentionSpec, RaggedBatch, attention_sc
 from pallas_kernels.kv.pages import KVPages, export_pages, is_quantized, pages_of
 from pallas_kernels.tuning import Tuning, tuning_of
 
-# Of pages, where rows are made. Hopper's kernels take no values narrower than keys; on CPUs nobody has seen it pay.
+# Page layouts with expanded rows. Hopper's kernels take no values narrower than keys; on CPUs it has not paid off.
 LAYOUTS = ("tpu",)
-PAGE = 16  # tokens of a page of what is made: a row begins with a page
-PIECE = 2048  # keys of what came before that are attended to at a time, and
-BLOCK = 512  # those that are made at a time
-HEADS = 8  # most heads whose keys and values are made at a time
+PAGE = 16  # tokens of a page of expanded keys: a row begins with a page
+PIECE = 2048  # earlier keys that are attended to at a time
+BLOCK = 512  # earlier keys that are expanded at a time
+HEADS = 8  # most heads whose keys and values are expanded at a time
 
 
 class MadeRows(NamedTuple):
-    """Rows of a step whose keys and values are made, the last ones; worked out once for all layers. L rows at most.
+    """Rows of a step whose keys and values are expanded, the last ones; computed once for all layers. L rows at most.
 
     Attributes:
-      num_short: i32[], the rows before them. schedule: of attention to the latents of these, which are in the step's
-        first `most_short` tokens; decode_schedule: of the first S, which have them all where these rows are decodes.
-      short_form: i32[], 0 where there are none of these rows, 1 where they are decodes, else 2.
-      rows: the new tokens of made rows among themselves, in pages of PAGE; own_schedule is theirs.
-      token_row: i32[T], which of the L rows a token is of, -1 of no such row.
+      num_short: i32[], the rows before them. schedule: of attention over the latents of these, which are in the step's
+        first `most_short` tokens; decode_schedule: of the first S tokens, which contain them all if they are decodes.
+      short_form: i32[], 0 where there are no short rows, 1 where they are decodes, else 2.
+      rows: the new tokens of expanded rows alone, in pages of PAGE; own_schedule is theirs.
+      token_row: i32[T], index of a token's row among the L, -1 for other tokens.
       slot_tokens: i32[n], the token in each slot of these pages, -1 in empty ones.
       num_before: i32[L], keys before the new tokens.
-      piece_schedules: of each row for a whole piece, then of each for its last one, [2 * L, ...].
+      piece_schedules: of each row for a full piece, then of each for its last one, [2 * L, ...].
     """
 
     num_short: jax.Array
@@ -62,11 +62,11 @@ class MadeRows(NamedTuple):
 
 
 def least_tokens(latent: Latent) -> int | None:
-    """New tokens of a row from which on its keys and values are made; None for never.
+    """Fewest new tokens of a row whose keys and values are expanded; None for never.
 
-    A key costs C U to make; what each query then saves on it is that both products of attention are narrower. From
-    four times as many queries as make up for it: few fill tiles of many tokens badly, and programs of steps that hold
-    no such row stay as small as they are.
+    Expanding a key costs C U; each query then saves on it, as both products of attention are narrower. The threshold is
+    four times the queries that make up for the cost: few tokens fill tiles badly, and programs of steps without such
+    rows stay small.
     """
     made = latent.qk_nope_head_dim + latent.v_head_dim
     saved = 2 * latent.kv_lora_rank - made
@@ -74,7 +74,7 @@ def least_tokens(latent: Latent) -> int | None:
 
 
 def makes_rows(attention: LayerAttention, kv: KVPages, num_tokens: int) -> bool:
-    """Whether a step of so many tokens may have rows whose keys and values are made, from a pool like this."""
+    """Whether a step of `num_tokens` tokens may have rows with expanded keys and values, given a pool like `kv`."""
     latent = attention.latent
     if latent is None or (least := least_tokens(latent)) is None or num_tokens < least:
         return False
@@ -82,8 +82,10 @@ def makes_rows(attention: LayerAttention, kv: KVPages, num_tokens: int) -> bool:
 
 
 def made_numbers(attention: LayerAttention, num_heads: int, num_tokens: int) -> int:
-    """Of the products that make keys and values of `num_heads` heads on a device: latents that go in, once for the
-    heads that are made together, and what comes out."""
+    """Number of elements of the products that expand keys and values of `num_heads` heads on a device.
+
+    Counts the latents read, once per group of heads expanded together, and the expanded keys and values written.
+    """
     latent = attention.latent
     assert latent is not None
     groups = num_heads // _heads_at_once(num_heads)
@@ -93,14 +95,14 @@ def made_numbers(attention: LayerAttention, num_heads: int, num_tokens: int) -> 
 
 
 def most_short(latent: Latent, num_tokens: int) -> int:
-    """Of a step of `num_tokens` tokens those that rows may have which stand before a made one, in whole tiles."""
+    """Most tokens of a step of `num_tokens` that rows before an expanded one may have, rounded up to full tiles."""
     least = least_tokens(latent)
     assert least is not None
     return min(-(-max(num_tokens - least, 1) // PAGE) * PAGE, num_tokens)
 
 
 def made_spec(latent: Latent, spec: AttentionSpec, *, causal: bool) -> AttentionSpec:
-    """Attention of as many of a device's heads as are made at a time; spec: over latents."""
+    """AttentionSpec over expanded keys, for the heads that are expanded at a time; spec: that over latents."""
     heads = _heads_at_once(spec.num_q_heads)
     return AttentionSpec(
         num_q_heads=heads,
@@ -120,7 +122,7 @@ def _heads_at_once(num_heads: int) -> int:
 def made_rows(
     attention: LayerAttention, spec: AttentionSpec, batch: RaggedBatch, kv: KVPages, num_tokens: int
 ) -> MadeRows | None:
-    """MadeRows of a step of T = num_tokens tokens; None where it can have none, or where it would not pay.
+    """Compute MadeRows of a step of T = num_tokens tokens; None where it can have none, or where it would not pay.
 
     spec: that of attention over latents.
     """
@@ -192,14 +194,14 @@ def made_rows(
 
 
 def _tuning(layout: str) -> Tuning:
-    """The usual sizes, but for larger tiles of tokens: no two heads share a key, so that only tokens make one worth
-    reading."""
+    """Default sizes with larger tiles of tokens: heads do not share keys, so only many tokens amortise reading one."""
     tuning = tuning_of(layout)
     return replace(tuning, tpu_attention=replace(tuning.tpu_attention, max_block_q=256, run_tiles=2))
 
 
 def _piece(rows: RaggedBatch, row: jax.Array, count: jax.Array) -> RaggedBatch:
-    """Of L rows one, with `count` keys that came before it, i32[]: those of a piece, whose pages lie in order."""
+    """Select row `row` of the L, with `count` keys before its new tokens, i32[]: those of a piece, with pages in
+    order."""
     return rows._replace(
         cu_q_lens=lax.dynamic_slice_in_dim(rows.cu_q_lens, row, 2),
         kv_lens=count[None],
@@ -220,10 +222,10 @@ def attend_made(
     latent: Latent,
     spec: AttentionSpec,
 ) -> jax.Array:
-    """o [T, N, Hv] with the results of the rows' tokens in place of what was there.
+    """Replace the results of the expanded rows' tokens in o [T, N, Hv].
 
     q: a head's queries without rope and those with, [T, N, .] each. keys: this step's latents and their rotated parts,
-    [T, C + R]. weights: what makes keys and values, W^UK and W^UV. page_table: i32[S, W], of the pool's latents.
+    [T, C + R]. weights: W^UK and W^UV, which expand keys and values. page_table: i32[S, W], of the pool's latents.
     """
     own_spec, piece_spec = (made_spec(latent, spec, causal=causal) for causal in (True, False))
     heads, dtype = own_spec.num_q_heads, o.dtype
@@ -283,8 +285,11 @@ def attend_made(
 
 
 def _joined(weights: tuple[Weight, Weight], first: jax.Array, latent: Latent, heads: int) -> jax.Array:
-    """[C + R, heads * (H + Hv)]: what makes the key and, behind it, the value of each head of a latent and the rotated
-    part behind it, which all heads share. So what is made lies as in a page, and nothing is joined for every key."""
+    """Matrix [C + R, heads * (H + Hv)] that expands a latent and its rotated part to the key and value of each head.
+
+    The rotated part, which all heads share, is copied into each key. Expanded keys thus have a page's layout, and
+    nothing is concatenated per key.
+    """
     sizes = latent.qk_nope_head_dim, latent.v_head_dim
     of_keys, of_values = (
         weight.rows(first * size + jnp.arange(heads * size)).reshape(heads, size, -1)
@@ -299,8 +304,10 @@ def _joined(weights: tuple[Weight, Weight], first: jax.Array, latent: Latent, he
 
 
 def _merged(all_before: tuple[jax.Array, jax.Array], part: tuple[jax.Array, jax.Array], member: jax.Array):
-    """Results [T, N, Hv] and log-sum-exps [T, N] over two sets of keys, of which tokens that are no member [T, 1] see
-    the first alone."""
+    """Merge results [T, N, Hv] and log-sum-exps [T, N] over two sets of keys.
+
+    Tokens that are no `member` [T, 1] see the first set alone.
+    """
     (o, lse), (more, more_lse) = all_before, part
     more_lse, more = jnp.where(member, more_lse, -jnp.inf), jnp.where(member[..., None], more, 0.0)
     largest = jnp.maximum(lse, more_lse)

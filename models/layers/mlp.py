@@ -1,4 +1,4 @@
-"""The feed-forward part of a layer, and what it is activated with."""
+"""Feed-forward part of a layer, and its activations."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from models.weights.declare import Source
 
 
 def gelu_tanh(x: jax.Array) -> jax.Array:
-    """GELU in its tanh form (Hendrycks & Gimpel 2016, arXiv:1606.08415), `gelu_pytorch_tanh` in configurations."""
+    """Apply GELU in its tanh form (Hendrycks & Gimpel 2016, arXiv:1606.08415), `gelu_pytorch_tanh` in
+    configurations."""
     return jax.nn.gelu(x, approximate=True)
 
 
 def relu_squared(x: jax.Array) -> jax.Array:
-    """max(x, 0) ** 2 (So et al. 2021, arXiv:2109.08668), `relu2` in configurations."""
+    """Compute max(x, 0) ** 2 (So et al. 2021, arXiv:2109.08668), `relu2` in configurations."""
     return jnp.square(jax.nn.relu(x))
 
 
 @dataclass(frozen=True)
 class ScaledSilu:
-    """silu(multiplier * x). Equal for equal numbers, so that layers share a trace."""
+    """Activation silu(multiplier * x). Equal for equal numbers, so that layers share a trace."""
 
     multiplier: float
 
@@ -39,9 +40,9 @@ class ScaledSilu:
 
 
 class MLP(nnx.Module):
-    """down(activation(up(x))).
+    """Feed-forward network down(activation(up(x))).
 
-    up, down: what `source` calls them. activation: computed in float32; a module where it has weights of its own.
+    up, down: names of the modules within `source`. activation: computed in float32; a module where it has weights.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class MLP(nnx.Module):
         self.activation = activation
 
     def __call__(self, x: jax.Array, rows: Rows) -> jax.Array:
-        """[T, D] -> [T, D]; padding costs and gets what tokens do."""
+        """Map [T, D] -> [T, D]; padding is computed like tokens."""
         with jax.named_scope("up"):
             inner = self.activation(self.up(x, rows, out_dtype=jnp.float32))
         with jax.named_scope("down"):
@@ -70,10 +71,10 @@ class MLP(nnx.Module):
 
 
 class GatedMLP(nnx.Module):
-    """down(activation(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202).
+    """Gated feed-forward network down(activation(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202).
 
-    gate_up: the checkpoint modules of gate and up, by default `gate_proj` and `up_proj` of `source`.
-    down: that of down, by default `down_proj`.
+    gate_up: checkpoint modules of gate and up, by default `gate_proj` and `up_proj` of `source`.
+    down: checkpoint module of down, by default `down_proj`.
     """
 
     def __init__(
@@ -95,33 +96,38 @@ class GatedMLP(nnx.Module):
         self.activation = activation
 
     def __call__(self, x: jax.Array, rows: Rows) -> jax.Array:
-        """[T, D] -> [T, D]; padding costs and gets what tokens do."""
+        """Map [T, D] -> [T, D]; padding is computed like tokens."""
         with jax.named_scope("gate_up"):
             inner = self._activated(self.gate_up(x, rows, out_dtype=self._out_dtype(x)), x.dtype)
         with jax.named_scope("down"):
             return self.down(inner, rows)
 
     def partial(self, x: jax.Array, adapters: Adapters | None) -> jax.Array:
-        """x[T, D], gathered already with its adapters, to what this device adds to the result, f32[T, D]; of an MLP
-        without biases."""
+        """Compute this device's partial result f32[T, D] of x[T, D], already gathered with its adapters.
+
+        For an MLP without biases.
+        """
         with jax.named_scope("gate_up"):
             inner = self._activated(self.gate_up.partial(x, adapters, out_dtype=self._out_dtype(x)), x.dtype)
         with jax.named_scope("down"):
             return self.down.partial(inner, adapters)
 
     def _out_dtype(self, x: jax.Array) -> Any:
-        """Of gate and up. What adapters add to in a conditional XLA:TPU would round in a pass that writes a copy, so
-        that `_activated` rounds it."""
+        """Dtype of the product of gate and up.
+
+        float32 with adapters, which a conditional adds: XLA:TPU would round its result in a separate pass that writes a
+        copy, so `_activated` rounds instead.
+        """
         return x.dtype if self.gate_up.lora is None else jnp.float32
 
     def _activated(self, gate_up: jax.Array, dtype: Any) -> jax.Array:
-        # Parted while they are narrow: what is made float32 as a whole XLA:TPU writes as that.
+        # Split before widening: XLA:TPU writes an array that is widened before the split to memory in float32.
         gate, up = (_rounded(part, dtype) for part in jnp.split(gate_up, 2, axis=-1))
         return (self.activation(gate) * up).astype(dtype)
 
 
 def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
-    """x in float32, with the values that it has in dtype, but for subnormals of float16."""
+    """Convert x to float32 with values rounded as in `dtype`, except for subnormals of float16."""
     if x.dtype == dtype:
         return x.astype(jnp.float32)
     kind = jnp.finfo(dtype)

@@ -1,8 +1,8 @@
 """Mixture of experts: a router picks experts for each token, and their gated MLPs are added with its weights.
 
-Sparsely gated layers: Shazeer et al. 2017, arXiv:1701.06538; as Mixtral has them: Jiang et al. 2024, arXiv:2401.04088.
-Further shape letters: E experts, k experts of a token. Knows nothing of families: what their checkpoints call things is
-told, how they route is in ExpertsConfig.
+Sparsely gated layers: Shazeer et al. 2017, arXiv:1701.06538; as in Mixtral: Jiang et al. 2024, arXiv:2401.04088.
+Further shape letters: E experts, k experts of a token. Names in checkpoints are arguments (ExpertNames), routing is
+configured by ExpertsConfig.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from sharding.collectives import (
 
 
 class ExpertNames(NamedTuple):
-    """What a checkpoint calls the three matrices of an expert, and what stands beside the experts."""
+    """Names of the three matrices of an expert in a checkpoint, and of the modules next to the experts."""
 
     gate: str = "gate_proj"
     up: str = "up_proj"
@@ -65,24 +65,25 @@ NO_MODULES: Mapping[str, Any] = MappingProxyType({})
 
 
 class ExpertLoad(nnx.Variable):
-    """i32[E] of one layer and step: tokens of this rank that each expert was picked for."""
+    """Load of one layer and step, i32[E]: tokens of this rank that each expert was picked for."""
 
 
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """silu(gate) * up (Shazeer 2020, arXiv:2002.05202)."""
+    """Compute silu(gate) * up (Shazeer 2020, arXiv:2002.05202)."""
     return jax.nn.silu(gate) * up
 
 
 class MixtureOfExperts(nnx.Module):
-    """sum over a token's k experts e of weight_e * down_e(activation(gate_e(x), up_e(x))), and a shared MLP if any.
+    """Mixture of experts: sum over a token's k experts e of weight_e * down_e(activation(gate_e(x), up_e(x))), plus a
+    shared MLP if any.
 
-    On several devices either whole experts are on different devices (`mesh.expert_parallel`) or each device has a part
-    of every expert. Both gather the tokens of the devices that share the weights, compute what is here and add; whole
-    experts can be sent the rows of their tokens instead (`mesh.sends_rows`).
+    On several devices either each device has different experts (`mesh.expert_parallel`) or a part of every expert. Both
+    gather the tokens of the devices that share the weights, compute their part and add up; devices with different
+    experts can be sent only the rows of their tokens instead (`mesh.sends_rows`).
 
-    activation: of gate and up, both and the result f32[M, F].
-    router_dtype: of the router's weights and product, by default the model's.
-    shared: the checkpoint modules of the shared MLP (GatedMLP's `gate_up` and `down`), by default those of `names`.
+    activation: function of (gate, up), both and the result f32[M, F].
+    router_dtype: dtype of the router's weights and product, by default the model's.
+    shared: checkpoint modules of the shared MLP (GatedMLP's `gate_up` and `down`), by default those of `names`.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class MixtureOfExperts(nnx.Module):
         over, within = ("experts", None) if build.mesh.expert_parallel else (None, "ffn")
         router = Source(f"{source}.{names.router}", count)
         self.router_dtype = router_dtype or build.dtype
-        # What decides between experts is stored as it is in every checkpoint.
+        # Routers are not quantised in any checkpoint.
         plain = replace(build, scheme=PLAIN)
         self.router = replace(plain, dtype=self.router_dtype).weight((size, count), (router,), ("embed", None))
         prefix = f"{source}.experts.{{expert}}"
@@ -129,7 +130,7 @@ class MixtureOfExperts(nnx.Module):
         def bias(sources: Sequence[Source], axes: tuple[str | None, ...], num_experts: int | None = None) -> nnx.Param:
             tensors = tuple(part.tensor("bias") for part in sources)
             shape = (*([] if num_experts is None else [count]), sum(part.rows for part in sources))
-            # An expert's is a row that is picked for each of its tokens.
+            # An expert's bias is a row that is looked up for each of its tokens.
             decl = ParamDecl(axes, tensors, init_std=0.02, num_experts=num_experts, row_major=num_experts is not None)
             return declare(shape, build.dtype, decl)
 
@@ -145,12 +146,15 @@ class MixtureOfExperts(nnx.Module):
         self.shared_gate_lora = plain_pools(gate[0], dtype) if experts.shared_gate else None
 
     def make_correction_bias(self, source: str, num_experts: int) -> nnx.Param:
-        """f32[E], or [1, E]; float32 whatever the model's dtype: it decides between scores that differ by little."""
+        """Declare the correction bias f32[E], or [1, E].
+
+        It is float32 whatever the model's dtype, as it decides between scores that differ by little.
+        """
         decl = ParamDecl((None,), (Source(source, num_experts),), init_std=0.02)
         return declare((num_experts,), jnp.float32, decl)
 
     def __call__(self, x: jax.Array, rows: Rows) -> jax.Array:
-        """[T, D] -> [T, D]
+        """Map [T, D] -> [T, D].
 
         Padding goes to no expert, and without a shared MLP gives 0. The module then holds its ExpertLoad, which the
         caller may take with `nnx.pop`.
@@ -171,7 +175,7 @@ class MixtureOfExperts(nnx.Module):
             return y + gated.astype(x.dtype)
 
     def _gather_tokens(self, x: jax.Array, weights: jax.Array, ids: jax.Array, adapters: Adapters | None) -> jax.Array:
-        """Every token to every device that shares the weights; the sum of what each made of it."""
+        """Compute by gathering every token on every device that shares the weights, and reducing their results."""
         dtype = x.dtype
         with jax.named_scope("group"):
             x, weights, ids = (gather_tokens(part, self.axis) for part in (x, weights, ids))
@@ -188,7 +192,7 @@ class MixtureOfExperts(nnx.Module):
                 adapters = _of_rows(adapters, lambda slots: keep_tokens(slots, self.axis, "ffn"))
             shared = self.shared.partial(x, adapters)
             shared = shared if self.shared_gate is None else self._gate(x, adapters) * shared
-        # Experts may be split over further devices with other tokens. What they share is added up at once.
+        # Experts may be split over further devices with other tokens. Their common devices are added up at once.
         with jax.named_scope("combine"):
             if num_shards(self.axis) == num_shards("ffn"):
                 return reduce_tokens((mixed + shared).astype(dtype), "ffn")
@@ -196,7 +200,7 @@ class MixtureOfExperts(nnx.Module):
             return sum_same_tokens(mixed + shared, self.axis)
 
     def _every_expert(self, x: jax.Array, weights: jax.Array, ids: jax.Array, adapters: Adapters | None) -> jax.Array:
-        """f32[T, D] of tokens x [T, D], where this device has all experts or a slice of each."""
+        """Output f32[T, D] for tokens x [T, D], where this device has all experts or a slice of each."""
         with jax.named_scope("group"):
             num_experts = self.experts.num_experts
             order, sizes = by_expert(ids, num_experts, group_step(ids.size, num_experts))
@@ -207,9 +211,9 @@ class MixtureOfExperts(nnx.Module):
             return self._mix(y, weights, order)
 
     def _own_experts(self, x: jax.Array, weights: jax.Array, ids: jax.Array, adapters: Adapters | None) -> jax.Array:
-        """f32[T, D] of tokens x [T, D]: what the experts of this device add to them, in the order of the experts.
+        """Contribution f32[T, D] of this device's experts to tokens x [T, D], added in the order of the experts.
 
-        Memory beside the result is for a block of rows; how many blocks are gone through follows the routing.
+        Memory in addition to the result is for a block of rows; the number of blocks follows the routing.
         """
         (num_tokens, k), own = ids.shape, self._num_own
         most_of_token = min(k, own)
@@ -240,10 +244,11 @@ class MixtureOfExperts(nnx.Module):
         return in_blocks(sizes, most, block, add_block, mixed)
 
     def _send_rows(self, x: jax.Array, weights: jax.Array, ids: jax.Array, adapters: Adapters | None) -> jax.Array:
-        """Each token's rows, one for each of its experts, to the devices that hold these, and their results back.
+        """Compute by sending each token's rows, one for each of its experts, to the experts' devices, and the results
+        back.
 
         Of n devices with the same tokens each takes T / n of them and gathers the others' results, which is less to
-        exchange than the sum of the results would be. Padding goes nowhere. A device may be picked for all tokens of
+        exchange than the sum of the results would be. Padding is not sent. A device may be picked for all tokens of
         all N devices, so that it has room for N * ceil(T / n) * min(k, experts of a device) rows of D and of twice the
         experts' intermediate size; `_gather_tokens` has rows for all tokens and k.
         """
@@ -268,28 +273,29 @@ class MixtureOfExperts(nnx.Module):
             return join_tokens(self._mix(y, weights, order).astype(x.dtype), self.axis, num_tokens)
 
     def _inputs(self, x: jax.Array, weights: jax.Array, order: jax.Array) -> jax.Array:
-        """What the experts get of tokens x [T, D], [M, D] in this order of their rows; any where it fills up."""
+        """Inputs of the experts, [M, D]: rows of tokens x [T, D] in this order; anything in padding."""
         rows = _taken(x, order // self.experts.num_per_token)
         if self.experts.apply_router_weight_on_input:
             rows = (rows * _taken(weights.ravel(), order)[:, None]).astype(x.dtype)
         return rows
 
     def _slots_of(self, order: jax.Array) -> Callable[[jax.Array], jax.Array]:
-        """What makes of the tokens' slots of adapters those of their rows in this order; none where it fills up."""
+        """Function from the tokens' adapter slots to those of their rows in this order; -1 in padding."""
         return lambda slots: slots.at[order // self.experts.num_per_token].get(mode="fill", fill_value=-1)
 
     def _mix(self, y: jax.Array, weights: jax.Array, order: jax.Array) -> jax.Array:
         return mix(y, jnp.ones_like(weights) if self.experts.apply_router_weight_on_input else weights, order)
 
     def _gate(self, x: jax.Array, adapters: Adapters | None) -> jax.Array:
-        """Of the shared MLP: f32[T, 1]."""
+        """Gate of the shared MLP, f32[T, 1]."""
         assert self.shared_gate is not None
         return jax.nn.sigmoid(with_adapters(self.shared_gate.matmul(x), x, self.shared_gate_lora, adapters))
 
     def _multiply(self, rows: jax.Array, sizes: jax.Array, adapters: Adapters | None) -> jax.Array:
-        """The MLPs of the experts here for rows [M, D] sorted by expert, `sizes` of each; adapters: those of the rows.
+        """Apply the MLPs of this device's experts to rows [M, D] sorted by expert, `sizes` of each; adapters: those of
+        the rows.
 
-        In the rows' dtype, as a token's own MLP would be: in float32 they would be most of a step's temporaries.
+        The result has the rows' dtype, as a token's own MLP would: in float32 it would be most of a step's temporaries.
         """
         with jax.named_scope("gate_up"):
             bias = None if self.gate_up_bias is None else self.gate_up_bias[...]
@@ -311,11 +317,11 @@ class MixtureOfExperts(nnx.Module):
 
     @property
     def _num_own(self) -> int:
-        """Whole experts of this device, where experts are whole."""
+        """Number of experts of this device, where devices have different experts."""
         return self.experts.num_experts // num_shards("experts")
 
     def route(self, x: jax.Array, adapters: Adapters | None = None) -> tuple[jax.Array, jax.Array]:
-        """x[T, D] -> weights f32[T, k] and experts i32[T, k] of each token, the best first.
+        """Route x[T, D]: weights f32[T, k] and experts i32[T, k] of each token, the best first.
 
         Experts of equal score come in the order of their indices. With `norm_weights` the weights of softmax scores are
         the softmax over the k largest logits.
@@ -325,7 +331,7 @@ class MixtureOfExperts(nnx.Module):
         sigmoid = experts.scoring_func == "sigmoid"
         scores = jax.nn.sigmoid(logits) if sigmoid else jax.nn.softmax(logits, axis=-1)
         if self.correction_bias is None and experts.topk_group == experts.num_expert_group:
-            # Sigmoids of large logits are all 1: these are picked by the logits.
+            # Sigmoids of large logits are all 1, so experts are picked by the logits.
             best, ids = jax.lax.top_k(logits if sigmoid else scores, experts.num_per_token)
             weights = jax.nn.sigmoid(best) if sigmoid else best
         else:
@@ -336,15 +342,15 @@ class MixtureOfExperts(nnx.Module):
         return weights * experts.routed_scaling_factor, ids
 
     def _router_logits(self, x: jax.Array, adapters: Adapters | None) -> jax.Array:
-        """f32[T, E]"""
+        """Router logits f32[T, E]."""
         x = x.astype(self.router_dtype)
-        # Accelerators would multiply float32 in fewer bits, and then it need not be stored.
+        # By default accelerators multiply float32 in fewer bits, which would defeat storing it.
         with jax.default_matmul_precision("float32") if x.dtype == jnp.float32 else nullcontext():
             logits = with_adapters(self.router.matmul(x), x, self.router_lora, adapters)
         return logits if self.router_bias is None else logits + self.router_bias[...].astype(jnp.float32)
 
     def _choices(self, scores: jax.Array) -> jax.Array:
-        """What experts are picked by, f32[T, E] like the scores: -inf outside of a token's best groups.
+        """Scores to pick experts by, f32[T, E]: with the correction bias, and -inf outside of a token's best groups.
 
         A group is as good as its best expert or, with a correction bias, as its best two together.
         """
@@ -364,5 +370,5 @@ def _taken(rows: jax.Array, places: jax.Array) -> jax.Array:
 
 
 def _of_rows(adapters: Adapters | None, slots_of: Callable[[jax.Array], jax.Array]) -> Adapters | None:
-    """The adapters of other rows, or of rows elsewhere; slots_of: theirs of these. Visits were of the step's rows."""
+    """Return the adapters for other rows; slots_of: maps the present slots to those rows'. Visits are dropped."""
     return None if adapters is None else adapters._replace(slots=slots_of(adapters.slots), visits=None)

@@ -1,9 +1,9 @@
-"""The layer behind a model's last one that predicts the token after the next (DeepSeek-AI 2024, arXiv:2412.19437,
-section 2.2).
+"""Next-token layer (MTP) after a model's last one, which predicts the token after the next (DeepSeek-AI 2024,
+arXiv:2412.19437, section 2.2).
 
-For each place it takes the model's hidden state there and the embedding of the token that came next, each normed,
+For each token it takes the model's hidden state and the embedding of the next token, each normed,
 projects both to one and runs one more decoder layer of the family over them; the model's own head then gives the
-logits. Checkpoints store it as the layer number num_hidden_layers. Behind its own hidden states it predicts further
+logits. Checkpoints store it as layer number num_hidden_layers. Applied to its own hidden states it predicts further
 tokens.
 """
 
@@ -27,16 +27,16 @@ from models.weights.source import WeightSource, WrappedSource
 from pallas_kernels.kv.pages import KVPages
 from sharding.stages import Stage
 
-# What the layer has of the model's: a checkpoint may hold copies.
+# Tensors that the layer shares with the model: a checkpoint may hold copies.
 _SHARED = ("embed_tokens.", "shared_head.head.")
 
 
 @cache
 def next_token_class(family: type[Decoder]) -> type[Decoder]:
-    """The class of such layers of a family: (ModelConfig of `with_next_layer`, Build)."""
+    """Class of the family's next-token layer: (ModelConfig of `with_next_layer`, Build)."""
 
     class NextToken(family):
-        """One layer of the family between norms of its own; the model lends it embeddings and logits."""
+        """One layer of the family between norms of its own; embeddings and logits are the model's."""
 
         def __init__(self, config: ModelConfig, build: Build):
             number, size, eps = config.num_layers - 1, config.hidden_size, config.rms_norm_eps
@@ -45,24 +45,26 @@ def next_token_class(family: type[Decoder]) -> type[Decoder]:
             name = f"model.layers.{number}"
             self.embed_norm = self.norm_class(size, eps, source=f"{name}.enorm", build=build)
             self.hidden_norm = self.norm_class(size, eps, source=f"{name}.hnorm", build=build)
-            # Stored as it is, whatever other products are.
+            # Stored plain, whatever the storage of other products.
             plain, source = replace(build, scheme=PLAIN), Source(f"{name}.eh_proj", size)
             self.joined = Linear(2 * size, (source,), axes=("latent", "embed"), build=plain)
             self.head_norm = self.norm_class(size, eps, source=f"{name}.shared_head.norm", build=build)
 
         def read(self, hidden: jax.Array) -> jax.Array:
-            """What the model leaves of each token, [T, D] after its final norm, as this layer takes it."""
+            """Return the model's hidden states [T, D], after its final norm, as this layer takes them."""
             return hidden
 
         def embeddings(self, token_ids: jax.Array, model: Decoder) -> jax.Array:
-            """i32[T] -> [T, D], as the model's first layer gets them."""
+            """Embed tokens i32[T] -> [T, D], as the input of the model's first layer."""
             return model.embed_tokens(token_ids)
 
         def __call__(
             self, batch: ForwardBatch, kv: KVPages, hidden: jax.Array, embeddings: jax.Array
         ) -> tuple[jax.Array, KVPages]:
-            """Hidden states [T, D] at places whose hidden states [T, D] and next tokens' embeddings [T, D] these are;
-            what is returned stands in the place of `hidden` for the tokens after."""
+            """Compute hidden states [T, D] from a token's hidden state [T, D] and the next token's embedding [T, D].
+
+            The result replaces `hidden` when predicting the tokens after.
+            """
             with jax.named_scope("join"):
                 both = jnp.concatenate([self.embed_norm(embeddings), self.hidden_norm(hidden)], axis=-1)
                 x = self.joined(both)
@@ -71,7 +73,7 @@ def next_token_class(family: type[Decoder]) -> type[Decoder]:
             return x, pool
 
         def draft_logits(self, hidden: jax.Array, model: Decoder) -> jax.Array:
-            """[R, D] -> f32[R, V / n], as the model's logits, of the tokens after the next ones."""
+            """Logits of the tokens after the next ones, [R, D] -> f32[R, V / n], laid out as the model's."""
             return model.logits(self.head_norm(hidden))
 
     NextToken.__module__ = family.__module__
@@ -79,12 +81,12 @@ def next_token_class(family: type[Decoder]) -> type[Decoder]:
 
 
 def with_next_layer(config: ModelConfig) -> ModelConfig:
-    """A model's configuration with the first of the layers behind its last one."""
+    """Return a model's configuration with its first next-token layer appended."""
     return replace(config, attention=(*config.attention, config.attention[-1]), num_nextn_predict_layers=0, tower=None)
 
 
 class NextTokenSource(WrappedSource):
-    """Of a model's checkpoint what belongs to the layer of this number alone."""
+    """View of a model's checkpoint with the tensors of layer `number` alone."""
 
     def __init__(self, source: WeightSource, number: int):
         super().__init__(source)

@@ -1,4 +1,4 @@
-"""Norms, computed in float32: RMS norms and layer norms, with weights as they are or as their difference to one."""
+"""Norms, computed in float32: RMS norms and layer norms, with weights stored directly or as their difference to one."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ NormClass = Callable[..., nnx.Module]
 
 
 def rms_normalized(x: jax.Array, eps: float) -> jax.Array:
-    """x / rms(x) over the last axis, in float32."""
+    """Compute x / rms(x) over the last axis, in float32."""
     y = x.astype(jnp.float32)
     return y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * weight over the last axis (Zhang & Sennrich 2019, arXiv:1910.07467)."""
+    """RMS norm x / rms(x) * weight over the last axis (Zhang & Sennrich 2019, arXiv:1910.07467)."""
 
     def __init__(self, size: int, eps: float, *, source: str, build: Build):
         self.weight = declare((size,), build.dtype, ParamDecl((None,), (Source(source, size).tensor("weight"),)))
@@ -35,7 +35,7 @@ class RMSNorm(nnx.Module):
 
 
 class OffsetRMSNorm(nnx.Module):
-    """x / rms(x) * (1 + weight): Gemma's, whose weights are stored as their difference to one."""
+    """RMS norm x / rms(x) * (1 + weight): Gemma's, whose weights are stored as their difference to one."""
 
     def __init__(self, size: int, eps: float, *, source: str, build: Build):
         decl = ParamDecl((None,), (Source(source, size).tensor("weight"),), init_std=0.0)
@@ -47,7 +47,7 @@ class OffsetRMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """(x - mean(x)) / std(x) * weight + bias over the last axis (Ba et al. 2016, arXiv:1607.06450)."""
+    """Layer norm (x - mean(x)) / std(x) * weight + bias over the last axis (Ba et al. 2016, arXiv:1607.06450)."""
 
     has_bias = True
 
@@ -89,10 +89,10 @@ class OffsetLayerNorm(LayerNorm):
 
 
 class HeadsRMSNorm(nnx.Module):
-    """x / rms(x) * weight over all heads at once: OLMo 2's norms of q and k. Devices that share the heads add up their
-    sums of squares.
+    """RMS norm x / rms(x) * weight over all heads at once: OLMo 2's norms of q and k.
 
-    copies: how often each head is stored on a mesh of more devices than heads (see layers.attention).
+    Devices that share the heads add up their sums of squares. copies: how often each head is stored on a mesh of more
+    devices than heads (see layers.attention).
     """
 
     def __init__(self, num_heads: int, head_dim: int, eps: float, *, source: str, build: Build, copies: int = 1):
@@ -101,7 +101,7 @@ class HeadsRMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """x [T, heads of this device, H] -> the same"""
+        """Normalise x [T, heads of this device, H]."""
         y = x.astype(jnp.float32)
         width = y.shape[1] * y.shape[2] * num_shards("heads")
         mean_square = sum_parts(jnp.sum(y * y, axis=(1, 2), keepdims=True), "heads") / width

@@ -1,7 +1,7 @@
 """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) with the frequency scalings checkpoints use.
 
 The rotation pairs element i with element i + R/2 of the first R elements of a head, as most Hugging Face checkpoints
-expect, or neighbours; R is the head dimension or less. Frequencies are worked out on the host in float64; angles and
+expect, or neighbours; R is the head dimension or less. Frequencies are computed on the host in float64; angles and
 the rotation itself are float32.
 """
 
@@ -15,7 +15,8 @@ from models.layers.step_inputs import StepContext, StepInput
 
 
 def rope_table(positions: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array]:
-    """cos and sin of positions i32[T], each f32[T, R/2]; of places i32[3, T] for a rope with sections."""
+    """Compute cos and sin, each f32[T, R/2], of positions i32[T]; of mrope positions i32[3, T] for a rope with
+    sections."""
     freqs = jnp.asarray(rope.frequencies(), jnp.float32)
     if positions.ndim == 2:
         turns = positions.astype(jnp.float32).T[:, rope.section_of_pairs()]
@@ -29,8 +30,8 @@ def rope_table(positions: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array]:
 def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool = False) -> jax.Array:
     """Rotate x[T, heads, H] by the table of its rows; computed in float32, returned in x's dtype.
 
-    interleaved: neighbours are pairs. The first elements of all pairs then come before the second ones in what is
-    returned: products of q and k do not depend on the order, and nothing else is done with either.
+    interleaved: neighbours are pairs. In the result the first elements of all pairs come before the second ones:
+    products of q and k do not depend on the order, and q and k have no other use.
     """
     half = cos.shape[-1]
     low, high, kept = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)

@@ -1,4 +1,4 @@
-"""Rows: what the rows of a step's activations are, handed through layers beside them."""
+"""Rows: description of the rows of a step's activations, passed through layers with them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from models.layers.step_inputs import StepContext
 
 
 class Rows(NamedTuple):
-    """What is known of each row of x [T, D]; goes wherever x goes.
+    """Properties of each row of x [T, D], passed along with x.
 
     Attributes:
       is_token: bool[T], False for padding.

@@ -1,6 +1,6 @@
-"""A gated short convolution (Liquid AI 2025, LFM2) in the place of attention: c * conv(b * x), all made of one product.
+"""A gated short convolution (Liquid AI 2025, LFM2), used instead of attention: c * conv(b * x), from one projection.
 
-What it leaves of a sequence is the window of the convolution.
+Its state of a sequence is the window of the convolution.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pallas_kernels.state.conv import causal_conv
 
 
 class ShortConv(nnx.Module):
-    """Channels are split over devices as heads are."""
+    """Gated short convolution. Channels are split over devices, as heads are."""
 
     def __init__(self, state: ShortConvolution, hidden_size: int, *, source: str, build: Build):
         channels = state.channels
@@ -31,12 +31,12 @@ class ShortConv(nnx.Module):
         self.out = Linear(channels, out, axes=("heads", "embed"), build=build)
 
     def __call__(
-        self, x: jax.Array, kept: tuple[jax.Array], rows: StateRows, step: StepInputs
+        self, x: jax.Array, states: tuple[jax.Array], rows: StateRows, step: StepInputs
     ) -> tuple[jax.Array, tuple[jax.Array]]:
-        """x[T, D] -> [T, D], and the windows of StateArrays behind this step's tokens."""
+        """Map x[T, D] to ([T, D], the windows of StateArrays after this step's tokens)."""
         with jax.named_scope("inputs"):
             before, after, x = jnp.split(self.inputs(x, step.rows), 3, axis=1)
         with jax.named_scope("causal_conv"):
-            mixed, windows = causal_conv(before * x, self.conv[...], kept[0], rows)
+            mixed, windows = causal_conv(before * x, self.conv[...], states[0], rows)
         with jax.named_scope("out_proj"):
             return self.out((after.astype(jnp.float32) * mixed).astype(x.dtype), step.rows), (windows,)

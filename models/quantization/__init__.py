@@ -1,1 +1,1 @@
-"""How weights are stored and multiplied: a scheme a file, chosen by the name of a checkpoint's module."""
+"""Storage and multiplication of weights: one scheme per file, chosen by the name of a checkpoint's module."""

@@ -1,4 +1,4 @@
-"""Checkpoints of AutoRound (github.com/intel/auto-round), which keeps matrices in the words of GPTQ or AWQ."""
+"""Checkpoints of AutoRound (github.com/intel/auto-round), which packs matrices as GPTQ or AWQ do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAME = re.compile(r"[\w.-]+")
 
 
 def read(settings: Mapping[str, Any]) -> Quantization:
-    """Raises ModelConfigError for what is not read."""
+    """Read AutoRound's settings. Raises ModelConfigError for unsupported ones."""
     act_bits = settings.get("act_bits")
     if act_bits is not None and not (type(act_bits) is int and act_bits >= 16):
         raise bad("act_bits", act_bits, "16 or more: rows as they are")
@@ -40,7 +40,7 @@ def read(settings: Mapping[str, Any]) -> Quantization:
 
 
 def _joined(rules: Iterable[tuple[str, Stored | None]]) -> list[tuple[tuple[str, ...], Stored | None]]:
-    """Rules of names, those of what is stored alike as one, before rules of patterns, in their order."""
+    """Merge rules of plain names that share a storage format, and put them before rules of patterns, in their order."""
     by_stored: dict[Stored | None, list[str]] = {}
     patterns = []
     for name, stored in rules:
@@ -52,7 +52,7 @@ def _joined(rules: Iterable[tuple[str, Stored | None]]) -> list[tuple[tuple[str,
 
 
 def _target(name: Any) -> str:
-    """A key of `extra_config` as a name of rules: a module's, or else what occurs in it."""
+    """Convert a key of `extra_config` to a name for rules: a module's name, or else a pattern of what occurs in it."""
     if isinstance(name, str) and not _NAME.fullmatch(name):
         name = f"re:{name[1:]}" if name.startswith("^") else f"re:.*{name.removeprefix('.*')}"
     check_name("extra_config", name)
@@ -60,7 +60,7 @@ def _target(name: Any) -> str:
 
 
 def _stored(settings: Mapping[str, Any]) -> Stored | None:
-    """How a module with these fields is kept; None for as it is."""
+    """Storage format of a module with these fields; None for plain weights."""
     bits, kind = settings.get("bits"), settings.get("data_type")
     if (type(bits) is int and bits >= 16) or kind == "float":
         return None

@@ -1,7 +1,7 @@
-"""Checkpoints whose quantization_config says "bitsandbytes": four bits, each the number of an entry of a table.
+"""Checkpoints whose quantization_config says "bitsandbytes": four bits, each the index of an entry of a table.
 
 The tables (NF4's quantiles of a normal distribution, arXiv:2305.14314, and FP4) are not evenly spaced, so that no
-kernel here multiplies with what is stored: matrices are dequantised as they are read. Layout:
+kernel here multiplies with the stored codes: matrices are dequantised as they are read. Layout:
 bitsandbytes.functional.QuantState.as_dict(packed=True).
 """
 
@@ -18,19 +18,19 @@ from models.quantization.rules import LINEAR, Quantization, bad, names_in, one_o
 from models.quantization.stored import InOrder, Shape, StoredModule, num_groups
 
 METHOD = "bitsandbytes"
-_MOST_BYTES = 1 << 12  # of what a module says of itself
+_MOST_BYTES = 1 << 12  # most bytes of a module's JSON text
 
 
 @dataclass(frozen=True)
 class TableEntries(InOrder):
-    """`weight` u8 [out * in / 2, 1], rows one after the other, the first of two numbers in the high bits; `quant_map`
-    f32 [16]; `absmax`, by which so many neighbours are multiplied, whatever row they are of; and a JSON text.
+    """Storage format: `weight` u8 [out * in / 2, 1], row after row, the first of two numbers in the high bits;
+    `quant_map` f32 [16]; `absmax`, the factor of `blocksize` consecutive numbers, across rows; and a JSON text.
 
     Codes are the values themselves.
 
     Attributes:
       kind: "nf4" or "fp4".
-      nested: `absmax` is u8, entries of a table [256], too, times a `nested_absmax` of so many, and an offset more.
+      nested: `absmax` is u8, entries of a table [256], too, times a `nested_absmax` per block of them, plus an offset.
     """
 
     format: str
@@ -82,7 +82,7 @@ class TableEntries(InOrder):
         return np.ones((last - first, 1), np.float32), None
 
     def _largest(self, module: StoredModule, state: Mapping[str, Any]) -> np.ndarray:
-        """f32 [blocks]"""
+        """Read absmax of all blocks, f32 [blocks]."""
         if not self.nested:
             return module.read("weight.absmax")
         entries, scales = module.read("weight.absmax", "uint8"), module.read("weight.nested_absmax")
@@ -90,7 +90,7 @@ class TableEntries(InOrder):
         return module.read("weight.nested_quant_map")[entries] * scales + np.float32(state["nested_offset"])
 
     def _read_state(self, module: StoredModule) -> dict[str, Any]:
-        """Checked as to what is used of it."""
+        """Parse the JSON state of a module, with the used fields checked."""
         shape = module.source.shape(module.tensor(self._state))
         if len(shape) != 1 or shape[0] > _MOST_BYTES:
             raise module.fail(self._state, f"must be a text of at most {_MOST_BYTES} bytes, got shape {tuple(shape)}")
@@ -112,7 +112,7 @@ class TableEntries(InOrder):
 
 
 def read(settings: Mapping[str, Any]) -> Quantization:
-    """Raises ModelConfigError for what is not read."""
+    """Read bitsandbytes settings. Raises ModelConfigError for unsupported ones."""
     if settings.get("load_in_8bit") or settings.get("_load_in_8bit"):
         raise bad("load_in_8bit", True, "false: rows of 8 bits with outliers beside them are not supported")
     names = ("load_in_4bit", "_load_in_4bit")

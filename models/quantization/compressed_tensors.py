@@ -18,7 +18,7 @@ FLOAT, INT, PACKED, NAIVE = "float-quantized", "int-quantized", "pack-quantized"
 NVFP4, MXFP4, MXFP8 = "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"
 FORMATS = (FLOAT, INT, PACKED, NAIVE, NVFP4, MXFP4, MXFP8)
 _DTYPES = {"float": "float8_e4m3fn", "int": "int8"}
-# What weights of small groups say, and their rows.
+# Settings of weights in small groups, and of their rows.
 _MICROSCALED = {
     kept: {"type": "float", "num_bits": bits, "symmetric": True, "strategy": strategy, "group_size": size}
     for kept, bits, strategy, size in (
@@ -30,7 +30,7 @@ _MICROSCALED = {
 
 
 def read(settings: Mapping[str, Any]) -> Quantization:
-    """Raises ModelConfigError for what is not read."""
+    """Read compressed-tensors settings. Raises ModelConfigError for unsupported ones."""
     one_of(settings, "quantization_status", ("compressed", "frozen"), "compressed")
     refuse(settings, "transform_config", "moe_sparsity_config")
     sparsity = settings.get("sparsity_config") or {}
@@ -47,13 +47,16 @@ def read(settings: Mapping[str, Any]) -> Quantization:
 
 
 def _precedence(target: str) -> tuple[bool, bool, str]:
-    """Modules' own names go before regular expressions and these before classes, whichever group has them, and each
-    kind by the alphabet (compressed_tensors.utils.match.match_targets)."""
+    """Sort key of targets: module names before regular expressions before classes, and each kind alphabetically.
+
+    As in compressed_tensors.utils.match.match_targets, whichever group a target belongs to.
+    """
     return target == LINEAR, target.startswith("re:"), target
 
 
 def _kv_dtype(scheme: Any) -> str | None:
-    """What `kv_cache_scheme` says of keys and values; their scales are models.weights.kv_scales' affair."""
+    """Dtype of keys and values in `kv_cache_scheme`, None without one; their scales are read in
+    models.weights.kv_scales."""
     if scheme is None:
         return None
     wanted = {"num_bits": 8, "type": "float", "dynamic": False, "symmetric": True}
@@ -101,7 +104,7 @@ def _stored(group: Mapping[str, Any], settings: Mapping[str, Any]) -> Stored:
 
 
 def _strategy(weights: Mapping[str, Any]) -> Any:
-    """`strategy`, or what its absence stands for."""
+    """Read `strategy`, or the default that its absence implies."""
     if (said := weights.get("strategy")) is not None:
         return said
     group = weights.get("group_size")
@@ -109,7 +112,7 @@ def _strategy(weights: Mapping[str, Any]) -> Any:
 
 
 def _microscaled(name: str, kept: str, weights: Mapping[str, Any], rows: Any) -> Stored:
-    """Floats in small groups. Rows are in the weights' own format, or as they are."""
+    """Storage format of floats in small groups. Rows are rounded to the weights' own format, or not at all."""
     wanted = _MICROSCALED[kept]
     for field, value in wanted.items():
         one_of(weights, field, (value,), True if field == "symmetric" else None)
@@ -129,7 +132,7 @@ def _microscaled(name: str, kept: str, weights: Mapping[str, Any], rows: Any) ->
 
 
 def _activation(settings: Any) -> Activation | None:
-    """What `input_activations` says."""
+    """Parse `input_activations`."""
     if settings is None:
         return None
     if not isinstance(settings, Mapping):

@@ -1,4 +1,4 @@
-"""Matrices of one e4m3 or int8 number a weight, with a scale for the tensor, for each channel or for each block."""
+"""Matrices of one e4m3 or int8 number per weight, with a scale per tensor, per channel or per block."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SCALES = ("weight_scale", "weight_scale_inv")
 
 @dataclass(frozen=True)
 class EightBits(InOrder):
-    """`weight` [out, in] and `weight_scale` or `weight_scale_inv`, which multiply both.
+    """Storage format: `weight` [out, in], and its factor `weight_scale` or `weight_scale_inv`.
 
     Attributes:
       strategy: TENSOR, one scale; CHANNEL, [out, 1]; BLOCK, [out / rows, in / columns], the last blocks cut off.
@@ -45,7 +45,7 @@ class EightBits(InOrder):
         return needed
 
     def optional(self, module: StoredModule) -> Mapping[str, tuple[Shape, ...]]:
-        # Zero points of symmetric rounding, and bounds that the configuration says as well.
+        # Zero points of symmetric rounding, and bounds that the configuration also gives.
         return {
             "weight_zero_point": (*SCALAR, (module.shape[0], 1)),
             "input_zero_point": SCALAR,
@@ -53,7 +53,7 @@ class EightBits(InOrder):
         }
 
     def check(self, module: StoredModule) -> None:
-        # One number: of a stack of experts, a row of [out, in] may be a column of all rows.
+        # One number only: in a stack of experts, a row of [out, in] may be a column of the stored tensor.
         module.read("weight", self.dtype, slice(0, 1), slice(0, 1))
         for kind in ("weight_zero_point", "input_zero_point"):
             if module.has(kind) and np.any(module.source.read(module.tensor(kind)).astype(np.float32)):

@@ -14,7 +14,7 @@ AWQ, GPTQ = "awq", "gptq"
 
 
 def read_awq(settings: Mapping[str, Any]) -> Quantization:
-    """Raises ModelConfigError for what is not read."""
+    """Read AWQ settings. Raises ModelConfigError for unsupported ones."""
     for field in ("version", "format", "checkpoint_format"):  # AutoAWQ's name, and GPTQModel's
         one_of(settings, field, ("gemm", "GEMM"), "gemm")
     if settings.get("backend") == "llm-awq":
@@ -26,19 +26,19 @@ def read_awq(settings: Mapping[str, Any]) -> Quantization:
 
 
 def read_gptq(settings: Mapping[str, Any]) -> Quantization:
-    """Raises ModelConfigError for what is not read."""
+    """Read GPTQ settings. Raises ModelConfigError for unsupported ones."""
     refuse(settings, "is_marlin_format")
     one_of(settings, "pack_dtype", ("int32",), "int32")
     inner = _names_of_blocks(settings)
     rules = *_dynamic_rules(settings), (inner or (LINEAR,), _gptq(settings))
     listed = names_in(settings, "modules_to_not_convert")
     heads = one_of(settings, "lm_head", (True, False), False)
-    # A pattern of `dynamic` that fits heads as well does not make them quantised.
+    # A pattern of `dynamic` that also matches heads does not quantise them.
     return Quantization(GPTQ, rules, () if heads else HEADS, listed, with_heads=heads)
 
 
 def _names_of_blocks(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """The modules of a layer that are quantised where not all are, as names of rules; () for all of them."""
+    """Patterns of the modules of a layer that are quantised, where not all are; () for all of them."""
     groups = settings.get(field := "modules_in_block_to_quantize") or []
     if not isinstance(groups, list) or not all(isinstance(group, list) for group in groups):
         raise bad(field, groups, "a list of lists of names")
@@ -49,8 +49,8 @@ def _names_of_blocks(settings: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _dynamic_rules(settings: Mapping[str, Any]) -> list[tuple[tuple[str, ...], Gptq | None]]:
-    """GPTQModel's `dynamic`: regular expressions of modules that are stored otherwise than the rest, or, with
-    "-:" before, as they are."""
+    """Rules of GPTQModel's `dynamic`: regular expressions of modules with other settings, or, after "-:", of plain
+    ones."""
     changes = settings.get("dynamic") or {}
     if not isinstance(changes, Mapping) or not all(isinstance(change, Mapping) for change in changes.values()):
         raise bad("dynamic", changes, "a mapping of regular expressions to mappings")

@@ -18,7 +18,7 @@ _LARGEST_F32 = float(np.finfo(np.float32).max)
 
 
 def read(settings: Mapping[str, Any]) -> Quantization:
-    """Raises ModelConfigError for what is not read."""
+    """Read fp8 settings. Raises ModelConfigError for unsupported ones."""
     one_of(settings, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     block = block_size(settings, "weight_block_size")
     static = one_of(settings, "activation_scheme", ("dynamic", "static"), "dynamic") == "static"
@@ -34,7 +34,7 @@ def read(settings: Mapping[str, Any]) -> Quantization:
 
 
 def read_fbgemm(settings: Mapping[str, Any]) -> Quantization:
-    """Raises ModelConfigError for what is not read."""
+    """Read fbgemm_fp8 settings. Raises ModelConfigError for unsupported ones."""
     bound = settings.get("activation_scale_ub", 1200.0)
     if type(bound) not in (int, float) or not 0 < bound <= _LARGEST_F32:
         raise bad("activation_scale_ub", bound, "a finite number > 0 of float32")

@@ -1,6 +1,6 @@
-"""Matrices of a GGUF file kept as the file has them: the codes, scales and zeros of its blocks.
+"""Matrices of a GGUF file kept quantised: the codes, scales and zeros of its blocks.
 
-Knows no layout of blocks: that is models.weights.gguf_dequant's.
+The layout of blocks is decoded in models.weights.gguf_dequant.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ import numpy as np
 from models.quantization.stored import InOrder, Shape, StoredModule
 
 METHOD = "gguf"
-# Tensors of a module that models.weights.gguf makes of its blocks.
+# Tensors of a module that models.weights.gguf provides instead of its blocks.
 CODES, SCALES, ZEROS = "codes", "scales", "zeros"
 
 
 @dataclass(frozen=True)
 class Blocks(InOrder):
-    """`codes` i8 [out, in], `scales` f32 [out, in / 16 or in / 32] and, in some formats, `zeros` of that shape.
+    """Storage format: `codes` i8 [out, in], `scales` f32 [out, in / 16 or in / 32] and, in some formats, `zeros` like
+    them.
 
-    Codes of four bits with zeros begin at 0 in a file and at -8 here, and zeros with them, which may round in the last
-    bit of float32.
+    Codes of four bits with zeros begin at 0 in a file and at -8 here; zeros are shifted accordingly, which may round in
+    the last bit of float32.
     """
 
     format: str

@@ -1,7 +1,7 @@
 """Checkpoints of NVIDIA's Model Optimizer (github.com/NVIDIA/Model-Optimizer): FP8, NVFP4, MXFP8, and mixtures of them.
 
-What is quantised how is said by `quantization_config` or, as older versions have it, by a file of its own
-(models.config.hf), whose words differ a little.
+Settings are in `quantization_config` or, in older versions, in a file of their own (models.config.hf), with slightly
+different names.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _E4M3 = "float8_e4m3fn"
 
 @dataclass(frozen=True)
 class Blocks(EightBits):
-    """`weight_scale` [out / 128, 1, in / 128, 1]."""
+    """Storage format of FP8 blocks, with `weight_scale` [out / 128, 1, in / 128, 1]."""
 
     def tensors(self, module: StoredModule) -> Mapping[str, tuple[Shape, ...]]:
         needed = dict(super().tensors(module))
@@ -37,7 +37,7 @@ def _nvfp4(name: str, activation: Activation | None) -> Nvfp4:
     return Nvfp4(name, activation, "weight", "weight_scale_2", "input_scale", divides=False)
 
 
-# By `quant_algo`. Rows of MXFP8 have the least powers of two that will do, as vLLM rounds them.
+# Formats by `quant_algo`. Scales of MXFP8 rows are the least sufficient powers of two, as in vLLM.
 _STORED: dict[str, Stored] = {
     "FP8": EightBits(f"{METHOD} FP8", _E4M3, TENSOR, Activation(_E4M3, static=True)),
     "FP8_PER_CHANNEL_PER_TOKEN": EightBits(f"{METHOD} FP8 by channel", _E4M3, CHANNEL, Activation(_E4M3)),
@@ -49,7 +49,7 @@ _STORED: dict[str, Stored] = {
 
 
 def read(settings: Mapping[str, Any]) -> Quantization:
-    """Raises ModelConfigError for what is not read."""
+    """Read ModelOpt settings. Raises ModelConfigError for unsupported ones."""
     inner = settings.get("quantization")
     if inner is not None and not isinstance(inner, Mapping):
         raise bad("quantization", inner, "a mapping")
@@ -71,7 +71,7 @@ def read(settings: Mapping[str, Any]) -> Quantization:
         wanted = {"NVFP4": 16, "W4A16_NVFP4": 16, "MXFP8": 32}.get(algorithm)
         if wanted is not None:
             one_of(settings, "group_size", (wanted,), wanted)
-    # Towers are not quantised, which older versions do not say.
+    # Towers are not quantised, which older versions do not state.
     listed = (
         *names_in(settings, "ignore"),
         *names_in(settings, "exclude_modules"),
@@ -83,7 +83,7 @@ def read(settings: Mapping[str, Any]) -> Quantization:
 
 
 def _algorithm(settings: Mapping[str, Any], other: str) -> str:
-    """`quant_algo`, a name of _STORED or the other one."""
+    """Read `quant_algo`: a name of _STORED or `other`."""
     said = settings.get("quant_algo")
     name = said.upper() if isinstance(said, str) else said
     if name not in (*_STORED, other):
@@ -92,7 +92,7 @@ def _algorithm(settings: Mapping[str, Any], other: str) -> str:
 
 
 def _kv_dtype(settings: Mapping[str, Any]) -> str | None:
-    """Of keys and values, by the newer field or the older."""
+    """Dtype of keys and values, from the newer field or the older; None for the model's."""
     scheme, said = settings.get("kv_cache_scheme"), settings.get("kv_cache_quant_algo")
     if scheme is not None:
         wanted = {"num_bits": 8, "type": "float", "dynamic": False}

@@ -1,4 +1,5 @@
-"""MXFP4 (OCP Microscaling Formats 1.0), of gpt-oss's experts and of compressed-tensors: e2m1, 32 share an exponent."""
+"""MXFP4 (OCP Microscaling Formats 1.0), used by gpt-oss's experts and compressed-tensors: e2m1, 32 share an
+exponent."""
 
 from __future__ import annotations
 
@@ -13,19 +14,20 @@ from models.quantization.stored import Activation, InOrder, Shape, StoredModule
 
 METHOD = "mxfp4"
 GROUP = 32
-# Twice what four bits stand for: a sign, two bits of exponent, one of mantissa.
+# Twice the value of each four-bit number: a sign, two bits of exponent, one of mantissa.
 DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 
 
 @dataclass(frozen=True)
 class Mxfp4(InOrder):
-    """Pairs u8 [out, in / 2], the even input in the low bits, and u8 [out, in / 32], exponents and 127.
+    """Storage format: pairs u8 [out, in / 2], the even input in the low bits, and u8 [out, in / 32], exponents plus
+    127.
 
-    gpt-oss's are one expert's part of a stack (models.weights.stacked). Codes are int8: twice the numbers, whose scales
-    are half of what is stored.
+    gpt-oss's are one expert's part of a stack (models.weights.stacked). Codes are int8: twice the numbers, with half
+    the stored scales.
 
     Attributes:
-      pairs, exponents: what the tensors are called.
+      pairs, exponents: names of the tensors.
     """
 
     format: str = METHOD
@@ -57,6 +59,6 @@ class Mxfp4(InOrder):
 
 
 def read(settings: Mapping[str, Any]) -> Quantization:
-    """Raises ModelConfigError for what is not read."""
+    """Read MXFP4 settings of gpt-oss. Raises ModelConfigError for unsupported ones."""
     listed = names_in(settings, "modules_to_not_convert")
     return Quantization(METHOD, ((("re:.*[.]experts[.]",), Mxfp4()),), listed=listed)

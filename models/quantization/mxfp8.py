@@ -1,4 +1,4 @@
-"""MXFP8 (OCP Microscaling Formats 1.0), of compressed-tensors and ModelOpt: e4m3 numbers, 32 share an exponent."""
+"""MXFP8 (OCP Microscaling Formats 1.0), used by compressed-tensors and ModelOpt: e4m3 numbers, 32 share an exponent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from models.quantization.stored import Activation, InOrder, Shape, StoredModule,
 
 @dataclass(frozen=True)
 class Mxfp8(InOrder):
-    """`weight` e4m3 [out, in], and `weight_scale` u8 [out, in / 32], exponents and 127."""
+    """Storage format: `weight` e4m3 [out, in], and `weight_scale` u8 [out, in / 32], exponents plus 127."""
 
     format: str
     activation: Activation | None = None

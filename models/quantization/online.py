@@ -1,4 +1,4 @@
-"""Matrices of a checkpoint that is not quantised, rounded as they are read."""
+"""Quantisation at load: matrices of a plain checkpoint, rounded as they are read."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 
 @dataclass(frozen=True)
 class Rounded(InOrder):
-    """`weight` [out, in] of floating-point numbers, rounded to the nearest codes.
+    """Storage format: `weight` [out, in] of floating-point numbers, rounded to the nearest codes.
 
-    int8 and e4m3 have a scale a channel, its largest weight by the largest code. int4 has scales and zero points, of
-    groups of inputs, that take a group's smallest and largest weight, 0 among them, to the ends of the codes.
+    int8 and e4m3 have a scale per channel, its largest weight divided by the largest code. int4 has scales and zero
+    points, per group of inputs, that map a group's smallest and largest weight, 0 included, to the ends of the codes.
     """
 
     format: str
@@ -49,9 +49,9 @@ class Rounded(InOrder):
         return scales, (points - 8) * scales if self.has_zeros else None
 
     def _fitted(self, module: StoredModule, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Scales and zero points f32 [rows, n] of weights f32 [rows, in].
+        """Compute scales and zero points f32 [rows, n] for weights f32 [rows, in].
 
-        Raises ModelFileError for weights of which no finite scale can be made: a NaN would round to just any code.
+        Raises ModelFileError for weights without a finite scale: a NaN would round to an arbitrary code.
         """
         size = weight.shape[1]
         starts = np.arange(0, size, self.group or size)
@@ -62,9 +62,9 @@ class Rounded(InOrder):
         if not np.isfinite(span).all():
             raise module.fail("weight", "holds what is no finite number, or too large to be rounded")
         scales = span / np.float32(steps)
-        scales = np.where(scales > 0, scales, np.float32(1))  # of nothing but zeros, or of what is all but zero
+        scales = np.where(scales > 0, scales, np.float32(1))  # for zeros, and for values so small that 0 results
         return scales, np.rint(-low / scales) if self.has_zeros else np.zeros_like(scales)
 
     def _spread(self, groups: np.ndarray, size: int) -> np.ndarray:
-        """[rows, n] to [rows, in]"""
+        """Repeat groups [rows, n] to [rows, in]."""
         return np.repeat(groups, self.group or size, axis=1)[:, :size]

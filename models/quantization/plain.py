@@ -1,4 +1,4 @@
-"""Weights as they are: one array in the model's dtype, read from the tensor `weight` of each module."""
+"""Plain weights: one array in the model's dtype, read from the tensor `weight` of each module."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pallas_kernels.matmul.grouped import gated_matmul, grouped_matmul
 
 
 class PlainWeight(nnx.Module):
-    """models.quantization.scheme.Weight over one array, `values`, of the declared shape."""
+    """Weight (models.quantization.scheme) over one array, `values`, of the declared shape."""
 
     def __init__(self, shape: tuple[int, ...], dtype: Any, decl: ParamDecl):
         self.values = declare(shape, dtype, decl)
@@ -47,9 +47,9 @@ class PlainWeight(nnx.Module):
 
 @dataclass(frozen=True)
 class Plain:
-    """models.quantization.scheme.Scheme of weights that are not quantised.
+    """Scheme (models.quantization.scheme) of weights that are not quantised.
 
-    tensor: of each module.
+    tensor: name of the tensor in each module.
     """
 
     tensor: str = "weight"
@@ -73,6 +73,6 @@ class Plain:
             init_std=shape[-1 if table else -2] ** -0.5,
             num_experts=num_experts,
             row_major=table,
-            turned_on_gpu=num_experts is not None and jnp.dtype(dtype) == jnp.bfloat16,
+            transposed_on_gpu=num_experts is not None and jnp.dtype(dtype) == jnp.bfloat16,
         )
         return PlainWeight(shape, dtype, decl)

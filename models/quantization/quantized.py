@@ -1,13 +1,13 @@
-"""Weights as codes, scales and zeros: the one form in which devices hold what a checkpoint keeps quantised.
+"""Weights as codes, scales and zeros: the one form in which devices hold quantised weights.
 
     weight = codes * scales - zeros     codes [in, out], scales and zeros [n, out], each for in / n neighbouring inputs
 
-Codes of four bits lie in pairs, [in / 2, out] (pallas_kernels.matmul.nibbles), where two inputs have one scale, and
-else as int8. n is 1 for a scale a channel; a scale of the whole tensor, or of a block, is repeated over its outputs.
+Codes of four bits are stored in pairs, [in / 2, out] (pallas_kernels.matmul.nibbles), where two inputs share a scale,
+and else as int8. n is 1 for a scale per channel; a scale of a tensor, or of a block, is repeated over its outputs.
 Where inputs are split over devices, and their groups are not, scales are repeated for smaller groups. So the parts of a
-matrix, joined or split, are made as those of a plain one. Codes whose neighbours share scales only in an order of their
-own ("act-order") lie in that order, and rows are brought into it; a device that holds a part of them has its rows'
-inputs from wherever they are. Knows nothing of files: what is read is models.quantization.stored's.
+matrix are joined and split like those of a plain one. Codes whose neighbours share scales only after a permutation
+("act-order") are stored permuted, and rows are permuted to match; a device that holds a part of them gathers its rows'
+inputs from all devices. Files are read in models.quantization.stored.
 """
 
 from __future__ import annotations
@@ -36,19 +36,16 @@ from pallas_kernels.matmul.quantized_table import quantized_table_matmul
 from pallas_kernels.matmul.rounding import RoundedRows, dynamic_scales, largest_values, rounded_rows, static_scales
 from sharding.collectives import gather_parts, largest_of_parts, shard_index
 
-# Kinds of tensors that no file has: what models.weights.quantized makes of those that it has.
+# Kinds of tensors that no file has: models.weights.quantized derives them from the stored ones.
 CODES, PAIRS, SCALES, ZEROS = "weight:codes", "weight:pairs", "weight:scales", "weight:zeros"
 VALUES = "weight:values"
 ORDER, INPUT_SCALE = "input:order", "input:scale"
-# Of dummy codes: a quarter of the largest ones.
+# Standard deviation of dummy codes: a quarter of the largest code.
 _STD = {"int8": 32.0, "float8_e4m3fn": 112.0, "int4": 4.6}
 
 
 class QuantizedWeight(nnx.Module):
-    """models.quantization.scheme.Weight of a matrix or a stack of them.
-
-    format: what stands in the checkpoint, for people.
-    """
+    """Weight (models.quantization.scheme) of a quantised matrix or a stack of them."""
 
     def __init__(
         self,
@@ -70,24 +67,24 @@ class QuantizedWeight(nnx.Module):
         def part(kind: str, rows: int, dtype: str, **init: Any) -> nnx.Param:
             axis = axes[-2] if rows > 1 else None
             tensors = tuple(source.tensor(kind) for source in sources)
-            # As kernels read them: a TPU would store some by outputs, or a stack by groups, where that saves padding.
+            # In the kernels' layout: a TPU would store some by outputs, or a stack by groups, where that saves padding.
             init["row_major"] = rows > 1 and (count > 1 or num_experts is not None)
             decl = ParamDecl((*axes[:-2], axis, axes[-1]), tensors, transposed=True, num_experts=num_experts, **init)
             return declare((*stack, rows, out), jnp.dtype(dtype), decl)
 
         def of_inputs(kind: str, count: int, dtype: str) -> nnx.Param:
-            """What all sources have alike, read of the first."""
+            """Declare a parameter of the inputs, equal for all sources and read from the first."""
             source = Source(sources[0].tensor(kind).name, count)
             decl = ParamDecl((*axes[:-2], None), (source,), num_experts=num_experts)
             return declare((*stack, count), jnp.dtype(dtype), decl)
 
         std = _STD[stored.dtype]
         if stored.dtype != "int4":
-            self.codes = part(CODES, size, stored.dtype, init_std=std, turned_on_gpu=True)
+            self.codes = part(CODES, size, stored.dtype, init_std=std, transposed_on_gpu=True)
         elif in_pairs(size // input_parts, size // count):
-            self.codes = part(PAIRS, size // 2, "uint8", init_std=std, turned_on_gpu=True)
+            self.codes = part(PAIRS, size // 2, "uint8", init_std=std, transposed_on_gpu=True)
         else:
-            self.codes = part(CODES, size, "int8", init_std=std, turned_on_gpu=True)
+            self.codes = part(CODES, size, "int8", init_std=std, transposed_on_gpu=True)
         self.scales = part(SCALES, count, "float32", init_value=size**-0.5 / std)
         self.zeros = part(ZEROS, count, "float32", init_value=0.0) if stored.has_zeros else None
         self.order = of_inputs(ORDER, size, "int32") if stored.reordered else None
@@ -96,13 +93,13 @@ class QuantizedWeight(nnx.Module):
 
     @property
     def agrees_on_scales(self) -> bool:
-        """Whether devices that split its inputs exchange what the scales of rows are made of."""
+        """Whether devices that split its inputs exchange the largest values from which scales of rows follow."""
         dynamic = self.activation is not None and not self.activation.static and self.activation.group is None
         return dynamic and self.input_axis is not None
 
     @property
     def gathered_inputs(self) -> int:
-        """Of a row, what devices that split its inputs exchange because codes lie in an order of their own."""
+        """Elements per row that devices which split its inputs exchange because codes are permuted."""
         return self.order.shape[-1] if self.order is not None and self.input_axis is not None else 0
 
     def matmul(self, x: jax.Array, *, contract: int = 0, out_dtype: Any = jnp.float32) -> jax.Array:
@@ -125,10 +122,10 @@ class QuantizedWeight(nnx.Module):
         return quantized_gated_matmul(rows, *self._matrix, group_sizes, bias, **options)
 
     def _rows_of_groups(self, x: jax.Array, group_sizes: jax.Array) -> jax.Array | RoundedRows:
-        """Rows of groups of a stack of matrices, in their matrix's order, rounded if they are to be."""
+        """Rows of groups for a stack of matrices, permuted and rounded as each row's matrix requires."""
         scale = None
         if self.input_scale is not None or self.order is not None:
-            # Of each row's group; rows of none get whatever is near.
+            # The scale or order of each row's group; rows of no group get any.
             group = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(x.shape[0]), side="right")
             scale = None if self.input_scale is None else self.input_scale[...].at[group].get(mode="clip")
             x = x if self.order is None else self._in_order(x, self.order[...].at[group].get(mode="clip"))
@@ -145,7 +142,8 @@ class QuantizedWeight(nnx.Module):
         return self.codes[...], self.scales[...], None if self.zeros is None else self.zeros[...]
 
     def _in_order(self, x: jax.Array, order: jax.Array) -> jax.Array:
-        """Rows x [M, in] in the order of the codes; order: i32 [all inputs], or [M, all inputs], each row's own."""
+        """Permute rows x [M, in] to the order of the codes; order: i32 [all inputs], or [M, all inputs], one per
+        row."""
         if self.input_axis is not None:
             own = x.shape[1]
             x = gather_parts(x, self.input_axis, dimension=1)
@@ -153,13 +151,14 @@ class QuantizedWeight(nnx.Module):
         return jnp.take(x, order, axis=1) if order.ndim == 1 else jnp.take_along_axis(x, order, axis=1)
 
     def _rows(self, x: jax.Array, static_scale: jax.Array | None) -> jax.Array | RoundedRows:
-        """Rows, in the order of the codes, rounded if they are to be."""
+        """Round rows, already in the order of the codes, if the format rounds them."""
         if self.activation is None:
             return x
         dtype = self.activation.dtype
         if self.activation.microscaled:
             assert self.activation.group is not None
-            return microscaled_rows(x, self.activation.group, dtype, kind=self.activation.scales, whole=static_scale)
+            kind = self.activation.scales
+            return microscaled_rows(x, self.activation.group, dtype, kind=kind, global_scale=static_scale)
         if static_scale is not None:
             return rounded_rows(x, static_scales(x, static_scale, dtype), dtype)
         largest = self._largest(x, x.shape[1])
@@ -168,7 +167,7 @@ class QuantizedWeight(nnx.Module):
         return rounded_rows(x, dynamic_scales(largest, dtype, kind=self.activation.scales), dtype)
 
     def _largest(self, x: jax.Array, size: int) -> jax.Array:
-        """What scales of rows [M, in] are made of, f32 [M, n]."""
+        """Largest values from which scales of rows [M, in] follow, f32 [M, n]."""
         assert self.activation is not None
         group = self.activation.group
         if group is None:
@@ -178,15 +177,16 @@ class QuantizedWeight(nnx.Module):
         largest, each = largest_values(x, step), group // step
         if each == 1:
             return largest
-        # The last group is cut off: all have a scale for each `step` inputs, equal within a group.
+        # The last group is cut off: scales are repeated for every `step` inputs, equal within a group.
         count = largest.shape[1]
         padded = jnp.pad(largest, ((0, 0), (0, -count % each))).reshape(len(largest), -1, each)
         return jnp.repeat(jnp.max(padded, axis=2), each, axis=1)[:, :count]
 
 
 class QuantizedTable(nnx.Module):
-    """models.quantization.scheme.Weight of a token table [V, D]: codes [V, D], in pairs [V, D / 2], scales and zeros
-    [n, V], each for D / n neighbouring numbers of a token."""
+    """Weight (models.quantization.scheme) of a token table [V, D]: codes [V, D], in pairs [V, D / 2], scales and zeros
+    [n, V], each for D / n neighbouring numbers of a token.
+    """
 
     def __init__(
         self,
@@ -201,10 +201,10 @@ class QuantizedTable(nnx.Module):
         rows, size = shape
         count = size // math.gcd(stored.group or size, size)
 
-        def part(kind: str, width: int, dtype: str, *, turned: bool = False, **init: Any) -> nnx.Param:
+        def part(kind: str, width: int, dtype: str, *, transposed: bool = False, **init: Any) -> nnx.Param:
             tensors = tuple(source.tensor(kind) for source in sources)
-            order = slice(None, None, -1) if turned else slice(None)
-            decl = ParamDecl(axes[order], tensors, transposed=turned, row_major=True, **init)
+            order = slice(None, None, -1) if transposed else slice(None)
+            decl = ParamDecl(axes[order], tensors, transposed=transposed, row_major=True, **init)
             return declare((rows, width)[order], jnp.dtype(dtype), decl)
 
         std = _STD[stored.dtype]
@@ -212,8 +212,8 @@ class QuantizedTable(nnx.Module):
             self.codes = part(PAIRS, size // 2, "uint8", init_std=std)
         else:
             self.codes = part(CODES, size, "int8", init_std=std)
-        self.scales = part(SCALES, count, "float32", turned=True, init_value=size**-0.5 / std)
-        self.zeros = part(ZEROS, count, "float32", turned=True, init_value=0.0) if stored.has_zeros else None
+        self.scales = part(SCALES, count, "float32", transposed=True, init_value=size**-0.5 / std)
+        self.zeros = part(ZEROS, count, "float32", transposed=True, init_value=0.0) if stored.has_zeros else None
 
     def matmul(self, x: jax.Array, *, contract: int = 0, out_dtype: Any = jnp.float32) -> jax.Array:
         if contract != 1:
@@ -241,7 +241,7 @@ class QuantizedTable(nnx.Module):
         def found(scales: nnx.Param) -> jax.Array:
             return scales[...].at[:, ids].get(**mode).T[:, :, None]
 
-        # Codes [T, D / 2, 1] of even and of odd numbers side by side, or [T, D, 1] as they are.
+        # Codes [T, D / 2, 1] of even and of odd numbers, to be interleaved, or [T, D, 1].
         codes = code_parts(self.codes[...].at[ids].get(**mode)[:, :, None])
         wide = jnp.concatenate(codes, axis=2).astype(jnp.float32)
         wide = wide.reshape(len(ids), self.scales[...].shape[0], -1) * found(self.scales)
@@ -250,16 +250,17 @@ class QuantizedTable(nnx.Module):
 
 
 def in_pairs(size: int, group: int) -> bool:
-    """Whether codes of four bits of `size` inputs of a device, `group` of which share a scale, lie in pairs."""
+    """Whether codes of four bits are stored in pairs, for `size` inputs of a device, `group` of which share a scale."""
     return size % 2 == 0 and group % 2 == 0
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """models.quantization.scheme.Scheme of modules that a checkpoint keeps quantised.
+    """Scheme (models.quantization.scheme) of modules that a checkpoint keeps quantised.
 
-    Tables are dequantised as they are read, unless `with_tables`: few checkpoints quantise them. So are matrices whose
-    codes are no numbers to multiply with. What would be rounded first is read as it is: that costs devices no more.
+    Tables are dequantised as they are read, unless `with_tables`, as few checkpoints quantise them. So are matrices
+    whose codes cannot be multiplied with. Tables that would be rounded at load are read plain, which costs no more
+    memory.
     """
 
     stored: Stored

@@ -1,4 +1,4 @@
-"""The ways of storing weights that there are, one row each, and the choice of one for all modules of a model."""
+"""Registry of storage schemes, one row each, and the choice of one for all modules of a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCHEMES: dict[str, Scheme] = {"plain": Plain()}
 
 PLAIN = Everywhere(SCHEMES["plain"])
 
-# quant_method of a checkpoint's quantization_config -> how the rest of it is read.
+# quant_method of a checkpoint's quantization_config -> reader of the rest of it.
 METHODS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {
     auto_round.METHOD: auto_round.read,
     bitsandbytes.METHOD: bitsandbytes.read,
@@ -30,7 +30,7 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {
     "modelopt_fp4": modelopt.read,
     mxfp4.METHOD: mxfp4.read,
 }
-# How a checkpoint that is not quantised can be rounded as it is read.
+# Formats to which a plain checkpoint can be rounded as it is read.
 ROUNDED: dict[str, Rounded] = {
     "int8": Rounded("int8 (rounded at load)", "int8"),
     "fp8": Rounded("fp8 (rounded at load)", "float8_e4m3fn"),
@@ -48,10 +48,10 @@ def read_quantization(
     suffixes: tuple[tuple[str, str], ...] = (),
     stacked: bool = False,
 ) -> Quantization | None:
-    """A checkpoint's quantization_config; None for none. Raises ModelConfigError for one that is not read.
+    """Read a checkpoint's quantization_config; None for none. Raises ModelConfigError for an unsupported one.
 
-    prefixes: beginnings of the checkpoint's names, and what the model has instead.
-    suffixes: ends of the names of its tensors, likewise.
+    prefixes: pairs of a beginning of the checkpoint's names and the model's replacement.
+    suffixes: the same for ends of the names of its tensors.
     stacked: experts of a layer may be one tensor of it.
     """
     if settings is None:
@@ -64,5 +64,5 @@ def read_quantization(
 
 
 def rounded(name: str) -> Quantization:
-    """All matrices but tables, heads and routers rounded as they are read, by a name of ROUNDED."""
+    """Quantization that rounds all matrices but tables, heads and routers at load, by a name of ROUNDED."""
     return Quantization(name, (((LINEAR,), ROUNDED[name]),))

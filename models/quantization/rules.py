@@ -1,6 +1,6 @@
-"""Which modules of a checkpoint are quantised, and how: a choice by the names that the checkpoint has for them.
+"""Rules that map a checkpoint's modules, by name, to storage formats.
 
-Knows no layout of tensors and nothing of what the names mean.
+Independent of tensor layouts and of the meaning of names.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ _EXPERT = re.compile(r"(\.experts)\.\d+\.(gate|up|down)_proj$")
 
 @dataclass(frozen=True)
 class Quantization:
-    """How a checkpoint's modules are stored: the `scheme` of a models.build.Build.
+    """Storage of a checkpoint's modules: the `scheme` of a models.build.Build.
 
     Attributes:
-      method: vLLM's name for the kind of checkpoint, or how one that is not quantised is rounded.
-      rules: names of modules and how they are stored, None for as they are; the first that fits counts. A name is a
+      method: vLLM's name for the kind of checkpoint, or the format to which a plain one is rounded.
+      rules: names of modules and their formats, None for plain; the first match counts. A name is a
         module's, or that of all experts of a layer, LINEAR for every matrix, or "re:" and a regular expression that
-        must fit its beginning.
-      ignored: such names of modules that are stored as they are, whatever the rules say.
-      listed: further ones as transformers has them: a part of a name between dots, which may end in one, with "*" for
+        must match its beginning.
+      ignored: such names of modules that are plain, whatever the rules say.
+      listed: further ones in transformers' form: a part of a name between dots, which may end in one, with "*" for
         anything.
-      with_heads: whether LINEAR stands for the head too.
-      with_tables: whether the rules are of token tables, too, which are then kept as they are stored.
-      prefixes: beginnings of the checkpoint's names, and what the model has instead.
-      suffixes: ends of the names of the checkpoint's modules, likewise.
+      with_heads: whether LINEAR includes the head.
+      with_tables: whether the rules apply to token tables, too, which then stay quantised.
+      prefixes: pairs of a beginning of the checkpoint's names and the model's replacement.
+      suffixes: the same for ends of the names of the checkpoint's modules.
       stacked: experts of a layer may be one tensor, with a name of its own.
-      kv_dtype: of the keys and values that the checkpoint has scales for; None where it says nothing of them.
+      kv_dtype: dtype of keys and values for which the checkpoint has scales; None where it has none.
     """
 
     method: str
@@ -60,7 +60,7 @@ class Quantization:
         return _chosen(self, module.replace("{expert}", "0"))
 
     def names_of(self, module: str) -> list[str]:
-        """What the checkpoint may call a module of the model."""
+        """List the names that the checkpoint may have for a module of the model."""
         whole = f"{module}."  # a prefix may be all of a module's name
         renamed = [old + whole[len(new) :] for old, new in self.prefixes if whole.startswith(new)]
         names = [module, *(name.removesuffix(".") for name in renamed)]
@@ -71,7 +71,7 @@ class Quantization:
 
 
 def _stack(expert: re.Match[str]) -> str:
-    """What models.weights.stacked takes an expert's matrix from."""
+    """Name of the stacked tensor from which models.weights.stacked takes an expert's matrix."""
     return f"{expert[1]}.{'down' if expert[2] == 'down' else 'gate_up'}_proj"
 
 
@@ -79,7 +79,7 @@ def _stack(expert: re.Match[str]) -> str:
 class Everywhere:
     """One scheme for every checkpoint module, whatever its name.
 
-    with_tables: token tables among them.
+    with_tables: whether it applies to token tables.
     """
 
     scheme: Scheme
@@ -104,7 +104,7 @@ def _chosen(quantization: Quantization, module: str) -> Scheme:
 
 
 def _any_fits(entries: tuple[str, ...], names: Sequence[str], *, linear: bool) -> bool:
-    """Whether one of the entries is for a module with these names; linear: whether LINEAR is."""
+    """Whether one of the entries matches a module with these names; linear: whether LINEAR does."""
     exact, others = _parted(entries)
     if not exact.isdisjoint(names) or (linear and LINEAR in others):
         return True
@@ -113,7 +113,8 @@ def _any_fits(entries: tuple[str, ...], names: Sequence[str], *, linear: bool) -
 
 @cache
 def _parted(entries: tuple[str, ...]) -> tuple[frozenset[str], tuple[str, ...]]:
-    """Names that are modules' own, which may be tens of thousands, and entries that must be tried."""
+    """Split entries into exact module names, of which there may be tens of thousands, and entries that must be
+    tried."""
     others = [entry for entry in entries if entry == LINEAR or entry.startswith("re:") or entry.endswith(".experts")]
     return frozenset(entries).difference(others), tuple(others)
 
@@ -130,9 +131,9 @@ def _is_listed(entry: str, name: str) -> bool:
 
 
 def names_in(settings: Mapping[str, Any], field: str) -> tuple[str, ...]:
-    """A list of names of a quantization_config, () where there is none. Raises ModelConfigError.
+    """Read a list of names from a quantization_config, () where there is none. Raises ModelConfigError.
 
-    A regular expression that might take forever is refused: somebody else wrote it.
+    A regular expression that might take forever is refused, as configurations are untrusted.
     """
     entries = settings.get(field) or []
     if not isinstance(entries, Sequence) or isinstance(entries, str) or len(entries) > _MAX_PATTERNS:
@@ -143,7 +144,7 @@ def names_in(settings: Mapping[str, Any], field: str) -> tuple[str, ...]:
 
 
 def check_name(field: str, entry: Any) -> None:
-    """Raises ModelConfigError for what is no name of modules, or a regular expression that might take forever."""
+    """Raise ModelConfigError for an invalid module name, or a regular expression that might take forever."""
     if not isinstance(entry, str) or len(entry) > _MAX_PATTERN:
         raise bad(field, entry, f"names of at most {_MAX_PATTERN} characters")
     if entry.startswith("re:") and (fault := pattern_fault(entry[3:])):
@@ -151,7 +152,7 @@ def check_name(field: str, entry: Any) -> None:
 
 
 def pattern_fault(pattern: str) -> str | None:
-    """What a regular expression must be that is none, or that might take forever; None for one that will do."""
+    """Reason why a regular expression is rejected (invalid or possibly exponential), or None."""
     if len(pattern) > _MAX_PATTERN:
         return f"a regular expression of at most {_MAX_PATTERN} characters"
     repeats = len(re.findall(r"(?<!\\)[*+{]", pattern))
@@ -165,12 +166,12 @@ def pattern_fault(pattern: str) -> str | None:
 
 
 def bad(field: str, value: Any, allowed: str) -> ModelConfigError:
-    """The error of a field of a quantization_config."""
+    """Make the error for a field of a quantization_config."""
     return ModelConfigError(f"quantization_config: {field} must be {allowed}, got {repr(value)[:200]}")
 
 
 def one_of(settings: Mapping[str, Any], field: str, allowed: Sequence[Any], default: Any = None) -> Any:
-    """A field that has one of these values, of their types too."""
+    """Read a field that must have one of these values, of the same type too. Raises ModelConfigError."""
     value = settings.get(field)
     value = default if value is None else value
     if not any(type(value) is type(each) and value == each for each in allowed):
@@ -179,7 +180,7 @@ def one_of(settings: Mapping[str, Any], field: str, allowed: Sequence[Any], defa
 
 
 def group_size(settings: Mapping[str, Any], field: str = "group_size", default: int | None = None) -> int | None:
-    """Inputs of a scale; None (-1 there) for all."""
+    """Read the number of inputs per scale; None (stored as -1) for all. Raises ModelConfigError."""
     value = settings.get(field)
     value = default if value is None else value
     if type(value) is not int or not (value == -1 or 1 <= value <= 1 << 20):
@@ -188,7 +189,7 @@ def group_size(settings: Mapping[str, Any], field: str = "group_size", default: 
 
 
 def block_size(settings: Mapping[str, Any], field: str) -> tuple[int, int] | None:
-    """[rows, columns] of the blocks that have a scale each; None where there are none."""
+    """Read [rows, columns] of the blocks that share a scale; None where there are none. Raises ModelConfigError."""
     value = settings.get(field)
     if value is None:
         return None
@@ -202,7 +203,7 @@ def block_size(settings: Mapping[str, Any], field: str) -> tuple[int, int] | Non
 
 
 def refuse(settings: Mapping[str, Any], *fields: str) -> None:
-    """ModelConfigError for a field that asks for something which is not built."""
+    """Raise ModelConfigError for a field that asks for an unsupported feature."""
     for field in fields:
         if settings.get(field):
             raise bad(field, settings[field], "absent or empty: it is not supported")

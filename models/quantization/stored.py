@@ -1,8 +1,8 @@
-"""Stored: how a checkpoint keeps a quantised matrix, and what is read of it.
+"""Stored: storage format of a quantised matrix in a checkpoint, and its conversion to codes, scales and zeros.
 
-Whatever a file's own layout, what is handed out is codes [out, in], scales [out, n] and, for some, zeros [out, n], with
+Whatever a file's own layout, a format returns codes [out, in], scales [out, n] and, for some, zeros [out, n], with
 a weight of codes * scales - zeros: n scales along the inputs, each for in / n neighbours, the last perhaps for fewer.
-Knows no layer, no mesh and no file format.
+Independent of layers, meshes and file formats.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _SCALES = {FLOAT32: "", UE8M0: ", powers of two", E8M0: ", powers of two", E4M3:
 
 @dataclass(frozen=True)
 class Activation:
-    """To what the rows are rounded that a matrix is multiplied with.
+    """Rounding of the rows that a matrix is multiplied with.
 
     Attributes:
       dtype: "int8", "float8_e4m3fn" or "float4_e2m1fn".
-      group: inputs that share a scale, which is made of their largest value; None for the whole row.
-      static: the checkpoint has one scale for all rows; with scales of E4M3 what these are divided by, as weights are.
-      bound: values beyond it do not make a scale larger.
-      scales: what those that are made of values are rounded to (pallas_kernels.matmul.rounding.SCALES).
+      group: inputs that share a scale, computed from their largest value; None for the entire row.
+      static: the checkpoint has one scale for all rows; with scales of E4M3 it is their global divisor, as for weights.
+      bound: limit of the largest value that determines a scale.
+      scales: rounding of computed scales (pallas_kernels.matmul.rounding.SCALES).
     """
 
     dtype: str
@@ -42,7 +42,7 @@ class Activation:
 
     @property
     def microscaled(self) -> bool:
-        """Whether scales are too many for products to know of them: `microscaled_rows`."""
+        """Whether groups are so small that rows are multiplied with scales applied: see `microscaled_rows`."""
         return self.group is not None and self.group <= 32 and self.scales != FLOAT32
 
     def __str__(self) -> str:
@@ -70,11 +70,12 @@ class StoredModule(NamedTuple):
         return self.tensor(kind) in self.present
 
     def first_of(self, *kinds: str) -> str:
-        """The first of these tensors that is there; the first of all where none is."""
+        """First of these tensors that is present; the first of all where none is."""
         return next((kind for kind in kinds if self.has(kind)), kinds[0])
 
     def read(self, kind: str, dtype: str | None = None, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
-        """A part of a tensor. ModelFileError unless it holds `dtype`; None: floating-point numbers, made f32."""
+        """Read a part of a tensor. ModelFileError unless it holds `dtype`; None: floating-point numbers, converted to
+        f32."""
         array = self.source.read(self.tensor(kind), rows, columns)
         if dtype is not None:
             if str(array.dtype) != dtype:
@@ -89,21 +90,21 @@ class StoredModule(NamedTuple):
 
 
 class Stored(Protocol):
-    """How matrices of some modules are kept. Frozen and hashable, with a repr that says all."""
+    """Storage format of the matrices of some modules. Frozen and hashable, with a complete repr."""
 
     @property
     def format(self) -> str:
-        """For people."""
+        """Name of the format, for display."""
         ...
 
     @property
     def dtype(self) -> str:
-        """Of codes; "float32" where these are values, which are not kept quantised."""
+        """Dtype of codes; "float32" where these are values, which do not stay quantised."""
         ...
 
     @property
     def group(self) -> int | None:
-        """Inputs of a scale; None for all."""
+        """Inputs per scale; None for all."""
         ...
 
     @property
@@ -111,45 +112,45 @@ class Stored(Protocol):
 
     @property
     def reordered(self) -> bool:
-        """Whether inputs lie in an order of their own, in which neighbours share scales."""
+        """Whether inputs are permuted so that neighbours share scales."""
         ...
 
     @property
     def activation(self) -> Activation | None:
-        """None for rows as they are."""
+        """Rounding of rows, None for none."""
         ...
 
     def tensors(self, module: StoredModule) -> Mapping[str, tuple[Shape, ...]]:
-        """The tensors that the module must have, and the shapes that each may have."""
+        """Tensors that the module must have, and the shapes that each may have."""
         ...
 
     def optional(self, module: StoredModule) -> Mapping[str, tuple[Shape, ...]]:
-        """The same of tensors that it may have."""
+        """Tensors that the module may have in addition, and the shapes that each may have."""
         ...
 
     def check(self, module: StoredModule) -> None:
-        """Raises ModelFileError for values that the format does not allow. Reads no whole matrix."""
+        """Raise ModelFileError for values that the format does not allow. Reads no complete matrix."""
         ...
 
     def codes(self, module: StoredModule, rows: slice, columns: slice) -> np.ndarray:
-        """[rows, columns] in `dtype`, in memory of their own; int8 for int4."""
+        """Read codes [rows, columns] in `dtype`, in newly allocated memory; int8 for int4."""
         ...
 
     def scales(self, module: StoredModule, rows: slice) -> tuple[np.ndarray, np.ndarray | None]:
-        """Scales f32 [rows, n], and zeros of that shape."""
+        """Read scales f32 [rows, n], and zeros of that shape or None."""
         ...
 
     def order(self, module: StoredModule) -> np.ndarray:
-        """Which input each column of codes belongs to, i32[in]."""
+        """Input of each column of codes, i32[in]."""
         ...
 
     def input_scale(self, module: StoredModule) -> np.ndarray:
-        """The one of all rows where `activation` is static, f32[1]."""
+        """Static scale of all rows where `activation` is static, f32[1]."""
         ...
 
 
 class InOrder:
-    """The part of a Stored that those share whose inputs are in order."""
+    """Defaults of a Stored whose inputs are not permuted."""
 
     reordered: Any = False
 
@@ -168,12 +169,12 @@ class InOrder:
 
 
 def num_groups(size: int, group: int | None) -> int:
-    """Scales along `size` inputs."""
+    """Number of scales along `size` inputs."""
     return 1 if group is None else -(-size // group)
 
 
 def unpacked(words: np.ndarray, bits: int) -> np.ndarray:
-    """int32 words [..., n] to what they hold, u8[..., n * 32 / bits], the lowest bits first.
+    """Unpack int32 words [..., n] into the numbers they hold, u8[..., n * 32 / bits], the lowest bits first.
 
     A number of three bits may begin in one word and end in the next; n is a multiple of three then.
     """
@@ -189,7 +190,7 @@ def unpacked(words: np.ndarray, bits: int) -> np.ndarray:
 
 
 def input_scale(module: StoredModule) -> str:
-    """The tensor of a static scale of rows."""
+    """Name of the tensor with a static scale of rows."""
     return module.first_of("input_scale", "activation_scale")
 
 
@@ -197,7 +198,7 @@ SCALAR: tuple[Shape, ...] = ((1,), ())
 
 
 def spread(groups: np.ndarray, group: int | None, size: int, count: int) -> np.ndarray:
-    """Scales [rows, n] of `group` inputs each, the last of fewer, as `count` scales of equally many."""
+    """Convert scales [rows, n] of `group` inputs each, the last of fewer, to `count` scales of equally many inputs."""
     if groups.shape[1] == count:
         return groups
     assert groups.shape[1] == num_groups(size, group)
@@ -206,7 +207,7 @@ def spread(groups: np.ndarray, group: int | None, size: int, count: int) -> np.n
 
 
 def dequantized(codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, group: int | None) -> np.ndarray:
-    """f32 [rows, in] of codes [rows, in], and scales and zeros [rows, n] of `group` inputs each."""
+    """Dequantise codes [rows, in] with scales and zeros [rows, n] of `group` inputs each: f32 [rows, in]."""
     size = codes.shape[1]
     values = codes.astype(np.float32) * spread(scales, group, size, size)
     if zeros is not None:

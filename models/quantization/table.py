@@ -1,4 +1,4 @@
-"""What a model's matrices are stored as and multiplied by, for people: a row for each kind of module."""
+"""Table, for display, of the storage and the products of a model's matrices: a row for each kind of module."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ _LOOKED_UP = "none: rows are looked up"
 
 
 def weight_rows(models: list[Any], platform: str, *, prefix: str = "") -> list[dict[str, Any]]:
-    """The matrices of abstract models, the stages of one, in order; the same module of all layers is one row.
+    """Rows of the table for abstract models, the stages of one, in order; the same module of all layers is one row.
 
-    platform: the row of the kernel registry. prefix: of the modules' names. Each has modules, format (the checkpoint's,
-    or how it is rounded), dtype, bytes (of the whole model, scales included), product (what multiplies with it, if
-    anything does, and why where that is not the platform's kernel) and activations (what the rows are rounded to).
+    platform: the row of the kernel registry. prefix: of the modules' names. Each row has modules, format (the
+    checkpoint's, or the one rounded to), dtype, bytes (of the entire model, scales included), product (the module that
+    multiplies with it, if any, and a reason where that is not the platform's kernel) and activations (rounding of the
+    rows).
     """
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     build = models[0].build
@@ -38,7 +39,7 @@ def weight_rows(models: list[Any], platform: str, *, prefix: str = "") -> list[d
             kept = f"{scheme.stored.format}, dequantised"
         op = "matmul" if stored is None else "quantized_matmul"
         op = op if param.decl.num_experts is None else op.replace("matmul", "grouped_matmul")
-        # Of latent attention, one for each head below the other: plain XLA's everywhere.
+        # Matrices of latent attention, stacked by head, are multiplied by plain XLA on all platforms.
         of_heads = param.decl.row_major and not param.decl.transposed and param.decl.axes[0] == "heads"
         row = rows.setdefault(
             (name, kept),
@@ -80,13 +81,13 @@ def _multiplies_with_table(config: ModelConfig) -> bool:
 
 
 def _own_shape(param: DeclaredParam, mesh: MeshLayout) -> list[int]:
-    """The shape of a device's part."""
+    """Shape of a device's part."""
     axes = zip(param.shape, param.decl.axes, strict=True)
     return [size if axis is None else size // mesh.num_shards(axis) for size, axis in axes]
 
 
 def weight_table(rows: list[dict[str, Any]]) -> str:
-    """Rows of `weight_rows` for a person to read, and the bytes of each dtype; "" where all are as they are."""
+    """Format rows of `weight_rows` as text, with the bytes of each dtype; "" where all are plain."""
     if all(row["format"] == _AS_IS for row in rows):
         return ""
     shown = [(*map(str, row.values()),) for row in ({**row, "bytes": f"{row['bytes']:,}"} for row in rows)]

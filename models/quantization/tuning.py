@@ -1,4 +1,4 @@
-"""What is there to choose for products with quantised matrices, for `jaxengine tune`: the way to the kernels' own."""
+"""Candidate sizes of quantised products for `jaxengine tune`, re-exported from the kernels."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Matrices of a few bits a weight in int32 words: the layouts of AWQ, GPTQ and compressed-tensors.
+"""Packed int32 matrices, a few bits per weight: the layouts of AWQ, GPTQ and compressed-tensors.
 
-AWQ's (gemm) and GPTQ's words and scales lie the other way around, [in, out].
+In AWQ (gemm) and GPTQ, words and scales are transposed, [in, out].
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import numpy as np
 
 from models.quantization.stored import InOrder, Shape, StoredModule, num_groups, unpacked
 
-# Zero points of 4 less one as GPTQModel before version 7 wrote them: it took the words' ones in the wrong order.
+# Zero points of 4 less one as GPTQModel before version 7 wrote them: it unpacked the words in the wrong order.
 _HALF_OF_THREE_BITS = np.array([0, 0xB6DB6DB7, 0x49249249], np.uint32)
-# A word of AWQ's holds columns 0, 2, 4, 6, 1, 3, 5, 7 of eight, the lowest bits first; so column c is in place:
-_AWQ_PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])
+# A word of AWQ's holds columns 0, 2, 4, 6, 1, 3, 5, 7 of eight, the lowest bits first; index in the word of column c:
+_AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])
 
 
 @dataclass(frozen=True)
-class Words(InOrder):
-    """What the layouts share. Codes are shifted by half their range, so that they have a sign."""
+class PackedInt32(InOrder):
+    """Common part of the layouts. Codes are shifted by half their range, so that they are signed."""
 
     format: str
     bits: int
@@ -38,7 +38,7 @@ class Words(InOrder):
 
     @property
     def unit(self) -> tuple[int, int]:
-        """(numbers, words): how many numbers fill how many words whole."""
+        """(numbers, words): the smallest number of codes that fill words exactly, and of those words."""
         return (32 // self.bits, 1) if 32 % self.bits == 0 else (32, self.bits)
 
     def num_words(self, size: int) -> int:
@@ -46,15 +46,16 @@ class Words(InOrder):
         return num_groups(size, numbers) * words
 
     def signed(self, values: np.ndarray) -> np.ndarray:
-        """u8 values to codes."""
+        """Convert u8 values to signed codes."""
         return (values.astype(np.int16) - self.half).astype(np.int8)
 
     def zeros_of(self, points: np.ndarray, scales: np.ndarray) -> np.ndarray:
-        """Zero points as stored, without a sign, to what is subtracted from codes * scales."""
+        """Convert unsigned zero points as stored to the zeros subtracted from codes * scales."""
         return (points.astype(np.float32) - self.half) * scales
 
     def word_span(self, part: slice, size: int) -> tuple[slice, slice]:
-        """The words that hold `part` of `size` values, and the part among theirs."""
+        """Slice of the words that hold `part` of `size` values, and the slice of `part` among the values of these
+        words."""
         first, last, _ = part.indices(size)
         numbers, words = self.unit
         start = first // numbers
@@ -63,8 +64,8 @@ class Words(InOrder):
 
 
 @dataclass(frozen=True)
-class AwqGemm(Words):
-    """qweight [in, out / 8], qzeros [n, out / 8], scales [n, out]."""
+class AwqGemm(PackedInt32):
+    """AWQ: qweight [in, out / 8], qzeros [n, out / 8], scales [n, out]."""
 
     def tensors(self, module: StoredModule) -> Mapping[str, tuple[Shape, ...]]:
         (out, size), count = module.shape, num_groups(module.shape[1], self.group)
@@ -93,21 +94,21 @@ class AwqGemm(Words):
         return scales.T, self.zeros_of(self._columns(module, "qzeros", rows, slice(None)), scales).T
 
     def _columns(self, module: StoredModule, kind: str, outputs: slice, lines: slice) -> np.ndarray:
-        """u8 [lines, outputs]"""
+        """Unpack columns `outputs` of a packed tensor: u8 [lines, outputs]."""
         words, part = self.word_span(outputs, module.shape[0])
         values = unpacked(module.read(kind, "int32", lines, words), self.bits)
-        values = values.reshape(len(values), -1, len(_AWQ_PLACES))[:, :, _AWQ_PLACES]
+        values = values.reshape(len(values), -1, len(_AWQ_ORDER))[:, :, _AWQ_ORDER]
         return values.reshape(len(values), -1)[:, part]
 
 
 @dataclass(frozen=True)
-class Gptq(Words):
-    """qweight [in * bits / 32, out], qzeros [n, out * bits / 32], scales [n, out], g_idx [in].
+class Gptq(PackedInt32):
+    """GPTQ: qweight [in * bits / 32, out], qzeros [n, out * bits / 32], scales [n, out], g_idx [in].
 
     Attributes:
-      one_less: stored zero points are one less than meant, as in the first version of the format: one was taken from
-        each by a subtraction of whole words, so that a point of 0 borrows from the next one.
-      reordered: g_idx says which group an input belongs to ("act-order"); otherwise neighbours form groups.
+      one_less: stored zero points are one less than the actual ones, as in the first version of the format: the
+        subtraction was done on packed words, so that a point of 0 borrows from the next one.
+      reordered: g_idx gives the group of each input ("act-order"); otherwise neighbours form groups.
     """
 
     one_less: bool = True
@@ -152,7 +153,7 @@ class Gptq(Words):
         return np.argsort(module.read("g_idx", "int32"), kind="stable").astype(np.int32)
 
     def _points(self, module: StoredModule, outputs: slice) -> np.ndarray:
-        """Zero points u8 [n, outputs]."""
+        """Read zero points u8 [n, outputs]."""
         span, part = self.word_span(outputs, module.shape[0])
         words = module.read("qzeros", "int32", slice(None), span)
         if self.one_less and self.bits != 3:
@@ -170,11 +171,11 @@ class Gptq(Words):
 
 
 @dataclass(frozen=True)
-class Packed(Words):
+class Packed(PackedInt32):
     """compressed-tensors: weight_packed [out, in * bits / 32], weight_scale [out, n], weight_shape [2], and
     weight_zero_point [out * bits / 32, n], packed along the outputs.
 
-    reordered: weight_g_idx [in] says which group an input belongs to; otherwise neighbours form groups.
+    reordered: weight_g_idx [in] gives the group of each input; otherwise neighbours form groups.
     """
 
     reordered: bool = False

@@ -1,1 +1,1 @@
-"""Parameter declarations, and how checkpoints of every format become arrays."""
+"""Parameter declarations, and the loaders that turn checkpoints of every format into arrays."""

@@ -1,7 +1,7 @@
-"""A checkpoint's matrices rounded and written as a compressed-tensors checkpoint, which other engines read as well.
+"""Writer of compressed-tensors checkpoints: rounds a checkpoint's matrices to a format that other engines read as well.
 
-What they are rounded to is models.quantization.online's affair, and the same as when an engine rounds them as it reads.
-Nothing is calibrated. Knows nothing of configurations beside quantization_config.
+Rounding is models.quantization.online's, and the same as when an engine rounds at load. Nothing is calibrated. Of the
+configuration only quantization_config is written.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from models.weights.safetensors import INDEX_FILE, SINGLE_FILE
 from models.weights.source import WeightSource
 
 MAX_FILE_BYTES = 4 << 30
-# Of four bits, and of eight.
+# Bits of the integer formats.
 _BITS = {"int4": 4, "int8": 8}
 
 
@@ -37,16 +37,16 @@ def compress(
     folder: Path,
     progress: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> tuple[dict[str, Any], dict[str, float]]:
-    """Writes the tensors of a checkpoint to `folder`, which is there, the matrices of layers rounded.
+    """Write the tensors of a checkpoint to `folder`, which must exist, with the matrices of layers rounded.
 
     Args:
-      model: abstract, whole, of one of models.quantization.registry.ROUNDED.
+      model: abstract, of all stages, with one of models.quantization.registry.ROUNDED.
       progress: called for each tensor with (tensors done, tensors in total, name).
 
     Returns the quantization_config, and the error of each kind of matrix: root of mean squares, relative to the matrix.
 
-    Raises ModelFileError for a checkpoint that does not fit the model, that keeps experts in one tensor, or whose
-    matrices hold what is no finite number, and where nothing can be written.
+    Raises ModelFileError for a checkpoint that does not fit the model, that stores experts in one tensor, or whose
+    matrices hold numbers that are not finite, and where nothing can be written.
     """
     renamed = RenamedSource(checkpoint, model.checkpoint_names)
     stacked = model.config.experts is not None and model.checkpoint_names.stacked_experts is not None
@@ -82,7 +82,8 @@ def compress(
 
 
 def settings(rounded: Rounded, ignored: list[str]) -> dict[str, Any]:
-    """The quantization_config of matrices that `_rounded` made. ignored: names of modules that are as they were."""
+    """Make the quantization_config of matrices rounded by `_rounded`. ignored: names of modules that are not
+    rounded."""
     weights: dict[str, Any] = {"dynamic": False, "symmetric": not rounded.has_zeros}
     if rounded.group is None:
         weights["strategy"] = "channel"
@@ -103,11 +104,10 @@ def settings(rounded: Rounded, ignored: list[str]) -> dict[str, Any]:
 
 
 def _ignored(matrices: set[str], rounded: set[str]) -> list[str]:
-    """What `ignore` says of matrices, by their modules' names, of which some are rounded.
+    """List the entries of `ignore` for matrices, by their modules' names, of which some are rounded.
 
-    Others call the modules of a model's parts by longer names than its checkpoint does: a part that has no rounded
-    matrix, a tower or a projector, is named alone as well. A head that is the embeddings has no tensor, and is a linear
-    layer to them.
+    Other engines may have longer names for the modules of a model's parts than its checkpoint: a part without a rounded
+    matrix, a tower or a projector, is also listed as such. A tied head has no tensor, but is a linear layer to them.
     """
     taken = {part for name in rounded for part in _beginnings(name)}
     ignored = {"lm_head"} | matrices - rounded
@@ -121,13 +121,12 @@ def _ignored(matrices: set[str], rounded: set[str]) -> list[str]:
 
 
 def _beginnings(name: str) -> list[str]:
-    """Of "a.b.c": "a", "a.b", "a.b.c"."""
+    """List the dotted prefixes of a name: of "a.b.c" they are "a", "a.b", "a.b.c"."""
     return list(accumulate(name.split("."), lambda start, part: f"{start}.{part}"))
 
 
 def _rounded(rounded: Rounded, module: StoredModule) -> tuple[dict[str, np.ndarray], float, float]:
-    """The tensors of a module by what comes after its name, and the sums of the squares of what rounding changes and of
-    the matrix."""
+    """Round a module: its tensors by suffix, and the sums of squares of the rounding error and of the matrix."""
     rows, size = slice(0, module.shape[0]), module.shape[1]
     weight = module.read("weight")
     codes, (scales, zeros) = rounded.codes(module, rows, slice(0, size)), rounded.scales(module, rows)
@@ -148,7 +147,8 @@ def _rounded(rounded: Rounded, module: StoredModule) -> tuple[dict[str, np.ndarr
 
 
 def packed(values: np.ndarray, bits: int) -> np.ndarray:
-    """Values [n, size] of 0 to 2**bits - 1 in int32 words [n, size * bits / 32], the first in the lowest bits."""
+    """Pack values [n, size] of 0 to 2**bits - 1 into int32 words [n, size * bits / 32], the first in the lowest
+    bits."""
     per_word = 32 // bits
     values = np.pad(values, ((0, 0), (0, -values.shape[1] % per_word))).astype(np.uint32)
     shifts = np.arange(0, 32, bits, dtype=np.uint32)
@@ -157,7 +157,7 @@ def packed(values: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _write(folder: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> None:
-    """One file, or several of at most MAX_FILE_BYTES (or one tensor) and their index."""
+    """Write one file, or several of at most MAX_FILE_BYTES (or one tensor) and their index."""
     written: list[tuple[Path, list[str]]] = []
     held: dict[str, np.ndarray] = {}
     total = 0
@@ -165,7 +165,7 @@ def _write(folder: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> None:
     def flush() -> None:
         path = folder / f"part-{len(written) + 1:05d}.safetensors"
         path.touch()
-        mode = path.stat().st_mode  # save_file's own lets nobody else read
+        mode = path.stat().st_mode  # save_file restricts reading to the owner
         save_file(held, path, {"format": "pt"})
         path.chmod(mode)
         written.append((path, list(held)))

@@ -1,4 +1,4 @@
-"""Parameter declarations: shape, dtype, logical axes and checkpoint names of a weight, said once where it is used.
+"""Parameter declarations: shape, dtype, logical axes and checkpoint names of a weight, stated once where it is used.
 
 Sharding, loading, random initialisation and the memory plan all read this and nothing else.
 """
@@ -19,17 +19,17 @@ _TOWER_LAYERS = ("tower", "layers")
 
 
 class Source(NamedTuple):
-    """A checkpoint tensor, [tensor_rows, ...], or some of its rows, and what they contribute to a weight.
+    """A checkpoint tensor, [tensor_rows, ...], or some of its rows, and their contribution to a weight.
 
     Attributes:
-      name: in Hugging Face's spelling, of a module where a scheme is to say which tensors it has, else of a tensor.
+      name: in Hugging Face's spelling, of a module if a scheme determines its tensors, else of a tensor.
         "{layer}" stands for the number of the weight's layer in the model or its tower, "{expert}" for the index of the
         expert.
-      rows: those used of the tensor.
-      repeat: every `group` rows (a head's) are contributed that many times in a row.
+      rows: number of rows used of the tensor.
+      repeat: every `group` rows (a head's) are contributed that many times in succession.
       padding: rows of zeros contributed after the tensor's.
       first: the first row used.
-      tensor_rows: rows of the tensor where they are more than those used; its other rows belong to other sources.
+      tensor_rows: rows of the tensor if more than those used; its other rows belong to other sources.
       stride: rows of the tensor from the beginning of one group to that of the next, where others lie between them.
     """
 
@@ -49,19 +49,19 @@ class Source(NamedTuple):
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """[first, end) of the rows used, of each run of them."""
+        """List [first, end) of each run of used rows."""
         if self.stride is None:
             return [(self.first, self.first + self.rows)]
         firsts = range(self.first, self.first + self.rows // self.group * self.stride, self.stride)
         return [(first, first + self.group) for first in firsts]
 
     def tensor(self, kind: str) -> Source:
-        """The same rows of one of the module's tensors: "weight", "bias"."""
+        """Return the same rows of one of the module's tensors: "weight", "bias"."""
         return self._replace(name=f"{self.name}.{kind}")
 
 
 def parts_of(name: str, *rows: int) -> tuple[Source, ...]:
-    """A tensor cut into parts of these many rows, one after the other: q, k and v of a checkpoint that joins them."""
+    """Cut a tensor into consecutive parts of these numbers of rows: q, k and v of a checkpoint that joins them."""
     firsts = [sum(rows[:index]) for index in range(len(rows))]
     return tuple(
         Source(name, count, first=first, tensor_rows=sum(rows)) for count, first in zip(rows, firsts, strict=True)
@@ -70,22 +70,23 @@ def parts_of(name: str, *rows: int) -> tuple[Source, ...]:
 
 @dataclass(frozen=True)
 class ParamDecl:
-    """What a weight is, beside its shape and dtype. Equal for equal layers, so that one trace serves all of them.
+    """Description of a weight in addition to shape and dtype. Equal for equal layers, so that one trace serves all of
+    them.
 
-    What the sources contribute is joined along their first axis, in this order, and then transposed if `transposed`: a
+    The sources' contributions are joined along their first axis, in this order, and then transposed if `transposed`: a
     checkpoint keeps a linear weight as [out, in], ours is [in, out]. With `num_experts` the weight has a further, first
-    axis, and each of its entries is made so from that expert's tensors.
+    axis, and each of its entries comes from that expert's tensors.
 
-    Where the joined axis is split over n devices, each holds the n-th part of what every source contributes, one after
+    Where the joined axis is split over n devices, each holds the n-th part of every source's contribution, one after
     the other (q | k | v of its own heads). So the joined weight's order depends on the mesh; a part's does not.
 
     Attributes:
-      axes: logical axes of the weight, sharding.rules' words.
+      axes: logical axes of the weight, as in sharding.rules.
       init_std: scale of dummy weights; None means that all are `init_value`.
-      row_major: rows, or the matrices of a stack, are read one by one, so each is stored in one piece. A TPU would else
-        choose another order where that saves padding, and then turn the whole weight around in every step.
-      turned_on_gpu: a matrix whose columns are each stored in one piece on GPUs whose kernels read it so,
-        in row-major order elsewhere where that is asked for, too.
+      row_major: rows, or the matrices of a stack, are read one by one, so each is contiguous in memory. A TPU would
+        else choose another order where that saves padding, and then transpose the entire weight in every step.
+      transposed_on_gpu: columns of the matrix are contiguous on GPUs whose kernels read it so; elsewhere the order
+        follows `row_major`.
     """
 
     axes: tuple[str | None, ...]
@@ -95,11 +96,11 @@ class ParamDecl:
     init_value: float = 1.0
     num_experts: int | None = None
     row_major: bool = False
-    turned_on_gpu: bool = False
+    transposed_on_gpu: bool = False
 
     @property
     def joined_axis(self) -> int:
-        """The weight's axis along which the sources are joined."""
+        """Axis of the weight along which the sources are joined."""
         return len(self.axes) - 1 if self.transposed else int(self.num_experts is not None)
 
 
@@ -108,7 +109,7 @@ class DeclaredParam:
     """One weight of a built model: its path in the module tree and its declaration with all names resolved.
 
     Attributes:
-      layer: the number in the whole model of the layer it belongs to, None outside the layers.
+      layer: number of its layer in the full model, None outside the layers.
     """
 
     path: tuple[Any, ...]
@@ -133,7 +134,8 @@ class DeclaredParam:
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
     def most_parts(self, axis: int) -> int:
-        """The number that parts of an axis must divide, for all to be equal: of each source, and in whole groups."""
+        """Number that the parts of an axis must divide, for all to be equal: of each source, and without splitting
+        groups."""
         if axis != self.decl.joined_axis:
             return self.shape[axis]
         return math.gcd(*(source.num_contributed // source.group for source in self.decl.sources))
@@ -144,14 +146,14 @@ class DeclaredParam:
         return all(self.most_parts(axis) % count == 0 for axis, count in enumerate(parts))
 
     def source_shape(self, source: Source) -> tuple[int, ...]:
-        """Shape in the checkpoint of one of its sources."""
+        """Shape of one of its sources in the checkpoint."""
         own = self.shape if self.decl.num_experts is None else self.shape[1:]
         joined = own[::-1] if self.decl.transposed else own
         return (source.tensor_rows or source.rows, *joined[1:])
 
 
 def declare(shape: tuple[int, ...], dtype: Any, decl: ParamDecl) -> nnx.Param:
-    """A weight of a module. Zeros: real values come from models.weights."""
+    """Declare a weight of a module, as zeros: real values come from models.weights."""
     rows = sum(source.num_contributed for source in decl.sources)
     if len(decl.axes) != len(shape) or shape[decl.joined_axis] != rows or decl.num_experts not in (None, shape[0]):
         raise ValueError(f"declaration {decl} does not fit a weight of shape {shape}")
@@ -159,7 +161,7 @@ def declare(shape: tuple[int, ...], dtype: Any, decl: ParamDecl) -> nnx.Param:
 
 
 def declared_params(model: Any) -> Iterator[DeclaredParam]:
-    """Every weight of a model (abstract or real) or of a part of one, in module order.
+    """Iterate over the weights of a model (abstract or real) or of a part of one, in module order.
 
     A model lists the layers of its stage, in order, as `layers` (models.causal_lm.CausalLM), and so does its tower.
     """

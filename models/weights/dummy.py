@@ -1,8 +1,8 @@
 """Random weights for a model without a checkpoint: benchmarks, compile tests, memory plans (load_format="dummy").
 
-A value follows from the seed, the name of a checkpoint tensor and the place in it, by integer arithmetic: as if the
-tensors had been written to a checkpoint once and loaded, it is the same on every mesh and every platform. Made on the
-devices, each its own part. Scaled so that activations and logits stay near 1.
+A value follows from the seed, the name of a checkpoint tensor and the index in it, by integer arithmetic: as if the
+tensors had been written to a checkpoint once and loaded, it is the same on every mesh and every platform. Each device
+computes its own part. Scaled so that activations and logits stay near 1.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from models.weights.parts import column_axis, format_of, num_parts, source_row, 
 from sharding.layout import RULES
 from sharding.rules import named_sharding
 
-_BYTES_MEAN, _BYTES_STD = 4 * 127.5, math.sqrt(4 * (256**2 - 1) / 12)  # of the sum of four random bytes
+_BYTES_MEAN, _BYTES_STD = 4 * 127.5, math.sqrt(4 * (256**2 - 1) / 12)  # moments of the sum of four random bytes
 
 
 def dummy_params(
     model_abstract: CausalLM, *, seed: int = 0, mesh: Mesh | None = None, progress: Progress | None = None
 ) -> nnx.State:
-    """The state of `model_abstract` filled at random, with the arguments of params.load_params."""
+    """Fill the state of `model_abstract` at random; arguments as for load.load_params."""
     params = list(declared_params(model_abstract))
     total = sum(param.num_bytes for param in params)
     done, made = 0, []
     for param in params:
-        # Weights that differ in their names only share one compilation.
+        # Weights that differ only in their names share one compilation.
         nameless = tuple(source._replace(name="") for source in param.decl.sources)
         decl = replace(param.decl, sources=nameless)
         fill = _filler(param.shape, jnp.dtype(param.dtype), decl, num_parts(param, mesh), mesh)
@@ -50,7 +50,7 @@ def dummy_params(
 
 
 def _tensor_keys(param: DeclaredParam, seed: int) -> np.ndarray:
-    """One number for each tensor, u32[experts, sources]."""
+    """One hash for each tensor, u32[experts, sources]."""
     experts = range(param.decl.num_experts or 1)
     names = [[f"{seed}/{tensor_name(source, expert)}" for source in param.decl.sources] for expert in experts]
     return np.array([[zlib.crc32(name.encode()) for name in row] for row in names], np.uint32)
@@ -58,7 +58,7 @@ def _tensor_keys(param: DeclaredParam, seed: int) -> np.ndarray:
 
 @cache
 def _filler(shape: tuple[int, ...], dtype: Any, decl: ParamDecl, parts: tuple[int, ...], mesh: Mesh | None) -> Any:
-    """The compiled function of tensor keys that makes a weight of this kind."""
+    """Compile the function from tensor keys to a weight of this declaration."""
     fill = partial(_fill, shape=shape, dtype=dtype, decl=decl, parts=parts)
     if mesh is None:
         return jax.jit(fill)
@@ -68,7 +68,7 @@ def _filler(shape: tuple[int, ...], dtype: Any, decl: ParamDecl, parts: tuple[in
 
 
 def _fill(keys: jax.Array, *, shape: tuple[int, ...], dtype: Any, decl: ParamDecl, parts: tuple[int, ...]) -> jax.Array:
-    """This device's part of a weight: u32[experts, sources] -> [shape / parts]."""
+    """Compute this device's part of a weight: u32[experts, sources] -> [shape / parts]."""
     here = [lax.axis_index(RULES[str(name)]) if count > 1 else 0 for name, count in zip(decl.axes, parts, strict=True)]
     sizes = [size // count for size, count in zip(shape, parts, strict=True)]
     if decl.num_experts is not None:
@@ -89,12 +89,13 @@ def _fill(keys: jax.Array, *, shape: tuple[int, ...], dtype: Any, decl: ParamDec
 
 
 def _numbers(part: Any, size: int) -> jax.Array:
-    """The places of this part: u32[size]."""
+    """Indices of this part: u32[size]."""
     return jnp.uint32(part) * jnp.uint32(size) + jnp.arange(size, dtype=jnp.uint32)
 
 
 def _drawn(bits: jax.Array, decl: ParamDecl) -> jax.Array:
-    """u32[...] -> f32[...], all alike or nearly normal: a sum of four random bytes is the same on every platform."""
+    """Map bits u32[...] to f32[...], constant or nearly normal: a sum of four random bytes is the same on every
+    platform."""
     if (std := decl.init_std) is None:
         return jnp.full(bits.shape, decl.init_value, jnp.float32)
     total = (bits & 0xFF) + (bits >> 8 & 0xFF) + (bits >> 16 & 0xFF) + (bits >> 24)
@@ -102,7 +103,7 @@ def _drawn(bits: jax.Array, decl: ParamDecl) -> jax.Array:
 
 
 def _mixed(x: jax.Array) -> jax.Array:
-    """A hash of 32 bits (the finaliser of MurmurHash3, Appleby 2011)."""
+    """Hash 32 bits (the finaliser of MurmurHash3, Appleby 2011)."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)

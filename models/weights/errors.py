@@ -1,4 +1,4 @@
-"""The one error of everything that reads a model's files. Knows no file format."""
+"""ModelFileError, the one error of everything that reads a model's files, of any format."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ MAX_WHAT, MAX_WHERE = 1500, 100  # characters
 
 
 class ModelFileError(ValueError):
-    """A model file that cannot be used: missing, cut short, inconsistent, or of a kind that is not read.
+    """A model file that cannot be used: missing, cut short, inconsistent, or of an unsupported kind.
 
     Attributes:
       path: the file or folder, as text.
-      what: what is wrong, with the offending value and what is allowed.
-      where: the key, tensor name or byte offset at which it was found; None when it concerns the whole file.
+      what: the fault, with the offending value and what is allowed.
+      where: the key, tensor name or byte offset at which it was found; None when it concerns the entire file.
 
-    All three quote what somebody else wrote: the message is one line that any terminal and any log can take, and
-    however long a name or a value is, it is cut.
+    All three quote untrusted text: the message is one printable line, and names and values in it are cut to a limit.
     """
 
     def __init__(self, path: str | os.PathLike[str], what: str, where: str | None = None):

@@ -1,7 +1,7 @@
-"""How a model's files are opened: inside of their folder, regular, of bounded size, and JSON of bounded depth.
+"""Safe opening of a model's files: inside of their folder, regular, of bounded size, and JSON of bounded depth.
 
-Models are written by others. A link may lead to a file that nobody wanted to show, a pipe or a device never ends, and
-what is read whole must fit. Whatever is wrong is one ModelFileError. Knows nothing of what the files say.
+Models are untrusted. A link may expose other files of the host, a pipe or a device never ends, and a file that is read
+at once must fit in memory. Every fault is one ModelFileError.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 from models.weights.errors import ModelFileError
 
 MAX_JSON_BYTES = 16 << 20
-# Of objects and lists in one another; configurations have five, and what walks them may call itself.
+# Most nested objects and lists; configurations have five, and code that walks them may be recursive.
 MAX_JSON_DEPTH = 64
-# Neither waits for the other end of a pipe nor takes over a terminal.
+# Flags that neither wait for the other end of a pipe nor make a terminal the controlling one.
 _OPEN = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
 def inside(folder: str | os.PathLike[str], name: str) -> Path:
-    """The file `name` of a model's folder; ModelFileError if it is elsewhere, by its spelling or by a link.
+    """Resolve the file `name` of a model's folder; ModelFileError if it is elsewhere, by its spelling or by a link.
 
     One kind of link out is legitimate: the Hugging Face cache keeps files in <model>/blobs, and
     <model>/snapshots/<revision> holds links to them.
@@ -45,7 +45,7 @@ def inside(folder: str | os.PathLike[str], name: str) -> Path:
 
 
 def open_regular(path: str | os.PathLike[str]) -> tuple[int, int]:
-    """(descriptor, bytes) of a regular file, open for reading; the caller closes it.
+    """Open a regular file for reading: (descriptor, bytes); the caller closes it.
 
     Raises ModelFileError for anything else; FileNotFoundError where there is nothing.
     """
@@ -63,7 +63,7 @@ def open_regular(path: str | os.PathLike[str]) -> tuple[int, int]:
 
 
 def read_bytes(folder: str | os.PathLike[str], name: str, limit: int) -> bytes | None:
-    """The content of a file of a model's folder, at most `limit` bytes; None where there is no such file."""
+    """Read a file of a model's folder, at most `limit` bytes; None where there is no such file."""
     path = inside(folder, name)
     try:
         descriptor, size = open_regular(path)
@@ -82,7 +82,7 @@ def read_bytes(folder: str | os.PathLike[str], name: str, limit: int) -> bytes |
 
 
 def read_text(folder: str | os.PathLike[str], name: str, limit: int) -> str | None:
-    """`read_bytes` of a file of UTF-8 text."""
+    """Read a file of UTF-8 text as `read_bytes` does."""
     raw = read_bytes(folder, name, limit)
     try:
         return None if raw is None else raw.decode()
@@ -91,7 +91,7 @@ def read_text(folder: str | os.PathLike[str], name: str, limit: int) -> str | No
 
 
 def read_object(folder: str | os.PathLike[str], name: str, limit: int = MAX_JSON_BYTES) -> dict[str, Any] | None:
-    """The JSON object in a file of a model's folder; None where there is no such file."""
+    """Read the JSON object in a file of a model's folder; None where there is no such file."""
     source = read_text(folder, name, limit)
     return None if source is None else parse_object(Path(folder) / name, source)
 
@@ -99,7 +99,8 @@ def read_object(folder: str | os.PathLike[str], name: str, limit: int = MAX_JSON
 def parse_object(
     path: str | os.PathLike[str], source: str, pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None
 ) -> dict[str, Any]:
-    """A JSON object of at most MAX_JSON_DEPTH levels; `path` is for the ModelFileError, `pairs_hook` as json's."""
+    """Parse a JSON object of at most MAX_JSON_DEPTH levels; `path` is for the ModelFileError, `pairs_hook` as
+    json's."""
     try:
         value = json.loads(source, object_pairs_hook=pairs_hook)
     except ModelFileError:

@@ -1,8 +1,8 @@
 """GGUF files as checkpoints: Hugging Face names and orientation over the tensors of a llama.cpp file.
 
 Owns the order of the query and key rows of llama files, stacked experts as tensors of their own, and matrices whose
-blocks are read as codes and scales. What differs from one architecture to another is a row of gguf_layout; the header
-is read by gguf_header, block formats by gguf_dequant. Knows nothing of model classes.
+blocks are read as codes and scales. Differences between architectures are rows of gguf_layout; the header
+is read by gguf_header, block formats by gguf_dequant.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from models.weights.gguf_header import TensorInfo, read_header
 from models.weights.gguf_layout import LAYOUTS, K, Q
 from models.weights.source import WHOLE
 
-# Bytes of the file dequantised at a time, in whole rows: large enough for numpy, small enough to stay in cache.
+# Bytes of the file dequantised at a time, in complete rows: large enough for numpy, small enough to stay in cache.
 CHUNK_BYTES = 1 << 18
 # A stacked tensor stands for as many names as it has experts: a few times what the largest models have.
 MAX_EXPERTS = 4096
@@ -33,7 +33,7 @@ _HEADS_KEY = {Q: "attention.head_count", K: "attention.head_count_kv"}
 
 
 def unpermute_rows(array: np.ndarray, num_heads: int) -> np.ndarray:
-    """Query or key rows of a llama file in Hugging Face order: [num_heads * H, ...], any number of dimensions.
+    """Convert query or key rows of a llama file to Hugging Face order: [num_heads * H, ...], any number of dimensions.
 
     llama.cpp rotates neighbouring rows of a head, Hugging Face rows that are H/2 apart; its converter interleaves the
     two halves of every head, and this undoes it.
@@ -44,7 +44,7 @@ def unpermute_rows(array: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 class GGUFFile:
-    """WeightSource over one GGUF file. The header is checked here; tensors are read when asked for.
+    """WeightSource over one GGUF file. The header is checked on opening; tensors are read on demand.
 
     Attributes:
       path: as given, as text.
@@ -86,17 +86,17 @@ class GGUFFile:
             self._file.close()
 
     def names(self) -> Iterable[str]:
-        """Canonical names, in the order of the file; those of parts of matrices that are kept come last."""
+        """List canonical names in the order of the file; tensors of kept matrices come last."""
         kept = {weight for weight, _ in self._kept.values()}
         return (*(name for name in self._tensors if name not in kept), *self._kept)
 
     def formats(self) -> dict[str, BlockFormat]:
-        """Of every matrix that is quantised, by its module: the name without `.weight`."""
+        """Map each quantised matrix, by its module (the name without `.weight`), to its block format."""
         matrices = (item for item in self._tensors.items() if item[0].endswith(".weight") and len(item[1].shape) == 2)
         return {name.removesuffix(".weight"): info.format for name, info in matrices if info.format.parts is not None}
 
     def keep(self, modules: Iterable[str]) -> None:
-        """Has matrices of `formats` as what their blocks hold instead of what this makes.
+        """Serve these matrices of `formats` as codes, scales and zeros instead of dequantised.
 
         MODULE.weight [out, in] becomes MODULE.codes i8[out, in], MODULE.scales f32[out, n] and, where the format has
         them, MODULE.zeros f32[out, n]: a weight is codes * scales - zeros.
@@ -111,7 +111,7 @@ class GGUFFile:
         return _shape(self._info(weight), kind)
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
-        """These rows and columns of [out, in]: float16 or bfloat16 where the file holds it so, else float32."""
+        """Read these rows and columns of [out, in]: float16 or bfloat16 where the file stores it, else float32."""
         name, kind = self._kept.get(name, (name, None))
         values = self._read(name, kind, rows, columns)
         if self._layout.norm_offset and name.endswith("norm.weight"):
@@ -130,7 +130,7 @@ class GGUFFile:
         return unpermute_rows(stored, last_head - first_head)[first - start : last - start]
 
     def _read_rows(self, info: TensorInfo, kind: str | None, first: int, last: int, columns: slice) -> np.ndarray:
-        """Rows in the order of the file. Whole rows are read, one at least, and some at a time."""
+        """Read rows in the order of the file: complete rows, at least one, and some at a time."""
         if len(info.shape) == 1:  # blocks may cross entries, so this is one row
             return _decoded(info, kind, self._bytes(info, 0, info.num_bytes)).reshape(-1)[first:last]
         row_bytes = info.num_bytes // info.shape[0]
@@ -174,7 +174,7 @@ class GGUFFile:
         return named
 
     def _parts(self, info: TensorInfo) -> Iterable[tuple[str, TensorInfo]]:
-        """What a tensor of the file stands for: one, or one for each entry of its first axis."""
+        """List the tensors that a tensor of the file represents: one, or one for each entry of its first axis."""
         name = self._layout.canonical_name(info.name)
         if "{expert}" not in name:
             is_row = len(info.shape) == 1 and self._layout.is_row(info.name)
@@ -189,7 +189,7 @@ class GGUFFile:
         return [(part, replace(each, start=info.start + offset)) for part, offset in named]
 
     def _permuted_heads(self, name: str) -> int | None:
-        """The number of heads whose rows are permuted in this tensor; None when rows are in Hugging Face order."""
+        """Number of heads whose rows are permuted in this tensor; None when rows are in Hugging Face order."""
         if not self._layout.permuted or not name.startswith("model.layers."):
             return None
         for part, heads in self._heads.items():
@@ -207,12 +207,12 @@ class GGUFFile:
 
 
 def _shape(info: TensorInfo, kind: str | None) -> tuple[int, ...]:
-    """Of a tensor, or of a part of a matrix that is kept."""
+    """Shape of a tensor, or of one part (codes, scales or zeros) of a kept matrix."""
     return info.shape if kind in (None, CODES) else (info.shape[0], info.shape[1] // info.format.group)
 
 
 def _decoded(info: TensorInfo, kind: str | None, data: bytes) -> np.ndarray:
-    """Whole blocks as the tensor's values, or as one part of what they hold."""
+    """Decode complete blocks to the tensor's values, or to one of their parts."""
     return dequantize(info.format, data) if kind is None else getattr(split_blocks(info.format, data), kind)
 
 

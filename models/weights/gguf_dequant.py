@@ -1,5 +1,4 @@
-"""GGML block formats as codes with scales and zeros, and as float32; vectorised over blocks. Knows nothing of files,
-tensor names or shapes.
+"""GGML block formats as codes with scales and zeros, and as float32; vectorised over blocks.
 
 A quantised tensor is a row-major sequence of blocks; a block is a fixed number of bytes that yields a fixed number
 of consecutive values, codes * scales - zeros, in groups of neighbours that share a scale. The layouts are those of ggml
@@ -17,7 +16,7 @@ import numpy as np
 
 
 class Parts(NamedTuple):
-    """What blocks hold: codes i8[B, n, group], scales and zeros f32[B, n, 1]; zeros None where codes are signed."""
+    """Content of blocks: codes i8[B, n, group], scales and zeros f32[B, n, 1]; zeros None where codes are signed."""
 
     codes: np.ndarray
     scales: np.ndarray
@@ -27,10 +26,10 @@ class Parts(NamedTuple):
 class BlockFormat(NamedTuple):
     """One GGML tensor type.
 
-    name: ggml's name. values, nbytes: per block. dtype: of the array a reader hands out.
+    name: ggml's name. values, nbytes: per block. dtype: dtype of the array that a reader returns.
     parts: u8[B, nbytes] -> Parts; None for plain types, whose bytes are the array.
     group: values that share a scale. four_bits: codes are four bits wide, from 0 where there are zeros, else from -8.
-    has_zeros: Parts has.
+    has_zeros: whether Parts has zeros.
     """
 
     name: str
@@ -44,22 +43,22 @@ class BlockFormat(NamedTuple):
 
 
 def _half(blocks: np.ndarray, start: int) -> np.ndarray:
-    """The float16 at byte `start` of each block: u8[B, n] -> f32[B, 1]."""
+    """Read the float16 at byte `start` of each block: u8[B, n] -> f32[B, 1]."""
     return np.ascontiguousarray(blocks[:, start : start + 2]).view("<f2").astype(np.float32)
 
 
 def _nibbles(packed: np.ndarray) -> np.ndarray:
-    """u8[B, n] -> i8[B, 2n]: all low nibbles of a row, then all its high ones."""
+    """Unpack u8[B, n] -> i8[B, 2n]: all low nibbles of a row, then all its high ones."""
     return np.concatenate([packed & 0x0F, packed >> 4], axis=1).view(np.int8)
 
 
 def _fifth_bits(blocks: np.ndarray, start: int) -> np.ndarray:
-    """The 32 bits of the little-endian word at byte `start`, moved to bit 4: u8[B, n] -> i8[B, 32]."""
+    """Move the 32 bits of the little-endian word at byte `start` to bit 4: u8[B, n] -> i8[B, 32]."""
     return (np.unpackbits(blocks[:, start : start + 4], axis=1, bitorder="little") << 4).view(np.int8)
 
 
 def _one_group(codes: np.ndarray, scale: np.ndarray, minimum: np.ndarray | None = None) -> Parts:
-    """Of blocks that have one scale: i8[B, values], f32[B, 1]. minimum: what is added to the products."""
+    """Make Parts of blocks with one scale: i8[B, values], f32[B, 1]. minimum: added to the products."""
     return Parts(codes[:, None], scale[:, None], None if minimum is None else -minimum[:, None])
 
 
@@ -84,7 +83,7 @@ def _q5_1(blocks: np.ndarray) -> Parts:
 
 
 def _k_scales(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Scale and minimum of the eight groups of a Q4_K/Q5_K block, each f32[B, 8, 1].
+    """Decode scale and minimum of the eight groups of a Q4_K/Q5_K block, each f32[B, 8, 1].
 
     Bytes 4..15 hold eight 6-bit scales and eight 6-bit minima: groups 0-3 in the low six bits of bytes 0-3 and 4-7,
     groups 4-7 as nibbles of bytes 8-11, their two top bits in the top bits of bytes 0-7.
@@ -96,7 +95,7 @@ def _k_scales(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _k_nibbles(packed: np.ndarray) -> np.ndarray:
-    """u8[B, 128] -> i8[B, 8, 32]: a run of 32 bytes holds one group in low nibbles, the next in high ones."""
+    """Unpack u8[B, 128] -> i8[B, 8, 32]: a run of 32 bytes holds one group in low nibbles, the next in high ones."""
     runs = packed.reshape(-1, 4, 1, 32)
     return np.concatenate([runs & 0x0F, runs >> 4], axis=2).reshape(-1, 8, 32).view(np.int8)
 
@@ -123,19 +122,19 @@ def _q6_k(blocks: np.ndarray) -> Parts:
     return Parts(codes.reshape(-1, 16, 16), scales[:, :, None])
 
 
-# Of MXFP4, doubled: a sign, two bits of exponent, one of mantissa.
+# Doubled values of MXFP4 codes: a sign, two bits of exponent, one of mantissa.
 _FP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 
 
 def _mxfp4(blocks: np.ndarray) -> Parts:
-    # The first byte is the block's exponent, of values that are not doubled.
+    # The first byte is the block's exponent, for values that are not doubled.
     scale = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)
     return _one_group(_FP4[_nibbles(blocks[:, 1:])], scale)
 
 
 _F32 = np.dtype("<f4")
 
-# By ggml's type number.
+# Formats by ggml's type number.
 FORMATS: dict[int, BlockFormat] = {
     0: BlockFormat("F32", 1, 4, _F32, None),
     1: BlockFormat("F16", 1, 2, np.dtype("<f2"), None),
@@ -153,14 +152,14 @@ FORMATS: dict[int, BlockFormat] = {
 
 
 def split_blocks(block_format: BlockFormat, data: bytes) -> Parts:
-    """Whole blocks of a quantised type as they are stored."""
+    """Split complete blocks of a quantised type into codes, scales and zeros."""
     assert block_format.parts is not None
     with np.errstate(all="ignore"):
         return block_format.parts(np.frombuffer(data, np.uint8).reshape(-1, block_format.nbytes))
 
 
 def dequantize(block_format: BlockFormat, data: bytes) -> np.ndarray:
-    """Whole blocks to values, flat, of dtype `block_format.dtype`; plain types are copied unchanged.
+    """Dequantise complete blocks to flat values of dtype `block_format.dtype`; plain types are copied unchanged.
 
     Infinite or NaN scales give infinite or NaN values, as in ggml, without a warning.
     """

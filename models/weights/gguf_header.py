@@ -1,7 +1,7 @@
-"""GGUF headers, versions 2 and 3 (layout: ggml-org/ggml, docs/gguf.md). Knows nothing of models or tensor values.
+"""GGUF headers, versions 2 and 3 (layout: ggml-org/ggml, docs/gguf.md).
 
-The file is not trusted. Every count and length is compared with the bytes that are left before anything is read or
-allocated, in Python integers, which do not overflow; so is the place of every tensor. Whatever is wrong becomes one
+The file is not trusted. Every count and length is compared with the remaining bytes before anything is read or
+allocated, in Python integers, which do not overflow; so is the location of every tensor. Every fault becomes one
 ModelFileError that says where.
 """
 
@@ -28,13 +28,13 @@ MAX_DIMS = 4
 MAX_KEY_BYTES = 65535
 MAX_TENSOR_NAME_BYTES = 256
 MAX_NESTING = 4
-# A short string or a table row takes more of memory than of the file: what one file may ask for is bounded. The largest
+# A short string or a table row takes more memory than bytes of the file, so the number per file is bounded. The largest
 # vocabularies have 0.3 million tokens and twice as many merges.
 MAX_ITEMS = 1 << 21
 ITEMS_OF_A_LIST = 4
 MAX_TENSORS = 1 << 17
 
-# ggml's names of types that are not read, for the error.
+# ggml's names of unsupported types, for the error.
 OTHER_TYPES = {9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"}
 OTHER_TYPES |= {20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64"}
 OTHER_TYPES |= {28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4"}
@@ -58,7 +58,7 @@ SCALARS: dict[int, np.dtype] = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies. `shape` is row-major ([out, in]); `start` counts bytes from the beginning of the file."""
+    """Location of a tensor. `shape` is row-major ([out, in]); `start` counts bytes from the beginning of the file."""
 
     name: str
     shape: tuple[int, ...]
@@ -77,7 +77,7 @@ class Header:
 
 
 def read_header(path: str | os.PathLike[str], descriptor: int, size: int) -> Header:
-    """The header of an open regular file of `size` bytes; raises ModelFileError."""
+    """Read the header of an open regular file of `size` bytes; raises ModelFileError."""
     if size == 0:
         raise ModelFileError(path, "the file is empty")
     with mmap.mmap(descriptor, size, access=mmap.ACCESS_READ) as view:
@@ -91,11 +91,11 @@ def read_header(path: str | os.PathLike[str], descriptor: int, size: int) -> Hea
         alignment = _alignment(cursor, metadata)
         entries = [_read_tensor_entry(cursor) for _ in range(num_tensors)]
         data_start = _round_up(cursor.position, alignment)
-        return Header(version, metadata, _place_tensors(path, entries, data_start, alignment, size))
+        return Header(version, metadata, _locate_tensors(path, entries, data_start, alignment, size))
 
 
 class _Cursor:
-    """A position in the file that never passes its end."""
+    """Read position in the file that never passes its end."""
 
     def __init__(self, path: str | os.PathLike[str], view: mmap.mmap, size: int):
         self.path, self.size, self.position = path, size, 0
@@ -117,7 +117,7 @@ class _Cursor:
         return int.from_bytes(self.take(num_bytes, where), "little")
 
     def count(self, where: str, *, least_bytes: int) -> int:
-        """A 64-bit number of things that take at least `least_bytes` bytes each."""
+        """Read a 64-bit count of items that take at least `least_bytes` bytes each."""
         count = self.integer(8, where)
         left = self.size - self.position
         if count * least_bytes > left:
@@ -134,7 +134,7 @@ class _Cursor:
             raise self.fail(f"text is not UTF-8: {error.reason}", where) from None
 
     def spend(self, items: int, where: str) -> None:
-        """Takes `items` Python objects from what one file may ask for."""
+        """Deduct `items` Python objects from the file's budget."""
         self._items_left -= items
         if self._items_left < 0:
             raise self.fail(f"metadata holds more than {MAX_ITEMS} strings and lists", where)
@@ -204,7 +204,7 @@ def _alignment(cursor: _Cursor, metadata: dict[str, Any]) -> int:
 
 
 def _read_tensor_entry(cursor: _Cursor) -> TensorInfo:
-    """One row of the tensor table, `start` still relative to the data section; whether it lies in the file is open."""
+    """Read one row of the tensor table, with `start` relative to the data section and not checked yet."""
     name = cursor.text("tensor name", MAX_TENSOR_NAME_BYTES)
     num_dims = cursor.integer(4, name)
     if not 1 <= num_dims <= MAX_DIMS:
@@ -226,12 +226,12 @@ def _read_tensor_entry(cursor: _Cursor) -> TensorInfo:
     return TensorInfo(name, dims[::-1], block_format, cursor.integer(8, name), num_bytes)
 
 
-def _place_tensors(
+def _locate_tensors(
     path: str | os.PathLike[str], entries: list[TensorInfo], data_start: int, alignment: int, size: int
 ) -> tuple[TensorInfo, ...]:
-    """The entries with `start` counted from the beginning of the file, each in a place of its own."""
+    """Convert `start` of entries to offsets from the beginning of the file, checking bounds, alignment and overlaps."""
     seen: set[str] = set()
-    placed = []
+    located = []
     for entry in entries:
         if entry.name in seen:
             raise ModelFileError(path, "tensor name given twice", entry.name)
@@ -242,15 +242,15 @@ def _place_tensors(
         if start + entry.num_bytes > size:
             text = f"tensor data reaches byte {start + entry.num_bytes}, but the file has {size}: cut short or corrupt"
             raise ModelFileError(path, text, entry.name)
-        placed.append(TensorInfo(entry.name, entry.shape, entry.format, start, entry.num_bytes))
+        located.append(TensorInfo(entry.name, entry.shape, entry.format, start, entry.num_bytes))
     end = data_start
-    for entry in sorted(placed, key=lambda entry: entry.start):
+    for entry in sorted(located, key=lambda entry: entry.start):
         if entry.start < end:
             raise ModelFileError(path, f"tensor data at byte {entry.start} overlaps other data", entry.name)
         end = entry.start + entry.num_bytes
     if size > _round_up(end, alignment):
         raise ModelFileError(path, f"{size - end} bytes follow the last tensor; the file is not what its header says")
-    return tuple(placed)
+    return tuple(located)
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -1,7 +1,7 @@
-"""Which matrices of a GGUF file are kept as they are stored, and in what form a device holds each.
+"""Choice of the matrices of a GGUF file that stay quantised, and of the form in which a device holds each.
 
-Which format a matrix has is said by the file, tensor by tensor, and files mix them: matrices that are one product here
-(q, k and v; gate and up) are held in what all of them fit into.
+Formats are per tensor, and files mix them: matrices that are one product here (q, k and v; gate and up) are held in a
+form that fits all of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from models.weights.declare import declared_params
 from models.weights.gguf_dequant import BlockFormat
 from models.weights.parts import tensor_name
 
-# Of matrices that a scheme may store: routers and the like have none.
+# Suffix that marks matrices that a scheme may store: routers and the like have none.
 _MARK = ".kept"
 _MARKED = Everywhere(Plain(_MARK[1:]), with_tables=True)
 
@@ -26,14 +26,13 @@ _MARKED = Everywhere(Plain(_MARK[1:]), with_tables=True)
 def read_formats(
     formats: Mapping[str, BlockFormat], build: Callable[[Build], CausalLM], *, keep_tables: bool
 ) -> tuple[Quantization, frozenset[str]]:
-    """How the matrices of a file are held, and the modules that are kept so (see GGUFFile.formats and `keep`).
+    """Quantization of a file's matrices, and the names of the modules that are kept (see GGUFFile.formats and `keep`).
 
-    A product is kept where the file has all of its matrices quantised. Matrices that lie one below the other, each for
-    a head of its own, are not.
+    A product is kept where the file has all of its matrices quantised. Stacked matrices with one per head are not.
 
     Args:
-      build: the file's model, abstract, for a Build.
-      keep_tables: token tables, too.
+      build: builds the file's abstract model for a Build.
+      keep_tables: keep token tables, too.
     """
     products: dict[tuple[str, ...], tuple[str, ...]] = {}
     tables: set[str] = set()
@@ -56,7 +55,7 @@ def read_formats(
 
 
 def _common(formats: Sequence[BlockFormat]) -> Blocks:
-    """What matrices of all of these formats fit into."""
+    """Storage format that fits matrices of all of these block formats."""
     dtype = "int4" if all(form.four_bits for form in formats) else "int8"
     has_zeros = any(form.has_zeros for form in formats)
     names = " + ".join(sorted({form.name for form in formats}))

@@ -1,7 +1,7 @@
-"""What llama.cpp calls a model's tensors and how it stores them: a row for each of its architectures.
+"""Names and storage of a model's tensors in llama.cpp: a row for each of its architectures.
 
-Facts of its converters (convert_hf_to_gguf.py, gguf-py/gguf/constants.py). What the metadata says is read by the family
-of the architecture, models.causal_lm.CausalLM.gguf_architecture. Knows nothing of files.
+Taken from its converters (convert_hf_to_gguf.py, gguf-py/gguf/constants.py). Metadata is read by the family
+of the architecture, models.causal_lm.CausalLM.gguf_architecture.
 """
 
 from __future__ import annotations
@@ -67,15 +67,15 @@ _GEMMA = {**_POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
 
 
 class GGUFLayout(NamedTuple):
-    """How the tensors of one architecture are stored.
+    """Storage of the tensors of one architecture.
 
     Attributes:
-      parts: what a layer's tensors stand for where that differs from _LAYER. "{expert}" in a module: the tensor's first
+      parts: modules of a layer's tensors where they differ from _LAYER. "{expert}" in a module: the tensor's first
         axis is that of the experts.
       permuted: rows of q and k are in the order in which llama.cpp rotates neighbours (see gguf.unpermute_rows).
-      norm_offset: what the converter has added to the weights of norms.
-      bare: a layer's tensors that checkpoints call so and no more, without `.weight` or `.bias`.
-      rows: a layer's vectors that stand for a matrix of one row.
+      norm_offset: number that the converter has added to the weights of norms.
+      bare: a layer's tensors whose checkpoint names have no `.weight` or `.bias`.
+      rows: a layer's vectors that represent a matrix of one row.
     """
 
     parts: Mapping[str, str] = _NONE
@@ -85,7 +85,8 @@ class GGUFLayout(NamedTuple):
     rows: frozenset[str] = frozenset()
 
     def canonical_name(self, name: str) -> str:
-        """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; an unknown name is kept."""
+        """Map `blk.3.attn_q.weight` to `model.layers.3.self_attn.q_proj.weight`; an unknown name is returned
+        unchanged."""
         if match := _LAYER_TENSOR.fullmatch(name):
             layer, part, kind = match.groups()
             if part in self.bare:
@@ -98,12 +99,12 @@ class GGUFLayout(NamedTuple):
         return name
 
     def is_row(self, name: str) -> bool:
-        """Whether a vector of this name is the one row of a matrix."""
+        """Whether a vector of this name is the single row of a matrix."""
         match = _LAYER_TENSOR.fullmatch(name)
         return match is not None and match[2] in self.rows
 
 
-# By general.architecture. A family reads each: models.registry.model_for_gguf.
+# Layouts by general.architecture. A family reads each: models.registry.model_for_gguf.
 LAYOUTS: dict[str, GGUFLayout] = {
     "llama": GGUFLayout(_MIXTRAL, permuted=True),
     "qwen2": GGUFLayout(),

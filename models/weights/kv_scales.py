@@ -1,8 +1,7 @@
-"""Scales of cached keys and values: what a code stands for, in each layer and kv head.
+"""Scales of cached keys and values, per layer and kv head.
 
-A checkpoint may have them, one number for a layer or one for each kv head, for codes of float8_e4m3fn: those of
-compressed-tensors, AutoFP8 and ModelOpt do. A file of ours holds the largest magnitudes that they are made of. Knows
-nothing of pools.
+A checkpoint may have them, one number per layer or one per kv head, for codes of float8_e4m3fn: those of
+compressed-tensors, AutoFP8 and ModelOpt do. Our own file format holds the largest magnitudes from which scales follow.
 """
 
 from __future__ import annotations
@@ -16,22 +15,22 @@ import numpy as np
 from models.weights.errors import ModelFileError
 from models.weights.source import WeightSource
 
-# Behind "model.layers.{layer}.self_attn.": the tensors of keys and of values, the newest names first.
+# Names after "model.layers.{layer}.self_attn." of the scales of keys and of values, the newest first.
 _OF_KEYS = ("k_scale", "attn.k_scale", "k_proj.k_scale", "k_proj.output_scale", "kv_scale")
 _OF_VALUES = ("v_scale", "attn.v_scale", "v_proj.v_scale", "v_proj.output_scale", "kv_scale")
 KV_SCALES = tuple(f".self_attn.{name}" for name in dict.fromkeys((*_OF_KEYS, *_OF_VALUES)))
 STORED_FOR = "float8_e4m3fn"
 
-# A code that saturates is wrong by what is cut off. Numbers of fp8 are as exact at half the range, those of int8 not.
+# Headroom against saturation. fp8 is as exact at half the range, int8 is not.
 _HEADROOM = {"float8_e4m3fn": 2.0, "float8_e5m2": 2.0, "int8": 1.0}
-# No model's magnitudes: a product of two such is beyond float32.
+# Exclusive limit of magnitudes: a product of two such numbers is beyond float32.
 BEYOND = 1e30
 _TINY = np.finfo(np.float32).tiny
 _LARGEST_KEYS, _LARGEST_VALUES = "largest_keys", "largest_values"
 
 
 class KVScales(NamedTuple):
-    """Rows of all layers of a model, f32[layers, K]; of layers without pages they mean nothing.
+    """Scales of all layers of a model, f32[layers, K]; rows of layers without pages are meaningless.
 
     v: None where values lie in keys.
     """
@@ -43,34 +42,38 @@ class KVScales(NamedTuple):
         return self.each(lambda kind: kind[layers])
 
     def each(self, made: Callable[[np.ndarray], np.ndarray]) -> KVScales:
-        """What is made of those of keys, and of those of values where there are any."""
+        """Apply a function to the scales of keys, and to those of values where there are any."""
         return KVScales(made(self.k), None if self.v is None else made(self.v))
 
 
 def scales_for(largest: np.ndarray, dtype: str) -> np.ndarray:
-    """Scales with which the largest magnitudes [layers, K] fit into codes, f32; 1 where nothing but zeros was seen, or
-    numbers so small that devices would take their scale for 0, and divide by it."""
+    """Scales f32 with which the largest magnitudes [layers, K] fit into codes.
+
+    1 where only zeros were seen, or numbers so small that devices would flush their scale to 0, and divide by it.
+    """
     scales = (largest.astype(np.float64) / _codes(dtype)).astype(np.float32)
     return np.where(scales >= _TINY, scales, np.float32(1))
 
 
 def largest_for(scales: np.ndarray, dtype: str) -> np.ndarray:
-    """The magnitudes of which `scales_for` makes these scales, bit for bit, if they are normal numbers: f64, which
-    float32 would round."""
+    """Magnitudes from which `scales_for` computes these scales, bit for bit, if they are normal numbers.
+
+    They are f64, as float32 would round them.
+    """
     return scales.astype(np.float64) * _codes(dtype)
 
 
 def _codes(dtype: str) -> float:
-    """What the largest magnitude is, in scales."""
+    """Largest magnitude divided by its scale."""
     most = 127.0 if dtype == "int8" else float(jnp.finfo(dtype).max)
     return most / _HEADROOM[dtype]
 
 
 class KVShape(NamedTuple):
-    """What of a model has scales.
+    """Layers and heads of a model that have scales.
 
     Attributes:
-      num_layers: of the whole model. paged: the layers with pages among them.
+      num_layers: layers of the full model. paged: the layers with pages among them.
       num_heads: kv heads of a layer.
       values_in_keys: whether values are parts of keys, and have no scales of their own.
     """
@@ -82,14 +85,16 @@ class KVShape(NamedTuple):
 
 
 def to_object(largest: KVScales) -> dict[str, Any]:
-    """Largest magnitudes as a file has them: of keys and of values a list of heads for each layer."""
+    """Convert largest magnitudes to JSON: for keys and for values a list of heads for each layer."""
     values = {} if largest.v is None else {_LARGEST_VALUES: largest.v.tolist()}
     return {_LARGEST_KEYS: largest.k.tolist()} | values
 
 
 def of_object(content: dict[str, Any], shape: KVShape) -> KVScales:
-    """Largest magnitudes, f64, of what `to_object` made. Raises ValueError, which says what a file of this model
-    holds."""
+    """Parse the result of `to_object` to largest magnitudes, f64.
+
+    Raises ValueError, whose text says what a file of this model must hold.
+    """
     names = [_LARGEST_KEYS, *([] if shape.values_in_keys else [_LARGEST_VALUES])]
     kinds = [_numbers(content.get(name), shape) for name in names]
     if content.keys() != set(names) or any(kind is None for kind in kinds):
@@ -99,7 +104,7 @@ def of_object(content: dict[str, Any], shape: KVShape) -> KVScales:
 
 
 def _numbers(rows: Any, shape: KVShape) -> np.ndarray | None:
-    """f64[layers, K] of magnitudes; None for anything else."""
+    """Parse magnitudes to f64[layers, K]; None for anything else."""
     if not isinstance(rows, list) or len(rows) != shape.num_layers:
         return None
     for row in rows:
@@ -110,9 +115,9 @@ def _numbers(rows: Any, shape: KVShape) -> np.ndarray | None:
 
 
 def read_scales(source: WeightSource, shape: KVShape) -> KVScales | None:
-    """The checkpoint's, by the names that the model has for its tensors; None where it has none of any layer.
+    """Read the checkpoint's scales, by the model's names for its tensors; None where it has none for any layer.
 
-    Raises ModelFileError where it has those of some layers only, or numbers that are none.
+    Raises ModelFileError where it has scales of some layers only, or invalid ones.
     """
     names = set(source.names())
     kinds = [_OF_KEYS, *([] if shape.values_in_keys else [_OF_VALUES])]

@@ -1,8 +1,8 @@
-"""Declared parameters to real arrays, straight into their sharding: each process reads what its devices hold.
+"""Loader of declared parameters into sharded arrays: each process reads only its devices' parts.
 
-A block of a weight is put together on the host in the checkpoint's orientation and handed to its devices already in the
-weight's own dtype; the transposition to [in, out] happens on that one copy, which a CPU keeps. Host memory beyond the
-parts themselves stays near one weight. Knows nothing of file formats.
+A block of a weight is assembled on the host in the checkpoint's orientation and sent to its devices already in the
+weight's own dtype; the transposition to [in, out] happens on that one copy, which a CPU keeps. Host memory in addition
+to the parts themselves stays near one weight.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from models.weights.renamed import RenamedSource
 from models.weights.source import WHOLE, WeightSource
 from models.weights.stacked import StackedSource, of_shapes
 
-# Tensors that some checkpoints carry and no model reads: they follow from the configuration.
+# Tensors that some checkpoints store and no model reads: they follow from the configuration.
 IGNORABLE_SUFFIXES = (".rotary_emb.inv_freq",)
 ROPE_FACTORS, ROPE_LONG, ROPE_SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 EMBEDDING = "model.embed_tokens.weight"
@@ -55,17 +55,17 @@ def load_params(
     mesh: Mesh | None = None,
     progress: Progress | None = None,
 ) -> nnx.State:
-    """The state of `model_abstract` with the weights of `source`.
+    """Load the weights of `source` into the state of `model_abstract`.
 
     Args:
       model_abstract: from models.registry.build_model.
       source: an open checkpoint; it stays open.
       mesh: weights are split over it by their logical axes; None leaves them on the default device.
       progress: called after each weight with (bytes done, bytes in total, name of the weight); bytes as loaded, of the
-        whole weight.
+        weight on all devices.
 
-    Each weight has a dtype of its own. One of floating-point numbers is converted from those of the checkpoint; one of
-    another kind must be stored as it is.
+    Each weight has a dtype of its own. Floating-point weights are converted from the checkpoint's dtype; other ones
+    must be stored in theirs.
 
     Raises ModelFileError when a tensor is missing, has another shape than the model, is not used by the model, or holds
     numbers of the wrong kind; ValueError for a mesh that does not split a weight evenly, and for a model that reads
@@ -96,11 +96,11 @@ def load_params(
 
 @dataclass(frozen=True)
 class _Loader:
-    """One checkpoint on its way to one mesh.
+    """Loader of one checkpoint onto one mesh.
 
     Attributes:
-      tied_copy: the head is there too and must equal the embedding.
-      memory: where weights of CPUs stay; None for devices with memory of their own.
+      tied_copy: the head is stored too and must equal the embedding.
+      memory: memory for weights of CPUs; None for devices with memory of their own.
     """
 
     source: WeightSource
@@ -115,8 +115,8 @@ class _Loader:
             if param.decl.transposed:
                 host = host.swapaxes(-1, -2)
             for device, columns in block.devices:
-                place = None if device is None else SingleDeviceSharding(device)
-                arrays.append(put(self._placed(_columns(param, host, columns)), param.decl, place))
+                target = None if device is None else SingleDeviceSharding(device)
+                arrays.append(put(self._placed(_columns(param, host, columns)), param.decl, target))
             # Transfers are asynchronous: waiting here keeps at most one block's host copy alive.
             jax.block_until_ready(arrays)
             del host
@@ -128,7 +128,8 @@ class _Loader:
         return array if self.memory is None else self.memory.copy(array)
 
     def _read_block(self, param: DeclaredParam, block: Block) -> np.ndarray:
-        """In the checkpoint's orientation and the weight's dtype: [experts, rows, columns] without those not there."""
+        """Read a block in the checkpoint's orientation and the weight's dtype: [experts, rows, columns], or fewer
+        axes."""
         decl, only = param.decl, param.decl.sources[0]
         parts = num_parts(param, self.mesh)[decl.joined_axis]
         if len(decl.sources) == 1 and only.num_contributed == only.rows and decl.num_experts is None:
@@ -150,8 +151,10 @@ class _Loader:
         return joined if decl.num_experts is not None else joined[0]
 
     def _read_rows(self, name: str, rows: np.ndarray, columns: tuple[slice, ...], dtype: Any) -> np.ndarray:
-        """Rows by number, of a kind that may become `dtype`: neighbours in the tensor, though they may be out of order
-        and more than once."""
+        """Read rows by number, of a kind that can be converted to `dtype`.
+
+        The numbers are of neighbouring rows, possibly out of order and repeated.
+        """
         first, last = int(rows.min()), int(rows.max()) + 1
         index = (slice(first, last), *columns)
         array, path, expected = self.source.read(name, *index), self.source.path, _lengths(index)
@@ -171,23 +174,23 @@ def _lengths(spans: tuple[slice, ...]) -> tuple[int, ...]:
 
 
 def _columns(param: DeclaredParam, host: np.ndarray, columns: slice) -> np.ndarray:
-    """A device's part of a block that has been turned to the weight's orientation."""
+    """Slice a device's part of a block, which already has the weight's orientation."""
     axis = column_axis(param.decl)
     return host if axis is None else host[tuple(columns if each == axis else WHOLE for each in range(host.ndim))]
 
 
 def _whole(model: CausalLM) -> CausalLM:
-    """The model of which this is a stage."""
+    """Build the full model of which this is a stage."""
     if len(model.stage.layers) == model.config.num_layers:
         return model
     return build_abstract(type(model), model.config, replace(model.build, stage=None))
 
 
 def _check_names(model: CausalLM, source: WeightSource) -> bool:
-    """Every tensor the whole model needs is there with its shape, and every tensor that is there is needed.
+    """Check that every tensor the full model needs is present with its shape, and every present tensor is needed.
 
-    Returns whether a tied checkpoint stores the embedding a second time as the output head. Some do; that both are
-    equal shows when the embedding is read.
+    Returns whether a tied checkpoint stores the embedding a second time as the output head. Some do; their equality is
+    checked when the embedding is read.
     """
     present, tied_copy, rope_factors = set(source.names()), False, []
     config = model.config
@@ -220,7 +223,8 @@ def _check_names(model: CausalLM, source: WeightSource) -> bool:
 
 
 def _is_zero_bias(source: WeightSource, name: str) -> bool:
-    """Whether it is one of the biases that AutoGPTQ writes for every module, of zeros where a model has none."""
+    """Whether a tensor is one of the zero biases that AutoGPTQ writes for every module, even of models without
+    biases."""
     module, _, kind = name.rpartition(".")
     if kind != "bias" or not isinstance(source, QuantizedSource) or module not in source.modules:
         return False
@@ -229,7 +233,8 @@ def _is_zero_bias(source: WeightSource, name: str) -> bool:
 
 
 def _needed_tensors(model: CausalLM) -> dict[str, tuple[int, ...]]:
-    """Shapes by name. Several sources may read one tensor, each rows of its own, all rows between them."""
+    """Shapes of the needed tensors by name. Several sources may read one tensor, each rows of its own, all rows in
+    total."""
     shapes: dict[str, set[tuple[int, ...]]] = {}
     spans: dict[str, list[tuple[int, int]]] = {}
     for param in declared_params(model):
@@ -248,7 +253,7 @@ def _needed_tensors(model: CausalLM) -> dict[str, tuple[int, ...]]:
 
 
 def _check_rope_factors(source: WeightSource, model: CausalLM, names: list[str]) -> None:
-    """GGUF files carry rope scaling as tensors; the configuration must have been made from one of them."""
+    """Check that the model's rope scaling equals one of the tensors in which GGUF files store it."""
     stored = {tuple(source.read(name).ravel().astype(np.float32).tolist()) for name in names}
     scalings = {attention.rope.scaling for attention in model.config.attention if attention.rope is not None}
     if not all(scaling and tuple(np.asarray(scaling.factors, np.float32).tolist()) in stored for scaling in scalings):

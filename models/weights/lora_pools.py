@@ -1,4 +1,4 @@
-"""From an adapter's matrices to what its slot of each pool holds, and pools that hold none yet."""
+"""Conversion of an adapter's matrices to a slot of each pool, and creation of empty pools."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from models.weights.source import CheckpointNames, StackedExperts
 from models.weights.stacked import DOWN, GATE_UP
 from sharding.rules import named_sharding
 
-# Of one module: A [r, in] and B [out, r], scaled, as a checkpoint has them.
+# Module name to A [r, in] and B [out, r], scaled, in a checkpoint's orientation.
 Matrices = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
-POOLS = "adapters of"  # what names of pools begin with
+POOLS = "adapters of"  # prefix of the names of pools
 
 
 @dataclass(frozen=True)
 class ExpertTargets:
-    """The matrices of a layer's experts, which an adapter may have one by one or for all experts together.
+    """Matrices of a layer's experts, which an adapter may have one by one or for all experts together.
 
     Attributes:
-      joined: by GATE_UP and DOWN, what transformers calls the stacks, the modules that each is made of, with "{expert}"
-        in their names.
-      interleaved: rows of gate and up take turns in the stack.
+      joined: by GATE_UP and DOWN, transformers' names of the stacks, the modules in each, with "{expert}" in their
+      names.
+      interleaved: rows of gate and up alternate in the stack.
     """
 
     num_experts: int
@@ -40,7 +40,7 @@ class ExpertTargets:
     interleaved: bool
 
     def rows_of_parts(self, parts: int, rows: int) -> list[slice]:
-        """Which of the rows [out] of a stack's matrix are those of each of its modules."""
+        """Slices of the rows [out] of a stack's matrix for each of its modules."""
         own = rows // parts
         if self.interleaved:
             return [slice(part, None, parts) for part in range(parts)]
@@ -49,13 +49,13 @@ class ExpertTargets:
 
 @dataclass(frozen=True)
 class AdapterTargets:
-    """What an adapter may change of a model.
+    """Modules of a model that an adapter may change.
 
     Attributes:
       shapes: (inputs, outputs) of each checkpoint module that takes adapters, each expert's by itself.
-      experts: of each layer that has any, by what is before an expert's number in their names: "...mlp.experts".
-      others: modules that the model has and that take none.
-      names: how the checkpoint's names become the model's.
+      experts: of each layer with experts, by the prefix of their names: "...mlp.experts".
+      others: modules of the model that take no adapters.
+      names: mapping from the checkpoint's names to the model's.
     """
 
     shapes: Mapping[str, tuple[int, int]]
@@ -64,7 +64,7 @@ class AdapterTargets:
     names: CheckpointNames
 
     def module(self, stored: str) -> str:
-        """What the model calls a module, or the experts of a layer, that an adapter's file calls so."""
+        """Map the name of a module, or of a layer's experts, in an adapter's file to the model's."""
         name = self.names.renamed(stored)
         if name in self.shapes or name in self.experts:
             return name
@@ -74,17 +74,17 @@ class AdapterTargets:
         return name
 
     def is_expert(self, module: str) -> bool:
-        """Whether a module is one of a single expert."""
+        """Whether a module belongs to a single expert."""
         return module.rsplit(".", 2)[0] in self.experts
 
     def stored_names(self, module: str) -> list[str]:
-        """Names that an adapter's file may have for a module."""
+        """List the names that an adapter's file may have for a module."""
         names = [module, *(module.replace(own, part) for part, own in self.names.of_adapters)]
         return [*names, *(old + n[len(new) :] for n in names for old, new in self.names.prefixes if n.startswith(new))]
 
 
 def targets_of(models: Iterable[Any]) -> AdapterTargets:
-    """Those of the stages of one model, abstract or real."""
+    """Collect the targets of the stages of one model, abstract or real."""
     shapes: dict[str, tuple[int, int]] = {}
     experts: dict[str, ExpertTargets] = {}
     tensors: set[str] = set()
@@ -106,7 +106,7 @@ def targets_of(models: Iterable[Any]) -> AdapterTargets:
 def _of_experts(
     pool: DeclaredPool, stacked: StackedExperts, found: dict[str, ExpertTargets]
 ) -> dict[str, tuple[int, int]]:
-    """Shapes of the modules of a pool of experts; its layer's ExpertTargets are added to those found."""
+    """Shapes of the modules of a pool of experts; its layer's ExpertTargets are added to `found`."""
     count, sources = pool.decl.num_experts, pool.decl.sources
     if pool.decl.part is not None or count is None:
         return {}
@@ -119,22 +119,22 @@ def _of_experts(
 
 
 def with_pools(model: Any, params: nnx.State, mesh: Mesh | None) -> nnx.State:
-    """The model's state: loaded weights, and beside them pools of zeros on the mesh, if it has any."""
+    """Combine loaded weights with zeroed adapter pools on the mesh, if the model has any, into its state."""
     loaded = dict(nnx.to_flat_state(params))
     state = []
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         if isinstance(variable, PoolArray):
             like, axes = variable.get_value(), variable.get_metadata()["decl"].axes
-            place = None if mesh is None else named_sharding(mesh, axes)
-            state.append((path, variable.replace(jax.device_put(np.zeros(like.shape, like.dtype), place))))
+            sharding = None if mesh is None else named_sharding(mesh, axes)
+            state.append((path, variable.replace(jax.device_put(np.zeros(like.shape, like.dtype), sharding))))
         else:
             state.append((path, loaded[path]))
     return nnx.from_flat_state(state)
 
 
 def abstract_leaves(model: Any, mesh: Mesh) -> list[tuple[str, jax.ShapeDtypeStruct]]:
-    """Name and shape, with sharding and layout, of each leaf of an abstract model's state on the mesh: its weights, and
-    among them the pools of adapters, if it has any."""
+    """Name and shape, with sharding and layout, of each leaf of an abstract model's state on the mesh: weights and
+    pools."""
     pools, params, leaves = {pool.index: pool for pool in declared_pools(model)}, declared_params(model), []
     for index in range(len(nnx.to_flat_state(nnx.state(model)))):
         if (pool := pools.get(index)) is not None:
@@ -149,8 +149,8 @@ def abstract_leaves(model: Any, mesh: Mesh) -> list[tuple[str, jax.ShapeDtypeStr
 
 
 def slot_shape(pool: DeclaredPool, spec: LoraSpec) -> tuple[int, ...]:
-    """Shape of what one adapter has of a pool: [modules * rank, in] of a, [rank, out] of b; of experts one of their
-    slots."""
+    """Shape of one adapter's part of a pool: [modules * rank, in] of a, [rank, out] of b; one slot of pools of
+    experts."""
     if pool.decl.num_experts is not None:
         return pool.shape[0], 1, *pool.shape[2:]
     if pool.decl.part is None:
@@ -159,7 +159,7 @@ def slot_shape(pool: DeclaredPool, spec: LoraSpec) -> tuple[int, ...]:
 
 
 def slot_values(pool: DeclaredPool, spec: LoraSpec, matrices: Matrices) -> np.ndarray:
-    """What one adapter has of a pool, in its dtype; zeros for modules that the adapter leaves alone."""
+    """Values of one adapter's part of a pool, in its dtype; zeros for modules that the adapter does not change."""
     values, rank = np.zeros(slot_shape(pool, spec), pool.dtype), spec.max_lora_rank
     if pool.decl.num_experts is not None:
         return _values_of_experts(pool, rank, matrices, values)
@@ -178,7 +178,7 @@ def slot_values(pool: DeclaredPool, spec: LoraSpec, matrices: Matrices) -> np.nd
 
 
 def _values_of_experts(pool: DeclaredPool, rank: int, matrices: Matrices, values: np.ndarray) -> np.ndarray:
-    """The values of `slot_values`, filled in for those experts that the adapter changes."""
+    """Fill in the values of `slot_values` for the experts that the adapter changes."""
     sources = pool.decl.sources if pool.decl.part is None else (pool.decl.sources[pool.decl.part],)
     for expert, own in enumerate(values[:, 0]):
         for source in sources:

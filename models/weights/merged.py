@@ -1,4 +1,4 @@
-"""A checkpoint with an adapter in its weights. Knows no file format."""
+"""View of a checkpoint with an adapter merged into its weights."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from models.weights.stacked import of_shapes
 
 
 class MergedSource(WrappedSource):
-    """The WeightSource of W + B A for each matrix that an adapter changes, in float32, a part at a time as it is read.
+    """WeightSource of W + B A for each matrix that an adapter changes, in float32, computed per part as it is read.
 
-    hidden_size: of the model, by which stacks of experts tell how they lie.
+    hidden_size: of the model, which determines the orientation of stacks of experts.
     """
 
     def __init__(self, source: WeightSource, adapter: AdapterWeights, targets: AdapterTargets, hidden_size: int):
@@ -51,7 +51,7 @@ class MergedSource(WrappedSource):
         return array.astype(np.float32) + b[rows].astype(np.float32) @ a[:, columns].astype(np.float32)
 
     def _of_stack(self, name: str, rows: slice, columns: slice) -> np.ndarray:
-        """What is added to a stack of matrices, each [out, in] or [in, out]: to those of some experts, to some rows."""
+        """Change of a stack of matrices, each [out, in] or [in, out]: for the experts `rows`, sliced to `columns`."""
         experts, modules = self._stacks[name]
         count, first, second = self._source.shape(name)
         added = []

@@ -1,9 +1,9 @@
 """Checkpoints in our own layout: weights as they lie on the devices; a second load neither transposes nor joins.
 
-A folder holds layout.json (what the weights were arranged for), the configuration and tokenizer files it was made from,
+A folder holds layout.json (the arrangement of the weights), the configuration and tokenizer files of its origin,
 weights/ (written and read with orbax-checkpoint, each process its own parts) and kv_cache_scales.json where the
-checkpoint has scales of keys and values. The order inside joined weights depends on how many devices they are split
-over (declare.ParamDecl): another number is refused, all else is free.
+checkpoint has scales of keys and values. The order inside joined weights depends on the number of devices they are
+split over (declare.ParamDecl): another number is refused, all else is free.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from models.weights.parts import num_parts, put, sharding_of
 
 LAYOUT_FILE = "layout.json"
 WEIGHTS_FOLDER = "weights"
-# A file as `jaxengine calibrate` writes it. The layout says whether it belongs to the checkpoint: one of this name may
-# have come from the folder that was converted.
+# A file in the format of `jaxengine calibrate`. The layout says whether it belongs to the checkpoint: one of this name
+# may have been copied from the folder that was converted.
 SCALES_FILE, HAS_SCALES = "kv_cache_scales.json", "kv_cache_scales"
 FORMAT = "jaxengine-weights-2"
 MAX_LAYOUT_BYTES = 64 << 20
-# Of weights on their way between files and devices: host memory beyond the weights themselves.
+# Most host memory, in GB, for weights being copied between files and devices.
 CONCURRENT_GB = 4
 
 
@@ -51,16 +51,16 @@ def save_checkpoint(
     files: Iterable[Path] = (),
     kv_scales: KVScales | None = None,
 ) -> None:
-    """Writes a folder that load_checkpoint reads. Every process of the mesh calls it, with one and the same folder.
+    """Write a folder that load_checkpoint reads. Every process of the mesh calls it, with the same folder.
 
     Args:
       folder: must not exist, or be empty.
-      params: of load_params for this model and mesh.
-      model: abstract, whole (no pipeline stage).
+      params: result of load_params for this model and mesh.
+      model: abstract, of all stages.
       files: copied into the folder: configuration and tokenizer.
-      kv_scales: the checkpoint's of keys and values, of all layers.
+      kv_scales: the checkpoint's scales of keys and values, of all layers.
 
-    Raises ValueError for a stage, ModelFileError for a folder that holds something or cannot be written.
+    Raises ValueError for a stage, ModelFileError for a folder that is not empty or cannot be written.
     """
     import orbax.checkpoint as ocp
 
@@ -103,9 +103,11 @@ def save_checkpoint(
 
 @contextlib.contextmanager
 def _reported_once() -> Iterator[None]:
-    """Silences what is said of errors that are raised as well: orbax's threads log them, asyncio does when their tasks
-    are collected, and tensorstore's speak to an event loop that has been closed. All of it may come when the error is
-    long known, so that the silence ends only where there was none."""
+    """Context that silences secondary reports of an error that is raised as well.
+
+    Orbax's threads log them, asyncio does when their tasks are collected, and tensorstore's use an event loop that has
+    been closed. They may come long after the error, so that the silence ends only if there was none.
+    """
     loggers, hook = [logging.getLogger(name) for name in ("absl", "asyncio")], sys.unraisablehook
 
     def is_news(record: logging.LogRecord) -> bool:
@@ -125,9 +127,10 @@ def _reported_once() -> Iterator[None]:
 
 
 def load_checkpoint(folder: Path, model: CausalLM, *, mesh: Mesh | None = None) -> nnx.State:
-    """The state of `model` (or of one of its stages) from a folder of save_checkpoint; each process reads its parts.
+    """Load the state of `model` (or of one of its stages) from a folder of save_checkpoint; each process reads its
+    parts.
 
-    Raises ModelFileError for a folder that is none, that is of another model or dtype, or that was arranged for another
+    Raises ModelFileError for an invalid folder, for one of another model or dtype, or one arranged for another
     mesh, and ValueError for a mesh that does not split a weight evenly.
     """
     import orbax.checkpoint as ocp
@@ -156,7 +159,7 @@ def load_checkpoint(folder: Path, model: CausalLM, *, mesh: Mesh | None = None) 
     filled = []
     for name, param in zip(names, declared, strict=True):
         array = arrays.pop(name, None)
-        # Where its own notes are damaged, orbax leaves out what it does not find.
+        # Where its own metadata is damaged, orbax omits weights that it does not find.
         if not isinstance(array, jax.Array) or (array.shape, array.dtype) != (param.shape, param.dtype):
             raise ModelFileError(folder / WEIGHTS_FOLDER, "does not hold this weight as layout.json says", name)
         array = put(array, param.decl, array.sharding)
@@ -165,7 +168,7 @@ def load_checkpoint(folder: Path, model: CausalLM, *, mesh: Mesh | None = None) 
 
 
 def _check_files(weights: Path) -> None:
-    """Orbax opens what it finds: a link would lead it out of the folder, and a pipe never ends."""
+    """Check that a folder holds only regular files and folders, as orbax follows links out of it and hangs on pipes."""
     for folder, folders, files in os.walk(weights):
         for name in (*folders, *files):
             mode = os.lstat(Path(folder) / name).st_mode
@@ -174,7 +177,7 @@ def _check_files(weights: Path) -> None:
 
 
 def read_layout(folder: Path) -> dict[str, Any]:
-    """The layout.json of a checkpoint folder: format, mesh (axis sizes), weights (name -> arrangement)."""
+    """Read the layout.json of a checkpoint folder: format, mesh (axis sizes), weights (name -> arrangement)."""
     path = folder / LAYOUT_FILE
     layout = read_object(folder, LAYOUT_FILE, MAX_LAYOUT_BYTES)
     if layout is None:
@@ -189,8 +192,10 @@ def read_layout(folder: Path) -> dict[str, Any]:
 
 
 def load_scales(folder: Path, shape: KVShape) -> KVScales | None:
-    """The scales of keys and values that save_checkpoint was given, for codes of STORED_FOR; None where it was given
-    none. Raises ModelFileError for a folder that is none, and where its file of scales is missing or damaged."""
+    """Load the scales of keys and values that save_checkpoint stored, for codes of STORED_FOR; None if it stored none.
+
+    Raises ModelFileError for an invalid folder, and where its file of scales is missing or damaged.
+    """
     if not read_layout(folder).get(HAS_SCALES, False):
         return None
     path, content = folder / SCALES_FILE, read_object(folder, SCALES_FILE)
@@ -204,7 +209,7 @@ def load_scales(folder: Path, shape: KVShape) -> KVScales | None:
 
 
 def _arrangement(param: DeclaredParam, mesh: Mesh | None) -> dict[str, Any]:
-    """What the bytes of a weight depend on. Where one source alone makes up the weight, devices do not matter."""
+    """Properties that determine the bytes of a weight. For a weight of a single source, the devices do not matter."""
     sources = param.decl.sources
     return {
         "shape": list(param.shape),
@@ -226,6 +231,6 @@ def _check(folder: Path, name: str, saved: dict[str, Any], wanted: dict[str, Any
 
 
 def _name_in_whole(param: DeclaredParam) -> str:
-    """The weight's name in the whole model, of which it may belong to one stage."""
+    """Name of the weight in the full model, given that of a stage."""
     path = param.path if param.layer is None else (param.path[0], param.layer, *param.path[2:])
     return ".".join(map(str, path))

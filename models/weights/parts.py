@@ -1,7 +1,6 @@
-"""Which part of a weight each device holds, and which rows of the checkpoint's tensors make it up.
+"""Division of a weight into device parts, and the rows of the checkpoint's tensors in each.
 
-The arithmetic behind declare.ParamDecl, once for all that fill weights: read, drawn at random or restored.
-Knows nothing of files.
+The arithmetic of declare.ParamDecl, shared by everything that fills weights: from files, at random, or restored.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from sharding.rules import named_sharding
 
 
 class Block(NamedTuple):
-    """What is read of a weight in one go for devices of this process: neighbouring columns of one part.
+    """Part of a weight that is read at once for devices of this process: neighbouring columns of one part.
 
     Attributes:
-      experts: of the first axis; slice(0, 1) for a weight without experts.
-      part: which part of the joined axis.
-      columns: of the tensors' second axis; () for tensors without one.
+      experts: slice of the first axis; slice(0, 1) for a weight without experts.
+      part: index of the part of the joined axis.
+      columns: slice of the tensors' second axis; () for tensors without one.
       devices: each with its columns, counted from the block's first. None stands for the default device.
     """
 
@@ -38,7 +37,7 @@ class Block(NamedTuple):
 
 
 def num_parts(param: DeclaredParam, mesh: Mesh | None) -> tuple[int, ...]:
-    """Parts of each axis of the weight on the mesh; ones without a mesh.
+    """Number of parts of each axis of the weight on the mesh; ones without a mesh.
 
     Raises ValueError, naming the weight, for an axis that this many devices cannot split evenly.
     """
@@ -59,26 +58,27 @@ def num_parts(param: DeclaredParam, mesh: Mesh | None) -> tuple[int, ...]:
 
 
 def sharding_of(param: DeclaredParam, mesh: Mesh | None) -> NamedSharding | None:
-    """Where a weight lives; None (no mesh) is the default device."""
+    """Sharding of a weight; None (no mesh) is the default device."""
     return None if mesh is None else named_sharding(mesh, param.decl.axes)
 
 
 def format_of(decl: ParamDecl, sharding: Sharding) -> Format | Sharding:
-    """Where a weight lives and, unless that is the compiler's affair, in which order of its axes."""
+    """Sharding of a weight with, unless the compiler chooses it, its memory layout."""
     order = order_of(decl, sharding)
     return sharding if order is None else Format(Layout(order), sharding)
 
 
 def order_of(decl: ParamDecl, sharding: Sharding) -> tuple[int, ...] | None:
-    """Its axes from the outermost in memory to the innermost, None where that is the compiler's affair."""
+    """Axes of a weight from the outermost in memory to the innermost, None where the compiler chooses."""
     axes = tuple(range(len(decl.axes)))
-    if decl.turned_on_gpu and product_platform_of(next(iter(sharding.device_set))) == "gpu":
+    if decl.transposed_on_gpu and product_platform_of(next(iter(sharding.device_set))) == "gpu":
         return (*axes[:-2], axes[-1], axes[-2])
     return axes if decl.row_major else None
 
 
 def put(array: np.ndarray | jax.Array, decl: ParamDecl, sharding: Sharding | None) -> jax.Array:
-    """A weight's values, or a device's part of them, where it lives; None for the default device."""
+    """Put a weight's values, or a device's part of them, on devices in the declared layout; None for the default
+    device."""
     placed = jax.device_put(array, sharding)
     layout, order = placed.format.layout, order_of(decl, placed.sharding)
     # Where the compiler's order is the one wanted already, jax would compile a program that does nothing.
@@ -88,14 +88,15 @@ def put(array: np.ndarray | jax.Array, decl: ParamDecl, sharding: Sharding | Non
 
 
 def local_blocks(param: DeclaredParam, mesh: Mesh | None) -> Iterator[Block]:
-    """What the devices of this process need. Devices with equal parts share one; none twice in the blocks."""
+    """Iterate over the blocks that the devices of this process need, each part read once for all devices that share
+    it."""
     decl, sharding = param.decl, sharding_of(param, mesh)
     parts = num_parts(param, mesh)[decl.joined_axis]
     whole = (slice(None),) * len(param.shape)
-    places = {None: whole} if sharding is None else sharding.addressable_devices_indices_map(param.shape)
+    index_of_device = {None: whole} if sharding is None else sharding.addressable_devices_indices_map(param.shape)
     axis = column_axis(decl)
     found: dict[tuple[int, int, int], dict[tuple[int, int], list[Any]]] = {}
-    for device, index in places.items():
+    for device, index in index_of_device.items():
         assert index is not None
         spans = [each.indices(size)[:2] for each, size in zip(index, param.shape, strict=True)]
         first, last = (0, 1) if decl.num_experts is None else spans[0]
@@ -111,7 +112,7 @@ def local_blocks(param: DeclaredParam, mesh: Mesh | None) -> Iterator[Block]:
 
 
 def _runs(spans: list[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
-    """Sorted spans, grouped where one begins at the end of another."""
+    """Group sorted spans into runs where each begins at the end of the one before."""
     run = spans[:1]
     for span in spans[1:]:
         if span[0] != run[-1][1]:
@@ -122,13 +123,13 @@ def _runs(spans: list[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
 
 
 def column_axis(decl: ParamDecl) -> int | None:
-    """The weight's axis that is the tensors' second; None where they have one only."""
+    """Axis of the weight that is the tensors' second axis; None for tensors with one axis."""
     first = int(decl.num_experts is not None)
     return next((axis for axis in range(first, len(decl.axes)) if axis != decl.joined_axis), None)
 
 
 def source_row(source: Source, contributed: Any) -> Any:
-    """The row of the tensor that is the contributed row of this number; both numbers or integer arrays.
+    """Row of the tensor for a contributed row number; both are numbers or integer arrays.
 
     Meaningful below source.rows * source.repeat: padding follows.
     """
@@ -137,5 +138,5 @@ def source_row(source: Source, contributed: Any) -> Any:
 
 
 def tensor_name(source: Source, expert: int) -> str:
-    """A source's name for one expert; for all other weights the name as it is."""
+    """Name of a source's tensor for one expert; unchanged for weights without experts."""
     return source.name.replace("{expert}", str(expert))

@@ -1,7 +1,7 @@
-"""Adapters as PEFT writes them: a folder with adapter_config.json and adapter_model.safetensors.
+"""Reader of PEFT adapters: a folder with adapter_config.json and adapter_model.safetensors.
 
-The files are written by others: every field, count, name, shape and number is checked before any of it is used, and
-whatever is wrong is one ModelFileError. What is not built is refused by its name. What a file may say of experts is in
+The files are untrusted: every field, count, name, shape and number is checked before any of it is used, and
+every fault is one ModelFileError. Unsupported features are refused by name. Matrices of experts are handled in
 models.weights.peft_experts.
 """
 
@@ -21,7 +21,7 @@ from models.weights.errors import ModelFileError
 from models.weights.files import inside, read_object
 from models.weights.lora_pools import AdapterTargets
 from models.weights.peft_config import AdapterConfig
-from models.weights.peft_experts import JoinedExperts, find_joined, turned_of
+from models.weights.peft_experts import JoinedExperts, find_joined, is_transposed
 from models.weights.peft_tensors import ENDS, AdapterTensors
 from models.weights.safetensors import PICKLE_SUFFIXES, SafetensorsCheckpoint
 from models.weights.stacked import DOWN, GATE_UP
@@ -35,8 +35,8 @@ class AdapterWeights:
     """An adapter, read and checked.
 
     Attributes:
-      rank: the largest of its matrices.
-      digest: SHA-256 of all that it computes with.
+      rank: the largest rank of its matrices.
+      digest: SHA-256 of everything that affects its results.
       matrices: by module of the model, A [r, in] and B [out, r] with the scale folded in, in the model's dtype.
     """
 
@@ -51,7 +51,7 @@ class AdapterWeights:
 
 
 def read_adapter(folder: str | os.PathLike[str], targets: AdapterTargets, max_rank: int, dtype: Any) -> AdapterWeights:
-    """Reads an adapter for a model. Raises ModelFileError; nothing has changed then."""
+    """Read an adapter for a model. Raises ModelFileError."""
     folder, dtype = Path(folder), jnp.dtype(dtype)
     raw = read_object(folder, CONFIG_FILE, _MAX_CONFIG_BYTES)
     if raw is None:
@@ -71,9 +71,9 @@ def read_adapter(folder: str | os.PathLike[str], targets: AdapterTargets, max_ra
             size, out = targets.shapes[module]
             rank_of_it, scale = ranks[keys[module]], config.scale_of(keys[module], ranks[keys[module]])
             matrices[module] = tensors.read(name, (rank_of_it, size), (out, rank_of_it), scale)
-        turned = turned_of(tensors, joined, ranks)
+        transposed = is_transposed(tensors, joined, ranks)
         for each in joined:
-            found = each.read(tensors, ranks[each.key], config.scale_of(each.key, ranks[each.key]), turned)
+            found = each.read(tensors, ranks[each.key], config.scale_of(each.key, ranks[each.key]), transposed)
             if twice := next((module for module in found if module in matrices), None):
                 raise ModelFileError(checkpoint.path, f"stands for {twice}, as does another matrix", each.name)
             matrices |= found
@@ -103,7 +103,7 @@ def _weights_file(folder: Path) -> Path:
 def _stored_modules(
     tensors: AdapterTensors, config: AdapterConfig, targets: AdapterTargets
 ) -> tuple[dict[str, str], list[JoinedExperts]]:
-    """What the file has both matrices of: the model's names of modules and the file's, and experts together."""
+    """Find the modules with both matrices: a map from the model's names to the file's, and joined experts."""
     path = tensors.path
     stored: dict[str, str] = {}
     joined, of_joined = find_joined(tensors, config, targets)

@@ -1,6 +1,6 @@
-"""The adapter_config.json of an adapter, as PEFT writes it: every field is checked before any of it is used.
+"""Reader of an adapter_config.json in PEFT's format: every field is checked before any of it is used.
 
-How PEFT matches names: its `check_target_module_exists`, `_inject_parameters` and `get_pattern_key`; how it scales: its
+PEFT matches names in its `check_target_module_exists`, `_inject_parameters` and `get_pattern_key`, and scales in its
 `LoraLayer.update_layer`.
 """
 
@@ -19,10 +19,10 @@ from models.weights.lora_pools import AdapterTargets
 
 _ALL_LINEAR = "all-linear"
 _MAX_NAMES, _MAX_NAME = 1 << 14, 512
-# Each is tried on each module.
+# Each expression is tried on each module.
 _MAX_EXPRESSIONS = 256
 _NAME = re.compile(r"[\w.-]+")
-# Fields that say nothing of what the adapter computes.
+# Fields that do not affect the adapter's results, or are read below.
 _SILENT = frozenset(
     [
         "peft_type",
@@ -54,7 +54,7 @@ _SILENT = frozenset(
         "lora_ga_config",
     ]
 )
-# Ways of beginning that change the base model's own weights too, unless PEFT converts what it saves.
+# Initialisations that change the base model's own weights too, unless PEFT converts the adapter when saving.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
@@ -92,38 +92,40 @@ class AdapterConfig:
         self._layers = self._layer_numbers(raw)
 
     def key_of(self, name: str) -> str:
-        """What patterns know a module as that the file calls so: by its weight, where that is what is named."""
+        """Name under which patterns match a module of the file: that of its weight, if the weight is what is
+        targeted."""
         return f"{name}.weight" if not self.wants(name) and self.wants_parameter(f"{name}.weight") else name
 
     def rank_of(self, name: str) -> int:
-        """Of the module, or the parameter, that the file calls so."""
+        """Rank of the module, or the parameter, with this name in the file."""
         return self._ranks.find(name, self._r)
 
     def scale_of(self, name: str, rank: int) -> float:
-        """What B is multiplied with: Kalajdzievski 2023, arXiv:2312.03732, where rslora is asked for."""
+        """Factor of B, as in Kalajdzievski 2023, arXiv:2312.03732, with rslora."""
         return self._alphas.find(name, self._alpha) / (math.sqrt(rank) if self._root else rank)
 
     def wants(self, name: str) -> bool:
-        """Whether target_modules names a module that the file calls so."""
+        """Whether target_modules names the module with this name in the file."""
         if self._excluded and _matches(self._excluded, name):
             return False
         if self._layers is not None:
-            # Of an expert's name the layer's number, not the expert's.
+            # The first number of a name is the layer's, a later one may be the expert's.
             number = re.match(r".*?\.[^.]*\.([0-9]+)\.", name)
             if number is None or int(number[1]) not in self._layers:
                 return False
         return _matches(self._targets, name)
 
     def wants_parameter(self, name: str) -> bool:
-        """Whether target_parameters names a parameter that the file calls so: its end, from one of its dots on."""
+        """Whether target_parameters names this parameter of the file, by a suffix that begins at a dot."""
         return _matches(self._parameters, name)
 
     def check_modules(self, stored: Mapping[str, str], parameters: Collection[str], targets: AdapterTargets) -> None:
-        """Raises unless the file has the matrices of all modules that the configuration names, and of no others.
+        """Raise ModelFileError unless the file has the matrices of all modules that the configuration names, and of no
+        others.
 
         Single experts may be left out.
 
-        stored: the model's names, and those of the file. parameters: what else the file has, all of it named.
+        stored: the model's names, and those of the file. parameters: the file's other entries, all of them named.
         """
         for name in stored.values():
             if not self.wants(name) and not self.wants_parameter(f"{name}.weight"):
@@ -147,7 +149,7 @@ class AdapterConfig:
             raise ModelFileError(self.path, named.format("target_parameters"), missing[0])
 
     def _names(self, raw: Mapping[str, Any], field: str) -> str | frozenset[str]:
-        """Names, a regular expression, or "all-linear"."""
+        """Read names, a regular expression, or "all-linear"."""
         value = raw.get(field) or []
         if isinstance(value, str):
             if value != _ALL_LINEAR:
@@ -201,7 +203,7 @@ class AdapterConfig:
 
 
 def _ends(name: str) -> list[str]:
-    """A name, and what follows each of its dots."""
+    """List a name, and each of its suffixes that follow a dot."""
     return [name, *(name[dot.end() :] for dot in re.finditer(r"\.", name))]
 
 
@@ -214,10 +216,10 @@ def _matches(wanted: str | frozenset[str], name: str) -> bool:
 
 
 class _Patterns:
-    """Values by regular expressions, most of which are names as they stand.
+    """Values by regular expressions, most of which are plain names.
 
     Attributes:
-      num_expressions: those that are not.
+      num_expressions: number of those that are not.
     """
 
     def __init__(self, values: Mapping[str, Any]):
@@ -227,7 +229,7 @@ class _Patterns:
         self.num_expressions = len(self._others)
 
     def find(self, name: str, default: Any) -> Any:
-        """The value of the first pattern that fits the name, or what follows one of its dots."""
+        """Value of the first pattern that matches the name or one of its suffixes after a dot."""
         ends = _ends(name)
         first = min((self._names[end] for end in ends if end in self._names), key=lambda found: found[0], default=None)
         for number, pattern, value in self._others:
@@ -239,5 +241,5 @@ class _Patterns:
 
 
 def short(value: Any) -> str:
-    """The beginning of what a file says, for errors."""
+    """Shorten a value from a file for an error."""
     return repr(value if isinstance(value, (str, int, float)) else json.dumps(value, default=str))[:100]

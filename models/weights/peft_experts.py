@@ -1,4 +1,4 @@
-"""Matrices of all experts of a layer together, as PEFT writes them where transformers has one parameter for them all.
+"""Adapter matrices for all experts of a layer together, as PEFT writes them if transformers has one parameter for all.
 
 PEFT's `target_parameters` names such a parameter, [E, p, q], "...mlp.experts.gate_up_proj" or
 "...mlp.experts.down_proj". Its `ParamWrapper` has one pair of matrices for it:
@@ -6,11 +6,11 @@ PEFT's `target_parameters` names such a parameter, [E, p, q], "...mlp.experts.ga
     lora_A  [E * r, in]     rows of an expert, then of a rank
     lora_B  [out, r * E]    columns of a rank, then of an expert
 
-It stands where the module `experts` stood, so the file calls the pair `experts`. A second parameter of the module is
+It replaces the module `experts`, so the file calls the pair `experts`. A second parameter of the module is
 wrapped around the first, and the first one's pair, gate_up_proj's, is then called `experts.base_layer`.
 
-Which of p and q is `in` has changed: 0.17 and 0.18 say p, and since 0.19 it is q unless the module says
-`is_transposed`. So the pair is of the matrix as a linear layer has it, or of that matrix turned; shapes tell, and where
+Which of p and q is `in` has changed: p in 0.17 and 0.18, and q since 0.19 unless the module says
+`is_transposed`. So the pair is for the matrix of a linear layer, or for its transpose; shapes decide, and where
 a matrix is square, the others of the same file do.
 """
 
@@ -35,9 +35,9 @@ class JoinedExperts:
     """One pair of a file for all experts of a layer.
 
     Attributes:
-      name: what the file calls the pair.
-      key: the parameter that it is of, as the configuration names it.
-      experts: the layer's.
+      name: the pair's name in the file.
+      key: its parameter, as the configuration names it.
+      experts: targets of the layer.
       part: GATE_UP or DOWN.
       size, out: inputs and outputs of the parameter's matrix of one expert.
     """
@@ -49,17 +49,17 @@ class JoinedExperts:
     size: int
     out: int
 
-    def shapes(self, rank: int, turned: bool) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Of A and B."""
-        size, out = (self.out, self.size) if turned else (self.size, self.out)
+    def shapes(self, rank: int, transposed: bool) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Shapes of A and B."""
+        size, out = (self.out, self.size) if transposed else (self.size, self.out)
         return (self.experts.num_experts * rank, size), (out, rank * self.experts.num_experts)
 
     def read(
-        self, tensors: AdapterTensors, rank: int, scale: float, turned: bool | None
+        self, tensors: AdapterTensors, rank: int, scale: float, transposed: bool | None
     ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """A [r, in] and B [out, r] of each expert's modules. Raises ModelFileError.
+        """Read A [r, in] and B [out, r] of each expert's modules. Raises ModelFileError.
 
-        turned: how the file's matrices are; None where none of them tells.
+        transposed: orientation of the file's matrices; None where it cannot be determined.
         """
         shapes, wanted = tensors.shapes(self.name), [self.shapes(rank, each) for each in (False, True)]
         if shapes not in wanted:
@@ -68,14 +68,14 @@ class JoinedExperts:
             name = f"{PREFIX}{self.name}{ENDS[bool(fits)]}"
             raise ModelFileError(tensors.path, f"shape must be {allowed}, got {shapes[bool(fits)]}", name)
         if wanted[0] != wanted[1]:
-            turned = shapes == wanted[1]
-        elif turned is None:
+            transposed = shapes == wanted[1]
+        elif transposed is None:
             text = f"the matrices of {self.key} are square, and no others tell which of their sides are inputs"
             raise ModelFileError(tensors.path, f"{text}: save the adapter with those of single experts", self.name)
         count = self.experts.num_experts
         a, b = tensors.read(self.name, *shapes, scale)
         a, b = a.reshape(count, rank, -1), np.moveaxis(b.reshape(-1, rank, count), 2, 0)
-        if turned:
+        if transposed:
             a, b = b.swapaxes(1, 2), a.swapaxes(1, 2)
         a, b = np.ascontiguousarray(a), np.ascontiguousarray(b)
         modules = self.experts.joined[self.part]
@@ -89,7 +89,7 @@ class JoinedExperts:
 def find_joined(
     tensors: AdapterTensors, config: AdapterConfig, targets: AdapterTargets
 ) -> tuple[list[JoinedExperts], frozenset[str]]:
-    """The pairs of a file for all experts of a layer, and what it calls them.
+    """Find the pairs of a file for all experts of a layer, and the set of their names.
 
     Raises ModelFileError unless the file has those that the configuration names, and no others.
     """
@@ -101,7 +101,7 @@ def find_joined(
     found: list[JoinedExperts] = []
     for prefix, names in by_layer.items():
         experts = targets.experts[targets.module(prefix)]
-        # The first is innermost.
+        # The first parameter is wrapped innermost.
         parts = [part for part in (GATE_UP, DOWN) if config.wants_parameter(f"{prefix}.{part}")]
         calls = {prefix + _BELOW * depth: part for depth, part in enumerate(reversed(parts))}
         for name in names:
@@ -127,8 +127,8 @@ def find_joined(
     return found, frozenset(name for names in by_layer.values() for name in names)
 
 
-def turned_of(tensors: AdapterTensors, joined: Iterable[JoinedExperts], ranks: Mapping[str, int]) -> bool | None:
-    """Whether pairs of a file are of turned matrices, by those that are not square; None where none tells.
+def is_transposed(tensors: AdapterTensors, joined: Iterable[JoinedExperts], ranks: Mapping[str, int]) -> bool | None:
+    """Whether pairs of a file are for transposed matrices, judged by those that are not square; None where unknown.
 
     ranks: by the names of parameters.
     """
@@ -136,6 +136,6 @@ def turned_of(tensors: AdapterTensors, joined: Iterable[JoinedExperts], ranks: M
         tensors.shapes(each.name) == each.shapes(ranks[each.key], True)
         for each in joined
         if each.size != each.out
-        and tensors.shapes(each.name) in [each.shapes(ranks[each.key], turned) for turned in (False, True)]
+        and tensors.shapes(each.name) in [each.shapes(ranks[each.key], transposed) for transposed in (False, True)]
     }
     return tells.pop() if len(tells) == 1 else None

@@ -1,4 +1,4 @@
-"""The tensors of an adapter's file, in pairs, by the modules that they are of."""
+"""Tensors of an adapter's file, in pairs, by module."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ PREFIX, ENDS = "base_model.model.", (".lora_A.weight", ".lora_B.weight")
 
 
 class AdapterTensors:
-    """What a file has of each module, as it calls it.
+    """Tensors of a file by module, under the file's names.
 
-    modules: which of ENDS there are of each.
+    modules: for each module, which of ENDS are present.
 
-    Raises ModelFileError for a file that holds nothing, or something else.
+    Raises ModelFileError for a file that is empty, or holds other tensors.
     """
 
     def __init__(self, checkpoint: SafetensorsCheckpoint, dtype: np.dtype):
@@ -32,12 +32,12 @@ class AdapterTensors:
             raise ModelFileError(self.path, "holds no matrices")
 
     def shapes(self, module: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of A and B."""
+        """Shapes of A and B."""
         a, b = (tuple(self._checkpoint.shape(f"{PREFIX}{module}{end}")) for end in ENDS)
         return a, b
 
     def read(self, module: str, a: tuple[int, ...], b: tuple[int, ...], scale: float) -> tuple[np.ndarray, np.ndarray]:
-        """A and B, which must have these shapes, B times the scale, in the model's dtype."""
+        """Read A and B, which must have these shapes, B times the scale, in the model's dtype."""
         names = [f"{PREFIX}{module}{end}" for end in ENDS]
         first, second = (self._read(name, shape) for name, shape in zip(names, (a, b), strict=True))
         return self._finite(module, first, 1.0), self._finite(module, second, scale)

@@ -1,8 +1,7 @@
-"""A checkpoint of quantised matrices, read as the codes, scales and zeros that a model declares.
+"""View of a checkpoint with quantised matrices as the codes, scales and zeros that a model declares.
 
-What each module's tensors mean is its scheme's (models.quantization.stored); here their names are exchanged for those
-that models.quantization.quantized declares, and everything that can be checked is, before anything is loaded. Knows
-nothing of file formats.
+Each module's tensors are interpreted by its scheme (models.quantization.stored); here their names are replaced by those
+that models.quantization.quantized declares, and everything that can be checked is, before anything is loaded.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from models.weights.source import WHOLE, WeightSource, WrappedSource
 
 
 class QuantizedSource(WrappedSource):
-    """The WeightSource of the checkpoint of a model, whole, some of whose modules are quantised.
+    """WeightSource for the checkpoint of a full model, some of whose modules are quantised.
 
     Attributes:
-      modules: by name, what is quantised and how.
+      modules: by name, the scheme and StoredModule of each quantised module.
 
     Raises ModelFileError for a tensor that is missing, has another shape or holds numbers of another kind than its
-    format says, and for scales that are not finite.
+    format requires, and for scales that are not finite.
     """
 
     def __init__(self, source: WeightSource, model: CausalLM):
@@ -90,7 +89,7 @@ class QuantizedSource(WrappedSource):
                 self._shapes[name] = tuple(shape)
 
     def _exchange(self, scheme: Quantized, module: StoredModule) -> None:
-        """Checks a module's tensors and takes their names away."""
+        """Check a module's tensors and remove their names."""
         stored = scheme.stored
         for kind, shapes in {**stored.optional(module), **stored.tensors(module)}.items():
             if not module.has(kind):
@@ -113,7 +112,8 @@ class QuantizedSource(WrappedSource):
                 raise ModelFileError(self.path, f"{bad} of {held.size} {what} are not finite numbers", module.name)
 
     def _check_alike(self, param: DeclaredParam) -> None:
-        """What all modules of one product must have alike, and only the first of them is read for."""
+        """Check that all modules of one product agree on data that is read from the first only: input order and static
+        scale."""
         kinds = {declared.name.rpartition(".")[2] for declared in param.decl.sources}
         if not kinds <= {CODES, PAIRS}:
             return
@@ -141,7 +141,7 @@ class QuantizedSource(WrappedSource):
         return scheme.stored.input_scale(module)
 
     def _dequantized(self, scheme: Quantized, module: StoredModule, rows: slice, columns: slice) -> np.ndarray:
-        """f32 [rows, columns]"""
+        """Dequantise f32 [rows, columns] of a module."""
         stored = scheme.stored
         values = dequantized(stored.codes(module, rows, WHOLE), *stored.scales(module, rows), stored.group)
         if stored.reordered:

@@ -1,4 +1,4 @@
-"""A checkpoint by the names that its model has for what is in it. Knows nothing of file formats."""
+"""View of a checkpoint under its model's names for the tensors."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from models.weights.source import WHOLE, CheckpointNames, WeightSource, WrappedS
 
 
 class RenamedSource(WrappedSource):
-    """The WeightSource of a checkpoint that a CheckpointNames describes.
+    """WeightSource of a checkpoint that a CheckpointNames describes.
 
-    Raises ModelFileError where two tensors get one name, and where a constant is another number.
+    Raises ModelFileError where two tensors get one name, and where a constant has another value.
     """
 
     def __init__(self, source: WeightSource, names: CheckpointNames):
@@ -43,7 +43,7 @@ class RenamedSource(WrappedSource):
         return self._stored.keys()
 
     def stored_name(self, name: str) -> str:
-        """What the checkpoint calls it."""
+        """Name of a tensor in the checkpoint."""
         return self._stored[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -68,11 +68,11 @@ class RenamedSource(WrappedSource):
         return len(shape) > 2 and name.endswith(self._flattened)
 
 
-# A pooling model that was saved without its head, as *Model, has names without the beginning of all others.
+# A pooling model that was saved without its head, as *Model, has names without the common prefix.
 _WITHOUT_HEAD = CheckpointNames(prefixes=(("lm_head.", "lm_head."), ("score.", "score."), ("", "model.")))
 
 
 def with_prefix(source: WeightSource) -> WeightSource:
-    """The checkpoint by names that begin with "model.", whether its own do or not."""
+    """Return the checkpoint under names that begin with "model.", whether its own do or not."""
     has_prefix = any(name.startswith("model.") for name in source.names())
     return source if has_prefix else RenamedSource(source, _WITHOUT_HEAD)

@@ -1,7 +1,7 @@
 """Safetensors checkpoints: one file, or shards listed by an index (format: github.com/huggingface/safetensors).
 
-The files are written by others, so everything is checked before it is used: header, offsets, and that no path leaves
-the checkpoint's folder. Formats that are programs (pickle: .bin, .pt, .pth) are refused. Knows nothing of models.
+The files are untrusted, so everything is checked before it is used: header, offsets, and that no path leaves
+the checkpoint's folder. Formats that are programs (pickle: .bin, .pt, .pth) are refused.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class TensorInfo:
 class SafetensorsCheckpoint:
     """WeightSource over a checkpoint folder or one .safetensors file; headers are read at once, tensors on demand.
 
-    Of a tensor only the bytes of the rows and columns asked for are read.
+    Only the bytes of the requested rows and columns of a tensor are read.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -81,11 +81,11 @@ class SafetensorsCheckpoint:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes read of all files so far, headers included."""
+        """Number of bytes read from all files so far, headers included."""
         return sum(file.bytes_read for file in self._files)
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
-        """These rows and columns in the dtype of the file, in memory of their own."""
+        """Read these rows and columns in the dtype of the file, in newly allocated memory."""
         return self._file(name).read(name, rows, columns)
 
     def close(self) -> None:
@@ -160,7 +160,7 @@ class _SafetensorsFile:
         array = np.empty([end - start for start, end in spans] + list(info.shape[2:]), info.dtype)
         if array.size == 0:
             return array
-        # In bytes: of a whole row, and where the part of one begins.
+        # Bytes of a complete row, and the offset of the first byte to read.
         row_bytes = info.num_bytes // info.shape[0] if spans else info.num_bytes
         start = info.start + (spans[0][0] * row_bytes if spans else 0)
         if len(spans) < 2 or spans[1] == (0, info.shape[1]):
@@ -240,7 +240,7 @@ def _is_sizes(value: Any) -> bool:
 
 
 def _without_duplicates(path: Path) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
-    """Makes a dict of a JSON object's pairs, and a ModelFileError of a key that appears twice."""
+    """Make a hook for json that builds dicts and raises ModelFileError for a key that appears twice."""
 
     def checked(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)

@@ -1,4 +1,4 @@
-"""WeightSource: what the parameter loader asks of any checkpoint format."""
+"""WeightSource: interface between the parameter loader and checkpoint formats."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _NONE: Mapping[str, float] = MappingProxyType({})
 
 
 class StackedExperts(NamedTuple):
-    """That a family stores the matrices of all experts of a layer in one tensor, see models.weights.stacked.
+    """Storage of the matrices of all experts of a layer in one tensor, see models.weights.stacked.
 
-    interleaved: rows of gate and up take turns; otherwise all of gate come first.
-    out_first: a matrix is [out, in], as a linear layer's is; otherwise [in, out]. None where checkpoints differ in that
-      and tell by their shapes, a square matrix being as a linear layer's.
+    interleaved: rows of gate and up alternate; otherwise all of gate come first.
+    out_first: a matrix is [out, in], as a linear layer's is; otherwise [in, out]. None where checkpoints differ and
+      their shapes decide, a square matrix counting as a linear layer's.
     """
 
     interleaved: bool = False
@@ -25,19 +25,19 @@ class StackedExperts(NamedTuple):
 
 
 class CheckpointNames(NamedTuple):
-    """What a family's checkpoints have beside the tensors that its model declares.
+    """Differences between the tensors of a family's checkpoints and those that its model declares.
 
     Attributes:
-      prefixes: beginnings of names, and what the model says instead; the first that fits counts.
-      suffixes: ends of names, likewise.
+      prefixes: pairs of a beginning of names and the model's replacement; the first match counts.
+      suffixes: the same for ends of names.
       unused: beginnings of the names of other parts, which are not read.
-      tower: beginnings, as the model says them, of the names of what sees: not read where the model is not to see.
+      tower: beginnings, in the model's names, of the vision tower: not read where the model is served without it.
       constants: ends of the names of tensors that hold one number, which the model has in its code, and this number.
       squeezed: ends of the names of tensors whose second axis, of one entry, the model leaves out.
-      flattened: ends of the names of tensors of more than two axes whose axes behind the first are one in the model.
-      stacked_experts: how experts are stored where they may be in one tensor; None for each in tensors of its own.
-      of_adapters: parts of names of modules as adapters may have them, made with other versions of transformers than
-        those that checkpoints are named by, and what the model says instead.
+      flattened: ends of the names of tensors of more than two axes whose axes after the first are one in the model.
+      stacked_experts: storage of experts where they may be in one tensor; None for tensors per expert.
+      of_adapters: pairs of a part of module names in adapters made with other versions of transformers, and the model's
+        replacement.
     """
 
     prefixes: tuple[tuple[str, str], ...] = ()
@@ -51,38 +51,38 @@ class CheckpointNames(NamedTuple):
     of_adapters: tuple[tuple[str, str], ...] = ()
 
     def renamed(self, stored: str) -> str:
-        """What the model calls a tensor, or a module, of the checkpoint."""
+        """Map the name of a tensor, or a module, of the checkpoint to the model's."""
         name = renamed(stored, self.prefixes)
         return next((name.removesuffix(old) + new for old, new in self.suffixes if name.endswith(old)), name)
 
 
 def renamed(name: str, prefixes: Iterable[tuple[str, str]]) -> str:
-    """The name with what stands for its beginning instead; the first that fits counts."""
+    """Replace the beginning of a name; the first matching prefix counts."""
     return next((new + name[len(old) :] for old, new in prefixes if name.startswith(old)), name)
 
 
 class WeightSource(Protocol):
-    """Named tensors that are read one at a time, whole or in part.
+    """Named tensors that are read one at a time, entirely or in part.
 
     Names and orientation are those of Hugging Face checkpoints: linear weights are [out, in], whatever the file's own
-    convention. Every method raises ModelFileError for a file that cannot be trusted. `path` is for error messages.
+    convention. Every method raises ModelFileError for an invalid file. `path` is for error messages.
     """
 
     @property
     def path(self) -> str: ...
 
     def names(self) -> Iterable[str]:
-        """All tensors of the checkpoint."""
+        """List the names of all tensors of the checkpoint."""
         ...
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Known without reading the tensor."""
+        """Shape of a tensor, known without reading it."""
         ...
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
-        """These rows (first axis) and columns (second axis) of a tensor, in a floating dtype; steps are 1.
+        """Read these rows (first axis) and columns (second axis) of a tensor, in a floating dtype; steps are 1.
 
-        The caller owns the array and lets go of it before the next read.
+        The caller owns the array and releases it before the next read.
         """
         ...
 
@@ -90,7 +90,7 @@ class WeightSource(Protocol):
 
 
 class WrappedSource:
-    """The part of a WeightSource over another one that all of these share."""
+    """Base of WeightSources that are views of another one."""
 
     def __init__(self, source: WeightSource):
         self._source = source

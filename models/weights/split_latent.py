@@ -1,8 +1,8 @@
-"""Checkpoints that keep what makes keys and what makes values of latents apart, as GGUF files do, read as if together.
+"""View of checkpoints that store the two halves of the latent projection separately, as GGUF files do, as one tensor.
 
     NAME.k_b_proj.weight [H, R, K], NAME.v_b_proj.weight [H, V, R]     NAME.kv_b_proj.weight [H * (K + V), R]
 
-H heads of K elements of keys without rope and V of values, latents of R. Knows nothing of file formats.
+H heads of K elements of keys without rope and V of values, latents of R.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _KEYS, _VALUES, _BOTH = ".k_b_proj.weight", ".v_b_proj.weight", ".kv_b_proj.weig
 
 
 class SplitLatentSource(WrappedSource):
-    """The WeightSource of such a checkpoint; one that has no such tensors is as it is.
+    """WeightSource of such a checkpoint; one without such tensors is unchanged.
 
-    Raises ModelFileError for keys without values, and for shapes that do not belong together.
+    Raises ModelFileError for keys without values, and for shapes that do not match.
     """
 
     def __init__(self, source: WeightSource):

@@ -1,4 +1,4 @@
-"""Checkpoints that keep a matrix of all experts of a layer in one tensor, read as if each expert had its own tensors.
+"""View of checkpoints that store a matrix of all experts of a layer in one tensor as one with tensors per expert.
 
     NAME.experts.gate_up_proj        [E, D, 2F]          experts.{e}.gate_proj.weight, up_proj.weight [F, D]
     NAME.experts.gate_up_proj_bias   [E, 2F]             experts.{e}.gate_proj.bias, up_proj.bias [F]
@@ -6,15 +6,13 @@
     NAME.experts.down_proj_bias      [E, D]              experts.{e}.down_proj.bias [D]
 
 or matrices [2F, D] and [D, F], as linear layers have them, or, in MXFP4 (OCP Microscaling Formats 1.0),
-`gate_up_proj_blocks` [E, 2F, D / 32, 16] and `gate_up_proj_scales` [E, 2F, D / 32], and so for `down_proj`. In e4m3, as
-transformers has it ("fp8"), matrices have scales beside them that lie as they do, and perhaps one of inputs:
+`gate_up_proj_blocks` [E, 2F, D / 32, 16] and `gate_up_proj_scales` [E, 2F, D / 32], and the same for `down_proj`. In
+e4m3, as in transformers ("fp8"), matrices have scales in the same orientation, and possibly one for inputs:
 
     NAME.experts.gate_up_proj_scale_inv         [E, D / columns, 2F / rows] of blocks, or [E, 1, 1]
     NAME.experts.gate_up_proj_activation_scale  [E]
 
 which are read as experts.{e}.gate_proj.weight_scale_inv [F / rows, D / columns] and .activation_scale [1].
-
-Knows nothing of file formats.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from models.weights.source import WHOLE, StackedExperts, WeightSource, WrappedSo
 
 GATE_UP, DOWN, BLOCKS, SCALES, BIAS = "gate_up_proj", "down_proj", "_blocks", "_scales", "_bias"
 SCALE_INV, INPUT_SCALE = "_scale_inv", "_activation_scale"
-# Ends of the names of stacks that are read: their axes, and what an expert has of them.
+# Suffixes of supported stacks: number of axes, and name of an expert's tensor.
 _KINDS = {
     "": (3, "weight"),
     BIAS: (2, "bias"),
@@ -38,16 +36,16 @@ _KINDS = {
     SCALE_INV: (3, "weight_scale_inv"),
     INPUT_SCALE: (1, "activation_scale"),
 }
-# Four bits: a sign, two bits of exponent, one of mantissa.
+# Values of four-bit codes: a sign, two bits of exponent, one of mantissa.
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-# Of a byte, the low half first: [256, 2].
+# Values of a byte's two codes, the low half first: [256, 2].
 _PAIRS = np.stack([np.tile(FP4, 16), np.repeat(FP4, 16)], axis=1)
 
 
 class _Part(NamedTuple):
-    """One expert's tensor: rows `first`, `first + step`, ... of what the stack has for it, [out, in] or [out].
+    """One expert's tensor: rows `first`, `first + step`, ... of its part of the stack, [out, in] or [out].
 
-    stack: name of the tensor, without BLOCKS where it has them.
+    stack: name of the tensor, without the suffix BLOCKS.
     """
 
     stack: str
@@ -59,7 +57,8 @@ class _Part(NamedTuple):
 
 
 def of_shapes(stacked: StackedExperts, source: WeightSource, hidden_size: int) -> StackedExperts:
-    """How a checkpoint's experts are stored where only its shapes tell: `down_proj` gives hidden_size numbers."""
+    """Determine the orientation of a checkpoint's experts from shapes if it is not fixed: `down_proj` has hidden_size
+    outputs."""
     if stacked.out_first is not None:
         return stacked
     shapes = (tuple(source.shape(name)) for name in source.names() if name.endswith(f".experts.{DOWN}"))
@@ -67,10 +66,10 @@ def of_shapes(stacked: StackedExperts, source: WeightSource, hidden_size: int) -
 
 
 class StackedSource(WrappedSource):
-    """The WeightSource of a checkpoint whose experts are stacked; one that has no such tensors is as it is.
+    """WeightSource of a checkpoint whose experts are stacked; one without such tensors is unchanged.
 
-    scheme: how modules are stored, of a model that is kept quantised: MXFP4 is then handed out as it is,
-    experts.{e}.down_proj.blocks [D, F / 2] and .scales [D, F / 32] in place of .weight, and so for the others.
+    scheme: storage of modules, for a model that stays quantised: MXFP4 is then returned undecoded, as
+    experts.{e}.down_proj.blocks [D, F / 2] and .scales [D, F / 32] instead of .weight, and the same for the others.
 
     Raises ModelFileError for stacks of other shapes than `num_experts` experts have, and of other kinds.
     """
@@ -116,7 +115,7 @@ class StackedSource(WrappedSource):
             held = self._source.read(part.stack + part.kind, slice(part.expert, part.expert + 1), own)[0, :: part.step]
             return held.reshape(len(held), -1)[:, columns]
         if part.kind == BLOCKS:
-            # What gate and up have together where they take turns, so that both are made of one reading.
+            # Rows of both gate and up where they alternate, so that one read serves both.
             span = slice(own.start - own.start % part.step, own.stop - 1 + part.step - (own.stop - 1) % part.step)
             matrix = self._read_blocks(part, span)
             return matrix[own.start - span.start : own.stop - span.start : part.step, columns]
@@ -126,7 +125,7 @@ class StackedSource(WrappedSource):
         return self._read_matrix(part, columns)[:, own.start : own.stop : part.step].T
 
     def _add(self, name: str, prefix: str, end: str) -> None:
-        """The parts of one stack."""
+        """Add the parts of one stack."""
         stem = GATE_UP if end.startswith(GATE_UP) else DOWN
         kind = end.removeprefix(stem)
         if kind not in _KINDS:
@@ -145,7 +144,7 @@ class StackedSource(WrappedSource):
         if kind == BLOCKS:
             inner = [32 * shape[2]]
         modules = ("gate_proj", "up_proj") if stem == GATE_UP else (DOWN,)
-        # One scale for all rows is that of gate and of up.
+        # A single scale for all rows serves gate and up.
         share = out == 1 and kind in (SCALE_INV, INPUT_SCALE)
         if out % len(modules) and not share:
             raise ModelFileError(self.path, f"gate and up must be equally many rows, got {out} between them", name)
@@ -165,11 +164,12 @@ class StackedSource(WrappedSource):
                     self._parts[f"{tensor}.{called}"] = part
 
     def _matrix(self, stack: tuple[int, ...]) -> tuple[int, ...]:
-        """[out, in] of an expert, of a stack [E, ...] of matrices or of the scales of their blocks."""
+        """Shape [out, in] of an expert, for a stack [E, ...] of matrices or of the scales of their blocks."""
         return stack[1:] if self._stacked.out_first else stack[:0:-1]
 
     def _check_border(self, name: str, module: str, num_blocks: int) -> None:
-        """A stack may be cut into blocks as a whole, or gate and up each. Refuses blocks that may have rows of both."""
+        """Refuse blocks that may contain rows of both gate and up: a stack may be cut into blocks as one, or gate and
+        up each."""
         stack = name.removesuffix(SCALE_INV)
         stored = getattr(None if self._scheme is None else self._scheme(module), "stored", None)
         if (block := getattr(stored, "block", None)) is None or stack not in set(self._source.names()):
@@ -186,7 +186,7 @@ class StackedSource(WrappedSource):
             raise ModelFileError(self.path, text, name)
 
     def _read_matrix(self, part: _Part, columns: slice) -> np.ndarray:
-        """These columns of an expert's [out, in] as they lie in the stack, [columns, all rows of the stack]."""
+        """Read these columns of an expert's [out, in] in the stack's orientation, [columns, all rows of the stack]."""
         first, last, _ = columns.indices(part.shape[1])
         key = part.stack, part.expert, first, last
         if self._last is None or self._last[0] != key:
@@ -195,7 +195,7 @@ class StackedSource(WrappedSource):
         return self._last[1]
 
     def _read_blocks(self, part: _Part, rows: slice) -> np.ndarray:
-        """bfloat16 [rows, in]"""
+        """Decode rows of an expert's MXFP4 matrix, bfloat16 [rows, in]."""
         key = part.stack, part.expert, rows.start, rows.stop
         if self._last is None or self._last[0] != key:
             expert = slice(part.expert, part.expert + 1)
@@ -209,8 +209,8 @@ class StackedSource(WrappedSource):
 
 
 def mxfp4_values(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """u8[..., n, 16] blocks of 32 numbers and their u8[..., n] exponents to bfloat16[..., 32 n], which holds them
-    exactly."""
+    """Decode u8[..., n, 16] blocks of 32 numbers and their u8[..., n] exponents to bfloat16[..., 32 n], which is
+    exact."""
     values = _PAIRS[blocks].reshape(*scales.shape, 32)
     return (
         np.ldexp(values, scales[..., None].astype(np.int32) - 127)

@@ -1,1 +1,1 @@
-"""Ragged paged attention: one op, an implementation for each platform."""
+"""Ragged paged attention: one public operation, one implementation per platform."""

@@ -1,7 +1,7 @@
 """Attention of a ragged batch of new tokens over paged keys and values: the public operation.
 
-Owns validation and the choice of implementation; the arithmetic is in the room of each implementation, its oracle in
-reference.py. Knows nothing of models, layers or requests: a layer hands in its own page table.
+Owns validation and the choice of implementation; the arithmetic is in the folder of each implementation, its oracle in
+reference.py. Models, layers and requests are unknown here: a layer passes its own page table.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def attention_schedule(
     tuning: Tuning | None = None,
     kv_limits: jax.Array | None = None,
 ) -> Any:
-    """The order in which a step's work is walked, a pytree to hand to `ragged_paged_attention`.
+    """Build the work list of a step's attention: a pytree to pass to `ragged_paged_attention`.
 
     Build it once per step; all layers with equal `window`, `chunk` and `causal` share it. It depends on lengths only,
     never on page ids. num_tokens: T. platform: a registry row, None for the default device's.
-    tuning: how much is worked on at a time, None for what the table has for the chip. Attention keeps to it.
-    kv_limits: i32 [T], of each token the position behind the last key that it sees, for tokens that see some of those
-        that follow; others, and padding, have 0. What is beyond the sequence's keys is none. Windows still end at a
-        token's own position. Needs causal=True and chunk=None.
+    tuning: sizes to work with, None for the table's sizes of the chip; attention uses the same ones.
+    kv_limits: i32 [T], per token the exclusive end of the keys that it sees, for tokens that see some later ones; 0 for
+        other tokens and padding. A limit past the sequence's keys is clipped. Windows still end at a token's own
+        position. Needs causal=True and chunk=None.
     Raises ValueError for shapes, dtypes or options that do not fit, or that the platform does not have.
     """
     check_batch(batch, num_tokens)
@@ -68,8 +68,8 @@ def ragged_paged_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attend q [T, N, H] to the pages of each token's sequence; returns o [T, N, Hv] in q's dtype (and lse f32 [T, N]).
 
-    Where values lie in keys, q [T, N, Hv] is what meets them and `q_rest` [T, N, H - Hv] what meets the rest of a key:
-    they are made apart, and joining them would copy both.
+    Where values lie in keys, q is [T, N, Hv], the query of a key's first Hv elements, and `q_rest` [T, N, H - Hv] that
+    of the others: they are computed separately, and joining them would copy both.
 
     The step's keys and values must already be in the pool. Token i of a sequence has position
     kv_len - q_len + i and sees the keys up to it (all keys if not `spec.causal`), the last `spec.window` of them
@@ -77,11 +77,11 @@ def ragged_paged_attention(
     Tokens of no sequence and tokens that see nothing get exactly 0 and lse -inf. Slots that no token of the batch
     sees may hold NaN.
 
-    schedule: of `attention_schedule` for the same batch, None to build it here, as `tuning` says.
+    schedule: result of `attention_schedule` for the same batch, None to build it here with `tuning`.
     sinks: f32 [N], one more logit per head in the softmax denominator, with value 0.
     tree_mask: u32 [T, ceil(Q / 32)] for sequences of at most Q new tokens; bit b of a token's row says that it sees
         new token b of its own sequence. Bits narrow the causal range: a parent comes before its children.
-    platform: a registry row, None for the one that owns the pool's layout.
+    platform: a registry row, None for the pool's layout.
     Raises ValueError for shapes, dtypes or options that do not fit.
     """
     platform = platform or kv.layout

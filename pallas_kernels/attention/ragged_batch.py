@@ -1,7 +1,6 @@
-"""What attention is told about one step: the ragged batch and the static shape of the heads.
+"""Arguments of attention for one step: the ragged batch and the static shape of the heads.
 
-Owns the two argument types shared by every attention implementation and their checks. Knows nothing of pools,
-platforms, models or requests.
+Owns the two argument types shared by every attention implementation, and their checks.
 
 Shape letters: T new tokens, S sequences, W page-table columns, N query heads, K kv heads, H head dim, Hv value head
 dim.
@@ -28,7 +27,7 @@ class RaggedBatch(NamedTuple):
     page_table: jax.Array  # [S, W] pool rows of each sequence, in order (vLLM: block_table)
     slot_mapping: jax.Array  # [T] flat pool slot (page * page_size + offset) of each new token, -1 = padding
     num_seqs: jax.Array  # [] live rows
-    num_decode: jax.Array | None  # [] rows [0, num_decode) have exactly one new token; None: a batch of runs alone
+    num_decode: jax.Array | None  # [] rows [0, num_decode) have exactly one new token; None: a batch of prefills alone
 
 
 @dataclass(frozen=True)
@@ -80,13 +79,15 @@ class AttentionSpec:
 
     @property
     def query_dims(self) -> tuple[int, int]:
-        """Columns of a query, and of its rest: what meets the part of a key behind its value, where that lies in it."""
+        """Columns of a query and of `q_rest`, the query of the part of a key after its value; the latter is 0 unless
+        values lie in keys.
+        """
         dim = self.v_head_dim if self.values_in_keys else self.head_dim
         return dim, self.head_dim - dim
 
 
 def check_batch(batch: RaggedBatch, num_tokens: int) -> None:
-    """Raises ValueError unless the arrays of `batch` are int32 and agree in S, W and T."""
+    """Raise ValueError unless the arrays of `batch` are int32 and agree in S, W and T."""
     for field, array in zip(batch._fields, batch, strict=True):
         if array is not None and array.dtype != "int32":
             raise ValueError(f"RaggedBatch.{field} must be int32, got {array.dtype}")

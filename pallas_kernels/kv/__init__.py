@@ -1,1 +1,1 @@
-"""Pages of keys and values: how they are stored, and how new ones are written."""
+"""Pages of keys and values: their storage, and the write of new tokens."""

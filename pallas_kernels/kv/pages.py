@@ -1,9 +1,9 @@
 """The pool of key/value pages: one logical type, one physical layout per platform.
 
 Owns the storage of `KVPages` (allocation, size, partitioning, export and import). Only this file, the KV updates and
-the attention implementations know the physical layout; everybody else speaks page ids and the canonical
-[n, page_size, 2, K, H] form ([n, page_size, 1, K, H] where values lie in keys). Knows nothing of layers, requests or
-who holds a page.
+the attention implementations depend on the physical layout; all other code uses page ids and the canonical form
+[n, page_size, 2, K, H] ([n, page_size, 1, K, H] where values lie in keys). Layers, requests and the owners of pages are
+no concern of this file.
 
 A layout is named after the platform whose kernels read it.
 
@@ -11,17 +11,17 @@ A layout is named after the platform whose kernels read it.
   one of values [page_size, Hv], flat. XLA:CPU copies one long row at memory bandwidth where it copies many short ones
   at half of it; on a GPU a tile is one TMA box.
 - "tpu": [P, page_size, K * (H + Hv) rounded up to 128]. A token is one row: per head its keys, then its values. One DMA
-  moves a page for all heads; rows are whole lane tiles, because XLA copies a pool of others before every kernel.
+  moves a page for all heads; rows are multiples of a lane tile, because XLA copies other pools before every kernel.
 
-Where `KVSpec.values_in_keys`, the first Hv elements of a key are its value, as in the latent of DeepSeek-AI 2024
+With `KVSpec.values_in_keys`, the first Hv elements of a key are its value, as in the latent of DeepSeek-AI 2024
 (arXiv:2405.04434), and nothing else is stored: a head's tile or part of a row is that of its keys alone.
 
-Where `KVSpec.token_scales`, the codes of a token's key and of its value are each followed by the four bytes of their
+With `KVSpec.token_scales`, the codes of a token's key and of its value are each followed by the four bytes of their
 float32 scale: a row of a tile is H + 4 bytes wide. Codes and scales are then written and gathered together, and moved,
-counted and split as codes alone are. Layouts whose kernels read tiles of codes have none (`check_layout`).
+counted and split like codes alone. Layouts whose kernels read tiles of codes do not support this (`check_layout`).
 
 On "cpu" element types narrower than 32 bits are stored as unsigned integers of equal width, because XLA:CPU widens the
-operand of a bf16 or fp8 scatter or gather to float32: the whole pool, every call.
+operand of a bf16 or fp8 scatter or gather to float32: the entire pool, in every call.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 LAYOUTS = ("cpu", "gpu", "gpu_xla", "tpu")
-PER_TOKEN_LAYOUTS = ("cpu", "gpu_xla")  # that hold scales of tokens
+PER_TOKEN_LAYOUTS = ("cpu", "gpu_xla")  # layouts that support token scales
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
 LANES = 128  # columns of a TPU register
 _UNSIGNED = {1: "uint8", 2: "uint16"}
-_SCALE_BYTES = 4  # of the float32 behind the codes of a token
+_SCALE_BYTES = 4  # a token's float32 scale, stored after its codes
 
-# vLLM's names for codes of which every token has a scale of its own in each kv head, and the dtype of the codes.
+# vLLM's names of cache dtypes with one scale per token and kv head, and the dtype of their codes.
 PER_TOKEN = {"int8_per_token_head": "int8", "fp8_per_token_head": "float8_e4m3fn"}
 
-Axes = str | tuple[str, ...] | None  # of a mesh, over which one dimension is split
+Axes = str | tuple[str, ...] | None  # mesh axes over which one dimension is split
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class KVSpec:
     """Logical shape of a pool. `num_pages` counts rows of the flat pool: num_layers * pages per layer.
 
     values_in_keys: a key begins with its value, which is not stored a second time.
-    token_scales: codes have a scale for each token and kv head, stored behind them; a dtype of PER_TOKEN says so too.
+    token_scales: codes have a scale per token and kv head, stored after them; a dtype of PER_TOKEN implies it.
     """
 
     num_pages: int
@@ -87,17 +87,17 @@ class KVSpec:
 
     @property
     def key_width(self) -> int:
-        """Elements that one token's key takes of each kv head, those of its scale included."""
+        """Elements of one token's key in one kv head, its scale included."""
         return self.head_dim + _SCALE_BYTES * self.token_scales
 
     @property
     def value_width(self) -> int:
-        """As key_width, of a value that is stored by itself."""
+        """Elements of one token's value in one kv head, its scale included, where values are stored by themselves."""
         return self.v_head_dim + _SCALE_BYTES * self.token_scales
 
     @property
     def token_width(self) -> int:
-        """Elements that one token takes of each kv head."""
+        """Elements of one token in one kv head, keys and values."""
         return self.key_width if self.values_in_keys else self.key_width + self.value_width
 
 
@@ -106,9 +106,9 @@ class KVSpec:
 class KVPages:
     """A pool of pages; every writer takes `data` as donated and returns the successor.
 
-    A stored code c of kv head k stands for c * k_scale[k] (key) or c * value_scale[k] (value), or for c times the scale
-    that lies behind it where `spec.token_scales`; there are no others then. Inside shard_map `data` holds fewer heads
-    than `spec` says: implementations read the head count from `data`.
+    A stored code c of kv head k stands for c * k_scale[k] (key) or c * value_scale[k] (value); with `spec.token_scales`
+    it stands for c times the scale stored after it, and there are no scales of heads. Inside shard_map `data` holds
+    fewer heads than `spec` says: implementations read the head count from `data`.
     """
 
     data: jax.Array
@@ -132,12 +132,12 @@ class KVPages:
 
     @property
     def value_scale(self) -> jax.Array | None:
-        """f32 [K], what codes of values are multiplied by: `v_scale`, or that of the keys that they are part of."""
+        """f32 [K], factor of the codes of values: `v_scale`, or `k_scale` where values lie in keys."""
         return self.k_scale if self.spec.values_in_keys else self.v_scale
 
 
 def check_layout(layout: str, spec: KVSpec | None = None) -> None:
-    """Raises ValueError for a layout nobody implements, or whose kernels do not read the scales of a pool."""
+    """Raise ValueError for an unknown layout, or one whose kernels cannot read the token scales of `spec`."""
     if layout not in LAYOUTS:
         raise ValueError(f"KV page layout {layout!r} is not implemented, allowed: {', '.join(LAYOUTS)}")
     if spec is not None and spec.token_scales and layout not in PER_TOKEN_LAYOUTS:
@@ -163,7 +163,7 @@ def pool_shape(spec: KVSpec, layout: str = "cpu") -> tuple[int, ...]:
 
 
 def holds_heads(kv: KVPages, num_heads: int) -> bool:
-    """Whether `data` is that of `num_heads` kv heads: inside shard_map fewer than `spec` says."""
+    """Whether `data` holds `num_heads` kv heads; inside shard_map it holds fewer than `spec` says."""
     return kv.data.shape[1:] == pool_shape(replace(kv.spec, num_kv_heads=num_heads), kv.layout)[1:]
 
 
@@ -178,7 +178,7 @@ def is_quantized(spec: KVSpec) -> bool:
 
 
 def has_head_scales(spec: KVSpec) -> bool:
-    """Whether codes are multiplied by a scale per kv head, which the pool does not hold itself."""
+    """Whether codes are multiplied by a scale per kv head, held in KVPages.k_scale and v_scale and not in the pool."""
     return is_quantized(spec) and not spec.token_scales
 
 
@@ -204,10 +204,11 @@ def partition_spec(layout: str, *, head_axis: Axes = None, data_axis: Axes = Non
 
 
 def to_storage(values: jax.Array, spec: KVSpec, layout: str, scale: jax.Array | None = None) -> jax.Array:
-    """[..., K, C] rounded to the pool's dtype, as `layout` stores it; quantised values are divided by `scale` [K] and
-    saturate.
+    """Round values [..., K, C] to the pool's dtype, in the form that `layout` stores; quantised ones are divided by
+    `scale` [K] and saturate.
 
-    With scales of tokens [..., K, C + 4]: the largest of a token's C values in a head becomes the largest code.
+    With token scales the result is [..., K, C + 4]: the largest of a token's C values in a head becomes the largest
+    code.
     """
     stored = storage_dtype(spec, layout)
     if not is_quantized(spec):
@@ -216,7 +217,7 @@ def to_storage(values: jax.Array, spec: KVSpec, layout: str, scale: jax.Array | 
     limit = float(jnp.finfo(dtype).max) if jnp.issubdtype(dtype, jnp.floating) else 127.0
     values = values.astype(jnp.float32)
     if spec.token_scales:
-        # Multiplied, as XLA divides by a constant; never 0, which a row of zeros is divided by too.
+        # Multiplied by the inverse, as XLA does for a constant divisor; never 0, so that a row of zeros can be divided.
         scales = jnp.max(jnp.abs(values), axis=-1, keepdims=True) * np.float32(1 / limit)
         scales = jnp.maximum(scales, jnp.finfo(jnp.float32).tiny)
     elif scale is None:
@@ -239,20 +240,20 @@ def from_storage(stored: jax.Array, spec: KVSpec) -> jax.Array:
 
 
 def token_scales(rows: jax.Array) -> jax.Array:
-    """f32 [...], the scales behind the codes of stored rows [..., C + 4]."""
+    """f32 [...], the scales stored after the codes of rows [..., C + 4]."""
     return lax.bitcast_convert_type(bits(rows[..., -_SCALE_BYTES:], jnp.dtype(jnp.uint8)), jnp.float32)
 
 
 def bits(array: jax.Array, dtype: np.dtype) -> jax.Array:
-    """The same bits as another dtype of equal width."""
+    """Reinterpret the bits of `array` as another dtype of equal width."""
     return array if array.dtype == dtype else lax.bitcast_convert_type(array, dtype)
 
 
 def largest(kv: KVPages, first: jax.Array, count: int) -> tuple[jax.Array, jax.Array | None]:
-    """The largest magnitude of keys and of values in `count` pages from row i32[] `first` on, f32[K] each; None of
-    values that lie in keys.
+    """Largest magnitude of keys and of values in `count` pages from row i32[] `first` on, f32[K] each; None for values
+    that lie in keys.
 
-    Zeros count where nothing was written, and NaN as infinity, which XLA's maximum on CPUs may pass over. Raises
+    Slots that were never written count as zeros, and NaN as infinity, which XLA's maximum on CPUs may pass over. Raises
     ValueError for a pool of codes.
     """
     spec = kv.spec
@@ -270,8 +271,11 @@ def largest(kv: KVPages, first: jax.Array, count: int) -> tuple[jax.Array, jax.A
 
 
 def pages_of(rows: jax.Array, head_dim: int, page_size: int, layout: str) -> KVPages:
-    """A pool of the dtype of rows [n * page_size, K, head_dim + Hv], keys with values behind them, which fill its pages
-    in order."""
+    """Pool whose pages are filled in order with rows [n * page_size, K, head_dim + Hv], each a key followed by its
+    value.
+
+    The pool has the dtype of `rows`.
+    """
     num_tokens, num_heads, width = rows.shape
     spec = KVSpec(num_tokens // page_size, page_size, num_heads, head_dim, width - head_dim, rows.dtype.name)
     rows = to_storage(rows, spec, layout)
@@ -286,7 +290,7 @@ def pages_of(rows: jax.Array, head_dim: int, page_size: int, layout: str) -> KVP
 
 
 def _parts(spec: KVSpec) -> int:
-    """What a canonical page holds of a head: 2, keys and values, or 1, keys with the values in them."""
+    """Size of the third dimension of canonical pages: 2, keys and values, or 1 where values lie in keys."""
     if spec.values_in_keys:
         return 1
     if spec.head_dim != spec.v_head_dim:
@@ -299,8 +303,9 @@ def _parts(spec: KVSpec) -> int:
 def export_pages(kv: KVPages, page_ids: jax.Array) -> jax.Array:
     """Canonical copy [n, page_size, 2, K, H] of pages i32[n], bit for bit in the logical dtype (codes, not scaled).
 
-    Of a pool with values in keys [n, page_size, 1, K, H]; with scales of tokens H + 4 elements, the last four a scale.
-    Raises ValueError if keys and values differ in head dim. Page ids must be in range. Not for use in shard_map.
+    Where values lie in keys it is [n, page_size, 1, K, H]; with token scales the last dimension is H + 4, the last four
+    bytes a scale. Raises ValueError if keys and values differ in head dim. Page ids must be in range. Not for
+    shard_map.
     """
     parts = _parts(kv.spec)
     pages, num_heads, head_dim = kv.data[page_ids], kv.spec.num_kv_heads, kv.spec.key_width
@@ -313,7 +318,7 @@ def export_pages(kv: KVPages, page_ids: jax.Array) -> jax.Array:
 
 
 def import_pages(kv: KVPages, page_ids: jax.Array, values: jax.Array) -> KVPages:
-    """Write canonical pages, as `export_pages` gives them, to rows i32[n]; ids out of range are dropped.
+    """Write canonical pages, as `export_pages` returns them, to rows i32[n]; ids out of range are dropped.
 
     Donate `kv` when jitting. Raises ValueError for another dtype or shape. Not for use in shard_map.
     """

@@ -1,6 +1,6 @@
-"""Writing the new keys and values of one step into the pool: the public operation.
+"""Write of the new keys and values of one step into the pool: the public operation.
 
-Owns validation and the choice of implementation. Knows nothing of sequences: a token goes where its slot says.
+Owns validation and the choice of implementation. There are no sequences here: a token is written where its slot says.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pallas_kernels.tuning import Tuning, tuning_of
 
 
 def kv_update_schedule(slot_mapping: jax.Array, *, page_size: int, platform: str, tuning: Tuning | None = None) -> Any:
-    """How the tokens of a step group into aligned pieces of pages, a pytree to hand to `kv_cache_update`.
+    """Group a step's tokens into aligned pieces of pages: a pytree to pass to `kv_cache_update`.
 
     Build it once per step: it depends on the offsets of slot_mapping i32[T] within their pages and on which of them
-    follow each other, so all layers share it. platform: a registry row.
-    tuning: how much is worked on at a time, None for what the table has for the chip. The update keeps to it.
+    are consecutive, so all layers share it. platform: a registry row.
+    tuning: sizes to work with, None for the table's sizes of the chip; the update uses the same ones.
     """
     build = kernel("kv_update_schedule", platform)
     return build(slot_mapping, page_size=page_size, tuning=tuning or tuning_of(platform))
@@ -39,9 +39,9 @@ def kv_cache_update(
     keys.
 
     A slot is page * page_size + offset. Slots outside the pool are dropped, -1 (padding) among them; real slots must
-    be distinct. Quantised pools store round(x / scale), saturating; scales of tokens are worked out here, each from its
-    own token and head alone. Donate `kv` when jitting: the update is in place.
-    schedule: of `kv_update_schedule` for the same step, None to build it here, as `tuning` says.
+    be distinct. Quantised pools store round(x / scale), saturating; token scales are computed here, each from its own
+    token and head alone. Donate `kv` when jitting: the update is in place.
+    schedule: result of `kv_update_schedule` for the same step, None to build it here with `tuning`.
     Raises ValueError when shapes or dtypes do not fit the pool.
     """
     spec, num_tokens = kv.spec, slot_mapping.shape[0]

@@ -1,13 +1,13 @@
-"""Writing new keys and values on TPU: a Mosaic kernel that moves aligned groups of eight tokens of a page.
+"""Write of new keys and values on TPU: a Mosaic kernel that moves aligned groups of eight tokens of a page.
 
-Owns the write to the "tpu" layout [P, page_size, C], in place. Knows nothing of sequences or layers.
+Owns the write to the "tpu" layout [P, page_size, C], in place.
 
 A token is one row of a page, but eight rows are the least a DMA can address, whatever the dtype. So the unit of work is
 a run: consecutive tokens that land on consecutive rows of one group of eight. The kernel reads the group (not when
 the run fills it), puts the new rows in and writes it back, many groups in flight. Rows of 8 and 16 bits share 32-bit
 words with their neighbours; all arithmetic is on words, so that every bit of the other rows survives.
 
-Which tokens form runs does not change when a layer shifts all slots by whole pages: the step builds the list once, and
+The division into runs does not change when a layer shifts all slots by full pages: the step builds the list once, and
 each layer looks the destination of a run up in its own slot_mapping.
 """
 
@@ -32,7 +32,7 @@ GROUP = 8  # rows of a page that one DMA moves
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class UpdateRuns:
-    """The runs of one step; entries past `count` are never read."""
+    """Runs of one step; entries past `count` are never read."""
 
     first: jax.Array  # i32 [T] token that a run starts with
     length: jax.Array  # i32 [T] tokens of a run, 1 to GROUP
@@ -75,10 +75,10 @@ def kv_cache_update(
     schedule: UpdateRuns,
     interpret: Any = False,
 ) -> KVPages:
-    """The pool with k [T, K, H] and v [T, K, Hv] in their slots; arguments as the public operation has checked them.
+    """Pool with k [T, K, H] and v [T, K, Hv] in their slots; the public operation has checked the arguments.
 
-    schedule: of `kv_update_schedule` for slot_mapping, or for one that differs by a whole number of pages.
-    interpret: what `pl.pallas_call` takes, to run on a CPU.
+    schedule: of `kv_update_schedule` for slot_mapping, or for one that differs by a multiple of the page size.
+    interpret: argument of `pl.pallas_call`, to run on a CPU.
     Raises ValueError for a pool of float16, which the TPU does not have.
     """
     if kv.data.dtype == jnp.float16:
@@ -126,7 +126,7 @@ def kv_cache_update(
 
 
 def _token_words(rows: jax.Array) -> jax.Array:
-    """u32 words that hold each element of the narrower `rows` as often as it fits."""
+    """Pack each element of `rows` into a u32 word of its own, repeated to fill the word."""
     bits = lax.bitcast_convert_type(rows, jnp.dtype(f"uint{8 * rows.dtype.itemsize}")).astype(jnp.uint32)
     return bits * jnp.uint32({1: 0x01010101, 2: 0x00010001, 4: 1}[rows.dtype.itemsize])
 
@@ -147,7 +147,7 @@ def _write_runs(
     page_size: int,
     window: int,
 ):
-    """One window of new tokens: the runs that start in it. Run r uses buffer r % in_flight."""
+    """Write the runs that start in this grid step's window of new tokens. Run r uses buffer r % in_flight."""
     step, count, reads_ahead = pl.program_id(0), scalars[0], scalars[1]
     overlapped = reads_ahead > 0
     in_flight = groups.shape[0]
@@ -156,7 +156,7 @@ def _write_runs(
         slot = slots[first[run]]
         return (slot >= 0) & (slot < pool.shape[0] * page_size)
 
-    def place(run):
+    def destination(run):
         slot = slots[first[run]]
         row = pl.multiple_of(lax.div(lax.rem(slot, page_size), GROUP) * GROUP, GROUP)
         return pool.at[lax.div(slot, page_size), pl.ds(row, GROUP)]
@@ -172,7 +172,7 @@ def _write_runs(
         return pltpu.make_async_copy(groups.at[buffer], at, write_sems.at[buffer])
 
     def start_read(run):
-        pl.when(stored(run) & (length[run] < GROUP))(lambda: read(run, place(run)).start())
+        pl.when(stored(run) & (length[run] < GROUP))(lambda: read(run, destination(run)).start())
 
     def wait_write(run):
         pl.when(stored(run))(lambda: write(run, anywhere).wait())
@@ -199,7 +199,7 @@ def _write_runs(
             row = lax.rem(slots[first[run]], GROUP)
             source = first[run] - row + GROUP - step * window
             _put_rows(groups, lax.rem(run, in_flight), words, source, row, length[run])
-            write(run, place(run)).start()
+            write(run, destination(run)).start()
             pl.when(~overlapped)(lambda: write(run, anywhere).wait())
 
         return run + 1
@@ -217,7 +217,7 @@ def _write_runs(
 
 
 def _put_rows(groups, buffer, words, source, row, length):
-    """Rows [row, row + length) of a group in VMEM become those of the eight tokens from `source` on."""
+    """Overwrite rows [row, row + length) of a group in VMEM with those of the eight tokens from `source` on."""
     per_word = 4 // groups.dtype.itemsize
     bits = 32 // per_word
     masks = []
@@ -225,11 +225,11 @@ def _put_rows(groups, buffer, words, source, row, length):
         index = lax.broadcasted_iota(jnp.int32, (GROUP // per_word, LANES), 0) * per_word + part
         field = jnp.uint32((2**bits - 1) << bits * part)
         masks.append(jnp.where((index >= row) & (index < row + length), field, jnp.uint32(0)))
-    kept = ~functools.reduce(jnp.bitwise_or, masks)
+    unchanged = ~functools.reduce(jnp.bitwise_or, masks)
     for tile in range(words.shape[0]):
         lanes = slice(tile * LANES, (tile + 1) * LANES)
         old = pltpu.bitcast(groups[buffer, :, lanes], jnp.uint32)
-        new = old & kept
+        new = old & unchanged
         for part, mask in enumerate(masks):
             rows = pl.ds(source + part, GROUP // per_word, stride=per_word)
             new |= words[tile, rows, :] & mask

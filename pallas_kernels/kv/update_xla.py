@@ -1,4 +1,4 @@
-"""Writing new keys and values with XLA: an in-place scatter for each of them, on the layout of CPU and GPU."""
+"""Write of new keys and values with XLA: one in-place scatter each, on the layouts of CPU and GPU."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pallas_kernels.tuning import Tuning
 
 
 def kv_update_schedule(slot_mapping: jax.Array, *, page_size: int, tuning: Tuning) -> None:
-    """A scatter needs nothing but the slots."""
+    """None: the scatter needs only the slots."""
 
 
 def kv_cache_update(
     kv: KVPages, k: jax.Array, v: jax.Array | None, slot_mapping: jax.Array, *, schedule: Any
 ) -> KVPages:
-    """The pool with k [T, K, H] and v [T, K, Hv] in their slots; arguments as the public operation has checked them."""
+    """Pool with k [T, K, H] and v [T, K, Hv] in their slots; the public operation has checked the arguments."""
     spec = kv.spec
     page = jnp.where(slot_mapping < 0, kv.data.shape[0], slot_mapping // spec.page_size)  # out of range: dropped
     offset = slot_mapping % spec.page_size
@@ -32,7 +32,7 @@ def kv_cache_update(
 
 
 def _scatter_rows(data: jax.Array, rows: jax.Array, page: jax.Array, column: jax.Array) -> jax.Array:
-    """data [P, K, C] with rows [T, K, c] written to page i32[T], columns [column, column + c)."""
+    """Write rows [T, K, c] to data [P, K, C], at pages i32[T] and columns [column, column + c)."""
     if page.shape[0] == 1:
         # XLA:CPU copies the whole pool for a scatter of one row; two rows stay in place.
         rows, column = jnp.pad(rows, ((0, 1), (0, 0), (0, 0))), jnp.pad(column, (0, 1))

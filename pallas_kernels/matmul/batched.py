@@ -1,7 +1,4 @@
-"""The product of each head's rows with a matrix of its own, in plain XLA on every platform.
-
-Knows nothing of layers or of how a matrix is stored.
-"""
+"""Batched product of each head's rows with a matrix of its own, in plain XLA on every platform."""
 
 from __future__ import annotations
 
@@ -11,9 +8,9 @@ from jax import lax
 
 
 def batched_matmul(x: jax.Array, weight: jax.Array, *, contract: int) -> jax.Array:
-    """x [R, N, n] times N matrices, over their axis `contract` of size n: float32 [R, N, size of the other axis].
+    """Multiply x [R, N, n] by N matrices over their axis `contract` of size n: float32 [R, N, size of the other axis].
 
-    weight: [N * a, b], the matrices [a, b] one below the other.
+    weight: [N * a, b], the matrices [a, b] stacked along the first axis.
     Raises ValueError when the shapes do not fit together.
     """
     heads = x.shape[1] if x.ndim == 3 else 0

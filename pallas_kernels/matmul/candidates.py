@@ -1,4 +1,4 @@
-"""What `jaxengine tune` tries out for a product with a quantised matrix; the kernels' folders say what there is."""
+"""Candidate sizes that `jaxengine tune` tries for a quantised product; each kernel folder lists its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ import jax.numpy as jnp
 
 
 class Problem(NamedTuple):
-    """bfloat16 rows [rows, size] times a matrix [size, out] of `codes`, a scale for `group` inputs, zeros or not."""
+    """Shape of a product: bfloat16 rows [rows, size] times a matrix [size, out] of `codes`, one scale per `group`
+    inputs.
+
+    zeros: whether there are zero points.
+    """
 
     rows: int
     size: int
@@ -24,11 +28,11 @@ class Candidate(NamedTuple):
     """One choice of sizes.
 
     Attributes:
-      sizes: fields of the kernel's part of `tuning` that differ from the usual ones.
-      function, arguments: to compile for an estimate, of the kernel or of a part of it.
-      cost: microseconds by estimate, of what the compiler tells ("bundles", "registers", "spill_bytes") and the chip's
-        "bandwidth" and "clock", in bytes and cycles a second. None where the candidate is out of the question.
-      product: the whole product as a function of x, codes, scales and zeros, to be timed.
+      sizes: fields of the kernel's part of `tuning` that differ from the defaults.
+      function, arguments: the kernel or a part of it and its shapes, to compile for an estimate.
+      cost: estimated microseconds, from the compiler's figures ("bundles", "registers", "spill_bytes") and the chip's
+        "bandwidth" and "clock", in bytes and cycles a second. None where the candidate is not feasible.
+      product: the entire product as a function of x, codes, scales and zeros, to be timed.
     """
 
     sizes: dict[str, int]
@@ -39,7 +43,7 @@ class Candidate(NamedTuple):
 
 
 def operands(problem: Problem) -> tuple[Any, ...]:
-    """x, codes, scales and zeros as shapes; None for no zeros."""
+    """Shapes of x, codes, scales and zeros of a problem; None for no zeros."""
     rows, size, out, group, codes, zeros = problem
     packed = 2 if codes == "uint8" else 1
     scales = jax.ShapeDtypeStruct((size // group, out), jnp.float32)

@@ -1,6 +1,6 @@
-"""The product of rows with a matrix: the public operation.
+"""Product of rows with a matrix: the public operation.
 
-Owns the choice of implementation. Knows nothing of layers or of how a matrix is stored.
+Owns the choice of implementation.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pallas_kernels.registry import PLATFORM_ROWS, kernel
 
 
 def matmul(x: jax.Array, weight: jax.Array, *, contract: int = 0) -> jax.Array:
-    """x [R, n] times weight, over the weight's axis `contract` of size n: float32 [R, size of the other axis].
+    """Multiply x [R, n] by weight over the weight's axis `contract` of size n: float32 [R, size of the other axis].
 
     The implementation is chosen when the program is compiled, by the platform it is compiled for.
 

@@ -1,4 +1,4 @@
-"""Rows times a matrix for the CPU: plain XLA, with the forms in which XLA:CPU is fast with a single row."""
+"""Dense product for the CPU: plain XLA, in the forms that XLA:CPU runs fast for a single row."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from jax import lax
 
 from pallas_kernels.matmul import dense_xla
 
-# Of float32. XLA:CPU (YNNPACK) adds the products of many rows in blocks of so many inputs, where there are two or more.
+# For float32. XLA:CPU (YNNPACK) adds the products of many rows in blocks of _BLOCK inputs, where there are two or more.
 _BLOCK, _ROW_PARTS = 512, 4
-# Of a matrix of bfloat16, by the axis that is summed over. Of fewer terms more sums are left, which take memory. More
-# than a dozen numbers of a row, each times a vector, have no registers; vectors of both have. Vectors are whole.
+# For a bfloat16 matrix, by the axis that is summed over. Fewer terms leave more sums, which take memory; more than a
+# dozen elements of a row, each times a vector, exceed the registers, vectors of both do not. Vectors must be full.
 _TERMS, _LANES, _MOST_SUMS_BYTES = (range(8, 13), range(8, 25)), (1, 8), 16 << 20
-# Where more than a dozen terms read one array of bits, XLA:CPU makes it in memory first. So half of them take the bits
-# as signed numbers: the shift drops what their sign has filled in.
+# XLA:CPU writes an array of bits that more than a dozen terms read to memory first. So half of the terms read the bits
+# as signed integers: the shift drops the bits that sign extension has filled in.
 _BITS = jnp.uint16, jnp.int16
 
 
 def matmul(x: jax.Array, weight: jax.Array, *, contract: int) -> jax.Array:
-    """float32 [R, out]; arguments as the public operation has checked them."""
+    """Product float32 [R, out]; the public operation has checked the arguments."""
     rows = x.shape[0]
     if rows == 1 and x.dtype == jnp.float32 and contract == 0 and (parts := _num_parts(weight.shape[0])):
         # As a batch of partial sums XLA:CPU reads the weights faster: `jaxengine bench peers --workloads W1`. They are
@@ -38,9 +38,9 @@ def matmul(x: jax.Array, weight: jax.Array, *, contract: int) -> jax.Array:
 
 
 def _num_parts(inputs: int) -> int:
-    """Into how many partial sums one row's product of float32 is cut, 0 for none.
+    """Number of partial sums into which one row's float32 product is cut, 0 for none.
 
-    Whole blocks, where they fit, so that one row has the bits that it has among others.
+    Parts are full blocks where those divide the inputs, so that one row has the same bits as among others.
     """
     if inputs % _BLOCK == 0 and inputs > _BLOCK:
         return inputs // _BLOCK
@@ -48,7 +48,7 @@ def _num_parts(inputs: int) -> int:
 
 
 def _num_terms(shape: tuple[int, ...], contract: int) -> int:
-    """Into how many terms one row's product is cut along the inputs, 0 for none."""
+    """Number of terms into which one row's product is cut along the inputs, 0 for none."""
     inputs = shape[contract]
     fits = [count for count in _TERMS[contract] if inputs % (count * _LANES[contract]) == 0]
     count = max(fits, default=0)
@@ -56,11 +56,11 @@ def _num_terms(shape: tuple[int, ...], contract: int) -> int:
 
 
 def _row_product(x: jax.Array, weight: jax.Array, contract: int, terms: int) -> jax.Array:
-    """One row times a matrix, bfloat16 both, that is widened in registers.
+    """Multiply one bfloat16 row by a bfloat16 matrix that is widened in registers.
 
     XLA:CPU's product of bfloat16 writes the widened matrix to memory first, and its sums of products are scalar code.
-    Terms of equal shape, added number by number, are one loop in vectors, of which each core runs a half. What is left
-    of the inputs is added by a product with ones, into which XLA fuses nothing; into a sum it fuses the terms.
+    Terms of equal shape, added element by element, are one vectorised loop, of which each core runs a half. The
+    remaining sums are added by a product with ones, into which XLA fuses nothing; into a sum it would fuse the terms.
     """
     row = x[0].astype(jnp.float32)
     size = row.shape[0] // terms
@@ -68,7 +68,7 @@ def _row_product(x: jax.Array, weight: jax.Array, contract: int, terms: int) -> 
     sums = jnp.zeros(())
     for term in range(terms):
         first = term * size
-        # A shift of the bits is what widening is. As a conversion XLA would make it once, of the whole matrix.
+        # Widening by a shift of the bits: XLA would hoist a conversion and apply it to the entire matrix.
         part = lax.slice_in_dim(bits[term % len(bits)], first, first + size, axis=contract).astype(jnp.uint32)
         wide = lax.bitcast_convert_type(lax.shift_left(part, jnp.uint32(16)), jnp.float32)
         own = lax.slice_in_dim(row, first, first + size)

@@ -1,4 +1,4 @@
-"""Rows times a matrix as plain XLA, for TPUs."""
+"""Dense product as plain XLA, for TPUs."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from jax import lax
 
 
 def matmul(x: jax.Array, weight: jax.Array, *, contract: int) -> jax.Array:
-    """float32 [R, out]; arguments as the public operation has checked them."""
+    """Product float32 [R, out]; the public operation has checked the arguments."""
     return lax.dot_general(x, weight, (((1,), (contract,)), ((), ())), preferred_element_type=jnp.float32)

@@ -1,7 +1,7 @@
-"""What is made of the product of rows with their group's matrix: a bias added, gates and ups side by side activated.
+"""Epilogues of grouped products: adding a bias, and activating gates and ups that lie side by side.
 
-Owns these steps apart from the product, as every platform without a kernel of both does them, and which platforms have
-one. Knows no activation.
+Owns these steps as separate operations, for platforms without a kernel that fuses them, and the choice between the two.
+The activation is an argument.
 """
 
 from __future__ import annotations
@@ -19,28 +19,30 @@ from pallas_kernels.registry import ADDS_BIAS, KERNELS, PLATFORM_ROWS, kernel
 
 logger = logging.getLogger(__name__)
 
-# Of gate and up, both and the result f32[M, F].
+# (gate, up) to the activated result, all f32[M, F].
 Gating = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def biased_products(op: str, products: Mapping[str, Callable[..., jax.Array]]) -> dict[str, Callable[..., jax.Array]]:
-    """What each platform has for `op` with a bias: the kernel of its row, or its product, of these, and then the sum.
+    """Implementations of `op` with a bias, by platform: the platform's kernel where it adds biases, else product plus
+    bias.
 
-    All take the products' operands, the last of which are group sizes, and a bias [G, out]; None for none.
+    products: by platform. All take the operands of the product, the last of which are group sizes, then a bias [G, out]
+    or None.
     """
 
-    def apart(product: Callable[..., jax.Array], *operands: Any) -> jax.Array:
+    def product_then_bias(product: Callable[..., jax.Array], *operands: Any) -> jax.Array:
         *_, group_sizes, bias = operands
         return biased(product(*operands[:-1]), group_sizes, bias)
 
     return {
-        platform: products[platform] if (op, row) in ADDS_BIAS else partial(apart, products[platform])
+        platform: products[platform] if (op, row) in ADDS_BIAS else partial(product_then_bias, products[platform])
         for platform, row in PLATFORM_ROWS.items()
     }
 
 
 def check_bias(name: str, num_groups: int, out: int, bias: jax.Array | None) -> None:
-    """Raise ValueError where a bias is not one of `out` outputs of each group."""
+    """Raise ValueError unless the bias is None or [num_groups, out]."""
     if bias is not None and bias.shape != (num_groups, out):
         raise ValueError(f"{name}: bias must be {(num_groups, out)} or None, got {bias.shape}")
 
@@ -48,25 +50,27 @@ def check_bias(name: str, num_groups: int, out: int, bias: jax.Array | None) -> 
 def gated_products(
     op: str, products: Mapping[str, Callable[..., jax.Array]], activation: Gating, out_dtype: Any, **options: Any
 ) -> dict[str, Callable[..., jax.Array]]:
-    """What each platform has for `op`: the kernel of its row, or its product, of these, and then `activated`.
+    """Implementations of gated `op`, by platform: the registry's kernel where there is one, else product and
+    `activated`.
 
-    All take the products' operands, the last of which are group sizes, and a bias. options: what kernels take besides.
+    products: by platform. All take the operands of the product, the last of which are group sizes, then a bias.
+    options: further arguments of the kernels.
     """
 
-    def apart(product: Callable[..., jax.Array], *operands: Any) -> jax.Array:
+    def product_then_activation(product: Callable[..., jax.Array], *operands: Any) -> jax.Array:
         *_, group_sizes, bias = operands
         return activated(product(*operands[:-1]), group_sizes, bias, activation, out_dtype)
 
     return {
         platform: partial(kernel(op, row), activation=activation, out_dtype=out_dtype, **options)
         if (op, row) in KERNELS
-        else partial(apart, products[platform])
+        else partial(product_then_activation, products[platform])
         for platform, row in PLATFORM_ROWS.items()
     }
 
 
 def check_halves(name: str, num_groups: int, out: int, bias: jax.Array | None) -> None:
-    """Raise ValueError where `out` outputs are no gates and ups, or the bias is not one of these."""
+    """Raise ValueError unless `out` is even, for gates and ups, and the bias is None or [num_groups, out]."""
     if out % 2 or (bias is not None and bias.shape != (num_groups, out)):
         got = None if bias is None else bias.shape
         raise ValueError(f"{name}: outputs must be even, and bias {(num_groups, out)} or None, got {out} and {got}")
@@ -81,7 +85,7 @@ def say_once(size: int, width: int, why: str) -> None:
 def activated(
     y: jax.Array, group_sizes: jax.Array, bias: jax.Array | None, activation: Gating, out_dtype: Any
 ) -> jax.Array:
-    """activation(gate, up) of y [M, 2 F] with the bias [G, 2 F] of each row's group: [M, F] in out_dtype."""
+    """Compute activation(gate, up) of y [M, 2 F] plus the bias [G, 2 F] of each row's group: [M, F] in out_dtype."""
     y = y if bias is None else y + rows_of_groups(bias, group_sizes, len(y))
     # XLA:TPU would store all of `y` in float32 before it is split.
     gate, up = (part.astype(jnp.float32) for part in jnp.split(y, 2, axis=-1))
@@ -89,12 +93,13 @@ def activated(
 
 
 def biased(y: jax.Array, group_sizes: jax.Array, bias: jax.Array | None) -> jax.Array:
-    """y [M, out] with the bias [G, out] of each row's group, in y's dtype; zeros stay behind the last group."""
+    """Add the bias [G, out] of each row's group to y [M, out], in y's dtype; rows after the last group stay zeros."""
     return y if bias is None else (y + rows_of_groups(bias, group_sizes, len(y))).astype(y.dtype)
 
 
 def rows_of_groups(table: jax.Array, group_sizes: jax.Array, num_rows: int) -> jax.Array:
-    """The row of a table [G, F] that each of `num_rows` rows' group has, f32[M, F]; zeros behind the last group."""
+    """Look up the row of a table [G, F] for the group of each of `num_rows` rows: f32[M, F]; zeros after the last
+    group."""
     # Compared rather than searched: a search is a loop of its own.
     group = jnp.sum(jnp.arange(num_rows)[:, None] >= jnp.cumsum(group_sizes), axis=1, dtype=jnp.int32)
     return table.at[group].get(mode="fill", fill_value=0).astype(jnp.float32)

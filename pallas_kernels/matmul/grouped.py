@@ -1,6 +1,6 @@
 """Products of groups of rows, each with a matrix of its own (mixtures of experts): the public operations.
 
-Owns validation and the choice of implementation. Knows nothing of experts or of why rows form groups.
+Owns validation and the choice of implementation. Why rows form groups is the caller's matter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pallas_kernels.registry import PLATFORM_ROWS, group_kernel, kernel
 def grouped_matmul(
     x: jax.Array, w: jax.Array, group_sizes: jax.Array, bias: jax.Array | None = None, *, out_dtype: Any = None
 ) -> jax.Array:
-    """Every row of x times the matrix of its group, summed in float32: [M, out] in `out_dtype` (default: x's).
+    """Multiply every row of x by the matrix of its group, summed in float32: [M, out] in `out_dtype` (default: x's).
 
     Rows are sorted by group; those after the last group's are exactly 0 whatever x holds there.
 
@@ -50,12 +50,12 @@ def gated_matmul(
     activation: Gating,
     out_dtype: Any = None,
 ) -> jax.Array:
-    """activation(gate, up) of rows times the matrix of their group: [M, F] in `out_dtype` (default: x's).
+    """Compute activation(gate, up) of rows times the matrix of their group: [M, F] in `out_dtype` (default: x's).
 
     Arguments are `grouped_matmul`'s. The first half of a matrix's outputs, [G, in, 2 F], are gates and the second ups,
-    to which the group's bias [G, 2 F] is added; None for none. A row of no group is 0, which the activation must make
-    of zeros. Where a platform has one kernel for it all, that rounds once; elsewhere the product is rounded to
-    `out_dtype` and activated then.
+    to which the group's bias [G, 2 F] is added; None for none. A row of no group is 0: the activation must map zeros to
+    zeros. A platform with one kernel for both steps rounds once; elsewhere the product is rounded to `out_dtype` before
+    it is activated.
 
     Raises ValueError when shapes or dtypes do not fit together.
     """
@@ -67,9 +67,10 @@ def gated_matmul(
 
 
 def group_step(num_rows: int, num_groups: int) -> int:
-    """What groups are best given a multiple of rows of, on the device that the trace is for; 1 where it is all one.
+    """Number of rows that group sizes should be padded to a multiple of on the device of the trace; 1 where it is no
+    help.
 
-    The kernel for TPUs multiplies what begins and ends at an eighth row. Who sorts rows by group fills up each one's.
+    The kernel for TPUs multiplies rows in eighths; code that sorts rows by group pads each group.
     """
     from jax.experimental.pallas import tpu as pltpu
 

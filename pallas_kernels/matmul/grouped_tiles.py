@@ -1,8 +1,8 @@
 """Grouped products for CUDA cards: plain XLA over tiles of rows, several tiles in one batched product.
 
-XLA:GPU (jax 0.10.2) makes of jax.lax.ragged_dot one product of [M, G * in] with all matrices: G times the operations
+XLA:GPU (jax 0.10.2) turns jax.lax.ragged_dot into one product of [M, G * in] with all matrices: G times the operations
 and x once per matrix in memory. Here every group's rows are cut into tiles; a trip of a loop gathers the rows and the
-matrices of some tiles and multiplies them. As many trips are made as the tiles of the groups need, so that rows of no
+matrices of some tiles and multiplies them. The trip count follows the tiles of the groups, so that rows of no
 group cost nothing. A matrix is read, and written and read once more, for each of its tiles: a kernel would save that.
 """
 
@@ -17,19 +17,19 @@ from jax import lax
 
 from pallas_kernels.zeros import zeros_in_layer
 
-_MIN_TILE, _MAX_TILE = 16, 1024  # rows: what a tensor core takes, and where reading a matrix is small beside using it
-_TRIP_BYTES = 64 << 20  # of the matrices that a trip gathers
-_TRIP_ROWS = 8192
+_MIN_TILE, _MAX_TILE = 16, 1024  # rows: least of a tensor core, and enough to amortise reading a matrix
+_TRIP_BYTES = 64 << 20  # most bytes of the matrices that a trip gathers
+_TRIP_ROWS = 8192  # most rows of a trip
 
 
 def grouped_matmul(
-    x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, out_dtype: Any, turned: bool = False
+    x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, out_dtype: Any, transposed: bool = False
 ) -> jax.Array:
-    """[M, out] in out_dtype; arguments as the public operation has checked them.
+    """Product [M, out] in out_dtype; the public operation has checked the arguments.
 
-    turned: columns of matrices are each stored in one piece. XLA would bring all matrices into another order.
+    transposed: each column of a matrix is contiguous in memory. Without it XLA would reorder all matrices.
     """
-    matrices, axis = (jnp.swapaxes(w, 1, 2), 2) if turned else (w, 1)
+    matrices, axis = (jnp.swapaxes(w, 1, 2), 2) if transposed else (w, 1)
 
     def multiply(row: jax.Array, group: jax.Array) -> jax.Array:
         rows = x.at[row].get(mode="clip")
@@ -47,10 +47,10 @@ def over_tiles(
     multiply: Callable[[jax.Array, jax.Array], jax.Array],
     out_dtype: Any,
 ) -> jax.Array:
-    """The result [M, out] of that shape, a tile of rows of one group after the other.
+    """Compute the result [M, out] = `shape` tile by tile, each of rows of one group.
 
-    multiply: rows by their numbers i32[n, tile], some of them too large, times the matrices i32[n]: f32[n, tile, out].
-    matrix_bytes: what a trip takes in memory for each of them.
+    multiply: row numbers i32[n, tile], some past the end, and matrix numbers i32[n] to products f32[n, tile, out].
+    matrix_bytes: memory of one gathered matrix.
     """
     num_rows, num_groups = shape[0], group_sizes.size
     tile, most_tiles = tile_rows_of(num_rows, num_groups), most_tiles_of(num_rows, num_groups)
@@ -68,9 +68,9 @@ def over_tiles(
         row = first[:, None] + jnp.arange(tile, dtype=jnp.int32)
         is_own = (row < ends[group][:, None]) & (groups < num_groups)[:, None]
         y = multiply(row, group)
-        # A row of a tile that is not its group's has a place of its own behind the result, where it is dropped.
-        place = jnp.where(is_own, row, num_rows + jnp.arange(trip * tile, dtype=jnp.int32).reshape(trip, tile))
-        return out.at[place].set(y.astype(out_dtype), mode="drop", unique_indices=True)
+        # A row of a tile that is not its group's gets an index of its own past the result, where it is dropped.
+        target = jnp.where(is_own, row, num_rows + jnp.arange(trip * tile, dtype=jnp.int32).reshape(trip, tile))
+        return out.at[target].set(y.astype(out_dtype), mode="drop", unique_indices=True)
 
     out = zeros_in_layer(group_sizes, shape, out_dtype)
     if most_tiles <= trip:
@@ -79,11 +79,12 @@ def over_tiles(
 
 
 def tile_rows_of(num_rows: int, num_groups: int) -> int:
-    """Rows of a tile: a power of two, at most those of an average group, so that tiles hold twice the rows at most."""
+    """Rows of a tile: a power of two, at most the size of an average group, so that padding at most doubles the
+    rows."""
     average = max(num_rows // num_groups, 1)
     return min(max(1 << average.bit_length() - 1, _MIN_TILE), _MAX_TILE)
 
 
 def most_tiles_of(num_rows: int, num_groups: int) -> int:
-    """Tiles that rows can need however they are spread over the groups."""
+    """Upper bound of the number of tiles, however rows are spread over the groups."""
     return min(num_rows, num_rows // tile_rows_of(num_rows, num_groups) + num_groups)

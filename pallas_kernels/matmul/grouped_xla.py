@@ -1,6 +1,6 @@
-"""Grouped products for the CPU: plain XLA whose cost follows the groups that have rows, and their rows.
+"""Grouped products for the CPU: plain XLA whose cost follows the non-empty groups and their rows.
 
-There jax.lax.ragged_dot multiplies all rows with all matrices. Here a loop with a dynamic trip count takes one
+On CPUs jax.lax.ragged_dot multiplies all rows with all matrices. Here a loop with a dynamic trip count takes one
 non-empty group at a time and reads its matrix once, and an inner one multiplies a block of the group's rows at a time.
 """
 
@@ -19,7 +19,7 @@ _MIN_BLOCK, _MAX_BLOCK = 2, 16  # rows; XLA:CPU is slow with a single bfloat16 r
 
 
 def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, out_dtype: Any) -> jax.Array:
-    """[M, out] in out_dtype; arguments as the public operation has checked them."""
+    """Product [M, out] in out_dtype; the public operation has checked the arguments."""
 
     def matrix_of(group: jax.Array) -> Callable[[jax.Array], jax.Array]:
         # Without the barrier XLA:CPU converts all of a bfloat16 w to float32 before the loop.
@@ -37,7 +37,10 @@ def over_groups(
     matrix_of: Callable[[jax.Array], Callable[[jax.Array], jax.Array]],
     out_dtype: Any,
 ) -> jax.Array:
-    """[M, out]: rows of each group that is here through what `matrix_of` makes of its index, [n, in] -> f32[n, out]."""
+    """Apply a function to the rows of each non-empty group: [M, out].
+
+    matrix_of: index of a group to the function of its rows, [n, in] -> f32[n, out].
+    """
     num_rows = x.shape[0]
     block = block_rows_of(num_rows, group_sizes.size)
     ends = jnp.cumsum(group_sizes)
@@ -64,6 +67,6 @@ def over_groups(
 
 
 def block_rows_of(num_rows: int, num_groups: int) -> int:
-    """Rows of a block: about those of an average group, a power of two."""
+    """Rows of a block: about the size of an average group, a power of two."""
     average = -(-num_rows // num_groups)
     return min(max(1 << (average - 1).bit_length(), _MIN_BLOCK), _MAX_BLOCK)

@@ -1,8 +1,8 @@
-"""What adapters (LoRA) of low rank add to a product, read for the slots that rows have and no others: the operation.
+"""LoRA addition to a product, reading only the matrices of slots that rows use: the public operation.
 
-Owns which slots are read for which rows (`lora_visits`, made once a step), validation and the choice of implementation.
-Knows nothing of layers or of whose adapter has which slot. That rows of many adapters meet in one product whose
-matrices are brought together is Chen et al.'s (Punica, 2023, arXiv:2310.18547).
+Owns which slots are read for which rows (`lora_visits`, computed once a step), validation and the choice of
+implementation. Whose adapter a slot holds is the caller's matter. Multiplying rows of many adapters in one product over
+gathered matrices is Chen et al.'s idea (Punica, 2023, arXiv:2310.18547).
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ OP = "lora_product"
 
 
 class LoraVisits(NamedTuple):
-    """Tiles of rows, each with the tiles of slots that its rows have.
+    """Pairs of a tile of rows and a tile of slots that some of these rows use.
 
-    Slots are in the order of their first rows, so that rows of one adapter that follow each other meet few tiles.
+    Slots are in the order of their first rows, so that consecutive rows of one adapter meet few tiles.
 
     Attributes:
-      place: i32[T], where among `slots` a row's is; -1 for none.
-      slots: i32[N], those that rows have, then the last of them again up to whole tiles.
-      row_tile, slot_tile: i32[V], of each visit, in the order of the rows; entries past `count` are never used.
-      count: i32[1]
+      slot_index: i32[T], index in `slots` of a row's slot; -1 for none.
+      slots: i32[N], the used slots, padded to full tiles with copies of the last one.
+      row_tile, slot_tile: i32[V], tiles of each visit, in the order of the rows; entries past `count` are never used.
+      count: i32[1], number of visits.
     """
 
-    place: jax.Array
+    slot_index: jax.Array
     slots: jax.Array
     row_tile: jax.Array
     slot_tile: jax.Array
@@ -47,8 +47,10 @@ def has_lora_product(platform: str) -> bool:
 
 
 def grouped_form(platform: str, size: int, widths: Sequence[int], rank: int, dtype: Any) -> str:
-    """What multiplies with adapters of a matrix of `size` inputs and sources of these outputs on a platform that has
-    this operation: a module, and why if it is another one than the platform's."""
+    """Name of the module that multiplies with adapters on `platform`, with a reason if it is not the platform's own.
+
+    size, widths: inputs of the matrix and outputs of its sources. The platform must have this operation.
+    """
     module = kernel_module(OP, platform)
     why_xla = getattr(importlib.import_module(f"pallas_kernels.{module}"), "why_xla", None)
     reason = "" if why_xla is None else why_xla(size, widths, rank, jnp.dtype(dtype))
@@ -56,19 +58,19 @@ def grouped_form(platform: str, size: int, widths: Sequence[int], rank: int, dty
 
 
 def slots_of_tile(rank: int, sizes: LoraTiles) -> int:
-    """Slots whose matrices are brought together."""
+    """Number of slots whose matrices are multiplied together."""
     return max(sizes.columns // rank, 1)
 
 
 def tile_rows_of(num_rows: int, sizes: LoraTiles) -> int:
-    """Rows of a tile: as many as there are, or the most that divide them."""
+    """Rows of a tile: all rows if they fit, else the largest multiple of 16 that divides them."""
     if num_rows <= sizes.rows:
         return num_rows
     return max((rows for rows in range(16, sizes.rows + 1, 16) if num_rows % rows == 0), default=sizes.rows)
 
 
 def lora_visits(slots: jax.Array, *, num_slots: int, rank: int, sizes: LoraTiles | None = None) -> LoraVisits:
-    """The visits of rows with adapters in slots i32[T], -1 for none, of `num_slots` of this rank."""
+    """Compute the visits of rows with adapters in slots i32[T], -1 for none, of `num_slots` slots of this rank."""
     sizes = Tuning().lora_tiles if sizes is None else sizes
     num_rows, each = slots.shape[0], slots_of_tile(rank, sizes)
     tile_rows, num_tiles = tile_rows_of(num_rows, sizes), -(-min(num_slots, num_rows) // each)
@@ -77,15 +79,15 @@ def lora_visits(slots: jax.Array, *, num_slots: int, rank: int, sizes: LoraTiles
     first = jnp.min(jnp.where(own, row[:, None], num_rows), axis=0)
     last = jnp.maximum(jnp.sum(first < num_rows, dtype=jnp.int32) - 1, 0)
     # Compared rather than searched: a search is a loop of its own. No two slots have the same first row.
-    places = jnp.sum(first < first[:, None], axis=1, dtype=jnp.int32)
-    place = jnp.where(slots >= 0, places[jnp.maximum(slots, 0)], -1)
+    order_of_slot = jnp.sum(first < first[:, None], axis=1, dtype=jnp.int32)
+    slot_index = jnp.where(slots >= 0, order_of_slot[jnp.maximum(slots, 0)], -1)
     order = jnp.argsort(first).astype(jnp.int32)[jnp.minimum(jnp.arange(num_tiles * each), last)]
     tiles = -(-num_rows // tile_rows)
-    meets = (place // each)[:, None] == jnp.arange(num_tiles, dtype=jnp.int32)
+    meets = (slot_index // each)[:, None] == jnp.arange(num_tiles, dtype=jnp.int32)
     meets = jnp.pad(meets, ((0, tiles * tile_rows - num_rows), (0, 0))).reshape(tiles, tile_rows, num_tiles).any(axis=1)
     visit = jnp.argsort(~meets.ravel(), stable=True).astype(jnp.int32)
     count = jnp.sum(meets, dtype=jnp.int32)[None]
-    return LoraVisits(place, order, visit // num_tiles, visit % num_tiles, count)
+    return LoraVisits(slot_index, order, visit // num_tiles, visit % num_tiles, count)
 
 
 def lora_product(
@@ -98,19 +100,19 @@ def lora_product(
     modules: Sequence[int],
     rank: int,
 ) -> jax.Array:
-    """y f32[T, out] and what adapters add to it: of each row (x A) B, summed in float32; rows without one keep theirs.
+    """Add adapters to y f32[T, out]: (x A) B of each row, summed in float32; rows without an adapter are unchanged.
 
-    x A is rounded to x's dtype. Only matrices of slots that rows have are read, whole tiles of them. The outputs are of
-    several sources, one behind the other, each with a B of its own and the A of a module.
+    x A is rounded to x's dtype. Only tiles of slots that rows use are read. The outputs are those of several sources,
+    concatenated, each with a B of its own and the A of a module.
 
     The implementation is chosen when the program is compiled, by the platform it is compiled for.
 
     Args:
       x: [T, in], bfloat16 or float32.
-      a: [modules * slots * rank, in] in x's dtype, A turned: rows of a module, then of a slot.
+      a: [modules * slots * rank, in] in x's dtype, A transposed: rows of a module, then of a slot.
       bs: [slots * rank, out of a source] in x's dtype.
       visits: `lora_visits` of the rows' slots.
-      modules: of each source, which module's A it has.
+      modules: for each source, the module whose A it uses.
       rank: a power of two.
 
     Raises ValueError when shapes or dtypes do not fit together.
@@ -124,7 +126,7 @@ def lora_product(
         and a.shape == ((max(modules) + 1) * slot_rows, x.shape[1])
         and all(b.shape[0] == slot_rows for b in bs)
         and len(modules) == len(bs)
-        and visits.place.shape == x.shape[:1]
+        and visits.slot_index.shape == x.shape[:1]
         and slot_rows % rank == 0
     )
     if not fits:

@@ -1,4 +1,4 @@
-"""What adapters add to a product, as plain XLA: a loop over visits, each of which gathers matrices of a few slots."""
+"""LoRA addition as plain XLA: a loop over visits, each of which gathers the matrices of a few slots."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def lora_product(
     rank: int,
     sizes: LoraTiles | None = None,
 ) -> jax.Array:
-    """f32[T, out]; arguments as the public operation has checked them. sizes: those that the visits were made with."""
+    """Sum f32[T, out]; the public operation has checked the arguments. sizes: those that the visits were made with."""
     sizes = Tuning().lora_tiles if sizes is None else sizes
     num_rows, each = len(x), slots_of_tile(rank, sizes)
     tile_rows = tile_rows_of(num_rows, sizes)
@@ -36,10 +36,10 @@ def lora_product(
         first, tile = visits.row_tile[index] * tile_rows, visits.slot_tile[index] * each
         slots = lax.dynamic_slice_in_dim(visits.slots, tile, each)
         start = jnp.minimum(first, num_rows - tile_rows)
-        place = lax.dynamic_slice_in_dim(visits.place, start, tile_rows)
+        slot_index = lax.dynamic_slice_in_dim(visits.slot_index, start, tile_rows)
         # The last tile begins among rows of the one before, whose visits have added theirs.
-        place = jnp.where(start + in_tile >= first, place, -1)
-        own = place[:, None] == tile + slot_of_column
+        slot_index = jnp.where(start + in_tile >= first, slot_index, -1)
+        own = slot_index[:, None] == tile + slot_of_column
         rows = lax.dynamic_slice_in_dim(x, start, tile_rows)
         of_module = all_a.reshape(max(modules) + 1, -1, rank, x.shape[1])[:, slots]
         added = []
@@ -54,5 +54,5 @@ def lora_product(
 
 
 def dot(x: jax.Array, matrix: jax.Array, contract: int) -> jax.Array:
-    """The product over axis `contract` of the matrix, in float32."""
+    """Product over axis `contract` of the matrix, in float32."""
     return lax.dot_general(x, matrix, (((1,), (contract,)), ((), ())), preferred_element_type=jnp.float32)

@@ -1,10 +1,9 @@
-"""What groups of rows get added by matrices of low rank, each group by a pair of its own, in plain XLA everywhere.
+"""Low-rank addition to groups of rows, each group with a pair of matrices of its own, in plain XLA on every platform.
 
-Of G pairs few have rows, and of M rows perhaps none has a pair. Rows are sorted by pair and cut into tiles of one
-pair's; a trip of a loop gathers the rows and the pairs of some tiles, multiplies them, and adds what comes out in its
-place. So work follows the rows that have a pair, each in a tile that may be filled up: at most M + G * (tile - 1) rows
-in all, and no more tiles than rows. What a trip takes in memory is bounded, whatever M and G are. Knows nothing of
-adapters.
+Few of the G pairs have rows, and possibly none of the M rows has a pair. Rows are sorted by pair and cut into tiles of
+one pair each; a trip of a loop gathers the rows and the pairs of some tiles, multiplies them, and adds the products to
+those rows. So work follows the rows that have a pair, each in a tile that may be padded: at most M + G * (tile - 1)
+rows in all, and no more tiles than rows. The memory of a trip is bounded, whatever M and G are.
 """
 
 from __future__ import annotations
@@ -16,25 +15,25 @@ import jax.numpy as jnp
 from jax import lax
 
 _LEAST_TILE, _MOST_TILE = 4, 64  # rows
-# Of a trip: tiles, rows, and bytes of the pairs that it gathers.
+# Most tiles, rows, and bytes of gathered pairs of a trip.
 _TRIP_TILES, _TRIP_ROWS, _TRIP_BYTES = 128, 2048, 32 << 20
 
 
 def add_low_rank(
     y: jax.Array, x: jax.Array, group: jax.Array, a: jax.Array, b: Sequence[jax.Array], part: Sequence[int]
 ) -> jax.Array:
-    """y [M, out] with x_i A_g B_g added to each row i of a group g, in float32; all other rows are as they are.
+    """Add x_i A_g B_g to each row i of group g of y [M, out], in float32; rows of no group are unchanged.
 
-    The products with B are of the width that a source of y has, one beside the other: that of b[j] is with the
-    part[j]-th of the equal parts into which the rows of A are cut.
+    Each b[j] gives the columns of one source of y, concatenated; it multiplies the part[j]-th of the equal parts into
+    which the rows of A are cut.
 
     Args:
       y: [M, out].
       x: [M, in].
-      group: i32[M], 0 to G - 1; G and above for rows of none.
-      a: [G, parts * r, in], A turned, in x's dtype.
+      group: i32[M], 0 to G - 1; G and above for rows of no group.
+      a: [G, parts * r, in], A transposed, in x's dtype.
       b: each [G, r, its width], in x's dtype; their widths add up to `out`.
-      part: of each b.
+      part: for each b, its part of A.
 
     Raises ValueError when shapes or dtypes do not fit together.
     """
@@ -76,20 +75,21 @@ def add_low_rank(
         inner = _products(x[row], a[own], 2).astype(x.dtype).reshape(trip, tile, -1, rank)
         added = [_products(inner[:, :, which], each[own], 1) for which, each in zip(part, b, strict=True)]
         total = y[row].astype(jnp.float32) + jnp.concatenate(added, axis=2)
-        # What fills up a tile has places of its own behind the result, where it is dropped.
-        place = jnp.where(is_own, row, num_rows + jnp.arange(trip * tile, dtype=jnp.int32).reshape(trip, tile))
-        return y.at[place].set(total.astype(y.dtype), mode="drop", unique_indices=True)
+        # Padding of a tile gets indexes of its own past the result, where it is dropped.
+        target = jnp.where(is_own, row, num_rows + jnp.arange(trip * tile, dtype=jnp.int32).reshape(trip, tile))
+        return y.at[target].set(total.astype(y.dtype), mode="drop", unique_indices=True)
 
     return lax.fori_loop(0, -(-last_tiles[-1] // trip), add_trip, y)
 
 
 def tile_rows_of(num_rows: int, num_groups: int) -> int:
-    """Rows of a tile: a power of two, about those of an average group, were an eighth of them to have any."""
+    """Rows of a tile: a power of two, about the size of an average group if an eighth of the groups have rows."""
     average = max(8 * num_rows // num_groups, 1)
     return min(max(1 << average.bit_length() - 1, _LEAST_TILE), _MOST_TILE)
 
 
 def _products(rows: jax.Array, matrices: jax.Array, contract: int) -> jax.Array:
-    """Rows [n, tile, k] of each of n tiles times its matrix, over the matrix's axis `contract`: f32[n, tile, other]."""
+    """Multiply rows [n, tile, k] of n tiles by a matrix each, over the matrix's axis `contract`: f32[n, tile,
+    other]."""
     dims = ((2,), (contract,)), ((0,), (0,))
     return lax.dot_general(rows, matrices, dims, preferred_element_type=jnp.float32)

@@ -1,6 +1,6 @@
-"""Rows rounded to numbers of four or eight bits whose scales are each for a few inputs: the public operation.
+"""Rounding of rows to microscaled formats, four or eight bits with a scale per few inputs: the public operation.
 
-Owns validation and the choice of implementation. What is rounded how is pallas_kernels.matmul.rounding's.
+Owns validation and the choice of implementation; the arithmetic is in pallas_kernels.matmul.rounding.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ _KINDS = UE8M0, E8M0, E4M3
 _GROUPS = 16, 32
 
 
-def microscaled_rows(x: jax.Array, group: int, dtype: str, *, kind: str, whole: jax.Array | None = None) -> jax.Array:
-    """Rows [M, in] with the values that codes of `dtype` and scales of `group` inputs each stand for, in x's dtype.
+def microscaled_rows(
+    x: jax.Array, group: int, dtype: str, *, kind: str, global_scale: jax.Array | None = None
+) -> jax.Array:
+    """Round rows [M, in] to codes of `dtype` with a scale per `group` inputs, and return their values in x's dtype.
 
-    Scales are powers of two, or with E4M3 as they are held: the values are those times `whole`. So they are exact in
-    bfloat16, and a product need not know of their scales, which are as many as it would take. A group with a number
-    that is not finite may become anything, of which others know nothing.
+    Scales are powers of two; with E4M3 the values are those of the e4m3 scales, `global_scale` times too large. Either
+    way they are exact in bfloat16, so that a product needs no scales. A group with a number that is not finite may
+    become anything; other groups are not affected.
 
     The implementation is chosen when the program is compiled, by the platform it is compiled for.
 
@@ -34,9 +36,9 @@ def microscaled_rows(x: jax.Array, group: int, dtype: str, *, kind: str, whole: 
       group: 16 or 32, and divides `in`.
       dtype: one of DTYPES.
       kind: UE8M0, E8M0 or E4M3 (pallas_kernels.matmul.rounding).
-      whole: with E4M3 what divides all scales, f32 [M, 1] or [1, 1]; else not used.
+      global_scale: with E4M3 the divisor of all scales, f32 [M, 1] or [1, 1]; else not used.
 
-    Raises ValueError for what is none of these.
+    Raises ValueError for other values.
     """
     if x.ndim != 2 or x.dtype not in (jnp.bfloat16, jnp.float32):
         raise ValueError(f"{OP}: x must be bfloat16 or float32 [M, in], got {x.dtype} {x.shape}")
@@ -44,12 +46,14 @@ def microscaled_rows(x: jax.Array, group: int, dtype: str, *, kind: str, whole: 
         raise ValueError(f"{OP}: group must be one of {_GROUPS} and divide {x.shape[1]} inputs, got {group}")
     if dtype not in DTYPES or kind not in _KINDS:
         raise ValueError(f"{OP}: dtype must be of {DTYPES} and kind of {_KINDS}, got {dtype} and {kind}")
-    whole = whole if kind == E4M3 else None
-    if kind == E4M3 and (whole is None or whole.dtype != jnp.float32 or whole.shape not in ((1, 1), (len(x), 1))):
-        got = None if whole is None else f"{whole.dtype} {whole.shape}"
-        raise ValueError(f"{OP}: whole must be float32 [1, 1] or {(len(x), 1)}, got {got}")
+    global_scale = global_scale if kind == E4M3 else None
+    if kind == E4M3 and (
+        global_scale is None or global_scale.dtype != jnp.float32 or global_scale.shape not in ((1, 1), (len(x), 1))
+    ):
+        got = None if global_scale is None else f"{global_scale.dtype} {global_scale.shape}"
+        raise ValueError(f"{OP}: global_scale must be float32 [1, 1] or {(len(x), 1)}, got {got}")
     by_platform = {
         platform: partial(kernel(OP, row), group=group, dtype=dtype, kind=kind)
         for platform, row in PLATFORM_ROWS.items()
     }
-    return lax.platform_dependent(x, whole, **by_platform)
+    return lax.platform_dependent(x, global_scale, **by_platform)

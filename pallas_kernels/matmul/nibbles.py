@@ -1,8 +1,8 @@
-"""Two signed codes of four bits in a byte: those of two neighbouring inputs, the even one in the low bits.
+"""Pairs of signed four-bit codes in a byte: those of two neighbouring inputs, the even one in the low bits.
 
-Arrays of jax's own int4 are not used between programs: an executable compiled ahead of time refuses them (jax 0.10.2
-on a CPU calls the layout of such an argument another one than its own). A product with pairs is the sum of two
-products, of every second input each, so that codes need not be brought into order.
+Arrays of jax's own int4 are not passed between programs: an executable compiled ahead of time refuses them (jax 0.10.2
+on a CPU reports another layout for such an argument than its own). A product with pairs is the sum of two
+products, one of the even and one of the odd inputs, so that codes need not be reordered.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from jax import lax
 
 
 def per_byte(dtype: Any) -> int:
-    """Codes in an entry of an array of this dtype."""
+    """Number of codes in an element of an array of this dtype."""
     return 2 if dtype == jnp.uint8 else 1
 
 
 def code_parts(codes: jax.Array) -> list[jax.Array]:
-    """Codes [..., n, out] as the factors of one product after the other: themselves, or int8 of even and odd inputs."""
+    """Split codes [..., n, out] into the factors of successive products: the codes, or int8 of even and of odd
+    inputs."""
     if codes.dtype != jnp.uint8:
         return [codes]
     pairs = lax.bitcast_convert_type(codes, jnp.int8)
@@ -29,6 +30,6 @@ def code_parts(codes: jax.Array) -> list[jax.Array]:
 
 
 def row_parts(x: jax.Array, dtype: Any) -> list[jax.Array]:
-    """Rows [..., in] as they meet the parts of codes of this dtype."""
+    """Split rows [..., in] to match the `code_parts` of codes of this dtype."""
     count = per_byte(dtype)
     return [x[..., first::count] for first in range(count)]

@@ -1,6 +1,6 @@
-"""The product of rows with a quantised matrix, codes * scales - zeros: the public operations, dense and by groups.
+"""Products of rows with quantised matrices, codes * scales - zeros: the public operations, dense and grouped.
 
-Owns validation and the choice of implementation. Knows nothing of layers or of how checkpoints store codes.
+Owns validation and the choice of implementation. How checkpoints store codes is models.quantization's matter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pallas_kernels.matmul.nibbles import per_byte
 from pallas_kernels.matmul.rounding import RoundedRows
 from pallas_kernels.registry import PLATFORM_ROWS, kernel, kernel_module
 
-# The last stands for two int4 a byte: see nibbles.
+# uint8 holds two int4 codes a byte: see nibbles.
 CODES = ("int8", "float8_e4m3fn", "uint8")
 
 
@@ -32,22 +32,20 @@ def quantized_matmul(
     dtype: Any = None,
     out_dtype: Any = jnp.float32,
 ) -> jax.Array:
-    """x [M, in] times codes * scales - zeros [in, out]: [M, out] in `out_dtype`.
+    """Multiply x [M, in] by codes * scales - zeros [in, out]: [M, out] in `out_dtype`.
 
-    A scale, and a zero, belongs to in / n neighbouring inputs of one output; n = 1 is a scale a channel. Sums are
-    float32 ones, rounded to `out_dtype` once; where a matrix is widened before it is multiplied it is rounded to
-    `dtype`.
+    A scale, and a zero, belongs to in / n neighbouring inputs of one output; n = 1 is a scale per channel. Sums are
+    float32, rounded to `out_dtype` once; a matrix that is widened before it is multiplied is rounded to `dtype`.
 
     The implementation is chosen when the program is compiled, by the platform it is compiled for.
 
     Args:
-      x: bfloat16 or float32, or rows that have been rounded, whose scales divide `in` as those of the matrix do, or
-        more coarsely.
+      x: bfloat16 or float32, or rounded rows, whose scales divide `in` as those of the matrix do, or more coarsely.
       codes: [in, out] int8 or float8_e4m3fn, or [in / 2, out] uint8, pairs of four-bit codes (see nibbles). A pair then
         has one scale.
       scales: [n, out], bfloat16 or float32.
       zeros: [n, out], the zero points times their scales; None for none.
-      dtype: in which codes are widened; x's, and to be given where x is rounded.
+      dtype: dtype that codes are widened to; default x's, and required where x is rounded.
 
     Raises ValueError when shapes or dtypes do not fit together.
     """
@@ -61,10 +59,11 @@ def quantized_matmul(
 
 
 def product_of(op: str, platform: str, size: int, out: int, num_scales: int, codes: Any, dtype: Any) -> str:
-    """What multiplies with a matrix [size, out] on a platform of the registry: a module, and why if it is another one.
+    """Name of the module that multiplies with a matrix [size, out] on a registry platform, with a reason if it is not
+    the platform's own.
 
-    op: a product of the registry. num_scales: along the inputs. codes: their dtype as they are stored. dtype: of the
-    model.
+    op: a product of the registry. num_scales: scales along the inputs. codes: dtype of the stored codes. dtype: the
+    model's.
     """
     module = kernel_module(op, platform)
     why_xla = getattr(importlib.import_module(f"pallas_kernels.{module}"), "why_xla", None)
@@ -83,7 +82,7 @@ def quantized_grouped_matmul(
     dtype: Any = None,
     out_dtype: Any = None,
 ) -> jax.Array:
-    """Rows times the quantised matrix of their group: [M, out] in `out_dtype`, by default `dtype`.
+    """Multiply rows by the quantised matrix of their group: [M, out] in `out_dtype`, by default `dtype`.
 
     Rows, groups and biases are those of pallas_kernels.matmul.grouped, matrices those of `quantized_matmul` with a
     first axis of groups: codes [G, in, out], scales and zeros [G, n, out].
@@ -111,12 +110,13 @@ def quantized_gated_matmul(
     dtype: Any = None,
     out_dtype: Any = None,
 ) -> jax.Array:
-    """activation(gate, up) of rows times the matrix of their group: [M, F] in `out_dtype`, by default `dtype`.
+    """Compute activation(gate, up) of rows times the quantised matrix of their group: [M, F] in `out_dtype`, default
+    `dtype`.
 
     Arguments are `quantized_grouped_matmul`'s. The first half of a matrix's outputs, [G, in, 2 F], are gates and the
-    second ups, to which the group's bias [G, 2 F] is added; None for none. A row of no group is 0, which the
-    activation must make of zeros. Where a platform has one kernel for it all, that rounds once; elsewhere the product
-    is rounded to `out_dtype` and activated then.
+    second ups, to which the group's bias [G, 2 F] is added; None for none. A row of no group is 0: the activation must
+    map zeros to zeros. A platform with one kernel for both steps rounds once; elsewhere the product is rounded to
+    `out_dtype` before it is activated.
 
     Raises ValueError when shapes or dtypes do not fit together.
     """

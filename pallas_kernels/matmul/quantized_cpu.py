@@ -1,6 +1,6 @@
-"""Products with quantised matrices for the CPU: some columns at a time are widened, and multiplied while in cache.
+"""Quantised products for the CPU: some columns at a time are widened, and multiplied while in cache.
 
-Those of a single row are made of codes that are widened in registers, and no widened matrix is anywhere.
+For a single row the codes are widened in registers, and no widened matrix is stored anywhere.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pallas_kernels.matmul.rounding import RoundedRows
 from pallas_kernels.zeros import zeros_in_layer
 
 BLOCK_COLUMNS = 128
-# Of a single row: rows of codes that a sum is made of, which are read at once. Of more, in a matrix whose rows are a
-# multiple of 4 KiB apart, each would drive another one's out of the cache.
+# For a single row: rows of codes that one sum adds up, which are read at once. With more, in a matrix whose rows are a
+# multiple of 4 KiB apart, they would evict each other from the cache.
 _MOST_TERMS = 8
-# What such sums may take in memory: all of a matrix, else those of a trip.
+# Most bytes of such sums: of an entire matrix, else of a trip.
 _MOST_SUMS_BYTES, _TRIP_SUMS_BYTES = 4 << 20, 1 << 20
 
 
@@ -33,7 +33,8 @@ def quantized_matmul(
     dtype: Any,
     out_dtype: Any,
 ) -> jax.Array:
-    """[M, out] in out_dtype; arguments as the public operation has checked them. All in float32, whatever `dtype`."""
+    """Product [M, out] in out_dtype, computed in float32 whatever `dtype`; the public operation has checked the
+    arguments."""
     del dtype
     wide = widened_rows(x, x_scales)
     if x.shape[0] == 1 and (terms := _num_terms(codes, scales)):
@@ -49,14 +50,14 @@ def widened_rows(x: jax.Array, x_scales: jax.Array | None) -> jax.Array:
 def columns_product(
     x: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None, index: jax.Array
 ) -> jax.Array:
-    """x f32[M, in] times matrix `index` of codes [G, in, out]: f32[M, out]."""
+    """Multiply x f32[M, in] by matrix `index` of codes [G, in, out], block of columns by block: f32[M, out]."""
     out_size, num_scales = codes.shape[2], scales.shape[1]
     width = min(BLOCK_COLUMNS, out_size)
     rows = row_parts(x, codes.dtype)
 
     def multiply(block, out):
-        # Without the barrier XLA:CPU widens all of the codes before the loop. The last block begins where it must to
-        # end with the matrix: slices clamp, and columns made twice are made alike.
+        # Without the barrier XLA:CPU widens all of the codes before the loop. The last block is moved back to end with
+        # the matrix (slices clamp): columns that are computed twice have the same values.
         matrices, block = lax.optimization_barrier(((codes, scales, zeros), block))
 
         def columns(array):
@@ -79,7 +80,7 @@ def columns_product(
 
 
 def _num_terms(codes: jax.Array, scales: jax.Array) -> int:
-    """Of how many rows of codes a sum of one row's product is made, 0 for no such product."""
+    """Number of rows of codes that are added per sum of one row's product; 0 where that form does not apply."""
     if not jnp.issubdtype(codes.dtype, jnp.integer):
         return 0
     group = codes.shape[0] // scales.shape[0]
@@ -88,16 +89,16 @@ def _num_terms(codes: jax.Array, scales: jax.Array) -> int:
 
 
 def _row_product(row: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None, terms: int) -> jax.Array:
-    """row f32[in] times the matrix: f32[1, out].
+    """Multiply row f32[in] by the matrix: f32[1, out].
 
-    Terms of equal shape, added number by number, are one loop in vectors, of which each core runs a part (as in
-    dense_cpu). Those of a sum have one scale; a product with ones adds the sums. Of a large matrix some groups at a
-    time.
+    Terms of equal shape, added element by element, are one vectorised loop, of which each core runs a part (as in
+    dense_cpu). Terms of one sum share a scale; a product with ones adds the sums. A large matrix is done some groups at
+    a time.
     """
     num_scales, out_size = scales.shape
     packed = per_byte(codes.dtype)
     scales = scales.astype(jnp.float32)
-    # With a scale a channel any sums are a group, and what is scaled is their total.
+    # With one scale per channel any sums may form a group, and their total is scaled.
     groups = num_scales if num_scales > 1 else codes.shape[0] // terms
     each = codes.shape[0] // terms // groups
     trips, group_bytes = 1, 4 * each * out_size
@@ -117,20 +118,20 @@ def _row_product(row: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax
         sums = sums.reshape(-1, out_size)
         return _total(jnp.ones((1, len(sums)), jnp.float32), sums)
 
-    def taken(index):
+    def slices(index):
         # The barrier as in columns_product.
         held, index = lax.optimization_barrier((parts, index))
         return [lax.dynamic_index_in_dim(part, index, keepdims=False) for part in held]
 
     def trip(index, carried):
-        # What the next trip needs is taken here, and so copied: a loop that takes it as it goes has no vectors.
+        # The next trip's operands are sliced here, and so copied: a loop that slices as it goes is not vectorised.
         y, own = carried
-        return y + add(*own), taken(jnp.minimum(index + 1, trips - 1))
+        return y + add(*own), slices(jnp.minimum(index + 1, trips - 1))
 
     if trips == 1:
         y = add(*(part[0] for part in parts))
     else:
-        begin = zeros_in_layer(scales, (1, out_size)), taken(jnp.int32(0))
+        begin = zeros_in_layer(scales, (1, out_size)), slices(jnp.int32(0))
         y, _ = lax.fori_loop(0, trips, trip, begin)
     y = y if num_scales > 1 else y * scales
     return (
@@ -139,7 +140,7 @@ def _row_product(row: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax
 
 
 def wide_parts(codes: jax.Array) -> list[jax.Array]:
-    """`code_parts` in float32, by shifts of 32 bits: processors have none of eight."""
+    """Widen `code_parts` to float32 by shifts of 32 bits: processors have no vector shifts of eight."""
     if codes.dtype != jnp.uint8:
         return [codes.astype(jnp.float32)]
     pairs, low = lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.int32), jnp.int32(28)
@@ -148,5 +149,5 @@ def wide_parts(codes: jax.Array) -> list[jax.Array]:
 
 
 def _total(x: jax.Array, y: jax.Array) -> jax.Array:
-    """A product of float32, into which XLA fuses nothing."""
+    """Float32 product, into which XLA fuses nothing."""
     return lax.dot_general(x, y, (((1,), (0,)), ((), ())), precision=lax.Precision.HIGHEST)

@@ -1,4 +1,4 @@
-"""Products of groups of rows with quantised matrices for the CPU: group after group, some columns widened at a time."""
+"""Quantised grouped products for the CPU: group after group, with some columns widened at a time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def quantized_grouped_matmul(
     dtype: Any,
     out_dtype: Any,
 ) -> jax.Array:
-    """[M, out] in out_dtype; arguments as the public operation has checked them. All in float32, whatever `dtype`."""
+    """Product [M, out] in out_dtype, computed in float32 whatever `dtype`; the public operation has checked the
+    arguments."""
     del dtype
     wide = widened_rows(x, x_scales)
 

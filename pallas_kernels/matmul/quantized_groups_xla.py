@@ -1,7 +1,7 @@
-"""Products of groups of rows with quantised matrices as plain XLA, for TPUs and CUDA cards: tiles of rows.
+"""Quantised grouped products as plain XLA, for TPUs and CUDA cards, over tiles of rows.
 
-As grouped_tiles: a trip gathers the codes of a few matrices. With a scale a channel they are multiplied as they are,
-otherwise those of the trip are widened. jax.lax.ragged_dot would widen all matrices.
+As in grouped_tiles, a trip gathers the codes of a few matrices. With one scale per channel the codes are multiplied
+directly, otherwise those of the trip are widened. jax.lax.ragged_dot would widen all matrices.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ def quantized_grouped_matmul(
     *,
     dtype: Any,
     out_dtype: Any,
-    turned: bool = False,
+    transposed: bool = False,
     fine: Any = jnp.float16,
 ) -> jax.Array:
-    """[M, out] in out_dtype; arguments as the public operation has checked them.
+    """Product [M, out] in out_dtype; the public operation has checked the arguments.
 
-    turned: see grouped_tiles. fine: see quantized_xla.fine_rows.
+    transposed: see grouped_tiles. fine: see quantized_xla.fine_rows.
     """
     out_size = codes.shape[2]
     by_channel = scales.shape[1] == 1 and zeros is None and (x_scales is None or x_scales.shape[1] == 1)
     widened = None if by_channel else fine_rows(x, x_scales, dtype, fine)
 
     def multiply(row: jax.Array, group: jax.Array) -> jax.Array:
-        picked = jnp.swapaxes(jnp.swapaxes(codes, 1, 2)[group], 1, 2) if turned else codes[group]
+        picked = jnp.swapaxes(jnp.swapaxes(codes, 1, 2)[group], 1, 2) if transposed else codes[group]
         if widened is not None:
             rows, own_zeros = widened.at(row), None if zeros is None else zeros[group]
             return widened_product(rows, row_parts(rows.values, codes.dtype), picked, scales[group], own_zeros)

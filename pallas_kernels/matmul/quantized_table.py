@@ -1,6 +1,6 @@
-"""The product of rows with a quantised token table, whose rows are those of tokens: the public operation.
+"""Product of rows with the transpose of a quantised token table, which has a row per token: the public operation.
 
-Owns the choice of implementation. Knows nothing of layers or of how checkpoints store codes.
+Owns the choice of implementation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def quantized_table_matmul(
     dtype: Any = None,
     out_dtype: Any = jnp.float32,
 ) -> jax.Array:
-    """x [M, in] times the transpose of a table [V, in], codes * scales - zeros: [M, V] in `out_dtype`.
+    """Multiply x [M, in] by the transpose of a table [V, in], codes * scales - zeros: [M, V] in `out_dtype`.
 
     As pallas_kernels.matmul.quantized.quantized_matmul with codes [V, in] int8, or [V, in / 2] uint8 in pairs, and
     scales and zeros [n, V].

@@ -1,7 +1,6 @@
-"""The product of rows with a quantised token table for the CPU: some tokens at a time are widened while in cache.
+"""Product with a quantised token table for the CPU: some tokens at a time are widened while in cache.
 
-That of a single row is made of codes that are widened in registers, a token's side by side, and so as they lie in
-memory.
+For a single row the codes are widened in registers, a token's codes side by side, in the order of memory.
 """
 
 from __future__ import annotations
@@ -17,15 +16,16 @@ from pallas_kernels.matmul.quantized_cpu import wide_parts
 from pallas_kernels.zeros import zeros_in_layer
 
 BLOCK_TOKENS = 256
-# Of a single row: groups whose codes and scales are read at once. Processors read only so many streams ahead, and with
-# more a row is slower than in blocks.
+# For a single row: most groups whose codes and scales are read at once. Processors prefetch a limited number of
+# streams; with more a row is slower than in blocks.
 _MOST_GROUPS = 96
 
 
 def quantized_table_matmul(
     x: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None, *, dtype: Any, out_dtype: Any
 ) -> jax.Array:
-    """[M, V] in out_dtype; arguments as the public operation has checked them. All in float32, whatever `dtype`."""
+    """Product [M, V] in out_dtype, computed in float32 whatever `dtype`; the public operation has checked the
+    arguments."""
     del dtype
     x = x.astype(jnp.float32)
     if len(x) == 1 and len(scales) <= _MOST_GROUPS:
@@ -34,10 +34,10 @@ def quantized_table_matmul(
 
 
 def _row_product(row: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None) -> jax.Array:
-    """row f32[in] times the table: f32[1, V].
+    """Multiply row f32[in] by the table's transpose: f32[1, V].
 
-    A group is a term of the number of its codes, and terms added number by number are one loop in vectors, of which
-    each core runs a part (as in dense_cpu); a product with ones adds what is left.
+    Each group of inputs is a term; terms added element by element are one vectorised loop, of which each core runs a
+    part (as in dense_cpu); a product with ones adds up the remaining sums.
     """
     count = len(scales)
     width = codes.shape[1] // count
@@ -54,7 +54,7 @@ def _row_product(row: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax
 
 
 def _blocks_product(x: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None) -> jax.Array:
-    """x f32[M, in] times the table: f32[M, V]."""
+    """Multiply x f32[M, in] by the table's transpose, block of tokens by block: f32[M, V]."""
     count, num_tokens = scales.shape
     size = min(BLOCK_TOKENS, num_tokens)
     rows = row_parts(x, codes.dtype)
@@ -79,5 +79,5 @@ def _blocks_product(x: jax.Array, codes: jax.Array, scales: jax.Array, zeros: ja
 
 
 def _total(x: jax.Array, y: jax.Array) -> jax.Array:
-    """[M, V] of x [M, n] and y [V, n], a product of float32 into which XLA fuses nothing."""
+    """Product [M, V] of x [M, n] and y [V, n] in float32, into which XLA fuses nothing."""
     return lax.dot_general(x, y, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)

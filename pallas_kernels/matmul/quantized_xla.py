@@ -1,9 +1,9 @@
-"""Products with quantised matrices as plain XLA, for TPUs and CUDA cards.
+"""Quantised products as plain XLA, for TPUs and CUDA cards.
 
-With a scale a channel codes go into the product as they are, and no widened matrix exists. Scales that vary along the
-inputs are applied to the sums of their groups where rows are few; with many rows some columns at a time are widened.
-Rows that have been rounded are widened as well then, and rounded once more, as the matrix is. For both bfloat16 has too
-few bits: they meet in float16, which a card multiplies as fast, each row and each column in units of its own.
+With one scale per channel the codes are operands of the product, and no widened matrix exists. Scales that vary along
+the inputs are applied to the sums of their groups where rows are few; with many rows some columns at a time are
+widened. Rounded rows are then widened as well, and rounded once more, as the matrix is. bfloat16 has too few bits for
+both: they are multiplied in float16, which a card does as fast, each row and each column in units of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pallas_kernels.matmul.nibbles import code_parts, row_parts
 from pallas_kernels.matmul.rounding import MOST_CODE, RoundedRows, units_of
 from pallas_kernels.zeros import zeros_in_layer
 
-# Up to so many rows sums of groups [n, M, out] cost less than widening does.
+# Up to this many rows, sums per group [n, M, out] cost less than widening the matrix.
 MOST_GROUP_ROWS = 64
 BLOCK_COLUMNS = 512
 
@@ -34,10 +34,10 @@ def quantized_matmul(
     out_dtype: Any,
     fine: Any = jnp.float16,
 ) -> jax.Array:
-    """[M, out] in out_dtype; arguments as the public operation has checked them. fine: see `fine_rows`."""
+    """Product [M, out] in out_dtype; the public operation has checked the arguments. fine: see `fine_rows`."""
     rows = x.shape[0]
     if rows == 1:
-        # XLA:GPU makes of one row times a matrix a float32 array of the matrix's size in memory, and then its sums.
+        # For one row XLA:GPU writes all products, a float32 array of the matrix's size, to memory before it sums them.
         x = jnp.pad(x, ((0, 1), (0, 0)))
         x_scales = None if x_scales is None else jnp.pad(x_scales, ((0, 1), (0, 0)), constant_values=1)
     coarse = x_scales is None or x_scales.shape[1] <= scales.shape[0]
@@ -49,10 +49,10 @@ def quantized_matmul(
 
 
 class FineRows(NamedTuple):
-    """Rows [M, in] that meet widened matrices, in their dtype.
+    """Rows [M, in] to multiply with widened matrices, in their dtype.
 
-    units: f32 [M, 1], of which the values are; None for rows that are not rounded, and matrices without units.
-    precision: of the product.
+    units: f32 [M, 1], units of the values; None for rows that are not rounded, and matrices without units.
+    precision: precision of the product.
     """
 
     values: jax.Array
@@ -60,16 +60,16 @@ class FineRows(NamedTuple):
     precision: Any
 
     def at(self, index: jax.Array) -> FineRows:
-        """The rows with these numbers, of which some may be too large."""
+        """Select rows by number; numbers past the end are clipped."""
         values, units = (part if part is None else part.at[index].get(mode="clip") for part in self[:2])
         return self._replace(values=values, units=units)
 
 
 def fine_rows(x: jax.Array, x_scales: jax.Array | None, dtype: Any, fine: Any) -> FineRows:
-    """Rows as they meet widened matrices.
+    """Convert rows to FineRows.
 
-    dtype: the model's. fine: what rounded rows and their matrix are rounded to where that is bfloat16; float16, or
-    float32, slowly, on what has no products of float16.
+    dtype: the model's. fine: dtype that rounded rows and their matrix are rounded to where the model's is bfloat16:
+    float16, or float32, slowly, on devices without float16 products.
     """
     if x_scales is None:
         return FineRows(x.astype(dtype), None, None)
@@ -78,7 +78,7 @@ def fine_rows(x: jax.Array, x_scales: jax.Array | None, dtype: Any, fine: Any) -
 
 
 def multiplied(x: jax.Array, codes: jax.Array, dims: Any, dtype: Any) -> jax.Array:
-    """f32 product of rows or their codes with codes: in eight bits where both are, else in `dtype`."""
+    """Product f32 of rows, or their codes, with codes: in eight bits where both have them, else in `dtype`."""
     if x.dtype == jnp.int8 and codes.dtype == jnp.int8:
         y = lax.dot_general(x, codes, dims, preferred_element_type=jnp.int32)
         return y.astype(jnp.float32)
@@ -90,7 +90,7 @@ def multiplied(x: jax.Array, codes: jax.Array, dims: Any, dtype: Any) -> jax.Arr
 
 
 def widened_parts(codes: jax.Array, scales: jax.Array, zeros: jax.Array | None, dtype: Any) -> list[jax.Array]:
-    """codes * scales - zeros of [..., in, out], rounded to `dtype` once, in the parts that codes have."""
+    """Compute codes * scales - zeros of [..., in, out], rounded to `dtype` once, one array per part of `code_parts`."""
     wide = []
     for part in code_parts(codes):
         shape = *part.shape[:-2], scales.shape[-2], part.shape[-2] // scales.shape[-2], part.shape[-1]
@@ -103,16 +103,19 @@ def widened_parts(codes: jax.Array, scales: jax.Array, zeros: jax.Array | None, 
 def widened_product(
     rows: FineRows, parts: list[jax.Array], codes: jax.Array, scales: jax.Array, zeros: jax.Array | None
 ) -> jax.Array:
-    """f32 [..., M, out] of rows [..., M, in] in the `parts` that codes have and matrices [..., in, out], widened."""
+    """Multiply rows [..., M, in] by widened matrices [..., in, out]: f32 [..., M, out].
+
+    parts: the rows' values in the `row_parts` that match the codes.
+    """
     units = None
     if rows.units is not None:
         scales = scales.astype(jnp.float32)
-        # A zero counts as a code would.
+        # A zero takes part as a code does.
         units = units_of(scales if zeros is None else jnp.abs(scales) + jnp.abs(zeros) / MOST_CODE, -2)
         scales, zeros = scales / units, None if zeros is None else zeros / units
     wide = widened_parts(codes, scales, zeros, rows.values.dtype)
-    alike = tuple(range(codes.ndim - 2))
-    dims = ((codes.ndim - 1,), (codes.ndim - 2,)), (alike, alike)
+    batch = tuple(range(codes.ndim - 2))
+    dims = ((codes.ndim - 1,), (codes.ndim - 2,)), (batch, batch)
     y = jnp.zeros(())
     for own, part in zip(parts, wide, strict=True):
         y = y + lax.dot_general(own, part, dims, precision=rows.precision, preferred_element_type=jnp.float32)
@@ -123,7 +126,7 @@ def widened_product(
 def _group_sums(
     x: jax.Array, x_scales: jax.Array | None, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None, dtype: Any
 ) -> jax.Array:
-    """The sum over groups of inputs of (x @ codes) * scales, whatever is a scale's group."""
+    """Sum over groups of inputs of (x @ codes) * scales, for any group size."""
     rows, (count, out_size) = x.shape[0], scales.shape
     y = jnp.zeros(())
     for own, part in zip(row_parts(x, codes.dtype), code_parts(codes), strict=True):
@@ -145,12 +148,12 @@ def _group_sums(
 
 
 def _columns_product(x: FineRows, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None) -> jax.Array:
-    """Rows [M, in] times columns that are widened some at a time."""
+    """Multiply rows [M, in] by the matrix, widening a block of columns at a time: f32 [M, out]."""
     out_size, x_parts = codes.shape[1], row_parts(x.values, codes.dtype)
     width = min(BLOCK_COLUMNS, out_size)
 
     def multiply(block, out):
-        # The last block begins where it must to end with the matrix: slices clamp, and what is made twice is alike.
+        # The last block is moved back to end with the matrix (slices clamp): columns computed twice have equal values.
         matrix, block = lax.optimization_barrier(((codes, scales, zeros), block))
         parts = jax.tree.map(lambda part: lax.dynamic_slice_in_dim(part, block * width, width, axis=1), matrix)
         y = widened_product(x, x_parts, parts[0], parts[1], parts[2])

@@ -1,1 +1,1 @@
-"""Layers whose memory of a sequence is one row of a fixed size: convolutions and recurrences over ragged batches."""
+"""Operations with a fixed-size state per sequence: convolutions and recurrences over ragged batches."""

@@ -1,6 +1,6 @@
-"""A causal convolution along sequences, each channel by itself: the public operation.
+"""Depthwise causal convolution along sequences: the public operation.
 
-Owns validation and the choice of implementation. Knows nothing of what is convolved.
+Owns validation and the choice of implementation.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from pallas_kernels.state.rows import StateRows, check_rows
 
 
 def causal_conv(x: jax.Array, weight: jax.Array, windows: jax.Array, rows: StateRows) -> tuple[jax.Array, jax.Array]:
-    """y[t] = sum over i < k of weight[:, i] * x[t - (k - 1) + i], within each sequence: f32[T, C], and the windows.
+    """Convolve each channel causally: y[t] = sum over i < k of weight[:, i] * x[t - (k - 1) + i], within each sequence.
 
-    What comes before a sequence's first new token is in its window, zeros if it has none. Tokens of no sequence give 0.
-    The sum is taken from i = 0 on, in float32.
+    The k - 1 tokens before a sequence's first new token come from its window, or are zeros if it reads none. Tokens of
+    no sequence give 0. The sum is taken from i = 0 on, in float32.
 
     The implementation is chosen when the program is compiled, by the platform it is compiled for.
 
@@ -26,7 +26,7 @@ def causal_conv(x: jax.Array, weight: jax.Array, windows: jax.Array, rows: State
       weight: [C, k], k >= 2.
       windows: [R, k - 1, C], the tokens before, the latest last.
 
-    Raises ValueError when shapes or dtypes do not fit together.
+    Returns y f32[T, C] and the windows after the step. Raises ValueError when shapes or dtypes do not fit together.
     """
     check_rows(rows)
     fits = x.ndim == weight.ndim == 2 and weight.shape[0] == x.shape[1] and weight.shape[1] > 1

@@ -23,7 +23,7 @@ def gated_delta_rule(
     state: jax.Array,
     rows: StateRows,
 ) -> tuple[jax.Array, jax.Array]:
-    """o[t] = q[t] M[t], where M[t] = e^decay[t] M[t - 1], plus k[t] (x) beta[t] (v[t] - k[t] e^decay[t] M[t - 1]).
+    """Apply o[t] = q[t] M[t], where M[t] = e^decay[t] M[t - 1] + k[t] (x) beta[t] (v[t] - k[t] e^decay[t] M[t - 1]).
 
     All in float32, in an order that depends on a sequence's own tokens only. Tokens of no sequence give 0; rows that no
     sequence reads may hold NaN.
@@ -31,7 +31,7 @@ def gated_delta_rule(
     The implementation is chosen when the program is compiled, by the platform it is compiled for.
 
     Args:
-      q, k: [T, K, H], normalised and scaled as they are to meet; head h serves heads h * N / K .. of v.
+      q, k: [T, K, H], already normalised and scaled; head h serves heads h * N / K .. of v.
       v: [T, N, Hv].
       decay: f32[T, N], at most 0; beta: f32[T, N].
       state: f32[R, N, H, Hv], M of each row.

@@ -1,4 +1,4 @@
-"""gated_delta_rule as XLA does it: single tokens by the recurrence, several of a sequence in chunks.
+"""XLA implementation of gated_delta_rule: single tokens by the recurrence, several tokens of a sequence in chunks.
 
 Within a chunk the rule is a triangular system (section 3.2 of Yang et al. 2024, arXiv:2406.06484).
 """
@@ -18,7 +18,7 @@ BLOCK = 16  # tokens of a chunk whose triangular system is solved token by token
 
 
 class _Tokens(NamedTuple):
-    """What the rule gets of tokens, each [n, N, ...], or [n, K, ...] of q and k."""
+    """Per-token inputs of the rule: q and k [n, K, ...], the others [n, N, ...]."""
 
     q: jax.Array
     k: jax.Array
@@ -36,17 +36,18 @@ def gated_delta_rule(
     state: jax.Array,
     rows: StateRows,
 ) -> tuple[jax.Array, jax.Array]:
-    """See pallas_kernels.state.delta."""
+    """Implement pallas_kernels.state.delta.gated_delta_rule."""
     return recurrence(_Tokens(q, k, v, decay, beta), v.shape[1:], state, rows, single=_single, chunk=_chunk)
 
 
 def _heads(part: jax.Array, like: jax.Array, axis: int) -> jax.Array:
-    """Of q or k, for each head of v."""
+    """Repeat q or k (`part`) along `axis` to the number of heads of `like`."""
     return jnp.repeat(part, like.shape[axis] // part.shape[axis], axis=axis)
 
 
 def _single(tokens: _Tokens, m: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """One token of each of some sequences."""
+    """Apply the rule to one token of each of n sequences with states f32[n, N, H, Hv]: outputs f32[n, N, Hv], new
+    states."""
     q, k, v, decay, beta = tokens
     q, k = _heads(q, v, 1), _heads(k, v, 1)
     m = m * jnp.exp(decay)[:, :, None, None]
@@ -56,14 +57,16 @@ def _single(tokens: _Tokens, m: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _chunk(tokens: _Tokens, m: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """One chunk: what the rule gets [n, C, ...] and the state before, f32[N, H, Hv]; what comes out, f32[N, C, Hv], and
-    the state behind."""
+    """Apply the rule to a chunk of C tokens of one sequence: outputs f32[N, C, Hv], and the state after it.
+
+    tokens: fields [heads, C, ...]; m: f32[N, H, Hv], the state before the chunk.
+    """
     q, k, v, decay, beta = tokens
     q, k = _heads(q, v, 0), _heads(k, v, 0)
     until = jnp.cumsum(decay, axis=1)  # [N, C]
     size = until.shape[1]
     causal = jnp.tril(jnp.ones((size, size), bool))
-    # Of what token j left, the share that token i finds.
+    # share[i, j]: the part of token j's contribution that has not decayed at token i.
     share = jnp.exp(jnp.where(causal, until[:, :, None] - until[:, None, :], -jnp.inf))
     system = beta[:, :, None] * jnp.einsum("nik,njk->nij", k, k) * share * ~jnp.eye(size, dtype=bool)
     faded = jnp.exp(until)[:, :, None]
@@ -76,10 +79,10 @@ def _chunk(tokens: _Tokens, m: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def solve_unit_lower(a: jax.Array, b: jax.Array) -> jax.Array:
-    """x of (I + a) x = b, for a f32[N, C, C] that is zero on and above its diagonal: f32[N, C, D].
+    """Solve (I + a) x = b for x f32[N, C, D], with a f32[N, C, C] zero on and above its diagonal.
 
-    By substitution, which powers of `a` are no match for: of keys that are all alike these grow beyond float32. Tokens
-    of the blocks on the diagonal are substituted one by one, of all blocks at once, then blocks.
+    Uses substitution, because powers of `a` overflow float32 when keys are all alike. The blocks on the diagonal are
+    inverted token by token, all blocks at once; then blocks are substituted in order.
     """
     size = a.shape[1]
     firsts = range(0, size, BLOCK)
@@ -91,8 +94,8 @@ def solve_unit_lower(a: jax.Array, b: jax.Array) -> jax.Array:
 
     inverse = jnp.broadcast_to(jnp.eye(BLOCK, dtype=a.dtype), diagonal.shape)
     inverse = lax.fori_loop(1, BLOCK, substitute, inverse)
-    found = b[:, :0]
+    solved = b[:, :0]
     for block, first in enumerate(firsts):
-        rest = b[:, first : first + BLOCK] - a[:, first : first + BLOCK, :first] @ found
-        found = jnp.concatenate([found, inverse[:, block] @ rest], axis=1)
-    return found
+        rest = b[:, first : first + BLOCK] - a[:, first : first + BLOCK, :first] @ solved
+        solved = jnp.concatenate([solved, inverse[:, block] @ rest], axis=1)
+    return solved

@@ -1,7 +1,7 @@
-"""Recurrences over ragged batches as XLA does them: single tokens each by itself, several of a sequence in chunks.
+"""Recurrences over ragged batches with XLA: single tokens one by one, several tokens of a sequence in chunks.
 
-Of single tokens a few sequences are worked on at a time, and of longer runs one chunk after the other, so that the cost
-follows the real lengths and a step works on few states beside those that are kept. What is computed is the rule's.
+Single tokens are processed a few sequences at a time, and longer runs one chunk after the other, so that the cost
+follows the real lengths and a step holds few states in addition to the stored ones. The rule itself is an argument.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from jax import lax
 from pallas_kernels.state.rows import StateRows, read_rows, write_rows
 from pallas_kernels.zeros import zeros_in_layer
 
-SEQS = 16  # sequences of single tokens that are worked on together
-CHUNK = 64  # tokens of one sequence that are worked on together
+SEQS = 16  # single-token sequences processed together
+CHUNK = 64  # tokens of one sequence processed together
 
-# What a rule gets of tokens: a tuple of its own of arrays [T, n, ...], each with some number of heads n.
+# Per-token inputs of a rule: its own tuple of arrays [T, n, ...], each with some number of heads n.
 Tokens = Any
-# A rule: what it gets and the states before, f32, to what comes out and the states behind.
+# A rule: (tokens, f32 states before) to (outputs, f32 states after).
 Rule = Callable[[Tokens, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 def recurrence(
     tokens: Tokens, shape: tuple[int, ...], state: jax.Array, rows: StateRows, *, single: Rule, chunk: Rule
 ) -> tuple[jax.Array, jax.Array]:
-    """What a recurrence makes of tokens, f32[T, *shape], and the states.
+    """Run a recurrence over a ragged batch: its outputs f32[T, *shape], and the states after the step.
 
-    Zeros in the place of a chunk's last tokens must leave the state as it is.
+    Zeros as a chunk's last tokens must leave the state unchanged.
 
     Args:
-      shape: heads, and what comes out of each.
+      shape: heads, and the output of each head.
       single: tokens [S, n, ...] of S sequences and their states [S, ...] to f32[S, *shape] and the states.
       chunk: tokens [n, CHUNK, ...] of one sequence and its state [...] to f32[heads, CHUNK, ...] and the state.
     """
@@ -51,7 +51,7 @@ def recurrence(
 def _single_tokens(
     tokens: Tokens, o: jax.Array, state: jax.Array, rows: StateRows, end: jax.Array, rule: Rule
 ) -> tuple[jax.Array, jax.Array]:
-    """The sequences [0, end), each of at most one new token."""
+    """Run `rule` over sequences [0, end), each of at most one new token: updated (o, state)."""
     num_tokens = tokens[0].shape[0]
     block = max(2, min(SEQS, rows.reads.shape[0]))  # see _chunks: never a single row
 
@@ -72,7 +72,7 @@ def _single_tokens(
 
 
 def _chunks(tokens: Tokens, o: jax.Array, state: jax.Array, rows: StateRows, rule: Rule) -> tuple[jax.Array, jax.Array]:
-    """The sequences from num_decode on, a chunk at a time: those of a sequence one after the other, from its first."""
+    """Run `rule` over the sequences from num_decode on, chunk by chunk in order: updated (o, state)."""
     num_tokens = tokens[0].shape[0]
     seq = jnp.arange(rows.reads.shape[0], dtype=jnp.int32)
     mine = (seq >= rows.num_decode) & (seq < rows.num_seqs)
@@ -82,23 +82,23 @@ def _chunks(tokens: Tokens, o: jax.Array, state: jax.Array, rows: StateRows, rul
     def work(carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         index, o, state = carry
         seq = jnp.sum(ends <= index, dtype=jnp.int32)
-        place = (index - jnp.where(seq > 0, ends[seq - 1], 0)) * CHUNK  # of its first token in the sequence
-        left = counts[seq] - place
-        first = rows.cu_q_lens[seq] + place
+        offset = (index - jnp.where(seq > 0, ends[seq - 1], 0)) * CHUNK  # of the chunk in its sequence
+        left = counts[seq] - offset
+        first = rows.cu_q_lens[seq] + offset
         token = jnp.minimum(first + jnp.arange(CHUNK, dtype=jnp.int32), num_tokens - 1)
         valid = jnp.arange(CHUNK) < left
 
         def taken(part: jax.Array) -> jax.Array:
-            """f32[n, CHUNK, ...], zeros behind the sequence's last token."""
+            """Slice this chunk's tokens: f32[n, CHUNK, ...], zeros after the sequence's last token."""
             part = part[token].astype(jnp.float32)
             return jnp.moveaxis(jnp.where(valid.reshape(-1, *(1,) * (part.ndim - 1)), part, 0.0), 0, 1)
 
-        source = jnp.where(place == 0, rows.reads[seq], rows.writes[seq])[None]
+        source = jnp.where(offset == 0, rows.reads[seq], rows.writes[seq])[None]
         out, m = rule(jax.tree.map(taken, tokens), read_rows(state, source)[0])
-        # What this writes behind the sequence are zeros, and the next sequence's chunks come later.
+        # The rows past the sequence's end get zeros, and the next sequence's chunks come later.
         o = lax.dynamic_update_slice_in_dim(o, jnp.moveaxis(out, 0, 1), first, axis=0)
         saves = jnp.where((left <= CHUNK) & (counts[seq] > 1), rows.saves[seq], state.shape[0])
-        # Two rows at once: XLA fuses a write of one row with what is read of others, and copies all states for it.
+        # Two rows at once: XLA fuses a write of one row with the reads of others, and copies all states for it.
         return index + 1, o, write_rows(state, jnp.stack([rows.writes[seq], saves]), jnp.stack([m, m]))
 
     _, o, state = lax.while_loop(lambda carry: carry[0] < ends[-1], work, (jnp.int32(0), o, state))

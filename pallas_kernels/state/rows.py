@@ -1,7 +1,7 @@
-"""Where the states of a ragged batch's sequences are kept: the argument that all operations on states share.
+"""Rows of a ragged batch's states: the argument that all operations on states share.
 
-States are arrays [R, ...] with a row for each of R places. An operation reads the row in which a sequence's state is,
-computes all of the sequence's new tokens, and writes the state after the last of them.
+States are arrays [R, ...]. An operation reads the row that holds a sequence's state, computes all of the sequence's new
+tokens, and writes the state after the last of them.
 
 Shape letters: T new tokens, S sequences, R rows.
 """
@@ -24,13 +24,13 @@ class StateRows(NamedTuple):
     cu_q_lens: jax.Array  # [S + 1] first token of each sequence
     reads: jax.Array  # [S] row of the state before the first new token, -1: zeros
     writes: jax.Array  # [S] row of the state after the last new token; R or more: kept nowhere
-    saves: jax.Array  # [S] a second row for it, of sequences of several new tokens; R or more: none
+    saves: jax.Array  # [S] second row for that state, used by sequences of several new tokens; R or more: none
     num_seqs: jax.Array  # [] live sequences
     num_decode: jax.Array  # [] sequences [0, num_decode) have exactly one new token
 
 
 def check_rows(rows: StateRows) -> None:
-    """Raises ValueError unless the arrays of `rows` are int32 and agree in S."""
+    """Raise ValueError unless the arrays of `rows` are int32 and agree in S."""
     num_seqs = rows.reads.size
     shapes = {"cu_q_lens": (num_seqs + 1,), "num_seqs": (), "num_decode": ()}
     for field, array in zip(rows._fields, rows, strict=True):
@@ -40,12 +40,13 @@ def check_rows(rows: StateRows) -> None:
 
 
 def read_rows(state: jax.Array, index: jax.Array) -> jax.Array:
-    """Rows i32[n] of state [R, ...], zeros for -1: [n, ...] in float32."""
+    """Read rows i32[n] of state [R, ...] as float32 [n, ...]; zeros for -1."""
     found = state[jnp.clip(index, 0, state.shape[0] - 1)].astype(jnp.float32)
     return jnp.where((index >= 0).reshape(-1, *(1,) * (state.ndim - 1)), found, 0.0)
 
 
 def write_rows(state: jax.Array, index: jax.Array, values: jax.Array, keep: Any = True) -> jax.Array:
-    """state [R, ...] with rows i32[n] set to values [n, ...]; those that are not to be kept, and R or more, are not."""
+    """Set rows i32[n] of state [R, ...] to values [n, ...]; rows with `keep` False, and indexes of R or more, are
+    dropped."""
     index = jnp.where(keep, index, state.shape[0])
     return state.at[index].set(values.astype(state.dtype), mode="drop")

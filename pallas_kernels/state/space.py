@@ -1,8 +1,8 @@
 """Mamba-2's state space over ragged batches (Dao & Gu 2024, arXiv:2405.21060): the public operation.
 
 Owns validation and the choice of implementation. Shape letters besides those of rows.py: N heads with inputs of P
-elements, G groups of heads that share what goes into states and what reads them, N a multiple of G, and H elements of a
-state for each of those P.
+elements, G groups of heads that share b (writes to states) and c (reads from them), N a multiple of G, and H elements
+of a state for each of those P.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def state_space(
     state: jax.Array,
     rows: StateRows,
 ) -> tuple[jax.Array, jax.Array]:
-    """y[t] = M[t] c[t], where M[t] = e^decay[t] M[t - 1] + dt[t] x[t] (x) b[t].
+    """Apply y[t] = M[t] c[t], where M[t] = e^decay[t] M[t - 1] + dt[t] x[t] (x) b[t].
 
     All in float32, in an order that depends on a sequence's own tokens only. Tokens of no sequence give 0; rows that no
     sequence reads may hold NaN.

@@ -1,7 +1,7 @@
-"""state_space as XLA does it: single tokens by the recurrence, several of a sequence in chunks.
+"""XLA implementation of state_space: single tokens by the recurrence, several tokens of a sequence in chunks.
 
-Within a chunk every token reads those up to itself as linear attention does, and what was before the chunk from the
-state (section 6 of Dao & Gu 2024, arXiv:2405.21060). What groups share is computed once for all heads of a group.
+Within a chunk every token attends linearly to those up to itself, and reads earlier tokens from the state (section 6 of
+Dao & Gu 2024, arXiv:2405.21060). Products of b and c are computed once for all heads of a group.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pallas_kernels.state.rows import StateRows
 
 
 class _Tokens(NamedTuple):
-    """What the recurrence gets of tokens, each [n, N, ...], or [n, G, ...] of b and c."""
+    """Per-token inputs of the recurrence: b and c [n, G, ...], the others [n, N, ...]."""
 
     x: jax.Array
     b: jax.Array
@@ -35,12 +35,13 @@ def state_space(
     state: jax.Array,
     rows: StateRows,
 ) -> tuple[jax.Array, jax.Array]:
-    """See pallas_kernels.state.space."""
+    """Implement pallas_kernels.state.space.state_space."""
     return recurrence(_Tokens(x, b, c, decay, dt), x.shape[1:], state, rows, single=_single, chunk=_chunk)
 
 
 def _single(tokens: _Tokens, m: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """One token of each of some sequences."""
+    """Apply the recurrence to one token of each of n sequences with states f32[n, N, P, H]: outputs f32[n, N, P], new
+    states."""
     x, b, c, decay, dt = tokens
     b, c = (jnp.repeat(part, x.shape[1] // part.shape[1], axis=1)[:, :, None, :] for part in (b, c))
     m = m * jnp.exp(decay)[:, :, None, None] + (x * dt[:, :, None])[..., None] * b
@@ -48,14 +49,16 @@ def _single(tokens: _Tokens, m: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _chunk(tokens: _Tokens, m: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """One chunk: what the recurrence gets [n, C, ...] and the state before, f32[N, P, H]; what comes out, f32[N, C, P],
-    and the state behind."""
+    """Apply the recurrence to a chunk of C tokens of one sequence: outputs f32[N, C, P], and the state after it.
+
+    tokens: fields [heads or groups, C, ...]; m: f32[N, P, H], the state before the chunk.
+    """
     x, b, c, decay, dt = tokens
     (num_heads, size, _), num_groups = x.shape, b.shape[0]
     causal = jnp.tril(jnp.ones((size, size), bool))
     # Decay between any two tokens, summed up by itself: a difference of sums from the first would lose digits.
     between = jnp.cumsum(jnp.where(jnp.tril(causal, -1), decay[:, :, None], 0.0), axis=1)
-    # Of what token j left, the share that token i finds.
+    # share[i, j]: the part of token j's contribution that has not decayed at token i.
     share = jnp.exp(jnp.where(causal, between, -jnp.inf))
     until = jnp.exp(jnp.cumsum(decay, axis=1))
 
@@ -67,6 +70,6 @@ def _chunk(tokens: _Tokens, m: jax.Array) -> tuple[jax.Array, jax.Array]:
     before = grouped(until)[..., None] * jnp.einsum("gih,gnph->gnip", c, grouped(m))
     y = before + jnp.einsum("gnij,gnjp->gnip", seen, written)
     added = jnp.einsum("gnjp,gjh->gnph", written * grouped(share[:, -1])[..., None], b)
-    # By itself, or it is made where it is written, from states that are being changed. XLA:CPU drops the barrier and
-    # copies the layer's states once a chunk.
+    # The barrier keeps the new state out of the fusion that writes it, which reads states that are being changed.
+    # XLA:CPU drops the barrier and copies the layer's states once a chunk.
     return y.reshape(x.shape), lax.optimization_barrier(m * until[:, -1, None, None] + added.reshape(m.shape))

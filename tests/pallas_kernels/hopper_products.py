@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import reference
-from pallas_kernels.matmul.hopper.gated import why_apart
+from pallas_kernels.matmul.hopper.gated import why_not_fused
 from pallas_kernels.matmul.hopper.shape import why_xla
 from pallas_kernels.tuning import HopperProducts
 from tests.pallas_kernels.implementations import Implementation
@@ -140,7 +140,7 @@ def hopper_gated(name: str, implementation: Implementation) -> None:
     """The same of gates and ups, with a bias unless rows are rounded; what is made of them rounds but once."""
     group_sizes, case = GATED[name]
     op, operands, exact, end = _of_groups(GATED[name])
-    assert not why_apart(case.out // 2, silu_times), "the kernel does not take it"
+    assert not why_not_fused(case.out // 2, silu_times), "the kernel does not take it"
     bias = None
     if case.rounded is None:
         numbers = np.random.default_rng(1).standard_normal((len(group_sizes), case.out))

@@ -1,1 +1,1 @@
-"""Ragged paged attention for Hopper GPUs, in Mosaic GPU."""
+"""Mosaic GPU kernels of ragged paged attention for Hopper."""

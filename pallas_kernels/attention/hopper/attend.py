@@ -1,7 +1,7 @@
 """Paged attention on NVIDIA GPUs of compute capability 9.0 (Hopper): the row functions of platform "gpu".
 
-Owns the way from the public operation to the kernels: rows of few new tokens go to the split-KV decode kernels, longer
-runs to the prefill kernel, latents of both to theirs, and what none of them takes (`why_not`) to the XLA work list,
+Dispatches the public operation to kernels: rows of few new tokens go to the split-KV decode kernels, longer runs to the
+prefill kernel, latents to their own kernel. Attention that no kernel supports (`why_not`) goes to the XLA work list,
 which reads the same pool.
 
 The pool's layout is [P, K, page_size * 2 * H] in its own dtype; see decode.py for the view the
@@ -41,7 +41,7 @@ MAX_ONE_BYTE_HEAD_DIM = 192
 def why_not(
     spec: AttentionSpec, page_size: int, q_dtype: Any = None, kv_dtype: Any = None, *, tree_mask: bool = False
 ) -> str | None:
-    """Why the kernels do not take an attention, which the XLA work list then serves; None if they take it.
+    """Reason why the kernels do not support an attention, which XLA then serves; None if they support it.
 
     q_dtype, kv_dtype: None where not known yet: a schedule is built before them.
     """
@@ -85,8 +85,9 @@ def attention_schedule(
     tuning: Tuning,
     kv_limits: jax.Array | None = None,
 ) -> kernel_schedule.Schedule | xla_schedule.Schedule:
-    """Items of the step for the kernels, or the XLA work list where the shapes alone say that it serves them, and where
-    tokens see some that follow."""
+    """Build the kernels' items of the step, or the XLA work list if the shapes alone rule the kernels out or
+    `kv_limits` is given.
+    """
     sizes = {"num_tokens": num_tokens, "page_size": page_size, "tuning": tuning}
     if kv_limits is not None:
         return xla_schedule.attention_schedule(batch, spec, **sizes, kv_limits=kv_limits)
@@ -105,7 +106,7 @@ def ragged_paged_attention(
     q_rest: jax.Array | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """o [T, N, H] in q's dtype and lse f32 [T, N]; arguments as the public operation has checked them.
+    """Attention output o [T, N, H] in q's dtype and lse f32 [T, N]; the public operation has checked the arguments.
 
     interpret: False, or True or the Mosaic GPU interpreter's parameters to run the kernels on the CPU.
     """
@@ -155,7 +156,7 @@ def decode_attention(
     sizes: HopperAttention,
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """o [T, N, Hv] and lse f32 [T, N] of the tokens that stand in rows of `items`, 0 and -inf for all others."""
+    """Attention output o [T, N, Hv] and lse f32 [T, N] of the tokens in rows of `items`, 0 and -inf for all others."""
     num_tokens, num_q_heads, _ = q.shape
     num_rows, width = items.row_tokens.shape
     stored_heads = spec.num_kv_heads
@@ -196,8 +197,8 @@ def decode_attention(
         x = x.reshape(num_rows, num_kv_heads, shape.rows, *x.shape[2:])[:, :, : width * group]
         x = x.reshape(num_rows, num_kv_heads, width, group, *x.shape[3:]).swapaxes(1, 2)
         x = x.reshape(num_rows * width, num_q_heads, *x.shape[4:])
-        x = x if is_identity else x[jnp.minimum(items.token_places, num_rows * width - 1)]
-        there = items.token_places < num_rows * width
-        return jnp.where(there.reshape(-1, *[1] * (x.ndim - 1)), x, fill)
+        x = x if is_identity else x[jnp.minimum(items.token_index, num_rows * width - 1)]
+        in_rows = items.token_index < num_rows * width
+        return jnp.where(in_rows.reshape(-1, *[1] * (x.ndim - 1)), x, fill)
 
     return by_token(o, 0), by_token(lse, -jnp.inf)

@@ -1,6 +1,6 @@
 """Decode on a Hopper GPU: split-KV attention of rows with few new tokens, in Mosaic GPU.
 
-Owns the kernel that turns `DecodeItems` into partial softmaxes; merge.py makes results of them.
+Owns the kernel that computes a partial softmax for each of `DecodeItems`; merge.py combines them into results.
 Structure as in FlashDecoding (Dao et al. 2023) and FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608): persistent
 CTAs, one warpgroup that keeps a ring of key and value blocks filled by TMA across the borders of items, and one that
 computes. The M = 64 rows of a wgmma are the new tokens of a row times the query heads of a kv head; rows beyond those
@@ -38,38 +38,38 @@ from pallas_kernels.attention.ragged_batch import AttentionSpec
 from pallas_kernels.mosaic_gpu import LOG2E, SHARED_MEMORY_BYTES, WARPGROUP_ROWS, launch, tiles
 
 NOTHING = -1e30  # running maximum of a row that has seen no key: finite, so that -inf - NOTHING = -inf
-OUTPUT_COLUMNS = 128  # of the accumulator that are staged in shared memory at a time
-RESERVED_BYTES = 4 * 1024  # of shared memory: barriers, cross-warp reductions, row statistics
+OUTPUT_COLUMNS = 128  # columns of the accumulator that are staged in shared memory at a time
+RESERVED_BYTES = 4 * 1024  # shared memory for barriers, cross-warp reductions, row statistics
 
 
 @dataclass(frozen=True)
 class DecodeShape:
-    """What the kernel is compiled for."""
+    """Static parameters that the kernel is compiled for."""
 
     spec: AttentionSpec
     page_size: int
     tokens: int  # most new tokens of a row
-    dtype: Any  # of queries and of wgmma's operands
+    dtype: Any  # dtype of queries and of wgmma's operands
     kv_dtype: Any
     max_stages: int  # blocks in shared memory
 
     parts = 2  # a block of the pool is keys and values
-    head_tiles = 1  # of query heads that share a kv head
+    head_tiles = 1  # tiles of query heads that share a kv head
     rest = 0  # columns of queries in an operand of their own
 
     @property
     def rows(self) -> int:
-        """Rows of queries, maxima and sums that a (row, kv head) pair takes in global memory."""
+        """Rows of queries, maxima and sums of a (row, kv head) pair in global memory."""
         return -(-self.tokens * self.spec.group_size // 8) * 8
 
     @property
     def boxes(self) -> int:
-        """TMA boxes that bring the keys of a block, and as many for its values."""
+        """Number of TMA boxes that load the keys of a block; its values take as many."""
         return max(DECODE_KEYS // self.page_size, 1)
 
     @property
     def converts(self) -> bool:
-        """Keys and values are widened in shared memory before they are multiplied."""
+        """Whether keys and values are widened in shared memory before they are multiplied."""
         return self.kv_dtype != self.dtype
 
     @property
@@ -78,7 +78,8 @@ class DecodeShape:
         return OUTPUT_COLUMNS if head_dim % OUTPUT_COLUMNS == 0 else head_dim
 
     def stages(self) -> tuple[int, int]:
-        """Blocks and queries in flight; raises ValueError where shared memory does not hold two blocks."""
+        """Numbers of blocks and of queries in flight; raises ValueError where shared memory does not hold two
+        blocks."""
         head_dim, width = self.spec.head_dim, jnp.dtype(self.dtype).itemsize
         query = WARPGROUP_ROWS * head_dim * width
         fixed = RESERVED_BYTES + WARPGROUP_ROWS * self.output_columns * 4
@@ -123,10 +124,11 @@ def decode_partials(
     shape: DecodeShape,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Partial softmax of every item: values summed f32 [I, M, H], maxima in base 2 and denominators f32 [I, M].
+    """Partial softmax of every item: sums of weighted values f32 [I, M, H], maxima in base 2 and denominators f32 [I,
+    M].
 
-    q: [R * K * M, H] with M = shape.rows. pool: rows [P * K * 2 * page, H] of shape.kv_dtype. scale: f32 [K], what a
-    product of query and key code is multiplied by, log2(e) not included.
+    q: [R * K * M, H] with M = shape.rows. pool: rows [P * K * 2 * page, H] of shape.kv_dtype. scale: f32 [K], factor of
+    the product of query and key code, log2(e) not included.
     """
     num_items, rows = items.items.shape[0], shape.rows
     head_dim, dtype = shape.spec.head_dim, shape.dtype
@@ -175,7 +177,7 @@ def _body(shape: DecodeShape, refs: _Refs) -> None:
 
 
 def load(shape: Any, refs: Any, first, end) -> None:
-    """Bring the queries and the blocks of items [first, end), as far ahead as there is room.
+    """Load the queries and the blocks of items [first, end) into shared memory, as far ahead as there is room.
 
     shape, refs: of this kernel or of latent.py's, whose rings and barriers have the same names.
     """
@@ -228,7 +230,7 @@ def load(shape: Any, refs: Any, first, end) -> None:
 
 
 def _box_rows(shape: Any, page_table, seq, block, low, high) -> list[tuple[Any, Any]]:
-    """(page, offset in it) of each box of a block; page-table columns outside [low, high] may hold anything."""
+    """List (page, offset in it) of each box of a block; page-table columns outside [low, high] may hold anything."""
     if shape.page_size >= DECODE_KEYS:
         parts = shape.page_size // DECODE_KEYS
         column = lax.div(block, jnp.int32(parts))
@@ -238,7 +240,8 @@ def _box_rows(shape: Any, page_table, seq, block, low, high) -> list[tuple[Any, 
 
 
 def _attend(shape: DecodeShape, refs: _Refs, first, end) -> None:
-    """Online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867) of items [first, end) over their blocks."""
+    """Compute the online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867) of items [first, end) over their
+    blocks."""
     blocks, queries = shape.stages()
     head_dim = shape.spec.head_dim
 
@@ -294,7 +297,7 @@ def _attend(shape: DecodeShape, refs: _Refs, first, end) -> None:
 
 
 def _operands(shape: DecodeShape, refs: _Refs, slot, begin, end):
-    """Keys and values of a block in shared memory, as wgmma takes them, unseen values 0.
+    """Keys and values of a block in shared memory as operands of wgmma, unseen values set to 0.
 
     Keys [begin, end) of the block are in use; the other slots may hold NaN, and 0 * NaN is not 0.
     """
@@ -329,15 +332,16 @@ def _operands(shape: DecodeShape, refs: _Refs, slot, begin, end):
 
 
 def _widen(codes, dtype):
-    """Codes as wgmma operands; the card converts one-byte floats to float16 only, which holds all their values."""
+    """Convert codes to wgmma operands; the card converts one-byte floats to float16 only, which holds all their
+    values."""
     return codes.astype(dtype) if codes.dtype == jnp.int8 else codes.astype(jnp.float16).astype(dtype)
 
 
 def masked_logits(spec: AttentionSpec, tokens: int, products, scale, begin, end, position):
     """Logits in base 2 of a block's products f32 [64, block], -inf where a row does not see a key.
 
-    tokens: most of a row. begin, end, position: the row's range of keys and its first token's position, counted from
-    the block's first key.
+    tokens: most new tokens of a row. begin, end, position: the row's range of keys and its first token's position,
+    counted from the block's first key.
     """
     if (cap := spec.soft_cap) is None:
         logits = products * (scale * LOG2E)
@@ -359,10 +363,10 @@ def masked_logits(spec: AttentionSpec, tokens: int, products, scale, begin, end,
 
 
 def _store(shape: DecodeShape, refs: _Refs, item, acc, largest, total) -> None:
-    """Send an item's partial softmax to its place in global memory."""
+    """Store an item's partial softmax to its rows in global memory."""
     columns = shape.output_columns
     for first in range(0, shape.spec.head_dim, columns):
-        plgpu.wait_smem_to_gmem(0)  # what the last store still reads
+        plgpu.wait_smem_to_gmem(0)  # the last store still reads the buffer
         refs.o_smem[...] = acc[:, first : first + columns]
         if first == 0:
             refs.largest_smem[...] = largest

@@ -1,10 +1,10 @@
 """Attention over latents on a Hopper GPU: split-KV, in Mosaic GPU, of keys that begin with their values.
 
-Owns the kernel that turns `DecodeItems` over latents into results, for decodes, verified tokens and prefill alike. Of
-pairs that several items share it leaves parts, which merge.py puts together. A block of keys is loaded once and is keys
+Owns the kernel that computes results from `DecodeItems` over latents, for decodes, verified tokens and prefill alike.
+Pairs that several items share give parts, which merge.py combines. A block of keys is loaded once and is keys
 and values both. Its width (512 + 64 in DeepSeek-AI 2024, arXiv:2405.04434) makes 64 rows of results more than one
 warpgroup has registers for, so two share them, as in FlashMLA (DeepSeek-AI 2025): each has the scores of half of the
-keys and half of the columns of the values, and what the other needs, row maxima and weights, goes through shared
+keys and half of the columns of the values, and they exchange row maxima and weights through shared
 memory. Nothing is computed twice. A third warpgroup keeps the ring of blocks filled by TMA.
 
 The M = 64 rows of a wgmma are the new tokens of a row times up to 64 query heads; more heads are several tiles, each a
@@ -47,46 +47,46 @@ from pallas_kernels.mosaic_gpu import (
 
 COMPUTING = 2  # warpgroups that share the rows' results; the one after them loads
 LOADER_REGISTERS, COMPUTE_REGISTERS = 40, 232  # an SM has 512 per lane of its warpgroups
-REDUCTION_BYTES = 1024  # of shared memory, for maxima and sums across warps
+REDUCTION_BYTES = 1024  # shared memory for maxima and sums across warps
 STATISTICS_BYTES = 2 * COMPUTING * WARPGROUP_ROWS * 4
 BARRIER_BYTES = 256
 
 
 @dataclass(frozen=True)
 class LatentShape:
-    """What the kernel is compiled for."""
+    """Static parameters that the kernel is compiled for."""
 
     spec: AttentionSpec  # its kv heads are tiles of at most 64 query heads
-    head_tiles: int  # that share a kv head of the pool
+    head_tiles: int  # tiles that share a kv head of the pool
     page_size: int
     tokens: int  # most new tokens of a row
-    dtype: Any  # of queries and pool
+    dtype: Any  # dtype of queries and pool
     max_stages: int  # blocks in shared memory
 
     parts = 1  # a block of the pool is keys alone
 
     @property
     def rows(self) -> int:
-        """Rows of queries, maxima and sums that a (row, tile of heads) pair takes in global memory."""
+        """Rows of queries, maxima and sums of a (row, tile of heads) pair in global memory."""
         return -(-self.tokens * self.spec.group_size // 8) * 8
 
     @property
     def rest(self) -> int:
-        """Columns of a key behind its value, for which queries are an operand of their own."""
+        """Columns of a key after its value; their part of the queries is an operand of its own."""
         return self.spec.head_dim - self.spec.v_head_dim
 
     @property
     def boxes(self) -> int:
-        """TMA boxes that bring the keys of a block."""
+        """Number of TMA boxes that load the keys of a block."""
         return max(DECODE_KEYS // self.page_size, 1)
 
     @property
     def columns(self) -> int:
-        """Of the values, that one warpgroup has."""
+        """Columns of the values that one warpgroup owns."""
         return self.spec.v_head_dim // COMPUTING
 
     def stages(self) -> tuple[int, int]:
-        """Blocks and queries in flight."""
+        """Numbers of blocks and of queries in flight."""
         width = jnp.dtype(self.dtype).itemsize
         fixed = REDUCTION_BYTES + STATISTICS_BYTES + BARRIER_BYTES + WARPGROUP_ROWS * DECODE_KEYS * width
         query, block = (rows * self.spec.head_dim * width for rows in (WARPGROUP_ROWS, DECODE_KEYS))
@@ -94,7 +94,7 @@ class LatentShape:
 
 
 def why_not_latent(spec: AttentionSpec) -> str | None:
-    """Why the kernel does not take keys and values of these widths, None if it does."""
+    """Reason why the kernel does not support keys and values of these widths, None if it does."""
     dims = f"values of {spec.v_head_dim} in keys of {spec.head_dim}"
     if spec.head_dim > 576 or spec.v_head_dim > 512:
         return f"{dims}: more than 512 in 576"
@@ -131,10 +131,10 @@ class _Refs(NamedTuple):
     kv_free: Any
     q_full: Any
     q_free: Any
-    values_there: Any
-    maxima_there: Any
-    weights_there: Any
-    totals_there: Any
+    values_ready: Any
+    maxima_ready: Any
+    weights_ready: Any
+    totals_ready: Any
 
 
 def latent_attention(
@@ -147,17 +147,18 @@ def latent_attention(
     shape: LatentShape,
     interpret: Any = False,
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-    """Softmax of every pair that is one item, and of each of `items.cuts`' parts: mean values [R * K, M, Hv] and
-    [2 C, M, Hv] in q's dtype, each with its log-sum-exp in base 2, f32 [R * K, M] and [2 C, M]. Other pairs and parts
-    may hold anything.
+    """Softmax of every pair that is one item, and of each part of `items.cuts`: ((o, lse), (part_o, part_lse)).
+
+    o is [R * K, M, Hv] and part_o [2 C, M, Hv], mean values in q's dtype; lse is f32 [R * K, M] and part_lse f32 [2 C,
+    M], log-sum-exps in base 2. Other pairs and parts may hold anything.
 
     q: [R * K * M, Hv] with M = shape.rows and K = shape.spec.num_kv_heads. q_rest: [R * K * M, H - Hv].
-    pool: rows [P * (K / head_tiles) * page, H]. scale: f32 [K], what a product of query and key is multiplied by,
-    log2(e) not included.
+    pool: rows [P * (K / head_tiles) * page, H]. scale: f32 [K], factor of the product of query and key, log2(e) not
+    included.
     """
     rows, spec, cuts = shape.rows, shape.spec, items.cuts
     blocks, queries = shape.stages()
-    swizzle = swizzle_of(spec.head_dim, shape.dtype)  # of both operands of a product
+    swizzle = swizzle_of(spec.head_dim, shape.dtype)  # common to both operands of a product
     o, lse, part_o, part_lse = launch(
         lambda *refs: _body(shape, _Refs(*refs)),
         *(q, q_rest, pool, page_table, scale, items.cta_items, items.items, cuts.item_parts),
@@ -196,7 +197,7 @@ def _body(shape: LatentShape, refs: _Refs) -> None:
         plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
         load(shape, refs, first, end)
 
-    for own in range(COMPUTING):  # what a warpgroup has must be known where it is compiled
+    for own in range(COMPUTING):  # a warpgroup's columns must be static
 
         @pl.when(warpgroup == own)
         def _(own=own):
@@ -205,7 +206,9 @@ def _body(shape: LatentShape, refs: _Refs) -> None:
 
 
 def _attend(shape: LatentShape, refs: _Refs, own: int, first, end) -> None:
-    """Online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867) of items [first, end): warpgroup `own`'s part."""
+    """Compute warpgroup `own`'s part of the online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867) of items
+    [first, end).
+    """
     blocks, queries = shape.stages()
     half = DECODE_KEYS // COMPUTING
     columns = pl.ds(own * shape.columns, shape.columns)
@@ -222,14 +225,14 @@ def _attend(shape: LatentShape, refs: _Refs, own: int, first, end) -> None:
             slot = lax.rem(step, jnp.int32(blocks))
             plgpu.barrier_wait(refs.kv_full.at[slot])
             start = block * DECODE_KEYS
-            # The place of the queries is made to depend on the block: what describes it to 36 instructions would
-            # otherwise be kept in 72 registers from block to block, and others spilled for it.
-            place = q_slot + lax.div(block, jnp.int32(1 << 30))
+            # The slot of the queries is made to depend on the block (the term added is 0): its descriptors for 36
+            # instructions would otherwise be kept in 72 registers from block to block, and others spilled for them.
+            query_slot = q_slot + lax.div(block, jnp.int32(1 << 30))
             _zero_unseen(shape, refs, own, slot, begin - start, stop - start)
 
             def multiply(accumulator):
                 width = 0
-                for queries in (refs.q_smem.at[place], refs.q_rest_smem.at[place]):
+                for queries in (refs.q_smem.at[query_slot], refs.q_rest_smem.at[query_slot]):
                     keys = refs.kv_smem.at[slot, pl.ds(own * half, half), pl.ds(width, queries.shape[1])]
                     plgpu.wgmma(accumulator, queries, keys.transpose((1, 0)))
                     width += queries.shape[1]
@@ -244,7 +247,7 @@ def _attend(shape: LatentShape, refs: _Refs, own: int, first, end) -> None:
             total = total * decay + weights.sum(axis=1)
             refs.weight_smem[:, pl.ds(own * half, half)] = weights.astype(shape.dtype)
             acc = acc * lax.broadcast_in_dim(decay, acc.shape, [0])
-            _meet(refs.weights_there)
+            _meet(refs.weights_ready)
             weights = refs.weight_smem[...]
             values = refs.kv_smem.at[slot, :, columns]
             acc = pl.run_state(lambda accumulator: plgpu.wgmma(accumulator, weights, values))(
@@ -269,24 +272,24 @@ def _attend(shape: LatentShape, refs: _Refs, own: int, first, end) -> None:
 
 
 def _meet(barrier) -> None:
-    """Go on when the other warpgroup is here too; each sees what the other has written to shared memory."""
+    """Wait for the other warpgroup; each then sees the other's writes to shared memory."""
     plgpu.commit_smem()
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)
 
 
 def _exchange_maxima(refs: _Refs, own: int, maxima):
-    """The maxima f32 [64] of the rows over both warpgroups' keys.
+    """Maxima f32 [64] of the rows over both warpgroups' keys.
 
-    What is written here was last read before the warpgroups met over the weights of the block before.
+    The last reads of this buffer came before the warpgroups met over the weights of the block before.
     """
     refs.statistics_smem[pl.ds(own * WARPGROUP_ROWS, WARPGROUP_ROWS)] = maxima
-    _meet(refs.maxima_there)
+    _meet(refs.maxima_ready)
     return jnp.maximum(maxima, refs.statistics_smem[pl.ds((1 - own) * WARPGROUP_ROWS, WARPGROUP_ROWS)])
 
 
 def _zero_unseen(shape: LatentShape, refs: _Refs, own: int, slot, begin, end) -> None:
-    """Values of the warpgroup's own columns outside of keys [begin, end) of the block become 0.
+    """Zero the values of the warpgroup's own columns outside of keys [begin, end) of the block.
 
     Those slots may hold NaN, and 0 * NaN is not 0.
     """
@@ -301,21 +304,22 @@ def _zero_unseen(shape: LatentShape, refs: _Refs, own: int, slot, begin, end) ->
         seen = row < end
         if shape.spec.window is not None:
             seen = seen & (row >= begin)
-        # In parts: beside the results there are not registers for all of them.
+        # In parts: the results leave too few registers for all columns at once.
         for column in range(own * shape.columns, (own + 1) * shape.columns, width):
             values = refs.kv_smem.at[slot, :, pl.ds(column, width)]
             values[...] = jnp.where(seen, values[...], jnp.zeros((DECODE_KEYS, width), shape.dtype))
-        _meet(refs.values_there)  # the other's scores read these columns
+        _meet(refs.values_ready)  # the other's scores read these columns
 
 
 def _store(shape: LatentShape, refs: _Refs, own: int, item, q_slot, acc, largest, total) -> None:
-    """Send the warpgroup's columns of an item's rows, and their log-sum-exp, to their pair's place or their part's.
+    """Store the warpgroup's columns of an item's rows, and their log-sum-exp, to their pair's or their part's rows.
 
-    By way of the queries' place, which neither warpgroup reads any more since they met over the last block.
+    Results go through the buffer of the queries, which neither warpgroup reads any more since they met over the last
+    block.
     """
     of = [pl.ds((COMPUTING + warpgroup) * WARPGROUP_ROWS, WARPGROUP_ROWS) for warpgroup in (own, 1 - own)]
     refs.statistics_smem[of[0]] = total
-    _meet(refs.totals_there)
+    _meet(refs.totals_ready)
     total = total + refs.statistics_smem[of[1]]
     divisor = jnp.where(total > 0, total, 1.0)
     columns = pl.ds(own * shape.columns, shape.columns)
@@ -325,12 +329,12 @@ def _store(shape: LatentShape, refs: _Refs, own: int, item, q_slot, acc, largest
         refs.statistics_smem[pl.ds(0, WARPGROUP_ROWS)] = largest + jnp.log2(total)
     plgpu.commit_smem()
 
-    def send(o, lse, place) -> None:
+    def send(o, lse, index) -> None:
         if own == 0:
-            plgpu.copy_smem_to_gmem(refs.statistics_smem.at[pl.ds(0, shape.rows)], lse.at[place])
-        for row in range(0, shape.rows, BOX_ROWS):  # of a part of the columns no more rows are contiguous
+            plgpu.copy_smem_to_gmem(refs.statistics_smem.at[pl.ds(0, shape.rows)], lse.at[index])
+        for row in range(0, shape.rows, BOX_ROWS):  # a part of the columns is contiguous for that many rows only
             rows = pl.ds(row, BOX_ROWS)
-            plgpu.copy_smem_to_gmem(refs.q_smem.at[q_slot, rows, columns], o.at[place, rows, columns])
+            plgpu.copy_smem_to_gmem(refs.q_smem.at[q_slot, rows, columns], o.at[index, rows, columns])
 
     part = refs.item_parts[item]
     pl.when(part < 0)(lambda: send(refs.o, refs.lse, refs.items[item, DECODE_PAIR]))

@@ -1,8 +1,8 @@
-"""Results of split-KV attention on a GPU from the partial softmaxes of decode.py and latent.py.
+"""Merge of the partial softmaxes of decode.py and latent.py into results of split-KV attention on a GPU.
 
 Owns one Mosaic GPU kernel: a unit of work merges 8 rows of a (row, kv head) pair by log-sum-exp, in item order, so
 that the result is the same on every run. In XLA a scatter-add would use atomics, and a dense gather would read for
-every pair as many partials as the most split one has. The sink logits join here, once per row.
+every pair as many partials as the most split one has. The sink logits are added here, once per row.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pallas_kernels.attention.hopper.schedule import DecodeItems
 from pallas_kernels.mosaic_gpu import BOX_ROWS, LOG2E, launch
 from pallas_kernels.tuning import HopperAttention
 
-BOX_COLUMNS = 256  # most of a TMA box
-NOTHING = -1e30  # maximum of a row that has seen nothing, the logit of a sink that is not there
+BOX_COLUMNS = 256  # most columns of a TMA box
+NOTHING = -1e30  # maximum of a row that has seen nothing, and the logit of an absent sink
 
 
 class _Refs(NamedTuple):
@@ -54,7 +54,7 @@ def merge_partials(
     sizes: HopperAttention,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Output [R * K, M, H] of `dtype` and log-sum-exp f32 [R * K, M] of every pair.
+    """Merge partials: output [R * K, M, H] of `dtype` and log-sum-exp f32 [R * K, M] of every pair.
 
     o, largest, total: of `decode_partials`. pair_items: of DecodeItems. sinks: f32 [K, M] logits, None for none.
     v_scale: f32 [K] multiplies the output. A row that saw nothing gives 0, and -inf unless it has a sink.
@@ -62,7 +62,7 @@ def merge_partials(
     stages = sizes.merge_stages
     num_pairs, num_rows, width = pair_items.shape[0] - 1, largest.shape[1], o.shape[2]
     base2 = jnp.full((v_scale.shape[0], num_rows), NOTHING) if sinks is None else jnp.maximum(sinks * LOG2E, NOTHING)
-    # A row that is wider than a TMA box is several rows, alike in all else.
+    # A row that is wider than a TMA box becomes several rows with the same statistics.
     parts = pl.cdiv(width, BOX_COLUMNS)
     largest, total, base2 = (jnp.repeat(x, parts, axis=1) for x in (largest, total, base2))
     rows, head_dim = num_rows * parts, width // parts
@@ -99,9 +99,11 @@ def merge_parts(
     sizes: HopperAttention,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Output [R * K, M, H] and log-sum-exp f32 [R * K, M] of every pair, as `merge_partials` has them.
+    """Merge the parts of cut pairs: output [R * K, M, H] and log-sum-exp f32 [R * K, M] of every pair, as
+    `merge_partials`.
 
-    whole, parts: of `latent_attention`. Few pairs are cut: merged, they are put where the whole ones lie.
+    whole, parts: the two results of `latent_attention`. Few pairs are cut; their merged results are scattered into
+    `whole`.
     """
     cuts, (o, lse), (part_o, part_lse) = items.cuts, whole, parts
     merged_o, merged_lse = merge_partials(
@@ -109,9 +111,9 @@ def merge_parts(
         sizes=sizes,
         interpret=interpret,
     )
-    there = (items.pair_items[1:] > items.pair_items[:-1])[:, None]
-    o = jnp.where(there[..., None], o.at[cuts.pairs].set(merged_o, mode="drop"), 0)
-    lse = jnp.where(there, (lse / LOG2E).at[cuts.pairs].set(merged_lse, mode="drop"), -jnp.inf)
+    present = (items.pair_items[1:] > items.pair_items[:-1])[:, None]
+    o = jnp.where(present[..., None], o.at[cuts.pairs].set(merged_o, mode="drop"), 0)
+    lse = jnp.where(present, (lse / LOG2E).at[cuts.pairs].set(merged_lse, mode="drop"), -jnp.inf)
     if sinks is None:
         return o, lse
     with_sink = jnp.logaddexp(lse, jnp.tile(sinks, (lse.shape[0] // sinks.shape[0], 1)))
@@ -141,7 +143,7 @@ def _merge(refs: _Refs, pair, group, step):
     row = lax.broadcasted_iota(jnp.int32, shape, 0)
 
     def spread(scalars):
-        """[8, H] whose row r holds scalars[r]."""
+        """Broadcast scalars [8] over rows: [8, H] whose row r holds scalars[r]."""
         spread = jnp.full(shape, scalars[0], jnp.float32)
         for r in range(1, BOX_ROWS):
             spread = jnp.where(row == r, scalars[r], spread)

@@ -2,12 +2,12 @@
 
 FlashAttention-3's division of labour (Shah et al. 2024, arXiv 2407.08608) over pages: persistent CTAs of one warpgroup
 that moves data (prefill_load.py) and two that compute in turns, one at the tensor cores while the
-other does its softmax. Owns the call and the computing. Which tokens make an item is schedule.py's.
+other does its softmax. Owns the call and the computing; schedule.py decides which tokens make an item.
 
 A tile is 128 rows: the tokens of an item times as many heads of one kv head. So short runs fill it, every block of
 keys that comes in serves 128 rows, and both compute warpgroups walk the same blocks, which keeps their turns in step.
-Queries and outputs stay where they are: a tile loads from the multiple of 8 tokens before its first one, as a TMA box
-must, computes up to 7 foreign rows for nothing, and stores its own rows only.
+Queries and outputs are not copied into another layout: a tile loads from the multiple of 8 tokens before its first one,
+as a TMA box must, computes up to 7 foreign rows for nothing, and stores its own rows only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pallas_kernels.attention.hopper.prefill_load import (
     Shape,
     Tile,
     load_row,
-    part_place,
+    part_origin,
     produce,
     read_tile,
     scratch,
@@ -39,9 +39,8 @@ from pallas_kernels.mosaic_gpu import BOX_ROWS, LOG2E, WARPGROUP_ROWS, launch
 from pallas_kernels.tuning import HopperAttention
 
 PRODUCER = 2  # the warpgroup after the two that compute
-# A kernel of three warpgroups begins with 168 registers in each lane: 65,536 of 384 lanes, in steps of 8. What a
-# warpgroup gives up others may take; one that asks for more than is there waits for ever (PTX ISA,
-# setmaxnreg).
+# A kernel of three warpgroups begins with 168 registers in each lane: 65,536 of 384 lanes, in steps of 8. One warpgroup
+# may take registers that another gives up; if it asks for more than are free it waits for ever (PTX ISA, setmaxnreg).
 REGISTERS = 3 * 168
 NOTHING = -1e30  # running maximum of a row that has seen no key: finite, so that its weights are 0 and not NaN
 
@@ -57,7 +56,7 @@ def prefill_attention(
     sizes: HopperAttention,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """o [T, N, H] in q's dtype and lse f32 [T, N] of the tokens of `items`; every other row holds anything.
+    """Attention output o [T, N, H] in q's dtype and lse f32 [T, N] of the tokens of `items`; other rows hold anything.
 
     q: [T, N, H] of two bytes. interpret: see `mosaic_gpu.launch`.
     Raises ValueError where shared memory does not hold two blocks of keys and values.
@@ -102,9 +101,10 @@ def prefill_attention(
 
 
 def registers(shape: Shape) -> tuple[int, int]:
-    """Of a lane that brings data and of one that computes, such that none spills where that can be had.
+    """Registers per lane of the producer and of the computing warpgroups, chosen to avoid spills where possible.
 
-    Windows and sinks need more to bring data, and widening most; sums of a large head dim leave least to give.
+    Windows and sinks need more in the producer, and widening most; accumulators of a large head dim leave least to
+    give.
     """
     producer = 88 if shape.widens else 72 if shape.spec.head_dim <= 192 else 56
     return producer, (REGISTERS - producer) // 2
@@ -138,9 +138,10 @@ def _take_turn(refs: Refs) -> None:
 
 
 def _attend_tile(shape: Shape, refs: Refs, cta, warpgroup, index, step):
-    """Online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867) of the index-th tile; returns the blocks so far.
+    """Compute the online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867) of the index-th tile; returns the blocks
+    done so far.
 
-    Blocks that all rows see whole are in the middle, the edges of the causal range and of the window are masked.
+    Blocks that all rows see in full are in the middle; the edges of the causal range and of the window are masked.
     """
     spec, block_kv = shape.spec, shape.block_kv
     tile = read_tile(shape, refs, cta, index)
@@ -183,7 +184,7 @@ def _attend_tile(shape: Shape, refs: Refs, cta, warpgroup, index, step):
 
 
 def _join_sink(refs: Refs, warpgroup, largest, total):
-    """(largest, total, what to multiply the sum of values by) with one more logit per row, whose value is 0."""
+    """Add one more logit per row, whose value is 0: (largest, total, factor of the sum of values)."""
     sink = refs.sink_smem[pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)]
     new_largest = jnp.maximum(largest, sink)
     decay = jnp.exp2(largest - new_largest)
@@ -192,9 +193,10 @@ def _join_sink(refs: Refs, warpgroup, largest, total):
 
 
 def _attend_block(shape: Shape, refs: Refs, warpgroup, step, block, carry, scale, mask):
-    """(acc, largest, total) after a block; `largest` is in base 2.
+    """Fold in one block: the new (acc, largest, total); `largest` is in base 2.
 
-    scale: of the products of queries and keys. mask: None, or block -> bool [64, block_kv], what each row sees.
+    scale: factor of the products of queries and keys. mask: None, or block -> bool [64, block_kv], the keys that rows
+    see.
     """
     acc, largest, total = carry
     slot = lax.rem(step + block, jnp.int32(shape.stages))
@@ -217,7 +219,7 @@ def _attend_block(shape: Shape, refs: Refs, warpgroup, step, block, carry, scale
     total = total * decay + weights.sum(axis=1)
     acc = acc * lax.broadcast_in_dim(decay, acc.shape, [0])
     weights = weights.astype(shape.dtype)
-    # Nothing of the softmax may sink below the barrier, into the time of the tensor cores.
+    # The barrier keeps the softmax from sinking below it, into this warpgroup's turn at the tensor cores.
     acc, new_largest, total, weights = lax.optimization_barrier((acc, new_largest, total, weights))
     plgpu.barrier_arrive(refs.turn)
     plgpu.barrier_wait(refs.v_full.at[slot])
@@ -270,10 +272,13 @@ def _store(shape: Shape, refs: Refs, tile: Tile, warpgroup, acc, largest, total,
 
 
 def _store_rows(shape: Shape, refs: Refs, tile: Tile, warpgroup, columns) -> None:
-    """Copy the rows of the tile's own tokens: a box has a fixed size, so their number leaves as powers of two."""
+    """Copy the rows of the tile's own tokens to global memory.
+
+    A box has a fixed size, so the count is split into powers of two.
+    """
     for index in range(shape.parts):
         part = warpgroup * shape.parts + index
-        head, offset = part_place(shape, part)
+        head, offset = part_origin(shape, part)
         head = tile.group * shape.heads + head
         first = tile.load_row * BOX_ROWS + offset
         low = jnp.clip(tile.token - first, 0, shape.part)

@@ -1,8 +1,8 @@
-"""Tiles of the Hopper prefill kernel and the warpgroup that brings their data.
+"""Tiles of the Hopper prefill kernel, and the producer warpgroup that loads their data.
 
-Owns what a tile is, what lies where in shared memory, and the producer: TMA boxes of queries, keys and values, one per
-page (or part of a larger page), keys and values apart so that scores can begin before the values are there; the
-widening of one-byte pools; zeros for value slots that hold no value. Knows nothing of softmax.
+Owns the definition of a tile, the layout of shared memory, and the producer: TMA boxes of queries, keys and values, one
+per page (or part of a larger page), keys and values separately so that scores can begin before the values arrive; the
+widening of one-byte pools; zeros for value slots that hold no value. The softmax is in prefill.py.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from pallas_kernels.mosaic_gpu import (
 TILE_ROWS = 2 * WARPGROUP_ROWS
 RAW_STAGES = 2  # blocks of a one-byte pool that arrive while one is widened
 OUTPUT_COLUMNS = 64
-RESERVED_BYTES = 4096  # of shared memory: maxima, sinks, barriers, the compiler's reductions
+RESERVED_BYTES = 4096  # shared memory for maxima, sinks, barriers, the compiler's reductions
 
 
 class Shape(NamedTuple):
-    """Everything static about a call."""
+    """Static parameters of a call."""
 
     spec: AttentionSpec
     num_tokens: int  # a multiple of 8, at least block_q
     page_size: int
     block_q: int  # tokens of a tile
-    dtype: Any  # of queries and outputs
+    dtype: Any  # dtype of queries and outputs
     kv_dtype: Any
     num_ctas: int
     has_sinks: bool
@@ -95,7 +95,7 @@ class Shape(NamedTuple):
 
     @property
     def output_columns(self) -> int:
-        """Columns that leave at a time: there is no room for all of a large head dim."""
+        """Columns stored at a time: shared memory has no room for all of a large head dim."""
         return OUTPUT_COLUMNS if self.output_width > 2 * OUTPUT_COLUMNS else self.output_width
 
     @property
@@ -137,7 +137,7 @@ class Refs(NamedTuple):
     k_free: Any
     v_full: Any
     v_free: Any
-    raw_full: Any  # values that still need zeros; one-byte blocks that still need widening
+    raw_full: Any  # barriers of values that still need zeros, and of one-byte blocks that still need widening
     turn: Any
     raw_smem: Any = None  # [2, block, 2 * H] a one-byte block: keys and values
 
@@ -174,12 +174,12 @@ class Tile(NamedTuple):
     group: Any
     kv_head: Any
     seq: Any
-    token: Any  # its first token
-    num_rows: Any  # its tokens
-    load_row: Any  # an eighth of the token it loads from
-    position: Any  # of its first token
+    token: Any  # first token of the tile
+    num_rows: Any  # tokens of the tile
+    load_row: Any  # first token to load, divided by 8
+    position: Any  # position of the first token
     end: Any  # one past the last key that any of its tokens sees
-    first_box: Any  # of the keys
+    first_box: Any  # first box of the keys
     num_blocks: Any
 
     def begin(self, shape: Shape):
@@ -192,20 +192,23 @@ def load_row(shape: Shape, token):
 
 
 def tile_count(shape: Shape, refs: Refs, cta):
-    """How many tiles this CTA takes."""
+    """Number of tiles of this CTA."""
     total, num_ctas = refs.num_items[0] * shape.num_groups, shape.num_ctas
     rounds = lax.div(total, jnp.int32(num_ctas))
-    return rounds + (_place_in_round(shape, cta, rounds) < total - rounds * num_ctas).astype(jnp.int32)
+    return rounds + (_index_in_round(shape, cta, rounds) < total - rounds * num_ctas).astype(jnp.int32)
 
 
-def _place_in_round(shape: Shape, cta, index):
-    """CTAs take turns back and forth, so that no one always gets the longest tile of a round."""
+def _index_in_round(shape: Shape, cta, index):
+    """Index within round `index` of this CTA's tile.
+
+    CTAs take turns back and forth, so that no CTA always gets the longest tile of a round.
+    """
     return jnp.where(lax.rem(index, jnp.int32(2)) == 0, cta, shape.num_ctas - 1 - cta)
 
 
 def read_tile(shape: Shape, refs: Refs, cta, index) -> Tile:
-    """The CTA's index-th tile."""
-    work = index * shape.num_ctas + _place_in_round(shape, cta, index)
+    """Read the CTA's index-th tile."""
+    work = index * shape.num_ctas + _index_in_round(shape, cta, index)
     item, group = lax.div(work, jnp.int32(shape.num_groups)), lax.rem(work, jnp.int32(shape.num_groups))
     token, end = refs.items[item, PREFILL_TOKEN], refs.items[item, PREFILL_END]
     first_box = lax.div(refs.items[item, PREFILL_BEGIN], jnp.int32(shape.box))
@@ -224,13 +227,13 @@ def read_tile(shape: Shape, refs: Refs, cta, index) -> Tile:
     )
 
 
-def part_place(shape: Shape, part):
-    """(head in the tile, first token in the tile) of the part-th `shape.part` rows of a tile."""
+def part_origin(shape: Shape, part):
+    """Origin (head in the tile, first token in the tile) of the part-th `shape.part` rows of a tile."""
     return (part, 0) if shape.block_q == shape.part else (0, part * shape.part)
 
 
 def produce(shape: Shape, refs: Refs, cta) -> None:
-    """Bring queries, keys and values of all tiles of the CTA, as far ahead as there is room."""
+    """Load queries, keys and values of all tiles of the CTA, as far ahead as there is room."""
     count, stages = tile_count(shape, refs, cta), shape.stages
 
     def load_tile(index, step):
@@ -282,11 +285,11 @@ def produce(shape: Shape, refs: Refs, cta) -> None:
 
 
 def _load_queries(shape: Shape, refs: Refs, tile: Tile, index, warpgroup: int) -> None:
-    """Bring what a compute warpgroup needs for its rows of the CTA's index-th tile, once it is done with the last."""
+    """Load a compute warpgroup's queries and sinks of the CTA's index-th tile, once it is done with the tile before."""
     full = refs.q_full.at[warpgroup]
     pl.when(index > 0)(lambda: plgpu.barrier_wait(refs.q_free.at[warpgroup]))
     for part in range(warpgroup * shape.parts, (warpgroup + 1) * shape.parts):
-        head, token = part_place(shape, part)
+        head, token = part_origin(shape, part)
         rows = pl.ds((tile.load_row + token // BOX_ROWS) * BOX_ROWS, shape.part)
         target = refs.q_smem.at[pl.ds(part * shape.part, shape.part)]
         plgpu.copy_gmem_to_smem(refs.q.at[rows, tile.group * shape.heads + head], target, full)
@@ -296,7 +299,7 @@ def _load_queries(shape: Shape, refs: Refs, tile: Tile, index, warpgroup: int) -
 
 
 def _copy_block(shape: Shape, refs: Refs, tile: Tile, block, kind: int, target, barrier) -> None:
-    """Start the boxes of a block's keys (kind 0) or values (1). Past the tile's last key they repeat its last box."""
+    """Start the copies of a block's keys (kind 0) or values (1). Past the tile's last key they repeat its last box."""
     boxes_per_page = jnp.int32(shape.page_size // shape.box)
     last = lax.div(tile.end - 1, jnp.int32(shape.box))
 
@@ -322,7 +325,8 @@ def _load_keys(shape: Shape, refs: Refs, tile: Tile, block, slot) -> None:
 
 
 def _load_values(shape: Shape, refs: Refs, tile: Tile, block, slot) -> None:
-    """Values of a block; slots that no token of the batch sees may hold NaN and become 0, as 0 * NaN is not."""
+    """Load the values of a block; slots that no token of the batch sees may hold NaN and are zeroed, as 0 * NaN is not
+    0."""
     target, full = refs.v_smem.at[slot], refs.v_full.at[slot]
     key = tile.begin(shape) + block * shape.block_kv
     end = refs.kv_lens[tile.seq] - key
@@ -363,7 +367,7 @@ def _load_values(shape: Shape, refs: Refs, tile: Tile, block, slot) -> None:
 
 
 def _fetch_raw(shape: Shape, refs: Refs, tile: Tile, block) -> None:
-    """Start the boxes of a one-byte block, keys and values."""
+    """Start the copies of a one-byte block, keys and values."""
     barrier = refs.raw_full.at[lax.rem(block, RAW_STAGES)]
     for kind in range(2):
         _copy_block(shape, refs, tile, block, kind, _raw(shape, refs, block, kind), barrier)
@@ -374,11 +378,11 @@ def _raw(shape: Shape, refs: Refs, block, kind: int):
 
 
 def _widen(shape: Shape, source, target, change) -> None:
-    """target = change(codes of source, row), one piece at a time: the producer has few registers."""
+    """Compute target = change(codes of source, row), one piece at a time: the producer has few registers."""
     for part in _chunks(shape, shape.kv_dtype):
         codes = source.at[part][...]
         if codes.dtype != jnp.int8:
-            codes = codes.astype(jnp.float16)  # what the card converts one-byte floats to; it holds all their values
+            codes = codes.astype(jnp.float16)  # the card converts one-byte floats to nothing else; it holds all values
         target.at[part][...] = change(codes.astype(shape.dtype), _row_of(part))
 
 

@@ -1,20 +1,20 @@
-"""The work of one step on a GPU: which CTA attends which keys of which rows.
+"""Work list of one step's attention on a GPU: which CTA attends which keys of which rows.
 
-Owns integers only. It sees lengths, never page ids, queries or keys, so that all layers of equal window share one
-schedule; XLA computes it once per step. Two kernels read it:
+Owns integers only. It depends on lengths, never on page ids, queries or keys, so that all layers of equal window share
+one schedule; XLA computes it once per step. Two kernels read it:
 
-- `DecodeItems`: rows of few new tokens. All blocks of keys of all (row, kv head) pairs stand in one line, which is cut
+- `DecodeItems`: rows of few new tokens. All blocks of keys of all (row, kv head) pairs form one sequence, which is cut
   into equal parts, one per CTA ("stream-K", Osama et al. 2023, arXiv 2301.03598). A pair that a cut falls into has
   several items, whose partial softmaxes are merged by log-sum-exp; there are at most pairs + CTAs - 1 items.
-  Latents, which have no kernel of their own for prefill, are cut into such rows whole.
-- `PrefillItems`: tiles of up to `prefill_block_q` tokens of the longer runs. Queries stay where they are: a tile loads
+  Latents, which have no kernel of their own for prefill, are cut into such rows entirely.
+- `PrefillItems`: tiles of up to `prefill_block_q` tokens of the longer runs. Queries are not moved: a tile loads
   from the multiple of 8 tokens before its first one, as a tiled TMA box must, so tiles end at such multiples.
 
 A batch of at most as many tokens as sequences is all decode, one row per token: its program has no prefill kernel, and
 still serves any batch. So is one of fewer tokens than make a run.
 
 `prefill_attention(q, kv, batch, items, *, spec, sinks, sizes, interpret) -> (o [T, N, Hv] in q's dtype, lse f32
-[T, N])` of prefill.py takes `PrefillItems`. Scales, soft cap, window and sinks are its own matter.
+[T, N])` of prefill.py takes `PrefillItems` and handles scales, soft cap, window and sinks itself.
 Its results are used for the tokens with `token_item[t] < I` and for no others.
 """
 
@@ -30,7 +30,7 @@ from pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
 from pallas_kernels.mosaic_gpu import BOX_ROWS, WARPGROUP_ROWS
 from pallas_kernels.tuning import HopperAttention, Tuning
 
-DECODE_KEYS = 64  # keys of a decode block; a page holds a whole number of blocks or a block of pages
+DECODE_KEYS = 64  # keys of a decode block; a page is a multiple of a block, or a block of pages
 
 # Columns of `DecodeItems.items`.
 DECODE_PAIR = 0  # row * num_kv_heads + kv head
@@ -54,9 +54,9 @@ ITEM_FIELDS = 8  # columns of both tables (prefill: 6 and 7 are 0): an item is o
 
 
 class Cuts(NamedTuple):
-    """The items of pairs that have several, in line order: parts. C cuts at most, one for each CTA."""
+    """Items of pairs that have several items, in line order: the parts. C cuts at most, one for each CTA."""
 
-    item_parts: jax.Array  # i32 [I] place of an item among the parts, -1 if it is a pair as a whole
+    item_parts: jax.Array  # i32 [I] index of an item among the parts, -1 if it is a full pair
     pairs: jax.Array  # i32 [C] pair that a cut is the first to fall into, R * K for any other cut
     bounds: jax.Array  # i32 [C + 1] its parts: [bounds[c], bounds[c + 1])
 
@@ -69,11 +69,11 @@ class DecodeItems(NamedTuple):
     pair_items: jax.Array  # i32 [R * K + 1] items of a pair: [pair_items[p], pair_items[p + 1]), none for an empty row
     cuts: Cuts
     row_tokens: jax.Array  # i32 [R, Q] the row's tokens, T where there is none
-    token_places: jax.Array  # i32 [T] row * Q + index of a token, R * Q if no row holds it
+    token_index: jax.Array  # i32 [T] row * Q + index in the row of a token, R * Q if no row holds it
 
 
 class PrefillItems(NamedTuple):
-    """Tiles in falling token order, so that the long ones of a causal run start first. Each serves all query heads.
+    """Tiles in descending token order, so that the long ones of a causal run start first. Each serves all query heads.
 
     [first token // 8 * 8, that + prefill_block_q) covers the tile.
     """
@@ -88,22 +88,23 @@ class PrefillItems(NamedTuple):
 class Schedule:
     decode: DecodeItems
     prefill: PrefillItems | None
-    tuning: Tuning = field(metadata={"static": True})  # that the work was cut to
+    tuning: Tuning = field(metadata={"static": True})  # sizes that the work was cut to
 
 
 def head_tiles(spec: AttentionSpec) -> int:
-    """How many tiles of equally many query heads, each at most the rows of a warpgroup, share a kv head."""
+    """Number of tiles of equally many query heads, each at most the rows of a warpgroup, that share a kv head."""
     least = -(-spec.group_size // WARPGROUP_ROWS)
     return next(count for count in range(least, spec.group_size + 1) if spec.group_size % count == 0)
 
 
 def tiled_heads(spec: AttentionSpec) -> AttentionSpec:
-    """`spec` with every tile of query heads as a kv head."""
+    """Return `spec` with every tile of query heads as a kv head of its own."""
     return replace(spec, num_kv_heads=spec.num_kv_heads * head_tiles(spec))
 
 
 def prefill_block_q(spec: AttentionSpec) -> int:
-    """Tokens of a prefill tile, which takes as many heads of a group as are a power of two: 128 rows of queries."""
+    """Tokens of a prefill tile: with the largest power of two that divides the group's heads it fills 128 rows of
+    queries."""
     heads = spec.group_size & -spec.group_size
     return max(2 * WARPGROUP_ROWS // heads, 2 * BOX_ROWS)
 
@@ -119,40 +120,40 @@ def attention_schedule(
     kv_lens = jnp.minimum(batch.kv_lens, num_columns * page_size)
     tokens = jnp.arange(num_tokens, dtype=jnp.int32)
     seqs = jnp.sum(live & (tokens[:, None] >= batch.cu_q_lens[1:]), axis=-1, dtype=jnp.int32)
-    there = seqs < batch.num_seqs
+    valid = seqs < batch.num_seqs
     seqs = jnp.minimum(seqs, num_seqs - 1)
-    index = tokens - batch.cu_q_lens[seqs]  # of a token in its sequence
+    index = tokens - batch.cu_q_lens[seqs]  # index of a token in its sequence
     if spec.values_in_keys:
         spec = tiled_heads(spec)
     if num_tokens <= num_seqs:
         position = kv_lens[seqs] - q_lens[seqs] + index
-        pairs = _pairs(seqs, position, there.astype(jnp.int32), kv_lens[seqs], spec)
-        places = jnp.where(there, tokens, num_tokens)
-        return Schedule(DecodeItems(*_cut(pairs, spec, sizes), places[:, None], places), None, tuning)
+        pairs = _pairs(seqs, position, valid.astype(jnp.int32), kv_lens[seqs], spec)
+        slots = jnp.where(valid, tokens, num_tokens)
+        return Schedule(DecodeItems(*_cut(pairs, spec, sizes), slots[:, None], slots), None, tuning)
     if spec.values_in_keys:
-        token_seqs = jnp.where(there, seqs, num_seqs)
+        token_seqs = jnp.where(valid, seqs, num_seqs)
         return Schedule(_rows_of_runs(q_lens, batch.cu_q_lens, kv_lens, token_seqs, index, spec, sizes), None, tuning)
     width = min(num_tokens // num_seqs, sizes.decode_tokens, WARPGROUP_ROWS // spec.group_size)
     counts = jnp.where(q_lens <= width, q_lens, 0)
     rows = jnp.arange(num_seqs, dtype=jnp.int32)
     pairs = _pairs(rows, kv_lens - q_lens, counts, kv_lens, spec)
-    places = jnp.arange(width, dtype=jnp.int32)
-    row_tokens = jnp.where(places < counts[:, None], batch.cu_q_lens[:-1, None] + places, num_tokens)
-    in_row = there & (q_lens[seqs] <= width)
-    token_places = jnp.where(in_row, seqs * width + index, num_seqs * width)
-    decode = DecodeItems(*_cut(pairs, spec, sizes), row_tokens, token_places)
+    slots = jnp.arange(width, dtype=jnp.int32)
+    row_tokens = jnp.where(slots < counts[:, None], batch.cu_q_lens[:-1, None] + slots, num_tokens)
+    in_row = valid & (q_lens[seqs] <= width)
+    token_index = jnp.where(in_row, seqs * width + index, num_seqs * width)
+    decode = DecodeItems(*_cut(pairs, spec, sizes), row_tokens, token_index)
     runs = jnp.where(q_lens > width, q_lens, 0)
     most = min(num_seqs, num_tokens // (width + 1))
-    if not most:  # drafts of a sequence or two: no run is so long
+    if not most:  # drafts of a sequence or two are too short for a run
         return Schedule(decode, None, tuning)
-    token_seqs = jnp.where(there & ~in_row, seqs, num_seqs)
+    token_seqs = jnp.where(valid & ~in_row, seqs, num_seqs)
     return Schedule(decode, _prefill_items(runs, most, batch.cu_q_lens, kv_lens, token_seqs, spec), tuning)
 
 
 def _rows_of_runs(q_lens, cu_q_lens, kv_lens, token_seqs, index, spec: AttentionSpec, sizes) -> DecodeItems:
-    """All new tokens, each sequence's cut into rows of as many as fill a warpgroup.
+    """Cut all new tokens into rows, each sequence's into rows of as many tokens as fill a warpgroup.
 
-    token_seqs: i32 [T] the sequence of each token, S for those of none; index: its place there.
+    token_seqs: i32 [T] the sequence of each token, S for tokens of none; index: the token's index in its sequence.
     """
     num_seqs, num_tokens, width = q_lens.shape[0], token_seqs.shape[0], WARPGROUP_ROWS // spec.group_size
     num_rows = min(num_tokens // width + num_seqs, num_tokens)
@@ -164,15 +165,15 @@ def _rows_of_runs(q_lens, cu_q_lens, kv_lens, token_seqs, index, spec: Attention
     first = (row - first_rows[seq]) * width
     counts = jnp.clip(q_lens[seq] - first, 0, width)
     pairs = _pairs(seq, kv_lens[seq] - q_lens[seq] + first, counts, kv_lens[seq], spec)
-    places = jnp.arange(width, dtype=jnp.int32)
-    row_tokens = jnp.where(places < counts[:, None], (cu_q_lens[seq] + first)[:, None] + places, num_tokens)
+    slots = jnp.arange(width, dtype=jnp.int32)
+    row_tokens = jnp.where(slots < counts[:, None], (cu_q_lens[seq] + first)[:, None] + slots, num_tokens)
     of = jnp.minimum(token_seqs, num_seqs - 1)
-    token_places = jnp.where(token_seqs < num_seqs, first_rows[of] * width + index, num_rows * width)
-    return DecodeItems(*_cut(pairs, spec, sizes), row_tokens, token_places)
+    token_index = jnp.where(token_seqs < num_seqs, first_rows[of] * width + index, num_rows * width)
+    return DecodeItems(*_cut(pairs, spec, sizes), row_tokens, token_index)
 
 
 class _Pairs(NamedTuple):
-    """Rows times kv heads, one entry [R] per row: all kv heads of a row are alike."""
+    """Rows times kv heads, one entry [R] per row: all kv heads of a row have the same values."""
 
     seqs: jax.Array
     first_block: jax.Array
@@ -183,7 +184,7 @@ class _Pairs(NamedTuple):
 
 
 def _pairs(seqs, position, counts, kv_lens, spec: AttentionSpec) -> _Pairs:
-    """What `counts` tokens from `position` on see of sequences `seqs`, all i32 [R]."""
+    """Build _Pairs: the blocks of keys that `counts` tokens from `position` on see of sequences `seqs`, all i32 [R]."""
     begin, end = _visible_keys(position, counts, kv_lens, spec)
     first = begin // DECODE_KEYS
     num_blocks = jnp.where((counts > 0) & (end > begin), (end + DECODE_KEYS - 1) // DECODE_KEYS - first, 0)
@@ -198,7 +199,10 @@ def _visible_keys(position, counts, kv_lens, spec: AttentionSpec) -> tuple[jax.A
 
 
 def _cut(rows: _Pairs, spec: AttentionSpec, sizes: HopperAttention) -> tuple[jax.Array, jax.Array, jax.Array, Cuts]:
-    """Put the pairs in line and cut it: `cta_items`, `items`, `pair_items` and `cuts` of DecodeItems."""
+    """Lay all pairs' blocks end to end and cut the line into CTAs' parts.
+
+    Returns `cta_items`, `items`, `pair_items` and `cuts` of DecodeItems.
+    """
     num_heads, num_ctas, pair_cost = spec.num_kv_heads, sizes.num_ctas, sizes.pair_cost
     pairs = jax.tree.map(lambda x: jnp.repeat(x, num_heads), rows)
     num_pairs = pairs.seqs.shape[0]
@@ -209,7 +213,7 @@ def _cut(rows: _Pairs, spec: AttentionSpec, sizes: HopperAttention) -> tuple[jax
     cuts = jnp.arange(1, num_ctas, dtype=jnp.int32) * part
     cut_pairs = jnp.sum(cuts[:, None] >= ends, axis=-1, dtype=jnp.int32)  # num_pairs for a cut past the end
     of = jnp.minimum(cut_pairs, num_pairs - 1)
-    # A cut into what comes before a pair's first block is a cut before the pair.
+    # A cut within a pair's fixed cost, before its first block, is a cut before the pair.
     skipped = cuts - (ends - cost)[of] - pair_cost
     inside = (cut_pairs < num_pairs) & (skipped > 0)
 
@@ -220,8 +224,8 @@ def _cut(rows: _Pairs, spec: AttentionSpec, sizes: HopperAttention) -> tuple[jax
     cut_items = jnp.where(inside, cut_items, before[cut_pairs])
     cta_items = jnp.concatenate([jnp.zeros((1,), jnp.int32), cut_items, before[-1:]])
 
-    nowhere = num_items
-    at = jnp.concatenate([jnp.where(cost > 0, before[:-1], nowhere), jnp.where(inside, cut_items, nowhere)])
+    dropped = num_items
+    at = jnp.concatenate([jnp.where(cost > 0, before[:-1], dropped), jnp.where(inside, cut_items, dropped)])
     pair = (
         jnp.zeros((num_items,), jnp.int32)
         .at[at]
@@ -248,17 +252,17 @@ def _cut(rows: _Pairs, spec: AttentionSpec, sizes: HopperAttention) -> tuple[jax
 
 
 def _starts(counts: jax.Array) -> jax.Array:
-    """i32 [n + 1]: the sum of counts [n], or how many of a mask are true, before each index."""
+    """Exclusive prefix sums i32 [n + 1] of counts [n], or of a mask."""
     return jnp.pad(jnp.cumsum(counts, dtype=jnp.int32), (1, 0))
 
 
 def _inside_before(inside: jax.Array, cut_pairs: jax.Array) -> jax.Array:
-    """How many cuts that are `inside` a pair lie in earlier pairs than each cut."""
+    """For each cut, the number of cuts `inside` a pair that lie in earlier pairs."""
     return jnp.sum(inside & (cut_pairs < cut_pairs[:, None]), axis=-1, dtype=jnp.int32)
 
 
 def _prefill_items(runs, most_runs: int, cu_q_lens, kv_lens, token_seqs, spec: AttentionSpec) -> PrefillItems:
-    """Tiles of `runs` i32 [S] new tokens per sequence (0: none), at most `most_runs` of them not 0.
+    """Cut `runs`, i32 [S] new tokens per sequence (0: none), into tiles; at most `most_runs` of them are not 0.
 
     token_seqs: i32 [T] the sequence of each token that belongs to a run, S for the others.
     """

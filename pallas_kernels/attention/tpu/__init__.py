@@ -1,1 +1,1 @@
-"""Ragged paged attention for TPUs, in Mosaic."""
+"""Mosaic kernels of ragged paged attention for TPUs."""

@@ -53,10 +53,10 @@ def ragged_paged_attention(
     interpret: Any = False,
     body: Callable = attention_kernel,
 ) -> tuple[jax.Array, jax.Array]:
-    """o [T, N, Hv] in q's dtype and lse f32 [T, N]; arguments as the public operation has checked them.
+    """Attention output o [T, N, Hv] in q's dtype and lse f32 [T, N]; the public operation has checked the arguments.
 
-    interpret: pltpu.InterpretParams to run on a CPU. body: what a grid step does, see profile.py. Raises ValueError for
-    dtypes and page sizes that a TPU cannot work on.
+    interpret: pltpu.InterpretParams to run on a CPU. body: the kernel of a grid step, see profile.py. Raises ValueError
+    for dtypes and page sizes that the TPU kernel does not support.
     """
     check_layout(kv.layout, kv.spec)
     check_dtypes(q.dtype, kv.data.dtype)
@@ -73,7 +73,7 @@ def ragged_paged_attention(
     if schedule.single is None or batch.num_decode is None:
         return o, lse
     head_of = functools.partial(lax.slice_in_dim, start_index=0, limit_index=num_seqs)
-    # By themselves, or XLA would copy what it reads and updates in one go.
+    # The barrier keeps reads and update apart: XLA would copy an array that it reads and updates in one fusion.
     run_o, run_lse = lax.optimization_barrier((head_of(o), head_of(lse)))
     rest_head, tree_head = (None if x is None else head_of(x) for x in (q_rest, tree_mask))
     single_o, single_lse = call(head_of(q), rest_head, tree_head, schedule.single, block_q=1)
@@ -98,11 +98,11 @@ def _attend(
     interpret: Any,
     body: Callable,
 ) -> tuple[jax.Array, jax.Array]:
-    """One kernel call: o and lse of the tokens of `walk`, 0 and -inf for all others."""
+    """Run one kernel call: o and lse of the tokens of `walk`, 0 and -inf for all others."""
     num_tokens, num_q_heads, _ = q.shape
     group = spec.group_size
     num_kv_heads = num_q_heads // group
-    # A tile of one token has only the heads of a group as rows: whole sublane tiles, even if some rows are idle.
+    # A tile of one token has only the heads of a group as rows: padded to full sublane tiles, even if rows are idle.
     padded_group = group if block_q > 1 else -(-group // SUBLANES) * SUBLANES
     num_tiles = -(-num_tokens // block_q)
     blocks = choose_blocks(
@@ -140,7 +140,7 @@ def _attend(
             page_size=kv.page_size,
         ),
     )
-    if q_rest is not None and num_kv_heads > 1:  # each head has a place of its own in its window
+    if q_rest is not None and num_kv_heads > 1:  # each head has its own offset in its window
         q, q_rest = jnp.concatenate((q, q_rest), axis=-1), None
     arrange = functools.partial(_arrange_queries, plan=plan, num_kv_heads=num_kv_heads, padded_tokens=padded_tokens)
     queries = arrange(q.astype(plan.operand_dtype))
@@ -164,15 +164,15 @@ def _attend(
 
 
 def _place_page_table(page_table: jax.Array, sizes: TpuAttention) -> tuple[jax.Array | None, jax.Array | None]:
-    """The table [S, W] for SMEM, or [S, 1, W'] for HBM if it is too large."""
+    """Page table as (SMEM operand [S, W], None), or (None, HBM operand [S, 1, W']) if it is too large for SMEM."""
     if fits_smem(sizes, page_table.shape):
         return page_table, None
-    # A row is copied on its own, so it must be a whole tile: [1, W'] is one, a row of [S, W] is not.
+    # A row is copied on its own, so it must be a full tile: [1, W'] is one, a row of [S, W] is not.
     return None, _pad_axis(page_table, 1, -(-page_table.shape[1] // LANES) * LANES)[:, None]
 
 
 def _scales(kv: KVPages, spec: AttentionSpec, num_kv_heads: int) -> tuple[jax.Array, jax.Array]:
-    """f32 [K]: what q.k is multiplied by, and what values are multiplied by."""
+    """Factors f32 [K] of q.k and of values: the softmax scale in base 2, and the pool's scales."""
     # The softmax works to base 2; a soft cap is applied to natural logits first.
     scale = jnp.full((num_kv_heads,), spec.sm_scale * (LOG2E if spec.soft_cap is None else 1.0), jnp.float32)
     of_values = jnp.ones((num_kv_heads,), jnp.float32) if kv.value_scale is None else kv.value_scale
@@ -180,16 +180,16 @@ def _scales(kv: KVPages, spec: AttentionSpec, num_kv_heads: int) -> tuple[jax.Ar
 
 
 def _arrange_queries(q: jax.Array, plan: Plan, num_kv_heads: int, padded_tokens: int) -> jax.Array:
-    """q [T, N, H] as the kernel reads it: [T', K, G', width] if `plan.by_token`, else [K, G, T', width]."""
+    """Lay out q [T, N, H] as the kernel reads it: [T', K, G', width] if `plan.by_token`, else [K, G, T', width]."""
     q = _pad_rows(q, padded_tokens).reshape(padded_tokens, num_kv_heads, -1, q.shape[-1])
     q = _pad_axis(q, 2, plan.group)
-    if num_kv_heads > 1:  # the only head begins where its window does, and the kernel adds what is missing at its end
+    if num_kv_heads > 1:  # a single head begins where its window does, and the kernel pads its end
         q = _move_to_windows(q, plan.keys)
     return q if plan.by_token else q.transpose(1, 2, 0, 3)
 
 
 def _move_to_windows(q: jax.Array, windows: tuple[Window, ...]) -> jax.Array:
-    """q [T, K, G, H] with each head at its offset in the widest window, zeros around it."""
+    """Shift each head of q [T, K, G, H] to its offset in the widest window, zeros around it."""
     width = max(window.size for window in windows)
     offsets = [window.offset for window in windows]
 
@@ -202,7 +202,7 @@ def _move_to_windows(q: jax.Array, windows: tuple[Window, ...]) -> jax.Array:
 
 
 def _arrange_results(o, lse, plan: Plan, group: int, num_tokens: int) -> tuple[jax.Array, jax.Array]:
-    """o [T, N, Hv] and lse [T, N] from what the kernel wrote."""
+    """Undo the kernel's layout: o [T, N, Hv] and lse [T, N]."""
     tiles, num_kv_heads, _ = lse.shape
     lse = lse[:, :, : plan.rows]
     if plan.by_token:
@@ -233,7 +233,7 @@ def _call_kernel(
     interpret: Any,
     body: Callable,
 ) -> tuple[jax.Array, jax.Array]:
-    """The pallas_call; operands as `Refs` describes them, for all tiles."""
+    """Call the kernel over all tiles; operands are those described in `Refs`."""
     num_kv_heads, blocks, block_q = len(plan.keys), plan.blocks, plan.block_q
     v_head_dim = plan.spec.v_head_dim
     num_tiles = (q.shape[0] if plan.by_token else q.shape[2]) // block_q
@@ -241,7 +241,7 @@ def _call_kernel(
     lse_width = -(-plan.rows // LANES) * LANES
 
     def blocked(shape, axis=0):
-        """Blocks of `shape` taken along `axis`: those of a core alternate with those of the others."""
+        """BlockSpec of `shape` that walks `axis`: the blocks of a core alternate with those of the others."""
 
         def index_map(core, step, *_):
             return tuple(step * plan.cores + core if index == axis else 0 for index in range(len(shape)))
@@ -249,7 +249,7 @@ def _call_kernel(
         return pl.BlockSpec(shape, index_map)
 
     def per_token(width):
-        """Blocks of queries or results, as `_arrange_queries` lays them out."""
+        """BlockSpec of queries or results, laid out as by `_arrange_queries`."""
         if plan.by_token:
             return blocked((blocks.tiles * block_q, num_kv_heads, plan.group, width))
         return blocked((num_kv_heads, plan.group, block_q, width), axis=2)

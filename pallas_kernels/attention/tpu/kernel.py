@@ -1,12 +1,12 @@
-"""The body of the TPU attention kernel: one walk over segments and blocks of keys, for single tokens and runs alike.
+"""Body of the TPU attention kernel: one walk over segments and blocks of keys, for single tokens and runs alike.
 
 Online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867; FlashAttention, Dao et al. 2022, arXiv 2205.14135) over
 the segments of schedule.py. One flat walk over all sequences, so that copies never pause between
 them, is the idea of jax's and tpu-inference's ragged paged attention (arXiv 2604.15464).
 
 Rows of a tile are ordered (head of the group, token), so that the tokens of one head are neighbours in memory and in
-the mask, or (token, head), as queries come, where all heads are one group of many. Owns the arithmetic; how pages
-arrive is in pages.py. Knows nothing of how queries got into that order, nor of sizes other than those in its `Plan`.
+the mask, or (token, head), the order of the incoming queries, where all heads are one group of many. Owns the
+arithmetic; pages.py brings in the pages, attend.py arranges queries, and all sizes are in the `Plan`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MASKED = -3e38
 
 
 def attention_kernel(*refs, plan: Plan) -> None:
-    """One grid step: the segments of `tiles` tiles. Grid: (cores, steps of a core)."""
+    """Run one grid step: the segments of `tiles` tiles. Grid: (cores, steps of a core)."""
     _grid_step(Refs(*refs), plan)
 
 
@@ -57,7 +57,7 @@ def _grid_step(refs: Refs, plan: Plan) -> None:
     begin, end = segments_before(refs, first_tile), segments_before(refs, first_tile + tiles)
     end_of_all = segments_before(refs, refs.walk.tile_start.shape[0])
 
-    # Tiles with tokens are neighbours: if the first and the last one have some, so have all.
+    # Tiles with tokens are adjacent: if the first and the last one have some, so have all.
     has_empty = (segments_before(refs, first_tile + 1) == begin) | (
         segments_before(refs, first_tile + tiles - 1) == end
     )
@@ -84,8 +84,10 @@ def _grid_step(refs: Refs, plan: Plan) -> None:
 
 
 def _work_item(refs: Refs, plan: Plan, segment: Segment, item: Item, slot, sub) -> None:
-    """Fold one block of keys into the running softmax of tile `sub`; the first item of a tile also opens it, the last
-    one closes it."""
+    """Fold one block of keys into the running softmax of tile `sub`.
+
+    The first item of a tile also initialises its statistics, the last one writes its results.
+    """
     index, block = item
     first_key = segment.first_page * plan.page_size + block * plan.block_kv
     tile_start = refs.walk.tile_start
@@ -116,13 +118,13 @@ def _work_item(refs: Refs, plan: Plan, segment: Segment, item: Item, slot, sub) 
 
 
 def _counts(plan: Plan) -> list[int]:
-    """Of how many parts of a block's pages there is a program of its own, the last one for all."""
+    """Numbers of parts of a block's pages for which there is a program of its own, ascending; the last is all parts."""
     parts = plan.parts if plan.block_q == 1 else 1
     return [count for count in range(1, parts + 1) if parts % count == 0]
 
 
 def _live_parts(plan: Plan, segment: Segment, first_key) -> jax.Array | int:
-    """The least of `_counts` whose parts hold all keys that the segment sees of a block."""
+    """Least of `_counts` whose parts hold all keys of the block that the segment sees."""
     *counts, parts = _counts(plan)
     live = pl.cdiv((segment.end_key - first_key) * parts, plan.block_kv)
     return functools.reduce(lambda most, count: jnp.where(live <= count, count, most), reversed(counts), parts)
@@ -152,7 +154,7 @@ def _visible(refs: Refs, plan: Plan, segment: Segment, first_key, sub) -> tuple[
     if spec.window is not None:
         visible &= key >= end - spec.window
     if spec.chunk is not None:
-        # From the chunk of the segment's first token on; rows behind a later border start there.
+        # From the chunk of the segment's first token on; rows after a later border start at that border.
         start = (segment.position + segment.first_row) // spec.chunk * spec.chunk
         starts = jnp.broadcast_to(start, row.shape)
         for number in range(1, pl.cdiv(plan.block_q - 1, spec.chunk) + 1):
@@ -172,7 +174,7 @@ def _visible(refs: Refs, plan: Plan, segment: Segment, first_key, sub) -> tuple[
 def _fold_block(
     refs: Refs, plan: Plan, segment: Segment, first_key, slot, sub, *, masked: bool, parts: int | None = None
 ) -> None:
-    """Scores of a phase, then softmax and values of the phase before it.
+    """Fold one block of keys: per phase its scores, then softmax and values of the phase before it.
 
     The steps of one head depend on each other and leave the matrix unit idle in turn; those of several heads do not,
     nor do the scores of another part of the only one. parts: how many of those hold keys, None for all.
@@ -196,24 +198,24 @@ def _fold_scores(refs: Refs, plan: Plan, slot, scores: dict[Part, jax.Array], me
         num_keys = score.shape[1]
         weight = jnp.exp2(score - _across(largest[part], num_keys))
         decay[part] = jnp.exp2(refs.largest[rows[part]] - largest[part])
-        if not plan.sums_beside_values(part.head):
+        if not plan.sums_with_values(part.head):
             sums[part] = sum(weight[:, lane : lane + LANES] for lane in range(0, num_keys, LANES))
         refs.largest[rows[part]] = largest[part]
         weights[part] = weight.astype(plan.operand_dtype)
     for part, weight in weights.items():
         window = plan.values[part.head]
         values = _operand(refs, plan, slot, window, part)
-        if plan.sums_beside_values(part.head):
+        if plan.sums_with_values(part.head):
             values = jnp.concatenate([values, _ones_in_first_lane(values)], axis=1)
         product = lax.dot(weight, values, precision=_precision(plan), preferred_element_type=jnp.float32)
-        if plan.sums_beside_values(part.head):
+        if plan.sums_with_values(part.head):
             product, sums[part] = product[:, : window.size], product[:, window.size :]
         refs.total[rows[part]] = decay[part] * refs.total[rows[part]] + sums[part]
         if member is not None and plan.block_q > 1:
             # A value that is not finite stays with the sequence it belongs to: 0 * inf is NaN.
             product = _where_token(plan, part, member, product, 0.0)
-        place = (*rows[part], slice(0, window.size))
-        refs.acc[place] = _across(decay[part], window.size) * refs.acc[place] + product
+        index = (*rows[part], slice(0, window.size))
+        refs.acc[index] = _across(decay[part], window.size) * refs.acc[index] + product
 
 
 def _scores(refs: Refs, plan: Plan, slot, sub, part: Part, visible) -> jax.Array:
@@ -234,7 +236,7 @@ def _scores(refs: Refs, plan: Plan, slot, sub, part: Part, visible) -> jax.Array
 
 
 def _queries(refs: Refs, plan: Plan, sub, part: Part) -> jax.Array:
-    """Queries [rows, width] of a part, zeros where a key's window holds more than the key."""
+    """Queries [rows, width] of a part, padded with zeros where a key's window is wider than the key."""
 
     def rows_of(ref):
         if plan.block_q == 1:
@@ -263,12 +265,12 @@ def _ones_in_first_lane(values: jax.Array) -> jax.Array:
 
 
 def _precision(plan: Plan) -> lax.Precision:
-    # The matrix unit rounds float32 operands to bfloat16 unless told otherwise.
+    # The matrix unit rounds float32 operands to bfloat16 by default.
     return lax.Precision.HIGHEST if plan.operand_dtype == jnp.float32 else lax.Precision.DEFAULT
 
 
 def _where_token(plan: Plan, part: Part, condition: jax.Array, x: jax.Array, otherwise: float) -> jax.Array:
-    """x [rows of the part, n] where its token's condition [block_q, n or 1] holds."""
+    """Rows of x [rows of the part, n] whose token's condition [block_q, n or 1] holds, else `otherwise`."""
     if plan.block_q == 1:
         return jnp.where(condition, x, otherwise)
     if plan.by_token:
@@ -284,7 +286,8 @@ def _row_max(x: jax.Array) -> jax.Array:
 
 
 def _across(x: jax.Array, size: int) -> jax.Array:
-    """Lane-replicated x [n, LANES] as [n, size]: registers named again, where a broadcast of a column would shuffle."""
+    """Widen lane-replicated x [n, LANES] to [n, size] by repeating registers; broadcasting a column would shuffle
+    lanes."""
     if size <= LANES:
         return x[:, :size]
     repeats = -(-size // LANES)

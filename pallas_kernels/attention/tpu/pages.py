@@ -1,11 +1,11 @@
-"""How pages reach the TPU attention kernel: the walk over segments and blocks of keys, and the copies in flight.
+"""Pages for the TPU attention kernel: the walk over segments and blocks of keys, and the copies in flight.
 
-Owns the static `Plan` of a kernel call, the references it works on, and everything about pages and buffers. Knows
-nothing of the arithmetic of attention.
+Owns the static `Plan` of a kernel call, the references it works on, and everything about pages and buffers; the
+arithmetic of attention is in kernel.py.
 
 An item of work is (segment, block): up to `blocks.pages` pages of the segment's sequence, counted from its first
-visible page. Items are fetched in the order they are worked, `buffers - 1` ahead, be the next one of the same sequence,
-the next sequence, the next tile or the next grid step.
+visible page. Items are fetched in the order they are worked, `buffers - 1` ahead, across the ends of sequences, tiles
+and grid steps.
 
 Several cores take turns: core c of C works the grid steps' tiles c, C + c, 2 C + c ..., each with copies of its own.
 """
@@ -30,7 +30,7 @@ Item = tuple[jax.Array, jax.Array]  # i32 (segment, block)
 
 
 class Part(NamedTuple):
-    """Rows of a tile and pages of a block that are worked on for one kv head."""
+    """Rows of a tile and pages of a block that are processed together for one kv head."""
 
     head: int
     first_row: int
@@ -41,7 +41,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything static about one kernel call."""
+    """Static parameters of one kernel call."""
 
     spec: AttentionSpec
     block_q: int  # tokens per tile
@@ -50,18 +50,19 @@ class Plan:
     blocks: Blocks
     keys: tuple[Window, ...]  # per kv head
     values: tuple[Window, ...]
-    operand_dtype: Any  # of both products
+    operand_dtype: Any  # dtype of the operands of both products
     has_sinks: bool
     num_tree_words: int  # 0 without a tree mask
     cores: int
-    mxu_columns: int  # of the matrix unit
-    parts: int  # of the work on a single kv head
+    mxu_columns: int  # columns of the matrix unit
+    parts: int  # parts into which the work on a single kv head is cut
 
-    def sums_beside_values(self, head: int) -> bool:
-        """Whether the matrix unit has columns to spare that add up a head's weights while it weighs the values.
+    def sums_with_values(self, head: int) -> bool:
+        """Whether one product of the matrix unit gives both a head's weighted values and the sum of its weights, in
+        spare columns.
 
-        The sums are then of the rounded weights, the very ones that values are weighed with. Not for single tokens:
-        their time is that of bringing operands into the matrix unit.
+        The sums are then of the rounded weights, the same that multiply the values. Not for single tokens: their time
+        is spent on loading operands into the matrix unit.
         """
         size = self.values[head].size
         return self.block_q > 1 and -(-size // self.mxu_columns) == -(-(size + LANES) // self.mxu_columns)
@@ -72,18 +73,19 @@ class Plan:
 
     @property
     def by_token(self) -> bool:
-        """Whether queries and results lie as they come, token by token, and so do the rows of a tile; else by head.
+        """Whether queries, results and the rows of a tile are ordered token by token, as the operands come; else by
+        head.
 
-        The heads of a group have to be whole tiles of registers for that.
+        The heads of a group must fill register tiles for that.
         """
         return self.block_q == 1 or lies_by_token(len(self.keys), self.group)
 
     @property
     def phases(self) -> list[list[Part]]:
-        """What is worked on together: some kv heads, or a part of the only one.
+        """Parts that are processed together, in order: some kv heads each, or a part of the only one.
 
-        Parts of rows share the keys that are brought into the matrix unit for each; where rows are so few that this
-        is what takes time, parts of pages do not.
+        Parts of rows share the keys that are loaded into the matrix unit; where rows are so few that this load takes
+        the time, the parts are of pages, which load nothing twice.
         """
         blocks, num_heads, parts = self.blocks, len(self.keys), self.parts
         if parts == 1:
@@ -101,7 +103,7 @@ class Plan:
 
 
 class Refs(NamedTuple):
-    """What the kernel reads and writes; shapes are those one grid step sees."""
+    """References that the kernel reads and writes; shapes are those one grid step sees."""
 
     walk: Walk  # SMEM
     page_table: Any  # SMEM i32 [S, W], None if it is too large
@@ -127,7 +129,7 @@ class Refs(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """The scalars of `Walk` for one segment."""
+    """Scalars of `Walk` for one segment."""
 
     tile: jax.Array
     seq: jax.Array
@@ -139,17 +141,17 @@ class Segment(NamedTuple):
     num_computed: jax.Array
 
 
-# What `Refs.cursor` carries from one grid step to the next.
+# Fields of `Refs.cursor`, which one grid step passes on to the next.
 FETCH_SEGMENT, FETCH_BLOCK, SLOT, TABLE_ROW = range(4)
 
 
 def segments_before(refs: Refs, tile) -> jax.Array:
-    """How many segments lie in the tiles before `tile`."""
+    """Number of segments in the tiles before `tile`."""
     return refs.walk.tile_start[jnp.minimum(tile, refs.walk.tile_start.shape[0] - 1)]
 
 
 def read_segment(refs: Refs, item: Item) -> Segment:
-    """The item's segment; the last one for an item behind it, which nobody works."""
+    """Segment of an item; for an item past the end, which is never worked, the last one."""
     index = jnp.minimum(item[0], refs.walk.seq.shape[0] - 1)
     return Segment(*(getattr(refs.walk, field)[index] for field in Segment._fields))
 
@@ -163,7 +165,7 @@ def is_last_block(segment: Segment, item: Item, plan: Plan) -> jax.Array:
 
 
 def next_item(refs: Refs, plan: Plan, segment: Segment, item: Item) -> Item:
-    """The item this core works after `item`, which is of `segment`."""
+    """Next item of this core after `item`, which is of `segment`."""
     last = is_last_block(segment, item, plan)
     return jnp.where(last, _next_segment(refs, plan, item[0]), item[0]), jnp.where(last, 0, item[1] + 1)
 
@@ -177,12 +179,12 @@ def _next_segment(refs: Refs, plan: Plan, segment) -> jax.Array:
 
     step = step_of(segment + 1)
     own = segments_before(refs, (step + plan.cores - 1) * plan.blocks.tiles)
-    # Behind the last segment tiles are junk: without the maximum they could lead back.
+    # Past the last segment, tiles are junk: without the maximum they could lead back.
     return jnp.where(step == step_of(segment), segment + 1, jnp.maximum(own, segment + 1))
 
 
 def start_walk(refs: Refs, plan: Plan, begin, end) -> None:
-    """Put the first items of a core on their way; `end`: one past the last segment of all."""
+    """Start the copies of a core's first items; `end`: one past the last segment of all."""
     refs.cursor[TABLE_ROW] = 1
     if refs.page_table is None:
         pl.when(begin < end)(lambda: _table_row_copy(refs, begin, 0).start())
@@ -218,7 +220,7 @@ def fetch(refs: Refs, plan: Plan, item: Item, slot, end) -> Item:
 
 
 def wait_for(refs: Refs, plan: Plan, segment: Segment, item: Item, slot) -> None:
-    """Return when the pages of `item` are in buffer `slot`."""
+    """Wait until the pages of `item` are in buffer `slot`."""
 
     def wait(index):
         # A wait counts bytes: any page of the pool describes them.
@@ -228,12 +230,12 @@ def wait_for(refs: Refs, plan: Plan, segment: Segment, item: Item, slot) -> None
 
 
 def _page_copy(refs: Refs, page, slot, index) -> Any:
-    place = refs.buffer.at[slot, index, :, : refs.pool.shape[2]]
-    return pltpu.make_async_copy(refs.pool.at[page], place, refs.arrived.at[slot])
+    destination = refs.buffer.at[slot, index, :, : refs.pool.shape[2]]
+    return pltpu.make_async_copy(refs.pool.at[page], destination, refs.arrived.at[slot])
 
 
 def _for_pages(plan: Plan, segment: Segment, item: Item, act: Callable) -> None:
-    """`act` on the index of each page of an item; straight-line code for a full one, to be interleaved with others."""
+    """Call `act` with the index of each page of an item; unrolled for a full item, so that copies interleave."""
     pages = plan.blocks.pages
     count = jnp.clip(num_pages(segment, plan) - item[1] * pages, 0, pages)
 
@@ -253,7 +255,7 @@ def _table_row_copy(refs: Refs, segment, row) -> Any:
 
 
 def _enter_segment(refs: Refs, plan: Plan, segment, end) -> None:
-    """Make the segment's row of the page table the current one, and send for the next segment's."""
+    """Make the segment's row of the page table the current one, and start the copy of the next segment's row."""
     row = 1 - refs.cursor[TABLE_ROW]
     refs.cursor[TABLE_ROW] = row
     _table_row_copy(refs, segment, row).wait()
@@ -262,9 +264,9 @@ def _enter_segment(refs: Refs, plan: Plan, segment, end) -> None:
 
 
 def zero_unseen_values(refs: Refs, plan: Plan, segment: Segment, first_key, slot, end_page) -> None:
-    """Values outside of what the segment sees become 0: their weight is 0, but what they hold may be NaN.
+    """Zero the values that the segment does not see: their weight is 0, but they may hold NaN.
 
-    end_page: of the block's pages, one past the last that anybody looks at.
+    end_page: end of the block's pages that are read at all.
     """
     low = 0
     if plan.spec.window is not None:

@@ -1,8 +1,8 @@
-"""One block of keys of the TPU attention kernel, by itself and as often as one likes, for a compiler to say its cost.
+"""One block of keys of the TPU attention kernel by itself, repeated, so that a compiler can report its cost.
 
-libtpu's profile counts a loop whose trips are data as about one pass, and gives up on copies that another pass waits
-for. So this is the kernel's arithmetic on one tile, at the sizes of a step, without its walk and its copies. Computes
-nothing that means anything: it is compiled and never run.
+libtpu's profile counts a loop with a dynamic trip count as about one pass, and gives up on copies that another pass
+waits for. So this is the kernel's arithmetic on one tile, at the sizes of a step, without its walk and its copies. The
+result is meaningless: the program is compiled and never run.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from pallas_kernels.attention.tpu.tiles import LANES
 from pallas_kernels.kv.pages import KVSpec, alloc
 from pallas_kernels.tuning import tuning_of
 
-# What a trip does: fold a block that all rows see, fold one with a mask, or open and close a tile around the latter.
+# Work of a trip: fold a block that all rows see, fold one with a mask, or open and close a tile around the latter.
 PARTS = ("block", "edge", "tile")
-_PAGES = 64  # of the pool
+_PAGES = 64  # pages of the pool
 
 
 class Sizes(NamedTuple):
-    """What one trip works on: tokens and keys."""
+    """Tokens and keys that one trip works on."""
 
     block_q: int
     block_kv: int
@@ -49,16 +49,18 @@ def block_profile(
     part: str,
     trips: int,
 ) -> tuple[Callable, tuple[Any, ...], list[Sizes]]:
-    """(function, shapes of its arguments, list that its tracing fills with a trip's sizes): one grid step on one core.
+    """Build one grid step on one core: (function, shapes of its arguments, list that tracing fills with a trip's
+    sizes).
 
-    decode: of tiles of one token, else of a run. num_tokens: of the step whose block sizes are taken. max_pages: width
-    of the page table. part: of PARTS. trips: how often. To be traced for a TPU (`jax.set_mesh`).
+    decode: tiles of one token, else of a run. num_tokens: tokens of the step whose block sizes are taken. max_pages:
+    width
+    of the page table. part: one of PARTS. trips: repetitions. To be traced for a TPU (`jax.set_mesh`).
     """
     if part not in PARTS:
         raise ValueError(f"part must be one of {', '.join(PARTS)}, got {part!r}")
     sizes: list[Sizes] = []
     if spec.num_kv_heads == 1 and spec.values_in_keys:
-        # A key's window as a whole: the end of its queries would be a copy within the chip, at which a profile ends.
+        # Keys padded to their window: padding the queries would be a copy within the chip, at which a profile ends.
         spec = replace(spec, head_dim=-(-spec.head_dim // LANES) * LANES)
 
     def body(*refs: Any, plan: Plan) -> None:
@@ -67,7 +69,7 @@ def block_profile(
             _repeat(Refs(*refs), plan, part, trips)
 
     def attend(q: jax.Array, kv: Any, batch: RaggedBatch) -> Any:
-        table = tuning_of("tpu")  # of the chip that is being traced for
+        table = tuning_of("tpu")  # sizes of the chip that is being traced for
         block_q = block_q_of(table.tpu_attention, num_tokens, spec.group_size)
         own = replace(table.tpu_attention, cores=1, min_block_q=block_q, max_block_q=block_q)
         tuning = replace(table, tpu_attention=own)

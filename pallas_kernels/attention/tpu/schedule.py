@@ -1,13 +1,14 @@
-"""The order in which the TPU attention kernel walks one step: which tokens meet the keys of which sequence.
+"""Work list of the TPU attention kernel for one step: which tokens meet the keys of which sequence, in which order.
 
-Owns integers only. It sees lengths, never page ids, queries or keys, so that all layers of equal window share it.
+Owns integers only. It depends on lengths, never on page ids, queries or keys, so that all layers of equal window share
+it.
 
 A tile is `block_q` consecutive tokens of the flat token axis; a segment is the part of one sequence that lies in one
 tile. A kernel call works through its segments in order, each from its first page to its last. Two calls may be needed:
 
 - `single`: one token per tile. Serves the leading decodes, and every token of a batch with at most as many tokens as
   sequences (whatever its rows are: a sequence of several tokens is then several tiles).
-- `runs`: tiles of several tokens, for the sequences behind the decodes. A tile may hold several sequences.
+- `runs`: tiles of several tokens, for the sequences after the decodes. A tile may hold several sequences.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Walk(NamedTuple):
 class Schedule:
     single: Walk | None
     runs: Walk | None
-    sizes: TpuAttention = field(metadata={"static": True})  # that the tiles were cut to
+    sizes: TpuAttention = field(metadata={"static": True})  # sizes that the tiles were cut to
 
 
 def block_q_of(sizes: TpuAttention, num_tokens: int, group_size: int) -> int:
@@ -51,7 +52,7 @@ def block_q_of(sizes: TpuAttention, num_tokens: int, group_size: int) -> int:
 
 
 def has_runs(num_tokens: int, num_seqs: int) -> bool:
-    """True when a batch of this shape needs `runs`: more tokens than sequences."""
+    """Whether a batch of this shape needs `runs`: more tokens than sequences."""
     return num_tokens > num_seqs
 
 
@@ -113,5 +114,5 @@ def _walk(batch, spec: AttentionSpec, chosen: jax.Array, num_tokens: int, block_
 
 
 def _count(mask: jax.Array) -> jax.Array:
-    """How many of the last axis are true."""
+    """Number of true elements along the last axis."""
     return jnp.sum(mask, axis=-1, dtype=jnp.int32)

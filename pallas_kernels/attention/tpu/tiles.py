@@ -1,7 +1,6 @@
-"""Sizes of the TPU attention kernel: where each head lies in a row of the pool, and how much is worked at a time.
+"""Sizes of the TPU attention kernel: the columns of each head in a row of the pool, and the blocks of work.
 
-Owns the rules that choose blocks within the sizes of `tuning.TpuAttention`. Knows nothing of batches: everything here
-is static.
+Owns the rules that choose blocks within the sizes of `tuning.TpuAttention`. Everything here is static.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from pallas_kernels.kv.pages import LANES
 from pallas_kernels.tuning import TpuAttention
 
 SUBLANES = 8
-MOST_COPIES = 64  # of the pages of a block, when it is joined of several
+MOST_COPIES = 64  # most pages, each a copy, of a block that is joined of several parts
 PACKED_SUBLANES = 16  # rows of a register of bfloat16
 
 
 class Window(NamedTuple):
-    """Whole lane tiles of a pool row [start, start + size) that contain one head's keys or values from `offset` on.
+    """Full lane tiles of a pool row [start, start + size) that contain one head's keys or values from `offset` on.
 
-    Operands are sliced at whole lane tiles because a slice that starts inside one is a rotation of every register.
-    What else lies in the window meets zeros of the query, or is cut off the result.
+    Operands are sliced at lane tiles because a slice that starts inside one is a rotation of every register. Other
+    elements of the window meet zeros of the query, or are cut off the result.
     """
 
     start: int
@@ -41,18 +40,18 @@ class Blocks(NamedTuple):
 
 
 def key_windows(num_kv_heads: int, spec: AttentionSpec) -> tuple[Window, ...]:
-    """Where the keys of each of `num_kv_heads` lie in a row of the pool."""
+    """Windows of the keys of each of `num_kv_heads` in a row of the pool."""
     return tuple(_window(head * _stride(spec), spec.head_dim) for head in range(num_kv_heads))
 
 
 def value_windows(num_kv_heads: int, spec: AttentionSpec) -> tuple[Window, ...]:
-    """Where the values of each of `num_kv_heads` lie in a row of the pool: behind its keys or at their beginning."""
+    """Windows of the values of each of `num_kv_heads` in a row of the pool: after its keys, or at their beginning."""
     behind = 0 if spec.values_in_keys else spec.head_dim
     return tuple(_window(head * _stride(spec) + behind, spec.v_head_dim) for head in range(num_kv_heads))
 
 
 def _stride(spec: AttentionSpec) -> int:
-    """Columns of a row from one kv head to the next."""
+    """Columns between the starts of consecutive kv heads in a row."""
     return spec.head_dim if spec.values_in_keys else spec.head_dim + spec.v_head_dim
 
 
@@ -62,7 +61,8 @@ def _window(column: int, size: int) -> Window:
 
 
 def lies_by_token(num_kv_heads: int, group: int) -> bool:
-    """Whether tiles of several tokens take their rows token by token, so that nobody turns queries and results."""
+    """Whether tiles of several tokens order their rows token by token, which saves a transpose of queries and
+    results."""
     return num_kv_heads == 1 and group % PACKED_SUBLANES == 0
 
 
@@ -91,7 +91,7 @@ def choose_blocks(
     single: tiles of one token, which are bound by bandwidth: long blocks amortise the work per block. Otherwise the
     matrix unit is the bound, and short blocks waste less of it on keys past the causal edge.
     """
-    # Keys lie along lanes in the scores: a block is a whole number of lane tiles.
+    # Keys lie along lanes in the scores: a block is a multiple of a lane tile.
     unit = LANES // math.gcd(page_size, LANES)
     wanted = sizes.single_keys if single else sizes.run_keys
     if single and num_kv_heads == 1:  # as long as the copies of its pages are not too many to be written out
@@ -111,24 +111,27 @@ def choose_blocks(
 def choose_parts(
     sizes: TpuAttention, *, num_kv_heads: int, group: int, block_q: int, pages: int, page_size: int
 ) -> int:
-    """Into how many parts the work of a tile on a block of `pages` is cut, of which one has its softmax while the next
-    has its scores: of its pages for a tile of one token, else of its tokens. 1 where several heads do that."""
+    """Number of parts into which a tile's work on a block of `pages` is cut; 1 where several heads overlap instead.
+
+    One part has its softmax while the next has its scores. Parts are of the block's pages for a tile of one token, else
+    of the tile's tokens.
+    """
     if num_kv_heads > 1 or (block_q > 1 and not lies_by_token(num_kv_heads, group)):
         return 1
-    if block_q == 1:  # a part is a whole number of lane tiles
+    if block_q == 1:  # a part is a multiple of a lane tile
         counts = range(1, sizes.single_parts + 1)
         return max(count for count in counts if pages % count == 0 and pages // count * page_size % LANES == 0)
     return min(1 << max(group * block_q // sizes.part_rows, 1).bit_length() - 1, block_q)
 
 
 def fits_smem(sizes: TpuAttention, page_table_shape: tuple[int, ...]) -> bool:
-    """True if a page table [S, W] can be in SMEM as a whole."""
+    """Whether all of a page table [S, W] fits in SMEM."""
     num_seqs, width = page_table_shape
     return _round_up(num_seqs, SUBLANES) * _round_up(width, LANES) * 4 <= sizes.smem_table_bytes
 
 
 def check_dtypes(query: np.dtype, pool: np.dtype) -> None:
-    """Raises ValueError for element types the kernel cannot read."""
+    """Raise ValueError for element types the kernel cannot read."""
     if query not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"TPU attention needs queries of float32 or bfloat16, got {query}")
     if pool not in (jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8):
@@ -136,7 +139,7 @@ def check_dtypes(query: np.dtype, pool: np.dtype) -> None:
 
 
 def check_page_size(page_size: int) -> None:
-    """Raises ValueError unless pages are whole rows of tiles."""
+    """Raise ValueError unless pages are a multiple of the rows of a tile."""
     if page_size % SUBLANES:
         raise ValueError(f"TPU attention needs page_size to be a multiple of {SUBLANES}, got {page_size}")
 

@@ -1,1 +1,1 @@
-"""Ragged paged attention in plain XLA."""
+"""Plain XLA implementation of ragged paged attention."""

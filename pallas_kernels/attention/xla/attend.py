@@ -37,7 +37,7 @@ def ragged_paged_attention(
     tree_mask: jax.Array | None,
     q_rest: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """o [T, N, Hv] in q's dtype and lse f32 [T, N]; arguments as the public operation has checked them."""
+    """Attention output o [T, N, Hv] in q's dtype and lse f32 [T, N]; the public operation has checked the arguments."""
     if q_rest is not None:
         q = jnp.concatenate((q, q_rest), axis=-1)
     num_tokens, num_q_heads, head_dim = q.shape
@@ -55,20 +55,20 @@ def ragged_paged_attention(
         in_single = (schedule.rank < schedule.single.seqs.size)[:, None, None]
         run_o, run_lse = _attend_runs(rows, step, schedule.runs)
         o, lse = jnp.where(in_single[..., None], o, run_o), jnp.where(in_single, lse, run_lse)
-    there = (jnp.arange(num_tokens) < batch.cu_q_lens[batch.num_seqs])[:, None, None]
-    o, lse = jnp.where(there[..., None], o, 0.0), jnp.where(there, lse, -jnp.inf)
+    valid = (jnp.arange(num_tokens) < batch.cu_q_lens[batch.num_seqs])[:, None, None]
+    o, lse = jnp.where(valid[..., None], o, 0.0), jnp.where(valid, lse, -jnp.inf)
     if (value_scale := kv.value_scale) is not None:
         o = o * value_scale[:, None, None]
     return o.reshape(num_tokens, num_q_heads, -1).astype(q.dtype), lse.reshape(num_tokens, num_q_heads)
 
 
 class _Step(NamedTuple):
-    """What every tile of the step reads."""
+    """Operands that all tiles of the step share."""
 
     kv: KVPages
     batch: RaggedBatch
     spec: AttentionSpec
-    scale: jax.Array  # f32 [K] of the logits
+    scale: jax.Array  # f32 [K] factor of the logits
     sink: jax.Array  # f32 [K, G] logit that is in the denominator from the start, -inf: none
     tree_mask: jax.Array | None  # u32 [T, words]
     sizes: XlaAttention
@@ -95,8 +95,8 @@ def _attend_single(q: jax.Array, step: _Step, schedule: Schedule) -> tuple[jax.A
 def _attend_runs(q: jax.Array, step: _Step, tiles: Tiles) -> tuple[jax.Array, jax.Array]:
     """Attend rows q [T, K, G, H] of the `runs` tiles; returns [T, K, G, Hv], [T, K, G], undefined for others.
 
-    A tile at the end of its sequence runs over the tokens that follow. Tiles are in token order, so that whoever owns
-    those tokens writes them later.
+    The last tile of a sequence also covers tokens that follow. Tiles are in token order, so that the tiles which own
+    those tokens write them later.
     """
     num_tokens, num_kv_heads, group, _ = q.shape
     block_q = tiles.start.shape[2]
@@ -124,7 +124,7 @@ def _attend_runs(q: jax.Array, step: _Step, tiles: Tiles) -> tuple[jax.Array, ja
 
 
 def _zeros(step: _Step, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Outputs and log-sum-exps before anything is written."""
+    """Initial outputs and log-sum-exps: zeros of (*shape, Hv) and of `shape`."""
     data = step.kv.data
     return zeros_in_layer(data, (*shape, step.spec.v_head_dim)), zeros_in_layer(data, shape)
 
@@ -161,7 +161,7 @@ def _walk(tiles: Tiles, step: _Step, read: Callable, write: Callable, results: t
 
 
 class _Keys(NamedTuple):
-    """What rows meet of a block. Scales are those of tokens, None in a pool that has none."""
+    """Keys and values of a block as operands, with token scales; these are None for a pool without them."""
 
     k: jax.Array  # [B, K, kv, H]
     v: jax.Array  # [B, K, kv, Hv]
@@ -170,7 +170,7 @@ class _Keys(NamedTuple):
 
 
 def _keys_of(keys: jax.Array, values: jax.Array, dtype: jnp.dtype, step: _Step) -> _Keys:
-    """Gathered rows as operands of products with `dtype`."""
+    """Convert gathered rows of keys and of values to operands of products with `dtype`, and split off token scales."""
     spec = step.kv.spec
     k, v = (_operand(*row, dtype, spec) for row in ((keys, spec.head_dim), (values, spec.v_head_dim)))
     k_scale, v_scale = (token_scales(rows) if spec.token_scales else None for rows in (keys, values))
@@ -222,8 +222,9 @@ def _visible(tiles: Tiles, tile, block, block_kv: int, tree, batch: RaggedBatch)
 
 
 def _gather_block(tiles: Tiles, tile, block, step: _Step) -> tuple[jax.Array, jax.Array]:
-    """Keys [B, K, block_kv, H] and values [B, K, block_kv, Hv] of one block of a tile, as they are stored: with scales
-    of tokens behind them; where values lie in keys, whole keys for both.
+    """Gather keys [B, K, block_kv, H] and values [B, K, block_kv, Hv] of one block of a tile, as they are stored.
+
+    Token scales follow the codes; where values lie in keys, both results are the full keys.
 
     Slots outside [low, high) may hold NaN: their values are 0, scales included (their keys are masked as logits), and a
     page id there may be anything, the gather clips it. Keys that hold their values are gathered once. The two branches
@@ -243,12 +244,12 @@ def _gather_block(tiles: Tiles, tile, block, step: _Step) -> tuple[jax.Array, ja
     flat = kv.data.reshape(num_pages * num_kv_heads, -1)
     key_width, value_width = spec.page_size * spec.key_width, spec.page_size * spec.value_width
 
-    def whole():
+    def unmasked():
         keys = _gather_columns(flat, rows, 0, key_width)
         return (keys,) if spec.values_in_keys else (keys, _gather_columns(flat, rows, key_width, value_width))
 
     def masked():
-        *keys, values = whole()
+        *keys, values = unmasked()
         positions = block * block_kv + jnp.arange(block_kv, dtype=jnp.int32)
         in_use = (positions >= tiles.low[tile][:, None]) & (positions < tiles.high[tile][:, None])
         in_use = in_use.reshape(num_seqs, 1, block_pages, spec.page_size, 1)
@@ -256,20 +257,22 @@ def _gather_block(tiles: Tiles, tile, block, step: _Step) -> tuple[jax.Array, ja
         return *keys, jnp.where(in_use, values.reshape(shape), 0).reshape(values.shape)
 
     is_whole = (block >= tiles.whole_from[tile]) & (block < tiles.whole_to[tile])
-    gathered = lax.cond(is_whole, whole, masked)
+    gathered = lax.cond(is_whole, unmasked, masked)
     keys, values = (each.reshape(num_seqs, num_kv_heads, block_kv, -1) for each in (gathered[0], gathered[-1]))
     return keys, values
 
 
 def _operand(stored: jax.Array, width: int, dtype: jnp.dtype, spec: KVSpec) -> jax.Array:
-    """The first `width` stored elements of each row as the operand of a product with `dtype`, bfloat16 (the pool's own
-    dtype then) or float32."""
+    """Convert the first `width` stored elements of each row to a product's operand of `dtype`: bfloat16, which is then
+    the pool's own dtype, or float32.
+    """
     stored = stored[..., :width]
     return bits(stored, dtype) if dtype == jnp.bfloat16 else from_storage(stored, spec)
 
 
 def _gather_columns(data: jax.Array, rows: jax.Array, column: int, width: int) -> jax.Array:
-    """[n, width]: columns [column, column + width) of rows i32[n] of data [R, C]; rows out of range are clipped."""
+    """Gather columns [column, column + width) of rows i32[n] of data [R, C]: [n, width]; rows out of range are
+    clipped."""
     dims = lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0, 1))
     index = jnp.stack([rows, jnp.full_like(rows, column)], axis=-1)
     return lax.gather(data, index, dims, (1, width), mode=lax.GatherScatterMode.CLIP)

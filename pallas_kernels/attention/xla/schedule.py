@@ -1,7 +1,7 @@
-"""The work list of one step for the XLA implementation: which tile of rows meets which blocks of keys.
+"""Work list of one step for the XLA implementation: which tile of rows meets which blocks of keys.
 
-Owns integers only. It sees lengths, never page ids, queries or keys, so that all layers share one schedule. A row is
-one new token; a tile is B sequences x Q tokens, and walks the kv blocks that at least one of its rows sees.
+Owns integers only. It depends on lengths, never on page ids, queries or keys, so that all layers share one schedule. A
+row is one new token; a tile is B sequences x Q tokens, and walks the kv blocks that at least one of its rows sees.
 
 - `single`: B sequences of one token each, ordered by length, so that the rows of a tile need about equally many blocks.
 - `runs`: Q consecutive tokens of one sequence, for sequences with several new tokens. A batch of at most as many
@@ -30,7 +30,7 @@ class Tiles(NamedTuple):
     seqs: jax.Array  # i32 [n, B] row of the page table
     tokens: jax.Array  # i32 [n, B] first of the Q tokens
     start: jax.Array  # i32 [n, B, Q] first key a row sees
-    end: jax.Array  # i32 [n, B, Q] one past the last key a row sees; 0 for a row that is not there
+    end: jax.Array  # i32 [n, B, Q] one past the last key a row sees; 0 for a row that is padding
     low: jax.Array  # i32 [n, B] first key any of the Q rows sees
     high: jax.Array  # i32 [n, B] one past the last key any of them sees
     first_block: jax.Array  # i32 [n] kv blocks of the tile: [first_block, last_block]
@@ -45,13 +45,13 @@ class Schedule:
     single: Tiles
     rank: jax.Array  # i32 [T] row (tile * B + index) of `single` that holds a token, n * B if none does
     runs: Tiles | None
-    sizes: XlaAttention = field(metadata={"static": True})  # that the tiles were cut to
+    sizes: XlaAttention = field(metadata={"static": True})  # sizes that the tiles were cut to
 
 
 def block_kv_of(sizes: XlaAttention, page_size: int, num_rows: int) -> int:
-    """Keys per block: whole pages, `block_kv` where the page size divides it; twice that for a tile of one row.
+    """Keys per block: full pages, `block_kv` where the page size divides it; twice that for a tile of one row.
 
-    One row's work on a block is smaller than what starting it costs.
+    One row's work on a block costs less than starting the block.
     """
     wanted = sizes.block_kv if num_rows > 1 else 2 * sizes.block_kv
     return max(wanted // page_size, 1) * page_size
@@ -68,7 +68,7 @@ def attention_schedule(
 ) -> Schedule:
     """Cut a batch of T = num_tokens tokens into tiles: a few integer operations on [S], [T] and [T / Q, S].
 
-    kv_limits: as the public operation has it; it is in the ranges of keys then, and attention need not know.
+    kv_limits: as in the public operation; they become part of the tiles' key ranges.
     """
     num_seqs, sizes = batch.kv_lens.shape[0], tuning.xla_attention
     single_kv = block_kv_of(sizes, page_size, min(num_tokens, num_seqs))
@@ -78,19 +78,19 @@ def attention_schedule(
     if num_tokens <= num_seqs:
         tokens = jnp.arange(num_tokens, dtype=jnp.int32)
         ended = _count(live & (tokens[:, None] >= batch.cu_q_lens[1:]))
-        seqs, there = jnp.minimum(ended, num_seqs - 1), ended < batch.num_seqs
+        seqs, valid = jnp.minimum(ended, num_seqs - 1), ended < batch.num_seqs
     else:
         seqs = jnp.arange(num_seqs, dtype=jnp.int32)
-        tokens, there = batch.cu_q_lens[:-1], q_lens == 1
+        tokens, valid = batch.cu_q_lens[:-1], q_lens == 1
     keys = _Keys(batch, q_lens, spec, kv_limits)
-    single, rank = _single_tiles(keys, seqs, tokens, there, num_tokens, sizes.block_seqs, single_kv)
+    single, rank = _single_tiles(keys, seqs, tokens, valid, num_tokens, sizes.block_seqs, single_kv)
     if num_tokens <= num_seqs:
         return Schedule(single, rank, None, sizes)
     return Schedule(single, rank, _run_tiles(keys, num_tokens, sizes.block_q, runs_kv), sizes)
 
 
 class _Keys(NamedTuple):
-    """What says which keys a token sees."""
+    """Inputs that determine which keys a token sees."""
 
     batch: RaggedBatch
     q_lens: jax.Array  # i32 [S], 0 for rows that are not live
@@ -99,20 +99,21 @@ class _Keys(NamedTuple):
 
 
 def _single_tiles(
-    keys: _Keys, seqs, tokens, there, num_tokens: int, block_seqs: int, block_kv: int
+    keys: _Keys, seqs, tokens, valid, num_tokens: int, block_seqs: int, block_kv: int
 ) -> tuple[Tiles, jax.Array]:
-    """Rows (seqs[r], tokens[r]) i32 [R] where `there`, in tiles [n, B, 1], and the rank of each token."""
+    """Cut rows (seqs[r], tokens[r]) i32 [R] with `valid` True into tiles [n, B, 1]; returns them and each token's
+    rank."""
     num_rows = seqs.shape[0]
     width = min(block_seqs, num_rows)
-    start, end = _visible_keys(keys, seqs, tokens - keys.batch.cu_q_lens[seqs], there)
+    start, end = _visible_keys(keys, seqs, tokens - keys.batch.cu_q_lens[seqs], valid)
     order = jnp.argsort(-_ceil_div(end, block_kv)).astype(jnp.int32)
     pad = (0, -num_rows % width)
 
     def tiled(rows):
         return jnp.pad(rows[order], pad).reshape(-1, width)
 
-    num_tiles = _ceil_div(_count(there), width)
-    tokens = jnp.where(there, tokens, num_tokens)
+    num_tiles = _ceil_div(_count(valid), width)
+    tokens = jnp.where(valid, tokens, num_tokens)
     rank = jnp.full((num_tokens,), num_rows + pad[1], jnp.int32)
     rank = rank.at[tokens[order]].set(jnp.arange(num_rows, dtype=jnp.int32), mode="drop")
     tokens = tiled(jnp.minimum(tokens, num_tokens - 1))
@@ -120,7 +121,7 @@ def _single_tiles(
 
 
 def _run_tiles(keys: _Keys, num_tokens: int, block_q: int, block_kv: int) -> Tiles:
-    """Every sequence of several tokens in tiles [n, 1, Q], in token order."""
+    """Cut every sequence of several tokens into tiles [n, 1, Q], in token order."""
     q_lens = keys.q_lens
     num_seqs, block_q = q_lens.shape[0], min(block_q, num_tokens)
     tiles = jnp.where(q_lens > 1, _ceil_div(q_lens, block_q), 0)
@@ -129,28 +130,28 @@ def _run_tiles(keys: _Keys, num_tokens: int, block_q: int, block_kv: int) -> Til
     seqs = jnp.minimum(_count(index[:, None] >= ends), num_seqs - 1)
     offset = (index - (ends - tiles)[seqs]) * block_q
     rows = offset[:, None] + jnp.arange(block_q, dtype=jnp.int32)
-    there = (rows < q_lens[seqs, None]) & (index < ends[-1])[:, None]
-    start, end = _visible_keys(keys, seqs[:, None], rows, there)
+    valid = (rows < q_lens[seqs, None]) & (index < ends[-1])[:, None]
+    start, end = _visible_keys(keys, seqs[:, None], rows, valid)
     tokens = jnp.minimum(keys.batch.cu_q_lens[seqs] + offset, num_tokens)
     return _tiles(ends[-1], seqs[:, None], tokens[:, None], start[:, None], end[:, None], block_kv)
 
 
-def _visible_keys(keys: _Keys, seqs, index, there) -> tuple[jax.Array, jax.Array]:
-    """Range [start, end) of keys that new token `index` of sequence `seqs` sees; empty where not `there`."""
+def _visible_keys(keys: _Keys, seqs, index, valid) -> tuple[jax.Array, jax.Array]:
+    """Range [start, end) of keys that new token `index` of sequence `seqs` sees; empty where not `valid`."""
     batch, q_lens, spec, limits = keys
     position = batch.kv_lens[seqs] - q_lens[seqs] + index
-    end = jnp.where(there, position + 1 if spec.causal else batch.kv_lens[seqs], 0)
+    end = jnp.where(valid, position + 1 if spec.causal else batch.kv_lens[seqs], 0)
     start = jnp.zeros_like(end) if spec.window is None else jnp.maximum(end - spec.window, 0)
     if spec.chunk is not None:
-        start = jnp.where(there, position // spec.chunk * spec.chunk, 0)
+        start = jnp.where(valid, position // spec.chunk * spec.chunk, 0)
     if limits is not None:
         own = limits[jnp.minimum(batch.cu_q_lens[seqs] + index, len(limits) - 1)]
-        end = jnp.where(there, jnp.clip(own, end, batch.kv_lens[seqs]), 0)
+        end = jnp.where(valid, jnp.clip(own, end, batch.kv_lens[seqs]), 0)
     return start, end
 
 
 def _tiles(num_tiles, seqs, tokens, start, end, block_kv: int) -> Tiles:
-    """Derive the block ranges of tiles from what their rows see."""
+    """Build Tiles, deriving their block ranges from the keys that their rows see."""
     never = jnp.iinfo(jnp.int32).max
     low = jnp.min(jnp.where(end > 0, start, never), axis=-1)
     high = jnp.max(end, axis=-1)
@@ -162,7 +163,7 @@ def _tiles(num_tiles, seqs, tokens, start, end, block_kv: int) -> Tiles:
 
 
 def _count(mask: jax.Array) -> jax.Array:
-    """How many of the last axis are true."""
+    """Number of true elements along the last axis."""
     return jnp.sum(mask, axis=-1, dtype=jnp.int32)
 
 

@@ -1,1 +1,1 @@
-"""Products on a Blackwell GPU."""
+"""Mosaic GPU kernels of matrix products for Blackwell."""

@@ -1,9 +1,9 @@
-"""A tile of a product on a Blackwell GPU: what tcgen05 multiplies, and its sums in tensor memory.
+"""Tile of a product on a Blackwell GPU: tcgen05 products with their sums in tensor memory.
 
 The kernel is that of `matmul.hopper.quantized`, whose operands, ring of tiles and order of work it keeps. Here a
 product is of all 128 outputs of a tile and leaves its sums in tensor memory, so that one warpgroup issues it and goes
-on: while the products of one tile of inputs are made, the sums of the one before are scaled and added up in registers.
-Codes that are not multiplied as they are come widened into shared memory, for tcgen05 takes no operand from registers.
+on: while the products of one tile of inputs run, the sums of the one before are scaled and added up in registers.
+Codes that need conversion are widened into shared memory, as tcgen05 takes no operand from registers.
 
 PTX ISA, "tcgen05 instructions": 512 columns of tensor memory; a product of 128 rows has a multiple of 16 columns.
 """
@@ -23,16 +23,16 @@ PIECE = 32  # columns of sums that are in registers at a time, besides the total
 
 
 def share_work(load: Callable[[], None], compute: Callable[[], None]) -> None:
-    """load() in one warpgroup, compute() in the other."""
+    """Run load() in one warpgroup and compute() in the other."""
     warpgroup = lax.axis_index("wg")
     pl.when(warpgroup == 1)(load)
     pl.when(warpgroup == 0)(compute)
 
 
 def multiply(shape: Any, refs: Any, rows: int, count: Any, widened: Callable[[Any], list[Any]]) -> list[Any]:
-    """f32 [128, rows] in pieces of `PIECE` columns: the sum over `count` tiles of inputs, scaled.
+    """Scaled sum f32 [128, rows] over `count` tiles of inputs, in pieces of `PIECE` columns.
 
-    shape, refs: of `matmul.hopper`. widened: codes [128, columns] -> bfloat16 factors of one product after the other.
+    shape, refs: of `matmul.hopper`. widened: codes [128, columns] -> bfloat16 factors of successive products.
     """
     columns = shape.columns // shape.sums
 
@@ -74,7 +74,7 @@ def multiply(shape: Any, refs: Any, rows: int, count: Any, widened: Callable[[An
 
 
 def _scaled(shape: Any, refs: Any, slot: Any, index: int, begin: Any, first: int, area: tuple[int, int]) -> Any:
-    """A piece of a sum, f32 [128, columns], from the `first` column on, scaled."""
+    """Scale a piece of a sum, f32 [128, columns], from column `first` on."""
     y = _load(refs.sums_tmem.at[:, pl.ds(begin + first, area[1])])
     own_rows = pl.ds(first, area[1])
     y = y * lax.broadcast_in_dim(refs.scales_smem[slot, index], area, [0])
@@ -87,7 +87,7 @@ def _scaled(shape: Any, refs: Any, slot: Any, index: int, begin: Any, first: int
 
 
 def multiply_plain(shape: Any, refs: Any, rows: int, count: Any) -> list[Any]:
-    """As `multiply`, of matrices without scales: one sum, which stays where it is made until the end."""
+    """Same as `multiply` for matrices without scales: one sum, which stays in tensor memory until the end."""
     sums = refs.sums_tmem.at[:, pl.ds(0, rows)]
 
     def add(step, carry):
@@ -109,9 +109,9 @@ def _load(sums: Any) -> Any:
 
 
 def store(pieces: list[Any], staged: Any, send: Callable[[Any, int], None]) -> None:
-    """Turn pieces of a tile, f32 [128, PIECE], around, and send them.
+    """Transpose pieces of a tile, f32 [128, PIECE], and send them.
 
-    staged: shared memory [2, PIECE, 128]. send(part of it, first): the rows from that on.
+    staged: shared memory [2, PIECE, 128]. send(part of it, first): the rows from `first` on.
     """
     for index, piece in enumerate(pieces):
         count = piece.shape[1]

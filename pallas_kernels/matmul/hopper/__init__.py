@@ -1,1 +1,1 @@
-"""Matrix products on Hopper GPUs, in Mosaic GPU."""
+"""Mosaic GPU kernels of matrix products for Hopper."""

@@ -1,8 +1,8 @@
-"""Gates and ups on a Hopper GPU: the end of a tile of which one warpgroup has summed up gates and the other ups.
+"""Epilogue of gated products on a Hopper GPU: one warpgroup has the sums of gates, the other those of ups.
 
-A tile has 64 outputs of each half of a group's matrix, a warpgroup's wgmma the gates, the other's the ups of the same
-outputs. The ups' sums go through shared memory in float32, so that nothing is rounded but the result, and [M, 2 F] is
-in no memory. Knows which activations Mosaic GPU makes; what they are is told.
+A tile has 64 outputs of each half of a group's matrix: one warpgroup's wgmma computes the gates, the other's the ups of
+the same outputs. The ups' sums go through shared memory in float32, so that only the result is rounded, and [M, 2 F] is
+never stored. Owns the list of operations that Mosaic GPU supports in activations; the activation is an argument.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from pallas_kernels.matmul.gated import Gating
 from pallas_kernels.matmul.hopper import ring
 from pallas_kernels.mosaic_gpu import WARPGROUP_ROWS
 
-PIECE = 16  # rows of which gates and ups are in registers at a time, beside the sums
-# Operations on numbers that Mosaic GPU has by warpgroup and its interpreter too, in every jax release here. Others are
-# left to XLA rather than tried out: a trace does not fail where they are missing, but the compilation.
+PIECE = 16  # rows of which gates and ups are in registers at a time, in addition to the sums
+# Elementwise operations that Mosaic GPU supports by warpgroup, and its interpreter too, in every jax release here.
+# Activations with others go to XLA: with an unsupported one the trace would succeed and the compilation fail.
 _KNOWN = {"add", "sub", "mul", "div", "max", "min", "neg", "exp", "logistic", "tanh", "integer_pow", "square"}
 _AROUND = {"jit", "pjit", "convert_element_type"}
 
 
-def why_apart(width: int, activation: Gating) -> str:
-    """Why gates and ups, `width` of each, go through memory though the kernel multiplies, "" if it activates them."""
+def why_not_fused(width: int, activation: Gating) -> str:
+    """Reason why the kernel cannot activate gates and ups, `width` of each, that it multiplies; "" if it can."""
     if width % 8:
         return f"{width} columns are no multiple of 8"
     tile = jax.ShapeDtypeStruct((WARPGROUP_ROWS, 8), jnp.float32)
@@ -47,7 +47,7 @@ def _operations(jaxpr: Any) -> Iterator[str]:
 
 
 def scratch(shape: Any, bias: jax.Array | None) -> list[Any]:
-    """Of a kernel: bias and ups in shared memory, and what tells that they are there; None for what it has not."""
+    """Scratch of a gated kernel: bias and ups in shared memory, and a barrier for each; None for absent ones."""
     if shape.gating is None:
         return [None] * 4
     has_bias = bias is not None
@@ -60,9 +60,10 @@ def scratch(shape: Any, bias: jax.Array | None) -> list[Any]:
 
 
 def store(gating: Gating, refs: Any, warpgroup: Any, sums: Any, send: Callable[[Any, int], None]) -> None:
-    """Make the result of sums f32 [64, rows], gates in warpgroup 0 and ups in the other, and send it from the first.
+    """Store activation(gate, up) of sums f32 [64, rows], gates in warpgroup 0 and ups in the other; warpgroup 0 sends
+    it.
 
-    refs: of `matmul.hopper.quantized`. send: as `ring.store_turned`.
+    refs: of `matmul.hopper.quantized`. send: as for `ring.store_transposed`.
     """
     if refs.bias_smem is not None:
         plgpu.barrier_wait(refs.bias_full)
@@ -81,6 +82,6 @@ def store(gating: Gating, refs: Any, warpgroup: Any, sums: Any, send: Callable[[
         for first in range(0, rows, PIECE):
             count = min(PIECE, rows - first)
             part = refs.y_smem.at[warpgroup, pl.ds(first, count)]
-            ring.turn(gating(sums[:, first : first + count], refs.ups_smem[:, pl.ds(first, count)]), part)
+            ring.write_transposed(gating(sums[:, first : first + count], refs.ups_smem[:, pl.ds(first, count)]), part)
             send(part, first)
         plgpu.wait_smem_to_gmem(0)

@@ -1,4 +1,4 @@
-"""How many rows of groups the kernel of `grouped` multiplies."""
+"""Row counts of the grouped kernel on Hopper GPUs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pallas_kernels.tuning import HopperProducts
 
 
 def group_step(num_rows: int, num_groups: int) -> int:
-    """What groups are best given a multiple of rows of: any, for the kernel has each begin where it wants it."""
+    """Number of rows that group sizes should be padded to a multiple of: 1, as the kernel aligns groups itself."""
     del num_rows, num_groups
     return 1
 
 
 def multiplied_rows(group_sizes: np.ndarray, x: Any, x_scales: Any, codes: Any, scales: Any, *, gated: bool) -> int:
-    """Rows that are multiplied with a matrix for groups of these sizes; 0 where XLA multiplies.
+    """Number of rows multiplied with a matrix for groups of these sizes, padding included; 0 where XLA multiplies.
 
     x, x_scales, codes, scales: shapes and dtypes of the operation's operands; None where there are none.
     """

@@ -1,11 +1,11 @@
-"""Rows of groups, each times a matrix of its own, on a Hopper GPU: tiles of rows that are one group's.
+"""Grouped product on a Hopper GPU: tiles of rows, each of one group.
 
-Each group's rows are brought to a multiple of eight before, and are cut into tiles, of which the last has as many as
-are left, to the next eight, which a product must have: no tile reads, multiplies or stores rows of two groups. A tile's
-CTAs are told its group and rows; how many tiles there are is known on the device only, and the CTAs of others end at
-once. XLA fuses the copies with what makes the rows and with what reads the result. The kernel is that of `quantized`;
-where matrices are gates and ups it activates them, too. Products of experts by blocks are Gale et al.'s (MegaBlocks,
-2022, arXiv:2211.15841).
+Each group's rows are first padded to a multiple of eight, and cut into tiles, of which the last has the remaining rows,
+rounded up to eight, which a product must have: no tile reads, multiplies or stores rows of two groups. A tile's
+CTAs read its group and rows from a list; the number of tiles is known on the device only, and the CTAs of others end at
+once. XLA fuses the copies with the producer of the rows and with the consumer of the result. The kernel is that of
+`quantized`; where matrices are gates and ups it activates them, too. Products of experts by blocks are Gale et al.'s
+(MegaBlocks, 2022, arXiv:2211.15841).
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from pallas_kernels.matmul.hopper.shape import BFLOAT16, E4M3, MOST_SHARED_ROWS,
 from pallas_kernels.tuning import HopperProducts, card_of_trace, tuning_of
 
 why_xla = partial(shape.why_xla, grouped=True)
-# Tiles of a group on average, from which on those of twice the rows, where a CTA has a multiprocessor to itself, are
-# worth it: a product takes longer than reading the matrix, and the last tile of a group, which is not full, is one of
-# many.
+# Tiles of an average group from which on tiles of twice the rows pay, although a CTA then has a multiprocessor to
+# itself: a product takes longer than reading the matrix, and a group's last tile, which is not full, is one of many.
 _MANY_ROWS = 5
 
 
@@ -40,14 +39,14 @@ def grouped_matmul(
     interpret: Any = False,
     tensor_memory: bool | None = None,
 ) -> jax.Array:
-    """[M, out] in out_dtype; arguments as the public operation has checked them.
+    """Product [M, out] in out_dtype; the public operation has checked the arguments.
 
     sizes: by default those of the table. interpret: see `mosaic_gpu.launch`. tensor_memory: as `quantized_matmul`.
     """
     _, size, out = w.shape
     if _is_xla(interpret, f"[{size}, {out}]", why_xla(size, out, 1, w.dtype, x.dtype)):
-        turned = _multiplies() and w.dtype == BFLOAT16  # as models store them there
-        return grouped_tiles.grouped_matmul(x, w, group_sizes, out_dtype=out_dtype, turned=turned)
+        transposed = _multiplies() and w.dtype == BFLOAT16  # as models store them there
+        return grouped_tiles.grouped_matmul(x, w, group_sizes, out_dtype=out_dtype, transposed=transposed)
     return _multiply(_Matrix(w), x, None, group_sizes, None, out_dtype, sizes, interpret, tensor_memory)
 
 
@@ -63,10 +62,11 @@ def gated_matmul(
     interpret: Any = False,
     tensor_memory: bool | None = None,
 ) -> jax.Array:
-    """[M, F] in out_dtype; arguments as the public operation has checked them, options as of the product alone."""
+    """Activated product [M, F] in out_dtype; the public operation has checked the arguments. Options as for the
+    product."""
     _, size, out = w.shape
     reason = why_xla(size, out, 1, w.dtype, x.dtype)
-    if _is_apart(interpret, size, out, reason, activation, tensor_memory):
+    if _is_unfused(interpret, size, out, reason, activation, tensor_memory):
         options: dict[str, Any] = {"sizes": sizes, "interpret": interpret, "tensor_memory": tensor_memory}
         y = grouped_matmul(x, w, group_sizes, out_dtype=out_dtype, **options)
         return activated(y, group_sizes, bias, activation, out_dtype)
@@ -87,10 +87,10 @@ def quantized_grouped_matmul(
     interpret: Any = False,
     tensor_memory: bool | None = None,
 ) -> jax.Array:
-    """[M, out] in out_dtype; arguments as `grouped_matmul` has them."""
+    """Product [M, out] in out_dtype; arguments and options as for `grouped_matmul`."""
     size, out = x.shape[1], scales.shape[2]
     if _is_xla(interpret, f"[{size}, {out}]", _why_xla(x, x_scales, codes, scales, dtype)):
-        options = {"dtype": dtype, "out_dtype": out_dtype, "turned": _multiplies()}
+        options = {"dtype": dtype, "out_dtype": out_dtype, "transposed": _multiplies()}
         return quantized_groups_xla.quantized_grouped_matmul(x, x_scales, codes, scales, zeros, group_sizes, **options)
     matrix = _Matrix(codes, scales, zeros)
     return _multiply(matrix, x, x_scales, group_sizes, None, out_dtype, sizes, interpret, tensor_memory)
@@ -112,9 +112,9 @@ def quantized_gated_matmul(
     interpret: Any = False,
     tensor_memory: bool | None = None,
 ) -> jax.Array:
-    """[M, F] in out_dtype; as `gated_matmul`."""
+    """Activated product [M, F] in out_dtype; as `gated_matmul`."""
     reason = _why_xla(x, x_scales, codes, scales, dtype)
-    if _is_apart(interpret, x.shape[1], scales.shape[2], reason, activation, tensor_memory):
+    if _is_unfused(interpret, x.shape[1], scales.shape[2], reason, activation, tensor_memory):
         options = {"dtype": dtype, "out_dtype": out_dtype, "sizes": sizes, "interpret": interpret}
         options |= {"tensor_memory": tensor_memory}
         y = quantized_grouped_matmul(x, x_scales, codes, scales, zeros, group_sizes, **options)
@@ -124,7 +124,7 @@ def quantized_gated_matmul(
 
 
 class _Matrix(NamedTuple):
-    """The operands of groups' matrices; bias: [G, out] of gates and ups, None for none."""
+    """Operands of groups' matrices; bias: [G, out] of gates and ups, None for none."""
 
     codes: jax.Array
     scales: jax.Array | None = None
@@ -148,14 +148,16 @@ def _is_xla(interpret: Any, product: str, reason: str) -> bool:
     return bool(reason)
 
 
-def _is_apart(interpret: Any, size: int, out: int, reason: str, activation: Gating, tensor_memory: bool | None) -> bool:
-    """Whether the product, by whatever makes it, goes to memory and is activated from there.
+def _is_unfused(
+    interpret: Any, size: int, out: int, reason: str, activation: Gating, tensor_memory: bool | None
+) -> bool:
+    """Whether the product, by whichever implementation, is written to memory and activated from there.
 
-    On Blackwell cards always: one warpgroup has all outputs of a tile there.
+    Always so on Blackwell cards: one warpgroup has all outputs of a tile there.
     """
     if reason or (interpret is False and not _multiplies()) or _on_blackwell(tensor_memory):
         return True
-    if why := gated.why_apart(out // 2, activation):
+    if why := gated.why_not_fused(out // 2, activation):
         say_once(size, out // 2, why)
     return bool(why)
 
@@ -171,23 +173,23 @@ def _multiplies() -> bool:
 
 
 class Tiles(NamedTuple):
-    """Where rows of groups lie in tiles.
+    """Layout of groups' rows in tiles.
 
     Attributes:
-      tiles: i32 [tiles * TILE], of those that are not needed -1 for the group.
-      source: i32 [rows of all tiles], the row that is there; any row where there is none.
-      place: i32 [M], where a row is; anything for one of no group.
+      tiles: i32 [tiles * TILE], -1 as the group of unused tiles.
+      source: i32 [rows of all tiles], the row at each position; any row in padding.
+      index: i32 [M], position of each row; anything for rows of no group.
       is_row: bool [M], whether a row is of a group.
     """
 
     tiles: jax.Array
     source: jax.Array
-    place: jax.Array
+    index: jax.Array
     is_row: jax.Array
 
 
 def tiles_of(group_sizes: jax.Array, num_rows: int, tile_rows: int, step: int) -> Tiles:
-    """The tiles of groups of i32[G] rows, which follow each other; each group begins at a multiple of `step`."""
+    """Cut consecutive groups of i32[G] rows into tiles; each group begins at a multiple of `step`."""
     num_groups = group_sizes.size
     steps, each = -(-group_sizes // step), -(-group_sizes // tile_rows)
     ends, last_steps, last_tiles = (jnp.cumsum(counts) for counts in (group_sizes, steps, each))
@@ -207,13 +209,13 @@ def tiles_of(group_sizes: jax.Array, num_rows: int, tile_rows: int, step: int) -
     begin = starts[group] + (number - first_steps[group]) * step
     source = (begin[:, None] + jnp.arange(step, dtype=jnp.int32)).reshape(-1)
     row, group = numbers_and_groups(num_rows, ends)
-    place = row - starts[group] + first_steps[group] * step
-    return Tiles(jnp.stack(tiles, axis=1).reshape(-1), source, place, row < ends[-1])
+    index = row - starts[group] + first_steps[group] * step
+    return Tiles(jnp.stack(tiles, axis=1).reshape(-1), source, index, row < ends[-1])
 
 
 def tile_rows_of(num_rows: int, num_groups: int, most: int) -> int:
-    """Rows of a tile: a power of two that most groups stay below, of 16 and `MOST_SHARED_ROWS`; or more where they are
-    many."""
+    """Rows of a tile: a power of two from 16 to `MOST_SHARED_ROWS` that most groups stay below; more where groups are
+    large."""
     average = max(num_rows // num_groups, 1)
     if average >= _MANY_ROWS * 2 * MOST_SHARED_ROWS:
         return min(2 * MOST_SHARED_ROWS, most)
@@ -221,12 +223,13 @@ def tile_rows_of(num_rows: int, num_groups: int, most: int) -> int:
 
 
 def most_rows_of(num_rows: int, num_groups: int, step: int) -> int:
-    """Rows that there can be where each group's begin at a multiple of `step` of them."""
+    """Upper bound of the rows where each group's begin at a multiple of `step`."""
     return (num_rows + min(num_rows, num_groups) * (step - 1)) // step * step
 
 
 def most_tiles_of(num_rows: int, num_groups: int, tile_rows: int) -> int:
-    """Tiles that rows can need however they are spread over the groups: a first one of each, and full ones."""
+    """Upper bound of the number of tiles, however rows are spread over the groups: a first one of each, and full
+    ones."""
     return min(num_rows, num_groups) + max(num_rows - num_groups, 0) // tile_rows
 
 
@@ -271,4 +274,4 @@ def _multiply(
     x = x.at[tiles.source].get(mode="clip")
     x_scales = None if x_scales is None else x_scales.at[tiles.source].get(mode="clip")
     y = quantized.multiply(of_tiles, x, x_scales, codes, scales, zeros, tiles.tiles, bias=bias, interpret=interpret)
-    return jnp.where(tiles.is_row[:, None], y.at[tiles.place].get(mode="clip"), 0)
+    return jnp.where(tiles.is_row[:, None], y.at[tiles.index].get(mode="clip"), 0)

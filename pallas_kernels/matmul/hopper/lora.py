@@ -1,13 +1,14 @@
-"""What adapters add to a product on a Hopper GPU: two Mosaic GPU kernels, rows times A and that times B, over visits.
+"""LoRA addition on a Hopper GPU: two Mosaic GPU kernels, rows times A and the result times B, over visits.
 
-A visit brings 128 rows of A together, those of some slots, as they lie in the pool, one TMA box a slot. The product is
-made turned around, [slots' columns, T] = A x^T: few rows cost few columns of a wgmma, and A is read once for all rows
-of a tile. Inputs are split over CTAs where visits are few; XLA picks of each row the columns of its own slot, adds up
+A visit loads 128 rows of A, those of some slots, in the pool's layout, one TMA box a slot. The product is
+transposed, [slots' columns, T] = A x^T: few rows cost few columns of a wgmma, and A is read once for all rows
+of a tile. Inputs are split over CTAs where visits are few; XLA picks for each row the columns of its own slot, adds up
 the parts, rounds, and spreads them over the columns of a tile of slots.
 
 The second kernel has a CTA for each tile of the result, which adds up all visits of its rows: rows of other tiles of
-slots are cleared in registers, and B is read as it lies, [rank, out] a slot. The grids are as long as the most visits
-there can be; CTAs without one end at once. In both one warpgroup keeps a ring filled by TMA and two compute.
+slots are cleared in registers, and B is read in its stored layout, [rank, out] a slot. The grids are as long as the
+largest number of visits; CTAs without one end at once. In both one warpgroup keeps a ring filled by TMA and two
+compute.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from pallas_kernels.tuning import LoraTiles, Tuning, card_of_trace, tuning_of
 
 __all__ = ["lora_product", "why_xla"]
 
-# Of a lane of the warpgroup that loads and of those that compute: the first kernel's loads know where all slots are,
-# the second's products have two factors in registers.
+# Registers per lane of the loading and of the computing warpgroups: the first kernel's loads hold the offsets of all
+# slots, the second's products two factors.
 A_REGISTERS, B_REGISTERS = (72, 216), (40, 232)
 
 
@@ -49,7 +50,7 @@ def lora_product(
     sizes: LoraTiles | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """f32[T, out]; arguments as the public operation has checked them.
+    """Sum f32[T, out]; the public operation has checked the arguments.
 
     sizes: those that the visits were made with. interpret: see `mosaic_gpu.launch`.
     """
@@ -61,7 +62,7 @@ def lora_product(
     each = slots_of_tile(rank, tile)
     products = tuning_of("gpu").hopper_products
     shape = Shape(len(x), x.shape[1], widths, modules, rank, len(visits.slots) // each, tile, products)
-    inner = _own_columns(shape, _times_a(shape, x, a, visits, interpret), visits.place)
+    inner = _own_columns(shape, _times_a(shape, x, a, visits, interpret), visits.slot_index)
     return y + _times_b(shape, inner, bs, visits, interpret)
 
 
@@ -74,7 +75,9 @@ class _Visits(NamedTuple):
 
 
 def _times_a(shape: Shape, x: jax.Array, a: jax.Array, visits: LoraVisits, interpret: Any) -> jax.Array:
-    """f32 [splits, modules, tiles of slots, rows of all tiles, COLUMNS]; what no visit makes may hold anything."""
+    """Run the first kernel: f32 [splits, modules, tiles of slots, rows of all tiles, COLUMNS]; parts without a visit
+    may hold anything.
+    """
     rows, stages = shape.row_tiles * shape.tile_rows, shape.stages_of_a
     outer = shape.splits * shape.num_modules * shape.slot_tiles
     (sums,) = launch(
@@ -102,7 +105,7 @@ def _times_a(shape: Shape, x: jax.Array, a: jax.Array, visits: LoraVisits, inter
 
 
 class _OfA(NamedTuple):
-    """Operands, the result and shared memory of the first kernel."""
+    """Operands, result and shared memory of the first kernel."""
 
     visits: _Visits
     x: Any  # [rows, in]
@@ -152,13 +155,13 @@ def _times_a_body(shape: Shape, num_slots: int, row_tile, slot_tile, slots, coun
             def send(part, first):
                 plgpu.copy_smem_to_gmem(part, refs.sums.at[outer, pl.ds(rows + first, part.shape[0]), columns])
 
-            ring.store_turned(_sum_of_a(shape, refs, warpgroup, steps), refs.sums_smem.at[warpgroup], send)
+            ring.store_transposed(_sum_of_a(shape, refs, warpgroup, steps), refs.sums_smem.at[warpgroup], send)
 
         ring.share_work(A_REGISTERS if shape.tile_rows > MOST_SHARED_ROWS else None, load, compute)
 
 
 def _sum_of_a(shape: Shape, refs: _OfA, warpgroup, count):
-    """f32 [64, tile rows]: of the warpgroup's columns, over `count` tiles of inputs."""
+    """Sum of products f32 [64, tile rows] of the warpgroup's columns, over `count` tiles of inputs."""
     own = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
     def factors(slot):
@@ -168,25 +171,25 @@ def _sum_of_a(shape: Shape, refs: _OfA, warpgroup, count):
     return ring.sum_of_products(count, shape.stages_of_a, refs.full, refs.free, factors, area)
 
 
-def _own_columns(shape: Shape, sums: jax.Array, place: jax.Array) -> jax.Array:
-    """bfloat16 [padded rows, modules * COLUMNS]: of each row what its slot's A gives, where that is in its tile."""
+def _own_columns(shape: Shape, sums: jax.Array, slot_index: jax.Array) -> jax.Array:
+    """Product with its slot's A of each row, in the columns of the slot: bfloat16 [padded rows, modules * COLUMNS]."""
     of_slots = sums.reshape(*sums.shape[:4], shape.each, shape.rank)
-    row, own = jnp.arange(shape.rows), jnp.maximum(place, 0)
+    row, own = jnp.arange(shape.rows), jnp.maximum(slot_index, 0)
     inner = jnp.sum(of_slots[:, :, own // shape.each, row, own % shape.each], axis=0)  # [modules, T, rank]
-    is_own = (place % shape.each)[:, None] == jnp.arange(shape.each)
-    # What nobody has made may be NaN.
-    spread = jnp.where((is_own & (place >= 0)[:, None])[:, :, None], inner[:, :, None], 0).astype(BFLOAT16)
+    is_own = (slot_index % shape.each)[:, None] == jnp.arange(shape.each)
+    # Parts without a visit may be NaN.
+    spread = jnp.where((is_own & (slot_index >= 0)[:, None])[:, :, None], inner[:, :, None], 0).astype(BFLOAT16)
     spread = jnp.moveaxis(spread, 0, 1).reshape(shape.rows, -1)
     return jnp.pad(spread, ((0, shape.padded - shape.rows), (0, 0)))
 
 
 def _times_b(shape: Shape, inner: jax.Array, bs: Sequence[jax.Array], visits: LoraVisits, interpret: Any) -> jax.Array:
-    """f32 [T, out]: what all visits add."""
+    """Run the second kernel: the additions of all visits, f32 [T, out]."""
     rows, stages = shape.parts * WARPGROUP_ROWS, shape.stages_of_b
     # Where the visits of each tile of rows begin, and the last ones end.
     index, tile = jnp.arange(len(visits.row_tile)), jnp.arange(shape.row_tiles + 1)[:, None]
     begins = jnp.sum((visits.row_tile < tile) & (index < visits.count), axis=1, dtype=jnp.int32)
-    of_rows = jnp.pad(visits.place // shape.each, (0, shape.padded - shape.rows), constant_values=-1)
+    of_rows = jnp.pad(visits.slot_index // shape.each, (0, shape.padded - shape.rows), constant_values=-1)
     stored = shape.row_tiles * shape.tile_rows
     (added,) = launch(
         partial(_times_b_body, shape),
@@ -215,7 +218,7 @@ def _times_b(shape: Shape, inner: jax.Array, bs: Sequence[jax.Array], visits: Lo
 
 
 class _OfB(NamedTuple):
-    """Operands, the result and shared memory of the second kernel."""
+    """Operands, result and shared memory of the second kernel."""
 
     slot_tile: Any
     slots: Any
@@ -277,7 +280,7 @@ def _times_b_body(shape: Shape, *given: Any) -> None:
 
 
 def _load_b(shape: Shape, refs: _OfB, b, column, first, step, slot) -> None:
-    """The slots of a visit, the outputs of each warpgroup by themselves."""
+    """Load B of the slots of a visit, the outputs of each warpgroup by themselves."""
     tile = refs.slot_tile[first + step]
     for at in range(shape.each):
         matrix = refs.slots[tile * shape.each + at] * (shape.rank // BOX_ROWS) * BOX_ROWS
@@ -288,7 +291,7 @@ def _load_b(shape: Shape, refs: _OfB, b, column, first, step, slot) -> None:
 
 
 def _sum_of_b(shape: Shape, refs: _OfB, warpgroup, first, count) -> list[Any]:
-    """f32 [64, 64] of each 64 rows, of the warpgroup's outputs: over `count` visits from the `first` on."""
+    """Sums f32 [64, 64] for each 64 rows and the warpgroup's outputs, over `count` visits from `first` on."""
     area = WARPGROUP_ROWS, COLUMNS
 
     def multiply(*accumulators):

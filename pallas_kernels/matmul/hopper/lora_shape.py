@@ -1,4 +1,5 @@
-"""Which adapters the Hopper kernels multiply with, and how they cut a product into tiles: arithmetic only."""
+"""Shapes of the Hopper LoRA kernels: which adapters they support, and how a product is cut into tiles. Arithmetic
+only."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ from pallas_kernels.matmul.lora import tile_rows_of
 from pallas_kernels.mosaic_gpu import BOX_ROWS, SHARED_MEMORY_BYTES, WARPGROUP_ROWS
 from pallas_kernels.tuning import HopperProducts, LoraTiles
 
-COLUMNS = 2 * WARPGROUP_ROWS  # of a tile of slots, and of a tile of the result: two warpgroups compute
-_CTAS = 2  # of a multiprocessor, that inputs are split for
+COLUMNS = 2 * WARPGROUP_ROWS  # columns of a tile of slots, and of a tile of the result: two warpgroups compute
+_CTAS = 2  # CTAs per multiprocessor that inputs are split over
 
 
 def why_xla(size: int, widths: Sequence[int], rank: int, dtype: jnp.dtype) -> str:
-    """Why adapters of a matrix of `size` inputs and sources of these outputs are XLA's, "" if the kernels take them."""
+    """Reason why XLA multiplies adapters of `size` inputs and sources of these outputs; "" if the kernels do."""
     if dtype != BFLOAT16:
         return "kernels multiply bfloat16"
     if rank % BOX_ROWS or COLUMNS % rank:
@@ -29,12 +30,12 @@ def why_xla(size: int, widths: Sequence[int], rank: int, dtype: jnp.dtype) -> st
 
 @dataclass(frozen=True)
 class Shape:
-    """What the kernels are compiled for."""
+    """Static parameters that the kernels are compiled for."""
 
     rows: int
     size: int
-    widths: tuple[int, ...]  # of sources
-    modules: tuple[int, ...]  # of sources
+    widths: tuple[int, ...]  # outputs of each source
+    modules: tuple[int, ...]  # module of each source
     rank: int
     slot_tiles: int
     tile: LoraTiles
@@ -51,7 +52,7 @@ class Shape:
 
     @property
     def tile_rows(self) -> int:
-        """Of a visit, filled up to whole boxes."""
+        """Rows of a visit, rounded up to full TMA boxes."""
         return -(-tile_rows_of(self.rows, self.tile) // BOX_ROWS) * BOX_ROWS
 
     @property
@@ -60,17 +61,17 @@ class Shape:
 
     @property
     def parts(self) -> int:
-        """Products of 64 rows that a tile's are, the last one perhaps with rows of the next tile."""
+        """Number of 64-row products of a tile; the last one may include rows of the next tile."""
         return -(-self.tile_rows // WARPGROUP_ROWS)
 
     @property
     def padded(self) -> int:
-        """Rows, with those that the last tile has too many of."""
+        """Number of rows including the padding of the last tile."""
         return (self.row_tiles - 1) * self.tile_rows + self.parts * WARPGROUP_ROWS
 
     @property
     def inputs(self) -> int:
-        """Of a tile of A."""
+        """Inputs of a tile of A."""
         return 64 if self.tile_rows > COLUMNS else 128
 
     @property

@@ -1,19 +1,19 @@
-"""Rows times a quantised matrix on a Hopper GPU, in Mosaic GPU: codes are widened in registers, nowhere else.
+"""Quantised product on a Hopper GPU, in Mosaic GPU: codes are widened in registers, nowhere else.
 
 The same kernel multiplies tiles of rows with the matrices of their groups, which may be bfloat16: see grouped.
 
-The product is made turned around, out^T [out, M] = codes^T x^T: the 64 rows of a wgmma are outputs, so that few rows
+The product is transposed, out^T [out, M] = codes^T x^T: the 64 rows of a wgmma are outputs, so that few rows
 cost few columns, and codes are its operand in registers, as in Machete (Neural Magic, 2024) and Marlin (Frantar et al.
-2024, arXiv:2408.11743). Codes are multiplied as they are, which bfloat16 and e4m3 hold exactly, and the float32 sum of
-each group of inputs is scaled ("promotion", DeepSeek-V3, arXiv:2412.19437): nothing is rounded but the result.
-Where both are e4m3 codes go into wgmma as they lie in shared memory.
+2024, arXiv:2408.11743). Codes are multiplied unscaled, which bfloat16 and e4m3 hold exactly, and the float32 sum of
+each group of inputs is scaled ("promotion", DeepSeek-V3, arXiv:2412.19437): only the result is rounded.
+Where both operands are e4m3, wgmma reads the codes from shared memory directly.
 
 One warpgroup keeps a ring of tiles filled by TMA, two compute 64 outputs each. Where the tiles of the result are fewer
 than the card has multiprocessors, several CTAs share one: each adds up a part of the inputs, and XLA adds the parts.
 
-On a Blackwell card the tiles are multiplied by `matmul.blackwell.tile`; all else is as it is here.
+On a Blackwell card the tiles are multiplied by `matmul.blackwell.tile`; everything else is the same.
 
-Codes are read as [out, in]: `models` stores them so on CUDA cards, where a transposition in the program is none.
+Codes are read as [out, in]: `models` stores them so on CUDA cards, where the transposition in the program is free.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["multiply", "quantized_matmul", "why_xla"]
 
-TILE = 3  # numbers that tell a tile of groups: its group, its first row and its rows, both by steps
-REGISTERS = 40, 232  # of a lane of the warpgroup that loads and of those that compute
+TILE = 3  # numbers that describe a tile of groups: its group, its first row and its rows, both in steps
+REGISTERS = 40, 232  # per lane of the loading and of the computing warpgroups
 
 
 def quantized_matmul(
@@ -61,10 +61,10 @@ def quantized_matmul(
     interpret: Any = False,
     tensor_memory: bool | None = None,
 ) -> jax.Array:
-    """[M, out] in out_dtype; arguments as the public operation has checked them.
+    """Product [M, out] in out_dtype; the public operation has checked the arguments.
 
-    sizes: by default those of the table. interpret: see `mosaic_gpu.launch`. tensor_memory: the kernel for Blackwell
-    cards or for Hopper ones, by default as the card of the trace is.
+    sizes: by default those of the table. interpret: see `mosaic_gpu.launch`. tensor_memory: True for the kernel of
+    Blackwell cards, False for that of Hopper ones, None for that of the trace's card.
     """
     num_scales, out = scales.shape
     size = x.shape[1]
@@ -95,7 +95,7 @@ def log_once(reason: str) -> None:
 
 
 class _Refs(NamedTuple):
-    """Operands, the result and shared memory of the kernel. What a problem does not have is None."""
+    """Operands, result and shared memory of the kernel; None for those that a problem does not have."""
 
     x: Any  # [packed * M, in / packed]
     codes: Any  # [G * halves * out, in / packed]
@@ -136,9 +136,9 @@ def multiply(
     bias: jax.Array | None = None,
     interpret: Any,
 ) -> jax.Array:
-    """[M, out] in shape.out_dtype.
+    """Run the kernel: [M, out] in shape.out_dtype.
 
-    tiles_of_groups: i32 [shape.tiles * TILE]; a tile whose group is -1 is none. What no tile has holds anything.
+    tiles_of_groups: i32 [shape.tiles * TILE]; -1 as the group of unused tiles. Rows of no tile hold anything.
     bias: [G, 2 F], of gates and ups.
     """
     rows, padded, count = shape.rows, shape.padded, shape.num_scales
@@ -153,7 +153,7 @@ def multiply(
     x = jnp.pad(x, ((0, padded - rows), (0, 0)))
     parts = row_parts(x, codes.dtype)
     if shape.packed == 2:
-        parts[1] = parts[1] * jnp.bfloat16(1 / 16)  # high codes are widened where they are, times 16
+        parts[1] = parts[1] * jnp.bfloat16(1 / 16)  # high codes are widened without a shift, times 16
     wide = padded - shape.step + shape.vector_rows
     by_outputs = (shape.out,) if shape.gating is None else (2, shape.out)
     stacked = [vector if vector is None else vector.reshape(-1, *by_outputs) for vector in (scales, zeros)]
@@ -191,12 +191,12 @@ def multiply(
     else:
         scratch += [plgpu.Barrier(num_barriers=stages, num_arrivals=2), None, None, None]
     outputs = [jax.ShapeDtypeStruct((shape.splits, padded, shape.out_tiles * shape.outputs), shape.stored_dtype)]
-    there = [True, True, shape.tiles > 0, *(vector is not None for vector in vectors[1:]), True]
-    there += [each is not None for each in scratch]
+    present = [True, True, shape.tiles > 0, *(vector is not None for vector in vectors[1:]), True]
+    present += [each is not None for each in scratch]
 
     def body(*given: Any) -> None:
         remaining = iter(given)
-        _body(shape, _Refs(*(next(remaining) if each else None for each in there)))
+        _body(shape, _Refs(*(next(remaining) if each else None for each in present)))
 
     (y,) = launch(
         body,
@@ -210,7 +210,7 @@ def multiply(
     )
     y = y[0] if shape.splits == 1 else jnp.sum(y, axis=0)
     whole = shape.out // shape.outputs * shape.outputs
-    if whole != shape.out:  # the last tile has some of what is in the one before
+    if whole != shape.out:  # the last tile overlaps the one before
         y = jnp.concatenate([y[:, :whole], y[:, whole + shape.outputs - (shape.out - whole) :]], axis=1)
     return y[:rows].astype(shape.out_dtype)
 
@@ -225,43 +225,43 @@ def _body(shape: Shape, refs: _Refs) -> None:
         # Neighbours share rows, and those a little further apart a group's matrix, which the card's cache holds.
         tile, out_tile = lax.div(cta, jnp.int32(shape.out_tiles)), lax.rem(cta, jnp.int32(shape.out_tiles))
         matrix, first, steps = (refs.tiles[TILE * tile + index] for index in range(TILE))
-        place = _Place(first * shape.step, steps, out_tile, jnp.int32(0), matrix)
-        pl.when(matrix >= 0)(lambda: _tile(shape, refs, place))
+        work = _Work(first * shape.step, steps, out_tile, jnp.int32(0), matrix)
+        pl.when(matrix >= 0)(lambda: _tile(shape, refs, work))
         return
     # Neighbours share a tile of codes.
     row_tile, rest = lax.rem(cta, jnp.int32(shape.row_tiles)), lax.div(cta, jnp.int32(shape.row_tiles))
     split, out_tile = lax.rem(rest, jnp.int32(shape.splits)), lax.div(rest, jnp.int32(shape.splits))
-    _tile(shape, refs, _Place(row_tile * shape.tile_rows, jnp.int32(1), out_tile, split, jnp.int32(0)))
+    _tile(shape, refs, _Work(row_tile * shape.tile_rows, jnp.int32(1), out_tile, split, jnp.int32(0)))
 
 
-class _Place(NamedTuple):
-    """Which tile of the result a CTA makes, of which part of the inputs, with which matrix."""
+class _Work(NamedTuple):
+    """Work of a CTA: a tile of the result, a part of the inputs, and a matrix."""
 
-    row: Any  # its first
-    steps: Any  # how many it has, by shape.step
+    row: Any  # first row of the tile
+    steps: Any  # rows of the tile, in units of shape.step
     out_tile: Any
     split: Any
     matrix: Any
 
 
-def _tile(shape: Shape, refs: _Refs, place: _Place) -> None:
-    first = place.split * shape.per_split
+def _tile(shape: Shape, refs: _Refs, item: _Work) -> None:
+    first = item.split * shape.per_split
     count = jnp.minimum(shape.input_tiles - first, shape.per_split)
 
     def send(part, begin, warpgroup=0):
-        rows = pl.ds(place.row + begin, part.shape[0])
-        columns = pl.ds(place.out_tile * shape.outputs + warpgroup * WARPGROUP_ROWS, shape.stored_outputs)
-        plgpu.copy_smem_to_gmem(part, refs.y.at[place.split, rows, columns])
+        rows = pl.ds(item.row + begin, part.shape[0])
+        columns = pl.ds(item.out_tile * shape.outputs + warpgroup * WARPGROUP_ROWS, shape.stored_outputs)
+        plgpu.copy_smem_to_gmem(part, refs.y.at[item.split, rows, columns])
 
     def load(rows):
-        _load(shape, refs, place, rows, first, count)
+        _load(shape, refs, item, rows, first, count)
 
     def compute(warpgroup, rows):
         y = (_multiply if shape.has_scales else _multiply_plain)(shape, refs, warpgroup, rows, count)
         if shape.gating is not None:
             gated.store(shape.gating, refs, warpgroup, y, send)
             return
-        ring.store_turned(y, refs.y_smem.at[warpgroup], partial(send, warpgroup=warpgroup))
+        ring.store_transposed(y, refs.y_smem.at[warpgroup], partial(send, warpgroup=warpgroup))
 
     def compute_on_blackwell(rows):
         if shape.has_scales:
@@ -270,7 +270,7 @@ def _tile(shape: Shape, refs: _Refs, place: _Place) -> None:
             pieces = blackwell.multiply_plain(shape, refs, rows, count)
         blackwell.store(pieces, refs.y_smem, send)
 
-    of_own_rows = partial(_of_own_rows, shape, place)
+    of_own_rows = partial(_of_own_rows, shape, item)
     if shape.tensor_memory:
         blackwell.share_work(partial(of_own_rows, load), partial(of_own_rows, compute_on_blackwell))
         return
@@ -278,33 +278,33 @@ def _tile(shape: Shape, refs: _Refs, place: _Place) -> None:
     ring.share_work(registers, partial(of_own_rows, load), lambda warpgroup: of_own_rows(partial(compute, warpgroup)))
 
 
-def _of_own_rows(shape: Shape, place: _Place, work: Callable[[int], None]) -> None:
-    """work(rows) with those that the tile has, which a product must know when it is compiled: there is one for each."""
+def _of_own_rows(shape: Shape, item: _Work, work: Callable[[int], None]) -> None:
+    """Call work(rows) for the tile's number of rows, which must be static in a product: there is a branch for each."""
     sizes = range(shape.step, shape.tile_rows + 1, shape.step)
-    lax.switch(place.steps - 1, [partial(work, rows) for rows in sizes])
+    lax.switch(item.steps - 1, [partial(work, rows) for rows in sizes])
 
 
-def _load(shape: Shape, refs: _Refs, place: _Place, rows: int, first, count) -> None:
-    """Bring `count` tiles of inputs from the `first` on, as far ahead as there is room."""
-    start = jnp.minimum(place.out_tile * (shape.outputs // 8), (shape.out - shape.outputs) // 8)
-    outputs, own_rows = pl.ds(start * 8, shape.outputs), pl.ds(place.row, shape.vector_rows)
+def _load(shape: Shape, refs: _Refs, item: _Work, rows: int, first, count) -> None:
+    """Load `count` tiles of inputs from `first` on, as far ahead as there is room."""
+    start = jnp.minimum(item.out_tile * (shape.outputs // 8), (shape.out - shape.outputs) // 8)
+    outputs, own_rows = pl.ds(start * 8, shape.outputs), pl.ds(item.row, shape.vector_rows)
     own = (outputs,) if shape.gating is None else (slice(None), outputs)
     if refs.bias is not None:
-        plgpu.copy_gmem_to_smem(refs.bias.at[pl.ds(place.matrix * 2, 2), outputs], refs.bias_smem, refs.bias_full)
+        plgpu.copy_gmem_to_smem(refs.bias.at[pl.ds(item.matrix * 2, 2), outputs], refs.bias_smem, refs.bias_full)
 
     def load(step, slot):
         tile, full = first + step, refs.full.at[slot]
         columns = pl.ds(tile * shape.columns, shape.columns)
         for half in range(shape.halves):
-            code_rows = pl.ds(((place.matrix * shape.halves + half) * (shape.out // 8) + start) * 8, shape.outputs)
+            code_rows = pl.ds(((item.matrix * shape.halves + half) * (shape.out // 8) + start) * 8, shape.outputs)
             target = refs.codes_smem.at[slot, pl.ds(half * shape.outputs, shape.outputs)]
             plgpu.copy_gmem_to_smem(refs.codes.at[code_rows, columns], target, full)
         for part in range(shape.packed):
-            source = refs.x.at[pl.ds(part * shape.padded + place.row, rows), columns]
+            source = refs.x.at[pl.ds(part * shape.padded + item.row, rows), columns]
             target = refs.x_smem.at[slot, pl.ds(part * shape.tile_rows, rows)]
             plgpu.copy_gmem_to_smem(source, target, full)
         group = lax.div(tile * shape.inputs, jnp.int32(shape.group))
-        groups, own_groups = pl.ds(place.matrix * shape.num_scales + group, shape.sums), pl.ds(group, shape.sums)
+        groups, own_groups = pl.ds(item.matrix * shape.num_scales + group, shape.sums), pl.ds(group, shape.sums)
         for source, target, part in (
             (refs.scales, refs.scales_smem, (groups, *own)),
             (refs.zeros, refs.zeros_smem, (groups, *own)),
@@ -318,7 +318,7 @@ def _load(shape: Shape, refs: _Refs, place: _Place, rows: int, first, count) -> 
 
 
 def _multiply(shape: Shape, refs: _Refs, warpgroup, num_rows: int, count):
-    """f32 [64, rows]: the sum over `count` tiles of inputs, scaled, of the warpgroup's outputs."""
+    """Scaled sum f32 [64, rows] over `count` tiles of inputs, for the warpgroup's outputs."""
     own, columns = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS), shape.columns // shape.sums
     area, rows_of_tile = (WARPGROUP_ROWS, num_rows), pl.ds(0, num_rows)
     of_own = own if shape.gating is None else warpgroup
@@ -355,7 +355,8 @@ def _multiply(shape: Shape, refs: _Refs, warpgroup, num_rows: int, count):
 
 
 def _multiply_plain(shape: Shape, refs: _Refs, warpgroup, num_rows: int, count):
-    """As `_multiply`, of matrices without scales: one sum, and a product under way while the next tile is awaited."""
+    """Same as `_multiply` for matrices without scales: one sum, and a product in progress while the next tile
+    arrives."""
     own, rows_of_tile = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS), pl.ds(0, num_rows)
 
     def factors(slot):
@@ -374,10 +375,10 @@ def _by_row(vector, area):
 
 
 def _widened(codes) -> list[Any]:
-    """Codes [64, columns] as bfloat16 factors of one product after the other; of pairs the high ones times 16."""
+    """Widen codes [64, columns] to bfloat16 factors of successive products; the high codes of pairs are times 16."""
     if codes.dtype == jnp.uint8:
         low = lax.bitcast_convert_type((codes & 15) ^ 8, jnp.int8).astype(jnp.bfloat16) - jnp.bfloat16(8)
         return [low, lax.bitcast_convert_type(codes & 0xF0, jnp.int8).astype(jnp.bfloat16)]
     if codes.dtype == E4M3:
-        codes = codes.astype(jnp.float16)  # what the card converts it to
+        codes = codes.astype(jnp.float16)  # the card converts it to nothing else
     return [codes.astype(jnp.bfloat16)]

@@ -1,6 +1,6 @@
-"""What products on a Hopper GPU share: one warpgroup keeps a ring of tiles in shared memory filled by TMA, two compute.
+"""Division of labour of Hopper products: one warpgroup fills a ring of tiles in shared memory by TMA, two compute.
 
-A slot of the ring has two barriers: `full` when its tiles have come, `free` when both have read them.
+A slot of the ring has two barriers: `full` when its tiles have arrived, `free` when both warpgroups have read them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ PRODUCER = 2  # the warpgroup that loads
 
 
 def share_work(registers: tuple[int, int] | None, load: Callable[[], None], compute: Callable[[Any], None]) -> None:
-    """load() in one warpgroup, compute(warpgroup) in the two others.
+    """Run load() in one warpgroup and compute(warpgroup) in the two others.
 
-    registers: of a lane of the one and of the others, dealt out anew where they are scarce; else CTAs share a
-    multiprocessor.
+    registers: per lane of the loading and of the computing warpgroups, redistributed where they are scarce; None where
+    CTAs share a multiprocessor.
     """
     warpgroup = lax.axis_index("wg")
 
@@ -38,7 +38,8 @@ def share_work(registers: tuple[int, int] | None, load: Callable[[], None], comp
 
 
 def fill(count: Any, stages: int, free: Any, load: Callable[[Any, Any], None]) -> None:
-    """load(step, slot) for `count` steps as far ahead as there is room, and wait until all has been used."""
+    """Call load(step, slot) for `count` steps as far ahead as there is room, and wait until all slots have been
+    used."""
 
     def body(step, carry):
         slot = lax.rem(step, jnp.int32(stages))
@@ -62,7 +63,8 @@ def fill(count: Any, stages: int, free: Any, load: Callable[[Any, Any], None]) -
 def sum_of_products(
     count: Any, stages: int, full: Any, free: Any, factors: Callable[[Any], tuple[Any, Any]], area: tuple[int, int]
 ) -> Any:
-    """f32 area: the sum over `count` steps of factors(slot), one product under way while the next tiles are awaited."""
+    """Sum f32 `area` over `count` steps of the product of factors(slot), one in progress while the next tiles
+    arrive."""
 
     def multiply(accumulator):
         def add(step, carry):
@@ -85,23 +87,24 @@ def sum_of_products(
     return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(area, jnp.float32))
 
 
-def store_turned(total: Any, staged: Any, send: Callable[[Any, int], None]) -> None:
-    """Turn the warpgroup's part of a tile, f32 [64, rows], around, and send it.
+def store_transposed(total: Any, staged: Any, send: Callable[[Any, int], None]) -> None:
+    """Transpose the warpgroup's part of a tile, f32 [64, rows], and send it.
 
-    staged: shared memory [stored rows, 64] of the warpgroup alone. send(part of it, first): the rows from that on.
+    staged: shared memory [stored rows, 64] of the warpgroup alone. send(part of it, first): the rows from `first` on.
     """
     rows, most = total.shape[1], staged.shape[0]
     for first in range(0, rows, most):
         count = min(most, rows - first)
         plgpu.wait_smem_to_gmem(0)
         part = staged.at[pl.ds(0, count)]
-        turn(total[:, first : first + count], part)
+        write_transposed(total[:, first : first + count], part)
         send(part, first)
     plgpu.wait_smem_to_gmem(0)
 
 
-def turn(piece: Any, part: Any) -> None:
-    """Write a piece of the warpgroup's tile, f32 [64, rows], into shared memory [rows, 64], to be sent."""
+def write_transposed(piece: Any, part: Any) -> None:
+    """Write the transpose of a piece of the warpgroup's tile, f32 [64, rows], to shared memory [rows, 64], ready to be
+    sent."""
     piece = plgpu.layout_cast(piece.astype(part.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
     part.transpose((1, 0))[...] = piece
     plgpu.commit_smem()

@@ -1,4 +1,4 @@
-"""Which products a Hopper kernel takes, and how it cuts one into tiles: arithmetic only."""
+"""Shapes of the Hopper product kernel: which products it supports, and how they are cut into tiles. Arithmetic only."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from pallas_kernels.matmul.nibbles import per_byte
 from pallas_kernels.mosaic_gpu import SHARED_MEMORY_BYTES, WARPGROUP_ROWS
 from pallas_kernels.tuning import HopperProducts
 
-OUTPUTS = 2 * WARPGROUP_ROWS  # of a tile: two warpgroups compute
-STORED_ROWS = 64  # of the result that are staged in shared memory at a time
-RESERVED_BYTES = 4 * 1024  # of shared memory: barriers
-# Inputs of a tile, and the smallest group of them that one wgmma has.
+OUTPUTS = 2 * WARPGROUP_ROWS  # outputs of a tile: two warpgroups compute
+STORED_ROWS = 64  # rows of the result that are staged in shared memory at a time
+RESERVED_BYTES = 4 * 1024  # shared memory for barriers
+# Inputs of a tile, and the smallest group of inputs that one wgmma can have.
 TILES, SMALLEST = (128, 64), {"uint8": 32, "int8": 16, "float8_e4m3fn": 32}
 E4M3, BFLOAT16 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.bfloat16)
-MOST_SHARED_ROWS = 64  # of a tile, up to which 80 registers or so do for each thread
-# Of a product, which are rows here, by whether it is a Blackwell card: it has a multiple of them.
+MOST_SHARED_ROWS = 64  # rows of a tile up to which about 80 registers per thread suffice
+# Columns of a product, which are rows here, must be a multiple of this, on Hopper and on Blackwell cards.
 PRODUCT_COLUMNS = 8, 16
-TENSOR_COLUMNS = 512  # of a Blackwell multiprocessor's tensor memory
-FEWER_ROWS = 96  # of a tile of pairs of codes with more than two sums: beside their factors registers hold no more
+TENSOR_COLUMNS = 512  # columns of a Blackwell multiprocessor's tensor memory
+FEWER_ROWS = 96  # most rows of a tile of pairs of codes with more than two sums: their factors take registers, too
 
 
 def why_xla(size: int, out: int, num_scales: int, codes: Any, dtype: Any, *, grouped: bool = False) -> str:
-    """Why a matrix [size, out] with `num_scales` scales along its inputs is XLA's, "" if the kernel takes it.
+    """Reason why XLA multiplies with a matrix [size, out] with `num_scales` scales along its inputs; "" if the kernel
+    does.
 
-    grouped: each group of rows has one of its own. Those may be bfloat16, without scales.
+    grouped: each group of rows has a matrix of its own. Those may be bfloat16, without scales.
     """
     name = jnp.dtype(codes).name
     if dtype != jnp.bfloat16:
@@ -47,12 +48,12 @@ def why_xla(size: int, out: int, num_scales: int, codes: Any, dtype: Any, *, gro
 
 
 def tile_inputs(size: int) -> int:
-    """Inputs of a tile of a matrix with `size` of them, 0 where none divides them."""
+    """Inputs of a tile of a matrix with `size` inputs, 0 where no tile size divides them."""
     return next((inputs for inputs in TILES if size % inputs == 0), 0)
 
 
 def most_rows(size: int, num_scales: int, codes: Any, usual: int, *, tensor_memory: bool = False) -> int:
-    """Rows of a tile that registers hold, and tensor memory, which has the sums of two steps; `usual` at most."""
+    """Most rows of a tile, `usual` or fewer: registers must hold a tile, and tensor memory the sums of two steps."""
     sums = max(tile_inputs(size) * num_scales // size, 1)
     if tensor_memory:
         return min(usual, FEWER_ROWS if sums > 1 else usual, TENSOR_COLUMNS // 2 // sums)
@@ -60,32 +61,32 @@ def most_rows(size: int, num_scales: int, codes: Any, usual: int, *, tensor_memo
 
 
 def step_of(tile_rows: int, *, tensor_memory: bool) -> int:
-    """Rows by which tiles of groups differ: the fewest a product has, where no more than eight sizes come of it."""
+    """Granularity of the rows of groups' tiles: the fewest of a product for which there are at most eight sizes."""
     return PRODUCT_COLUMNS[tensor_memory or tile_rows > MOST_SHARED_ROWS]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What the kernel is compiled for."""
+    """Static parameters that the kernel is compiled for."""
 
     rows: int
     size: int
     out: int
     num_scales: int
     codes: Any
-    native: bool  # codes go into wgmma as they are
+    native: bool  # codes go into wgmma unconverted
     has_zeros: bool
     has_row_scales: bool
     out_dtype: Any
     sizes: HopperProducts
-    tiles: int = 0  # of rows of groups, each with a matrix of its own; 0 where all rows have one
+    tiles: int = 0  # tiles of groups' rows, each group with a matrix of its own; 0 where all rows share one
     has_scales: bool = True
-    tensor_memory: bool = False  # of a Blackwell card: sums lie there
-    gating: Gating | None = None  # of matrices of gates and ups, `out` of each: what is made of both
+    tensor_memory: bool = False  # a Blackwell card, with sums in tensor memory
+    gating: Gating | None = None  # activation of gates and ups, `out` of each; None for a plain product
 
     @property
     def tile_rows(self) -> int:
-        """Rows of a tile: tiles of fewer than usual are as many rows each."""
+        """Rows of a tile; where tiles are smaller than usual, rows are spread over them evenly."""
         usual, on_blackwell = self.sizes.rows, self.tensor_memory
         step = PRODUCT_COLUMNS[on_blackwell]
         most = most_rows(self.size, self.num_scales, self.codes, usual, tensor_memory=on_blackwell)
@@ -94,7 +95,7 @@ class Shape:
 
     @property
     def vector_rows(self) -> int:
-        """Of a vector with an entry a row in shared memory: TMA writes to multiples of 128 bytes."""
+        """Rows of a vector with an entry a row in shared memory: TMA writes to multiples of 128 bytes."""
         return -(-self.tile_rows // 32) * 32
 
     @property
@@ -103,27 +104,27 @@ class Shape:
 
     @property
     def step(self) -> int:
-        """Rows by which tiles differ: those of groups have as many as they need."""
+        """Granularity of the rows of a tile: those of groups differ in size."""
         return step_of(self.tile_rows, tensor_memory=self.tensor_memory) if self.tiles else self.tile_rows
 
     @property
     def padded(self) -> int:
-        """Rows with those that fill tiles up, or groups to a multiple of `step` each."""
+        """Number of rows with the padding of tiles, or of groups to a multiple of `step` each."""
         return self.rows if self.tiles else self.row_tiles * self.tile_rows
 
     @property
     def halves(self) -> int:
-        """Parts of the matrix that a tile has the same outputs of: gates and ups, or the whole of it."""
+        """Matrices of which a tile has the same outputs: 2 for gates and ups, else 1."""
         return 1 if self.gating is None else 2
 
     @property
     def outputs(self) -> int:
-        """Of a tile's result."""
+        """Outputs of a tile's result."""
         return OUTPUTS // self.halves
 
     @property
     def out_tiles(self) -> int:
-        """The last one begins where it must to end with the matrix."""
+        """Number of tiles along the outputs; the last one is moved back to end with the matrix."""
         return -(-self.out // self.outputs)
 
     @property
@@ -136,7 +137,7 @@ class Shape:
 
     @property
     def packed(self) -> int:
-        """Codes in a byte, and parts that rows come in: of every `packed`-th input each."""
+        """Number of codes in a byte, and of parts of the rows, each of every `packed`-th input."""
         return per_byte(self.codes)
 
     @property
@@ -150,7 +151,7 @@ class Shape:
 
     @property
     def sums(self) -> int:
-        """Sums of a tile that are scaled by themselves."""
+        """Number of sums of a tile that have scales of their own."""
         return max(self.inputs // self.group, 1)
 
     @property
@@ -159,7 +160,7 @@ class Shape:
 
     @property
     def swizzle(self) -> int:
-        """Of rows in shared memory, in bytes: its columns are those of a sum, or a part of them."""
+        """Swizzle in bytes of rows in shared memory: its columns are those of a sum, or a part of them."""
         return min(128, self.columns // self.sums * self.row_dtype.itemsize)
 
     @property
@@ -175,7 +176,7 @@ class Shape:
 
     @property
     def stored_rows(self) -> int:
-        if self.gating is not None:  # by fewer, but each where it stays
+        if self.gating is not None:  # stored in pieces, but each has rows of its own
             return self.tile_rows
         return min(self.tile_rows, STORED_ROWS // 2 if self.tensor_memory else STORED_ROWS)
 
@@ -185,17 +186,19 @@ class Shape:
 
     @property
     def staged(self) -> int:
-        """Parts of the result in shared memory at a time: of gates and ups one warpgroup stores the result."""
+        """Number of parts of the result in shared memory at a time: of gates and ups one warpgroup stores the
+        result."""
         return 2 // self.halves
 
     @property
     def handed_rows(self) -> int:
-        """Of sums that one warpgroup hands to the other, and eight more, by which neighbours lie in other banks."""
+        """Rows of sums that one warpgroup passes to the other, plus eight, so that neighbours are in different
+        banks."""
         return 0 if self.gating is None else self.tile_rows + 8
 
     @property
     def sum_columns(self) -> int:
-        """Of tensor memory: of two steps, or of the one sum where no sums are scaled."""
+        """Columns of tensor memory: of the sums of two steps, or of the one sum where no sums are scaled."""
         return 2 * self.sums * self.tile_rows if self.has_scales else self.tile_rows
 
     @property
@@ -204,9 +207,11 @@ class Shape:
 
     @property
     def stages(self) -> int:
-        """Tiles in flight; shared memory holds three of the largest there are, two on Blackwell, which needs two.
+        """Number of tiles in flight; shared memory holds three of the largest there are, two on Blackwell, which needs
+        two.
 
-        Of groups two CTAs share a multiprocessor where registers do: one multiplies while the other begins or ends.
+        Two CTAs of grouped products share a multiprocessor if registers allow: one multiplies while the other begins or
+        ends.
         """
         of_rows = self.vector_rows * (self.has_zeros + self.has_row_scales)
         vectors = self.sums * (OUTPUTS * (self.has_scales + self.has_zeros) + of_rows)

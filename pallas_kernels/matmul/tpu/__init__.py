@@ -1,1 +1,1 @@
-"""Matrix products on TPUs as Mosaic kernels."""
+"""Mosaic kernels of matrix products for TPUs."""

@@ -1,4 +1,4 @@
-"""Choices of tiles and of the form of a product with a quantised matrix on a TPU, by the bundles of one tile."""
+"""Candidate tiles and forms of a quantised product on a TPU, estimated from the instruction bundles of one tile."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from pallas_kernels.matmul.tpu.quantized import quantized_matmul, tiles
 from pallas_kernels.matmul.tpu.widened import SPAN, chunk_of
 from pallas_kernels.tuning import TpuProducts
 
-_COLUMNS = (512, 256, 1024)  # the usual ones first: of those that come to the same the first is kept
+_COLUMNS = (512, 256, 1024)  # the default first: of candidates with equal tiles the first is kept
 
 
 def candidates(problem: Problem) -> Iterator[Candidate]:
-    """Widths of tiles in both forms, those that come to the same left out."""
-    usual, found = TpuProducts(), set()
+    """List widths of tiles in both forms, without those that give the same tiles."""
+    default, found = TpuProducts(), set()
     dtypes = jnp.bfloat16, jnp.dtype(problem.codes)
     for by_sums in (True, False) if problem.rows <= problem.group // 2 else (False,):
         for columns in _COLUMNS:
-            sum_rows = max(usual.sum_rows, problem.rows) if by_sums else min(usual.sum_rows, problem.rows - 1) or 1
+            sum_rows = max(default.sum_rows, problem.rows) if by_sums else min(default.sum_rows, problem.rows - 1) or 1
             chosen = {"columns": columns, "sum_rows": sum_rows}
-            sizes = replace(usual, **chosen)
+            sizes = replace(default, **chosen)
             tile = tiles(problem.rows, problem.size, problem.out, problem.size // problem.group, *dtypes, sizes)
             if (by_sums, tile) in found:
                 continue
@@ -38,18 +38,18 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
 def _candidate(
     problem: Problem, chosen: dict[str, int], sizes: TpuProducts, by_sums: bool, rows: int, columns: int
 ) -> Candidate:
-    # One tile of as many inputs as the kernel does without a loop, whose bundles are then those of one pass.
+    # One tile of as many inputs as the kernel handles without a loop: its bundles are those of one pass.
     span = (SPAN if by_sums else chunk_of(problem.group)) // problem.group * problem.group
     inputs = min(problem.size, span)
     part = problem._replace(rows=rows, size=inputs, out=columns)
     alone = replace(sizes, columns=-(-columns // per_byte(jnp.dtype(problem.codes))), tile_bytes=1 << 30)
     tiles_of_out = -(-problem.rows // rows) * -(-problem.out // columns)
 
-    def cost(told: dict[str, Any]) -> float | None:
-        if not told.get("bundles"):
+    def cost(report: dict[str, Any]) -> float | None:
+        if not report.get("bundles"):
             return None
-        computed = told["bundles"] * problem.size / inputs / told["clock"]
-        copied = columns * problem.size / told["bandwidth"]
+        computed = report["bundles"] * problem.size / inputs / report["clock"]
+        copied = columns * problem.size / report["bandwidth"]
         copied *= 1 / per_byte(jnp.dtype(problem.codes)) + 4 * (1 + problem.zeros) / problem.group
         # The first tile's copy is not hidden, nor is the last one's product.
         return 1e6 * (copied + (tiles_of_out - 1) * max(computed, copied) + computed)

@@ -1,4 +1,4 @@
-"""What rows of groups are to `grouped`: where they best begin, and how many of them the kernel multiplies."""
+"""Row counts of the TPU's grouped kernel: where groups should begin, and how many rows it multiplies."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.matmul.tpu.grouped import STEP, Shape, rows_for, shape_of, why_apart
+from pallas_kernels.matmul.tpu.grouped import STEP, Shape, rows_for, shape_of, why_not_fused
 from pallas_kernels.matmul.tpu.visits import visits_of
 from pallas_kernels.matmul.tpu.widened import why_not_aligned
 from pallas_kernels.tuning import TpuProducts
 
-# Of a group on average, from which on each is worth a multiple of STEP: as many more are a ninth, at most, in memory.
+# Rows of an average group from which on padding each to a multiple of STEP pays: it adds a ninth of memory at most.
 _ALIGNED_ROWS = 64
 
 
 def group_step(num_rows: int, num_groups: int) -> int:
-    """What groups are best given a multiple of rows of."""
+    """Number of rows that group sizes should be padded to a multiple of."""
     return STEP if num_rows >= _ALIGNED_ROWS * num_groups else 1
 
 
 def multiplied_rows(group_sizes: np.ndarray, x: Any, x_scales: Any, codes: Any, scales: Any, *, gated: bool) -> int:
-    """Rows that are multiplied with a matrix for groups of these sizes; 0 where XLA multiplies.
+    """Number of rows multiplied with a matrix for groups of these sizes, padding included; 0 where XLA multiplies.
 
     x, x_scales, codes, scales: shapes and dtypes of the operation's operands; None where there are none.
     """
@@ -33,14 +33,14 @@ def multiplied_rows(group_sizes: np.ndarray, x: Any, x_scales: Any, codes: Any, 
         return 0
     of_rows = partial(rows_for, codes=codes.dtype, count=count, num_groups=num_groups)
     rows = jax.eval_shape(partial(of_rows, dtype=jnp.bfloat16, sizes=TpuProducts()), x, x_scales)
-    gated = gated and not why_apart(out // 2)
+    gated = gated and not why_not_fused(out // 2)
     dtypes, out = (rows.values.dtype, codes.dtype), out // 2 if gated else out
     shape = shape_of(num_rows, size, out, count, num_groups, *dtypes, TpuProducts(), gated=gated)
     return _rows_of_visits(group_sizes, num_rows, shape)
 
 
 def _rows_of_visits(group_sizes: np.ndarray, num_rows: int, shape: Shape) -> int:
-    """By the kernel's own list: of each visit blocks from the group's first row in the tile on."""
+    """Count rows from the kernel's own list: per visit full blocks, from the group's first row in the tile on."""
     listed = jax.jit(visits_of, static_argnums=(1, 2))(jnp.asarray(group_sizes, jnp.int32), num_rows, shape.rows)
     visits, total, most = jax.device_get(listed), 0, shape.blocks[-1]
     for visit in range(int(visits.products[0])):

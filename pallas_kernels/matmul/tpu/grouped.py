@@ -1,13 +1,13 @@
-"""Rows of groups, each times a matrix of its own: a Mosaic kernel that reads matrices of groups with rows.
+"""Grouped product on TPUs: a Mosaic kernel that reads the matrices of non-empty groups only.
 
 Its work is a list of visits, (group, tile of rows) for each pair that has rows in common, in the order of the rows,
-made on the device; the grid is as long as the list, so that time follows the rows and the groups that have some.
-Groups meet inside of tiles: a visit multiplies a block of rows that holds its group's, of a few sizes the least, and
-keeps what is not its own; each begins at an eighth row. The list ends with the tiles behind the last row, which are
-cleared. Products of experts by blocks are Gale et al.'s (MegaBlocks, 2022, arXiv:2211.15841).
+computed on the device; the grid is as long as the list, so that time follows the rows and the groups that have some.
+Groups meet inside of tiles: a visit multiplies the smallest of a few sizes of blocks that holds its group's rows, and
+leaves other rows of the block unchanged; blocks begin at multiples of eight rows. The list ends with the tiles after
+the last row, which are cleared. Products of experts by blocks are Gale et al.'s (MegaBlocks, 2022, arXiv:2211.15841).
 
-Gated, a visit multiplies with the same columns of both halves of the matrix and stores what the activation makes of the
-sums: [M, 2 F] is in no memory.
+Gated, a visit multiplies with the same columns of both halves of the matrix and stores the activated sums: [M, 2 F] is
+never stored.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from pallas_kernels.matmul.tpu.visits import visits_of
 from pallas_kernels.matmul.tpu.widened import CHUNK, LANES, SUBLANES, add_product, why_not_aligned
 from pallas_kernels.tuning import TpuProducts, tuning_of
 
-_MOST_ROWS = 256  # multiplied at once: more would be more instructions, and little faster
+_MOST_ROWS = 256  # most rows of one product: more would be more instructions, and little faster
 STEP = 8  # rows that blocks begin and end at multiples of
-_BIASES = 16  # that are there at once, as many as a register of bfloat16 has rows
+_BIASES = 16  # biases in VMEM at once: a register of bfloat16 has as many rows
 
 
 def quantized_grouped_matmul(
@@ -58,9 +58,9 @@ def quantized_grouped_matmul(
     sizes: TpuProducts | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """[M, out] in out_dtype; arguments as the public operation has checked them.
+    """Product [M, out] in out_dtype; the public operation has checked the arguments.
 
-    sizes: by default those of the chip that the trace is for. interpret: what `pl.pallas_call` takes.
+    sizes: by default those of the chip that the trace is for. interpret: argument of `pl.pallas_call`.
     """
     if why_not_aligned(x.shape[1], scales.shape[1], dtype):
         y = quantized_groups_xla.quantized_grouped_matmul(
@@ -86,11 +86,12 @@ def quantized_gated_matmul(
     sizes: TpuProducts | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """[M, F] in out_dtype; arguments as the public operation has checked them, options as of the product alone."""
+    """Activated product [M, F] in out_dtype; the public operation has checked the arguments. Options as for the
+    product."""
     options = {"dtype": dtype, "out_dtype": out_dtype, "sizes": sizes, "interpret": interpret}
     size = x.shape[1]
     if why := why_not_aligned(size, scales.shape[1], dtype):
-        say_apart(size, codes.shape[2] // 2, why)
+        log_not_fused(size, codes.shape[2] // 2, why)
         y = quantized_grouped_matmul(x, x_scales, codes, scales, zeros, group_sizes, **options)
         return activated(y, group_sizes, bias, activation, out_dtype)
     matrix = Matrix(codes, scales.astype(jnp.float32), zeros, bias)
@@ -107,32 +108,35 @@ def gated_product_of_groups(
     out_dtype: Any,
     *options: Any,
 ) -> jax.Array:
-    """[M, F] in out_dtype: by one kernel, or, where that cannot be, of gates and ups that a kernel has added the bias
-    to; arguments as `product_of_groups` has them."""
+    """Activated product [M, F] in out_dtype: by one kernel, or, where that is impossible, by a kernel for gates and ups
+    with their bias, activated from memory.
+
+    Arguments as for `product_of_groups`.
+    """
     size, width = x.shape[1], matrix.codes.shape[2] // 2
-    if not (why := why_apart(width)):
+    if not (why := why_not_fused(width)):
         return product_of_groups(x, x_scales, matrix, group_sizes, activation, dtype, out_dtype, *options)
-    say_apart(size, width, why)
+    log_not_fused(size, width, why)
     y = product_of_groups(x, x_scales, matrix, group_sizes, None, dtype, out_dtype, *options)
     return activated(y, group_sizes, None, activation, out_dtype)
 
 
-def say_apart(size: int, width: int, why: str) -> None:
-    """Have the log say why gates and ups are activated from memory."""
-    if pltpu.is_tpu_device():  # and not traced beside what another platform does
+def log_not_fused(size: int, width: int, why: str) -> None:
+    """Log why gates and ups are activated from memory."""
+    if pltpu.is_tpu_device():  # and not while another platform's program is traced
         say_once(size, width, why)
 
 
-def why_apart(width: int) -> str:
-    """Why gates and ups, `width` of each, cannot be multiplied together, "" if they can."""
+def why_not_fused(width: int) -> str:
+    """Reason why one kernel cannot multiply and activate gates and ups, `width` of each; "" if it can."""
     return f"{width} columns do not fill whole registers" if width % LANES else ""
 
 
 class Matrix(NamedTuple):
-    """The operands of groups' matrices, or references to a part of them.
+    """Operands of groups' matrices, or references to a part of them.
 
     Attributes:
-      codes: [G, in, out], or numbers in bfloat16.
+      codes: [G, in, out], or bfloat16 weights.
       scales, zeros: f32 [G, n, out]; None for none.
       bias: [G, out]; None for none.
     """
@@ -144,7 +148,7 @@ class Matrix(NamedTuple):
 
     @property
     def count(self) -> int:
-        """Scales along the inputs."""
+        """Number of scales along the inputs."""
         return 0 if self.scales is None else self.scales.shape[1]
 
 
@@ -159,7 +163,8 @@ def product_of_groups(
     sizes: TpuProducts | None,
     interpret: Any,
 ) -> jax.Array:
-    """[M, out], or activated [M, out / 2], in out_dtype; arguments as of the operations, which have checked them."""
+    """Product [M, out], or activated [M, out / 2], in out_dtype; arguments as of the operations, which have checked
+    them."""
     sizes = tuning_of("tpu").tpu_products if sizes is None else sizes
     rows = rows_for(x, x_scales, matrix.codes.dtype, matrix.count, len(group_sizes), dtype, sizes)
     return _call(rows, matrix, group_sizes, activation, out_dtype, sizes, interpret)
@@ -168,19 +173,19 @@ def product_of_groups(
 def rows_for(
     x: jax.Array, x_scales: jax.Array | None, codes: Any, count: int, num_groups: int, dtype: Any, sizes: TpuProducts
 ) -> PreparedRows:
-    """Rows as they meet matrices of `num_groups` groups with codes of this dtype and `count` scales, 0 for none."""
+    """Prepare rows for matrices of `num_groups` groups with codes of this dtype and `count` scales, 0 for none."""
     by_sums = not count or sums_are_scaled(tile_rows_of(len(x), num_groups), x.shape[1] // count, sizes)
     return prepared(x, x_scales, codes, count, dtype, sizes, by_sums=by_sums)
 
 
 class Shape(NamedTuple):
-    """What a visit works on.
+    """Tile and block sizes of a visit.
 
     Attributes:
-      rows: of a tile.
-      columns: of the result, those of whose matrix are there at once; `piece` of them are made at a time.
-      blocks: rows that are multiplied at once, ascending: the least that hold the group's rows in the tile, and of
-        more rows the most again and again. They begin at multiples of STEP.
+      rows: rows of a tile.
+      columns: columns of the result whose matrix is in VMEM at once; they are computed `piece` at a time.
+      blocks: numbers of rows that one product may have, ascending: the least that holds the group's rows in the tile,
+        or repeatedly the largest. Blocks begin at multiples of STEP.
     """
 
     rows: int
@@ -190,7 +195,7 @@ class Shape(NamedTuple):
 
 
 def sums_are_scaled(average: int, group: int, sizes: TpuProducts) -> bool:
-    """Whether sums are scaled, once for each chunk of inputs or group of them, or else the matrix is."""
+    """Whether sums are scaled, once per chunk of inputs or group of them, instead of the matrix."""
     return group >= CHUNK or sums_are_smaller(average, group, sizes)
 
 
@@ -206,13 +211,13 @@ def shape_of(
     *,
     gated: bool = False,
 ) -> Shape:
-    """For rows [num_rows, size] of dtype `x`, of `num_groups` groups, times matrices [size, out] of `codes`.
+    """Choose the Shape for rows [num_rows, size] of dtype `x`, of `num_groups` groups, times matrices [size, out] of
+    `codes`.
 
-    num_scales: 0 for matrices as they are. gated: there are two of them for each group; `out` is then a multiple of
-    LANES.
+    num_scales: 0 for plain matrices. gated: there are two matrices for each group; `out` is then a multiple of LANES.
 
-    To bring a matrix into the matrix units takes as long as to multiply some tens of rows with it: the rows of a group
-    are to be in one tile, and in one block there.
+    Loading a matrix into the matrix units takes as long as multiplying some tens of rows: the rows of a group
+    should be in one tile, and in one block there.
     """
     most, whole = min(num_rows, sizes.group_rows), ROWS if jnp.dtype(x).itemsize == 1 else STEP
     tile, piece = tiles(most // whole * whole or num_rows, size, out, num_scales, x, codes, sizes)
@@ -225,9 +230,9 @@ def shape_of(
     most, mean, group = min(tile, _MOST_ROWS), max(num_rows // num_groups, SUBLANES), size // max(num_scales, 1)
     blocks = blocks_of(mean, most)
     if num_scales and group < CHUNK and sums_are_scaled(tile_rows_of(num_rows, num_groups), group, sizes):
-        # Of many sums the code is long, and compiled for minutes: sizes are few.
+        # Code for many sums is long and takes minutes to compile, so there are few sizes.
         most = min(most, max(min(sizes.sum_rows, group // 2) // STEP * STEP, STEP), mean * 2)
-        # Of groups with more rows than the most those left are few, or nearly as many.
+        # Groups larger than the largest block leave few rows, or nearly as many as a block.
         chosen = (2, 4, 5, 6, 8) if mean < most else (1, 3, 5, 7, 8)
         blocks = tuple(sorted({pl.cdiv(most * eighths, 8 * STEP) * STEP for eighths in chosen}))
     blocks = (tile,) if tile % whole else blocks  # fewer rows than a register has
@@ -235,21 +240,22 @@ def shape_of(
 
 
 def _halves(width: int, piece: int, most: int, cores: int) -> tuple[int, int]:
-    """A piece and the columns of a strip, at most about `piece` and `most`: parts of `width`, so that ups begin at a
-    strip as gates do."""
+    """Choose (piece, columns of a strip) that divide `width`, at most about `piece` and `most`, so that ups begin at a
+    strip as gates do.
+    """
     widths = [each for each in range(LANES, width + 1, LANES) if width % each == 0 and each <= max(most, LANES)]
     columns = min(widths, key=lambda each: (pl.cdiv(width // each, cores) * each, -each))  # of the core with most
     return max(each for each in widths if columns % each == 0 and each <= max(piece, LANES)), columns
 
 
 def blocks_of(mean: int, most: int) -> tuple[int, ...]:
-    """Numbers of rows, at most `most`, that there is code for: close to each other up to what most groups have.
+    """Numbers of rows, at most `most`, that there is code for: closely spaced up to the size of most groups.
 
-    A group that has about `mean` rows has in its block a tenth more, about, than its own.
+    The block of a group of about `mean` rows is about a tenth larger than the group.
     """
-    apart = min(max((mean + 6 * STEP) // (8 * STEP) * STEP, STEP), _MOST_ROWS // 8)
+    step = min(max((mean + 6 * STEP) // (8 * STEP) * STEP, STEP), _MOST_ROWS // 8)
     low = min(mean, _MOST_ROWS // 2) // 2
-    wanted = low // 2, *range(low, min(mean * 3 // 2, _MOST_ROWS) + 1, apart), mean * 2, mean * 4
+    wanted = low // 2, *range(low, min(mean * 3 // 2, _MOST_ROWS) + 1, step), mean * 2, mean * 4
     return tuple(sorted({min(pl.cdiv(rows, STEP) * STEP, most) for rows in wanted}))
 
 
@@ -345,22 +351,22 @@ def _body(
 
     def add_rows(rows: Any, begin: Any, size: int, column: Any) -> None:
         own, columns = pl.ds(begin, size), pl.ds(column, shape.piece)
-        of_rows, behind, of_groups = (None if ref is None else ref.at[own] for ref in (x_scales, after, sums))
+        of_rows, row_factors, of_groups = (None if ref is None else ref.at[own] for ref in (x_scales, after, sums))
         products = []
         for half, matrix in enumerate(halves):
             codes, scales, zeros = (None if ref is None else ref.at[0, :, columns] for ref in matrix[:3])
             y = total.at[half, pl.ds(0, size)]
             clear(y, of_groups, zeros)
             add_product(y, rows, of_rows, codes, scales, by_sums=by_sums)
-            y = y[...] if behind is None else y[...] * behind[...]
+            y = y[...] if row_factors is None else y[...] * row_factors[...]
             products.append(y if matrix.bias is None else y + _row_of(matrix.bias[:, columns], group[visit]))
-        made = products[0] if activation is None else activation(*products)
+        result = products[0] if activation is None else activation(*products)
         row = begin + lax.broadcasted_iota(jnp.int32, (size, 1), 0)
-        kept = out[own, columns].astype(jnp.float32)
-        out[own, columns] = jnp.where((row >= first) & (row < last), made, kept).astype(out.dtype)
+        previous = out[own, columns].astype(jnp.float32)
+        out[own, columns] = jnp.where((row >= first) & (row < last), result, previous).astype(out.dtype)
 
     def add_block(at: Any, size: int) -> None:
-        # A tile's last block may begin sooner: rows are then made again, or another group's and kept.
+        # A tile's last block may begin sooner: its rows are then recomputed, or another group's and unchanged.
         begin = pl.multiple_of(jnp.minimum(at, shape.rows - size), STEP) if size < shape.rows else 0
         if moved is None or size == shape.rows:
             rows = x.at[pl.ds(begin, size)]
@@ -390,7 +396,7 @@ def _body(
 
 
 def _row_of(biases: jax.Array, group: Any) -> jax.Array:
-    """f32 [1, columns] of _BIASES rows, of which the group's is one; others may be anything."""
+    """Row f32 [1, columns] of the group's bias among _BIASES rows; the others may be anything."""
     row = lax.broadcasted_iota(jnp.int32, (_BIASES, 1), 0)
     own = jnp.where(row == lax.rem(group, _BIASES), biases.astype(jnp.float32), 0)
     return jnp.sum(own, axis=0, keepdims=True)

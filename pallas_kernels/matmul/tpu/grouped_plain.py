@@ -1,6 +1,6 @@
-"""Rows of groups, each times a matrix of its own as it is: in bfloat16 the kernel of `grouped`.
+"""Grouped product on TPUs with plain matrices: in bfloat16 the kernel of `grouped`.
 
-What it does not take is jax.lax.ragged_dot, which XLA:TPU compiles to a kernel whose work follows the rows, too.
+Other cases use jax.lax.ragged_dot, which XLA:TPU compiles to a kernel whose work follows the rows, too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.matmul.gated import Gating, activated, biased
-from pallas_kernels.matmul.tpu.grouped import Matrix, gated_product_of_groups, product_of_groups, say_apart
+from pallas_kernels.matmul.tpu.grouped import Matrix, gated_product_of_groups, log_not_fused, product_of_groups
 from pallas_kernels.matmul.tpu.widened import why_not_aligned
 from pallas_kernels.tuning import TpuProducts
 
@@ -27,7 +27,8 @@ def grouped_matmul(
     sizes: TpuProducts | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """[M, out] in out_dtype; arguments as the public operation has checked them, options as of quantised ones."""
+    """Product [M, out] in out_dtype; the public operation has checked the arguments. Options as for quantised
+    matrices."""
     if why_not_aligned(x.shape[1], 1, x.dtype):
         y = lax.ragged_dot(x, w, group_sizes, preferred_element_type=jnp.float32)
         row = jnp.arange(len(x), dtype=jnp.int32)
@@ -47,10 +48,11 @@ def gated_matmul(
     sizes: TpuProducts | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """[M, F] in out_dtype; arguments as the public operation has checked them, options as of quantised ones."""
+    """Activated product [M, F] in out_dtype; the public operation has checked the arguments. Options as for quantised
+    matrices."""
     size = x.shape[1]
     if why := why_not_aligned(size, 1, x.dtype):
-        say_apart(size, w.shape[2] // 2, why)
+        log_not_fused(size, w.shape[2] // 2, why)
         y = grouped_matmul(x, w, group_sizes, out_dtype=out_dtype, sizes=sizes, interpret=interpret)
         return activated(y, group_sizes, bias, activation, out_dtype)
     matrix = Matrix(w, bias=bias)

@@ -1,6 +1,6 @@
-"""What adapters add to a product: two Mosaic kernels, rows times A and that times B, over visits of `lora_visits`.
+"""LoRA addition on TPUs: two Mosaic kernels, rows times A and the result times B, over visits of `lora_visits`.
 
-A visit brings the matrices of some slots together, as many as fill a matrix unit's columns, and multiplies a tile of
+A visit stacks the matrices of some slots, as many as fill a matrix unit's columns, and multiplies a tile of
 rows with all of them; a row keeps the columns of its own slot, and zeros meet the others' B. The grids are as long as
 the list of visits, so that time follows the rows and the slots that they have; the second kernel adds to y in place,
 and tiles of rows that have no adapters are not touched.
@@ -36,9 +36,9 @@ def lora_product(
     sizes: LoraTiles | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> jax.Array:
-    """f32[T, out]; arguments as the public operation has checked them.
+    """Sum f32[T, out]; the public operation has checked the arguments.
 
-    sizes: those that the visits were made with. interpret: what `pl.pallas_call` takes.
+    sizes: those that the visits were made with. interpret: argument of `pl.pallas_call`.
     """
     sizes = Tuning().lora_tiles if sizes is None else sizes
     widths = [b.shape[1] for b in bs]
@@ -53,7 +53,7 @@ def lora_product(
 
 
 def why_xla(size: int, widths: Sequence[int], rank: int, dtype: jnp.dtype) -> str:
-    """Why adapters of a matrix of `size` inputs and sources of these outputs are XLA's, "" if the kernels take them."""
+    """Reason why XLA multiplies adapters of `size` inputs and sources of these outputs; "" if the kernels do."""
     if dtype != jnp.bfloat16:
         return "kernels multiply bfloat16"
     if rank % SUBLANES:
@@ -66,9 +66,10 @@ def why_xla(size: int, widths: Sequence[int], rank: int, dtype: jnp.dtype) -> st
 def _of_slots(
     rank: int, columns: int, each: int, row_and_column: Callable, *, visits_first: bool
 ) -> list[pl.BlockSpec]:
-    """The blocks of the slots of a visit's tile, of an array with the rows of a slot in one piece.
+    """BlockSpecs for the slots of a visit's tile, in an array in which the rows of a slot are contiguous.
 
-    row_and_column: block's, from the slot and the grid's other index. visits_first: of the grid's two.
+    row_and_column: (slot, the grid's other index) to the block's index. visits_first: whether visits are the grid's
+    first dimension.
     """
 
     def block(at: int) -> pl.BlockSpec:
@@ -84,7 +85,9 @@ def _of_slots(
 def _times_a(
     x: jax.Array, a: jax.Array, visits: LoraVisits, num_modules: int, rank: int, sizes: LoraTiles, interpret
 ) -> jax.Array:
-    """bfloat16 [T, modules * columns of all tiles of slots]; what no visit makes is never read."""
+    """Rows times A of their visits: bfloat16 [T, modules * columns of all tiles of slots]; parts without a visit are
+    never read.
+    """
     (num_rows, size), each = x.shape, slots_of_tile(rank, sizes)
     num_slots, num_tiles, columns = len(a) // (num_modules * rank), len(visits.slots) // each, each * rank
     tile_rows = tile_rows_of(num_rows, sizes)
@@ -113,22 +116,22 @@ def _times_a(
         ),
         interpret=interpret,
         name="lora_times_a",
-    )(visits.row_tile, visits.slot_tile, visits.slots, visits.place[:, None], x, *[a] * each)
+    )(visits.row_tile, visits.slot_tile, visits.slots, visits.slot_index[:, None], x, *[a] * each)
 
 
 def _times_a_body(
-    row_tile,  # SMEM: of visits
+    row_tile,  # SMEM: per visit
     slot_tile,
     slots,
-    place,  # VMEM: i32 [rows, 1]
+    slot_index,  # VMEM: i32 [rows, 1]
     x,  # [rows, in]
     *a_and_out,  # [rank, in] of each slot; [rows, columns]
     rank: int,
 ):
     *parts, out = a_and_out
-    inner = lora_xla.dot(x[...], _together(parts), 1)
+    inner = lora_xla.dot(x[...], _stacked(parts), 1)
     column = lax.broadcasted_iota(jnp.int32, inner.shape, 1)
-    own = place[...] == slot_tile[pl.program_id(0)] * len(parts) + (column >> int(math.log2(rank)))
+    own = slot_index[...] == slot_tile[pl.program_id(0)] * len(parts) + (column >> int(math.log2(rank)))
     out[...] = jnp.where(own, inner, 0.0).astype(out.dtype)
 
 
@@ -143,10 +146,10 @@ def _add_times_b(
     sizes: LoraTiles,
     interpret,
 ) -> jax.Array:
-    """y with what a source's adapters add to its columns, from `first` on."""
+    """Add a source's adapters to its columns of y, from column `first` on."""
     each = slots_of_tile(rank, sizes)
     columns, num_tiles, tile_rows = each * rank, len(visits.slots) // each, tile_rows_of(len(y), sizes)
-    # Blocks of all columns of y, of which the source's are whole ones.
+    # Blocks divide the source's columns and their offset in y.
     width = math.gcd(first, b.shape[1])
     width = max(w for w in range(LANES, min(width, sizes.width) + 1, LANES) if width % w == 0)
     of_y = pl.BlockSpec((tile_rows, width), lambda n, v, row_tile, *_: (row_tile[v], first // width + n))
@@ -184,10 +187,10 @@ def _add_times_b_body(row_tile, slot_tile, slots, y, inner, *b_and_out):
     *parts, out = b_and_out
     visit = pl.program_id(1)
     is_first = (visit == 0) | (row_tile[jnp.maximum(visit - 1, 0)] != row_tile[visit])
-    added = lora_xla.dot(inner[...], _together(parts), 0)
+    added = lora_xla.dot(inner[...], _stacked(parts), 0)
     out[...] = jnp.where(is_first, y[...], out[...]) + added
 
 
-def _together(parts: Sequence) -> jax.Array:
-    """The rows of slots below each other."""
+def _stacked(parts: Sequence) -> jax.Array:
+    """Stack the rows of several slots."""
     return parts[0][...] if len(parts) == 1 else jnp.concatenate([part[...] for part in parts], axis=0)

@@ -1,9 +1,9 @@
-"""Rows with scales of a few inputs each: a Mosaic kernel that reads them once and writes them once.
+"""Microscaled rounding on TPUs: a Mosaic kernel that reads rows once and writes them once.
 
-XLA:TPU brings rows into another order to have a few inputs side by side, and float32 values to memory and back. Here
-groups stay where they are, among a register's 128 lanes. As many columns of registers as a group has inputs are brought
-together, pair by pair with half as many left each time, until one register has the largest values of all their groups;
-scales are made there, and each column picks its own from it.
+XLA:TPU reorders rows to have the inputs of a group adjacent, and writes float32 values to memory and back. Here
+groups keep their order, among a register's 128 lanes. As many columns of registers as a group has inputs are
+combined, pair by pair with half as many left each time, until one register has the largest values of all their groups;
+scales are computed in it, and each column picks its own from it.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.matmul.rounding import held_scales, microscaled
 from pallas_kernels.matmul.tpu.widened import LANES
 
-# Rows of a tile, and of those that are rounded at a time, while the scales of the next are made: one waits for the
-# permutations of lanes of which the other has none.
+# Rows of a tile, and rows that are rounded at a time, while the scales of the next ones are computed: the latter waits
+# for permutations of lanes, the former has none.
 ROWS, STEP = 256, 64
-# Rows of whole registers, of float32 and of bfloat16 as XLA stores it.
+# Rows of a full register, of float32 and of bfloat16 as XLA stores it.
 _ALIGNED = 8
 
 
 def microscaled_rows(
-    x: jax.Array, whole: jax.Array | None, *, group: int, dtype: str, kind: str, interpret: Any = False
+    x: jax.Array, global_scale: jax.Array | None, *, group: int, dtype: str, kind: str, interpret: Any = False
 ) -> jax.Array:
-    """[M, in] in x's dtype; arguments as the public operation has checked them.
+    """Rounded rows [M, in] in x's dtype; the public operation has checked the arguments.
 
-    interpret: what `pl.pallas_call` takes.
+    interpret: argument of `pl.pallas_call`.
     """
     num_rows, size = x.shape
     rows, registers = min(pl.cdiv(num_rows, _ALIGNED) * _ALIGNED, ROWS), pl.cdiv(size, LANES)
     columns = pl.cdiv(registers, pl.cdiv(registers, group)) * LANES
     of_rows = pl.BlockSpec((rows, columns), lambda m, n: (m, n))
     operands, specs = (x,), (of_rows,)
-    if whole is not None:
-        one = len(whole) == 1
-        of_whole = pl.BlockSpec((1 if one else rows, 1), lambda m, n: (0 if one else m, 0))
-        operands, specs = (x, whole), (of_rows, of_whole)
+    if global_scale is not None:
+        one = len(global_scale) == 1
+        of_scale = pl.BlockSpec((1 if one else rows, 1), lambda m, n: (0 if one else m, 0))
+        operands, specs = (x, global_scale), (of_rows, of_scale)
     return pl.pallas_call(
         partial(_body, group=group, dtype=dtype, kind=kind),
         grid=(pl.cdiv(num_rows, rows), pl.cdiv(size, columns)),
@@ -56,31 +56,32 @@ def microscaled_rows(
     )(*operands)
 
 
-def _body(x, *whole_and_out, group: int, dtype: str, kind: str):
-    *whole, out = whole_and_out
+def _body(x, *scale_and_out, group: int, dtype: str, kind: str):
+    *global_scale, out = scale_and_out
     num_rows, registers = x.shape[0], x.shape[1] // LANES
     step = min(STEP, num_rows)
 
-    def whole_of(rows) -> jax.Array | None:
-        return whole[0][rows if len(whole[0]) > 1 else slice(None)] if whole else None
+    def global_scale_of(rows) -> jax.Array | None:
+        return global_scale[0][rows if len(global_scale[0]) > 1 else slice(None)] if global_scale else None
 
     def part(rows, register: int) -> jax.Array:
         return x[rows, register * LANES : (register + 1) * LANES].astype(jnp.float32)
 
     def scales(rows) -> jax.Array:
-        """Of every group of some rows, [rows, LANES]: a group's first lanes have those of the first registers."""
-        largest = _together([jnp.abs(part(rows, register)) for register in range(registers)], group)
-        return held_scales(largest, dtype, kind=kind, whole=whole_of(rows))
+        """Scales of every group of some rows, [rows, LANES]: a group's first lanes hold those of the first
+        registers."""
+        largest = _combined([jnp.abs(part(rows, register)) for register in range(registers)], group)
+        return held_scales(largest, dtype, kind=kind, global_scale=global_scale_of(rows))
 
     def write(rows, held: jax.Array) -> None:
         first = lax.broadcasted_iota(jnp.int32, held.shape, 1) & -group
         for register in range(registers):
             own = jnp.take_along_axis(held, first + register, axis=1, mode="promise_in_bounds")
-            values = microscaled(part(rows, register), own, dtype, whole=whole_of(rows))
+            values = microscaled(part(rows, register), own, dtype, global_scale=global_scale_of(rows))
             out[rows, register * LANES : (register + 1) * LANES] = values.astype(out.dtype)
 
     def rows_of(index):
-        # The last ones begin where they must to end with the tile; what is rounded twice is alike.
+        # The last step is moved back to end with the tile; rows rounded twice have the same values.
         first = jnp.minimum(index * step, num_rows - step)
         return pl.ds(pl.multiple_of(first, _ALIGNED), step)
 
@@ -96,8 +97,8 @@ def _body(x, *whole_and_out, group: int, dtype: str, kind: str):
     write(rows_of(steps - 1), held)
 
 
-def _together(parts: list[jax.Array], group: int) -> jax.Array:
-    """The largest of each `group` lanes of at most as many parts: of part `n` at lane `n` of them."""
+def _combined(parts: list[jax.Array], group: int) -> jax.Array:
+    """Largest magnitude of each `group` lanes of up to `group` parts: that of part `n` in lane `n` of the group."""
     found, lane = dict(enumerate(parts)), lax.broadcasted_iota(jnp.int32, parts[0].shape, 1)
     step = group // 2
     while step:

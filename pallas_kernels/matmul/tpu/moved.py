@@ -1,6 +1,6 @@
-"""Rows of one-byte numbers, in VMEM, brought to where registers begin.
+"""Alignment of rows of one-byte numbers in VMEM to the beginning of registers.
 
-Memory lays 32 such rows out as a register, four to a word: what begins elsewhere is read as words, and turned.
+Memory lays 32 such rows out as a register, four to a word: unaligned rows are read as words, and rotated.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-ROWS = 32  # of a register
+ROWS = 32  # rows of a register
 _WORDS = ROWS // 4
 
 
 def move_rows(x: Any, begin: Any, size: int, to: Any) -> None:
-    """Copy `size` rows of `x`, from `begin` on, to the first of `to`; what follows them up to a whole register is any.
+    """Copy `size` rows of `x`, from `begin` on, to the first of `to`; padding up to a full register may hold anything.
 
     x, to: references [M, in] and [at least size, in], numbers of rows multiples of ROWS. begin: a multiple of four.
     """
     low = lax.div(begin, ROWS) * ROWS
     skipped = lax.div(begin - low, 4)
 
-    def turned(index: int) -> jax.Array:
-        """A register's words, the skipped ones last."""
-        # Of one behind the end nothing is wanted.
+    def rotated(index: int) -> jax.Array:
+        """Words of register `index`, rotated so that the skipped ones come last."""
+        # A register past the end is clamped: nothing of it is used.
         at = pl.multiple_of(jnp.minimum(low + index * ROWS, x.shape[0] - ROWS), ROWS)
         return pltpu.roll(pltpu.bitcast(x[pl.ds(at, ROWS), :], jnp.int32), lax.rem(_WORDS - skipped, _WORDS), 0)
 
     is_first = lax.broadcasted_iota(jnp.int32, (_WORDS, x.shape[1]), 0) < _WORDS - skipped
-    this = turned(0)
+    this = rotated(0)
     for index in range(pl.cdiv(size, ROWS)):
-        following = turned(index + 1)
+        following = rotated(index + 1)
         to[pl.ds(index * ROWS, ROWS), :] = pltpu.bitcast(jnp.where(is_first, this, following), to.dtype)
         this = following

@@ -1,7 +1,7 @@
-"""Rows times a quantised matrix whose scales vary along its inputs: a Mosaic kernel that widens it tile by tile.
+"""Quantised product with scales that vary along the inputs: a Mosaic kernel that widens the matrix tile by tile.
 
-No widened matrix is in memory: codes, scales and zeros are read once for each tile of rows. With one scale a channel
-the product is XLA's own, which is at the memory's bandwidth then (pallas_kernels.matmul.quantized_xla).
+No widened matrix is in memory: codes, scales and zeros are read once for each tile of rows. With one scale per channel
+the product is XLA's own, which then runs at the memory's bandwidth (pallas_kernels.matmul.quantized_xla).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pallas_kernels.matmul.tpu.widened import LANES, SUBLANES, add_product, chun
 from pallas_kernels.tuned import product_sizes
 from pallas_kernels.tuning import TpuProducts, tuning_of
 
-_WORKSPACE = 8 << 20  # bytes beside a kernel's operands and results: a chunk widened, a product; as many for zeros
+_WORKSPACE = 8 << 20  # bytes in addition to operands and results: a widened chunk, a product; as many for zeros
 
 
 def quantized_matmul(
@@ -37,15 +37,15 @@ def quantized_matmul(
     sizes: TpuProducts | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """[M, out] in out_dtype; arguments as the public operation has checked them.
+    """Product [M, out] in out_dtype; the public operation has checked the arguments.
 
-    sizes: by default those of the chip that the trace is for. interpret: what `pl.pallas_call` takes.
+    sizes: by default those of the chip that the trace is for. interpret: argument of `pl.pallas_call`.
     """
     (num_rows, size), (count, out) = x.shape, scales.shape
     if why_not(size, count, dtype):
-        usual = tuning_of("tpu").tpu_products if sizes is None else sizes
+        defaults = tuning_of("tpu").tpu_products if sizes is None else sizes
         # Eight-bit codes are exact in bfloat16.
-        x = x.astype(dtype) if x.dtype == jnp.int8 and usual.int8_products == 1 else x
+        x = x.astype(dtype) if x.dtype == jnp.int8 and defaults.int8_products == 1 else x
         options = {"dtype": dtype, "out_dtype": out_dtype, "fine": jnp.float32}  # a TPU has no float16
         return quantized_xla.quantized_matmul(x, x_scales, codes, scales, zeros, **options)
     chosen: TpuProducts = product_sizes("tpu", num_rows, size, out, count, codes.dtype) if sizes is None else sizes
@@ -55,22 +55,26 @@ def quantized_matmul(
 
 
 def why_xla(size: int, out: int, num_scales: int, codes: Any, dtype: Any) -> str:
-    """Why a matrix [size, out] with `num_scales` scales along its inputs is XLA's, "" if the kernel takes it."""
+    """Reason why XLA multiplies with a matrix [size, out] with `num_scales` scales along its inputs; "" if the kernel
+    does."""
     return why_not(size, num_scales, dtype)
 
 
 def sums_are_smaller(rows: int, group: int, sizes: TpuProducts) -> bool:
-    """Whether so few rows are multiplied by sums: these are as large as the rows for each group, weights as a group."""
+    """Whether to scale sums of groups rather than the matrix, as sums are no larger for so few rows.
+
+    Per group, the sums have a number for each row, the matrix one for each input.
+    """
     return rows <= min(sizes.sum_rows, group // 2)
 
 
 class PreparedRows(NamedTuple):
-    """Rows as the kernel multiplies them.
+    """Rows in the form that the kernel multiplies.
 
     Attributes:
       values: [M, in], bfloat16 or codes.
-      scales: f32 [M, n] for as many groups as the matrix has, by weights for chunks of inputs; None for none.
-      after: f32 [M, 1], of the result.
+      scales: f32 [M, n], with sums one per group of the matrix, with weights one per chunk of inputs; None for none.
+      after: f32 [M, 1], factor of the result; None for none.
       by_sums: the form, see `widened`.
     """
 
@@ -90,7 +94,8 @@ def prepared(
     *,
     by_sums: bool,
 ) -> PreparedRows:
-    """Rows [M, in] for a matrix with codes of this dtype and `num_scales` groups of inputs, in one of the forms."""
+    """Prepare rows [M, in] for a matrix with codes of this dtype and `num_scales` groups of inputs, in the given
+    form."""
     if x_scales is None:
         return PreparedRows(x.astype(dtype), None, None, by_sums)
     count = x_scales.shape[1]
@@ -107,7 +112,8 @@ def prepared(
 
 
 def _in_units(x: jax.Array, x_scales: jax.Array, chunk: int, dtype: Any) -> PreparedRows:
-    """Rows for a product by weights, each chunk in units of its largest scale, where codes with that one are exact."""
+    """Prepare rows for a product by weights, each chunk in units of its largest scale: codes of that scale stay
+    exact."""
     size, group = x.shape[1], x.shape[1] // x_scales.shape[1]
     step = math.gcd(group, chunk)
     scales, each = jnp.repeat(x_scales, group // step, axis=1), chunk // step
@@ -118,12 +124,12 @@ def _in_units(x: jax.Array, x_scales: jax.Array, chunk: int, dtype: Any) -> Prep
 
 
 def group_sums(rows: PreparedRows, num_scales: int) -> jax.Array:
-    """The sum of each group of each row, bfloat16 [M, 3 n]: leading bits, those behind them, leading bits.
+    """Sum of each group of each row as bfloat16 [M, 3 n]: high bits, low bits, high bits.
 
-    Times the same of zeros, the leading bits twice, that is a product in 16 bits of mantissa in one pass.
+    Times zeros as high, high, low bits, this gives a product in 16 bits of mantissa in one pass.
     """
     size = rows.values.shape[1]
-    # A product with ones: XLA would turn rows that are reshaped to groups, in float32.
+    # A product with ones: XLA would transpose rows that are reshaped to groups, in float32.
     group = jnp.arange(size)[:, None] // (size // num_scales) == jnp.arange(num_scales)
     values = rows.values.astype(jnp.bfloat16)
     sums = jnp.dot(values, group.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
@@ -182,7 +188,7 @@ def _body(x, x_scales, after, sums, codes, scales, zeros, out, total, *, by_sums
 
 
 def clear(total: Any, sums: Any, zeros: Any) -> None:
-    """Begin `total` with what zeros take away."""
+    """Initialise `total` with the contribution of zeros, -sums @ zeros."""
     if zeros is None:
         total[...] = jnp.zeros_like(total)
         return
@@ -195,7 +201,7 @@ def clear(total: Any, sums: Any, zeros: Any) -> None:
 def tiles(
     num_rows: int, size: int, out: int, num_scales: int, x_dtype: Any, codes_dtype: Any, sizes: TpuProducts
 ) -> tuple[int, int]:
-    """Rows and columns of the tile that is made at a time, all inputs of which are in VMEM, twice."""
+    """Rows and columns of a tile; all its inputs are in VMEM, in two buffers."""
     rows, columns = min(num_rows, sizes.rows), min(out, sizes.columns * per_byte(codes_dtype))
 
     def bytes_of() -> tuple[int, int]:
@@ -215,18 +221,21 @@ def tiles(
 
 
 def _tile_bytes(rows: int, columns: int, size: int, num_scales: int, x_dtype: Any, codes_dtype: Any) -> tuple[int, int]:
-    """Of rows with their results and of a matrix's columns, as the kernel holds them: of two tiles."""
+    """Bytes in VMEM of two tiles: of rows with their results, and of a matrix's columns."""
     of_rows = rows * (size * jnp.dtype(x_dtype).itemsize + 6 * columns)
     return 2 * of_rows, 2 * columns * column_bytes(size, num_scales, codes_dtype)
 
 
 def column_bytes(size: int, num_scales: int, codes: Any) -> int:
-    """Of the codes, their scales and zeros of a matrix's column."""
+    """Bytes of a matrix's column: its codes, scales and zeros."""
     return size * jnp.dtype(codes).itemsize // per_byte(codes) + 8 * num_scales
 
 
 def vmem_limit(tile: tuple[int, int], rows: PreparedRows, codes: jax.Array, scales: Any, zeros: Any, most: int) -> int:
-    """What a kernel with such tiles may take: XLA holds nothing between kernels in what one of them reserves."""
+    """VMEM limit in bytes for a kernel with such tiles, at most `most`.
+
+    XLA keeps nothing between kernels in memory that one of them reserves, so the limit is no larger than needed.
+    """
     size, count = rows.values.shape[1], 0 if scales is None else scales.shape[-2]
     held = sum(_tile_bytes(*tile, size, count, rows.values.dtype, codes.dtype))
     return min(held + _WORKSPACE * (1 if zeros is None else 2), most)

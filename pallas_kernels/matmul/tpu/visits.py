@@ -1,4 +1,4 @@
-"""The list of visits of `grouped`: (group, tile of rows) for each pair that has rows in common, made on the device."""
+"""Visits of the grouped kernel: (group, tile of rows) for each pair that has rows in common, computed on the device."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from jax.experimental import pallas as pl
 
 
 class Visits(NamedTuple):
-    """What the kernel does, in order; entries past `count` are never read.
+    """Work list of the kernel, in order; entries past `count` are never read.
 
     Attributes:
-      group, tile: i32[V], of each visit. Behind `products` of them are tiles to clear.
+      group, tile: i32[V], of each visit. Those after the first `products` are tiles to clear.
       starts, ends: i32[G], rows of each group.
-      products, count: i32[1]
+      products, count: i32[1], visits that multiply, and all visits.
     """
 
     group: jax.Array
@@ -27,7 +27,7 @@ class Visits(NamedTuple):
 
 
 def visits_of(group_sizes: jax.Array, num_rows: int, tile_rows: int) -> Visits:
-    """The visits of groups of i32[G] rows, which follow each other."""
+    """Compute the visits of consecutive groups of i32[G] rows, for tiles of `tile_rows` rows."""
     ends = jnp.cumsum(group_sizes)
     starts = ends - group_sizes
     first = starts // tile_rows

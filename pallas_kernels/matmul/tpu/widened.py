@@ -1,10 +1,11 @@
-"""A tile of a quantised matrix times rows, in VMEM: what the dense and the grouped kernel have in common.
+"""Product of rows with a tile of a quantised matrix in VMEM, shared by the dense and the grouped kernel.
 
-Two forms, of which a tuning table chooses by the chip and the number of rows. "sums", of half a group's rows at
-most: codes are multiplied as they are and the sum of each group of inputs is scaled, which is exact but costs what the
-result's size is, for each group. "weights": codes are widened and scaled first, rounded to bfloat16, which costs what
-the matrix's size is, once. A piece of a few groups is scaled in units of its first one's scale, which its sums get: so
-codes of the first are exact, and two groups of 128 inputs are rounded 0.7 times as far as all of them would be.
+It has two forms, of which a tuning table chooses by the chip and the number of rows. "sums", for half a group's rows at
+most: codes are multiplied directly and the sum of each group of inputs is scaled, which is exact but costs an operation
+per element of the result for each group. "weights": codes are widened and scaled first, rounded to bfloat16, which
+costs an operation per element of the matrix, once. A piece of a few groups is scaled in units of its first one's scale,
+which its sums get: so codes of the first are exact, and two groups of 128 inputs are rounded 0.7 times as far as all of
+them would be.
 """
 
 from __future__ import annotations
@@ -21,27 +22,27 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.matmul.nibbles import per_byte
 
-# Inputs that are widened at a time, about, and that a pass of the loop over inputs has where sums are scaled. Codes of
-# four bits fill tiles of whole registers from 64 inputs on.
+# Inputs that are widened at a time, about, and inputs of a pass of the loop where sums are scaled. Four-bit codes fill
+# register tiles from 64 inputs on.
 CHUNK, SPAN, ALIGNED = 512, 4096, 64
 # Inputs and columns that matrix units multiply at a time, of v6e and tpu7x. Fewer inputs leave them idle; more columns
 # at once wait for sums that are scaled.
 PIECE = 256
 _LEAST = 1e-30  # stands for scales that are no unit, zeros above all
 LANES = 128
-# Rows of bfloat16 in a register: groups begin at whole ones.
+# Rows of bfloat16 in a register: groups begin at a register.
 SUBLANES = 16
 
 
 def why_not(size: int, num_scales: int, dtype: Any) -> str:
-    """Why a matrix of `size` inputs in `num_scales` groups cannot be multiplied here, "" if it can."""
+    """Reason why a matrix of `size` inputs in `num_scales` groups is not multiplied here; "" if it is."""
     if num_scales == 1:
         return "with one scale a channel XLA's product is as good"
     return why_not_aligned(size, num_scales, dtype)
 
 
 def why_not_aligned(size: int, num_scales: int, dtype: Any) -> str:
-    """The same where a scale a channel is for the kernel, too."""
+    """Same as `why_not` for kernels that also take one scale per channel."""
     if dtype != jnp.bfloat16:
         return "kernels widen to bfloat16"
     if size % ALIGNED or size // num_scales % SUBLANES:
@@ -50,7 +51,7 @@ def why_not_aligned(size: int, num_scales: int, dtype: Any) -> str:
 
 
 def chunk_of(group: int) -> int:
-    """Inputs that are widened at a time: whole groups, or a whole part of one."""
+    """Inputs that are widened at a time: a number of groups, or a divisor of one."""
     if group > CHUNK and group % ALIGNED == 0:
         return math.gcd(group, CHUNK)
     step = math.lcm(group, ALIGNED)
@@ -60,9 +61,9 @@ def chunk_of(group: int) -> int:
 def add_product(total: Any, x: Any, x_scales: Any, codes: Any, scales: Any, *, by_sums: bool) -> None:
     """Add rows times a tile of a matrix to `total`, f32 [M, N]. All are references in VMEM.
 
-    x: [M, in], bfloat16, or codes that are multiplied as they are with those of the matrix.
-    x_scales: f32 [M, n], by sums of groups of the matrix, else of chunks of inputs (`chunk_of`); None for none.
-    codes: [in, N] or pairs [in / 2, N], or numbers in bfloat16. scales: f32 [n, N]; None for such numbers.
+    x: [M, in], bfloat16, or codes that are multiplied directly with those of the matrix.
+    x_scales: f32 [M, n], by sums one per group of the matrix, else one per chunk of inputs (`chunk_of`); None for none.
+    codes: [in, N] or pairs [in / 2, N], or bfloat16 weights. scales: f32 [n, N]; None for bfloat16 weights.
     """
     size = x.shape[1]
     if scales is None:
@@ -72,9 +73,9 @@ def add_product(total: Any, x: Any, x_scales: Any, codes: Any, scales: Any, *, b
         group = size // scales.shape[0]
         chunk = chunk_of(group)
         span = chunk * max(SPAN // chunk, 1) if by_sums else chunk
-        given = total, x, x_scales, codes, scales, group
-        add = partial(_add_sums, *given) if by_sums else partial(_add_weights, *given, chunk)
-    # References are sliced at places known at run time only where these are whole registers.
+        operands = total, x, x_scales, codes, scales, group
+        add = partial(_add_sums, *operands) if by_sums else partial(_add_weights, *operands, chunk)
+    # References are sliced at dynamic offsets only where these are multiples of a register.
     passes = size // span if span % LANES == 0 else 0
     if passes > 1:
 
@@ -119,15 +120,15 @@ def _add_weights(total, x, x_scales, codes, scales, group, chunk, first, length)
             parts.append(part)
         matrix = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=0)
         pieces.append((rows[:, begin : begin + piece], matrix, unit))
-    behind = None if x_scales is None else _column(x_scales, first // chunk)
+    row_factors = None if x_scales is None else _column(x_scales, first // chunk)
     for column in range(0, scales.shape[1], PIECE):
         own = slice(column, column + PIECE)
         y = reduce(jnp.add, (_dot(values, matrix[:, own]) * unit[:, own] for values, matrix, unit in pieces))
-        total[:, own] += y if behind is None else y * behind
+        total[:, own] += y if row_factors is None else y * row_factors
 
 
 def _column(array: Any, index: Any) -> jax.Array:
-    """One column, [M, 1], of an array [M, n] in VMEM, wherever it is."""
+    """Column [M, 1] at a dynamic index of an array [M, n] in VMEM."""
     own = lax.broadcasted_iota(jnp.int32, array.shape, 1) == index
     return jnp.sum(jnp.where(own, array[...], 0.0), axis=1, keepdims=True)
 
@@ -138,10 +139,10 @@ def _dot(x: jax.Array, matrix: jax.Array) -> jax.Array:
 
 
 def _widened(codes: Any, first: Any, length: int, dtype: Any) -> jax.Array:
-    """Codes of `length` inputs in `dtype`, which holds them exactly."""
+    """Convert the codes of `length` inputs to `dtype`, which holds them exactly."""
     packed = per_byte(codes.dtype)
     row = first // packed if isinstance(first, int) else pl.multiple_of(lax.div(first, packed), ALIGNED // packed)
     part = codes[pl.ds(row, length // packed), :]
-    # Pairs lie as the registers of four-bit numbers do: the even input in the low bits.
+    # Pairs have the layout of four-bit registers: the even input in the low bits.
     part = pltpu.bitcast(part, jnp.int4) if packed == 2 else part
     return part if part.dtype == dtype else part.astype(dtype)

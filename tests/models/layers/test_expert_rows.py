@@ -58,7 +58,7 @@ def test_every_row_is_added_once_and_in_order(sizes):
 @pytest.mark.parametrize("form", [mix, expert_rows._mixed_at_once, expert_rows._mixed_one_by_one])
 def test_tokens_are_mixed_alike_in_every_form(form, monkeypatch):
     """Three rows of each of nine tokens, brought back to their order at once, or one by one as a TPU has them."""
-    monkeypatch.setattr(expert_rows, "_MOST_TURNED", 0)
+    monkeypatch.setattr(expert_rows, "_MOST_REORDERED", 0)
     rng = np.random.default_rng(0)
     order = rng.permutation(3 * TOKENS)
     y, weights = (rng.standard_normal(shape).astype(np.float32) for shape in ((3 * TOKENS, WIDTH), (TOKENS, 3)))

@@ -122,7 +122,7 @@ def test_rows_with_scales_of_a_few_inputs_are_exact(name, dtype):
     whole = F32(1) if rounding.whole is None else rounding.whole
     x = jnp.concatenate([jnp.asarray(rows()[:, :96]), jnp.pad(given(), ((0, 0), (0, 32)))]).astype(dtype)
     found = microscaled_rows(
-        x, rounding.group, DTYPES[rounding.kind], kind=KINDS[rounding.scales], whole=whole.reshape(1, 1)
+        x, rounding.group, DTYPES[rounding.kind], kind=KINDS[rounding.scales], global_scale=whole.reshape(1, 1)
     )
     assert found.dtype == x.dtype
     codes, scales = rounding.codes(np.asarray(x, F32))

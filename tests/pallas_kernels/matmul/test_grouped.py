@@ -182,7 +182,7 @@ def test_matrices_that_are_stored_turned():
     num_rows, sizes = CASES["rows after the last group"]
     x, w = operands(num_rows, len(sizes), "bfloat16")
     run, given = partial(grouped_tiles.grouped_matmul, out_dtype=jnp.float32), (x, w, jnp.asarray(sizes, jnp.int32))
-    np.testing.assert_allclose(run(*given, turned=True), run(*given), rtol=0, atol=2e-5)
+    np.testing.assert_allclose(run(*given, transposed=True), run(*given), rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("num_rows", [8, 512, 65536])

@@ -202,7 +202,7 @@ def test_rows_of_groups_have_places_in_tiles_of_their_own(sizes, step):
             group_of[place] = group
     assert len(group_of) == sum(-(-size // step) * step for size in sizes)
     for row, owner in enumerate(owners):
-        assert tiles.source[tiles.place[row]] == row and group_of[tiles.place[row]] == owner
+        assert tiles.source[tiles.index[row]] == row and group_of[tiles.index[row]] == owner
 
 
 @each_row("rows", [1, 9, 100, 4000])
@@ -364,9 +364,9 @@ def test_tiles_have_the_rows_that_registers_hold(rows, group, codes, tile):
 def test_columns_of_codes_are_in_one_piece_where_kernels_read_them_so(platform, capability, order):
     device = SimpleNamespace(platform=platform, compute_capability=capability)
     sharding: Any = SimpleNamespace(device_set=[device])
-    decl = ParamDecl(("embed", "mlp"), (Source("up.weight:pairs", 4),), turned_on_gpu=True)
+    decl = ParamDecl(("embed", "mlp"), (Source("up.weight:pairs", 4),), transposed_on_gpu=True)
     assert order_of(decl, sharding) == order
-    stack = ParamDecl(("experts", "embed", "mlp"), (Source("up.weight", 4),), num_experts=4, turned_on_gpu=True)
+    stack = ParamDecl(("experts", "embed", "mlp"), (Source("up.weight", 4),), num_experts=4, transposed_on_gpu=True)
     assert order_of(stack, sharding) == (None if order is None else (0, 2, 1))
     # What TPUs' kernels read row by row is turned there, too.
     both = replace(stack, row_major=True)

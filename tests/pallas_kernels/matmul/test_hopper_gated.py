@@ -10,7 +10,7 @@ import pytest
 
 from models.families.gpt_oss import clamped_swiglu
 from pallas_kernels.matmul.grouped import gated_matmul
-from pallas_kernels.matmul.hopper.gated import why_apart
+from pallas_kernels.matmul.hopper.gated import why_not_fused
 from pallas_kernels.matmul.quantized import quantized_gated_matmul
 from tests.pallas_kernels.hopper_products import GATED, hopper_gated, silu_times
 from tests.pallas_kernels.implementations import IMPLEMENTATIONS
@@ -51,7 +51,7 @@ def test_gates_and_ups_are_one_kernel_on_hopper_cards(kind, width, activation, f
 
 
 def test_what_the_kernel_of_gates_and_ups_leaves_to_xla():
-    assert why_apart(68, silu_times) == "68 columns are no multiple of 8"
-    assert why_apart(64, lambda gate, up: jnp.sin(gate) * jnp.floor(up)) == "the activation has floor, sin"
+    assert why_not_fused(68, silu_times) == "68 columns are no multiple of 8"
+    assert why_not_fused(64, lambda gate, up: jnp.sin(gate) * jnp.floor(up)) == "the activation has floor, sin"
     array = jnp.arange(64.0)[:, None]
-    assert why_apart(64, lambda gate, up: gate * array * up) == "the activation holds arrays"
+    assert why_not_fused(64, lambda gate, up: gate * array * up) == "the activation holds arrays"

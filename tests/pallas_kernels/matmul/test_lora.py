@@ -37,7 +37,7 @@ def test_visits_are_the_tiles_that_rows_and_slots_share(name):
     visits = LoraVisits(*map(np.asarray, visits_of(jnp.asarray(slots, jnp.int32), case)))
     used = list(dict.fromkeys(slots[slots >= 0].tolist()))  # in the order of their first rows
     each, tile_rows = max(case.sizes.columns // case.rank, 1), min(len(slots), case.sizes.rows)
-    np.testing.assert_array_equal(visits.place, [used.index(slot) if slot >= 0 else -1 for slot in slots])
+    np.testing.assert_array_equal(visits.slot_index, [used.index(slot) if slot >= 0 else -1 for slot in slots])
     assert visits.slots[: len(used)].tolist() == used
     assert set(visits.slots[len(used) :].tolist()) <= set(used[-1:] or [visits.slots[0]])
     wanted = sorted({(row // tile_rows, used.index(slot) // each) for row, slot in enumerate(slots) if slot >= 0})

@@ -31,7 +31,7 @@ def test_every_code_is_itself_and_ties_are_even(dtype, kind, power):
     rows = np.stack([row, -row]) * 2.0**power
     # With e4m3, a scale of 1 for all rows, of which those of groups are 2^power.
     whole = jnp.full((1, 1), 2.0**-power, jnp.float32)
-    found = microscaled_rows(jnp.asarray(rows, jnp.bfloat16), 16, dtype, kind=kind, whole=whole)
+    found = microscaled_rows(jnp.asarray(rows, jnp.bfloat16), 16, dtype, kind=kind, global_scale=whole)
     wanted = wanted * (1 if kind == E4M3 else 2.0**power)
     np.testing.assert_array_equal(np.asarray(found, np.float64), np.stack([wanted, -wanted]))
 
@@ -49,7 +49,7 @@ def test_rows_know_nothing_of_others():
 
 def test_a_tpu_has_one_kernel():
     x = jax.ShapeDtypeStruct((64, 512), jnp.bfloat16), jax.ShapeDtypeStruct((1, 1), jnp.float32)
-    run = jax.jit(lambda x, whole: microscaled_rows(x, 16, FOUR, kind=E4M3, whole=whole))
+    run = jax.jit(lambda x, whole: microscaled_rows(x, 16, FOUR, kind=E4M3, global_scale=whole))
     assert run.trace(*x).lower(lowering_platforms=("tpu",)).as_text().count("tpu_custom_call") == 1
 
 

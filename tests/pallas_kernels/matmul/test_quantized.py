@@ -228,7 +228,7 @@ def test_codes_of_groups_that_are_stored_turned():
     given = x, None, stored(codes, "uint8"), scales, None, sizes
     options = {"dtype": jnp.float32, "out_dtype": jnp.float32}
     run = quantized_groups_xla.quantized_grouped_matmul
-    np.testing.assert_array_equal(run(*given, **options, turned=True), run(*given, **options))
+    np.testing.assert_array_equal(run(*given, **options, transposed=True), run(*given, **options))
 
 
 @pytest.mark.parametrize("num_scales", [1, 64])

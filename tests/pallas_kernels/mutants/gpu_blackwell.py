@@ -79,7 +79,7 @@ MUTANTS = [
     Mutant(
         "every tile of rows the first's",
         _KERNEL,
-        "rows = pl.ds(place.row + begin, ",
+        "rows = pl.ds(item.row + begin, ",
         "rows = pl.ds(begin, ",
         _PAIRS,
     ),

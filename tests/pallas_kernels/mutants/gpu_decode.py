@@ -64,7 +64,7 @@ MUTANTS = [
     Mutant(
         "results overwritten while they leave",
         _DECODE,
-        "        plgpu.wait_smem_to_gmem(0)  # what the last store still reads\n",
+        "        plgpu.wait_smem_to_gmem(0)  # the last store still reads the buffer\n",
         "",
         _ANY,
     ),

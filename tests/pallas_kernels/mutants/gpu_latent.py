@@ -39,7 +39,7 @@ MUTANTS = [
     Mutant(
         "weights taken before they are there",
         _LATENT,
-        "            _meet(refs.weights_there)\n",
+        "            _meet(refs.weights_ready)\n",
         "            plgpu.commit_smem()\n",
         _ANY,
     ),
@@ -54,7 +54,7 @@ MUTANTS = [
     Mutant(
         "zeroed values taken before they are there",
         _LATENT,
-        "        _meet(refs.values_there)",
+        "        _meet(refs.values_ready)",
         "        plgpu.commit_smem()",
         _ANY,
     ),
@@ -127,8 +127,8 @@ MUTANTS = [
     Mutant(
         "rest of the queries not multiplied",
         _LATENT,
-        "(refs.q_smem.at[place], refs.q_rest_smem.at[place])",
-        "(refs.q_smem.at[place],)",
+        "(refs.q_smem.at[query_slot], refs.q_rest_smem.at[query_slot])",
+        "(refs.q_smem.at[query_slot],)",
         _ANY,
     ),
     Mutant(

@@ -25,8 +25,14 @@ MUTANTS = [
         "refs.inner_smem[own] * lax.broadcast_in_dim((has * 0 + 1).astype(BFLOAT16), area, [0])",
         _RUNS,
     ),
-    Mutant("rows of others' slots kept", _KERNELS, "is_own & (place >= 0)[:, None]", "(place >= 0)[:, None]", _RUNS),
-    Mutant("rows without adapters not cleared", _KERNELS, "is_own & (place >= 0)[:, None]", "is_own", _RUNS),
+    Mutant(
+        "rows of others' slots kept",
+        _KERNELS,
+        "is_own & (slot_index >= 0)[:, None]",
+        "(slot_index >= 0)[:, None]",
+        _RUNS,
+    ),
+    Mutant("rows without adapters not cleared", _KERNELS, "is_own & (slot_index >= 0)[:, None]", "is_own", _RUNS),
     Mutant(
         "slots of A shifted by one", _KERNELS, "tile * shape.each + at]) *", "tile * shape.each + at] + 1) *", _RUNS
     ),

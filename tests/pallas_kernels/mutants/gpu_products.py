@@ -113,15 +113,15 @@ MUTANTS = [
     Mutant(
         "every tile of rows the first's",
         _KERNEL,
-        "pl.ds(part * shape.padded + place.row, rows)",
+        "pl.ds(part * shape.padded + item.row, rows)",
         "pl.ds(part * shape.padded, rows)",
         _PAIRS,
     ),
     Mutant(
         "every split the first's inputs",
         _KERNEL,
-        "first = place.split * shape.per_split",
-        "first = place.split * 0",
+        "first = item.split * shape.per_split",
+        "first = item.split * 0",
         _SPLIT,
     ),
     Mutant(
@@ -165,14 +165,14 @@ MUTANTS = [
     Mutant(
         "every group the first's matrix",
         _KERNEL,
-        "((place.matrix * shape.halves + half) * (shape.out // 8) + start) * 8",
+        "((item.matrix * shape.halves + half) * (shape.out // 8) + start) * 8",
         "start * 8",
         _SEVERAL,
     ),
     Mutant(
         "every group the first's scales",
         _KERNEL,
-        "pl.ds(place.matrix * shape.num_scales + group, shape.sums)",
+        "pl.ds(item.matrix * shape.num_scales + group, shape.sums)",
         "pl.ds(group, shape.sums)",
         _PAIRS_OF_GROUPS,
     ),
@@ -217,8 +217,8 @@ MUTANTS = [
     Mutant(
         "rows of no group not cleared",
         _GROUPS,
-        'jnp.where(tiles.is_row[:, None], y.at[tiles.place].get(mode="clip"), 0)',
-        'y.at[tiles.place].get(mode="clip")',
+        'jnp.where(tiles.is_row[:, None], y.at[tiles.index].get(mode="clip"), 0)',
+        'y.at[tiles.index].get(mode="clip")',
         _SEVERAL,
     ),
     Mutant("a tile too few", _GROUPS, "tile < last_tiles[-1],", "tile < last_tiles[-1] - 1,", _SEVERAL),
@@ -249,9 +249,9 @@ MUTANTS = [
         "0 * before + tile_rows // step",
         _SIZES,
     ),
-    Mutant("tiles begin a step late", _KERNEL, "_Place(first * shape.step", "_Place((first + 1) * shape.step", _SIZES),
-    Mutant("a product of a step too few", _KERNEL, "place.steps - 1,", "place.steps - 2,", _SIZES),
-    Mutant("a product of a step too many", _KERNEL, "place.steps - 1,", "place.steps,", _SIZES),
+    Mutant("tiles begin a step late", _KERNEL, "_Work(first * shape.step", "_Work((first + 1) * shape.step", _SIZES),
+    Mutant("a product of a step too few", _KERNEL, "item.steps - 1,", "item.steps - 2,", _SIZES),
+    Mutant("a product of a step too many", _KERNEL, "item.steps - 1,", "item.steps,", _SIZES),
     Mutant(
         "high codes' rows behind those of a small tile",
         _KERNEL,
@@ -266,7 +266,7 @@ MUTANTS = [
         "gating(refs.ups_smem[:, pl.ds(first, count)], sums[:, first : first + count])",
         _BOTH,
     ),
-    Mutant("gates twice", _KERNEL, "(place.matrix * shape.halves + half)", "(place.matrix * shape.halves)", _BOTH),
+    Mutant("gates twice", _KERNEL, "(item.matrix * shape.halves + half)", "(item.matrix * shape.halves)", _BOTH),
     Mutant(
         "scales of gates for ups",
         _KERNEL,
@@ -275,9 +275,9 @@ MUTANTS = [
         _BOTH_SCALED,
     ),
     Mutant(
-        "tiles of gates too far apart", _KERNEL, "place.out_tile * shape.outputs +", "place.out_tile * OUTPUTS +", _BOTH
+        "tiles of gates too far apart", _KERNEL, "item.out_tile * shape.outputs +", "item.out_tile * OUTPUTS +", _BOTH
     ),
-    Mutant("bias of another group", _KERNEL, "pl.ds(place.matrix * 2, 2)", "pl.ds(0 * place.matrix, 2)", _BOTH),
+    Mutant("bias of another group", _KERNEL, "pl.ds(item.matrix * 2, 2)", "pl.ds(0 * item.matrix, 2)", _BOTH),
     Mutant(
         "bias of the first outputs", _KERNEL, "2, 2), outputs], refs.bias", "2, 2), pl.ds(0, 64)], refs.bias", _BOTH
     ),

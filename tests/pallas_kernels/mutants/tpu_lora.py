@@ -82,8 +82,8 @@ MUTANTS = [
     Mutant(
         "rows without adapters have the first slot's",
         _OP,
-        "jnp.where(slots >= 0, places[jnp.maximum(slots, 0)], -1)",
-        "places[jnp.maximum(slots, 0)]",
+        "jnp.where(slots >= 0, order_of_slot[jnp.maximum(slots, 0)], -1)",
+        "order_of_slot[jnp.maximum(slots, 0)]",
         _RUNS,
     ),
     Mutant(

@@ -223,8 +223,8 @@ MUTANTS = [
     Mutant(
         "what others wrote is lost",
         _GROUPED,
-        "kept = out[own, columns].astype(jnp.float32)",
-        "kept = jnp.zeros(y.shape, jnp.float32)",
+        "previous = out[own, columns].astype(jnp.float32)",
+        "previous = jnp.zeros(y.shape, jnp.float32)",
         _SHARED,
     ),
     Mutant(
@@ -342,7 +342,7 @@ MUTANTS = [
     Mutant(
         "rows with scales of their own have none in both",
         _GROUPED,
-        "y[...] if behind is None else y[...] * behind[...]",
+        "y[...] if row_factors is None else y[...] * row_factors[...]",
         "y[...]",
         _gated("rounded rows"),
     ),

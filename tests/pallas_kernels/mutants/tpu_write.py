@@ -36,8 +36,8 @@ MUTANTS = [
         "pass",
         _both("runs", "scattered 40"),
     ),
-    Mutant("read not started", _UPDATE, "(lambda: read(run, place(run)).start())", "(lambda: None)", _ANY),
-    Mutant("write not started", _UPDATE, "            write(run, place(run)).start()\n", "", _ANY),
+    Mutant("read not started", _UPDATE, "(lambda: read(run, destination(run)).start())", "(lambda: None)", _ANY),
+    Mutant("write not started", _UPDATE, "            write(run, destination(run)).start()\n", "", _ANY),
     Mutant(
         "writes not awaited at the end",
         _UPDATE,
@@ -87,7 +87,7 @@ MUTANTS = [
         "pool.at[lax.rem(lax.div(slot, page_size) + 1, 7),",
         _ANY,
     ),
-    Mutant("neighbours in the word lost", _UPDATE, "new = old & kept", "new = old & jnp.uint32(0)", _ANY),
+    Mutant("neighbours in the word lost", _UPDATE, "new = old & unchanged", "new = old & jnp.uint32(0)", _ANY),
     Mutant(
         "keys and values swapped",
         _UPDATE,
