@@ -1,4 +1,6 @@
-"""Loading an adapter into an engine, wherever that runs: its files are read on a thread of the engine's."""
+"""Loads LoRA adapters into an engine, in this process or another; their files are read on a thread of the engine's
+process.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,15 @@ from typing import Any
 from jaxengine.api.core import EngineCore
 from jaxengine.requests.lora import LoRARequest
 
-# Of the order of what reading a small model's adapter takes.
+# About the time that reading a small model's adapter takes.
 _POLL_SECONDS = 0.01
 
 
 async def load_adapter(utility: Callable[..., Awaitable[Any]], name: str, path: str, number: int | None = None) -> None:
-    """Loads an adapter of a path on the engine's machine. Raises RequestError; nothing has changed then.
+    """Loads an adapter from a path on the engine's machine. Raises RequestError, with nothing changed.
 
-    utility: an EngineClient's. number: its lora_int_id; without one it is an error that the adapter is loaded already.
+    utility: `EngineClient.utility`. number: the adapter's lora_int_id; None makes it an error that the adapter is
+      already loaded.
     """
     ticket = await utility("load_adapter", name, path, number)
     while ticket and not await utility("adapter_is_loaded", ticket):
@@ -25,9 +28,9 @@ async def load_adapter(utility: Callable[..., Awaitable[Any]], name: str, path: 
 
 
 def load_first(core: EngineCore, turns: AbstractContextManager[Any], request: LoRARequest | None) -> str | None:
-    """The name of an adapter, which is loaded unless it is already; its files are read outside of the turn.
+    """Loads the request's adapter unless it is loaded, and returns its name. Files are read without holding `turns`.
 
-    Raises ModelFileError, RequestError; nothing has changed then.
+    Raises ModelFileError or RequestError, with nothing changed.
     """
     if request is None:
         return None
