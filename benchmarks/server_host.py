@@ -41,7 +41,7 @@ import uvicorn
 from jaxengine.api.core import EngineCore
 from jaxengine.bench.report import table, write_json
 from jaxengine.bench.serve_client import Server, get_json
-from jaxengine.bench.serve_load import Load, Run, Traffic, plan, send
+from jaxengine.bench.serve_load import Load, LoadResult, Traffic, plan, send
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.engine.engine import Engine
 from jaxengine.engine.metrics import Metrics
@@ -270,7 +270,7 @@ async def _awaited(awaitable: Awaitable[None]) -> None:
     await awaitable
 
 
-def _check(run: Run) -> None:
+def _check(run: LoadResult) -> None:
     failed = [sample for sample in run.samples if sample.error]
     assert not failed, failed[0].message
 
