@@ -1,4 +1,4 @@
-"""Reading HLO: which instructions count as a copy of something precious, and which do not."""
+"""Reading HLO: which instructions count as a copy of a protected array, and which do not."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxengine.check.hlo import Precious, copies, parse
+from jaxengine.check.hlo import MustNotCopy, copies, parse
 
 POOL, WEIGHT = 64 * 4 * 8, 32 * 16
-PRECIOUS = Precious({POOL: "pool", POOL // 2: "a layer's pool"}, {WEIGHT: "weight"}, {"s32[8,16]": "counts"})
+MUST_NOT_COPY = MustNotCopy({POOL: "pool", POOL // 2: "a layer's pool"}, {WEIGHT: "weight"}, {"s32[8,16]": "counts"})
 
 
 def module(*lines: str, fused: str = "") -> str:
@@ -81,7 +81,7 @@ FUSION = "%f = f32[64,4,8]{2,1,0} fusion(%p, %q), kind=kLoop, calls=%fused"
     ],
 )
 def test_copies(lines, fused, expected):
-    assert [found.partition(":")[0] for found in copies(parse(module(*lines, fused=fused)), PRECIOUS)] == expected
+    assert [found.partition(":")[0] for found in copies(parse(module(*lines, fused=fused)), MUST_NOT_COPY)] == expected
 
 
 def compiled_text(function, *arguments, donate=()):
@@ -94,7 +94,7 @@ def compiled_text(function, *arguments, donate=()):
 def test_a_compiled_update_copies_only_what_is_not_donated(donate, expected):
     pool, rows, index = jnp.zeros((64, 4, 8)), jnp.zeros((2, 4, 8)), jnp.zeros(2, jnp.int32)
     text = compiled_text(lambda pool, rows, index: pool.at[index].set(rows), pool, rows, index, donate=donate)
-    assert len(copies(parse(text), PRECIOUS)) == expected
+    assert len(copies(parse(text), MUST_NOT_COPY)) == expected
 
 
 @pytest.mark.parametrize("memory", ["", ":S(1)"], ids=["far", "on the chip"])
@@ -124,7 +124,7 @@ ENTRY %main (pool: bf16[1024,64], i: s32[]) -> bf16[1024,64] {{
   ROOT %r = bf16[1024,64]{{1,0}} conditional(%i, %first, %second), branch_computations={{%other, %branch}}
 }}
 """
-    assert len(copies(parse(text), Precious(states={"bf16[1024,64]": "adapters"}))) == copied
+    assert len(copies(parse(text), MustNotCopy(states={"bf16[1024,64]": "adapters"}))) == copied
 
 
 @pytest.mark.parametrize(("given", "copied"), [("%near", 1), ("%x", 0)])
@@ -155,4 +155,4 @@ ENTRY %main (w: f32[32,16], i: s32[]) -> (s32[], f32[32,16]) {{
   ROOT %r = (s32[], f32[32,16]{{1,0:S(1)}}) while(%init), condition=%cond, body=%body
 }}
 """
-    assert len(copies(parse(text), PRECIOUS)) == copied
+    assert len(copies(parse(text), MUST_NOT_COPY)) == copied

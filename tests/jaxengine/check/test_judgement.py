@@ -65,10 +65,10 @@ CODES = NEEDS | {"needs": WORK | {"quantized_bytes": 50 << 20}}
         (NEEDS | {"dtype": "float32", "operations": {"f32": 990_000}}, 1_000_000, ""),
         (NEEDS | {"moved_bytes": 120 << 20}, 1_000_000, "moves 125,829,120 bytes"),
         (CODES | {"workspace_bytes": 6 << 20}, 1_000_000, ""),
-        (CODES, 1_000_000, "temporaries of 13,631,488 bytes beside codes, at most 6,553,609"),
+        (CODES, 1_000_000, "temporaries of 13,631,488 bytes besides codes, at most 6,553,609"),
         (LATENTS, 1_000_000, ""),
         (LATENTS | {"latent_bytes": 130 << 20, "result_bytes": 127 << 20}, 1_000_000, ""),
-        (LATENTS | {"result_bytes": 127 << 20}, 1_000_000, "temporaries of 65.0 MiB beside the result, at most 64.0"),
+        (LATENTS | {"result_bytes": 127 << 20}, 1_000_000, "temporaries of 65.0 MiB besides the result, at most 64.0"),
         ({"error": "XlaRuntimeError: no"}, 1_000_000, "does not compile: XlaRuntimeError"),
     ],
 )
