@@ -1,4 +1,4 @@
-"""Files of a model that lies on the Hugging Face hub, and what is said when they cannot be had. Reads none of them."""
+"""Downloads of model files from the Hugging Face hub, and the errors when it fails."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def download(
     cache_dir: str | None = None,
     token: str | bool | None = None,
 ) -> Path:
-    """The folder that holds the files of a hub id that match `patterns`, downloaded where they are not there yet.
+    """Folder of the files of a hub id that match `patterns`, downloaded if missing.
 
-    param: the option that names it, for the error. token: as EngineConfig.hf_token.
+    param: option that names it, for the error. token: see EngineConfig.hf_token.
 
-    Raises ConfigError, which says why the hub does not give them and what to do.
+    Raises ConfigError, with the reason and what to do.
     """
     import huggingface_hub
 
@@ -29,7 +29,7 @@ def download(
         folder = huggingface_hub.snapshot_download(
             name, revision=revision, cache_dir=cache_dir, token=token, allow_patterns=list(patterns)
         )
-    except Exception as error:  # the hub client has no common base for "not there", "not allowed" and "no network"
+    except Exception as error:  # the hub client's errors have no common base class
         raise _refusal(param, name, revision, error) from error
     return Path(folder)
 
