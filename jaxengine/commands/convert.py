@@ -1,4 +1,4 @@
-"""`jaxengine convert`: a model's weights as an engine's devices hold them, so that the next start only reads them."""
+"""`jaxengine convert`: writes a model's weights in device layout, so that later starts only read them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _ANY_RANK = 1 << 16
 
 
 def convert(config: EngineConfig, folder: Path, merge_lora: Path | None = None) -> None:
-    """Loads the model for the config's dtype and parallel sizes and writes it to a new folder, a model of its own.
+    """Loads the model for the config's dtype and parallel sizes and writes it to a new model folder.
 
-    merge_lora: the folder of an adapter that is to be in its weights.
+    merge_lora: folder of an adapter to merge into the weights.
 
-    Raises ConfigError, ModelConfigError or ModelFileError, each saying what to change; ModelFileError if the folder
-    exists or cannot be written, before weights are read.
+    Raises ConfigError, ModelConfigError or ModelFileError, with advice; ModelFileError if the folder exists or cannot
+    be written, before weights are read.
     """
     if config.pipeline_parallel_size != 1:
         size = config.pipeline_parallel_size
