@@ -208,7 +208,7 @@ async def test_an_error_names_the_picture(app, path, engine):
     answer = await post(app, path, model="tiny", **fields)
     assert answer.status == 400 and not engine.calls
     error = answer.json["error"]
-    assert error["message"].startswith(PLACES[path] + " is no file of a kind that is known; allowed: PNG"), error
+    assert error["message"].startswith(PLACES[path] + " is a file of an unknown type; allowed: PNG"), error
     assert error.get("param", param) == param
 
 
