@@ -27,20 +27,20 @@ async def load_adapter(utility: Callable[..., Awaitable[Any]], name: str, path: 
         await asyncio.sleep(_POLL_SECONDS)
 
 
-def load_first(core: EngineCore, turns: AbstractContextManager[Any], request: LoRARequest | None) -> str | None:
-    """Loads the request's adapter unless it is loaded, and returns its name. Files are read without holding `turns`.
+def load_first(core: EngineCore, lock: AbstractContextManager[Any], request: LoRARequest | None) -> str | None:
+    """Loads the request's adapter unless it is loaded, and returns its name. Files are read without holding `lock`.
 
     Raises ModelFileError or RequestError, with nothing changed.
     """
     if request is None:
         return None
     name, path, number = request.lora_name, request.path, request.lora_int_id
-    with turns:
+    with lock:
         store = core.engine.require_adapters()
         known = store.known(name, path, number)
     if not known:
         weights = store.read(path)
-        with turns:
+        with lock:
             if not store.known(name, path, number):
                 store.add(name, path, number, weights)
     return name

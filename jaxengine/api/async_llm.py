@@ -21,12 +21,12 @@ from jaxengine.api.output_stream import OutputStream
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.requests.inputs import InputProcessor
 from jaxengine.requests.lora import LoRARequest
-from jaxengine.requests.off_loop import made_ready
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import RequestOutput
 from jaxengine.requests.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from jaxengine.requests.pooling_params import PoolingParams
 from jaxengine.requests.prepared import Prompt
+from jaxengine.requests.run_in_thread import make_ready
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from scheduler.errors import RequestError
 
@@ -199,7 +199,7 @@ class AsyncLLM:
         stream = OutputStream(aggregate)
         reader = _Reader(asyncio.get_running_loop(), stream)
         if not isinstance(params, PoolingParams):  # a pooling model may prepend a prompt to the text, in `prepare`
-            prompt = await made_ready(self.core.inputs, prompt)
+            prompt = await make_ready(self.core.inputs, prompt)
         self._run_command(lambda: self._start(reader, prompt, params, request_id, options))
         finished = False
         try:

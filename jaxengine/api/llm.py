@@ -16,8 +16,8 @@ from tqdm import tqdm
 from jaxengine.api import scoring
 from jaxengine.api.adapters import load_first
 from jaxengine.api.core import EngineCore
+from jaxengine.api.fair_lock import FairLock
 from jaxengine.api.progress import count_tokens, speed_text
-from jaxengine.api.turns import Turns
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.engine.metrics import Histogram, Metric
 from jaxengine.requests.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, candidates
@@ -73,7 +73,7 @@ class LLM:
     ):
         self.core = EngineCore(EngineConfig.from_options(model=model, **options), devices=devices, mesh=mesh)
         # Held by every access to the core.
-        self._turns = Turns()
+        self._lock = FairLock()
         self._calls: dict[str, _Call] = {}
 
     def __enter__(self) -> LLM:
@@ -84,7 +84,7 @@ class LLM:
 
     def shutdown(self) -> None:
         """Stops the engine; running calls of other threads, and all later ones, end with EngineDeadError."""
-        with self._turns:
+        with self._lock:
             self.core.shutdown()
 
     def get_expert_load(self) -> np.ndarray | None:
@@ -92,7 +92,7 @@ class LLM:
 
         Shows how evenly `enable_expert_parallel` loads the devices.
         """
-        with self._turns:
+        with self._lock:
             self.core.check()
             return self.core.runner.expert_load()
 
@@ -125,7 +125,7 @@ class LLM:
         """
         batch = _as_batch(prompts)
         params = self._params_for(len(batch), sampling_params)
-        loras = [load_first(self.core, self._turns, each) for each in one_for_each(len(batch), lora_request)]
+        loras = [load_first(self.core, self._lock, each) for each in one_for_each(len(batch), lora_request)]
         options = options_for(len(batch), priority, client, loras)
         return self._answer(batch, params, options, use_tqdm)
 
@@ -139,7 +139,7 @@ class LLM:
         inputs = self.core.inputs
         params.verify(inputs.config.max_logprobs, inputs.config.logprobs_mode)
         one = params.token_params()
-        with self._turns:
+        with self._lock:
             first = [inputs.prepare(prompt, one).requests[0] for prompt in _as_batch(prompts)]
         if any(request.media is not None for request in first):
             raise RequestError("beam search goes on from tokens, and sees no pictures", param="multi_modal_data")
@@ -244,7 +244,7 @@ class LLM:
             texts = list(dict.fromkeys(text for pair in pairs for text in pair))
             found = dict(zip(texts, self.encode(texts, pooling_params, **options), strict=True))
             return [ScoringRequestOutput.of_pair(found[one], found[other]) for one, other in pairs]
-        with self._turns:
+        with self._lock:
             prompts = [scoring.pair_prompt(inputs, *pair, chat_template) for pair in pairs]
         return [ScoringRequestOutput.from_base(each) for each in self.encode(prompts, pooling_params, **options)]
 
@@ -272,7 +272,7 @@ class LLM:
         conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
         # Without the lock, so that other threads do not wait for this call's pictures.
         read = [self.core.inputs.media_reader.read(conversation) for conversation in conversations]
-        with self._turns:
+        with self._lock:
             prompts = [
                 self.core.inputs.chat_prompt(
                     conversation,
@@ -298,17 +298,17 @@ class LLM:
 
     def get_metrics(self) -> list[Metric | Histogram]:
         """Returns counters, gauges and histograms, each with `name` and `value`."""
-        with self._turns:
+        with self._lock:
             return self.core.metrics.collect()
 
     def reset_prefix_cache(self) -> bool:
         """Drops all cached prefixes. Returns whether it did."""
-        with self._turns:
+        with self._lock:
             return self.core.utility("reset_prefix_cache")
 
     def reset_mm_cache(self) -> None:
         """Drops cached pictures and videos, both preprocessed and encoded; running requests keep theirs."""
-        with self._turns:
+        with self._lock:
             self.core.utility("reset_mm_cache")
 
     def _params_for(self, count: int, params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
@@ -337,7 +337,7 @@ class LLM:
         call = _Call()
         try:
             batch = [self.core.inputs.make_ready(prompt) for prompt in batch]
-            with self._turns:
+            with self._lock:
                 self.core.check()
                 prepared = [
                     self.core.inputs.prepare(prompt, each, options=own)
@@ -358,7 +358,7 @@ class LLM:
         with make(total=num_requests, desc="Processed prompts", disable=not use_tqdm) as bar:
             shown, start, tokens = 0, time.monotonic(), (0, 0)
             while shown < num_requests:
-                with self._turns:
+                with self._lock:
                     if call.error is None and len(call.outputs) == shown:
                         self._step()
                     if call.error is not None:
@@ -380,7 +380,7 @@ class LLM:
                 call.error = call.error or error
 
     def _abort(self, request_ids: Iterable[str]) -> None:
-        with self._turns:
+        with self._lock:
             for request_id in request_ids:
                 if self._calls.pop(request_id, None) is not None and self.core.dead is None:
                     self.core.abort(request_id)

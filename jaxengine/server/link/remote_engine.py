@@ -22,13 +22,13 @@ from jaxengine.api.output_stream import OutputStream
 from jaxengine.engine.output import EngineOutput
 from jaxengine.requests.inputs import InputProcessor, Processor, make_processor
 from jaxengine.requests.media_cache import MediaCache
-from jaxengine.requests.off_loop import made_ready
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.output_processor import OutputProcessor
 from jaxengine.requests.outputs import RequestOutput
 from jaxengine.requests.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from jaxengine.requests.pooling_params import PoolingParams
 from jaxengine.requests.prepared import PreparedRequest, Prompt
+from jaxengine.requests.run_in_thread import make_ready
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.server.link import messages
 from jaxengine.server.link.engine_link import EngineLink
@@ -139,7 +139,7 @@ class RemoteEngine:
         if options.timeout is None:
             options = replace(options, timeout=self._config.request_timeout)
         if not isinstance(params, PoolingParams):  # which may put something before a text
-            prompt = await made_ready(self.inputs, prompt)
+            prompt = await make_ready(self.inputs, prompt)
         prepared = self.inputs.prepare(prompt, params, request_id=request_id, options=options)
         await self._outbox.media.complete(prepared)
         self._check()

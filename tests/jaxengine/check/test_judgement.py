@@ -241,15 +241,15 @@ def test_a_kernel_that_was_made_for_the_memory_plan_is_judged_in_its_step(tmp_pa
     """Mosaic makes a kernel once in a process, so the second log says nothing of it."""
     log = tmp_path / "log"
     compiler: Any = object.__new__(Compiler)
-    compiler.request, compiler._of_kernels = SimpleNamespace(log=str(log)), {}
+    compiler.request, compiler._figures_of_kernels = SimpleNamespace(log=str(log)), {}
     step: Any = SimpleNamespace(name="mixed T=8")
     other: Any = SimpleNamespace(name="decode S=8")
     log.write_text("ptxas info    : 12 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads\n")
     told = {"registers": None, "spill_bytes": 12, "fast_bytes": None}
-    assert compiler._told_of_kernels(step, 0) == told
+    assert compiler._kernel_figures(step, 0) == told
     end = log.stat().st_size
-    assert compiler._told_of_kernels(other, end) == told | {"spill_bytes": None}
-    assert compiler._told_of_kernels(step, end) == told
+    assert compiler._kernel_figures(other, end) == told | {"spill_bytes": None}
+    assert compiler._kernel_figures(step, end) == told
     config = '"used_scoped_memory_configs":[{"memory_space":"1","offset":"1024","size":"4096"}]'
     assert vmem_bytes(config) == 5120 and vmem_bytes("") is None
 

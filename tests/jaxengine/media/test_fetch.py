@@ -190,7 +190,7 @@ def test_a_server_that_answers_as_it_should_not(server, path, message):
         ("http://notmedia.example/a", "on a host from which nothing may be fetched"),
         ("http://media.example@evil.org/a", "is not a valid web address"),
         ("http://evil.org#@media.example/a", "on a host from which nothing may be fetched"),
-        ("http://evil.org\\@media.example/a", "is no address|on a host from which"),
+        ("http://evil.org\\@media.example/a", "is not a valid web address|on a host from which"),
         ("http://user:word@media.example/a", "is not a valid web address"),
         ("http:///a", "is not a valid web address"),
         ("http://media.example:99999/a", "is not a valid web address"),

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from jaxengine.api.engine_client import EngineClient
-from jaxengine.requests.off_loop import with_media
+from jaxengine.requests.run_in_thread import with_media
 from jaxengine.server.http.chat.protocol import ChatRequest
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.prompts import PromptEncoder

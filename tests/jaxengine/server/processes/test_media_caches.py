@@ -18,8 +18,8 @@ from PIL import Image
 from jaxengine.api.async_llm import AsyncLLM
 from jaxengine.api.core import EngineCore
 from jaxengine.api.engine_client import EngineDeadError
+from jaxengine.api.fair_lock import FairLock
 from jaxengine.api.llm import LLM
-from jaxengine.api.turns import Turns
 from jaxengine.config.encoder import KEY_REPLICATED, OFF, PROCESSOR, SHARED_MEMORY
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
@@ -173,7 +173,7 @@ def test_what_is_sent_and_kept(core, tmp_path, kind, changes, count):
 def test_in_one_process(core):
     """LLM's cache of values, its figures, and what forgets it."""
     llm = object.__new__(LLM)
-    llm.core, llm._turns, llm._calls = core, Turns(), {}
+    llm.core, llm._lock, llm._calls = core, FairLock(), {}
     shown = picture(8, 40, 48)
     before = {metric.name: metric.value for metric in llm.get_metrics()}
 

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 
-class Turns:
+class FairLock:
     """A context manager that locks; not reentrant.
 
     In the main thread the first Ctrl-C, while locked or waiting for the lock, is deferred until the lock is released; a
