@@ -1,4 +1,4 @@
-"""The ports of a server, taken once for all of its processes."""
+"""The ports of a server, bound once for all of its processes."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ _BACKLOG = 2048
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening TCP socket; port 0 takes a free one. Raises ConfigError for a host or port that cannot be had."""
+    """Returns a listening TCP socket; port 0 takes a free one. Raises ConfigError for an unusable host or port."""
     made = _bind("port", host, port)
     made.listen(_BACKLOG)
     return made
 
 
 def reserve_port(host: str, port: int) -> socket.socket:
-    """A bound socket that takes no connections, beside which processes of this user may listen (SO_REUSEPORT).
+    """Returns a bound socket that accepts nothing; processes of this user may listen on its port (SO_REUSEPORT).
 
     Raises ConfigError as `listen` does.
     """
-    # Somebody else who shares the port would go unnoticed; bound alone, the port is shown to be free.
+    # First without SO_REUSEPORT, to detect that another program has the port.
     with contextlib.closing(_bind("grpc_port", host, port)) as alone:
         port = alone.getsockname()[1]
     return _bind("grpc_port", host, port, reuse=True)
 
 
 def cut_unread(listener: socket.socket, seconds: float) -> None:
-    """Has the system cut connections of `listener` whose clients take nothing of what was sent for so long.
+    """Makes the system drop connections of `listener` whose clients acknowledge nothing for `seconds`.
 
-    A server can only close such a connection, and closing waits for the client too. Nothing where the system has no
-    such option (others than Linux).
+    A server can only close such a connection, and closing waits for the client too. Does nothing on systems without the
+    option (others than Linux).
     """
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(seconds * 1000))

@@ -1,6 +1,6 @@
-"""A store of responses in a process of its own, and `Responses` for those that are connected to it.
+"""Server of a response store in its own process, and the client that implements `Responses` in the others.
 
-Frames over a Unix socket, which lies in a folder that is the user's alone. Who hangs up has lost what it worked on.
+Frames over a Unix socket in a folder that only the user can read. When a connection ends, its responses in work fail.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _RECONNECT_SECONDS = 0.05
 
 
 class Ask(msgspec.Struct, array_like=True):
-    """A call of the method `name` of the store. number: counts those of a connection."""
+    """A call of the store's method `name`. number: counts those of a connection."""
 
     number: int
     name: Literal["put", "knows", "get", "stop", "delete"]
@@ -35,7 +35,7 @@ class Ask(msgspec.Struct, array_like=True):
 
 
 class Told(msgspec.Struct, array_like=True, tag="told"):
-    """What came of the Ask of that number. full: why there is no room, retry_after as OverloadedError's."""
+    """The result of call `number`. full: reason why there is no room, with retry_after as OverloadedError has it."""
 
     number: int
     stored: StoredResponse | None = None
@@ -45,25 +45,25 @@ class Told(msgspec.Struct, array_like=True, tag="told"):
 
 
 class Cancel(msgspec.Struct, array_like=True, tag="cancel"):
-    """Work on that response is to end."""
+    """Asks the worker to end its work on a response."""
 
     response_id: str
 
 
 class StoreServer:
-    """Gives everybody who connects the same store."""
+    """Serves one store to every connection."""
 
     def __init__(self, store: ResponseStore):
         self._store = store
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection, from its beginning to its end."""
+        """Serves one connection until its end."""
         worker = _Far(writer)
         frames, answers = Frames(Ask), set[asyncio.Task[None]]()
         try:
             while data := await reader.read(_READ_BYTES):
                 for ask in frames.feed(data):
-                    # Begun in the order in which they came; only who waits for work to end is overtaken.
+                    # Calls start in the order of arrival; only those that wait for work to end are overtaken.
                     task = asyncio.create_task(self._answer(ask, worker))
                     answers.add(task)
                     task.add_done_callback(answers.discard)
@@ -97,7 +97,7 @@ class StoreServer:
 
 
 class _Far:
-    """Somebody at the other end of a connection who works on responses."""
+    """A worker at the other end of a connection."""
 
     def __init__(self, writer: asyncio.StreamWriter):
         self._writer = writer
@@ -111,7 +111,7 @@ class _Far:
 
 
 class RemoteStore:
-    """`Responses` of the store that listens at a path; it is connected to again whenever it is started again."""
+    """`Responses` over the store that listens at a path; it reconnects whenever the store restarts."""
 
     def __init__(self, path: str):
         self._path = path
@@ -124,7 +124,7 @@ class RemoteStore:
 
     @classmethod
     async def connect(cls, path: str) -> RemoteStore:
-        """Waits for the store."""
+        """Connects, waiting for the store."""
         store = cls(path)
         await store._connected.wait()
         return store
@@ -149,7 +149,7 @@ class RemoteStore:
         return (await self._ask("delete", response_id, owner)).stored
 
     def close(self) -> None:
-        """Hangs up."""
+        """Closes the connection."""
         self._task.cancel()
 
     async def _ask(
