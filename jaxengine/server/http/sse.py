@@ -135,10 +135,10 @@ class _EventStream(Response):
             except ClientLeft:
                 raise
             except Exception as error:
-                told = as_api_error(error)
-                if told.status_code == 500:
+                shown = as_api_error(error)
+                if shown.status_code == 500:
                     logger.exception("a stream failed")
-                await self._write(send, self._failed(told))
+                await self._write(send, self._failed(shown))
             await self._write(send, self._done)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

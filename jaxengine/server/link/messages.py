@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from jaxengine.engine.output import EngineOutput, PromptScores
-from jaxengine.server.link.submits import Submit
+from jaxengine.server.link.submit_messages import Submit
 from scheduler.batch import TokenRows, TokenScores
 from scheduler.errors import OverloadedError, RequestError, UnknownAdapterError
 from scheduler.request import FinishReason, Request, RequestStatus
@@ -45,7 +45,7 @@ class Finish(msgspec.Struct, array_like=True, tag="finish"):
     num_tokens: list[int] = []
 
 
-class Told(msgspec.Struct, array_like=True, tag="told"):
+class EndsDelivered(msgspec.Struct, array_like=True, tag="ends_delivered"):
     """Confirms that the callers of these requests with `text_ends` have received the ends that the engine sent."""
 
     handles: list[int]
@@ -179,7 +179,7 @@ class Update(msgspec.Struct, array_like=True, tag="update"):
 MISSING_MEDIA = "missing media"
 _NO_LOAD = Load()
 
-ToEngine = Hello | Submit | Finish | Told | Call
+ToEngine = Hello | Submit | Finish | EndsDelivered | Call
 FromEngine = Welcome | Update
 
 encode = msgspec.msgpack.Encoder().encode

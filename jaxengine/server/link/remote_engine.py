@@ -32,10 +32,10 @@ from jaxengine.requests.run_in_thread import make_ready
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.server.link import messages
 from jaxengine.server.link.engine_link import EngineLink
-from jaxengine.server.link.messages import Call, Finish, FromEngine, Load, Reply, Told, Update, Welcome
+from jaxengine.server.link.messages import Call, EndsDelivered, Finish, FromEngine, Load, Reply, Update, Welcome
 from jaxengine.server.link.open_inputs import open_inputs
-from jaxengine.server.link.outbox import Outbox
 from jaxengine.server.link.queue_limits import QueueLimits
+from jaxengine.server.link.send_queue import SendQueue
 from jaxengine.server.options import ServerConfig
 from scheduler.errors import OverloadedError, RequestError
 from scheduler.request import FinishReason, Request, RequestStatus
@@ -66,7 +66,7 @@ class RemoteEngine:
         self._load = Load()
         self._num_updates = self._num_calls = self._num_named = 0
         self._num_rejected = 0
-        self._outbox = Outbox()
+        self._send_queue = SendQueue()
         self._num_media_resets = 0
         self._media_cache: MediaCache | None = None
         self._resends: set[asyncio.Task[None]] = set()
@@ -88,7 +88,7 @@ class RemoteEngine:
         """Waits for the engine, and opens its model for tokenizer and template."""
         engine = cls(address, config, index)
         welcome = await engine._welcomed
-        engine.inputs, engine._outbox.media = await asyncio.to_thread(open_inputs, welcome, index)
+        engine.inputs, engine._send_queue.media = await asyncio.to_thread(open_inputs, welcome, index)
         engine._media_cache = None if engine.inputs.media is None else engine.inputs.media.cache
         engine._processor = make_processor(engine.inputs)
         return engine
@@ -141,7 +141,7 @@ class RemoteEngine:
         if not isinstance(params, PoolingParams):  # pooling may prepend something to the text
             prompt = await make_ready(self.inputs, prompt)
         prepared = self.inputs.prepare(prompt, params, request_id=request_id, options=options)
-        await self._outbox.media.complete(prepared)
+        await self._send_queue.media.complete(prepared)
         self._check()
         stream = self._submit(prepared)
         self._num_readers += 1
@@ -207,7 +207,7 @@ class RemoteEngine:
     def close(self) -> None:
         """Closes the connection; open streams end with EngineDeadError."""
         self._end(EngineDeadError("the connection to the engine was closed"))
-        self._outbox.media.close()
+        self._send_queue.media.close()
         self._link.close()
 
     def _check_alive(self) -> None:
@@ -225,14 +225,14 @@ class RemoteEngine:
             raise RequestError(f"request_id {request_id!r} is in use", param="request_id", value=request_id)
         num_tokens = sum(request.num_prompt_tokens for request in requests)
         try:
-            load = self._outbox.load_with(self._load, self._limits.num_slots)
+            load = self._send_queue.load_with(self._load, self._limits.num_slots)
             self._limits.check(load, len(requests), num_tokens)
         except OverloadedError:
             self._count_rejection()
             raise
         self._processor.add(prepared)
         try:
-            message = self._outbox.message(prepared)
+            message = self._send_queue.message(prepared)
         except Exception:  # a request that cannot be sent must not be waited for
             self._processor.forget(requests[0])
             raise
@@ -248,9 +248,9 @@ class RemoteEngine:
         request_id = prepared.request_id
         stream = self._streams.get(request_id)
         try:
-            await self._outbox.media.complete(prepared, whole=True)
+            await self._send_queue.media.complete(prepared, whole=True)
             if stream is not None and self._streams.get(request_id) is stream and self._dead is None:
-                self._link.send_encoded(self._outbox.message(prepared, whole=True))
+                self._link.send_encoded(self._send_queue.message(prepared, whole=True))
                 if request_id in self._aborted:  # the engine got that message before it had the request
                     self._finish(prepared.requests)
         except Exception as error:
@@ -303,10 +303,10 @@ class RemoteEngine:
             if self._media_cache is not None:
                 self._media_cache.clear()
         refused = {reply.number: reply.failure for reply in update.refused}
-        for pending in self._outbox.read(update.received):
+        for pending in self._send_queue.read(update.received):
             failure = refused.get(pending.number)
             if failure is not None and failure.kind == messages.MISSING_MEDIA:
-                self._outbox.media.refused()
+                self._send_queue.media.refused()
                 self._resends.add(task := asyncio.create_task(self._send_again(pending.prepared)))
                 task.add_done_callback(self._resends.discard)
                 continue
@@ -321,9 +321,9 @@ class RemoteEngine:
                 stream.put(result)
                 if result.finished:
                     del self._streams[result.request_id]
-        told = [request.tag for request in output.finished if request.text_ends and request.tag in self._replicas]
-        if told:
-            self._link.send(Told(told))
+        ended = [request.tag for request in output.finished if request.text_ends and request.tag in self._replicas]
+        if ended:
+            self._link.send(EndsDelivered(ended))
         for request in output.finished:
             self._drop(request)
         for each in update.unservable:
@@ -390,7 +390,7 @@ class RemoteEngine:
         for request_id, stream in streams:
             self._forget(request_id)
             stream.put(EngineDeadError(str(error)))
-        self._outbox.lost()
+        self._send_queue.lost()
         calls, self._calls = self._calls, {}
         for future in calls.values():
             if not future.done():

@@ -130,16 +130,16 @@ class SharedSender(KeepingSender):
     def message(self, number: int, media: Media, *, whole: bool = False) -> MediaMessage:
         with self._lock:
             self._last_number = number
-            told: list[_Entry] = []
+            referred: list[_Entry] = []
             # Cached items first, so that new ones do not evict them.
             for item in media.items:
                 if not whole and (entry := self._entries.get(item.digest)) is not None:
                     self._entries.move_to_end(item.digest)
-                    self._tell(entry, told)
-            items = [self._item(item, told, whole) for item in media.items]
-            if told:
-                self._unread.append((number, told))
-            memory = self._arena.path if told and self._arena is not None else ""
+                    self._refer(entry, referred)
+            items = [self._item(item, referred, whole) for item in media.items]
+            if referred:
+                self._unread.append((number, referred))
+            memory = self._arena.path if referred and self._arena is not None else ""
             return media_message(media, items, self._epoch, memory)
 
     def has_read(self, number: int) -> None:
@@ -189,7 +189,7 @@ class SharedSender(KeepingSender):
         self._entries.clear()
         self._unread.clear()
 
-    def _item(self, item: MediaItem, told: list[_Entry], whole: bool) -> Item:
+    def _item(self, item: MediaItem, referred: list[_Entry], whole: bool) -> Item:
         entry = None if whole else self._entries.get(item.digest)
         if entry is not None:
             return message_item(item, None, entry.place)
@@ -203,12 +203,12 @@ class SharedSender(KeepingSender):
             return message_item(item, pixels)
         arena.write(offset, pixels)
         entry = self._entries[item.digest] = _Entry(item.made, Place(offset, sizes))
-        self._tell(entry, told)
+        self._refer(entry, referred)
         return message_item(item, None, entry.place)
 
-    def _tell(self, entry: _Entry, told: list[_Entry]) -> None:
+    def _refer(self, entry: _Entry, referred: list[_Entry]) -> None:
         entry.num_unread += 1
-        told.append(entry)
+        referred.append(entry)
 
     def _room(self, arena: Arena, size: int) -> int | None:
         """Returns the offset of memory for an item, evicting the least recently used items that have no unread

@@ -48,7 +48,7 @@ def chrome_trace(timeline: Mapping[str, Any], text: Sequence[tuple[float, float,
             "model": model,
             "seconds": timeline["now"] - timeline["since"],
             "device": "from dispatch, or the end of the step before, to when the host knew that the step was done",
-            "sampler": "part of the compiled step: not to be told from the model",
+            "sampler": "part of the compiled step: not distinguishable from the model",
         },
     }
 

@@ -28,12 +28,12 @@ from jaxengine.cluster.channel import ClusterError
 from jaxengine.config.encoder import KEY_REPLICATED
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.engine.output import EngineOutput
-from jaxengine.server.link import messages, submits
+from jaxengine.server.link import messages, submit_messages
 from jaxengine.server.link.media_messages import MissingMediaError
 from jaxengine.server.link.media_receiver import MediaReceiver
-from jaxengine.server.link.messages import Call, Failure, Finish, Hello, Load, Reply, Told, Update, Welcome
+from jaxengine.server.link.messages import Call, EndsDelivered, Failure, Finish, Hello, Load, Reply, Update, Welcome
 from jaxengine.server.link.queue_limits import QueueLimits, RetryEstimate
-from jaxengine.server.link.submits import Submit
+from jaxengine.server.link.submit_messages import Submit
 from jaxengine.server.lora import read_modules
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.processes.child import Child, alive_seconds
@@ -60,7 +60,7 @@ class _Client:
     media: MediaReceiver
     requests: dict[int, Request] = field(default_factory=dict)
     received: int = 0
-    told: tuple[int, Load, int] | None = None
+    last_state: tuple[int, Load, int] | None = None
     num_updates: int = 0
     refused: list[Reply] = field(default_factory=list)
     replies: list[Reply] = field(default_factory=list)
@@ -130,7 +130,7 @@ class EngineServer:
             self._alive_at = now + self._alive_seconds
             self._tell("alive")
             for client in self._clients.values():
-                client.told = None  # each gets the load again, which shows it that the engine is running
+                client.last_state = None  # each gets the load again, which shows it that the engine is running
         if not self.core.has_unfinished:
             self._poller.poll(int(self._alive_seconds * 1e3))
         while not self._orders.empty():
@@ -158,7 +158,7 @@ class EngineServer:
             self._submit(client, message)
         elif isinstance(message, Finish):
             self._finish(client, message)
-        elif isinstance(message, Told):
+        elif isinstance(message, EndsDelivered):
             for handle in message.handles:
                 if (request := client.requests.get(handle)) is not None:
                     self._settle(request)
@@ -187,7 +187,7 @@ class EngineServer:
             scheduler = self.core.engine.scheduler
             if scheduler.is_fair:
                 self._limits.check_client(load, scheduler.num_waiting_of(message.client), num_requests)
-            requests = submits.requests_of(message, client.number, media)
+            requests = submit_messages.requests_of(message, client.number, media)
             self.core.queue(requests)
         except RequestError as error:
             self.core.engine.request_stats.num_rejections += isinstance(error, OverloadedError)
@@ -257,10 +257,10 @@ class EngineServer:
         for client in list(self._clients.values()):
             state, update = (client.received, load, self._num_media_resets), updates.get(client.number)
             if update is None:
-                if client.told == state and not client.replies:
+                if client.last_state == state and not client.replies:
                     continue
                 update = Update(0, 0, load)
-            client.told = state
+            client.last_state = state
             client.num_updates += 1
             update.num_media_resets = self._num_media_resets
             update.number, update.received, update.load = client.num_updates, client.received, load

@@ -100,7 +100,7 @@ class _Child:
 
 
 class Supervisor:
-    """Runs a server until it is told to end."""
+    """Runs a server until it is drained or fails."""
 
     def __init__(self, server: ServerConfig, engine: EngineConfig):
         """Binds the ports. Raises ConfigError for an unusable one."""

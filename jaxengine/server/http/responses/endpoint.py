@@ -136,8 +136,8 @@ class _Making:
 
     def fail(self, error: Exception) -> None:
         """Ends the response as failed, with the client's form of `error`."""
-        told = error_body(as_api_error(error))["error"]
-        self.writer.close("failed", self.usage(), {"code": "server_error", "message": told["message"]})
+        shown = error_body(as_api_error(error))["error"]
+        self.writer.close("failed", self.usage(), {"code": "server_error", "message": shown["message"]})
 
     def _end(self, reason: str, stop_reason: int | str | None) -> list[Said]:
         if reason == "stop":

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jaxengine.requests.prepared import PreparedRequest
-from jaxengine.server.link import messages, submits
+from jaxengine.server.link import messages, submit_messages
 from jaxengine.server.link.media_senders import MediaSender
 from jaxengine.server.link.messages import Load
 
@@ -28,7 +28,7 @@ class Pending:
         return sum(request.num_prompt_tokens for request in self.prepared.requests)
 
 
-class Outbox:
+class SendQueue:
     """Queue of Submits in the order of their numbers.
 
     Attributes:
@@ -47,7 +47,7 @@ class Outbox:
         number, media = self._num_submitted + 1, prepared.requests[0].media
         try:
             pictures = None if media is None else self.media.message(number, media, whole=whole)
-            message = messages.encode(submits.submit(number, prepared, pictures))
+            message = messages.encode(submit_messages.submit(number, prepared, pictures))
         except Exception:
             self.media.reset()  # it has recorded as sent what was not
             raise
