@@ -179,7 +179,7 @@ def _key(path: str | None) -> str | None:
         return None
     lines = Path(path).read_text().split()
     if not lines:
-        raise BenchError(f"--api-key-file is {path!r}; there is no key in it")
+        raise BenchError(f"--api-key-file is {path!r}, which contains no key")
     return lines[0]
 
 
@@ -222,5 +222,5 @@ def _object(text: str) -> dict[str, Any]:
 def _limit(text: str) -> tuple[str, float]:
     name, _, milliseconds = text.partition(":")
     if name not in SLO_METRICS:
-        raise argparse.ArgumentTypeError(f"{text!r} is no limit; allowed: {', '.join(SLO_METRICS)}, as in ttft:500")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a limit; allowed: {', '.join(SLO_METRICS)}, as in ttft:500")
     return name, _positive(milliseconds)

@@ -60,7 +60,7 @@ def per_block(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         kept = {key: many[key] for key in ("target", "step", "failures", "compile_s")}
         row = {**kept, "program": name, "block": {key: block[key] for key in ("tokens", "keys")}}
         if many.get("cycles") is None or few.get("cycles") is None:
-            row["failures"] = [*row["failures"], "libtpu does not tell its cycles"]
+            row["failures"] = [*row["failures"], "libtpu reports no cycles"]
         else:
             each = (many["cycles"] - few["cycles"]) / (TRIPS[1] - TRIPS[0])
             row["cycles"] = round(each * KEYS / block["keys"] / tokens)

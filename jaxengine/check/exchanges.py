@@ -364,7 +364,7 @@ def _of_mlp(mesh: MeshLayout, axis: str, *, gathered: int) -> Counter[str]:
 def wrong(found: Sequence[Exchange], wanted: Expected) -> list[str]:
     """Describes the exchanges for which the model does not account."""
     places = by_place(found)
-    texts = [f"nobody wrote {exchange.text}" for exchange in found if not exchange.place]
+    texts = [f"no code wrote {exchange.text}" for exchange in found if not exchange.place]
     texts += [
         f"more than {wanted.most_elements:,} elements in {exchange.text}"
         for exchange in found

@@ -58,7 +58,7 @@ def failures(row: dict[str, Any], target: Target, planned: int, *, is_largest: b
         if peak > planned * (1 + TOLERANCE):
             found.append(f"peak {peak / MIB:,.0f} MiB is above the {planned / MIB:,.0f} MiB planned")
         if is_largest and peak < planned * (1 - TOLERANCE):
-            found.append(f"peak {peak / MIB:,.0f} MiB is below the {planned / MIB:,.0f} MiB planned: memory lies idle")
+            found.append(f"peak {peak / MIB:,.0f} MiB is below the {planned / MIB:,.0f} MiB planned: memory is unused")
     if row.get("fast_bytes") and row["fast_bytes"] > target.fast_bytes:
         found.append(f"a kernel reserves {row['fast_bytes']:,} bytes of {target.fast_bytes:,} on the chip")
     if row.get("spill_bytes"):

@@ -213,7 +213,7 @@ def _named(name: str, *, whole: bool) -> ModelConfig:
     if path.is_dir():
         return read_folder(path)
     if len(parts := name.split("/")) != 2 or not all(parts) or name.startswith((".", "~")):
-        known = f"one of {', '.join(SHAPES)} (:N behind it for N layers)"
+        known = f"one of {', '.join(SHAPES)} (followed by :N for N layers)"
         advice = f"name a GGUF file, a Hugging Face folder, a hub id like org/name, or {known}"
         raise ConfigError.because("model", f"there is no model at {name!r}", advice)
     return read_folder(download("model", name, [CONFIG_FILE, QUANTIZATION_FILE]))

@@ -227,7 +227,7 @@ def _prove_as_worker(connection: socket.socket, key: bytes) -> Channel:
     connection.sendall(_GREETING + own)
     answer = _receive_exactly(connection, len(_GREETING) + _NONCE_BYTES, deadline)
     if answer[: len(_GREETING)] != _GREETING:
-        raise ClusterError("what answers there is not an engine of this version")
+        raise ClusterError("the peer is not an engine of this version")
     nonces = own + answer[len(_GREETING) :]
     connection.sendall(_keyed(key, b"worker", nonces))
     try:
@@ -235,7 +235,7 @@ def _prove_as_worker(connection: socket.socket, key: bytes) -> Channel:
     except ConnectionError:
         raise ClusterError("host 0 has another cluster key") from None
     if not hmac.compare_digest(proof, _keyed(key, b"host 0", nonces)):
-        raise ClusterError("host 0 does not know the cluster key")
+        raise ClusterError("host 0 has another cluster key")
     return Channel(connection, _keyed(key, b"to host 0", nonces), _keyed(key, b"to worker", nonces))
 
 

@@ -45,7 +45,7 @@ def convert(config: EngineConfig, folder: Path, merge_lora: Path | None = None) 
         raise ConfigError.because("model", problem, "name a Hugging Face folder or hub id with safetensors")
     if merge_lora is not None and source.config.quantization is not None:
         problem = f"the weights of {config.model!r} are quantised, and an adapter is not merged into such"
-        raise ConfigError.because("merge_lora", problem, "serve it beside them: enable_lora")
+        raise ConfigError.because("merge_lora", problem, "serve it with the base model: enable_lora")
     platform = PLATFORMS[kernel_platform(devices[0])]
     resolved = config.resolved(source.config, platform, picture_sizes(source, config))
     layout = resolved.mesh_layout(source.config)

@@ -31,7 +31,9 @@ def new_folder(folder: Path) -> Iterator[Path]:
         try:
             part.mkdir(parents=True)
         except FileExistsError:
-            text = "exists, for a checkpoint is being written or was never finished; remove it if nobody writes it"
+            text = (
+                "exists, for a checkpoint is being written or was never finished; remove it if no process is writing it"
+            )
             raise ModelFileError(part, text) from None
         except OSError as error:
             raise ModelFileError(folder, f"cannot be written: {error}") from error

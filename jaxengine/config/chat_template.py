@@ -36,7 +36,7 @@ def read_chat_template(value: Any) -> Any:
 def _read(path: Path) -> str:
     path.stat()  # raises OSError with the reason if there is none
     if not path.is_file():
-        raise ValueError("it is no regular file")
+        raise ValueError("it is not a regular file")
     with path.open("rb") as file:
         content = file.read(_MAX_BYTES + 1)
     if len(content) > _MAX_BYTES:

@@ -81,7 +81,7 @@ def read_file(path: Path, limit: int) -> bytes:
         with open(descriptor, "rb") as file:
             data = b"" if size > limit else file.read(limit + 1)
     except (ModelFileError, OSError):
-        raise MediaError("cannot be read: there is no such file, or none that may be read") from None
+        raise MediaError("cannot be read: there is no such file, or no permission to read it") from None
     check_bytes(max(size, len(data)), limit)
     return data
 
@@ -148,7 +148,7 @@ def _decoding(name: str, step: Any) -> Any:
     except MediaError:
         raise
     except MemoryError:
-        raise MediaError(f"is a {name} for which there is no memory") from None
+        raise MediaError(f"is a {name} too large for the available memory") from None
     except Exception as error:  # includes struct, zlib, index and key errors: decoders check little
         why = " ".join(str(error).split())[:200] or type(error).__name__
         raise MediaError(f"is a {name} that is damaged or cut short ({why})") from None

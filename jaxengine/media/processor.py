@@ -53,7 +53,7 @@ def check_room(modality: str, num_patches: int, most: int | None) -> None:
     if most is not None and num_patches > most:
         problem = (
             f"an item of {modality} makes {num_patches} patches of pixels; at most {most} are possible: give a smaller "
-            "one, say less in mm_processor_kwargs, or raise max_num_batched_encoder_tokens"
+            "one, lower the limit in mm_processor_kwargs, or raise max_num_batched_encoder_tokens"
         )
         raise RequestError(problem, param=modality, value=num_patches)
 

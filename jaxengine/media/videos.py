@@ -145,7 +145,7 @@ def _check_frames(frames: np.ndarray, options: MediaOptions, budget: PixelBudget
 def _with_times(frames: np.ndarray, about: Mapping[str, Any]) -> Video:
     """Makes a video of decoded frames; about: fps, frames_indices and total_num_frames, as far as given."""
     if wrong := next((key for key in about if key not in _METADATA), None):
-        raise MediaError(f"says {str(wrong)[:100]!r} in addition to its frames; allowed are {', '.join(_METADATA)}")
+        raise MediaError(f"has {str(wrong)[:100]!r} in addition to its frames; allowed are {', '.join(_METADATA)}")
     count, fps = len(frames), about.get("fps")
     if fps is not None and not (isinstance(fps, (int, float)) and 0 < fps < math.inf):
         raise MediaError("has an fps that is not a number above 0")

@@ -108,7 +108,7 @@ def candidates(output: RequestOutput) -> PositionLogprobs:
     (completion,) = output.outputs
     if not completion.logprobs:
         why = f"{completion.finish_reason} ({completion.stop_reason})"
-        raise RequestError(f"the beam search cannot go on: {why}", param="use_beam_search")
+        raise RequestError(f"the beam search cannot continue: {why}", param="use_beam_search")
     return completion.logprobs[0]
 
 

@@ -258,7 +258,7 @@ class InputProcessor:
             return prompt
         if self.media is None:
             name = DATA if prompt.get(DATA) else OPTIONS
-            problem = f"{name} is given, but this model takes text only, or is to (limit_mm_per_prompt)"
+            problem = f"{name} is given, but this model takes text only (see limit_mm_per_prompt)"
             raise RequestError(problem, param=name)
         text, token_ids, _ = self._read_prompt(prompt)
         return self.media.made_ready(prompt, text, token_ids)
@@ -333,7 +333,7 @@ class InputProcessor:
         sequences: list[list[int]] = []
         for word in params.bad_words:
             if not word.strip():
-                problem = f"bad_words holds {show_value(word)}; allowed are words with more than spaces"
+                problem = f"bad_words holds {show_value(word)}; allowed are words that are not blank"
                 raise RequestError(problem, param="bad_words", value=word)
             plain = self.tokenizer.encode(word.lstrip(), add_special_tokens=False)
             spaced = self.tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)

@@ -86,14 +86,14 @@ class PoolingParams:
             if getattr(self, name) not in (None, True, False):
                 raise _refuse(name, getattr(self, name), "True, False or None")
         if self.task not in (None, model.task, "score"):
-            raise _refuse("task", self.task, f"{model.task} or score: that is what this model is for")
+            raise _refuse("task", self.task, f"{model.task} or score: the task of this model")
         names = ("use_activation", *(("normalize",) if model.task == EMBED else ("softmax", "activation")))
         for name in ("normalize", "softmax", "activation"):
             if getattr(self, name) is not None and name not in names:
                 raise _refuse(name, getattr(self, name), f"None with task {model.task}")
         said = {getattr(self, name) for name in names} - {None}
         if len(said) > 1:
-            raise _refuse(names[1], getattr(self, names[1]), "what use_activation says, or None")
+            raise _refuse(names[1], getattr(self, names[1]), "the value of use_activation, or None")
         use_activation = said.pop() if said else model.use_activation
         dimensions = self.dimensions
         if dimensions is not None:

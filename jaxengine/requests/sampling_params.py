@@ -386,7 +386,7 @@ class SamplingParams:
             raise _refuse("max_tokens", self.max_tokens, allowed)
         room = max_model_len - num_prompt_tokens
         if self.min_tokens > room:
-            allowed = f"at most {room}, what the prompt leaves of max_model_len ({max_model_len})"
+            allowed = f"at most {room}, which the prompt leaves of max_model_len ({max_model_len})"
             raise _refuse("min_tokens", self.min_tokens, allowed)
 
 

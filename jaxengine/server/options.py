@@ -190,15 +190,15 @@ def _read_keys(name: str, path: str | None) -> tuple[str, ...]:
             mode = os.fstat(file.fileno()).st_mode
             lines = file.read().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
         problem = f"{name} {path!r} cannot be read ({why})"
         raise ConfigError.because(name, problem, "name a file with one key a line") from None
     if mode & stat.S_IWOTH:
-        problem = f"{name} {path!r} is a file that others may write, and so add a key of theirs"
+        problem = f"{name} {path!r} is a file that others may write, who could add a key of their own"
         raise ConfigError.because(name, problem, f"chmod o-w {path}")
     keys = tuple(line.strip() for line in lines if line.strip())
     if not keys:
-        raise ConfigError.because(name, f"{name} {path!r} holds no key", "write one a line into it")
+        raise ConfigError.because(name, f"{name} {path!r} contains no key", "write one per line into it")
     return keys
 
 

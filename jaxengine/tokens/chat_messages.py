@@ -119,7 +119,7 @@ def _checked_calls(calls: Any, where: str) -> list[Any] | None:
         function = call.get("function")
         place = f"{where}.tool_calls[{number}].function"
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise _refused(f"{place}.name is missing or no text", call)
+            raise _refused(f"{place}.name is missing or not a string", call)
         if not isinstance(function.get("arguments") or "", (str, Mapping)):
             text = f"{place}.arguments must be a text or an object, got {kind(function['arguments'])}"
             raise _refused(text, function["arguments"])

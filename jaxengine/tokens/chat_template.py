@@ -68,7 +68,7 @@ def render_chat(
         checked[-1] = _marked(checked[-1])
     for name in variables:
         if name in OWN_NAMES:
-            text = f"a chat template variable must not be named {name!r}, which has a meaning of its own"
+            text = f"a chat template variable must not be named {name!r}, which is reserved"
             raise RequestError(text, param="chat_template_kwargs", value=name)
     context = {
         "documents": None,
@@ -131,7 +131,7 @@ def _marked(message: dict[str, Any]) -> dict[str, Any]:
     if isinstance(content, str):
         return {**message, "content": content + CONTINUE_MARK}
     if not content or content[-1]["type"] != "text":
-        problem = "there is no text in the last message to continue"
+        problem = "the last message has no text to continue"
         raise RequestError(problem, param="continue_final_message", value=True)
     last = {**content[-1], "text": content[-1]["text"] + CONTINUE_MARK}
     return {**message, "content": [*content[:-1], last]}

@@ -162,7 +162,7 @@ class UnitProcessor:
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
         rows, side = self.tower.unit // self.tower.merge, self.side // self.patch
         if grid is not None or num_rows % rows or num_rows // rows > self.most_given:
-            tiles = f"{rows}, those of one tile: of more nothing says where each is"
+            tiles = f"{rows}, those of one tile: positions of more than one are undefined"
             allowed = f"a multiple of {rows}" if self.most_given == np.inf else tiles
             problem = f"embeddings of a picture of this model must be {allowed}; they have no grid"
             raise RequestError(f"{problem}; got {num_rows}" + (f" with grid {grid}" if grid else ""), param="image")

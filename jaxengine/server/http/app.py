@@ -122,7 +122,7 @@ def _check(routes: APIRouter) -> None:
     """Raises TypeError for a route whose bodies would not be read by the rules of JsonRoute."""
     for route in routes.routes:
         if not isinstance(route, APIRoute):
-            raise TypeError(f"{route} is no route of its own; give a router a line in ROUTERS")
+            raise TypeError(f"{route} has no route; add its router to ROUTERS")
         if route.body_field is not None and not isinstance(route, JsonRoute):
             raise TypeError(f"{route.path} reads a body but its router has not route_class=JsonRoute")
 
@@ -176,7 +176,7 @@ class TrafficMiddleware:
                 headers = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
                 if state.get("unknown_fields"):
                     headers.append((b"x-unknown-fields", _header_text(state["unknown_fields"])))
-                    logger.warning("a request has fields that are not known: %s", headers[-1][1].decode())
+                    logger.warning("a request has unknown fields: %s", headers[-1][1].decode())
                 if state.get("ignored_fields"):
                     headers.append((b"x-ignored-fields", _header_text(state["ignored_fields"])))
                 message = {**message, "headers": headers}

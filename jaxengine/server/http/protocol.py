@@ -206,7 +206,7 @@ class NamedRequest(RequestModel):
         """Records the user in the request's state; returns the request's id for response, engine and `abort`."""
         request.state.user = self.user
         name = f"{prefix}-{self.request_id or request.state.unique_id}"
-        logger.debug("%s is asked for by user %r", name, self.user)
+        logger.debug("%s is requested by user %r", name, self.user)
         return name
 
 
@@ -356,7 +356,7 @@ class TextRequest(GenerationRequest):
         if asked is None or self.structured_outputs is None:
             return asked or self.structured_outputs
         raise RequestError(
-            "response_format and structured_outputs both ask for a structure; give one", param="structured_outputs"
+            "response_format and structured_outputs are both given; give one", param="structured_outputs"
         )
 
 

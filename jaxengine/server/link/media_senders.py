@@ -136,7 +136,7 @@ class KeySender(KeepingSender):
 def sent_pixels(item: MediaItem) -> tuple[bytes, bytes, bytes]:
     """Returns the pixels of an item for a message."""
     if isinstance(item, PreparedItem) and item.make is not None:
-        raise RuntimeError("the pixels of a picture are to be sent, but they were not made again")
+        raise RuntimeError("the pixels of a picture must be sent, but were not recomputed")
     return pixels_of(item)
 
 

@@ -43,17 +43,17 @@ def cut_unread(listener: socket.socket, seconds: float) -> None:
 def _way_to_a_port(option: str, host: str, error: OSError) -> str:
     flag = "--" + option.replace("_", "-")
     if error.errno == errno.EADDRINUSE:
-        return f"stop what listens there, or give another {flag}, 0 for any that is free"
+        return f"stop the program that listens there, or give another {flag}, 0 for any that is free"
     if error.errno == errno.EACCES:
         return f"ports below 1024 are the system's: give another {flag}"
-    return f"give --host an address that this machine has; {host} is none"
+    return f"give --host an address that this machine has; {host} is not one"
 
 
 def _bind(option: str, host: str, port: int, *, reuse: bool = False) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
-        problem = f"host {host!r} is no address of this machine ({error})"
+        problem = f"host {host!r} is not an address of this machine ({error})"
         advice = "give 127.0.0.1 for this machine only, or 0.0.0.0 for all of its addresses"
         raise ConfigError.because("host", problem, advice) from None
     made = socket.socket(family, kind, protocol)
@@ -64,6 +64,6 @@ def _bind(option: str, host: str, port: int, *, reuse: bool = False) -> socket.s
         made.bind(address)
     except OSError as error:
         made.close()
-        problem = f"{option} {port} of {host} cannot be had ({error.strerror})"
+        problem = f"{option} {port} of {host} cannot be bound ({error.strerror})"
         raise ConfigError.because(option, problem, _way_to_a_port(option, host, error)) from None
     return made

@@ -53,7 +53,7 @@ CODES = NEEDS | {"needs": WORK | {"quantized_bytes": 50 << 20}}
         ({"fast_bytes": V6E.fast_bytes + 1}, 1_000_000, "on the chip"),
         ({"copies": ["pool: copy c"]}, 1_000_000, "copies pool"),
         ({"collectives": {"all-reduce": 1}}, 1_000_000, "other devices"),
-        ({"wrong_exchanges": ["nobody wrote all-gather g"]}, 1_000_000, "exchanges: nobody wrote"),
+        ({"wrong_exchanges": ["no code wrote all-gather g"]}, 1_000_000, "exchanges: no code wrote"),
         ({"spill_bytes": 8}, 1_000_000, "spills 8 bytes"),
         ({"experts": {"rows": 8192, "average": 64.0, "multiplied": 1.1}}, 1_000_000, ""),
         ({"experts": {"rows": 8192, "average": 64.0, "multiplied": 1.12}}, 1_000_000, "1.12 times the rows of experts"),
@@ -139,7 +139,7 @@ def test_what_a_block_costs():
     other, block = cycles.per_block([*rows, failed])
     assert other is failed and (block["program"], block["cycles"], block["failures"]) == ("b", 1000 * 2 * 2, [])
     rows[0]["cycles"] = None
-    assert cycles.per_block(rows)[0]["failures"] == ["libtpu does not tell its cycles"]
+    assert cycles.per_block(rows)[0]["failures"] == ["libtpu reports no cycles"]
 
 
 def test_spills_where_there_were_none_are_a_regression():

@@ -128,7 +128,7 @@ class ChatRequest(TextRequest):
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
         if not self.messages:
-            raise RequestError(f"messages holds no message; allowed are 1 to {MAX_MESSAGES}", param="messages")
+            raise RequestError(f"messages is empty; allowed are 1 to {MAX_MESSAGES}", param="messages")
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs is only allowed with logprobs=true", param="top_logprobs")
         if self.top_logprobs is not None and self.top_logprobs < -1:
@@ -148,11 +148,11 @@ class ChatRequest(TextRequest):
 
     def _check_tools(self) -> None:
         if self.tools is not None and not self.tools:
-            text = f"tools holds no tool; allowed are 1 to {MAX_TOOLS}, or to leave it out"
+            text = f"tools is empty; allowed are 1 to {MAX_TOOLS}, or to omit the field"
             raise RequestError(text, param="tools")
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
-            raise RequestError("tools holds two functions of one name", param="tools")
+            raise RequestError("tools has two functions with the same name", param="tools")
         if self.choice == "none":
             return
         if not names:

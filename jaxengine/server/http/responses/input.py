@@ -48,7 +48,7 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> No
     elif kind == "function_call":
         for key in ("call_id", "name", "arguments"):
             if not isinstance(item.get(key), str):
-                raise _refused(f"{where}.{key} is missing or no text")
+                raise _refused(f"{where}.{key} is missing or not a string")
         function = {"name": item["name"], "arguments": item["arguments"]}
         call: dict[str, Any] = {"id": item["call_id"], "type": "function", "function": function}
         if _open_turn(messages) is None:
@@ -56,13 +56,13 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> No
         messages[-1].setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
         if not isinstance(item.get("call_id"), str):
-            raise _refused(f"{where}.call_id is missing or no text")
+            raise _refused(f"{where}.call_id is missing or not a string")
         content = _content(item.get("output"), f"{where}.output", True)
         messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
     elif kind == "reasoning":
         parts = item.get("content") or item.get("summary") or []
         if not isinstance(parts, list):
-            raise _refused(f"{where}.content is no list")
+            raise _refused(f"{where}.content is not a list")
         text = "\n".join(_part(part, where, ("reasoning_text", "summary_text")) for part in parts)
         if not parts and item.get("encrypted_content") is not None:
             text = _decrypted(item["encrypted_content"], f"{where}.encrypted_content")
@@ -78,7 +78,7 @@ def _decrypted(content: Any, where: str) -> str:
     try:
         return base64.b64decode(content, validate=True).decode()
     except (TypeError, ValueError):
-        raise _refused(f"{where} is none that this server has made") from None
+        raise _refused(f"{where} was not made by this server") from None
 
 
 def _open_turn(messages: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
@@ -112,7 +112,7 @@ def _part(part: Any, where: str, kinds: Sequence[str]) -> str:
     if kind not in kinds:
         raise _refused(f"{where} holds a part of type {show_value(kind)}; allowed: {', '.join(kinds)}")
     if not isinstance(part.get("text"), str):
-        raise _refused(f"{where} holds a part whose text is no text")
+        raise _refused(f"{where} holds a part whose text is not a string")
     return part["text"]
 
 
