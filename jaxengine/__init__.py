@@ -1,5 +1,6 @@
-"""jaxengine: LLM inference on JAX. The public names are here and are imported when first used, so that
-`import jaxengine` stays free of jax."""
+"""Public names of jaxengine, LLM inference on JAX. They are imported on first use, so that `import jaxengine` does not
+import jax.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m jaxengine` is the command `jaxengine`."""
+"""The Python API: LLM, AsyncLLM and the engine core that both run on."""
 
 from jaxengine.commands.process import main
 

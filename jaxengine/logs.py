@@ -1,8 +1,8 @@
-"""How the log lines of a process look, and how they keep clear of progress bars.
+"""Format of log lines, and their output around progress bars.
 
-The form is vLLM's, so that what reads its logs reads ours: level, time, place, text; in front of them the name of the
-process where there are several. For commands and a server's processes: a program that uses the engine as a library
-sets up its own logging. Knows nothing of what is logged.
+The format is vLLM's, so that tools that read its logs read ours: level, time, place, text, prefixed with the name of
+the process where there are several. Only commands and server processes use it; a program that uses the engine as a
+library configures its own logging.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _TIME = "%m-%d %H:%M:%S"
 
 
 def log_to_stderr(process: str | None = None) -> None:
-    """Shows the engine's lines, and other packages' warnings, unless logging has been set up already.
+    """Shows the engine's log lines and other packages' warnings, unless logging has been configured already.
 
-    process: what this process is to the others, for lines of several.
+    process: name of this process, put before each line; None when there is only one process.
     """
     handler = _BesideBars()
     handler.setFormatter(_Lines("" if process is None else f"({process} pid={os.getpid()}) "))
@@ -27,12 +27,12 @@ def log_to_stderr(process: str | None = None) -> None:
 
 
 def only_warnings() -> None:
-    """From here on a person reads on the same terminal."""
+    """Hides the engine's log lines below warnings, for commands that converse with a person on the terminal."""
     logging.getLogger("jaxengine").setLevel(logging.WARNING)
 
 
 class _Lines(logging.Formatter):
-    """What is said of a message stands in front of each of its lines, so that a search finds all of them."""
+    """Formatter that repeats the prefix on each line of a message of several lines, so that a search finds them all."""
 
     def __init__(self, process: str):
         super().__init__("%(message)s")
@@ -45,7 +45,7 @@ class _Lines(logging.Formatter):
 
 
 class _BesideBars(logging.StreamHandler):
-    """Standard error, with progress bars out of the way while a line is written."""
+    """Log handler on standard error that clears progress bars while it writes a line."""
 
     def emit(self, record: logging.LogRecord) -> None:
         tqdm = sys.modules.get("tqdm")  # without it there are no bars, and `--help` need not import it

@@ -73,7 +73,7 @@ def _layer(target: str, name: str, rows: int, stored: str) -> dict[str, Any]:
         except ProfileError as error:
             return {**own, "error": str(error)}
         if found.cycles is None:
-            return {**own, "error": "libtpu does not tell its cycles"}
+            return {**own, "error": "libtpu reports no cycles"}
         memory = found.facts["bytes"] / chip.hbm_bandwidth
         cycles, moved = cycles + found.cycles, moved + found.facts["bytes"]
         codes += size * out * STORED[stored][1] / 8

@@ -44,7 +44,7 @@ from benchmarks.recorder import Recorder
 from jaxengine.api import core as api_core
 from jaxengine.api.core import EngineCore
 from jaxengine.bench.host import FreeRunner
-from jaxengine.bench.serve_load import Load, Run, Traffic, plan, send
+from jaxengine.bench.serve_load import Load, LoadResult, Traffic, plan, send
 from jaxengine.checkpoint.model_source import ModelSource
 from jaxengine.config.engine_config import EngineConfig, ResolvedConfig
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
@@ -245,7 +245,7 @@ async def _awaited(awaitable: Awaitable[None]) -> None:
     await awaitable
 
 
-def _check(run: Run) -> None:
+def _check(run: LoadResult) -> None:
     failed = [sample for sample in run.samples if sample.error]
     assert not failed, failed[0].message
 

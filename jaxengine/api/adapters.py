@@ -1,4 +1,6 @@
-"""Loading an adapter into an engine, wherever that runs: its files are read on a thread of the engine's."""
+"""Loads LoRA adapters into an engine, in this process or another; their files are read on a thread of the engine's
+process.
+"""
 
 from __future__ import annotations
 
@@ -10,34 +12,35 @@ from typing import Any
 from jaxengine.api.core import EngineCore
 from jaxengine.requests.lora import LoRARequest
 
-# Of the order of what reading a small model's adapter takes.
+# About the time that reading a small model's adapter takes.
 _POLL_SECONDS = 0.01
 
 
 async def load_adapter(utility: Callable[..., Awaitable[Any]], name: str, path: str, number: int | None = None) -> None:
-    """Loads an adapter of a path on the engine's machine. Raises RequestError; nothing has changed then.
+    """Loads an adapter from a path on the engine's machine. Raises RequestError, with nothing changed.
 
-    utility: an EngineClient's. number: its lora_int_id; without one it is an error that the adapter is loaded already.
+    utility: `EngineClient.utility`. number: the adapter's lora_int_id; None makes it an error that the adapter is
+      already loaded.
     """
     ticket = await utility("load_adapter", name, path, number)
     while ticket and not await utility("adapter_is_loaded", ticket):
         await asyncio.sleep(_POLL_SECONDS)
 
 
-def load_first(core: EngineCore, turns: AbstractContextManager[Any], request: LoRARequest | None) -> str | None:
-    """The name of an adapter, which is loaded unless it is already; its files are read outside of the turn.
+def load_first(core: EngineCore, lock: AbstractContextManager[Any], request: LoRARequest | None) -> str | None:
+    """Loads the request's adapter unless it is loaded, and returns its name. Files are read without holding `lock`.
 
-    Raises ModelFileError, RequestError; nothing has changed then.
+    Raises ModelFileError or RequestError, with nothing changed.
     """
     if request is None:
         return None
     name, path, number = request.lora_name, request.path, request.lora_int_id
-    with turns:
+    with lock:
         store = core.engine.extensions.adapter_store()
         known = store.known(name, path, number)
     if not known:
         weights = store.read(path)
-        with turns:
+        with lock:
             if not store.known(name, path, number):
                 store.add(name, path, number, weights)
     return name

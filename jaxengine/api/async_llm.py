@@ -1,4 +1,4 @@
-"""The online API: requests as async streams over one engine that steps on a thread of its own."""
+"""The online API: requests as async streams over one engine, which steps on its own thread."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from jaxengine.api.output_stream import OutputStream
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.requests.inputs import InputProcessor
 from jaxengine.requests.lora import LoRARequest
-from jaxengine.requests.off_loop import made_ready
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import RequestOutput
 from jaxengine.requests.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from jaxengine.requests.pooling_params import PoolingParams
 from jaxengine.requests.prepared import Prompt
+from jaxengine.requests.run_in_thread import make_ready
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from scheduler.errors import RequestError
 
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Reader:
-    """The engine's thread's end of a stream that is read on an event loop."""
+    """Passes outputs from the engine's thread to a stream that is read on an event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, stream: OutputStream):
         self._loop = loop
@@ -83,7 +83,7 @@ class AsyncLLM:
 
     @property
     def inputs(self) -> InputProcessor:
-        """Limits, tokenizer and default sampling parameters of the engine."""
+        """The engine's limits, tokenizer and default sampling parameters."""
         return self.core.inputs
 
     def generate(
@@ -97,19 +97,19 @@ class AsyncLLM:
         client: str | None = None,
         lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Yields outputs of the kind that `sampling_params.output_kind` asks for, until the request is finished.
+        """Yields outputs as `sampling_params.output_kind` specifies, until the request is finished.
 
         Leaving the iteration early, or cancelling the task that runs it, aborts the request and frees its pages.
 
         Args:
           priority, timeout, client: see `RequestOptions`.
-          lora_request: the adapter to run with, loaded unless it is already.
+          lora_request: the adapter to use; it is loaded unless it already is.
 
         Raises:
-          RequestError: the request cannot be served; no other is disturbed.
+          RequestError: the request cannot be served; other requests are not affected.
           EngineDeadError: the engine has failed.
         """
-        # The iteration may begin when the caller has set fields for another request.
+        # A copy: the caller may change the fields for another request before the iteration begins.
         params = sampling_params.clone() if isinstance(sampling_params, SamplingParams) else sampling_params
         options = RequestOptions(
             priority, timeout, client, lora=None if lora_request is None else lora_request.lora_name
@@ -118,13 +118,13 @@ class AsyncLLM:
         return outputs if lora_request is None else self._with_adapter(lora_request, outputs)
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Loads an adapter, unless it is loaded. Raises RequestError; nothing has changed then."""
+        """Loads an adapter unless it is loaded. Raises RequestError, with nothing changed."""
         number = lora_request.lora_int_id
         await load_adapter(self.utility, lora_request.lora_name, lora_request.path, number)
         return True
 
     async def remove_lora(self, lora_int_id: int) -> bool:
-        """Lets no new request have an adapter; whether there is one of that number."""
+        """Closes the adapter with this number to new requests. Returns whether there is one."""
         for each in await self.utility("adapters"):
             if each["number"] == lora_int_id:
                 await self.utility("unload_adapter", each["name"])
@@ -132,7 +132,7 @@ class AsyncLLM:
         return False
 
     async def list_loras(self) -> set[int]:
-        """The numbers of the adapters that are loaded."""
+        """Numbers of the loaded adapters."""
         return {each["number"] for each in await self.utility("adapters")}
 
     async def reset_mm_cache(self) -> None:
@@ -168,7 +168,7 @@ class AsyncLLM:
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """As `EngineClient.stream`: what `generate` does, for callers that pass options on."""
+        """Same as `EngineClient.stream`: `generate` for callers that already hold RequestOptions."""
         params = self.core.inputs.default_sampling_params() if sampling_params is None else sampling_params
         return self._outputs(prompt, params, request_id, options)
 
@@ -179,7 +179,7 @@ class AsyncLLM:
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[PoolingRequestOutput[PoolingOutput]]:
-        """As `EngineClient.pool`: what `encode` does, for callers that pass options on."""
+        """Same as `EngineClient.pool`: `encode` for callers that already hold RequestOptions."""
         params = PoolingParams() if pooling_params is None else pooling_params
         return self._outputs(prompt, params, request_id, options)
 
@@ -190,7 +190,7 @@ class AsyncLLM:
         request_id: str | None,
         options: RequestOptions | None,
     ) -> AsyncIterator[Any]:
-        """Outputs of the kind that the parameters ask for."""
+        """Submits a request to the engine's thread and yields its outputs; aborts it if the caller stops reading."""
         if request_id is None:
             self._num_requests += 1
             request_id = f"async-{self._num_requests}"
@@ -198,8 +198,8 @@ class AsyncLLM:
         aggregate = isinstance(params, SamplingParams) and params.output_kind is RequestOutputKind.DELTA
         stream = OutputStream(aggregate)
         reader = _Reader(asyncio.get_running_loop(), stream)
-        if not isinstance(params, PoolingParams):  # which may put something before a text
-            prompt = await made_ready(self.core.inputs, prompt)
+        if not isinstance(params, PoolingParams):  # a pooling model may prepend a prompt to the text, in `prepare`
+            prompt = await make_ready(self.core.inputs, prompt)
         self._run_command(lambda: self._start(reader, prompt, params, request_id, options))
         finished = False
         try:
@@ -243,7 +243,9 @@ class AsyncLLM:
         return await future
 
     def text_spans(self) -> list[tuple[float, float, int]]:
-        """When text was made of tokens: (start, end, outputs), seconds of time.monotonic, the last ones in order."""
+        """Periods in which tokens were turned into text: (start, end, outputs), seconds of time.monotonic; the latest,
+        in order.
+        """
         return self.core.text_spans()
 
     def get_tokenizer(self) -> PreTrainedTokenizerFast:
@@ -262,7 +264,7 @@ class AsyncLLM:
         self.core.shutdown()
 
     def _run_command(self, command: Callable[[], None]) -> None:
-        """Has the engine's thread run `command` before its next step."""
+        """Queues `command` for the engine's thread, which runs it before its next step."""
         with self._command_lock:
             if self._dead is not None:
                 raise self._dead
@@ -282,7 +284,7 @@ class AsyncLLM:
             return
         try:
             prepared = self.core.inputs.prepare(prompt, params, request_id=request_id, options=options)
-        except Exception as error:  # it has changed nothing: whatever it was, it is this request's alone
+        except Exception as error:  # nothing has changed, so any failure concerns this request only
             reader.put(error)
             return
         try:
@@ -293,7 +295,9 @@ class AsyncLLM:
             self._readers[request_id] = reader
 
     def _stop(self, reader: _Reader, request_id: str) -> None:
-        """The reader left. Another request may have the id if this one was refused for using it twice."""
+        """Aborts the request of a reader that left, unless the id now belongs to another request (this one was a
+        duplicate).
+        """
         if self._readers.get(request_id) is reader:
             del self._readers[request_id]
             self.core.abort(request_id)
@@ -335,7 +339,7 @@ class AsyncLLM:
                 del self._readers[output.request_id]
 
     def _end(self, error: EngineDeadError) -> None:
-        """Nothing is queued any more once `_dead` is set; requests that were still in the queue learn of it too."""
+        """Ends all streams and queued commands with `error`. Once `_dead` is set nothing more is queued."""
         with self._command_lock:
             self._dead = error
         while self._commands:

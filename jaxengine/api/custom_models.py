@@ -1,4 +1,4 @@
-"""Model families that a user brings along. Knows the table of families, nothing of engines or requests."""
+"""Registration of a user's own model families in the table of families."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from models.registry import MODELS
 
 
 def register_model(architecture: str, model_class: type[CausalLM]) -> None:
-    """Lets checkpoints be opened whose config.json names `architecture`, as if the family were one of ours.
+    """Registers a model class for checkpoints whose config.json names `architecture`, as if it were a built-in family.
 
-    Only in this process: `jaxengine serve` and `jaxengine worker` are processes of their own and do not know it. Steps
-    of such a model are compiled at each start and not kept on disk, for nothing here knows what its source imports.
+    It is registered in this process only: `jaxengine serve` and `jaxengine worker` start processes without it. Compiled
+    steps of such a model are not cached on disk, because the files that the class depends on are not known.
 
     Args:
-      architecture: what config.json has under "architectures"; the class must have this name.
-      model_class: with everything that models.causal_lm.CausalLM asks for, as a subclass of one of models.families has
-        it. Registered again under its name, as a notebook does, it replaces the one before.
+      architecture: entry of "architectures" in config.json; must equal the name of the class.
+      model_class: a class with everything that models.causal_lm.CausalLM declares, such as a subclass of one in
+        models.families. Registering a name again, as a notebook does, replaces the class.
 
     Raises:
-      ConfigError: a name that is taken, or a class that cannot be a model.
+      ConfigError: the name is taken, or the class cannot be a model.
     """
     if not inspect.isclass(model_class):
         raise ConfigError("model_class", model_class, "a class")
@@ -42,17 +42,19 @@ def register_model(architecture: str, model_class: type[CausalLM]) -> None:
 
 
 def is_custom(model_class: type) -> bool:
-    """Whether a class of MODELS was registered, and is not one of ours."""
+    """Whether a class of MODELS was registered by a user."""
     return model_class.__module__.partition(".")[0] != "models"
 
 
 def has_custom_class(config: ModelConfig) -> bool:
-    """Whether a model of this config is of a registered class."""
+    """Whether the model of this config has a class registered by a user."""
     return is_custom(MODELS[config.architecture])
 
 
 def _asked_for() -> set[str]:
-    """What a class must bring: methods and class variables of CausalLM. The rest its instances have."""
+    """Names that a model class must define: methods and class variables of CausalLM. Instance attributes are not
+    included.
+    """
     routines = {name for name, value in vars(CausalLM).items() if inspect.isroutine(value)}
     variables = {name for name, kind in CausalLM.__annotations__.items() if "ClassVar" in str(kind)}
     return {name for name in routines | variables if not name.startswith("_")} | {"__call__"}

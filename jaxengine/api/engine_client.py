@@ -1,4 +1,4 @@
-"""What a server needs of an engine, wherever the engine runs: in this process (AsyncLLM) or in another one."""
+"""Interface between a server and an engine, which runs in this process (AsyncLLM) or another one."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from jaxengine.requests.pooling_params import PoolingParams
 from jaxengine.requests.prepared import Prompt
 from jaxengine.requests.sampling_params import SamplingParams
 
-if TYPE_CHECKING:  # it reads tokenizers and models, and who catches EngineDeadError does not
+if TYPE_CHECKING:  # imports tokenizers and models, which code that only catches EngineDeadError does not need
     from jaxengine.requests.inputs import InputProcessor
 
 
 class EngineDeadError(RuntimeError):
-    """The engine has failed or was shut down; start a new one."""
+    """The engine has failed or was shut down; a new one must be started."""
 
 
 class EngineDrainingError(EngineDeadError):
-    """The server is about to end and takes no new requests."""
+    """The server is shutting down and takes no new requests."""
 
 
 class EngineClient(Protocol):
-    """An engine that answers many requests at once. All of it is used on one event loop.
+    """An engine that serves many requests at once. All methods are called on one event loop.
 
     Attributes:
       inputs: limits, tokenizer, chat template and default sampling parameters.
@@ -35,7 +35,7 @@ class EngineClient(Protocol):
 
     @property
     def errored(self) -> bool:
-        """Whether the engine cannot answer at the moment."""
+        """Whether the engine is currently unable to answer."""
         ...
 
     def stream(
@@ -45,14 +45,14 @@ class EngineClient(Protocol):
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Yields outputs of the kind `sampling_params.output_kind` asks for, until the request is finished.
+        """Yields outputs as `sampling_params.output_kind` specifies, until the request is finished.
 
         Leaving the iteration early, or cancelling the task that runs it, aborts the request and frees its pages. A
-        request that `options.timeout` seconds did not suffice for ends with finish_reason "abort" and stop_reason
+        request that takes longer than `options.timeout` seconds ends with finish_reason "abort" and stop_reason
         "timeout".
 
         Raises:
-          RequestError: the request cannot be served; no other is disturbed. OverloadedError: not now.
+          RequestError: the request cannot be served; other requests are not affected. OverloadedError: try later.
           EngineDeadError: the engine has failed.
         """
         ...
@@ -64,7 +64,7 @@ class EngineClient(Protocol):
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[PoolingRequestOutput[PoolingOutput]]:
-        """As `stream`, of a pooling model: yields one output."""
+        """Yields the one output of a request to a pooling model; otherwise same as `stream`."""
         ...
 
     async def abort(self, request_id: str) -> None:
@@ -78,10 +78,12 @@ class EngineClient(Protocol):
     async def utility(self, name: str, *arguments: Any) -> Any:
         """Calls a function of `EngineCore.utilities` between two steps; arguments and result are plain JSON values.
 
-        Raises RequestError for a name that is not there, EngineDeadError.
+        Raises RequestError for an unknown name, EngineDeadError if the engine has failed.
         """
         ...
 
     def text_spans(self) -> list[tuple[float, float, int]]:
-        """When this process last made text of tokens: (start, end, outputs), seconds of time.monotonic, in order."""
+        """Periods in which this process turned tokens into text: (start, end, outputs), seconds of time.monotonic, in
+        order.
+        """
         ...

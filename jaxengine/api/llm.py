@@ -1,4 +1,4 @@
-"""The offline API: `LLM(...)`, `generate`, `chat`. Same names and results as vLLM's."""
+"""The offline API: `LLM(...)`, `generate`, `chat`, with vLLM's names and results."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tqdm import tqdm
 from jaxengine.api import scoring
 from jaxengine.api.adapters import load_first
 from jaxengine.api.core import EngineCore
+from jaxengine.api.fair_lock import FairLock
 from jaxengine.api.progress import count_tokens, speed_text
-from jaxengine.api.turns import Turns
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.engine.metric_types import Histogram, Metric
 from jaxengine.requests.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, candidates
@@ -44,23 +44,23 @@ ProgressFactory = Callable[..., Any]
 
 @dataclass(eq=False)
 class _Call:
-    """What has come for one call of `generate`: outputs by request, and the first error of a request."""
+    """State of one call of `generate`: finished outputs by request id, and the first request error."""
 
     outputs: dict[str, Any] = field(default_factory=dict)
     error: RequestError | None = None
 
 
 class LLM:
-    """A model in this process, answering batches of prompts.
+    """A model in this process that answers batches of prompts.
 
-    Several threads may call it: their requests run together, each step made by one of the threads that wait for one.
-    A step that fails ends all calls, and every later one, with EngineDeadError.
+    Several threads may call it: their requests are batched together, and each step is run by one of the waiting
+    threads. A step that fails ends all running calls, and every later one, with EngineDeadError.
 
     Args:
       model: a GGUF file, a Hugging Face folder or a hub id; None for the embedded SmolLM2-135M-Instruct.
-      devices: jax devices to take from, the first ones that the parallel sizes ask for; default all.
-      mesh: a jax.sharding.Mesh with axes data, attn and model to run on, instead of parallel sizes.
-      options: see `jaxengine.EngineConfig`. One that is unknown or not supported yet raises ConfigError.
+      devices: jax devices to use, as many of the first ones as the parallel sizes need; None for all.
+      mesh: a jax.sharding.Mesh with axes data, attn and model, given in place of parallel sizes.
+      options: see `jaxengine.EngineConfig`. An unknown or unsupported option raises ConfigError.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class LLM:
         **options: Any,
     ):
         self.core = EngineCore(EngineConfig.from_options(model=model, **options), devices=devices, mesh=mesh)
-        # Whoever touches the core has the turn.
-        self._turns = Turns()
+        # Held by every access to the core.
+        self._lock = FairLock()
         self._calls: dict[str, _Call] = {}
 
     def __enter__(self) -> LLM:
@@ -83,16 +83,16 @@ class LLM:
         self.shutdown()
 
     def shutdown(self) -> None:
-        """Stops the engine; calls of other threads, and all later ones, end with EngineDeadError."""
-        with self._turns:
+        """Stops the engine; running calls of other threads, and all later ones, end with EngineDeadError."""
+        with self._lock:
             self.core.shutdown()
 
     def get_expert_load(self) -> np.ndarray | None:
-        """u32[layers, E]: tokens that each expert was picked for so far, modulo 2**32; None without experts.
+        """u32[expert layers, E]: tokens routed to each expert so far, modulo 2**32; None without experts.
 
-        Layers are those that have experts. Shows how evenly `enable_expert_parallel` loads the devices.
+        Shows how evenly `enable_expert_parallel` loads the devices.
         """
-        with self._turns:
+        with self._lock:
             self.core.check()
             experts = self.core.runner.extensions.get("experts")
             return None if experts is None else experts.load()
@@ -111,39 +111,39 @@ class LLM:
 
         Args:
           prompts: a string, a list of token ids, {"prompt": ...}, {"prompt_token_ids": [...]}, or a list of them.
-          sampling_params: one for all or one each; None for the model's defaults.
-          use_tqdm: a progress bar, or what makes one.
-          priority: one for all or one each; smaller runs first. Needs scheduling_policy="priority".
-          client: whose they are, a name for all or one each. Needs scheduling_policy="fair", which serves
-            clients that wait in equal shares.
-          lora_request: the adapter to run with, one for all or one each, None for none. Needs enable_lora.
+          sampling_params: one for all or one per prompt; None for the model's defaults.
+          use_tqdm: whether to show a progress bar, or a function that makes one.
+          priority: one for all or one per prompt; smaller runs first. Needs scheduling_policy="priority".
+          client: name of the client, one for all or one per prompt. Needs scheduling_policy="fair", which serves
+            waiting clients in equal shares.
+          lora_request: the adapter to use, one for all or one per prompt; None for none. Needs enable_lora.
 
         Raises:
-          RequestError: for the first bad prompt or parameter; no request has been started then. For a grammar that
-            cannot be compiled; all requests of this call are aborted then.
-          ModelFileError: for an adapter that cannot be read.
+          RequestError: the first invalid prompt or parameter, before any request is started; or a grammar that cannot
+            be compiled, after which all requests of this call are aborted.
+          ModelFileError: an adapter cannot be read.
           EngineDeadError: the engine has failed or was shut down.
         """
         batch = _as_batch(prompts)
         params = self._params_for(len(batch), sampling_params)
-        loras = [load_first(self.core, self._turns, each) for each in one_for_each(len(batch), lora_request)]
+        loras = [load_first(self.core, self._lock, each) for each in one_for_each(len(batch), lora_request)]
         options = options_for(len(batch), priority, client, loras)
         return self._answer(batch, params, options, use_tqdm)
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool | ProgressFactory = False
     ) -> list[BeamSearchOutput]:
-        """Continues each prompt by the sequences of tokens that a beam search finds, the best first.
+        """Continues each prompt with the sequences that a beam search finds, best first.
 
-        Every token is a call of `generate` for all beams of all prompts. Raises as `generate`.
+        Each token takes a call of `generate` for all beams of all prompts. Raises the same errors as `generate`.
         """
         inputs = self.core.inputs
         params.verify(inputs.config.max_logprobs, inputs.config.logprobs_mode)
         one = params.token_params()
-        with self._turns:
+        with self._lock:
             first = [inputs.prepare(prompt, one).requests[0] for prompt in _as_batch(prompts)]
         if any(request.media is not None for request in first):
-            raise RequestError("beam search goes on from tokens, and sees no pictures", param="multi_modal_data")
+            raise RequestError("beam search takes prompts of text or tokens, not pictures", param="multi_modal_data")
         prompt_ids = [request.prompt_token_ids.tolist() for request in first]
         longest, eos = inputs.config.max_model_len, inputs.eos_token_ids()
         searches = [BeamSearch(token_ids, params, eos, longest) for token_ids in prompt_ids]
@@ -163,14 +163,13 @@ class LLM:
         use_tqdm: bool | ProgressFactory = True,
         pooling_task: str | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """What a pooling model tells of each prompt, `outputs.data` f32[N], in the order of the prompts.
+        """Returns the pooling model's vector for each prompt, `outputs.data` f32[N], in the order of the prompts.
 
         Args:
           prompts: as for `generate`.
-          pooling_params: one for all or one each.
-          truncate_prompt_tokens, pooling_task: the former's truncate_prompt_tokens and task, where it has none.
-
-        Raises as `generate`; RequestError too where a request has no answer, because its state is not finite.
+          pooling_params: one for all or one per prompt.
+          truncate_prompt_tokens, pooling_task: defaults for the truncate_prompt_tokens and task of pooling_params.
+        Raises the same errors as `generate`; also RequestError when a result is not finite.
         """
         batch = _as_batch(prompts)
         params = scoring.params_for(len(batch), pooling_params, truncate_prompt_tokens, pooling_task)
@@ -187,7 +186,7 @@ class LLM:
         use_tqdm: bool | ProgressFactory = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """An embedding of each prompt, `outputs.embedding`. As `encode`, of a model for it."""
+        """Returns an embedding of each prompt, `outputs.embedding`. Otherwise same as `encode`."""
         options: Any = {"truncate_prompt_tokens": truncate_prompt_tokens, "use_tqdm": use_tqdm}
         outputs = self.encode(prompts, pooling_params, pooling_task="embed", **options)
         return [EmbeddingRequestOutput.from_base(output) for output in outputs]
@@ -200,7 +199,7 @@ class LLM:
         use_tqdm: bool | ProgressFactory = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
     ) -> list[ClassificationRequestOutput]:
-        """Probabilities of each label for each prompt, `outputs.probs`. As `encode`, of a model for it."""
+        """Returns label probabilities of each prompt, `outputs.probs`. Otherwise same as `encode`."""
         options: Any = {"truncate_prompt_tokens": truncate_prompt_tokens, "use_tqdm": use_tqdm}
         outputs = self.encode(prompts, pooling_params, pooling_task="classify", **options)
         return [ClassificationRequestOutput.from_base(output) for output in outputs]
@@ -214,7 +213,7 @@ class LLM:
         use_tqdm: bool | ProgressFactory = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """A reward model's scores of each whole prompt, as they are unless use_activation says otherwise."""
+        """Returns a reward model's scores of each prompt, without activation unless use_activation is set."""
         batch = _as_batch(prompts)
         params = scoring.params_for(len(batch), pooling_params, truncate_prompt_tokens, "classify")
         for each in params:
@@ -232,10 +231,11 @@ class LLM:
         pooling_params: PoolingParams | None = None,
         chat_template: str | None = None,
     ) -> list[ScoringRequestOutput]:
-        """How well texts go together, `outputs.score`: one with one, one with each of many, or pair by pair.
+        """Scores pairs of texts, `outputs.score`: one with one, one with each of many, or pairwise.
 
-        A classifier of one label (a cross-encoder, a reranker) reads both texts, one behind the other or as
-        `chat_template` writes the messages of the roles "query" and "document". Of an embedder it is the cosine.
+        A classifier with one label (cross-encoder, reranker) reads both texts, concatenated or formatted by
+        `chat_template` from messages of the roles "query" and "document". An embedding model gives the cosine
+        similarity.
         """
         inputs = self.core.inputs
         pairs = scoring.pairs_of(data_1, data_2)
@@ -245,7 +245,7 @@ class LLM:
             texts = list(dict.fromkeys(text for pair in pairs for text in pair))
             found = dict(zip(texts, self.encode(texts, pooling_params, **options), strict=True))
             return [ScoringRequestOutput.of_pair(found[one], found[other]) for one, other in pairs]
-        with self._turns:
+        with self._lock:
             prompts = [scoring.pair_prompt(inputs, *pair, chat_template) for pair in pairs]
         return [ScoringRequestOutput.from_base(each) for each in self.encode(prompts, pooling_params, **options)]
 
@@ -263,17 +263,17 @@ class LLM:
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
-        """Answers one conversation or a list of them, through the model's chat template.
+        """Answers one conversation or a list of them, formatted by the model's chat template.
 
-        Messages may hold pictures and videos as jaxengine.media.parts.collect_media reads them; mm_processor_kwargs:
-        what the model's processor is told of them.
+        Messages may contain pictures and videos, see jaxengine.media.parts.collect_media. mm_processor_kwargs: options
+        of the model's media processor.
         """
         if not messages:
             raise RequestError("messages is empty; at least one is needed", param="messages", value=messages)
         conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
-        # Before it is this call's turn: other threads need not wait for its pictures.
+        # Without the lock, so that other threads do not wait for this call's pictures.
         read = [self.core.inputs.media_reader.read(conversation) for conversation in conversations]
-        with self._turns:
+        with self._lock:
             prompts = [
                 self.core.inputs.chat_prompt(
                     conversation,
@@ -290,26 +290,26 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def get_tokenizer(self) -> PreTrainedTokenizerFast:
-        """The tokenizer as transformers has it; RequestError when the engine was started without."""
+        """Returns the tokenizer as a transformers object. Raises RequestError if the engine was started without one."""
         return self.core.inputs.require_tokenizer().hf
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What `sampling_params=None` stands for: the model's generation_config.json over vLLM's defaults."""
+        """Returns the defaults of sampling_params: vLLM's, overridden by generation_config.json."""
         return self.core.inputs.default_sampling_params()
 
     def get_metrics(self) -> list[Metric | Histogram]:
-        """Counters, gauges and histograms, each with `name` and `value`."""
-        with self._turns:
+        """Returns counters, gauges and histograms, each with `name` and `value`."""
+        with self._lock:
             return self.core.metrics.collect()
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes."""
-        with self._turns:
+        """Drops all cached prefixes. Returns whether it did."""
+        with self._lock:
             return self.core.utility("reset_prefix_cache")
 
     def reset_mm_cache(self) -> None:
-        """Forgets pictures and videos that were made ready or encoded; running requests keep theirs."""
-        with self._turns:
+        """Drops cached pictures and videos, both preprocessed and encoded; running requests keep theirs."""
+        with self._lock:
             self.core.utility("reset_mm_cache")
 
     def _params_for(self, count: int, params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
@@ -333,12 +333,12 @@ class LLM:
         options: Sequence[RequestOptions],
         use_tqdm: bool | ProgressFactory,
     ) -> list[Any]:
-        """The outputs of requests, in their order; none is left running when it raises."""
+        """Runs requests and returns their outputs in order. Aborts all of them before raising."""
         started: dict[str, _Call] = {}
         call = _Call()
         try:
             batch = [self.core.inputs.make_ready(prompt) for prompt in batch]
-            with self._turns:
+            with self._lock:
                 self.core.check()
                 prepared = [
                     self.core.inputs.prepare(prompt, each, options=own)
@@ -354,12 +354,12 @@ class LLM:
         return [call.outputs[request_id] for request_id in started]
 
     def _run(self, call: _Call, num_requests: int, use_tqdm: bool | ProgressFactory) -> None:
-        """Steps, in turns with other threads, until all outputs of a call have come."""
+        """Runs steps, alternating with other threads, until all outputs of a call have arrived."""
         make = use_tqdm if callable(use_tqdm) else tqdm
         with make(total=num_requests, desc="Processed prompts", disable=not use_tqdm) as bar:
             shown, start, tokens = 0, time.monotonic(), (0, 0)
             while shown < num_requests:
-                with self._turns:
+                with self._lock:
                     if call.error is None and len(call.outputs) == shown:
                         self._step()
                     if call.error is not None:
@@ -372,7 +372,7 @@ class LLM:
                     shown = num_ended
 
     def _step(self) -> None:
-        """One step; what it brought goes to the calls that wait for it."""
+        """Runs one step and hands its outputs and rejected requests to the calls that own them."""
         for output in self.core.step():
             if output.finished and (call := self._calls.pop(output.request_id, None)) is not None:
                 call.outputs[output.request_id] = output
@@ -381,14 +381,14 @@ class LLM:
                 call.error = call.error or error
 
     def _abort(self, request_ids: Iterable[str]) -> None:
-        with self._turns:
+        with self._lock:
             for request_id in request_ids:
                 if self._calls.pop(request_id, None) is not None and self.core.dead is None:
                     self.core.abort(request_id)
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Any:
-    """One prompt or a list of them as a list."""
+    """Returns prompts as a list; a single prompt becomes a list of one."""
     batch: Any = [prompts] if isinstance(prompts, (str, Mapping)) or is_token_ids(prompts) else prompts
     if not isinstance(batch, (Sequence, np.ndarray)):
         raise RequestError(

@@ -1,4 +1,4 @@
-"""What waits for one reader of a request's outputs. Knows nothing of engines, threads or processes."""
+"""Buffer between the engine and the reader of one request's outputs. Independent of threads and processes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from jaxengine.requests.pooling_outputs import PoolingRequestOutput
 
 
 class OutputStream:
-    """Holds at most one output, to which later ones are joined, so that a slow reader costs no memory.
+    """Holds at most one output and merges later ones into it, so that a slow reader costs no memory.
 
-    All of it is used on one event loop.
+    All methods are called on one event loop.
     """
 
     def __init__(self, aggregate: bool):
-        """aggregate: outputs carry what is new (RequestOutputKind.DELTA), not everything so far."""
+        """aggregate: outputs carry only new tokens (RequestOutputKind.DELTA), so that merging concatenates them."""
         self._aggregate = aggregate
         self._waiting: RequestOutput | PoolingRequestOutput[Any] | None = None
         self._error: BaseException | None = None
@@ -33,7 +33,9 @@ class OutputStream:
         self._ready.set()
 
     async def get(self) -> Any:
-        """What has come since the last call; waits for it. Raises the error once there is nothing else left."""
+        """Waits for an output and returns what has arrived since the last call. Raises the error once no output is
+        left.
+        """
         await self._ready.wait()
         self._ready.clear()
         if self._waiting is not None:

@@ -1,4 +1,4 @@
-"""What a progress bar over requests tells beside their number. Knows no bar and no engine."""
+"""Token counts and rates that a progress bar over requests shows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxengine.requests.outputs import RequestOutput
 
 
 def count_tokens(outputs: Iterable[AnyOutput], before: tuple[int, int] = (0, 0)) -> tuple[int, int]:
-    """Tokens of the prompts and of the answers, on top of those counted before."""
+    """Adds the prompt tokens and generated tokens of `outputs` to the counts `before`."""
     prompt, generated = before
     for output in outputs:
         prompt += len(output.prompt_token_ids)
@@ -19,6 +19,6 @@ def count_tokens(outputs: Iterable[AnyOutput], before: tuple[int, int] = (0, 0))
 
 
 def speed_text(num_prompt_tokens: int, num_generated_tokens: int, seconds: float) -> str:
-    """Tokens a second as vLLM's progress bar words them."""
+    """Formats token rates with the wording of vLLM's progress bar."""
     rates = num_prompt_tokens / max(seconds, 1e-6), num_generated_tokens / max(seconds, 1e-6)
     return f"est. speed input: {rates[0]:.2f} toks/s, output: {rates[1]:.2f} toks/s"

@@ -1,7 +1,4 @@
-"""How requests to a pooling model are put together: their parameters, and prompts of two texts that are compared.
-
-Shared by `LLM` and the server. Knows no engine.
-"""
+"""Parameters and prompts of requests to a pooling model, shared by `LLM` and the server."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ def params_for(
     truncate_prompt_tokens: int | None = None,
     task: str | None = None,
 ) -> list[PoolingParams]:
-    """One each, copies, with these fields where they have none. Raises RequestError."""
+    """Copies of the parameters, one per prompt, with these defaults for unset fields. Raises RequestError."""
     each: Any = [params or PoolingParams()] * count if params is None or isinstance(params, PoolingParams) else params
     if not isinstance(each, Sequence) or len(each) != count or not all(isinstance(one, PoolingParams) for one in each):
         raise RequestError(
@@ -40,7 +37,7 @@ def params_for(
 
 
 def pairs_of(data_1: str | Sequence[str], data_2: str | Sequence[str]) -> list[tuple[str, str]]:
-    """Texts that are to be compared: one with one, one with each of many, or pair by pair. Raises RequestError."""
+    """Pairs of texts to compare: one with one, one with each of many, or pairwise. Raises RequestError."""
     first: Any = [data_1] if isinstance(data_1, str) else data_1
     second: Any = [data_2] if isinstance(data_2, str) else data_2
     for name, texts in (("data_1", first), ("data_2", second)):
@@ -53,7 +50,7 @@ def pairs_of(data_1: str | Sequence[str], data_2: str | Sequence[str]) -> list[t
 
 
 def pair_prompt(inputs: InputProcessor, query: str, document: str, chat_template: str | None = None) -> str:
-    """What a cross-encoder reads of two texts. Raises RequestError for a model that does not score pairs."""
+    """Prompt of a cross-encoder for a pair of texts. Raises RequestError for a model that does not score pairs."""
     model = inputs.require_pooling()
     classifier = model.pooler.classifier
     if classifier is None or classifier.num_labels != 1:
@@ -71,6 +68,6 @@ def pair_prompt(inputs: InputProcessor, query: str, document: str, chat_template
 
 
 def refuse_template(chat_template: str | None) -> None:
-    """Raises RequestError where an embedder, which reads texts one by one, is given a template for pairs."""
+    """Raises RequestError if a pair template is given to an embedding model, which reads texts one by one."""
     if chat_template is not None:
         raise RequestError("chat_template is for models that read both texts at once", param="chat_template")

@@ -1,2 +1,3 @@
-"""Measurements of the engine (`jaxengine bench ...`). Each module adds its own arguments and runs on its own; importing
-one imports no jax, so that the command line stays quick."""
+"""Benchmarks of the engine (`jaxengine bench ...`). Each module adds its own arguments; importing one does not import
+jax, so that the command line starts quickly.
+"""

@@ -1,7 +1,6 @@
-"""One run of a workload through the engine, and where its time went.
+"""Runs a workload through the engine and splits its time by part of the step.
 
-`Run` is what every engine benchmark reports; the split by part of the step is the engine's own StepStats, before and
-after. Knows LLM's public surface and the statistics of its engine.
+All engine benchmarks report a `Run`. The split is the difference of the engine's StepStats before and after the run.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """Times in seconds.
+    """Outputs and times of a run, in seconds.
 
     Attributes:
-      seconds: from handing in the requests to the last of them done.
-      stats: what the run added to each field of the engine's StepStats.
+      seconds: from submitting the requests until the last one has finished.
+      stats: increase of each field of the engine's StepStats during the run.
     """
 
     seconds: float
@@ -44,13 +43,13 @@ class Run:
 
     @property
     def first_token_seconds(self) -> list[float]:
-        """Time to first token of each request that has one."""
+        """Time to first token of each request that produced one."""
         times = [output.metrics.time_to_first_token for output in self.outputs if output.metrics is not None]
         return [seconds for seconds in times if seconds is not None]
 
     @property
     def inter_token_seconds(self) -> list[float]:
-        """Mean time from one token to the next of each request with at least two."""
+        """Mean time between tokens of each request with at least two."""
         means = []
         for output in self.outputs:
             metrics, count = output.metrics, sum(len(completion.token_ids) for completion in output.outputs)
@@ -61,11 +60,11 @@ class Run:
 
     @property
     def kv_waste(self) -> float:
-        """Token slots of held pages that are empty, as a share of those in use, over all steps."""
+        """Empty token slots of allocated pages, as a share of the used ones, over all steps."""
         return self.stats["page_slots_empty"] / max(1, self.stats["page_slots_used"])
 
     def timeline(self) -> dict[str, float]:
-        """Milliseconds a step, by part; `outside` is tokenising, output and everything else around the steps."""
+        """Milliseconds per step by part; `outside` is the time around the steps: tokenisation, outputs and so on."""
         steps = max(1, int(self.stats["num_steps"]))
         parts = ("schedule", "dispatch", "wait", "update")
         per_step = {part: self.stats[f"{part}_seconds"] / steps * 1e3 for part in parts}
@@ -74,9 +73,9 @@ class Run:
 
 
 def run_workload(llm: LLM, workload: Workload, *, max_tokens: tuple[int, ...] | None = None) -> Run:
-    """Hands in all requests at once, greedy, over an empty prefix cache, and waits for the last.
+    """Submits all requests at once, greedy, with an empty prefix cache, and waits for all of them.
 
-    max_tokens: other lengths than the workload's own.
+    max_tokens: output lengths that replace the workload's own.
     """
     from jaxengine.requests.sampling_params import SamplingParams
 
@@ -103,10 +102,10 @@ def run_workload(llm: LLM, workload: Workload, *, max_tokens: tuple[int, ...] | 
 
 
 def run_static(llm: LLM, workload: Workload, batch_size: int) -> tuple[float, int]:
-    """(seconds, wanted tokens) of the same engine forced to static batches.
+    """Runs a workload in static batches; returns (seconds, requested tokens).
 
-    Batches are formed in order of arrival; every row runs until the longest of its batch is done, and the next batch
-    starts then. Only the tokens that were asked for count.
+    Batches are formed in order of arrival. Each row runs until the longest one of its batch is done, and then the next
+    batch starts. Only requested tokens are counted.
     """
     seconds = 0.0
     for first in range(0, len(workload.prompts), batch_size):

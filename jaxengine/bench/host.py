@@ -1,10 +1,9 @@
-"""`jaxengine bench host`: what a step costs on the host when the model costs nothing.
+"""`jaxengine bench host`: host time of a step, with a model that takes no time.
 
-A step is `Scheduler.schedule`, `Packer.pack` and `Scheduler.update`; the sampled ids come from a random generator. All
-sequences decode, at staggered places in their pages, so that every step has its share of new pages. `--turnover` lets
-requests end and new ones begin as well; with `--width` every decode has
-drafts, of which any number is right. `loop` is what a whole `Engine.step` takes, counters and slot rows included, with
-a runner that does nothing. Knows no device.
+A step is `Scheduler.schedule`, `Packer.pack` and `Scheduler.update`; the sampled ids are random. All sequences decode,
+at staggered offsets within their pages, so that every step allocates some pages. With `--turnover` requests also finish
+and new ones begin; with `--width` every decode has drafts, of which a random number is accepted. `loop` is the time of
+a whole `Engine.step`, with counters and slot rows, on a runner that does nothing. No device is used.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from jaxengine.config.command_line import output_file, positive_int
 
 PAGE_SIZE = 16
 PROMPT_TOKENS = 64
-# No request ends at it: sampled ids are below.
+# Never sampled: sampled ids start at FIRST_TOKEN_ID.
 STOP_TOKEN_ID = 2
 FIRST_TOKEN_ID = 100
 ENCODER_ROWS = 4096
@@ -28,7 +27,9 @@ ENCODER_ROWS = 4096
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes = [1, 64, 256, 1024]
     parser.add_argument("--num-seqs", type=positive_int, nargs="+", default=sizes, help="sequences running at once")
-    parser.add_argument("--num-steps", type=positive_int, default=300, help="a round, of five; the fastest counts")
+    parser.add_argument(
+        "--num-steps", type=positive_int, default=300, help="steps of a round; the fastest of five rounds counts"
+    )
     parser.add_argument(
         "--turnover", type=positive_int, default=0, metavar="N", help="requests end after N tokens on average"
     )
@@ -38,12 +39,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[None],
         metavar="W",
-        help="keys that the layers of each cache group see, `all` for all of them (default: one group of all)",
+        help="attention window of each cache group, `all` for full attention (default: one group of full attention)",
     )
     parser.add_argument(
-        "--width", type=int, choices=(1, 2, 4, 8), default=1, help="tokens of a decode, its last one and drafts (1)"
+        "--width",
+        type=int,
+        choices=(1, 2, 4, 8),
+        default=1,
+        help="tokens of a decode: the last one and drafts (default: 1)",
     )
-    parser.add_argument("--sees", action="store_true", help="of a model that sees, in requests without pictures")
+    parser.add_argument("--sees", action="store_true", help="simulate a model with an encoder, on text-only requests")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the results there")
     parser.set_defaults(run=run)
 
@@ -60,19 +65,19 @@ def run(args: argparse.Namespace) -> int:
     results = [measure(num_seqs, args.num_steps, args.turnover, **options) for num_seqs in args.num_seqs]
     print(table(results))
     per_step = {str(result["num_seqs"]): result["us_per_step"] for result in results}
-    # One number when one size was asked for, else one for each size.
+    # A single number for a single size.
     us_per_step = per_step if len(per_step) > 1 else results[0]["us_per_step"]
-    told = {"us_per_step": us_per_step, "num_steps": args.num_steps, "results": results}
+    result = {"us_per_step": us_per_step, "num_steps": args.num_steps, "results": results}
     changed = ({"windows": windows} if windows != (None,) else {}) | ({"sees": True} if args.sees else {})
-    write_json(args.json, told | changed | ({"width": args.width} if args.width > 1 else {}))
+    write_json(args.json, result | changed | ({"width": args.width} if args.width > 1 else {}))
     return 0
 
 
 class _Steps:
-    """Steps of `num_seqs` decoding sequences, and what their parts took.
+    """Runs scheduler steps of `num_seqs` decoding sequences and times their parts.
 
     Attributes:
-      spent: seconds of schedule, pack and update since it was last zeroed, f64[3].
+      spent: f64[3], seconds of schedule, pack and update since it was last zeroed.
     """
 
     def __init__(
@@ -116,7 +121,7 @@ class _Steps:
             self.scheduler.add_request(next(self.requests))
         shape = (64, 1, num_seqs) if width == 1 else (64, 1, num_seqs, width)
         self.tokens = generator.integers(FIRST_TOKEN_ID, 30_000, shape).astype(np.int32)
-        # How many of a row are right.
+        # Accepted tokens of each row.
         self.counts = generator.integers(1, width + 1, shape[:3]).astype(np.int32)
         self.spent, self._taken = np.zeros(3), 0
         slots = self.scheduler.ranks[0].slots
@@ -140,7 +145,7 @@ class _Steps:
             scheduler.add_request(next(self.requests))
 
     def run(self, num_steps: int) -> Any:
-        """Seconds by part of so many steps, f64[3]."""
+        """Runs `num_steps` steps; returns the seconds of each part, f64[3]."""
         self.spent[:] = 0
         for _ in range(num_steps):
             self.step()
@@ -157,25 +162,26 @@ def measure(
     width: int = 1,
     sees: bool = False,
 ) -> dict[str, Any]:
-    """Microseconds a step of `num_seqs` decoding sequences, by part, of the fastest of `rounds` rounds.
+    """Microseconds per step of `num_seqs` decoding sequences, by part; the fastest of `rounds` rounds counts.
 
-    turnover: mean number of tokens after which a request ends and another takes its place; 0 for never.
-    width: tokens of a decode.
-    windows: of the cache groups. sees: of a model with an encoder, in requests of text.
-    With other windows than (None,), or where it sees, `more` is what a step takes beyond one of neither.
+    turnover: mean number of tokens after which a request ends and another one starts; 0 for never.
+    width: tokens of a decode, the last one and drafts.
+    windows: window of each cache group. sees: a model with an encoder, on text-only requests.
+
+    With windows other than (None,), or with `sees`, `more` is the extra time over a step with neither.
     """
     if num_seqs < 1 or num_steps < 1 or turnover < 0:
         raise ValueError(f"num_seqs {num_seqs} and num_steps {num_steps} must be at least 1, turnover {turnover} 0")
     compared = windows != (None,) or sees
     rounds = 8 * rounds if compared else rounds
-    # Of a comparison nothing is to end, and rounds are shorter: the machine is not to change between neighbours.
+    # A comparison has no ending requests, and shorter rounds, so that the machine's speed is equal for neighbours.
     num_steps = -(-num_steps // 4) if compared else num_steps
     longest = turnover * 2 if turnover else (rounds + 1) * num_steps * width + PAGE_SIZE
     steps = _Steps(num_seqs, longest, turnover, windows, width, sees)
     plain = _Steps(num_seqs, longest, turnover, width=width) if compared else None
     found, beyond = [], []
     for _ in range(rounds):
-        # This thread's own time: other processes are not to be seen in differences.
+        # Thread time, so that other processes do not affect the differences.
         times = [time.thread_time()]
         if plain is not None:
             plain.run(num_steps)
@@ -202,7 +208,9 @@ def measure(
 
 
 def sampled(tokens: Any, counts: Any, number: int, width: int) -> tuple[Any, Any]:
-    """What step `number` brings of the tokens and counts of `_Steps`; a narrow one has the first of each row."""
+    """Sampled ids and accepted counts of step `number`; a step of width 1 gets the first token of each row, without
+    counts.
+    """
     ids = tokens[number % len(tokens)]
     if width > 1:
         return ids, counts[number % len(counts)]
@@ -210,14 +218,14 @@ def sampled(tokens: Any, counts: Any, number: int, width: int) -> tuple[Any, Any
 
 
 def _with_drafts(scheduler: Any, width: int) -> Any:
-    """The scheduler, all of whose decodes are to have this width: what pays is not what is measured."""
+    """Makes the scheduler choose `width` for every decode, instead of measuring which width pays off."""
     if width > 1:
         scheduler.extension("drafts").width.choose = lambda num_rows, runs: width
     return scheduler
 
 
 def _measure_loop(steps: _Steps, requests: Any, width: int, num_steps: int, rounds: int) -> float:
-    """Seconds of an `Engine.step` over all sequences, of the fastest round."""
+    """Seconds of an `Engine.step` over all sequences, in the fastest round."""
     from jaxengine.engine.engine import Engine
 
     runner: Any = FreeRunner(steps.config, steps.packer, steps.tokens, steps.counts)
@@ -243,8 +251,11 @@ def _measure_loop(steps: _Steps, requests: Any, width: int, num_steps: int, roun
 
 
 class FreeRunner:
-    """Looks like a ModelRunner to the engine; every step is done at once. tokens: i32[n, ranks, S], in turn, of steps
-    with drafts i32[n, ranks, S, W] and counts i32[n, ranks, S] of those that are right."""
+    """A stand-in for ModelRunner whose steps take no time.
+
+    tokens: i32[n, ranks, S], returned in turn; with drafts i32[n, ranks, S, W], of which counts i32[n, ranks, S] are
+      accepted.
+    """
 
     def __init__(self, config: Any, packer: Any, tokens: Any, counts: Any = None):
         from jaxengine.config.speculation import SpeculativeConfig
@@ -306,7 +317,7 @@ def _buckets(config, sections=()):
 
 
 def _requests(generator, longest: int, turnover: int):
-    """Requests without end, no two with one prefix, their prompts PROMPT_TOKENS and up to a page more long."""
+    """Yields requests endlessly; no two share a prefix, and prompts are PROMPT_TOKENS to a page longer."""
     import numpy as np
 
     from scheduler.request import Request

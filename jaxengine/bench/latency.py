@@ -1,7 +1,7 @@
-"""`jaxengine bench latency`: time to first token, time between tokens and whole time of one batch, and the roofline.
+"""`jaxengine bench latency`: time to first token, time between tokens and total time of one batch, and the roofline.
 
-A decode step cannot be faster than reading the weights once: its floor is weight bytes over the memory bandwidth, which
-is measured here, in this process, on this machine.
+A decode step has to read the weights once, so its lower bound is weight bytes over memory bandwidth. The bandwidth is
+measured in this process.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from jaxengine.config.engine_flags import add_engine_options, add_model
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("--batch-size", type=positive_int, default=1, help="requests that arrive at once")
-    parser.add_argument("--input-len", type=positive_int, default=128, help="prompt tokens of each")
-    parser.add_argument("--output-len", type=positive_int, default=128, help="new tokens of each")
-    parser.add_argument("--num-runs", type=positive_int, default=5, help="percentiles are over all their requests")
+    parser.add_argument("--input-len", type=positive_int, default=128, help="prompt tokens of each request")
+    parser.add_argument("--output-len", type=positive_int, default=128, help="new tokens of each request")
+    parser.add_argument(
+        "--num-runs", type=positive_int, default=5, help="number of runs; percentiles are over the requests of all runs"
+    )
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the result there")
     add_engine_options(parser)
     parser.set_defaults(run=run)
@@ -56,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def decode_roofline(weight_bytes: int, step_seconds: list[float]) -> dict[str, float]:
-    """The fastest decode step the memory allows, and the share of that speed that was reached."""
+    """Shortest decode step that memory bandwidth allows, and the share of that speed that was reached."""
     bandwidth = memory_bandwidth()
     floor = weight_bytes / bandwidth
     result = {
@@ -71,8 +73,10 @@ def decode_roofline(weight_bytes: int, step_seconds: list[float]) -> dict[str, f
 
 
 def memory_bandwidth(num_bytes: int = 512 * 2**20, rounds: int = 5) -> float:
-    """Bytes a second that all cores together read from memory, the best of `rounds`: a dot product of what no cache
-    holds with itself."""
+    """Memory read bandwidth of all cores together, bytes a second, the best of `rounds`.
+
+    Measured by dot products of an array that exceeds the caches.
+    """
     from concurrent.futures import ThreadPoolExecutor
     from os import cpu_count
 

@@ -1,6 +1,6 @@
-"""A peer engine: its virtual environment, and the process that runs its script in it.
+"""A peer engine: its virtual environment, and the process that runs its script there.
 
-Knows pip and the line protocol of `peer_scripts/peer.py`, nothing of what is measured.
+Uses pip and the line protocol of `peer_scripts/peer.py`.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ SCRIPTS = Path(__file__).parent / "peer_scripts"
 
 
 class PeerError(RuntimeError):
-    """A peer that could not be installed, started or measured; the others go on."""
+    """A peer could not be installed, started or measured; the other peers continue."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """How to get an engine and which forms of the weights it is measured with.
+    """An engine to compare with: how to install it, and the weight formats to measure.
 
     Attributes:
       script: its file in `peer_scripts`.
-      requirements: one list of pip arguments after the other; empty for this process's own interpreter.
-      variants: forms of the weights, such as float32.
-      uninstall: packages that only stand in its way.
+      requirements: lists of pip arguments, installed one after another; empty to use this process's interpreter.
+      variants: weight formats, such as float32.
+      uninstall: packages to remove because they break the engine.
     """
 
     name: str
@@ -43,7 +43,7 @@ PEERS = {
     peer.name: peer
     for peer in (
         Peer("llama.cpp", "run_llamacpp.py", (("xllamacpp", "gguf"),), ("float32", "bfloat16", "q4_1")),
-        # torch first and pinned: where a CPU build of it is at hand, pip takes that one and not the one with CUDA.
+        # torch first and pinned, so that pip prefers a CPU build, if it finds one, to a CUDA build.
         Peer(
             "transformers",
             "run_transformers.py",
@@ -62,7 +62,7 @@ PEERS = {
 
 
 def install(peer: Peer, folder: Path) -> Path:
-    """The interpreter of the peer's environment under `folder`, made there first if it is not. Raises PeerError."""
+    """Returns the Python of the peer's environment under `folder`, which is created if missing. Raises PeerError."""
     if not peer.requirements:
         return Path(sys.executable)
     home = folder / peer.name
@@ -89,15 +89,15 @@ def _call(peer: Peer, command: list[str]) -> None:
 
 
 class PeerProcess:
-    """A loaded engine that waits for workloads on its standard input. Use as a context manager.
+    """A loaded engine that reads workloads from its standard input. Use as a context manager.
 
     Attributes:
-      version: what the engine says of itself.
-      load_seconds: from its start to being ready.
+      version: version text that the engine reports.
+      load_seconds: time from its start until it is ready.
     """
 
     def __init__(self, peer: Peer, variant: str, python: Path, job: dict[str, Any], log: Path):
-        """job: gguf, threads, folder. What the engine prints goes to `log`. Raises PeerError."""
+        """job: gguf, threads, folder. The engine's output goes to `log`. Raises PeerError."""
         self.peer, self.variant = peer, variant
         self._log = log
         with log.open("w") as errors:
@@ -126,11 +126,11 @@ class PeerProcess:
         return self._read()
 
     def close(self) -> None:
-        """Ends the process."""
+        """Kills the process."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.kill()
         self._process.wait()
-        # What a peer that has failed did not read is still in the buffer.
+        # Input that a failed peer did not read is still in the buffer.
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         self._process.stdout.close()

@@ -1,8 +1,8 @@
-"""`jaxengine bench peers`: the same work by other engines on the same machine, turn by turn in one run.
+"""`jaxengine bench peers`: compares engines on the same machine and workloads, alternating within one run.
 
-Every engine is a process of its own, in a virtual environment of its own, that stays loaded while it waits. In each
-round each of them runs the workload once, so that a slow minute of the machine is everybody's; the fastest round
-counts. A ratio compares the best form of the weights each engine has, and W1 also each form with the same one.
+Every engine is a process in its own virtual environment and stays loaded. In each round each engine runs the workload
+once, so that a slow minute of the machine affects all of them; the fastest round counts. Ratios compare the fastest
+weight format of each engine, and for W1 also equal formats.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 def _start(
     peers: list[Peer], args: argparse.Namespace, job: dict[str, Any], stack: contextlib.ExitStack
 ) -> list[PeerProcess]:
-    """Loads every variant of every peer; one that fails is reported and left out."""
+    """Loads every variant of every peer. One that fails is reported and skipped."""
     engines = []
     for peer in peers:
         variants = [variant for variant in peer.variants if not args.variants or variant in args.variants]
@@ -74,7 +74,7 @@ def _start(
 
 
 def _measure(name: str, engines: list[PeerProcess], num_runs: int) -> list[dict[str, Any]]:
-    """The figures of one workload, an engine a row."""
+    """Runs a workload on all engines; returns one row of figures per engine."""
     from jaxengine.bench.workloads import recorded
 
     recorded_name, share_prefix = RUNS[name]
@@ -109,7 +109,7 @@ def _measure(name: str, engines: list[PeerProcess], num_runs: int) -> list[dict[
 
 
 def figure(workload: str, engine: PeerProcess, done: dict[str, Any]) -> dict[str, Any]:
-    """One row: output tokens a second of the whole run, and for a single request its two phases."""
+    """Table row of one engine: output tokens per second, and for a single request also its two phases."""
     seconds, first, tokens = done["seconds"], done["first_token_seconds"], done["output_tokens"]
     single = workload == "W1" and first is not None
     return {
@@ -126,7 +126,7 @@ def figure(workload: str, engine: PeerProcess, done: dict[str, Any]) -> dict[str
 
 
 def compare(figures: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Ratios of ours to each peer's, best weights against best weights; for W1 in float32 as well."""
+    """Ratios of our figures to each peer's, fastest format against fastest; for W1 also for each format."""
     ratios = []
     for workload in dict.fromkeys(row["workload"] for row in figures):
         rows = [row for row in figures if row["workload"] == workload]
@@ -161,7 +161,7 @@ def _ratios(workload: str, weights: str, rows: list[dict[str, Any]], key: str) -
 
 
 def _own_gain(figures: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What prefix sharing brings us on W3, by form of the weights."""
+    """Speedup of W3 by our prefix caching, for each weight format."""
     ours = {(row["workload"], row["weights"]): row["output_tok_s"] for row in figures if row["engine"] == OURS.name}
     return [
         {

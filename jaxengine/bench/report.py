@@ -1,4 +1,4 @@
-"""How a benchmark tells its result: a table for people, JSON for programs, and on what machine it was."""
+"""Formats benchmark results: a table for people, JSON for programs, with a description of the machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Columns named by the first row's keys, numbers right-aligned."""
+    """Formats rows as a table with the first row's keys as columns; numbers are right-aligned."""
     if not rows:
         return ""
     names = list(rows[0])
@@ -27,7 +27,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def record(values: dict[str, Any]) -> str:
-    """One value a line, names aligned."""
+    """Formats values one per line, with names aligned."""
     width = max(map(len, values), default=0)
     return "\n".join(f"{name.ljust(width)}  {_cell(value)}" for name, value in values.items())
 
@@ -41,13 +41,13 @@ def _cell(value: Any) -> str:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest of `values` that at least `share` (0 to 1) of them do not exceed (nearest rank)."""
+    """The smallest of `values` that is not below a share `share` (0 to 1) of them (nearest rank)."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(round(share * len(ordered), 6)) - 1)]
 
 
 def machine() -> dict[str, Any]:
-    """Processor, interpreter and versions, for the JSON."""
+    """Processor, core count, Python and package versions, for the JSON."""
     from importlib.metadata import version
     from os import cpu_count
 
@@ -68,6 +68,6 @@ def machine() -> dict[str, Any]:
 
 
 def write_json(path: str | None, result: dict[str, Any]) -> None:
-    """Writes `result` and the machine to `path`; nothing when there is none."""
+    """Writes `result` and the machine's description to `path`; does nothing if `path` is None."""
     if path:
         Path(path).write_text(json.dumps({**result, "machine": machine()}, indent=1) + "\n")

@@ -1,7 +1,7 @@
-"""`jaxengine bench serve`: an open-loop load on any server with OpenAI's completions or chat route, and what it did.
+"""`jaxengine bench serve`: open-loop load on a server with OpenAI's completions or chat route, and its latencies.
 
-Requests leave at random times of a given rate whether or not the server keeps up, as clients do. Options and figures
-have the names of vLLM's `bench serve`. Knows the server by its URL only.
+Requests are sent at random times of a given rate whether or not the server keeps up, as independent clients do. Options
+and figures have the names of vLLM's `bench serve`. The server may be any, given by its URL.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ SLO_METRICS = ("ttft", "tpot", "e2el")
 
 
 class BenchError(OSError):
-    """A server that cannot be measured, and why."""
+    """The server cannot be measured."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", required=True, help="base URL of the server, such as http://127.0.0.1:8000/v1")
     parser.add_argument("--route", choices=("completions", "chat/completions"), default="completions")
-    parser.add_argument("--model", help="default: the first that the server lists")
-    parser.add_argument("--api-key-file", metavar="FILE", help="its first line is the key to present")
+    parser.add_argument("--model", help="name of the model (default: the first one that the server lists)")
+    parser.add_argument("--api-key-file", metavar="FILE", help="file whose first line is the API key")
     parser.add_argument("--ca-file", metavar="FILE", help="certificates to trust instead of the system's, PEM")
     parser.add_argument("--num-prompts", type=positive_int, default=200, help="requests of each rate")
     rates = parser.add_mutually_exclusive_group()
@@ -49,17 +49,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="fixed",
         help="uniform: within --range-ratio around the lengths; lognormal: with them as medians, as chats have them",
     )
-    parser.add_argument("--range-ratio", type=_share, default=0.5, help="of uniform lengths, 0 to 1")
-    parser.add_argument("--max-model-len", type=positive_int, help="no request is longer (default: the server's)")
-    parser.add_argument("--num-prefixes", type=positive_int, default=0, help="prompts share one of so many prefixes")
+    parser.add_argument("--range-ratio", type=_share, default=0.5, help="spread of uniform lengths, 0 to 1")
+    parser.add_argument(
+        "--max-model-len", type=positive_int, help="limit of a request's length (default: the server's)"
+    )
+    parser.add_argument("--num-prefixes", type=positive_int, default=0, help="number of prefixes that prompts share")
     parser.add_argument("--prefix-len", type=positive_int, default=0, help="tokens of each prefix")
     parser.add_argument("--vocab-size", type=positive_int, default=10_000, help="token ids of prompts are below it")
     parser.add_argument(
-        "--prompts", choices=("auto", "ids", "text"), default="auto", help="auto: ids where the server takes them"
+        "--prompts", choices=("auto", "ids", "text"), default="auto", help="auto: ids if the server accepts them"
     )
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--extra-body", type=_object, default={}, metavar="JSON", help="more fields of each request")
+    parser.add_argument(
+        "--extra-body", type=_object, default={}, metavar="JSON", help="additional fields of each request"
+    )
     parser.add_argument(
         "--goodput", type=_limit, nargs="+", default=[], metavar="METRIC:MS", help="limits, such as ttft:500 tpot:50"
     )
@@ -94,14 +98,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _measure(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, list[float]], dict[str, Any]]:
-    """The figures of each rate, the values behind those of the last, and what was asked for."""
+    """Returns the figures of each rate, the samples of the last rate by metric, and the settings."""
     from jaxengine.bench.serve_load import arrivals, plan, send
     from jaxengine.bench.serve_report import series, summary
 
     traffic, load = await prepare(args)
     slo, results, curves = dict(args.goodput), [], {}
     for number, rate in enumerate(args.sweep or [args.request_rate]):
-        # Other prompts for every rate, or the server's prefix cache would answer the later ones.
+        # Different prompts for every rate, so that the server's prefix cache does not help later ones.
         one = replace(load, seed=load.seed + number)
         times = arrivals(load.num_prompts, rate, args.burstiness, one.seed)
         done = await send(traffic, plan(one), times, args.max_concurrency)
@@ -121,7 +125,7 @@ async def _measure(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict
 
 
 async def prepare(args: argparse.Namespace) -> tuple[Traffic, Load]:
-    """Asks the server what it serves and whether it takes token ids. Raises BenchError."""
+    """Asks the server for its model and whether it accepts token ids. Raises BenchError."""
     from jaxengine.bench.serve_client import BadUrlError, Server, get_json
     from jaxengine.bench.serve_load import Load, Traffic
 
@@ -158,7 +162,7 @@ async def prepare(args: argparse.Namespace) -> tuple[Traffic, Load]:
 
 
 async def _probed(traffic: Traffic, load: Load, prompts: str) -> Load:
-    """Sends one request; with text where token ids are refused and need not be."""
+    """Sends one request as a probe; switches to text prompts if token ids are refused and were not required."""
     from jaxengine.bench.serve_load import plan, send
 
     done = await send(traffic, plan(replace(load, num_prompts=1, seed=load.seed - 1 & 0xFFFFFFFF)), [0.0])
@@ -175,7 +179,7 @@ def _key(path: str | None) -> str | None:
         return None
     lines = Path(path).read_text().split()
     if not lines:
-        raise BenchError(f"--api-key-file is {path!r}; there is no key in it")
+        raise BenchError(f"--api-key-file is {path!r}, which contains no key")
     return lines[0]
 
 
@@ -218,5 +222,5 @@ def _object(text: str) -> dict[str, Any]:
 def _limit(text: str) -> tuple[str, float]:
     name, _, milliseconds = text.partition(":")
     if name not in SLO_METRICS:
-        raise argparse.ArgumentTypeError(f"{text!r} is no limit; allowed: {', '.join(SLO_METRICS)}, as in ttft:500")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a limit; allowed: {', '.join(SLO_METRICS)}, as in ttft:500")
     return name, _positive(milliseconds)

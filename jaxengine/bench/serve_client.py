@@ -1,8 +1,8 @@
-"""HTTP/1.1 from the client's side, as plain as a load generator needs it: one request at a time on a connection, the
-body as it comes, and what a streamed completion looked like from outside.
+"""A minimal HTTP/1.1 client for load generation: one request at a time on a connection, and timing of a streamed
+completion.
 
-Every byte that arrives has its time; nothing is shared between requests but idle connections. Knows OpenAI's completion
-and chat endpoints, nothing of how many requests there are or when they are sent.
+Each received piece is timed; requests share nothing but idle connections. Supports OpenAI's completion and chat
+endpoints.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from urllib.parse import urlsplit
 import h11
 
 READ_BYTES = 1 << 16
-# A server's text about an error; more of it is not read.
+# Limit of an error text that is kept.
 ERROR_BYTES = 4096
 
 
 class BadUrlError(ValueError):
-    """A URL that names no HTTP server."""
+    """A URL does not name an HTTP server."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """Where requests go.
+    """Address of a server, and headers to send.
 
     Attributes:
-      path: what the routes follow, such as /v1.
+      path: prefix of all routes, such as /v1.
       headers: sent with every request.
     """
 
@@ -45,7 +45,7 @@ class Server:
 
     @classmethod
     def at(cls, url: str, api_key: str | None = None, ca_file: str | None = None) -> Server:
-        """The server of a base URL such as http://127.0.0.1:8000/v1. Raises BadUrlError.
+        """Parses a base URL such as http://127.0.0.1:8000/v1. Raises BadUrlError.
 
         ca_file: certificates to trust instead of the system's, PEM.
         """
@@ -65,7 +65,7 @@ class Server:
 
 
 class Connection:
-    """One socket. `send`, then `body` to its end; then the next, if `reusable`."""
+    """A client connection. Call `send`, read `body` to its end, and repeat if `reusable`."""
 
     def __init__(self, server: Server, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self._server, self._reader, self._writer = server, reader, writer
@@ -74,11 +74,11 @@ class Connection:
 
     @classmethod
     async def open(cls, server: Server) -> Connection:
-        """Raises OSError."""
+        """Opens a connection. Raises OSError."""
         return cls(server, *await asyncio.open_connection(server.host, server.port, ssl=server.tls))
 
     async def send(self, method: str, path: str, body: bytes = b"") -> h11.Response:
-        """Sends a request; returns the answer's status and headers. Raises OSError, h11.RemoteProtocolError."""
+        """Sends a request; returns the response's status and headers. Raises OSError, h11.RemoteProtocolError."""
         self.post(method, path, body)
         while True:
             event = await self._next()
@@ -86,7 +86,7 @@ class Connection:
                 return event
 
     def post(self, method: str, path: str, body: bytes = b"") -> None:
-        """Sends a request and waits for nothing."""
+        """Writes a request without waiting for the response."""
         headers = [*self._server.headers, ("Content-Length", str(len(body)))]
         if body:
             headers.append(("Content-Type", "application/json"))
@@ -96,7 +96,7 @@ class Connection:
         self._writer.write(b"".join(part for part in parts if part))
 
     async def body(self) -> AsyncIterator[bytes]:
-        """The pieces of the answer's body, each when it comes. Raises OSError, h11.RemoteProtocolError."""
+        """Yields pieces of the response body as they arrive. Raises OSError, h11.RemoteProtocolError."""
         while not isinstance(event := await self._next(), h11.EndOfMessage):
             if isinstance(event, h11.Data):
                 yield bytes(event.data)
@@ -106,12 +106,12 @@ class Connection:
         return self._http.our_state is h11.DONE and self._http.their_state is h11.DONE
 
     def restart(self) -> None:
-        """Makes ready for the next request."""
+        """Prepares the connection for the next request."""
         self._http.start_next_cycle()
         self.used = True
 
     def close(self) -> None:
-        """Closes the socket at once, whatever is still to come."""
+        """Closes the socket at once, without reading the rest of a response."""
         self._writer.transport.abort()
 
     async def _next(self) -> Any:
@@ -121,7 +121,7 @@ class Connection:
 
 
 class Connections:
-    """Connections to one server, used again when they can be."""
+    """Pool of reusable connections to one server."""
 
     def __init__(self, server: Server):
         self.server = server
@@ -147,16 +147,17 @@ class Connections:
 
 @dataclass
 class Sample:
-    """What one request looked like from outside; times are seconds of `time.perf_counter`.
+    """Client-side measurements of one request; times are seconds of `time.perf_counter`.
 
     Attributes:
-      sent: when its bytes were handed to the socket.
+      sent: when the request was written to the socket.
       chunk_times: when each piece of output arrived.
-      prompt_tokens, output_tokens: as the server counts them; outputs are counted as pieces where it does not say.
-      finish_reason: the last one given.
-      error: what kind of failure it was; None for none.
-      message: what the server or the system said of it.
-      retry_after: the header of that name in a refusal.
+      prompt_tokens, output_tokens: the server's counts; without them, output_tokens is the number of pieces.
+      counted: whether the server reported its counts.
+      finish_reason: the last one received.
+      error: kind of failure; None for success.
+      message: the server's or system's error text.
+      retry_after: the Retry-After header of a refusal.
     """
 
     sent: float = 0.0
@@ -180,21 +181,21 @@ class Sample:
 
     @property
     def per_token_seconds(self) -> float | None:
-        """Mean time of a token after the first; None with fewer than two."""
+        """Mean time per token after the first; None with fewer than two tokens."""
         if self.output_tokens < 2:
             return None
         return (self.chunk_times[-1] - self.chunk_times[0]) / (self.output_tokens - 1)
 
     @property
     def gaps(self) -> list[float]:
-        """Times between pieces of output."""
+        """Times between successive pieces of output."""
         return [late - early for early, late in zip(self.chunk_times, self.chunk_times[1:], strict=False)]
 
 
 async def stream(connections: Connections, path: str, body: dict[str, Any], timeout: float | None) -> Sample:
-    """Sends a request for a stream and follows it to its end; whatever goes wrong is in the sample.
+    """Sends a streaming request and reads it to the end; any failure is recorded in the sample.
 
-    timeout: seconds after which it is given up.
+    timeout: seconds after which the request is given up.
     """
     sample, payload = Sample(), json.dumps(body, separators=(",", ":")).encode()
     connection = None
@@ -222,7 +223,7 @@ async def _stream(connections: Connections, path: str, payload: bytes, sample: S
             break
         except (OSError, h11.RemoteProtocolError):
             connection.close()
-            # A server may close an idle connection at any time; that says nothing about this request.
+            # A server may close an idle connection at any time; the request is sent again on another one.
             if not connection.used:
                 raise
         except BaseException:
@@ -244,7 +245,7 @@ async def _stream(connections: Connections, path: str, payload: bytes, sample: S
 
 
 async def _follow(connection: Connection, sample: Sample) -> None:
-    """Reads server-sent events into `sample`."""
+    """Reads a stream of server-sent events into `sample`."""
     rest, done = b"", False
     async for piece in connection.body():
         now = time.perf_counter()
@@ -282,9 +283,9 @@ def _take(chunk: dict[str, Any], sample: Sample, now: float) -> None:
 
 
 def _brings_output(choice: dict[str, Any]) -> bool:
-    """Whether a choice of a chunk stands for tokens: text, or none yet because a character is not complete.
+    """Whether a choice in a chunk carries output: text, or a token whose character is still incomplete.
 
-    What opens a chat (the role) and what closes an output (the reason alone) does not.
+    The chunk that opens a chat (role only) and the one that closes an output (finish_reason only) carry none.
     """
     delta = choice.get("delta")
     if delta is None:
@@ -295,7 +296,7 @@ def _brings_output(choice: dict[str, Any]) -> bool:
 
 
 async def get_json(server: Server, path: str) -> Any:
-    """The JSON of a route. Raises OSError; ValueError for what is no JSON or another status than 200."""
+    """Fetches JSON from a route. Raises OSError, or ValueError for invalid JSON or a status other than 200."""
     connection = await Connection.open(server)
     try:
         response = await connection.send("GET", path)

@@ -1,7 +1,7 @@
-"""What a load generator sends and when: lengths, prompts with shared prefixes, arrival times, and the sending itself.
+"""Generates load: request lengths, prompts with shared prefixes, arrival times, and the sending itself.
 
-Open loop: a request leaves at its time, whether or not earlier ones were answered, unless a limit on how many may be
-open is asked for. Everything follows from the seed. Knows nothing of what is made of the measurements.
+Open loop: a request is sent at its time whether or not earlier ones were answered, unless the number of open requests
+is limited. Everything follows from the seed.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy as np
 
 from jaxengine.bench.serve_client import Connections, Sample, Server, stream
 
-# A log-normal's shape; ragged_trace says where it is from.
+# Shape of the log-normal distribution; see ragged_trace.
 SIGMA = 1.0
-# Words that most tokenizers have as one token with the space before them: text of about as many tokens as words.
+# Words that most tokenizers encode, with the space before them, as one token: a text has about as many tokens as words.
 _TEXT = (
     "the of and to in is that it was for on are as with his they at be this from have or by one had not but what all"
     " were when we there can an your which their said if do will each about how up out them then she many some so"
@@ -31,15 +31,15 @@ WORDS = tuple(_TEXT.split())
 
 @dataclass(frozen=True)
 class Load:
-    """What is sent.
+    """Description of the requests to send.
 
     Attributes:
-      lengths: how prompt and output lengths are spread: all the same, evenly within `range_ratio` around the given
-        length, or log-normal around it as a median.
-      max_model_len: no request is longer than this together; None for no limit.
-      num_prefixes: prompts start with one of this many prefixes of `prefix_len` tokens each, 0 for none.
-      vocab_size: token ids of prompts are below it.
-      text: prompts are words, not token ids.
+      lengths: distribution of prompt and output lengths: all equal, uniform within `range_ratio` around the given
+        length, or log-normal with it as the median.
+      max_model_len: limit of prompt plus output tokens of a request; None for no limit.
+      num_prefixes: number of shared prefixes, of `prefix_len` tokens each; 0 for none.
+      vocab_size: upper bound (exclusive) of token ids in prompts.
+      text: send words instead of token ids.
     """
 
     num_prompts: int
@@ -57,14 +57,14 @@ class Load:
 
 @dataclass(frozen=True)
 class Planned:
-    """One request: its prompt, token ids or text, and how many tokens it asks for."""
+    """A request to send: its prompt (token ids or text) and its number of output tokens."""
 
     prompt: list[int] | str
     max_tokens: int
 
 
 def plan(load: Load) -> list[Planned]:
-    """The requests of a load, in order."""
+    """Generates the requests of a load, in sending order."""
     generator = np.random.default_rng(load.seed)
     prefixes = [_words(load, generator, load.prefix_len) for _ in range(load.num_prefixes)]
     inputs = _lengths(load, generator, load.input_len)
@@ -82,7 +82,9 @@ def plan(load: Load) -> list[Planned]:
 
 
 def _words(load: Load, generator: np.random.Generator, count: int) -> list[int]:
-    """Random token ids, or places in WORDS. The lowest ids of most vocabularies are special tokens or single bytes."""
+    """Random token ids, or indexes into WORDS for text. Avoids low ids, which often are special tokens or
+    single bytes.
+    """
     if load.text:
         return generator.integers(0, len(WORDS), count).tolist()
     return generator.integers(min(300, load.vocab_size // 2), load.vocab_size, count).tolist()
@@ -100,27 +102,27 @@ def _lengths(load: Load, generator: np.random.Generator, length: int) -> list[in
 
 
 def arrivals(count: int, rate: float, burstiness: float = 1.0, seed: int = 0) -> list[float]:
-    """Seconds after the start at which each of `count` requests leaves.
+    """Sending times of `count` requests, in seconds after the start.
 
-    rate: requests a second, on average over these very requests; inf sends all at once.
-    burstiness: shape of the gamma distribution that the gaps are drawn from: 1 is Poisson, less comes in bursts.
+    rate: requests per second, averaged over exactly these requests; inf sends all at once.
+    burstiness: shape of the gamma distribution of the gaps; 1 is Poisson, smaller values give bursts.
     """
     if math.isinf(rate):
         return [0.0] * count
     gaps = np.random.default_rng(seed).gamma(burstiness, 1.0, count)
     times = np.cumsum(gaps)
-    # Whatever was drawn, the last leaves when `count` requests are due, so that runs of one rate offer one load.
+    # Scaled so that the last request is sent at count / rate: all runs of one rate offer the same load.
     return (times * (count / rate / times[-1])).tolist()
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """How requests are written.
+    """Destination and form of the requests.
 
     Attributes:
       route: completions or chat/completions.
-      fields: further fields of every request.
-      timeout: seconds a request may take; None for as long as it takes.
+      fields: additional fields of every request body.
+      timeout: seconds that a request may take; None for no limit.
     """
 
     server: Server
@@ -145,8 +147,8 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Run:
-    """What happened; `lags` are the seconds by which each request left late, `cpu_seconds` what sending took here."""
+class LoadResult:
+    """Result of a load: the samples, the delay `lags` (seconds) of each sending, and CPU seconds of this process."""
 
     seconds: float
     samples: list[Sample]
@@ -156,15 +158,15 @@ class Run:
 
 async def send(
     traffic: Traffic, planned: Sequence[Planned], times: Sequence[float], max_concurrency: int | None = None
-) -> Run:
-    """Sends every request at its time and waits for all of them.
+) -> LoadResult:
+    """Sends every request at its time and waits for all responses.
 
-    max_concurrency: requests open at once; later ones wait for a place, and are measured from when they got it.
+    max_concurrency: limit of open requests; a request that has to wait is timed from when it is sent.
     """
     connections = Connections(traffic.server)
     places = asyncio.Semaphore(max_concurrency) if max_concurrency else None
     lags = [0.0] * len(planned)
-    # What is sent is made before, so that it costs nothing while others are measured.
+    # Bodies are built in advance, so that building them does not disturb the measurement.
     bodies = [traffic.body(request) for request in planned]
     cpu, start = time.process_time(), time.perf_counter()
 
@@ -178,7 +180,7 @@ async def send(
     tasks = []
     try:
         for number, at in enumerate(times):
-            # Also with nothing to wait for: what was started must get its turn.
+            # Sleeps even for 0 s, so that started tasks get to run.
             await asyncio.sleep(max(0.0, start + at - time.perf_counter()))
             tasks.append(asyncio.create_task(one(number)))
         samples = await asyncio.gather(*tasks)
@@ -186,4 +188,4 @@ async def send(
         for task in tasks:
             task.cancel()
         connections.close()
-    return Run(time.perf_counter() - start, list(samples), lags, time.process_time() - cpu)
+    return LoadResult(time.perf_counter() - start, list(samples), lags, time.process_time() - cpu)

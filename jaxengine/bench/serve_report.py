@@ -1,7 +1,7 @@
-"""From what requests looked like to figures: percentiles, throughput, goodput, errors by kind, and a picture.
+"""Computes figures from request samples: percentiles, throughput, goodput, errors by kind, and an SVG chart.
 
-Names and definitions are those of vLLM's `bench serve`: TTFT from sending to the first piece of output, TPOT the mean
-time of a token after the first, ITL the time between pieces, E2EL the whole request. The picture is SVG written here.
+Names and definitions are those of vLLM's `bench serve`: TTFT is the time from sending to the first piece of output,
+TPOT the mean time per token after the first, ITL the time between pieces, E2EL the time of the whole request.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from xml.sax.saxutils import escape
 
 from jaxengine.bench.report import percentile, record, table
 from jaxengine.bench.serve_client import Sample
-from jaxengine.bench.serve_load import Run
+from jaxengine.bench.serve_load import LoadResult
 
 METRICS = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2EL"}
 SHARES = (50, 90, 99)
@@ -23,7 +23,7 @@ Points = Sequence[tuple[float, float]]
 
 
 def series(samples: Sequence[Sample]) -> dict[str, list[float]]:
-    """Metric -> its values in milliseconds over the requests that were answered."""
+    """Values of each metric over the successful requests, in milliseconds."""
     good = [sample for sample in samples if sample.error is None]
     tpot = [value for sample in good if (value := sample.per_token_seconds) is not None]
     seconds = {
@@ -36,7 +36,7 @@ def series(samples: Sequence[Sample]) -> dict[str, list[float]]:
 
 
 def meets(sample: Sample, slo: Mapping[str, float]) -> bool:
-    """Whether a request kept every limit, in milliseconds by metric."""
+    """Whether a request succeeded within all limits (metric -> milliseconds)."""
     if sample.error is not None:
         return False
     values = {
@@ -47,8 +47,8 @@ def meets(sample: Sample, slo: Mapping[str, float]) -> bool:
     return all((values[name] or 0.0) * 1e3 <= limit for name, limit in slo.items())
 
 
-def summary(run: Run, slo: Mapping[str, float] | None = None) -> dict[str, Any]:
-    """All figures of a run; latencies in milliseconds, None where there is nothing to take them from."""
+def summary(run: LoadResult, slo: Mapping[str, float] | None = None) -> dict[str, Any]:
+    """All figures of a load; latencies in milliseconds, None without samples."""
     good = [sample for sample in run.samples if sample.error is None]
     failed = [sample for sample in run.samples if sample.error is not None]
     tokens = sum(sample.output_tokens for sample in good)
@@ -89,7 +89,7 @@ def _spread(values: Sequence[float]) -> dict[str, float | None]:
 
 
 def _peak(samples: Sequence[Sample]) -> int:
-    """Most requests open at one time."""
+    """Largest number of requests open at the same time."""
     changes = sorted([(sample.sent, 1) for sample in samples] + [(sample.ended, -1) for sample in samples])
     most = now = 0
     for _, change in changes:
@@ -99,7 +99,7 @@ def _peak(samples: Sequence[Sample]) -> int:
 
 
 def text(result: Mapping[str, Any]) -> str:
-    """The figures of one run for people."""
+    """Formats the figures of one rate for people."""
     plain = {name: value for name, value in result.items() if name not in ("latency_ms", "errors", "first_error")}
     rows = [{"ms": METRICS[name], **spread} for name, spread in result["latency_ms"].items()]
     parts = [record(plain), table(rows)]
@@ -110,7 +110,7 @@ def text(result: Mapping[str, Any]) -> str:
 
 
 def sweep_table(results: Sequence[Mapping[str, Any]]) -> str:
-    """One row a rate."""
+    """Formats a sweep as a table with one row per rate."""
     rows = []
     for result in results:
         latency = result["latency_ms"]
@@ -128,9 +128,10 @@ def sweep_table(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def picture(title: str, results: Sequence[Mapping[str, Any]], curves: Mapping[str, Sequence[float]]) -> str:
-    """An SVG: of one run the share of requests below each latency, of several the latencies and tokens by rate.
+    """Draws an SVG: for one rate the cumulative distribution of each latency, for several the latencies and throughputs
+    by rate.
 
-    curves: milliseconds by metric, of one run.
+    curves: milliseconds by metric, of one rate.
     """
     if len(results) == 1:
         lines = {METRICS[name]: _cumulative(values) for name, values in curves.items() if values}
@@ -171,7 +172,7 @@ COLOURS = ("#1b6ca8", "#d1495b", "#3d8361", "#8c6bb1", "#e09f3e")
 
 
 def _cumulative(values: Sequence[float]) -> Points:
-    """(value, percent of values not above it), at most a few hundred points."""
+    """Points (value, percent of values not above it), at most a few hundred."""
     ordered = sorted(values)
     step = max(1, len(ordered) // 200)
     places = [*range(0, len(ordered), step), len(ordered) - 1]
@@ -179,7 +180,7 @@ def _cumulative(values: Sequence[float]) -> Points:
 
 
 def _panel(place: int, title: str, x_name: str, y_name: str, lines: Mapping[str, Points], log: bool = False) -> str:
-    """One set of axes; the x axis logarithmic when asked for, the y axis from 0."""
+    """SVG of one chart, number `place` from the left; the x axis is logarithmic with `log`, the y axis starts at 0."""
     points = [point for line in lines.values() for point in line]
     if not points:
         return ""
@@ -222,14 +223,16 @@ def _panel(place: int, title: str, x_name: str, y_name: str, lines: Mapping[str,
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """About five round numbers."""
+    """About five round tick values."""
     step = 10 ** math.floor(math.log10((high - low) or 1.0))
     step = next((step * part for part in (0.2, 0.5, 1.0) if (high - low) / (step * part) <= 6), step * 2)
     return [round(number * step, 10) for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 of every power of ten in between; only the powers where those are many."""
+    """Ticks at 1, 2 and 5 times each power of ten between `low` and `high`; only at the powers if there are more than
+    four.
+    """
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     parts = (1,) if len(powers) > 4 else (1, 2, 5)
     found = [part * 10.0**power for power in powers for part in parts]

@@ -1,7 +1,7 @@
-"""`jaxengine bench throughput`: output tokens a second of a recorded workload, random requests or a ragged trace.
+"""`jaxengine bench throughput`: output tokens per second of a recorded workload, random requests or a ragged trace.
 
-With `--trace` also what the two ideas of paged attention bring: how many token slots of the pages held are empty, and
-how much faster the engine is than itself forced to static batches.
+With `--trace` also the gains of paged attention: the share of empty token slots in allocated pages, and the speedup
+over static batches in the same engine.
 """
 
 from __future__ import annotations
@@ -25,10 +25,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--workload", choices=NAMES, help="a recorded workload of the default model")
     what.add_argument("--trace", action="store_true", help="log-normal lengths; also KV waste and static batches")
-    parser.add_argument("--num-prompts", type=positive_int, default=128, help="of random requests and of the trace")
+    parser.add_argument(
+        "--num-prompts", type=positive_int, default=128, help="number of random requests, or of the trace"
+    )
     parser.add_argument("--input-len", type=positive_int, default=128, help="prompt tokens of random requests")
     parser.add_argument("--output-len", type=positive_int, default=64, help="new tokens of random requests")
-    parser.add_argument("--num-runs", type=positive_int, default=2, help="the fastest counts; each starts uncached")
+    parser.add_argument(
+        "--num-runs", type=positive_int, default=2, help="number of runs, each with an empty cache; the fastest counts"
+    )
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the result there")
     add_engine_options(parser)
     parser.set_defaults(run=run)
@@ -62,7 +66,7 @@ def _workload(args: argparse.Namespace, llm: LLM) -> Workload:
 
 
 def measure(llm: LLM, workload: Workload, num_runs: int) -> dict[str, Any]:
-    """The fastest of `num_runs` runs."""
+    """Figures of the fastest of `num_runs` runs."""
     from jaxengine.bench.engine_run import run_workload
 
     best = min((run_workload(llm, workload) for _ in range(num_runs)), key=lambda done: done.seconds)
@@ -83,7 +87,7 @@ def measure(llm: LLM, workload: Workload, num_runs: int) -> dict[str, Any]:
 
 
 def measure_static(llm: LLM, workload: Workload, tokens_per_second: float) -> dict[str, Any]:
-    """The same requests in static batches of max_num_seqs, and how many times faster continuous batching is."""
+    """Runs the same requests in static batches of max_num_seqs; returns their figures and the speedup over them."""
     from jaxengine.bench.engine_run import run_static
 
     batch_size = llm.core.runner.config.max_num_seqs
@@ -101,7 +105,7 @@ def _mean(values: list[float]) -> float | None:
 
 
 def _same(done: Run, workload: Workload) -> str | None:
-    """How many requests gave the reference's tokens; None where there is no reference."""
+    """Number of requests whose tokens equal the reference, as text; None without a reference."""
     if not workload.reference:
         return None
     pairs = zip(done.outputs, workload.reference, strict=True)

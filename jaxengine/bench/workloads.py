@@ -1,7 +1,7 @@
-"""What is measured: the recorded workloads W1, W2, W3 and CHAT, random lengths, and a ragged trace.
+"""Workloads: the recorded W1, W2, W3 and CHAT, random requests of fixed lengths, and a ragged trace.
 
-`workloads.json` holds token ids with the greedy continuations of Hugging Face transformers in float32 for the default
-model; tests compare with the same file. Knows token ids only.
+`workloads.json` holds token ids and the greedy continuations by Hugging Face transformers in float32 for the default
+model; tests use the same file.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Workload:
     Attributes:
       prompts: token ids of each prompt.
       max_tokens: new tokens of each request; the end-of-sequence token does not end one unless it is a stop token.
-      shared_prefix: leading tokens all prompts have in common.
+      shared_prefix: number of leading tokens that all prompts share.
       stop_token_ids: ids that end a request.
-      reference: greedy continuations, empty where there are none.
+      reference: greedy continuations; empty if there are none.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Workload:
 
     @property
     def max_model_len(self) -> int:
-        """Room that the longest request needs."""
+        """Length of the longest request, prompt plus output."""
         return max(len(prompt) + new for prompt, new in zip(self.prompts, self.max_tokens, strict=True))
 
 
@@ -60,7 +60,7 @@ def recorded(name: str) -> Workload:
 
 
 def fixed_lengths(num_prompts: int, input_len: int, output_len: int, vocab_size: int, seed: int = 0) -> Workload:
-    """Random token ids, every request of the same lengths."""
+    """Requests of random token ids and equal lengths."""
     import numpy as np
 
     if min(num_prompts, input_len, output_len) < 1:
@@ -71,11 +71,11 @@ def fixed_lengths(num_prompts: int, input_len: int, output_len: int, vocab_size:
 
 
 def ragged_trace(num_prompts: int, vocab_size: int, max_model_len: int, seed: int = 0) -> Workload:
-    """Log-normal prompt and output lengths, as chat traffic has them: many short ones, a few very long.
+    """Requests with log-normal prompt and output lengths, as in chat traffic: many short ones and a few very long.
 
-    After the ShareGPT trace of the paged-attention paper (Kwon et al., 2023, section 6.1: on average 161 prompt and 338
-    output tokens), with shorter outputs for a CPU: medians of 96 prompt and 64 output tokens and a shape of 1.0 give
-    averages near 150 and 100, and a longest of 32 outputs that is about five times their average.
+    Modelled on the ShareGPT trace of the paged-attention paper (Kwon et al., 2023, section 6.1: on average 161 prompt
+    and 338 output tokens), with shorter outputs for a CPU: medians of 96 prompt and 64 output tokens and a shape of 1.0
+    give averages near 150 and 100; the longest of 32 outputs is about five times their average.
     """
     import numpy as np
 

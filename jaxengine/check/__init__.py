@@ -1,1 +1,1 @@
-"""`jaxengine check`: compile every kernel and step for accelerators that are not there, and read what came out."""
+"""`jaxengine check`: compiles every kernel and step for accelerators that are not present and inspects the result."""

@@ -1,7 +1,7 @@
-"""What a check found kept in a file, and what got worse since.
+"""Stores the figures of a check as a baseline and compares later checks with it.
 
-Compared is what the compiler decides and repeats exactly. Compile seconds depend on the machine and are only recorded,
-and what XLA makes for the processor that it runs on is compared by its counts alone.
+Only figures that the compiler determines, and reproduces exactly, are compared. Compile seconds depend on the machine
+and are only recorded. Programs for this machine's CPU are compared by their exchanges and operations alone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from jaxengine.check.targets import find_target
 from jaxengine.config.engine_config import ConfigError
 
-# A figure may grow by this much.
+# Allowed relative growth of a figure.
 SLACK = 0.05
 FIGURES = (
     "peak_bytes",
@@ -30,19 +30,19 @@ FIGURES = (
     "moved_bytes",
     "exchanged_bytes",
 )
-# Of programs for this very processor, whatever it is.
+# Figures compared for programs of this machine's CPU.
 CPU_FIGURES = ("exchanged_bytes",)
 
 
 def save(path: str, settings: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
-    """Writes the rows and what they were made with."""
+    """Writes the rows, the settings and the compiler versions to a file."""
     from jaxengine.bench.report import write_json
 
     write_json(path, {"settings": settings, "compilers": compilers(), "rows": list(rows)})
 
 
 def compilers() -> dict[str, str]:
-    """Versions of what compiles, of those that are installed."""
+    """Versions of the installed compiler packages."""
     found = {}
     for name in ("jaxlib", "libtpu", "jax-cuda13-plugin", "nvidia-cuda-nvcc"):
         with contextlib.suppress(PackageNotFoundError):
@@ -51,17 +51,17 @@ def compilers() -> dict[str, str]:
 
 
 def other_compilers(path: str) -> str:
-    """How the compilers of a baseline differ from those here, as a text; "" where they do not."""
+    """Describes how the installed compilers differ from a baseline's; "" if they do not."""
     then, now = json.loads(Path(path).read_text()).get("compilers", {}), compilers()
     differing = [f"{name} {now[name]} (then {then.get(name)})" for name in now if now[name] != then.get(name)]
     return f"other compilers than the baseline's: {', '.join(differing)}" if differing else ""
 
 
 def load(path: str, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of a baseline.
+    """Reads the rows of a baseline.
 
     Raises:
-      ConfigError: it is no baseline, or one of another model or other options.
+      ConfigError: the file is not a baseline, or is one of another model or other options.
     """
     try:
         content = json.loads(Path(path).read_text())
@@ -77,7 +77,7 @@ def load(path: str, settings: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def compare(rows: Sequence[dict[str, Any]], baseline: Sequence[dict[str, Any]]) -> None:
-    """Adds to each row's failures the figures that are more than SLACK worse than the baseline's."""
+    """Adds to each row's failures the figures that are more than SLACK worse than in the baseline."""
     before = {(row["target"], row["program"]): row for row in baseline}
     for row in rows:
         old = before.get((row["target"], row["program"]))
@@ -95,7 +95,7 @@ def compare(rows: Sequence[dict[str, Any]], baseline: Sequence[dict[str, Any]]) 
 
 
 def missing(rows: Sequence[dict[str, Any]], baseline: Sequence[dict[str, Any]], targets: Sequence[str]) -> list[str]:
-    """Programs of these targets that the baseline has and this check does not."""
+    """Programs of these targets that are in the baseline but were not checked, as sentences."""
     checked = {(row["target"], row["program"]) for row in rows}
     wanted = [(row["target"], row["program"]) for row in baseline if row["target"] in targets]
     return [

@@ -1,4 +1,4 @@
-"""A folder of serialised executables and the manifest that tells what each is for."""
+"""Folder of serialised executables, with a manifest that describes each."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ MANIFEST = "manifest.json"
 
 
 def make_folder(path: str) -> str:
-    """The folder, made where it is missing.
+    """Creates the folder if missing; returns its absolute path.
 
     Raises:
-      ConfigError: it holds something else already.
+      ConfigError: the folder holds files that are not a bundle.
     """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
@@ -27,7 +27,9 @@ def make_folder(path: str) -> str:
 
 
 def write_manifest(path: str, settings: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
-    """Names every executable with its target, program, size, digest and the versions that made it."""
+    """Writes the manifest: target, program, size and SHA-256 of every executable, and the versions that
+    compiled them.
+    """
     from jaxengine.bench.report import machine
 
     folder = Path(path)

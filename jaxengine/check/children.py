@@ -1,7 +1,6 @@
-"""Starts the compiling processes, one for each target, and gathers what they reply.
+"""Starts a compiling process per target and collects its replies.
 
-A process that dies takes one program with it: its successor skips that one and goes on. Knows the replies' form,
-nothing of compilers but the environment and flags they want.
+A process that dies fails only the program that it was compiling: its successor skips that program and continues.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Progress = Callable[[str, int, int, str], None]
 _PROGRAM = ("-m", "jaxengine.check.compile")
 _TAIL = 400
 _TPU = {
-    "TPU_SKIP_MDS_QUERY": "1",  # there is no metadata server to ask
+    "TPU_SKIP_MDS_QUERY": "1",  # there is no metadata server
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else a second process aborts on libtpu's lock file
     "TPU_MIN_LOG_LEVEL": "3",
     "TPU_STDERR_LOG_LEVEL": "3",
@@ -37,8 +36,8 @@ class Job:
     """What to check on every target.
 
     Attributes:
-      cycles: have the blocks of TPU kernels profiled.
-      model, options, platform, short, bundle, only: as jaxengine.check.compile.Request has them.
+      cycles: profile the blocks of TPU kernels.
+      model, options, platform, short, bundle, only: see jaxengine.check.compile.CompileRequest.
     """
 
     model: str
@@ -52,7 +51,9 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """Attributes: what was checked, its programs' rows, and why not the places before, by name."""
+    """Result of a check. Attributes: the target that was used, the rows of its programs, and errors of smaller targets
+    by name.
+    """
 
     target: Target
     rows: list[dict[str, Any]]
@@ -60,7 +61,9 @@ class Found:
 
 
 def check_smallest(places: Sequence[tuple[Target, dict[str, Any]]], job: Job, progress: Progress) -> Found:
-    """The first of the places that the model fits into, or the last; each with the engine options to use there."""
+    """Checks the first of the targets that the model fits into, or the last. Each target comes with its
+    engine options.
+    """
     too_small: dict[str, str] = {}
     for target, options in places:
         rows = check_target(target, dataclasses.replace(job, options=options), progress)
@@ -72,7 +75,7 @@ def check_smallest(places: Sequence[tuple[Target, dict[str, Any]]], job: Job, pr
 
 
 def check_target(target: Target, job: Job, progress: Progress) -> list[dict[str, Any]]:
-    """The rows of a target's programs; progress(target, done, total, what) is called before each is compiled."""
+    """Returns rows of a target's programs. Calls progress(target, done, total, name) before each is compiled."""
     rows, known = _run(target, job, progress)
     if target.backend == "tpu" and job.cycles and known and not target.no_profile:
         blocks, _ = _run(target, dataclasses.replace(job, bundle=None), progress, known=known, profile=True)
@@ -88,7 +91,10 @@ def _run(
     known: dict[str, Any] | None = None,
     profile: bool = False,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """(rows, memory plan) of all programs, or of the blocks of kernels to profile."""
+    """Compiles all programs, or with `profile` the kernel blocks; returns (rows, memory plan).
+
+    known: a memory plan from an earlier call.
+    """
     rows: list[dict[str, Any]] = []
     skip: list[str] = []
     known = dict(known or {})
@@ -130,7 +136,9 @@ def _run(
 
 
 def environment(target: Target, dumps: Path, profile: bool) -> dict[str, str]:
-    """The variables under which a target's compiler runs where there is no such device; profile: and says cycles."""
+    """Environment variables with which a target's compiler runs without the device; profile: have it write cycle
+    estimates.
+    """
     ours = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
     ours["PYTHONPATH"] = os.pathsep.join([str(HOME), *filter(None, [os.environ.get("PYTHONPATH")])])
     if target.backend == "tpu":
@@ -151,7 +159,7 @@ def _failed(target: Target, program: str, reason: str) -> dict[str, Any]:
 
 
 def _replies(request: dict[str, Any], variables: dict[str, str], log: Path) -> Iterator[dict[str, Any]]:
-    """The process's messages, then {"event": "exit", "code": its status}."""
+    """Starts a compiling process and yields its messages, then {"event": "exit", "code": its status}."""
     command = [sys.executable, *_PROGRAM]
     with log.open("wb") as errors:
         process = subprocess.Popen(

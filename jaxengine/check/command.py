@@ -1,4 +1,4 @@
-"""`jaxengine check`: the command line of it, and its order: open, compile, compare, tell."""
+"""The command `jaxengine check`: its arguments, and its order of work: open, compile, compare, report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxengine.config.engine_config import EngineConfig
 from jaxengine.config.engine_flags import add_engine_options, add_model
 from jaxengine.config.platforms import PLATFORMS
 
-# Options of the engine that decide what is compiled.
+# Engine options that affect what is compiled.
 ENGINE_OPTIONS = (
     "dtype",
     "quantization",
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_model(parser, dest="model", default="smollm2-135m", help=about)
     parser.add_argument(
-        "--buckets", choices=("all", "short"), default="all", help="the whole grid of steps, or its four corners"
+        "--buckets", choices=("all", "short"), default="all", help="all steps of the grid, or its four corners"
     )
     parser.add_argument(
         "--kernels",
@@ -69,11 +69,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="kernels of another platform than the target's own, such as gpu_xla for plain XLA",
     )
     parser.add_argument(
-        "--only", default="", metavar="TEXT", help="programs whose name contains it, such as 'decode S=1'"
+        "--only", default="", metavar="TEXT", help="check only programs whose name contains TEXT, such as 'decode S=1'"
     )
-    parser.add_argument("--no-cycles", action="store_true", help="leave the profiles of TPU kernels' blocks out")
+    parser.add_argument("--no-cycles", action="store_true", help="do not profile blocks of TPU kernels")
     parser.add_argument("--save", type=output_file, metavar="FILE", help="record the results as a baseline")
-    parser.add_argument("--against", metavar="FILE", help="fail on what is more than 5%% worse than a baseline")
+    parser.add_argument("--against", metavar="FILE", help="fail on figures more than 5%% worse than a baseline")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the results there")
     parser.add_argument("--bundle", metavar="DIR", help="write the executables there")
     add_engine_options(parser, ENGINE_OPTIONS)
@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Checks every target; 1 when anything failed."""
+    """Checks every target. Returns 1 if anything failed, else 0."""
     from jaxengine.bench.report import write_json
     from jaxengine.check import baseline, bundle, judge, report
     from jaxengine.check.children import Job, check_smallest
@@ -94,8 +94,8 @@ def run(args: argparse.Namespace) -> int:
     model = model_config(args.model, options.get("quantization"))
     options.setdefault("max_model_len", min(DEFAULT_MODEL_LEN, model.max_position_embeddings))
     if "pipeline_layers" in options:
-        options["pipeline_layers"] = list(options["pipeline_layers"])  # as a baseline gives it back
-    EngineConfig(**options)  # a wrong value is told before anything is compiled
+        options["pipeline_layers"] = list(options["pipeline_layers"])  # as a baseline stores it
+    EngineConfig(**options)  # reports a wrong value before anything is compiled
     places = [split_targets(target, options) for target in targets]
     settings = {"model": args.model, "options": options, "kernels": args.kernels}
     before = baseline.load(args.against, settings) if args.against else None

@@ -1,8 +1,8 @@
-"""The process that compiles for one target: reads a request, writes one JSON line for each thing that happens.
+"""Process that compiles for one target: reads a request and writes a JSON line per event.
 
-Run as `python -m jaxengine.check.compile`. A process serves one target: Mosaic GPU keeps kernels by their source and
-not by their target, and a compiler that aborts takes no other target with it. Standard output belongs to the replies;
-what compilers print goes to the log that the request names, where their figures are read.
+Run as `python -m jaxengine.check.compile`. Each target has its own process, because Mosaic GPU caches kernels by source
+without regard to the target, and because a compiler that aborts must not affect other targets. Standard output carries
+the replies; the compilers' own output goes to the log that the request names, from which figures are read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import jax
 from jaxengine.check import counts, cycles, exchanges, hlo, inspect, judge
 from jaxengine.check.devices import target_devices
 from jaxengine.check.drafts import drafting, drafts, settled
-from jaxengine.check.programs import Program, StagePrograms, open_stages
+from jaxengine.check.programs import CheckedProgram, StagePrograms, open_stages
 from jaxengine.check.shapes import model_config
 from jaxengine.check.targets import Target, find_target
 from jaxengine.check.towers import encoders
@@ -37,7 +37,7 @@ from models.config.model_config import ModelConfig
 
 Reply = Callable[[dict[str, Any]], None]
 
-# Weights beyond this share of a device leave no room worth having for pages.
+# Weights beyond this share of a device leave too little memory for pages.
 _MOST_WEIGHTS = 0.85
 
 
@@ -46,21 +46,21 @@ class TooSmall(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
-    """What a process is asked to do.
+class CompileRequest:
+    """A request to the compiling process.
 
     Attributes:
       options: fields of EngineConfig.
       platform: kernels to use instead of the target's own, a key of PLATFORMS.
-      short: the corners of the bucket grid instead of all of it.
-      skip: programs done or given up by an earlier process.
-      log: file that receives what the compiler prints.
+      short: compile only the corners of the bucket grid.
+      skip: programs that an earlier process compiled or died of.
+      log: file that receives the compiler's output.
       dumps: folder that receives the compiler's dumps.
       bundle: folder for the executables.
-      only: of the programs those whose name contains it; without a memory plan where the pages are given.
-      profile: compile blocks of kernels, of which libtpu was told to leave a profile, instead of programs.
-      num_pages, planned_bytes, planned_held: the memory plan, known from an earlier process; None to make it. The
-        latter are of each stage: what it foresees for one program, and what all of them hold.
+      only: compile the programs whose name contains it; makes no memory plan if the number of pages is given.
+      profile: compile blocks of kernels, of which libtpu writes a profile, instead of programs.
+      num_pages, planned_bytes, planned_held: the memory plan of an earlier process; None to make one. The latter two
+        are per stage: bytes planned for one program, and bytes that all loaded programs hold.
     """
 
     target: str
@@ -83,9 +83,9 @@ class StagePlan(NamedTuple):
     """The memory plan of a stage.
 
     Attributes:
-      of_all: with all layers.
-      beside: bytes that one of the compiled forward passes takes besides weights and pages.
-      held: bytes that all compiled programs hold.
+      of_all: plan of the stage with all its layers.
+      beside: bytes that one of the compiled forward passes takes in addition to weights and pages.
+      held: bytes that all compiled programs hold while loaded.
     """
 
     of_all: MemoryPlan
@@ -94,14 +94,14 @@ class StagePlan(NamedTuple):
 
 
 class Compiler:
-    """Compiles the programs of a request one after the other."""
+    """Compiles the programs of a request, one after another."""
 
-    def __init__(self, request: Request, reply: Reply):
+    def __init__(self, request: CompileRequest, reply: Reply):
         self.request = request
         self.target: Target = find_target(request.target)
         self._devices = target_devices(self.target)
         self._reply = reply
-        self._of_kernels: dict[str, dict[str, int | None]] = {}
+        self._figures_of_kernels: dict[str, dict[str, int | None]] = {}
         self._config = EngineConfig(**request.options)
         self._platform = PLATFORMS[request.platform or platform_of(self._devices[0])]
         self._model = self._read(whole=False)
@@ -114,15 +114,16 @@ class Compiler:
 
     @cached_property
     def whole(self) -> list[StagePrograms]:
-        """The stages with all layers of the model, of which those that are compiled may have the first few: what memory
-        is planned for."""
+        """The stages with all layers, for which memory is planned; those that are compiled may have only
+        the first few.
+        """
         if (model := self._read(whole=True)) == self._model:
             return self.stages
         config = dataclasses.replace(settled(self._config, model), pipeline_layers=None)
         return open_stages(model, config, self._platform, self._devices)
 
     def run(self) -> None:
-        """Plans the memory, then compiles what is not to be skipped."""
+        """Plans the memory, then compiles all programs that are not to be skipped."""
         request = self.request
         num_pages, planned, held = request.num_pages, request.planned_bytes, request.planned_held
         given = request.options.get("num_gpu_blocks_override")
@@ -149,11 +150,13 @@ class Compiler:
             self._reply({"event": "start", "name": program.name})
             row = self.row(program, planned[number]) | {"stage": number, "planned_held": held[number]}
             if plans and program.is_largest:
-                row["plan"] = self._told(plans[number].of_all, self.whole[number])
+                row["plan"] = self._plan_row(plans[number].of_all, self.whole[number])
             self._reply({"event": "row", "row": row})
 
-    def _programs(self, stage: StagePrograms, num_pages: int) -> Iterator[Program]:
-        """Kernels first: Mosaic GPU tells what it made of a kernel once in a process."""
+    def _programs(self, stage: StagePrograms, num_pages: int) -> Iterator[CheckedProgram]:
+        """Programs of a stage. Kernels come first, because Mosaic GPU prints a kernel's figures only once
+        per process.
+        """
         if self.request.profile:
             yield from stage.blocks() if stage is self.stages[0] else ()
             return
@@ -167,9 +170,9 @@ class Compiler:
         yield from encoders(stage, short=self.request.short)
 
     def _plan(self, stage: StagePrograms, whole: StagePrograms) -> StagePlan:
-        """As the engine plans: the largest forward pass is measured with a small pool, and beside it the largest
-        epilogue and what it works on. Of layers that are not compiled the programs hold as much as of those that
-        are."""
+        """Plans memory as the engine does: measures the largest forward pass with a small pool, and adds the largest
+        epilogue with its inputs. Bytes held by programs are scaled from the compiled layers to all layers.
+        """
         total, given = self.target.hbm_bytes, self.request.options.get("num_gpu_blocks_override")
         if total and whole.weight_bytes > _MOST_WEIGHTS * total:
             raise TooSmall(f"weights take {whole.weight_bytes >> 20:,} MiB of a device's {total >> 20:,} MiB")
@@ -208,26 +211,30 @@ class Compiler:
         kept = stage.slot_bytes + stage.steps.memory.get("states", 0)
         return StagePlan(plan, forward["workspace_bytes"] + forward["code_bytes"] + kept, held + of_others)
 
-    def _told(self, plan: MemoryPlan, whole: StagePrograms) -> dict[str, Any]:
-        """A plan for the report: bytes by purpose, pages, and requests of max_model_len tokens that they hold."""
-        told = {"layers": len(whole.model.stage.layers), "windows": list(whole.windows), **plan.parts}
+    def _plan_row(self, plan: MemoryPlan, whole: StagePrograms) -> dict[str, Any]:
+        """Report of a memory plan: bytes by purpose, pages, and the number of requests of max_model_len tokens that
+        fit.
+        """
+        found = {"layers": len(whole.model.stage.layers), "windows": list(whole.windows), **plan.parts}
         names = ("total", "page_bytes", "page_size", "num_pages", "pages_per_seq", "max_model_len")
-        told |= {name: getattr(plan, name) for name in names}
-        return told | {"num_requests": round(plan.num_requests, 1), "ranks": whole.model.mesh.num_ranks}
+        found |= {name: getattr(plan, name) for name in names}
+        return found | {"num_requests": round(plan.num_requests, 1), "ranks": whole.model.mesh.num_ranks}
 
-    def _needs(self, program: Program) -> tuple[dict[str, int], int]:
-        """What `inspect.memory` tells of a program, and what it holds while it is loaded."""
+    def _needs(self, program: CheckedProgram) -> tuple[dict[str, int], int]:
+        """Compiles a program; returns its figures by `inspect.memory`, and the bytes it holds while loaded."""
         self._reply({"event": "start", "name": f"memory plan, {program.name}"})
         read_from = Path(self.request.log).stat().st_size
         compiled, _ = self._compile(program)
         if self.target.backend == "cuda":
-            self._told_of_kernels(program, read_from)
+            self._kernel_figures(program, read_from)
         memory = inspect.memory(compiled)
         stored = 0 if memory["code_bytes"] else len(inspect.serialized(compiled))
         return memory, held_bytes(memory["code_bytes"], stored, self.target.backend)
 
-    def row(self, program: Program, planned: int) -> dict[str, Any]:
-        """Compiles a program and tells what came out; planned: bytes that the memory plan foresees on a device."""
+    def row(self, program: CheckedProgram, planned: int) -> dict[str, Any]:
+        """Compiles a program and returns its row of figures. planned: bytes that the memory plan allots to it on a
+        device.
+        """
         row: dict[str, Any] = {
             "target": self.target.name,
             "program": program.name,
@@ -270,27 +277,30 @@ class Compiler:
                 row["block"] |= {"tokens": sizes.block_q, "keys": sizes.block_kv}
                 row["cycles"] = cycles.read(Path(self.request.dumps), module)
             if self.target.backend == "cuda":
-                row |= self._told_of_kernels(program, read_from)
+                row |= self._kernel_figures(program, read_from)
             payload = inspect.serialized(compiled)
             row["serialized_bytes"] = len(payload)
             row["held_bytes"] = held_bytes(row["code_bytes"], len(payload), self.target.backend)
             if self.request.bundle is not None:
                 row["file"] = self._store(program, payload)
-        except Exception as error:  # a compiler's refusal is a finding; its classes are jaxlib's own
+        except Exception as error:  # a compiler error is a finding; its classes are jaxlib's
             row["error"] = " ".join(f"{type(error).__name__}: {error}".split())[:600]
         row["failures"] = judge.failures(row, self.target, planned, is_largest=program.is_largest)
         return row
 
-    def _told_of_kernels(self, program: Program, read_from: int) -> dict[str, int | None]:
-        """What was told of a program's kernels, now or when it was compiled for the memory plan: each is made once."""
+    def _kernel_figures(self, program: CheckedProgram, read_from: int) -> dict[str, int | None]:
+        """Figures of a program's kernels from the log, merged with those of its compilation for the memory plan.
+
+        Each kernel is compiled, and printed, only once per process.
+        """
         text = Path(self.request.log).read_bytes()[read_from:].decode(errors="replace")
-        told = inspect.mosaic_gpu(text)
-        before = self._of_kernels.setdefault(program.name, told)
-        both = {name: [each for each in (told[name], before[name]) if each is not None] for name in told}
+        found = inspect.mosaic_gpu(text)
+        before = self._figures_of_kernels.setdefault(program.name, found)
+        both = {name: [each for each in (found[name], before[name]) if each is not None] for name in found}
         return {name: max(found, default=None) for name, found in both.items()}
 
-    def _compile(self, program: Program) -> tuple[Any, float]:
-        shutil.rmtree(self.request.dumps)  # so that what is found there afterwards is this program's
+    def _compile(self, program: CheckedProgram) -> tuple[Any, float]:
+        shutil.rmtree(self.request.dumps)  # dumps found afterwards belong to this program
         for folder in ("", cycles.PROFILE):
             Path(self.request.dumps, folder).mkdir()
         start = time.perf_counter()
@@ -303,7 +313,7 @@ class Compiler:
     def _dumps(self) -> Path | None:
         return Path(self.request.dumps) if self.target.backend == "tpu" else None
 
-    def _store(self, program: Program, payload: bytes) -> str:
+    def _store(self, program: CheckedProgram, payload: bytes) -> str:
         assert self.request.bundle is not None
         words = "".join(letter if letter.isalnum() else "-" for letter in program.name).replace("--", "-")
         name = f"{self.target.name}-{words}.xla"
@@ -319,7 +329,7 @@ def main() -> int:
     def reply(message: dict[str, Any]) -> None:
         replies.write(json.dumps(message) + "\n")
 
-    request = Request(**json.load(sys.stdin))
+    request = CompileRequest(**json.load(sys.stdin))
     try:
         with plain_cards() if request.platform == "gpu_xla" else nullcontext():
             Compiler(request, reply).run()

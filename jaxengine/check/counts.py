@@ -1,9 +1,9 @@
-"""What a compiled program does, counted from its HLO: operations of its products and bytes it moves to and from memory.
+"""Counts matrix operations and moved bytes of a compiled program from its HLO.
 
-A loop counts as often as the compiler says it runs, one whose trips are data as once, and of the branches of a
-conditional the dearest. What kernels of ours do is not HLO and not counted, nor is a ragged product of XLA:TPU, whose
-work is data, too: it is written as a product of all rows with every matrix, masked, in a fusion that is given where
-groups start. Knows nothing of models: jaxengine.check.roofline says what a step needs.
+A loop counts as often as its known trip count, or once if that is data; of a conditional the most expensive branch
+counts. Work inside our kernels is not HLO and is not counted. Neither is a ragged product of XLA:TPU, whose work
+depends on data: it is written as a product of all rows with every matrix, masked, in a fusion that receives the starts
+of the groups. What a step needs at least is in jaxengine.check.roofline.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _ALIASED = re.compile(r"output_to_operand_aliasing=\{\{\}: \((\d+), ")
 _ESTIMATED = re.compile(r'"cost_estimate":\{"bytes_accessed":"(\d+)"')
 _NEXT_RUN = "cross_program_prefetch_index="
 _GEMM = '"__cublas'
-# These read no more of their first operand than they give back.
+# Instructions that read only as much of their first operand as they return.
 _SLICES = frozenset(("slice", "dynamic-slice", "gather"))
 _OFFLOADED = frozenset(("async-start", "slice-start", "dynamic-slice-start"))
 _UPDATES = frozenset(("scatter", "dynamic-update-slice"))
-# What moves nothing itself.
+# Instructions that move no data themselves.
 _FREE = PASSIVE | {"constant", "partition-id", "replica-id"}
 
 
 def operations(module: Module) -> dict[str, int]:
-    """Operations of matrix products by the element type that they are computed in, the wider of the operands'."""
+    """Counts operations of matrix products by element type, the wider one of the two operands."""
 
     def of_body(body: list[Instruction]) -> Counter[str]:
         by_name, found = {instruction.name: instruction for instruction in body}, Counter()
@@ -47,7 +47,7 @@ def operations(module: Module) -> dict[str, int]:
 
 
 def _product(instruction: Instruction, by_name: Mapping[str, Instruction]) -> tuple[str, int] | None:
-    """(element type, operations) of an instruction that is a matrix product."""
+    """(element type, operations) of an instruction that is a matrix product; None for others."""
     is_gemm = instruction.opcode == "custom-call" and _GEMM in instruction.rest
     if instruction.opcode not in ("dot", "convolution") and not is_gemm:
         return None
@@ -57,7 +57,7 @@ def _product(instruction: Instruction, by_name: Mapping[str, Instruction]) -> tu
     (left, left_shape), (right, right_shape) = operands
     if instruction.opcode == "convolution":
         labels = _LABELS.search(instruction.rest)
-        # Batches are spatial dimensions, of which a result sees one each.
+        # Batch dimensions are spatial ones, of which each result uses one element.
         contracted = right_shape[labels[1].index("i")] if labels else 1
     else:
         axes = _CONTRACTED.search(instruction.rest)
@@ -77,10 +77,11 @@ def _width(dtype: str) -> int:
 
 
 def moved_bytes(module: Module, leave_out: Collection[int]) -> int:
-    """Bytes that programs of their own read from device memory and write to it: operands and results, what is updated
-    in place or only looked up row by row as much as is touched.
+    """Counts bytes that the program reads from and writes to device memory: operands and results of each executed
+    instruction.
 
-    leave_out: element counts of arrays (pools) that are never gone through as a whole and not counted.
+    Arrays that are updated in place or read row by row count only as far as they are touched.
+    leave_out: element counts of arrays (pools) that are never processed as a whole, and not counted.
     """
 
     def of_body(body: list[Instruction]) -> Counter[str]:
@@ -90,7 +91,7 @@ def moved_bytes(module: Module, leave_out: Collection[int]) -> int:
             bytes=sum(
                 _moved(module, instruction, by_name, leave_out)
                 for instruction in body
-                # XLA:TPU ends a program with fetching what its next run begins with: one of both fetches is made.
+                # XLA:TPU ends a program by prefetching the first operands of its next run: one of the two runs.
                 if not (_NEXT_RUN in instruction.rest and instruction.operands[0] in fetched)
             )
         )
@@ -108,18 +109,18 @@ def _moved(
     opcode = instruction.opcode
     if opcode in _FREE or opcode.endswith(("-done", "-update")):
         return 0
-    # What a kernel is given several times, a block of each, is there once.
+    # An array passed to a kernel several times, with a block each, is read once.
     names = dict.fromkeys(instruction.operands) if opcode == "custom-call" else instruction.operands
     operands = [by_name[name] for name in names if name in by_name]
     sizes = [0 if operand.elements in leave_out else sum(bytes_of(operand.type_text)) for operand in operands]
     result = 0 if instruction.elements in leave_out else sum(bytes_of(instruction.type_text))
     if (aliased := _ALIASED.search(instruction.rest)) and (estimated := _ESTIMATED.search(instruction.rest)):
-        # What a kernel updates in place it need not go through as a whole: all that it touches is what it says.
+        # A kernel that updates an array in place touches only the bytes that its cost estimate states.
         place = [operand.name for operand in operands].index(instruction.operands[int(aliased[1])])
         result = min(sizes[place] + result, int(estimated[1]))
         sizes[place] = 0
     if opcode.endswith("-start"):  # the results repeat the operands
-        if opcode in _OFFLOADED:  # a slice of what goes in
+        if opcode in _OFFLOADED:  # a slice of the operand
             come_out = slice(len(operands), len(operands) + 1)
             read, written = (bytes_of(instruction.type_text, on_chip=on_chip)[come_out] for on_chip in (True, False))
             return sum(read) + sum(written)
@@ -144,8 +145,9 @@ def _number(parameter: Instruction) -> int:
 
 
 def _touched(module: Module, parameter: Instruction, body: list[Instruction]) -> tuple[int | None, int | None, bool]:
-    """(bytes of a fusion's parameter that it reads, None for all; bytes written where it is updated in place, else
-    None; whether it is what the fusion gives back)."""
+    """Returns how a fusion uses a parameter: (bytes read, None for all; bytes written if updated in place, else None;
+    whether the fusion returns it).
+    """
     names, total, written = {parameter.name}, 0, None
     for inner in body:
         if not names & set(inner.operands) or inner.name in names:
@@ -173,8 +175,10 @@ def _touched(module: Module, parameter: Instruction, body: list[Instruction]) ->
 
 
 def _combines(module: Module, update: Instruction) -> bool:
-    """Whether an update also reads what it writes to: what a scatter's computation gives back may be its second
-    parameter, the new value, and nothing else."""
+    """Whether an update also reads its destination.
+
+    A scatter does not if its computation returns its second parameter, the new value.
+    """
     if update.opcode != "scatter":
         return False
     roots = [inner for name in update.called for inner in module.computations.get(name, []) if inner.root]
@@ -184,8 +188,9 @@ def _combines(module: Module, update: Instruction) -> bool:
 def _executed(
     module: Module, name: str, of_body: Callable[[list[Instruction]], Counter[str]], *, fused: bool
 ) -> Counter[str]:
-    """What of_body counts in a computation and in all that it calls, as often as it does; fused: with what is inside of
-    fusions."""
+    """Sums `of_body` over a computation and all that it calls, weighted by how often each runs; fused: including the
+    bodies of fusions.
+    """
     body = module.computations.get(name, [])
     total = of_body(body)
     for instruction in body:

@@ -1,9 +1,9 @@
-"""Estimated cycles of TPU kernels, from libtpu's own static profile.
+"""Estimated cycles of TPU kernels, from libtpu's static profile.
 
-libtpu's estimate walks the final instruction bundles with the trip counts it can see: it knows no HBM bandwidth, gives
-up on copies whose length is data, and a loop whose trip count is data counts as about one pass. So a block of keys is
-compiled by itself, once and several times, and the difference is what a block costs. It is an alarm for a kernel's
-compute schedule, to be compared with itself (`--against`), with a roofline beside it.
+libtpu's estimate walks the final instruction bundles with the known trip counts. It does not know HBM bandwidth, gives
+up on copies of data-dependent length, and counts a loop of unknown trip count as about one pass. So a block of keys is
+compiled by itself, once and several times, and the difference is the cost of a block. The figure detects regressions of
+a kernel's compute schedule when compared with itself (`--against`); it is not an absolute time.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from typing import Any
 from jaxengine.check.hlo import Module, custom_calls
 
 PROFILE = "profile"
-# How often a block is done in the two programs whose difference is taken.
+# Repetitions of a block in the two programs whose difference is taken.
 TRIPS = (1, 9)
-# Kernels with blocks of any size are compared by what these take.
+# Sizes to which the cycles of blocks are scaled, so that kernels with different block sizes can be compared.
 TOKENS, KEYS = 128, 1024
 _CYCLES = re.compile(r"estimated_cycles: (\d+)")
 
 
 def libtpu_flags(dumps: Path) -> str:
-    """LIBTPU_INIT_ARGS that make the compiler leave what `read` reads."""
+    """LIBTPU_INIT_ARGS that make the compiler write the profile for `read`."""
     return f"--xla_jf_dump_static_llo_profile_to={dumps / PROFILE}"
 
 
 def read(dumps: Path, module: Module) -> int | None:
-    """Cycles of all Mosaic kernels of the program compiled last; None where libtpu does not tell."""
+    """Cycles of all Mosaic kernels of the program compiled last; None if libtpu reports none."""
     kernels = [call.name for call in custom_calls(module) if 'custom_call_target="tpu_custom_call"' in call.rest]
     counts = [_first(dumps / PROFILE, f"*{kernel}*") for kernel in kernels]
     return sum(count or 0 for count in counts) if counts and None not in counts else None
@@ -43,8 +43,9 @@ def _first(folder: Path, glob: str) -> int | None:
 
 
 def per_block(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row for each kind of block, of the rows of its programs: cycles of KEYS keys and one token, or TOKENS of a
-    run. A program that failed stays a row of its own."""
+    """Reduces rows of block programs to one row per kind of block, with the cycles of KEYS keys and one token (or
+    TOKENS tokens of a run). Rows without a block, such as those of programs that failed, stay.
+    """
     kinds: dict[str, dict[int, dict[str, Any]]] = {}
     found = [row for row in rows if "block" not in row]
     for row in rows:
@@ -59,7 +60,7 @@ def per_block(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         kept = {key: many[key] for key in ("target", "step", "failures", "compile_s")}
         row = {**kept, "program": name, "block": {key: block[key] for key in ("tokens", "keys")}}
         if many.get("cycles") is None or few.get("cycles") is None:
-            row["failures"] = [*row["failures"], "libtpu does not tell its cycles"]
+            row["failures"] = [*row["failures"], "libtpu reports no cycles"]
         else:
             each = (many["cycles"] - few["cycles"]) / (TRIPS[1] - TRIPS[0])
             row["cycles"] = round(each * KEYS / block["keys"] / tokens)

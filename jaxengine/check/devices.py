@@ -1,4 +1,4 @@
-"""Devices that are not there, as a target's compiler describes them."""
+"""Virtual devices, as the target's compiler describes them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxengine.check.targets import Target, gpu_target_config
 
 
 def target_devices(target: Target) -> list[Any]:
-    """The devices the target's programs are compiled for."""
+    """The devices that the target's programs are compiled for."""
     if target.backend == "cpu":
         devices = jax.devices("cpu")
     elif target.backend == "tpu":

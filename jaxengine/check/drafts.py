@@ -1,4 +1,4 @@
-"""The programs of what drafts beside a model, as a check compiles them."""
+"""Programs of a draft model or draft head, for a check."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxengine.check.hlo import MustNotCopy
-from jaxengine.check.programs import Program, StagePrograms
+from jaxengine.check.programs import CheckedProgram, StagePrograms
 from jaxengine.check.roofline import Work
 from jaxengine.check.shapes import model_config
 from jaxengine.config.engine_config import EngineConfig
@@ -26,7 +26,7 @@ from sharding.stages import Stage
 
 
 class Drafting(NamedTuple):
-    """What drafts beside a stage. weights: abstract; weight_bytes, page_bytes: of one device."""
+    """A stage's draft model or head. weights: abstract; weight_bytes, page_bytes: of one device."""
 
     programs: DraftPrograms
     weights: Any
@@ -35,7 +35,7 @@ class Drafting(NamedTuple):
 
 
 def settled(config: EngineConfig, model: ModelConfig) -> EngineConfig:
-    """The config with what an EAGLE-3 head's config.json says of the model. Raises as `settle_draft`."""
+    """The config, completed from the config.json of an EAGLE-3 head. Raises the same errors as `settle_draft`."""
     chosen = config.speculative_config
     if chosen is None or chosen.method != EAGLE3:
         return config
@@ -44,7 +44,9 @@ def settled(config: EngineConfig, model: ModelConfig) -> EngineConfig:
 
 
 def drafting(stage: StagePrograms) -> Drafting | None:
-    """What the stage's config says, None without a model or a head. Raises ConfigError as the engine does."""
+    """The draft model or head that the stage's config names; None for other methods. Raises ConfigError as the engine
+    does.
+    """
     chosen, config = stage.config.speculative_config, stage.config
     if chosen is None or not chosen.has_model:
         return None
@@ -68,8 +70,8 @@ def drafting(stage: StagePrograms) -> Drafting | None:
     return Drafting(programs, programs.weights(leaves, stage.params), size, programs.page_bytes)
 
 
-def drafts(stage: StagePrograms, num_pages: int, *, short: bool) -> Iterator[Program]:
-    """A program for what is done before, and after, the forward pass of each bucket; not how long it may take."""
+def drafts(stage: StagePrograms, num_pages: int, *, short: bool) -> Iterator[CheckedProgram]:
+    """Programs that run before and after the forward pass of each bucket. No roofline is given."""
     if (found := drafting(stage)) is None:
         return
     kept = found.programs.kept_shapes(num_pages)
@@ -77,7 +79,7 @@ def drafts(stage: StagePrograms, num_pages: int, *, short: bool) -> Iterator[Pro
     for bucket in stage.buckets(short):
         for make in (found.programs.before, found.programs.after):
             if (program := make(bucket, found.weights, kept)) is not None:
-                yield Program(
+                yield CheckedProgram(
                     name=program.name,
                     mesh=stage.mesh,
                     is_step=True,

@@ -1,8 +1,8 @@
-"""What devices tell each other in a compiled step, and whether the model accounts for all of it.
+"""Lists the exchanges between devices in a compiled step and checks that the model accounts for all of them.
 
-Exchanges are written down in the layers (sharding.collectives) under named scopes, and XLA keeps the scope with the
-instruction. So each one found is a layer's, or one of the few around the layers, or the compiler's own, which is a
-finding. Reads HLO; knows of models what their meshes make them exchange.
+Layers write exchanges (sharding.collectives) under named scopes, and XLA keeps the scope of each instruction. So an
+exchange belongs to a layer, to one of the few scopes around the layers, or was added by the compiler, which is
+reported.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from scheduler.buckets import Bucket
 from sharding.layout import MeshLayout
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all", "ragged-all-to-all")
-# A layer may exchange this much more than its activations: sizes that are rounded up to tiles.
+# Allowed excess of a layer's exchanges over its activations, for sizes rounded up to tiles.
 SLACK = 1.05
-# Scope outside the layers -> the most exchanges it may have. Those of the sampler are branches and loops that few steps
-# run: each part of it finds maxima, sums or counts over the split vocabulary.
+# Scope outside the layers -> limit of its exchanges. Those of the sampler are in branches and loops that few steps run:
+# each part of it finds maxima, sums or counts over the split vocabulary.
 AROUND_LAYERS = {"embed": 3, "logits": 2, "sample": 32, "prompt_logprobs": 12, "results": 9}
-# Scopes of a program that encodes pictures, each with what Expected says.
+# Scopes of a program that encodes pictures; Expected.encoding gives the exchanges of each.
 ENCODING = ("tower", "gather")
 
 _WRITTEN = {
@@ -42,7 +42,7 @@ _WRITTEN = {
     "ppermute": "collective-permute",
 }
 _SCATTER = "reduce-scatter"
-_RAGGED = "ragged_all_to_all"  # a scope of its own where XLA has no such instruction
+_RAGGED = "ragged_all_to_all"  # scope that stands for the instruction where XLA has none
 _SCOPE = re.compile(r'op_name="([^"]*)"')
 _LAYER = re.compile(r"layer_(\d+)$")
 _GROUPS = re.compile(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\])")
@@ -51,18 +51,18 @@ _CHAIN = re.compile(r'chain_id="(\d+)"')
 
 @dataclass(frozen=True)
 class Exchange:
-    """One instruction that exchanges data with other devices; an asynchronous pair is one.
+    """An instruction that exchanges data with other devices; an asynchronous pair counts as one.
 
     Attributes:
-      kind: of KINDS, as it was written: XLA:TPU makes small all-gathers and reduce-scatters all-reduces, and
-        on the CPU an all-to-all plays a ragged-all-to-all.
-      opcode: of KINDS, as it was compiled.
-      place: "layer 3", a scope of AROUND_LAYERS, or "" where nobody wrote it.
-      count: exchanges that the compiler combined in it; 0 for one that completes another.
+      kind: of KINDS, as written in the model: XLA:TPU turns small all-gathers and reduce-scatters into all-reduces, and
+        on CPU an all-to-all stands in for a ragged-all-to-all.
+      opcode: of KINDS, as compiled.
+      place: "layer 3", a scope of AROUND_LAYERS, or "" if the compiler added it.
+      count: number of exchanges that the compiler combined in it; 0 for one that completes another.
       elements: of its largest operand or result.
-      num_bytes: of its operands or of its results, whichever are more.
-      text: for messages.
-      beside: it is in a branch of a conditional, another of which exchanges as much or more and is counted.
+      num_bytes: of its operands or of its results, whichever is larger.
+      text: description for messages.
+      beside: it is in a branch of a conditional, another branch of which exchanges as much or more and is counted.
     """
 
     kind: str
@@ -76,7 +76,7 @@ class Exchange:
 
 
 def exchanges(module: Module) -> list[Exchange]:
-    """Every exchange of a compiled module."""
+    """Lists every exchange of a compiled module."""
     found, chains, offloaded, scatters = defaultdict(list), set(), _offloaded_scopes(module), _scatters(module)
     for name, body in module.computations.items():
         if name in scatters:
@@ -89,14 +89,14 @@ def exchanges(module: Module) -> list[Exchange]:
                 continue
             scope, count = offloaded.get(name, _scope(instruction)), max(1, len(instruction.operands))
             if instruction.opcode == _SCATTER:
-                count = 1  # of what a fusion takes besides, nothing is sent
+                count = 1  # the fusion's other operands are not sent
             if not scope and (sources := _scoped_sources(instruction, by_name)):
-                # XLA:TPU's form of a small reduce-scatter and what XLA:GPU combines have no scope, their operands do.
+                # A small reduce-scatter of XLA:TPU and combined exchanges of XLA:GPU have no scope, their operands do.
                 scattered = instruction.opcode == "all-reduce" and _is_only_sliced(instruction, body, module)
                 completes = _sends_on_parts(instruction, by_name)
                 scope = f"{sources[0].rpartition('/')[0]}/{'reduce_scatter' if scattered or completes else ''}"
                 count = 0 if completes else count if instruction.opcode == _SCATTER else len(sources)
-            # XLA:TPU runs some beside other work as a chain of fusions, each of which repeats the instruction.
+            # XLA:TPU runs some concurrently as a chain of fusions, each of which repeats the instruction.
             chain = _CHAIN.search(instruction.rest)
             link = chain and (chain[1], scope)
             if link is None or link not in chains:
@@ -107,8 +107,9 @@ def exchanges(module: Module) -> list[Exchange]:
 
 
 def _beside(module: Module, sizes: Mapping[str, int]) -> set[str]:
-    """The computations that run in place of dearer ones, by the bytes that computations exchange: of a conditional's
-    branches all but the dearest."""
+    """Computations in branches of conditionals that exchange fewer bytes than another branch. sizes: bytes by
+    computation.
+    """
 
     def size(name: str) -> int:
         total = sizes.get(name, 0)
@@ -130,8 +131,9 @@ def _beside(module: Module, sizes: Mapping[str, int]) -> set[str]:
 
 
 def _scatters(module: Module) -> set[str]:
-    """Computations of fusions that are XLA:TPU's form of a large reduce-scatter: a sum of which each device keeps its
-    part."""
+    """Computations of fusions that are XLA:TPU's form of a large reduce-scatter: a sum, of which each device keeps a
+    part.
+    """
     return {name for name in module.fused if _keeps_a_part(module.computations[name])}
 
 
@@ -147,8 +149,10 @@ def _keeps_a_part(body: Sequence[Instruction]) -> bool:
 
 
 def _sends_on_parts(instruction: Instruction, by_name: Mapping[str, Instruction]) -> bool:
-    """Whether it completes such a reduce-scatter, which gives devices parts of a size that suits its rings: rows behind
-    a device's own are its neighbour's."""
+    """Whether the instruction completes such a reduce-scatter.
+
+    Its parts have sizes that suit the rings, so rows beyond a device's own part are sent on to its neighbour.
+    """
     source = instruction if instruction.opcode.startswith("collective-permute") else None
     while source is not None and source.opcode != _SCATTER:
         own = source is instruction or source.opcode == "slice"
@@ -157,9 +161,9 @@ def _sends_on_parts(instruction: Instruction, by_name: Mapping[str, Instruction]
 
 
 def _offloaded_scopes(module: Module) -> dict[str, str]:
-    """Computation that another core runs -> the scope of what waits for it.
+    """Maps each computation that another core runs to the scope of the instruction that awaits it.
 
-    XLA:TPU writes the exchanges that SparseCores make for it once and clones that, scope and all.
+    XLA:TPU writes the exchanges that SparseCores run for it once and clones them, including the scope.
     """
     scopes: dict[str, str] = {}
     for body in module.computations.values():
@@ -183,7 +187,9 @@ def _scope(instruction: Instruction) -> str:
 
 
 def _scoped_sources(instruction: Instruction, by_name: Mapping[str, Instruction]) -> list[str]:
-    """The scopes of what an instruction is made of, past instructions without one; none if these are of two places."""
+    """Scopes of an instruction's operands, looking through those without a scope; [] if they are of
+    different places.
+    """
     pending, seen, sources = list(instruction.operands), set(), []
     while pending:
         source = by_name.get(pending.pop())
@@ -210,7 +216,7 @@ def _exchange(instruction: Instruction, by_name: Mapping[str, Instruction], scop
     kind = written if place else opcode
     operands = [by_name[name] for name in instruction.operands if name in by_name]
     results = arrays_of(instruction.type_text)
-    # An asynchronous start lists its operands beside its results; XLA:CPU and GPU cut an all-to-all into pieces.
+    # An asynchronous start lists its operands with its results; XLA:CPU and GPU split an all-to-all into pieces.
     whole = sum(results) if opcode == "all-to-all" and instruction.opcode == opcode else max(results, default=0)
     elements = max([whole, *(operand.elements for operand in operands)])
     count = 1 if opcode.endswith("all-to-all") else count
@@ -232,12 +238,12 @@ def _place(scope: str) -> str:
 
 
 def counts(found: Sequence[Exchange]) -> dict[str, int]:
-    """Instructions of each opcode."""
+    """Number of exchange instructions by opcode."""
     return dict(Counter(exchange.opcode for exchange in found))
 
 
 def by_place(found: Sequence[Exchange]) -> dict[str, dict[str, int]]:
-    """Exchanges of each place by kind, of branches the dearest one's."""
+    """Number of exchanges by place and kind; of the branches of a conditional only the most expensive counts."""
     places: dict[str, Counter[str]] = {}
     for exchange in (each for each in found if not each.beside):
         places.setdefault(exchange.place, Counter())[exchange.kind] += exchange.count
@@ -245,20 +251,20 @@ def by_place(found: Sequence[Exchange]) -> dict[str, dict[str, int]]:
 
 
 def exchanged_bytes(found: Sequence[Exchange], place: str | None = None) -> int:
-    """Bytes that a place exchanges, or all do, of branches the dearest."""
+    """Bytes exchanged in a place, or in all; of the branches of a conditional only the most expensive counts."""
     return sum(each.num_bytes for each in found if not each.beside and place in (None, each.place))
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What a step of a model may exchange.
+    """The exchanges that a step of a model may have.
 
     Attributes:
-      layers: of each layer, by kind, exactly.
-      most_elements: of any operand or result: the activations of all ranks, once for each expert of a token where
-        devices send rows to experts, or a device's part of their logits.
-      exchange_bytes: the most that an exchange of a layer is on average: the activations in the model's dtype.
-      encoding: of each scope of ENCODING, by kind, exactly.
+      layers: exact number of each layer's exchanges by kind.
+      most_elements: limit of any operand or result: the activations of all ranks, times the experts per token if
+        devices send rows to experts, or a device's part of the logits.
+      exchange_bytes: limit of the average exchange of a layer: the activations in the model's dtype.
+      encoding: exact number of exchanges by kind, for each scope of ENCODING.
     """
 
     layers: tuple[Mapping[str, int], ...]
@@ -268,7 +274,7 @@ class Expected:
 
 
 def expected(model: Any, bucket: Bucket, itemsize: int) -> Expected:
-    """Of the model's mesh and stage; itemsize: bytes of an activation's element while it is exchanged."""
+    """Expected exchanges of a model's stage on its mesh; itemsize: bytes of an activation's element while exchanged."""
     config, mesh = model.config, model.mesh
     dense = () if config.experts is None else config.experts.dense_layers
     layers = tuple(
@@ -292,21 +298,23 @@ def expected(model: Any, bucket: Bucket, itemsize: int) -> Expected:
 
 
 def norms(layer: nnx.Module, mesh: MeshLayout) -> int:
-    """Norms of a layer that are over heads of several devices at once."""
+    """Number of a layer's norms that span heads of several devices."""
     nodes = [node for _, node in nnx.iter_graph(layer)]
     grouped = sum(isinstance(node, GroupsRMSNorm) and node.num_groups < mesh.num_shards("heads") for node in nodes)
     return grouped + sum(isinstance(node, HeadsRMSNorm) for node in nodes)
 
 
 def scales(layer: nnx.Module) -> int:
-    """Products of a layer whose rows are rounded by a scale that the devices which split them must agree on."""
+    """Number of a layer's products whose rows are rounded by a scale on which all devices that split the rows must
+    agree.
+    """
     return sum(weight.agrees_on_scales for weight in _quantized(layer))
 
 
 def gathered_inputs(layer: nnx.Module, num_per_token: int = 1) -> list[int]:
-    """What a layer gathers of a token for products whose codes lie in an order of their own, each in elements.
+    """Elements per token that a layer gathers for each product whose codes are stored in an order of their own.
 
-    num_per_token: rows of a token in a product of experts.
+    num_per_token: rows per token in a product of experts.
     """
     weights = [weight for weight in _quantized(layer) if weight.gathered_inputs]
     return [weight.gathered_inputs * (num_per_token if weight.codes.ndim == 3 else 1) for weight in weights]
@@ -319,14 +327,16 @@ def _quantized(layer: nnx.Module) -> list[QuantizedWeight]:
 def layer_exchanges(
     mesh: MeshLayout, *, experts: ExpertsConfig | None, summed: int = 0, ordered: int = 0
 ) -> dict[str, int]:
-    """Of one layer by kind: attention adds up its output over the heads' devices, the feed-forward part gathers the
-    tokens of all ranks that share its weights, adds up over all devices that do and leaves each rank its tokens. With
-    experts the routing, weights and ids, is gathered too. Where devices send rows to experts they gather how many rows,
-    and the devices of a rank gather what became of each one's share of the tokens; a shared MLP beside them exchanges
-    what a dense one does. Beside experts to which all tokens are gathered it at most leaves each rank its tokens, where
-    these experts are on devices of more ranks than it. summed: norms over heads of several devices, which add up
-    squares, scales of rows, of which devices take the largest, and a state beside attention. ordered: products that
-    gather their rows to put them in order.
+    """Expected exchanges of one layer, by kind.
+
+    Attention sums its output over the devices of its heads. The feed-forward part gathers the tokens of all ranks that
+    share its weights, sums over these devices and scatters each rank its tokens. With experts, routing weights and ids
+    are gathered too. If devices send rows to experts, they gather row counts, and the devices of a rank gather the
+    results of their shares of the tokens; a shared MLP then exchanges the same as a dense one. With experts to which
+    all tokens are gathered, a shared MLP adds at most a reduce-scatter, if the experts span more ranks than it does.
+
+    summed: all-reduces of norms over heads of several devices (squares), of scales of rows (maximum), and of a state in
+      addition to attention. ordered: products that gather rows to reorder them.
     """
     found = Counter({"all-reduce": (1 + summed) * (mesh.model > 1), "all-gather": ordered})
     if experts is None:
@@ -342,7 +352,9 @@ def layer_exchanges(
 
 
 def _of_mlp(mesh: MeshLayout, axis: str, *, gathered: int) -> Counter[str]:
-    """Of a feed-forward part split over a logical axis that gathers so many arrays of the tokens."""
+    """Exchanges of a feed-forward part split over a logical axis; gathered: number of arrays of the tokens that it
+    gathers.
+    """
     several = mesh.ranks_sharing(axis) > 1
     return Counter(
         {"all-reduce": int(mesh.model > 1), "all-gather": gathered * several, "reduce-scatter": int(several)}
@@ -350,9 +362,9 @@ def _of_mlp(mesh: MeshLayout, axis: str, *, gathered: int) -> Counter[str]:
 
 
 def wrong(found: Sequence[Exchange], wanted: Expected) -> list[str]:
-    """What the model does not account for, as short texts."""
+    """Describes the exchanges for which the model does not account."""
     places = by_place(found)
-    texts = [f"nobody wrote {exchange.text}" for exchange in found if not exchange.place]
+    texts = [f"no code wrote {exchange.text}" for exchange in found if not exchange.place]
     texts += [
         f"more than {wanted.most_elements:,} elements in {exchange.text}"
         for exchange in found
@@ -361,18 +373,18 @@ def wrong(found: Sequence[Exchange], wanted: Expected) -> list[str]:
     for index, layer in enumerate(wanted.layers):
         own = places.get(f"layer {index}", {})
         if own != layer:
-            texts.append(f"layer {index} has {_told(own)} instead of {_told(layer)}")
+            texts.append(f"layer {index} has {_kinds_text(own)} instead of {_kinds_text(layer)}")
         most = int(sum(layer.values()) * wanted.exchange_bytes * SLACK)
         if (found_bytes := exchanged_bytes(found, f"layer {index}")) > most:
             texts.append(f"layer {index} exchanges {found_bytes:,} bytes and not at most {most:,}")
     for place in ENCODING:
         if (own := places.get(place, {})) != (planned := wanted.encoding.get(place, {})):
-            texts.append(f"{place} has {_told(own)} instead of {_told(planned)}")
+            texts.append(f"{place} has {_kinds_text(own)} instead of {_kinds_text(planned)}")
     for place, limit in AROUND_LAYERS.items():
         if (number := sum(places.get(place, {}).values())) > limit:
-            texts.append(f"{place} has {_told(places[place])}, {number} and not at most {limit}")
+            texts.append(f"{place} has {_kinds_text(places[place])}, {number} and not at most {limit}")
     return texts
 
 
-def _told(kinds: Mapping[str, int]) -> str:
+def _kinds_text(kinds: Mapping[str, int]) -> str:
     return " and ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())) or "nothing"

@@ -1,6 +1,6 @@
-"""Reads compiled HLO text: its instructions, and which of them move a whole weight or pool through memory.
+"""Parses compiled HLO text, and finds instructions that move an entire weight or pool through memory.
 
-Knows the text form of HLO and nothing of models: the caller says which element counts must not be copied.
+The caller names the arrays that must not be copied by their element counts.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-# Instructions that only move data; a fusion of nothing else is one of them.
+# Instructions that only move data; a fusion of only these counts too.
 _MOVERS = frozenset(
     (
         "copy",
@@ -28,7 +28,7 @@ _MOVERS = frozenset(
         "reverse",
     )
 )
-# Through these an array passes without being moved.
+# Instructions through which an array passes without being moved.
 PASSIVE = frozenset(
     (
         "parameter",
@@ -46,9 +46,9 @@ PASSIVE = frozenset(
         "opt-barrier",
     )
 )
-# Offloaded instructions; they show what goes in and what comes out, ((operands), results, ...).
+# Offloaded instructions, whose type lists operands and results: ((operands), results, ...).
 _OFFLOADED = frozenset(("async-start", "async-update"))
-# These write into their first operand where the compiler may reuse it; where it may not, it adds a copy in front.
+# Instructions that write into their first operand; where the compiler may not reuse it, it adds a copy before them.
 _IN_PLACE = frozenset(("scatter", "dynamic-update-slice"))
 _TRIVIAL = frozenset(("parameter", "constant", "bitcast", "tuple", "get-tuple-element", "broadcast", "iota"))
 
@@ -73,8 +73,8 @@ class Instruction:
     """One line of HLO.
 
     Attributes:
-      elements: of the result, of a tuple its first array.
-      fast: the result lies in on-chip memory (TPU: VMEM), so it is a prefetch and no copy in HBM.
+      elements: of the result; of a tuple its first array.
+      fast: the result is in on-chip memory (TPU: VMEM), so it is a prefetch and not a copy in HBM.
       rest: operands and attributes as text.
     """
 
@@ -92,13 +92,15 @@ class Instruction:
 
     @property
     def called(self) -> list[str]:
-        """The computations that it runs; of a conditional its branches, of a loop its body."""
+        """Names of the computations it runs: the branches of a conditional, the body of a loop."""
         return [name for found in _CALLED.findall(self.rest) for name in _NAME.findall("".join(found))]
 
 
 @dataclass
 class Module:
-    """The computations of a module by name, those inside fusions and those of other cores (SparseCore) apart."""
+    """Computations of a module by name. `fused` names the bodies of fusions, `offloaded` those of other cores
+    (SparseCore).
+    """
 
     entry: str = ""
     computations: dict[str, list[Instruction]] = field(default_factory=dict)
@@ -106,16 +108,18 @@ class Module:
     offloaded: set[str] = field(default_factory=set)
 
     def fused_in(self, instruction: Instruction) -> str:
-        """The computation of a fusion; "" for other instructions."""
+        """Name of a fusion's computation; "" for other instructions."""
         called = _FUSED.search(instruction.rest) if instruction.opcode == "fusion" else None
         return called[1] if called else ""
 
     def inside(self, instruction: Instruction) -> list[Instruction]:
-        """What a fusion does; nothing for other instructions."""
+        """Instructions of a fusion's computation; [] for other instructions."""
         return self.computations.get(self.fused_in(instruction), [])
 
     def outside_fusions(self) -> Iterator[tuple[list[Instruction], Instruction]]:
-        """(its computation, instruction) of all that is executed as a program of its own."""
+        """Yields (its computation, instruction) for all instructions that are executed by themselves, not within a
+        fusion.
+        """
         for name, body in self.computations.items():
             if name not in self.fused and name not in self.offloaded:
                 for instruction in body:
@@ -123,7 +127,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """Reads the text of a module as `Compiled.as_text()` and XLA's dumps give it."""
+    """Parses the text of a module, from `Compiled.as_text()` or XLA's dumps."""
     module, body, name = Module(), [], ""
     for line in text.splitlines():
         if match := _COMPUTATION.match(line):
@@ -143,12 +147,12 @@ def parse(text: str) -> Module:
 
 
 def arrays_of(type_text: str) -> list[int]:
-    """The element counts of an HLO type's arrays."""
+    """Element counts of the arrays in an HLO type."""
     return [_elements(match[2]) for match in _SHAPE.finditer(type_text)]
 
 
 def bytes_of(type_text: str, *, on_chip: bool = False) -> list[int]:
-    """The bytes that each of an HLO type's arrays takes of device memory; on_chip: of any memory."""
+    """Bytes of device memory of each array in an HLO type; on_chip: of any memory, including on-chip memory."""
     return [
         _elements(match[2]) * _element_bits(match[1]) // 8 if on_chip or "S(" not in (match[3] or "") else 0
         for match in _SHAPE.finditer(type_text)
@@ -156,7 +160,7 @@ def bytes_of(type_text: str, *, on_chip: bool = False) -> list[int]:
 
 
 def _element_bits(dtype: str) -> int:
-    """Of an HLO element type such as bf16, f8e4m3fn or pred."""
+    """Bits of an HLO element type such as bf16, f8e4m3fn or pred."""
     if dtype in ("pred", "token", "opaque"):
         return 8 if dtype == "pred" else 0
     return int(re.search(r"\d+", dtype)[0])  # pyright: ignore[reportOptionalSubscript] - all others have their width
@@ -173,13 +177,13 @@ def _elements(sizes: str) -> int:
 
 @dataclass(frozen=True)
 class MustNotCopy:
-    """The arrays that no program may copy.
+    """Arrays that no program may copy.
 
     Attributes:
-      pools: element count -> name of arrays that only in-place updates may produce.
-      weights: element count -> name of arrays that are only read. An activation may have the same count by chance, so
-        an instruction counts when its operand is a parameter of its computation.
-      states: HLO type such as "s32[256,128]" -> name of arrays that are updated row by row; counted as weights are.
+      pools: element count -> name, of arrays that only in-place updates may produce.
+      weights: element count -> name, of arrays that are only read. An activation may have the same count by chance, so
+        an instruction counts only if its operand is a parameter of its computation.
+      states: HLO type such as "s32[256,128]" -> name, of arrays that are updated row by row; counted like weights.
     """
 
     pools: Mapping[int, str] = field(default_factory=dict)
@@ -188,7 +192,7 @@ class MustNotCopy:
 
 
 def copies(module: Module, must_not_copy: MustNotCopy) -> list[str]:
-    """Instructions that move a whole array of `must_not_copy` through memory, as short texts."""
+    """Describes the instructions that move an entire protected array through memory."""
     found, given = [], _given(module)
     for body, instruction in module.outside_fusions():
         if instruction.fast or instruction.opcode in PASSIVE or instruction.opcode in _IN_PLACE:
@@ -215,7 +219,7 @@ def _brief(instruction: Instruction) -> str:
 
 
 def _is_put_back(body: Iterable[Instruction], instruction: Instruction) -> bool:
-    """Whether what was brought onto the chip goes back as it was, to make room: bytes moved, and counted as such."""
+    """Whether the instruction evicts from on-chip memory what was prefetched, unchanged; `moved_bytes` counts it."""
     if instruction.opcode != "copy-start" or not any(each.fast for each in body if each.name in instruction.operands):
         return False
     far, near = (_MEMORY.sub("", shape[0]) for shape in list(_SHAPE.finditer(instruction.type_text))[:2])
@@ -223,7 +227,7 @@ def _is_put_back(body: Iterable[Instruction], instruction: Instruction) -> bool:
 
 
 def _keeps_place(module: Module, instruction: Instruction) -> bool:
-    """Whether a pool-sized result is the operand updated in place."""
+    """Whether a pool-sized result is the operand, updated in place."""
     if instruction.opcode == "custom-call":
         return "output_to_operand_aliasing" in instruction.rest
     if instruction.opcode != "fusion":
@@ -234,7 +238,7 @@ def _keeps_place(module: Module, instruction: Instruction) -> bool:
 
 
 def _results(by_name: Mapping[str, Instruction], body: Iterable[Instruction]) -> list[Instruction]:
-    """What a fused computation returns that is as large as its first result; a tuple's members one by one."""
+    """Results of a fused computation that are as large as its first one; members of a tuple separately."""
     root = next((inner for inner in body if inner.root), None)
     if root is None:
         return []
@@ -254,7 +258,7 @@ def _root_opcode(by_name: Mapping[str, Instruction], instruction: Instruction) -
 
 
 def _changes_layout(instruction: Instruction) -> bool:
-    """Whether an offloaded instruction gives its operand back in another layout."""
+    """Whether an offloaded instruction returns its operand in another layout."""
     shapes = list(_SHAPE.finditer(instruction.type_text))[:2]
     if len(shapes) < 2:
         return False
@@ -273,8 +277,9 @@ _Given = Mapping[str, tuple[bool, list[Instruction], Instruction]]
 
 
 def _given(module: Module) -> _Given:
-    """Parameter of a conditional's branch, or of a loop's body -> whether it is a loop's, and where it is made: a
-    computation and the tuple in it, the one that a loop begins with."""
+    """Maps each parameter of a conditional's branch or a loop's body to (whether it is a loop's, computation, tuple),
+    where the tuple is the argument that the branch or the loop starts with.
+    """
     given = {}
     for body in module.computations.values():
         by_name = {inner.name: inner for inner in body}
@@ -290,8 +295,10 @@ def _given(module: Module) -> _Given:
 
 
 def _from_parameter(body: Iterable[Instruction], instruction: Instruction, given: _Given) -> bool:
-    """Whether an operand is, by way of nothing but moves, a parameter of the program or of a loop; what a branch is
-    given, and a loop in on-chip memory, is looked for where that is made."""
+    """Whether an operand is, through moves alone, a parameter of the program or of a loop.
+
+    Parameters of a branch, and on-chip parameters of a loop, are traced to where they are made.
+    """
     by_name = {inner.name: inner for inner in body}
     pending, seen = list(instruction.operands), set()
     while pending:
@@ -323,12 +330,12 @@ def _from_parameter(body: Iterable[Instruction], instruction: Instruction, given
 
 
 def custom_calls(module: Module) -> Iterator[Instruction]:
-    """Every custom call: the kernels of ours among them."""
+    """Yields every custom call, our kernels among them."""
     for body in module.computations.values():
         yield from (instruction for instruction in body if instruction.opcode == "custom-call")
 
 
 def attending_places(module: Module) -> int:
-    """Layers (or, outside of layers, one) whose attention is a kernel of ours, written in Mosaic for TPUs and GPUs."""
+    """Number of layers (plus one for outside of layers) whose attention is one of our Mosaic kernels."""
     scopes = [_ATTENDS.search(call.rest) for call in custom_calls(module) if _MOSAIC.search(call.rest)]
     return len({scope[1] for scope in scopes if scope is not None})

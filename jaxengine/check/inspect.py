@@ -1,6 +1,6 @@
-"""What a compiled program tells of itself: memory, on-chip memory, registers, size.
+"""Figures of a compiled program: memory, on-chip memory, registers, size.
 
-Knows compiled programs and the texts their compilers leave behind; nothing of targets' limits.
+Read from the program itself, from compiler dumps and from logs.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ _SHARED = re.compile(r"call ptr @mosaic_gpu_get_function\(.*, i32 (\d+), i32 \d+
 
 
 def memory(compiled: Any) -> dict[str, int]:
-    """Bytes of device memory: in all, and of it what is neither argument nor donated nor code, results among it."""
+    """Device memory of a program in bytes: peak, arguments, workspace (neither arguments, donated nor code), results,
+    code.
+    """
     analysis = compiled.memory_analysis()
     workspace = workspace_bytes(analysis)
-    # The compiler's own peak leaves the scratch arena out on CPU, the arena can leave a copy out on TPU.
+    # The compiler's own peak omits the scratch arena on CPU, and the arena can omit a copy on TPU.
     code = analysis.generated_code_size_in_bytes
     peak = max(analysis.peak_memory_in_bytes, analysis.argument_size_in_bytes + workspace + code)
     return {
@@ -38,8 +40,10 @@ def memory(compiled: Any) -> dict[str, int]:
 
 
 def program_text(compiled: Any, dumps: Path | None) -> str:
-    """The optimised HLO: from the compiler's dump where there is one, because jaxlib cannot always read back the HLO of
-    a newer libtpu."""
+    """The optimised HLO as text.
+
+    Read from the compiler's dump if there is one, as jaxlib cannot always read back the HLO of a newer libtpu.
+    """
     if dumps is not None:
         for pattern in ("*after_codegen.txt", "*after_optimizations.txt"):
             files = sorted(dumps.glob(pattern), key=lambda path: path.stat().st_size)
@@ -49,8 +53,10 @@ def program_text(compiled: Any, dumps: Path | None) -> str:
 
 
 def device_bytes(dumps: Path) -> int | None:
-    """What arguments and temporaries of a TPU program take of device memory at most, by the report that its compiler
-    left; None where it left none. The peak that it tells a program of has on-chip memory in it."""
+    """Peak device memory of a TPU program's arguments and temporaries, from the compiler's report; None without one.
+
+    The peak that the compiled program itself states includes on-chip memory.
+    """
     for path in dumps.glob("*memory-usage-report.txt"):
         if found := _DEFAULT_SPACE.search(path.read_text()):
             return int(found[1])
@@ -58,14 +64,16 @@ def device_bytes(dumps: Path) -> int | None:
 
 
 def vmem_bytes(text: str) -> int | None:
-    """The most VMEM any one kernel of a TPU program reserves."""
+    """Largest amount of VMEM that a kernel of a TPU program reserves; None without kernels."""
     ends = [int(offset) + int(size) for found in _SCOPED.findall(text) for offset, size in _SCOPED_VMEM.findall(found)]
     return max(ends, default=None)
 
 
 def mosaic_gpu(log: str) -> dict[str, int | None]:
-    """Registers of a thread, bytes spilled and bytes of shared memory: the most that any kernel takes of whose making
-    ptxas (MOSAIC_GPU_DUMP_PTXAS) and the host code (MOSAIC_GPU_DUMP_HOST_LLVM) tell in a log."""
+    """Maxima over the kernels in a log: registers per thread, spilled bytes, bytes of shared memory.
+
+    They are printed by ptxas (MOSAIC_GPU_DUMP_PTXAS) and in the host code (MOSAIC_GPU_DUMP_HOST_LLVM).
+    """
     registers = [int(count) for count in _REGISTERS.findall(log)]
     spills = [int(stores) + int(loads) for stores, loads in _SPILLS.findall(log)]
     return {
@@ -76,5 +84,5 @@ def mosaic_gpu(log: str) -> dict[str, int | None]:
 
 
 def serialized(compiled: Any) -> bytes:
-    """The executable as a file holds it."""
+    """Serialises the executable."""
     return serialize_executable.serialize(compiled)[0]

@@ -1,5 +1,5 @@
-"""When a row of a check is a failure: limits of the chip, memory plan, copies, exchanges nobody accounts for, and more
-operations or bytes than the model's own count (jaxengine.check.roofline) explains.
+"""Decides when a row of a check is a failure: limits of the chip, the memory plan, copies, unexpected exchanges, and
+more operations or bytes than the model's own count (jaxengine.check.roofline) explains.
 """
 
 from __future__ import annotations
@@ -11,28 +11,29 @@ import jax.numpy as jnp
 
 from jaxengine.check.targets import Target
 
-# HLO's names of element types that may be wider than a model's -> bytes.
+# Bytes of HLO element types that may be wider than a model's dtype.
 WIDTHS = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8}
 
-# Peak memory of the largest step against the plan that was made for it.
+# Allowed relative difference between the largest step's peak memory and its plan.
 TOLERANCE = 0.02
-# Products, attention and nothing else multiply matrices.
+# Allowed excess of operations: only products and attention multiply matrices.
 OPERATIONS_SLACK = 1.1
-# Experts with so many rows each: of fewer, kernels multiply by eights what is less than that.
+# Least rows per expert for the check: kernels pad fewer rows to multiples of eight.
 EXPERT_ROWS = 64
-# Of a step's operations these may be in a wider type than the model's.
+# Share of a step's operations that may have a wider type than the model's.
 WIDE_SHARE = 0.02
-# Weights are read once: of a step of few rows the bytes are theirs. What goes into a product and comes out of it is
-# written and read by what stands between products, in float32 too; XLA:GPU also writes the partial sums of products
-# that it splits, sixteen at most.
+# Weights are read once, and dominate steps of few rows. Inputs and outputs of products are also read and written by the
+# operations between products, in float32 too; XLA:GPU also writes the partial sums of products that it splits, at most
+# sixteen.
 WEIGHTS_SLACK = 1.1
 ROWS_SLACK = {"tpu": 3, "cuda": 24, "cpu": 12}
-# Where states fit on the chip XLA:TPU brings all of a layer there and back, those of snapshots and of no sequence too.
+# If states fit on the chip, XLA:TPU moves all of a layer there and back, including snapshots and unused slots.
 STATES_SLACK = 1.5
-# Of the codes of a step its temporaries are less, what goes into products and comes out of them apart: no layer's
-# matrices are widened as a whole.
+# Limit of temporaries, apart from inputs and outputs of products, as a share of the codes: no layer's matrices are
+# dequantised as a whole.
 WIDENED_SHARE = 1 / 8
-# Attention over latents has its result beside its query, and no copy of either: half of one, or so much for small ones.
+# Limit of temporaries of latent attention, as a share of its query and for small ones in bytes: it copies neither its
+# query nor its result.
 LATENT_SHARE = 1 / 2
 LATENT_BYTES = 64 << 20
 # Tables, messages and the state of slots.
@@ -41,11 +42,11 @@ MIB = 2**20
 
 
 def failures(row: dict[str, Any], target: Target, planned: int, *, is_largest: bool) -> list[str]:
-    """What is wrong with a row, as sentences.
+    """Describes everything that is wrong with a row, one sentence each.
 
     Args:
-      planned: bytes of weights, pool and workspace that the memory plan foresees on one device, 0 where there is none.
-      is_largest: the step the workspace was planned for, whose peak must meet the plan and not only stay below it.
+      planned: bytes of weights, pool and workspace that the memory plan allots on one device; 0 without a plan.
+      is_largest: the row is the step that the workspace was planned for; its peak must also not be far below the plan.
     """
     if "error" in row:
         return [f"does not compile: {row['error']}"]
@@ -57,7 +58,7 @@ def failures(row: dict[str, Any], target: Target, planned: int, *, is_largest: b
         if peak > planned * (1 + TOLERANCE):
             found.append(f"peak {peak / MIB:,.0f} MiB is above the {planned / MIB:,.0f} MiB planned")
         if is_largest and peak < planned * (1 - TOLERANCE):
-            found.append(f"peak {peak / MIB:,.0f} MiB is below the {planned / MIB:,.0f} MiB planned: memory lies idle")
+            found.append(f"peak {peak / MIB:,.0f} MiB is below the {planned / MIB:,.0f} MiB planned: memory is unused")
     if row.get("fast_bytes") and row["fast_bytes"] > target.fast_bytes:
         found.append(f"a kernel reserves {row['fast_bytes']:,} bytes of {target.fast_bytes:,} on the chip")
     if row.get("spill_bytes"):
@@ -73,7 +74,7 @@ def failures(row: dict[str, Any], target: Target, planned: int, *, is_largest: b
     if row.get("latent_bytes") and not target.plain_attention:
         most = max(int(LATENT_SHARE * row["latent_bytes"]), LATENT_BYTES)
         if (temporaries := row["workspace_bytes"] - row["result_bytes"]) > most:
-            found.append(f"temporaries of {temporaries / MIB:,.1f} MiB beside the result, at most {most / MIB:,.1f}")
+            found.append(f"temporaries of {temporaries / MIB:,.1f} MiB besides the result, at most {most / MIB:,.1f}")
     if "needs" in row:
         found.extend(_more_than_needed(row, target))
     found.extend(f"copies {copy}" for copy in row["copies"])
@@ -84,7 +85,7 @@ def failures(row: dict[str, Any], target: Target, planned: int, *, is_largest: b
 
 
 def overfull(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The stages whose programs, all of which stay loaded, hold more than the memory plan foresaw; as sentences."""
+    """Describes stages whose loaded programs together hold more bytes than planned, one sentence each."""
     found = []
     steps = [row for row in rows if row["step"] and "held_bytes" in row]
     for target, stage in dict.fromkeys((row["target"], row["stage"]) for row in steps):
@@ -98,10 +99,10 @@ def overfull(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _more_than_needed(row: dict[str, Any], target: Target) -> list[str]:
-    """Where a step does more than `needs`, the model's own count."""
+    """Describes where a step does more than `needs`, the model's own count."""
     needs, found = row["needs"], []
     done, most = sum(row["operations"].values()), int(needs["operations"] * OPERATIONS_SLACK)
-    # Plain attention multiplies whole tiles, which of few tokens are mostly empty.
+    # Plain attention multiplies whole tiles, which are mostly empty for few tokens.
     if done > most and not target.plain_attention:
         found.append(f"{done:,} operations in products, at most {most:,} are the model's")
     own = jnp.dtype(row["dtype"]).itemsize
@@ -111,13 +112,13 @@ def _more_than_needed(row: dict[str, Any], target: Target) -> list[str]:
         found.append(
             f"operations of a {row['dtype']} model in {', '.join(f'{name}: {n:,}' for name, n in wide.items())}"
         )
-    # XLA:CPU brings what it multiplies into float32.
+    # XLA:CPU converts operands to float32.
     if needs["quantized_bytes"] and target.backend != "cpu":
         most = int(WIDENED_SHARE * needs["quantized_bytes"]) + needs["row_bytes"]
         if (temporaries := row["workspace_bytes"]) > most:
-            found.append(f"temporaries of {temporaries:,} bytes beside codes, at most {most:,} are the model's")
+            found.append(f"temporaries of {temporaries:,} bytes besides codes, at most {most:,} are the model's")
     rows = ROWS_SLACK[target.backend] * needs["row_bytes"]
-    # XLA:CPU brings bfloat16 weights into float32 before it multiplies.
+    # XLA:CPU converts bfloat16 weights to float32 before it multiplies.
     weights = needs["weight_bytes"] * (WEIGHTS_SLACK if target.backend != "cpu" else 6)
     if row["moved_bytes"] > (most := int(weights + rows + STATES_SLACK * needs["state_bytes"]) + SMALL_BYTES):
         found.append(f"moves {row['moved_bytes']:,} bytes to and from memory, at most {most:,} are the model's")

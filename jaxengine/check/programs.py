@@ -1,8 +1,9 @@
-"""What is compiled for one target: the engine's programs over their bucket grid, and one layer's kernels by themselves.
+"""Programs to compile for one target: the engine's programs over their bucket grid, and one layer's kernels by
+themselves.
 
-Everything is abstract: shapes with the shardings of a mesh of devices that need not exist. The programs are those of
-jaxengine/runner/programs/step_programs.py, the memory plan that of memory.py, so a check sees what the engine would
-run. What is compiled for a mesh holds one device's part of every array, and so are sizes counted here.
+Everything is abstract: shapes with shardings over a mesh of devices that need not exist. The programs are those of
+jaxengine/runner/programs/step_programs.py and the memory plan is that of memory.py, so a check sees what the engine
+would run. All sizes are of one device's part of an array.
 """
 
 from __future__ import annotations
@@ -57,17 +58,17 @@ from sharding.mesh import make_mesh
 from sharding.rules import part_bytes, part_shape
 from sharding.stages import devices_of_stages
 
-# A state array, or one of adapters, below this size costs nothing to copy.
+# State arrays and adapter pools below this size may be copied.
 _SMALL = 1 << 20
 
 
 class Block(NamedTuple):
-    """A block of a kernel by itself.
+    """A block of a kernel, compiled by itself.
 
     Attributes:
-      name: what its programs are of.
-      trips: how often it is done in this one.
-      sizes: filled when it is traced: tokens and keys of a trip, `block_q` and `block_kv`.
+      name: shared by the programs of the block.
+      trips: how often this program repeats the block.
+      sizes: filled during tracing: `block_q` and `block_kv`, tokens and keys of a trip.
     """
 
     name: str
@@ -76,25 +77,25 @@ class Block(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Program:
-    """One thing to compile.
+class CheckedProgram:
+    """A program to compile and check.
 
     Attributes:
-      name: of the row in the report.
-      mesh: to be the ambient one: it tells kernels what chip they are for.
-      is_step: a forward pass or a head, not a kernel alone.
-      is_largest: the forward pass that decides the workspace.
-      arguments: as shapes with shardings.
+      name: name of its row in the report.
+      mesh: mesh to compile under; it determines the chip that kernels are written for.
+      is_step: it is a forward pass or a head, not a kernel by itself.
+      is_largest: it is the forward pass that determines the workspace.
+      arguments: shapes with shardings.
       donate: indices of donated arguments.
-      work: what a roofline counts.
-      must_not_copy: the arrays it must not copy.
-      expected: what devices may tell each other in it; None for a kernel, which runs on one.
-      products: what its matrix products need; None where it has none to speak of.
-      experts: rows that kernels multiply of a layer's experts, if they do.
-      num_attentions: layers that attend in it, each with a kernel where the platform has one.
-      latent_bytes: of attention over latents, the bytes of its query in the latents' space, as many as its result's.
-      dtype: of the model.
-      block: what is profiled in it; None for what the engine runs.
+      work: bytes and operations for the roofline.
+      must_not_copy: arrays it must not copy.
+      expected: exchanges it may have; None for a kernel, which runs on one device.
+      products: needs of its matrix products; None if not compared.
+      experts: rows that kernels multiply for a layer's experts, if they do.
+      num_attentions: number of its attention layers, each of which uses a kernel if the platform has one.
+      latent_bytes: for latent attention, bytes of the query in latent space, the same as of the result.
+      dtype: dtype of the model.
+      block: the profiled block; None for a program of the engine.
     """
 
     name: str
@@ -118,10 +119,7 @@ class Program:
 def open_stages(
     model_config: ModelConfig, config: EngineConfig, platform: Platform, devices: Sequence[Any]
 ) -> list[StagePrograms]:
-    """The programs of each pipeline stage on its share of the devices.
-
-    Raises ConfigError as the engine does.
-    """
+    """Builds the programs of each pipeline stage on its share of the devices. Raises ConfigError as the engine does."""
     model_config = as_it_sees(model_config, config)
     resolved = config.resolved(model_config, platform, largest_pictures(model_config))
     layout = resolved.mesh_layout(model_config)
@@ -139,14 +137,14 @@ class StagePrograms:
 
     Attributes:
       config: resolved for the platform.
-      steps: its programs.
-      params: the weights, abstract.
-      weight_bytes, page_bytes: of one device; slot_bytes: of what is kept of slots, but for `steps.memory`.
-      windows: of the cache groups.
+      steps: the engine's own programs.
+      params: abstract weights.
+      weight_bytes, page_bytes: bytes on one device; slot_bytes: of the slots' state, apart from `steps.memory`.
+      windows: windows of the cache groups.
     """
 
     def __init__(self, model: CausalLM, config: ResolvedConfig, platform: Platform, mesh: Mesh, place: str):
-        """place: what names of programs begin with."""
+        """place: prefix of program names."""
         self.config = config
         self.model = model
         self.mesh = mesh
@@ -162,16 +160,16 @@ class StagePrograms:
 
     @property
     def num_columns(self) -> int:
-        """Pages of the longest sequence."""
+        """Page table columns: pages of the longest sequence."""
         return self.steps.num_columns
 
     @property
     def largest(self) -> Bucket:
-        """The bucket whose forward pass decides the workspace."""
+        """The bucket whose forward pass determines the workspace."""
         return max(self.steps.packer.buckets)
 
     def buckets(self, short: bool) -> list[Bucket]:
-        """The whole grid, or its four corners, and those of steps with drafts."""
+        """All buckets of the grid, or its four corners and the smallest and largest with drafts."""
         grid = self.steps.packer.buckets
         if not short:
             return list(grid)
@@ -190,12 +188,12 @@ class StagePrograms:
         """Bytes of one device that a forward pass leaves to an epilogue."""
         return self.steps.forwarded_bytes(name, size)
 
-    def epilogue(self, name: str, size: int, num_pages: int) -> Program:
+    def epilogue(self, name: str, size: int, num_pages: int) -> CheckedProgram:
         """An epilogue of the stage. num_pages: of a pool that it must leave alone."""
         program, width = self.steps.epilogue(name, size, self.params), self.steps.epilogues[name].width
         places = size * width
         rows = Bucket(places, places)
-        return Program(
+        return CheckedProgram(
             name=f"{self._place}{program.name}",
             mesh=self.mesh,
             is_step=True,
@@ -208,13 +206,13 @@ class StagePrograms:
             expected=replace(expected(self.model, rows, self._exchanged_itemsize), layers=()),
         )
 
-    def forward(self, bucket: Bucket, num_pages: int) -> Program:
-        """The bucket's forward pass with a pool of `num_pages` pages of a layer and rank."""
+    def forward(self, bucket: Bucket, num_pages: int) -> CheckedProgram:
+        """The bucket's forward pass, with a pool of `num_pages` pages per layer and rank."""
         kv = self.steps.kv_shapes(num_pages)
         program = self.steps.forward(bucket, self.params, kv)
-        # CPUs and GPUs multiply a single row with another one beside it.
+        # CPUs and GPUs pad a single row to two.
         at_least_two = Bucket(max(2, bucket.num_tokens), max(2, bucket.num_seqs))
-        return Program(
+        return CheckedProgram(
             name=f"{self._place}{program.name}",
             mesh=self.mesh,
             is_step=True,
@@ -231,9 +229,12 @@ class StagePrograms:
             dtype=self.config.dtype,
         )
 
-    def kernels(self, bucket: Bucket, num_pages: int) -> Iterator[Program]:
-        """One layer's attention, of each kind the model has, and its KV write, their schedules being arguments; on one
-        device of the mesh, with its heads and its rank's sequences."""
+    def kernels(self, bucket: Bucket, num_pages: int) -> Iterator[CheckedProgram]:
+        """Kernels of one layer by themselves: attention, of each kind in the model, and its KV write; schedules are
+        arguments.
+
+        They run on one device of the mesh, with its heads and its rank's sequences.
+        """
         config, shared = self.model.config, self.model.mesh
         dtype, kv_dtype = self.config.dtype, self.config.kv_cache_dtype
         kv: Any = self.steps.kv_shapes(num_pages)
@@ -248,7 +249,7 @@ class StagePrograms:
         def kernel(name: str, function: Callable, arguments: tuple[Any, ...], donate: tuple[int, ...], work: Work):
             work = Work(work.num_bytes // shared.model, work.flops // shared.model)
             common = False, False, function, arguments, donate, work, must_not_copy, None
-            return Program(f"{name}, {bucket}", self._one_device, *common)
+            return CheckedProgram(f"{name}, {bucket}", self._one_device, *common)
 
         for spec, attention in {attention_spec(each, shared): each for each in config.attending}.items():
 
@@ -275,9 +276,8 @@ class StagePrograms:
         work = update_work(attention, bucket, kv_dtype, dtype)
         yield kernel("kv write", write, (kv, k, v, batch.slot_mapping, schedule), (0,), work)
 
-    def blocks(self) -> Iterator[Program]:
-        """Blocks of keys of each kind of attention, sized as in the largest decode step, the largest mixed one and the
-        largest with drafts of each width."""
+    def blocks(self) -> Iterator[CheckedProgram]:
+        """Blocks of keys of each kind of attention, sized as in the largest decode, mixed and drafting steps."""
         profile = block_profile(self._layout)
         if profile is None:
             return
@@ -298,7 +298,7 @@ class StagePrograms:
                     with jax.set_mesh(self._one_device):  # sizes are the chip's
                         function, arguments, found = profile(spec, **step, **sizes, part=part, trips=trips)
                     block = Block(name, trips, found)
-                    yield Program(
+                    yield CheckedProgram(
                         name=f"{name}, {trips} times",
                         mesh=self._one_device,
                         is_step=False,
@@ -326,7 +326,7 @@ class StagePrograms:
         pools = [(name, leaf) for name, leaf in named if name.startswith(POOLS)]
         matrices = [(name, leaf) for name, leaf in named if _is_matrix(leaf.shape) and not name.startswith(POOLS)]
         weights = {math.prod(part_shape(leaf)): name for name, leaf in matrices}
-        # The logits of a step over all slots look like a state array.
+        # The logits of a step over all slots have the type of a state array.
         logits = f"f32[{num_logits},{self.steps.own_vocab_size}]"
         states = {}
         kept = jax.tree_util.tree_leaves_with_path(self.steps.state_shapes)
@@ -337,7 +337,7 @@ class StagePrograms:
         return replace(self._must_not_copy_pool(kv), weights=weights, states=states)
 
     def _must_not_copy_pool(self, kv: Any) -> MustNotCopy:
-        """The pool of a device, and the part of it that belongs to one layer."""
+        """The pool on a device, and one layer's part of it."""
         elements = math.prod(part_shape(kv.data))
         return MustNotCopy({elements // num_places(self.steps.groups): "a layer's pool", elements: "pool"})
 
@@ -359,7 +359,7 @@ class StagePrograms:
         return make_mesh(ONE_DEVICE, [self.mesh.devices.flat[0]])
 
     def _on_one_device(self, tree: Any) -> Any:
-        """A device's part of abstract arrays; of those that are on no mesh all of them."""
+        """Each device's part of abstract arrays, on one device; arrays without a mesh stay whole."""
         there = NamedSharding(self._one_device, PartitionSpec())
 
         def part(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -370,7 +370,7 @@ class StagePrograms:
 
 
 def _limit(spec: AttentionSpec) -> str:
-    """Which keys a token sees, as programs are told apart by it."""
+    """Window or chunk of an attention spec, as a suffix of program names."""
     for name in ("window", "chunk"):
         if getattr(spec, name) is not None:
             return f" {name} {getattr(spec, name)}"
@@ -378,7 +378,7 @@ def _limit(spec: AttentionSpec) -> str:
 
 
 def _is_matrix(shape: Sequence[int]) -> bool:
-    """A matrix of one column is a vector."""
+    """Whether an array is a matrix; with one column it is a vector."""
     return sum(size > 1 for size in shape) > 1
 
 

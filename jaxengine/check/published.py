@@ -1,7 +1,7 @@
-"""What the config.json of some large models say, as published: those whose layers are of several kinds.
+"""Published config.json contents of some large models with layers of several kinds.
 
-They are read as a folder's own are, so that a check compiles the layers that a checkpoint would get. Left out is what
-decides no shape.
+They are read like a folder's own, so that a check compiles the layers that a checkpoint would get. Fields that do not
+affect shapes are left out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def _yarn(factor: float, **fields: float | bool) -> dict[str, Any]:
     }
 
 
-# Multi-head latent attention with the sizes of arXiv:2412.19437, section 4.2; experts behind some dense layers.
+# Multi-head latent attention with the sizes of arXiv:2412.19437, section 4.2; experts after some dense layers.
 _LATENT: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "num_hidden_layers": 61,
@@ -68,7 +68,7 @@ _LLAMA31_8B: dict[str, Any] = {
     "max_position_embeddings": 131072,
     "tie_word_embeddings": False,
 }
-# What tools write of weights and rows of few bits.
+# Quantization configs as tools write them.
 _MODELOPT: dict[str, Any] = {"quant_method": "modelopt", "ignore": ["lm_head"]}
 _MXFP4: dict[str, Any] = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True}
 
@@ -251,7 +251,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 
-# As they are published: codes, where the shapes above have the same matrices in the model's dtype.
+# Published in quantised form; the entries above have the same matrices in the model's dtype.
 CONFIGS |= {
     "deepseek-v3-fp8": CONFIGS["deepseek-v3"]
     | {

@@ -1,4 +1,4 @@
-"""The table of a check, its failures as sentences, and the summary of a target."""
+"""Formats a check: the table, the failures as sentences, and a summary per target."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MIB = 2**20
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """One line a program; '-' is what its kind of device or program does not have."""
+    """Formats rows, one line per program; '-' marks figures that the device or program does not have."""
     return plain_table([_line(row) for row in rows])
 
 
@@ -49,18 +49,18 @@ def _percent(row: dict[str, Any], of: str) -> float | None:
 
 
 def _of_codes(row: dict[str, Any]) -> float | None:
-    """Temporaries of a forward pass with quantised weights, as a share of all that products read."""
+    """Temporaries of a forward pass with quantised weights, in percent of all weight bytes."""
     needs = row.get("needs", {})
     return 100 * row["workspace_bytes"] / needs["weight_bytes"] if needs.get("quantized_bytes") else None
 
 
 def failures(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Every failure with the place it is at."""
+    """All failures, prefixed with target and program."""
     return [f"{row['target']}, {row['program']}: {reason}" for row in rows for reason in row["failures"]]
 
 
 def summary(rows: Sequence[dict[str, Any]], seconds: dict[str, float]) -> str:
-    """Programs and compile seconds of each target."""
+    """Programs and compile seconds of each target, and the memory plans."""
     lines = []
     for target, wall in seconds.items():
         own = [row for row in rows if row["target"] == target]
@@ -76,7 +76,7 @@ def summary(rows: Sequence[dict[str, Any]], seconds: dict[str, float]) -> str:
 
 
 def _plan(target: str, plan: dict[str, Any]) -> str:
-    """What the memory of each device is for."""
+    """Describes the memory plan of a target's devices."""
     parts = ", ".join(
         f"{name.replace('_', ' ')} {plan[name] / MIB:,.0f}" for name in ("weights", "kv_pages", "workspace")
     )

@@ -1,8 +1,8 @@
-"""The least time a step can take on a device: bytes it must move and operations it must do, counted from the shape.
+"""Roofline: the least time a step can take on a device, from the bytes it must move and the operations it must do.
 
-A decode step is counted with DECODE_CONTEXT keys a sequence, a mixed one as one prompt of all its tokens. Every weight
-is read once a step, of the embedding only the tokens' rows, of experts as many as tokens go to; activations are taken
-to stay on the chip, and what devices tell each other to cost nothing.
+A decode step is counted with DECODE_CONTEXT keys per sequence, a mixed one as a single prompt of all its tokens. Every
+weight is read once per step; of the embedding only the tokens' rows, of the experts only those that tokens reach.
+Activations are assumed to stay on the chip, and exchanges between devices to cost nothing.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from models.weights.declare import ParamDecl, declared_params
 from scheduler.buckets import Bucket
 
 DECODE_CONTEXT = 1024
-_LEAST = {"gpu": 16}  # rows of an expert that has any: what a tensor core takes
-TOWER = "tower"  # of what a model sees with: no forward pass has it
+_LEAST = {"gpu": 16}  # least rows of a reached expert: the tile of a tensor core
+TOWER = "tower"  # path of the vision tower, which is in no forward pass
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a step, or one layer's attention in it, needs in all."""
+    """Bytes and operations that a step, or one layer's attention, needs at least."""
 
     num_bytes: int
     flops: int
 
     def seconds(self, bandwidth: float, flops: float) -> float:
-        """On a device of that many bytes and operations a second."""
+        """Least seconds on a device with this bandwidth (bytes a second) and this many operations a second."""
         return max(self.num_bytes / bandwidth, self.flops / flops)
 
 
@@ -55,7 +55,7 @@ def visible_keys(bucket: Bucket, context: int, window: int | None) -> tuple[int,
 
 
 def attention_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dtype: str, context: int) -> Work:
-    """One layer's attention: q and o, the keys and values it sees once each, and both products."""
+    """Work of one layer's attention: query and output, each visible key and value once, and both products."""
     keys, pairs = visible_keys(bucket, context, attention.reach)
     both = attention.head_dim + attention.v_head_dim
     queries = bucket.num_tokens * attention.num_heads * both * jnp.dtype(dtype).itemsize
@@ -64,26 +64,26 @@ def attention_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dty
 
 
 def state_work(state: LayerState, bucket: Bucket, dtype: str) -> Work:
-    """One layer's states, each read and written once, and what is computed with them for every token."""
+    """Work of one layer's states: each read and written once, and the computation of every token."""
     num_seqs = bucket.num_seqs if bucket.decode_only else 1
     return Work(_state_bytes(state, num_seqs, dtype), bucket.num_tokens * state.flops)
 
 
 def _state_bytes(state: LayerState, num_seqs: int, dtype: str) -> int:
-    """Of one layer's states of so many sequences, read and written."""
+    """Bytes of one layer's states of `num_seqs` sequences, read and written."""
     sizes = ((math.prod(array.shape), jnp.dtype(array.dtype or dtype).itemsize) for array in state.arrays)
     return 2 * num_seqs * sum(size * itemsize for size, itemsize in sizes)
 
 
 def update_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dtype: str) -> Work:
-    """One layer's KV write: new keys and values read and stored."""
+    """Work of one layer's KV write: new keys and values, read and stored."""
     width = attention.head_dim + (0 if attention.values_in_keys else attention.v_head_dim)
     token = width * jnp.dtype(dtype).itemsize + _cached_bytes(attention, kv_dtype)
     return Work(bucket.num_tokens * attention.num_kv_heads * token, 0)
 
 
 def _cached_bytes(attention: LayerAttention, kv_dtype: str) -> int:
-    """That the cache holds of a token and kv head."""
+    """Bytes that the cache holds per token and KV head."""
     spec = KVSpec(1, 1, 1, attention.head_dim, attention.v_head_dim, kv_dtype, attention.values_in_keys)
     return spec.token_width * jnp.dtype(spec.dtype).itemsize
 
@@ -102,16 +102,16 @@ def epilogue_work(model: Any, name: str, size: int, width: int) -> Work:
 
 @dataclass(frozen=True)
 class Products:
-    """What the matrix products of a step need on a device.
+    """Needs of a step's matrix products on a device.
 
     Attributes:
       flops: operations.
-      weight_bytes: of all weights, experts that no token goes to included: a kernel may have them as operands.
-      reached_bytes: of the weights that tokens meet.
-      expert_bytes, quantized_bytes: of all weights those of experts, and codes with their scales and zeros.
-      row_bytes: of what goes into the products and comes out of them, each in the model's dtype; of experts that are
-        split over devices also of what all tokens are gathered to and added up in.
-      state_bytes: of what layers keep of sequences in place of pages, each read and written once.
+      weight_bytes: all weights, including experts that no token reaches: a kernel may have them as operands.
+      reached_bytes: weights that tokens reach.
+      expert_bytes, quantized_bytes: the parts of weight_bytes that are experts, and codes with their scales and zeros.
+      row_bytes: inputs and outputs of the products, in the model's dtype; for experts split over devices also the
+        buffers to which all tokens are gathered and in which they are summed.
+      state_bytes: states that layers keep instead of pages, each read and written once.
     """
 
     flops: int
@@ -124,10 +124,10 @@ class Products:
 
 
 def product_work(model: Any, bucket: Bucket, dtype: str, kv: KVPages | None = None) -> Products:
-    """Of a forward pass of an abstract model, every rank with a bucket of tokens of its own.
+    """Needs of a forward pass of an abstract model, in which every rank has its own bucket of tokens.
 
-    kv: the pool, abstract, whose layout names the platform: kernels there multiply whole tiles of rows, and may make
-      keys of latents. None counts nothing of the kind.
+    kv: the abstract pool, whose layout names the platform: its kernels multiply whole tiles of rows and may expand
+      latents to keys. None counts neither.
     """
     config, mesh, itemsize = model.config, model.mesh, jnp.dtype(dtype).itemsize
     weight_bytes = reached_bytes = expert_bytes = quantized_bytes = flops = row_bytes = 0
@@ -159,7 +159,7 @@ def product_work(model: Any, bucket: Bucket, dtype: str, kv: KVPages | None = No
             flops += int(2 * size * rows) * (2 if param.dtype == jnp.uint8 else 1)  # two codes of four bits a byte
             wide = part[-1] * (_num_matrices(param.decl) // over[0] or 1)
             row_bytes += int(math.prod(part[:-2]) * at_once * (part[-2] + wide)) * itemsize
-    for pool in declared_pools(model):  # every slot's, of which a row has one
+    for pool in declared_pools(model):  # adapters of every slot, one of which a row uses
         over = [mesh.num_shards(axis) if axis is not None else 1 for axis in pool.decl.axes]
         part = [size // shards for size, shards in zip(pool.shape, over, strict=True)]
         weight_bytes += math.prod(part) * jnp.dtype(pool.dtype).itemsize
@@ -175,7 +175,7 @@ def product_work(model: Any, bucket: Bucket, dtype: str, kv: KVPages | None = No
         flops += 2 * math.prod(part) * bucket.num_tokens
         row_bytes += bucket.num_tokens * sum(part) * itemsize
     if block is not None:
-        # The tokens of all ranks and their sums, and a block's results beside what they are added to, in float32.
+        # The tokens of all ranks and their sums, and a block's results and their sums, in float32.
         gathered = bucket.num_tokens * mesh.ranks_sharing("experts")
         sparse = sum(layer not in config.experts.dense_layers for layer in model.stage.layers)
         row_bytes += sparse * config.hidden_size * (gathered * (itemsize + 4) + block * 8)
@@ -190,15 +190,17 @@ def product_work(model: Any, bucket: Bucket, dtype: str, kv: KVPages | None = No
 
 
 def _num_matrices(decl: ParamDecl) -> int:
-    """Matrices of heads that lie one below the other in a weight, each with rows of its own; 0 in other weights."""
+    """Number of per-head matrices stacked in a weight, each with rows of its own; 0 for other weights."""
     if decl.axes != ("heads", "latent"):
         return 0
     return sum(source.rows // source.group for source in decl.sources)
 
 
 def _expert_rows(model: Any, bucket: Bucket, kv: KVPages | None) -> int | None:
-    """Rows that a device with whole experts takes at a time, where it takes its own from those of all devices; else
-    None. Of a loop over blocks, whose trips are data, one is counted."""
+    """Rows that a device with whole experts takes at a time from those gathered from all devices; None if it does not.
+
+    Blocks are a loop with a data-dependent trip count, of which one is counted.
+    """
     experts, mesh = model.config.experts, model.mesh
     if experts is None or not mesh.expert_parallel or mesh.size == 1 or mesh.sends_rows:
         return None
@@ -208,7 +210,7 @@ def _expert_rows(model: Any, bucket: Bucket, kv: KVPages | None) -> int | None:
 
 
 def step_work(model: Any, bucket: Bucket, kv_dtype: str, dtype: str, context: int) -> Work:
-    """A device's share of a forward pass of an abstract model, every rank with a bucket of tokens of its own."""
+    """A device's share of a forward pass of an abstract model, in which every rank has its own bucket of tokens."""
     config, mesh = model.config, model.mesh
     products = product_work(model, bucket, dtype)
     num_bytes = bucket.num_tokens * config.hidden_size * jnp.dtype(dtype).itemsize + products.reached_bytes

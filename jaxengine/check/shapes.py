@@ -1,6 +1,6 @@
-"""Shapes of well-known models by name, as their published config.json state them, and the opening of any other model.
+"""Shapes of well-known models by name, as published in their config.json, and opening of any other model.
 
-A check needs no weights: a name from here needs no file at all, a hub id only its config.json.
+A check needs no weights: a name of this table needs no files at all, a hub id only its config.json.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _model(
     windows: tuple[int | None, ...] = (None,),
     **fields: Any,
 ) -> ModelConfig:
-    """attention: further fields of every layer's; windows: of the first layers, and so on in turn."""
+    """attention: additional fields of every layer; windows: repeated over the layers."""
     head_dim = head_dim or hidden // heads
     rope = Rope(head_dim, rope_theta, rope_scaling)
     kinds = [LayerAttention(heads, kv_heads, head_dim, rope, window=window, **attention) for window in windows]
@@ -185,14 +185,14 @@ def model_config(
 ) -> ModelConfig:
     """The shape of a model: a name from SHAPES, a GGUF file, a Hugging Face folder, or a hub id.
 
-    Of a name from SHAPES `:N` behind it leaves the first N layers, unless the whole model is wanted: layers of one kind
-    are compiled alike, so that a check of few finds what one of all finds, and memory is counted.
+    A name from SHAPES may be followed by `:N` for its first N layers, which `whole` ignores: layers of one kind compile
+    alike, so checking a few is enough, while memory is planned for all.
 
-    quantization: as of EngineConfig. keep_tables: as of open_model.
+    quantization: as in EngineConfig. keep_tables: as in open_model.
 
     Raises:
-      ConfigError: none of these, or quantised in another way.
-      ModelFileError: what was found cannot be used.
+      ConfigError: the name is none of these, or the model is quantised in another way.
+      ModelFileError: the model's files cannot be used.
     """
     path = Path(name).expanduser()
     if path.is_file() and name.lower().partition(":")[0] not in SHAPES:
@@ -213,14 +213,16 @@ def _named(name: str, *, whole: bool) -> ModelConfig:
     if path.is_dir():
         return read_folder(path)
     if len(parts := name.split("/")) != 2 or not all(parts) or name.startswith((".", "~")):
-        known = f"one of {', '.join(SHAPES)} (:N behind it for N layers)"
+        known = f"one of {', '.join(SHAPES)} (followed by :N for N layers)"
         advice = f"name a GGUF file, a Hugging Face folder, a hub id like org/name, or {known}"
         raise ConfigError.because("model", f"there is no model at {name!r}", advice)
     return read_folder(download("model", name, [CONFIG_FILE, QUANTIZATION_FILE]))
 
 
 def largest_pictures(model: ModelConfig) -> list[tuple[int, int]]:
-    """(embeddings, patches) of what a check takes for the largest picture: without a processor nobody knows."""
+    """[(embeddings, patches)] assumed for the largest picture, as a check has no processor; [] without a
+    vision tower.
+    """
     if model.tower is None:
         return []
     patches = -(-_MOST_PATCHES // model.tower.unit) * model.tower.unit

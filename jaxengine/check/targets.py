@@ -1,7 +1,7 @@
-"""The devices a check compiles for: what the compiler must be told of each, and the figures a roofline needs.
+"""Devices that a check compiles for: settings of their compilers, and figures for a roofline.
 
-Figures are the vendors' published ones for dense bfloat16, HBM as the compiler reports it free. Knows no model, and
-imports no jax: the process that does not compile reads it too.
+Figures are the vendors' published ones for dense bfloat16, HBM as the compiler reports it free. Imports no jax, because
+the process that does not compile reads this file too.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Gpu:
-    """What XLA's GpuTargetConfigProto says of a card (openxla/xla, backends/gpu/target_config/specs).
+    """A GPU in the terms of XLA's GpuTargetConfigProto (openxla/xla, backends/gpu/target_config/specs).
 
     Attributes:
       capability: compute capability, (major, minor).
-      accelerated: has instructions of its own generation only (sm_90a, sm_100a).
+      accelerated: whether it has instructions of its own generation only (sm_90a, sm_100a).
       cores: streaming multiprocessors.
-      fpus: float32 units of one.
-      shared_per_core, shared_per_block: bytes of shared memory, in all and the most one block may ask for.
+      fpus: float32 units of each.
+      shared_per_core, shared_per_block: bytes of shared memory, in total and the maximum of a block.
     """
 
     description: str
@@ -42,18 +42,18 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Target:
-    """One kind of device, or several of them working on one model.
+    """A kind of device, or several of them that share a model.
 
     Attributes:
-      backend: "tpu", "cuda" or "cpu", as jax lowers for it.
+      backend: "tpu", "cuda" or "cpu", jax's lowering platform.
       topology: libtpu's name of the smallest topology with `num_devices` devices; "" for other backends.
-      hbm_bytes: of one device, what a program may use.
+      hbm_bytes: memory of one device that a program may use.
       hbm_bandwidth: bytes a second of one device.
       flops: dense bfloat16 operations a second of one device.
       fast_bytes: VMEM of a TPU core, shared memory of a GPU's block.
-      num_devices: that share the model.
-      plain_attention: why attention is plain XLA there, "" where it has to be a kernel.
-      no_profile: why blocks of a TPU's kernels cannot be profiled by themselves, "" where they can.
+      num_devices: devices that share the model.
+      plain_attention: reason why attention is plain XLA there; "" if it must be a kernel.
+      no_profile: reason why blocks of TPU kernels cannot be profiled; "" if they can.
     """
 
     name: str
@@ -74,8 +74,8 @@ _H200 = replace(_H100, description="NVIDIA H200 141GB HBM3e")
 _B200 = Gpu("NVIDIA B200", (10, 0), True, 148, 128, 1.965, 132644864, 233472, 232448)
 _A100 = Gpu("NVIDIA A100-SXM4-80GB", (8, 0), False, 108, 64, 1.41, 41943040, 167936, 166912)
 
-# What libtpu 0.0.52 says of them.
-# Cycles a second of a device's cores together (TPU) or of a multiprocessor, by which sizes are tuned.
+# Clocks as libtpu 0.0.52 states them.
+# Cycles a second of all cores of a device (TPU) or of a multiprocessor, for tuning.
 CLOCKS = {"v5e": 1.5e9, "v5p": 3.5e9, "v6e": 1.75e9, "tpu7x": 2.2e9, "sm_90": 1.755e9}
 _NO_COPIES = "libtpu's profile of it ends at copies within the chip"
 _NO_ROOM = "what a block's profile holds does not fit into its VMEM"
@@ -128,7 +128,7 @@ _GPU_SLICES = _CPU_SLICES = (2, 4, 8)
 
 
 def find_target(name: str) -> Target:
-    """The target of a name from TARGETS, with `-N` behind it for N devices of the kind.
+    """Finds a target by a name from TARGETS, with the suffix `-N` for N devices.
 
     Raises:
       ConfigError: there is no such target.
@@ -154,12 +154,12 @@ def _several(target: Target, devices: int) -> Target:
 
 
 def split_targets(target: Target, options: Mapping[str, Any]) -> list[tuple[Target, dict[str, Any]]]:
-    """Where a model may be checked and with what options of the engine, the fewest devices first.
+    """Targets on which a model may be checked, each with its engine options, fewest devices first.
 
-    A target with a number of devices is that alone; one without may take more of its kind. All devices are used:
-    tensor_parallel_size, where it is not given, is what the other parallel sizes leave of them.
+    A target with a number of devices is used as it is; one without may grow to more of its kind. All devices are used:
+    if not given, tensor_parallel_size is the number of devices divided by the other parallel sizes.
 
-    Raises ConfigError when the sizes given do not multiply to the number of devices.
+    Raises ConfigError if the given sizes do not multiply to the number of devices.
     """
     names = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size")
     given = {name: options[name] for name in names if name in options}
@@ -181,7 +181,7 @@ def split_targets(target: Target, options: Mapping[str, Any]) -> list[tuple[Targ
 
 
 def require_compiler(target: Target) -> None:
-    """Raises ConfigError with the command that installs the target's compiler when it is not there."""
+    """Raises ConfigError, with the command that installs the target's compiler, if it is not installed."""
     needed = {"tpu": ("libtpu",), "cuda": ("jax_plugins.xla_cuda13", "jax_cuda13_plugin", "nvidia"), "cpu": ()}
     missing = [name for name in needed[target.backend] if not _installed(name)]
     if missing:

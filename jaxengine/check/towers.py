@@ -1,4 +1,4 @@
-"""The programs that encode pictures, as a check compiles them: what each needs, and what devices exchange in it."""
+"""Programs that encode pictures, for a check, with their roofline and their expected exchanges."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flax import nnx
 
 from jaxengine.check.exchanges import Expected
 from jaxengine.check.hlo import MustNotCopy
-from jaxengine.check.programs import Program, StagePrograms
+from jaxengine.check.programs import CheckedProgram, StagePrograms
 from jaxengine.check.roofline import TOWER, Work
 from jaxengine.runner.extensions.pictures.layout import EncoderLayout
 from jaxengine.runner.extensions.pictures.section import PicturesExtension
@@ -19,19 +19,19 @@ from models.layers.linear import Linear
 from models.weights.declare import declared_params
 from sharding.layout import MeshLayout
 
-# Parts of towers that come when patches have become rows.
+# Parts of towers after the merge of patches into rows.
 _BEHIND_MERGE = ("merger", "mergers", "projector")
 
 
-def encoders(stage: StagePrograms, *, short: bool) -> Iterator[Program]:
-    """A program for each size of calls, or for the largest; none of a stage that sees nothing."""
+def encoders(stage: StagePrograms, *, short: bool) -> Iterator[CheckedProgram]:
+    """A program for each call size, or for the largest one; none for a stage without a vision tower."""
     own = next((each.encoder for each in stage.steps.extensions if isinstance(each, PicturesExtension)), None)
     if own is None:
         return
     layout = own.layout
     for size in layout.sizes[-1:] if short else layout.sizes:
         program = own.encode(size, stage.params)
-        yield Program(
+        yield CheckedProgram(
             name=program.name,
             mesh=stage.mesh,
             is_step=True,
@@ -46,7 +46,9 @@ def encoders(stage: StagePrograms, *, short: bool) -> Iterator[Program]:
 
 
 def tower_work(model: CausalLM, layout: EncoderLayout, size: int) -> Work:
-    """A device's share of a call: every weight read once, patches read, and the products but for attention's own."""
+    """A device's share of an encoder call: every weight and patch read once, and all products but those of
+    attention.
+    """
     num_bytes, flops = 4 * size * layout.tower.num_features, 0
     for param in declared_params(model):
         if param.path[0] != TOWER:
@@ -60,7 +62,7 @@ def tower_work(model: CausalLM, layout: EncoderLayout, size: int) -> Work:
 
 
 def _expected(stage: StagePrograms, layout: EncoderLayout, size: int) -> Expected | None:
-    """None where ranks share weights: how tokens then meet is shown by forward passes."""
+    """Expected exchanges of an encoder call; None with several ranks, where forward passes already check them."""
     model, itemsize = stage.model, jnp.dtype(stage.config.dtype).itemsize
     if model.mesh.num_ranks > 1:
         return None
@@ -70,8 +72,11 @@ def _expected(stage: StagePrograms, layout: EncoderLayout, size: int) -> Expecte
 
 
 def tower_exchanges(tower: nnx.Module, mesh: MeshLayout, layout: EncoderLayout) -> dict[str, Mapping[str, int]]:
-    """By scope: nothing in a tower whose devices have pictures of their own, and one gathering behind it; else a sum of
-    parts for each product whose inputs devices share."""
+    """Expected exchanges by scope.
+
+    A tower that is split by pictures has none inside and one all-gather after it; otherwise each product whose inputs
+    are split is followed by an all-reduce.
+    """
     if layout.parts > 1:
         return {"gather": {"all-gather": 1}}
     products = [node for _, node in nnx.iter_graph(tower) if isinstance(node, Linear)]

@@ -1,7 +1,7 @@
-"""The best sizes of products with quantised matrices: by time on the chip, else by what its compiler says of each.
+"""Chooses tile sizes of products with quantised matrices, by time on the chip or else by its compiler's figures.
 
-A process serves one target, as `jaxengine.check.compile`: reads a request, writes one JSON line for each problem.
-Run as `python -m jaxengine.check.tuning`.
+Run as `python -m jaxengine.check.tuning`. As for `jaxengine.check.compile`, a process serves one target: it reads a
+request and writes a JSON line per problem.
 """
 
 from __future__ import annotations
@@ -35,16 +35,15 @@ _DUMPS = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true"
 _BUNDLES = re.compile(r"total scheduled bundles:\s+(\d+)")
 _KERNEL = "*quantized_matmul*schedule-analysis_final_bundles.txt"
 _REPEATS = 20
-# What is no better by so much is left at the usual sizes.
+# Sizes must be faster than the usual ones by this factor to replace them.
 _WORTH = 0.98
 
 
 def tune(target: Target, problems: Sequence[tuple]) -> Iterator[dict[str, Any]]:
-    """For each problem, the fields of a Problem, what was found.
+    """Yields the result of each problem (given as fields of a Problem).
 
-    That is "problem", "sizes" that differ from the usual ones, "best" and "usual" in microseconds, and "tried".
-
-    Raises RuntimeError where the compiler's process ends before.
+    A result has "problem", "sizes" that differ from the usual ones, "best" and "usual" in microseconds, and "tried".
+    Raises RuntimeError if the compiler's process fails.
     """
     if (device := _device_of(target)) is not None:
         for problem in (Problem(*fields) for fields in problems):
@@ -73,7 +72,7 @@ def tune(target: Target, problems: Sequence[tuple]) -> Iterator[dict[str, Any]]:
 
 
 def _device_of(target: Target) -> Any:
-    """The device, if this machine has one of the target's kind."""
+    """This machine's device if it is of the target's kind, else None."""
     device = jax.devices()[0]
     if device.platform in ("gpu", "cuda") and target.gpu is not None:
         return device if device.compute_capability == "{}.{}".format(*target.gpu.capability) else None
@@ -92,12 +91,12 @@ def _best(problem: Problem, target: Target, measure: Callable[[Candidate], float
     best = min(costs, key=lambda sizes: costs[sizes], default="{}")
     if usual is not None and costs[best] > usual * _WORTH:
         best = "{}"
-    told = {"best": costs.get(best), "usual": usual}
-    return {"problem": problem, "sizes": json.loads(best), **told, "tried": len(costs)}
+    times = {"best": costs.get(best), "usual": usual}
+    return {"problem": problem, "sizes": json.loads(best), **times, "tried": len(costs)}
 
 
 def _timed(candidate: Candidate, problem: Problem, device: Any) -> float | None:
-    """Microseconds of the product on the device, the median; None where it does not compile."""
+    """Median microseconds of the product on the device; None if it does not compile."""
     key = jax.random.key(0)
     packed = 2 if problem.codes == "uint8" else 1
     codes = jax.random.randint(key, (problem.size // packed, problem.out), 0, 120, jnp.int32).astype(problem.codes)
@@ -130,13 +129,13 @@ def main() -> int:
     known: dict[str, dict[str, Any]] = {}
 
     def estimated(candidate: Candidate) -> float | None:
-        """Parts of several problems are alike and compiled once."""
+        """Estimated cost of a candidate; parts that several problems share are compiled once."""
         key = f"{candidate.function} {candidate.arguments}"
         if key not in known:
-            known[key] = told(candidate)
+            known[key] = compiled_figures(candidate)
         return candidate.cost({**known[key], **chip})
 
-    def told(candidate: Candidate) -> dict[str, Any]:
+    def compiled_figures(candidate: Candidate) -> dict[str, Any]:
         for path in dumps.glob("**/*"):
             if path.is_file():
                 path.unlink()

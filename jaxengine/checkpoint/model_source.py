@@ -1,7 +1,7 @@
-"""From the word a user gives for a model to its configuration, weights and tokenizer.
+"""Opens the model that a user names: its configuration, weights and tokenizer.
 
-A GGUF file, a Hugging Face folder, a hub id (downloaded first), or nothing for the embedded default model. Only data is
-read from any of them.
+It is a GGUF file, a Hugging Face folder, a hub id (downloaded first), or None for the embedded default model. Files are
+only read as data.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from models.weights.split_latent import SplitLatentSource
 
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 CONFIG, GENERATION = "config.json", "generation_config.json"
-# vLLM's: what of a generation_config.json a request takes.
+# Fields of generation_config.json that vLLM applies to requests.
 GENERATION_FIELDS = (
     *("temperature", "top_p", "top_k", "min_p"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "max_new_tokens"),
@@ -51,10 +51,10 @@ class ModelSource:
     Attributes:
       path: file or folder.
       config: the model's shape.
-      weights: None for load_format="dummy", the folder itself where weights lie as devices hold them (`convert`).
-      generation_defaults: sampling parameters that the model's authors suggest, or its user.
-      tokenizer_path: a folder with the tokenizer to use instead of the model's own, None for that.
-      pooling: how answers of a pooling model are made; None for one that generates.
+      weights: None for load_format="dummy"; the folder itself for weights in device layout (`convert`).
+      generation_defaults: sampling parameters suggested by the model's authors, or set by the user.
+      tokenizer_path: folder of a tokenizer that replaces the model's own; None for the model's own.
+      pooling: how a pooling model computes its answers; None for a generating model.
     """
 
     path: Path
@@ -65,12 +65,14 @@ class ModelSource:
     pooling: PoolingModel | None = None
 
     def close(self) -> None:
-        """Closes the weights' files."""
+        """Closes the weight files."""
         if self.weights is not None and not isinstance(self.weights, Path):
             self.weights.close()
 
     def files_beside_weights(self) -> list[Path]:
-        """Configuration, tokenizer and templates of a model folder. Raises ModelFileError for a link out of it."""
+        """Configuration, tokenizer and template files of a model folder. Raises ModelFileError for a link out of the
+        folder.
+        """
         found = {file for pattern in OTHER_FILES for file in self.path.glob(pattern)}
         found -= {file for pattern in _WEIGHT_FILES for file in self.path.glob(pattern)}
         for file in found:
@@ -78,7 +80,7 @@ class ModelSource:
         return sorted(found)
 
     def load_tokenizer(self, config: EngineConfig) -> Tokenizer | None:
-        """The model's tokenizer, the one asked for instead, or None when it is to be skipped."""
+        """Loads the model's tokenizer, or the one that replaces it; None with skip_tokenizer_init."""
         if config.skip_tokenizer_init:
             return None
         if self.tokenizer_path is not None:
@@ -90,13 +92,13 @@ class ModelSource:
 
 
 def open_model(config: EngineConfig, *, keep_tables: bool = True) -> ModelSource:
-    """Opens what `config.model` names.
+    """Opens the model that `config.model` names.
 
-    keep_tables: with `quantization` gguf, the token tables are kept as the file has them, too.
+    keep_tables: with `quantization` gguf, keep the token tables as stored in the file, too.
 
     Raises:
-      ConfigError: no such file, folder or hub model.
-      ModelFileError: a file of it cannot be used, or describes a model that is not supported.
+      ConfigError: there is no such file, folder or hub model.
+      ModelFileError: a file is invalid, or describes an unsupported model.
     """
     path = default_model_path() if config.model is None else find_model(config)
     source = _open_gguf(path, config, keep_tables) if path.is_file() else _open_folder(path, config)
@@ -110,9 +112,9 @@ def open_model(config: EngineConfig, *, keep_tables: bool = True) -> ModelSource
 
 
 def as_asked(model: ModelConfig, asked: str | None, *, is_gguf: bool = False) -> ModelConfig:
-    """The model with its matrices as `quantization` says: as the checkpoint has them, or rounded as they are read.
+    """Applies the option `quantization`: matrices as in the checkpoint, or rounded during loading.
 
-    Raises ConfigError for what the checkpoint is not.
+    Raises ConfigError if the option contradicts the checkpoint.
     """
     if asked is None:
         return model
@@ -128,13 +130,13 @@ def as_asked(model: ModelConfig, asked: str | None, *, is_gguf: bool = False) ->
 
 
 def as_it_sees(model: ModelConfig, config: EngineConfig) -> ModelConfig:
-    """The model without what it sees with, where requests may bring nothing to see."""
+    """Drops the model's vision tower if requests may not contain pictures or videos."""
     blind = model.pooler is not None or not any(config.mm_limit(modality) for modality in MODALITIES)
     return replace(model, tower=None) if blind else model
 
 
 def _find_tokenizer(config: EngineConfig) -> Path | None:
-    """The folder of the tokenizer that is asked for, downloaded if need be; None for the model's own."""
+    """Folder of the tokenizer named by the options, downloaded if needed; None for the model's own."""
     revision = config.tokenizer_revision
     if config.tokenizer is None and revision is None:
         return None
@@ -151,13 +153,13 @@ def _find_tokenizer(config: EngineConfig) -> Path | None:
 
 
 def find_model(config: EngineConfig) -> Path:
-    """The file or folder that `config.model` names, downloaded if need be. Raises as `open_model`."""
+    """The file or folder that `config.model` names, downloaded if needed. Raises the same errors as `open_model`."""
     assert config.model is not None
     try:
         path = Path(config.model).expanduser()
         if path.exists():
             return path
-    except (OSError, ValueError, RuntimeError) as error:  # no file can have such a name, or nobody may look
+    except (OSError, ValueError, RuntimeError) as error:  # not a valid file name, or no permission
         problem = f"model {config.model[:200]!r} cannot be looked up ({str(error)[:200]})"
         raise ConfigError.because("model", problem, "name a file or folder that can be read, or a hub id") from None
     return download_model(config.model, config)
@@ -222,7 +224,7 @@ def _open_folder(path: Path, config: EngineConfig) -> ModelSource:
 
 
 def _read_config(path: Path, config: EngineConfig) -> tuple[dict[str, Any], PoolingModel | None]:
-    """A folder's config.json with hf_overrides, and how the model pools, if it does."""
+    """Reads a folder's config.json with hf_overrides, and its pooling if it is a pooling model."""
     raw = {**read_config_json(path), **(config.hf_overrides or {})}
 
     def token_id(token: str) -> int | None:
@@ -237,7 +239,7 @@ def _read_config(path: Path, config: EngineConfig) -> tuple[dict[str, Any], Pool
 
 
 def _what_to_name(path: Path) -> str:
-    """What to do about a folder that is no model."""
+    """Advice for a folder that is not a model."""
     files = sorted(file.name for file in path.glob("*.gguf"))
     if files:
         return f"name the GGUF file itself, {str(path / files[0])!r}"
@@ -248,7 +250,7 @@ def _what_to_name(path: Path) -> str:
 
 
 def _generation_defaults(path: Path | None, config: EngineConfig) -> dict[str, Any]:
-    """What requests of a model that lies at `path` (None: without such a file) run with where they do not say.
+    """Default sampling parameters of the model at `path` (None for a model without generation_config.json).
 
     Values are checked when they are used.
     """

@@ -1,7 +1,6 @@
-"""Whether a model generates or pools, and how it pools: by the engine's options, its config.json and its other files.
+"""Determines whether a model generates or pools, and how it pools, from the engine's options and the model's files.
 
-Owns the reading of what sentence-transformers and transformers write for embedders, classifiers and rerankers. Knows
-nothing of requests.
+Reads the files of sentence-transformers and transformers for embedders, classifiers and rerankers.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ TokenId = Callable[[str], int | None]
 
 
 def read_pooling(folder: Path, raw: Mapping[str, Any], config: EngineConfig, token_id: TokenId) -> PoolingModel | None:
-    """How the model in a Hugging Face folder pools; None where it generates.
+    """Reads how the model in a Hugging Face folder pools; None for a generating model.
 
     Args:
       raw: its config.json, with hf_overrides.
-      token_id: the id of a token of its vocabulary, None for what is none.
+      token_id: maps a token of the vocabulary to its id, and others to None.
 
     Raises ConfigError, ModelConfigError or ModelFileError.
     """
@@ -70,7 +69,7 @@ def read_pooling(folder: Path, raw: Mapping[str, Any], config: EngineConfig, tok
 
 
 def pooling_of_gguf(metadata: Mapping[str, Any], config: EngineConfig) -> PoolingModel | None:
-    """The same of a GGUF file, which says a pooling type where it holds an embedder."""
+    """Same as `read_pooling` for a GGUF file, whose metadata has a pooling type if it is an embedder."""
     kind = metadata.get(f"{metadata.get('general.architecture')}.pooling_type")
     found = _GGUF_TYPES.get(int(kind)) if kind is not None else None
     if not _pools(config, "a GGUF file", None, found is not None):
@@ -99,7 +98,7 @@ def _pools(config: EngineConfig, name: str, own_task: str | None, says_so: bool)
 
 
 def _task(config: EngineConfig, name: str, own_task: str | None, has_tokens: bool) -> str:
-    """EMBED or CLASSIFY. Raises ConfigError for what the checkpoint cannot be."""
+    """The task, EMBED or CLASSIFY. Raises ConfigError for one that the checkpoint does not support."""
     task = {"auto": own_task or (CLASSIFY if has_tokens else EMBED), "none": own_task}.get(
         config.convert, config.convert
     )
@@ -119,7 +118,7 @@ def _task(config: EngineConfig, name: str, own_task: str | None, has_tokens: boo
 
 
 def _with_choices(model: PoolingModel, chosen: PoolerConfig) -> PoolingModel:
-    """What the user says of it over what the checkpoint says."""
+    """Overrides the checkpoint's settings with the user's."""
     use_activation = model.use_activation if chosen.use_activation is None else chosen.use_activation
     if chosen.dimensions is not None:
         check_dimensions(
@@ -151,7 +150,7 @@ def _read_classifier(fields: ConfigFields, token_id: TokenId) -> Classifier:
 
 
 def _read_activation(fields: ConfigFields, num_labels: int) -> str:
-    """Of scores: what the model was trained with, else vLLM's choice: sigmoid of one, softmax of several."""
+    """Activation of the scores: the one of training, else vLLM's choice: sigmoid for one label, softmax for several."""
     problem = fields.text("problem_type", None)
     if problem is not None and problem not in _ACTIVATIONS:
         raise fields.fail("problem_type", ", ".join(_ACTIVATIONS))
@@ -168,7 +167,7 @@ def _read_activation(fields: ConfigFields, num_labels: int) -> str:
 
 
 def _labels(fields: ConfigFields) -> dict[int, str]:
-    """id2label; JSON has its numbers as text."""
+    """Label names by number, from id2label, whose keys are strings in JSON."""
     names = fields.mapping("id2label") or {}
     if len(names) > MAX_LABELS or not all(
         str(key).isdecimal() and isinstance(name, str) for key, name in names.items()

@@ -1,7 +1,7 @@
-"""What a checkpoint of sentence-transformers says beside its model: pooling, normalisation, prompts, longest input.
+"""Reads the files that sentence-transformers adds to a checkpoint: pooling, normalisation, prompts, maximum input
+length.
 
-Owns the reading of modules.json and of the folders that it names. Only data is read: a module whose class is none of
-those known here is refused by its name.
+These are modules.json and the folders it names. Files are only read as data; modules of unknown classes are refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from models.weights.files import MAX_JSON_BYTES, parse_object, read_object, read
 MODULES, PROMPTS, TRANSFORMER = "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"
 _MAX_PROMPTS, _MAX_PROMPT_CHARS = 1000, 10_000
 _MODES = {"lasttoken": LAST, "mean": MEAN, "cls": CLS}
-# One boolean for each, in the files of sentence-transformers before 5.
+# Boolean fields that sentence-transformers before version 5 wrote instead.
 _EARLIER_MODES = {
     "pooling_mode_lasttoken": "lasttoken",
     "pooling_mode_mean_tokens": "mean",
@@ -29,7 +29,7 @@ _EARLIER_MODES = {
 
 
 def read_sentence_model(folder: Path) -> SentenceModel | None:
-    """What the files in a model's folder say; None where there are none. Raises ModelFileError."""
+    """Reads the sentence-transformers files of a model folder; None if there are none. Raises ModelFileError."""
     modules = _read_modules(folder)
     if modules is None:
         return None
@@ -54,7 +54,7 @@ def read_sentence_model(folder: Path) -> SentenceModel | None:
 
 
 def _read_modules(folder: Path) -> list[tuple[str, str]] | None:
-    """(class name, path) of each module, in order."""
+    """Reads modules.json: (class name, path) of each module, in order. None without the file."""
     source = read_text(folder, MODULES, MAX_JSON_BYTES)
     if source is None:
         return None
@@ -71,7 +71,7 @@ def _read_modules(folder: Path) -> list[tuple[str, str]] | None:
 
 
 def _read_pooling(folder: Path, path: str) -> tuple[str, bool]:
-    """(pooling type, whether the tokens of prompts count)"""
+    """Reads a Pooling module: (pooling type, whether prompt tokens are pooled)."""
     name = f"{path}/config.json" if path else "config.json"
     raw = read_object(folder, name)
     if raw is None:

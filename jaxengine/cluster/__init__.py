@@ -1,1 +1,1 @@
-"""The other processes of one engine, and what they say to each other."""
+"""Multi-process engines: the other processes, and the messages between them."""

@@ -1,8 +1,8 @@
-"""Messages between the processes of one engine: framed, authenticated, and read as data only.
+"""Messages between the processes of one engine: framed, authenticated, and decoded as data only.
 
-Both ends know a key from a file. Each proves it to the other (HMAC-SHA256 over both ends' nonces, with the role in it,
-so that no proof can be played back), and every message carries a code made with a key of this connection and direction
-and its number. The content is not encrypted. Knows nothing of engines.
+Both ends share a key from a file. Each proves to know it by an HMAC-SHA256 over both nonces and its role, which
+prevents replay. Every message carries a code, whose key is specific to the connection and direction, over its number
+and content. The content is not encrypted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jaxengine.config.engine_config import ConfigError
 
 # Operation -> its fields and their types.
 OPERATIONS: Mapping[str, Mapping[str, type]] = {
-    # A worker's first word, and that of a further connection of it which only carries jax's own start-up traffic.
+    # First message of a worker, and of a further connection of a worker that only carries jax's start-up traffic.
     "hello": {"node_rank": int, "host": str, "versions": str},
     "coordinator": {},
     # Start-up. options: EngineConfig's fields.
@@ -57,21 +57,20 @@ _MIN_KEY_BYTES, _MAX_KEY_BYTES = 16, 4096
 _GREETING = b"jaxengine cluster 1\n"
 _NONCE_BYTES = _CODE_BYTES = 32
 _HANDSHAKE_SECONDS = 10.0
-# The system gives a connection up when what was sent is not acknowledged for so long: the other machine is gone.
+# Time without acknowledgement after which the system ends a connection: the other machine is gone.
 _UNACKNOWLEDGED_MS = 6000
-# Somebody must have been silent for so long before a machine that still acknowledges counts as lost: a process that
-# loads or compiles can be busy for a while.
+# Silence after which a machine that still acknowledges counts as lost: loading or compiling keeps a process busy.
 SILENCE_SECONDS = 60.0
 _ALIVE_SECONDS = 1.0
 
 
 class ClusterError(RuntimeError):
-    """The processes of an engine do not come together, or one of them is lost."""
+    """The processes of an engine did not join, or one of them is lost."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """An operation, its fields as OPERATIONS says, and arrays of the dtypes in DTYPES."""
+    """An operation, its fields as declared in OPERATIONS, and arrays of the dtypes in DTYPES."""
 
     op: str
     fields: Mapping[str, Any]
@@ -79,7 +78,7 @@ class Message:
 
 
 def encode(message: Message) -> bytes:
-    """The header's length (u32, little-endian), the header as JSON, the arrays' bytes one after the other."""
+    """Encodes a message: length of the header (u32, little-endian), header as JSON, bytes of the arrays in order."""
     arrays = [np.ascontiguousarray(array).reshape(array.shape) for array in message.arrays]
     listed = [[array.dtype.name, list(array.shape)] for array in arrays]
     header = json.dumps([message.op, dict(message.fields), listed]).encode()
@@ -89,7 +88,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(payload: bytes) -> Message:
-    """Reads what `encode` wrote; ClusterError for anything else, saying what is wrong with it."""
+    """Decodes bytes from `encode`. Raises ClusterError, with the reason, for anything else."""
     length = int.from_bytes(payload[:4], "little")
     if len(payload) < 4 or not 2 <= length <= min(len(payload) - 4, _MAX_HEADER_BYTES):
         raise ClusterError(f"a message of {len(payload)} bytes cannot have a header of {length}")
@@ -112,8 +111,8 @@ def _decode_arrays(op: str, listed: Any, payload: bytes, start: int) -> list[np.
     arrays = []
     for entry in listed if isinstance(listed, list) else [None]:
         dtype, shape = entry if isinstance(entry, list) and len(entry) == 2 else ("", [])
-        told = isinstance(dtype, str) and dtype in DTYPES and isinstance(shape, list) and len(shape) <= 4
-        if not told or not all(type(size) is int and 0 <= size < 2**31 for size in shape):
+        valid = isinstance(dtype, str) and dtype in DTYPES and isinstance(shape, list) and len(shape) <= 4
+        if not valid or not all(type(size) is int and 0 <= size < 2**31 for size in shape):
             raise ClusterError(f"a message {op!r} does not say its arrays' dtypes and shapes")
         count = math.prod(shape)
         if count * 4 > len(payload) - start:
@@ -126,7 +125,7 @@ def _decode_arrays(op: str, listed: Any, payload: bytes, start: int) -> list[np.
 
 
 def read_key(file: str | None) -> bytes:
-    """The secret in a file that belongs to the user alone; ConfigError for any other."""
+    """Reads the key from a file that only its user may access. Raises ConfigError for any other file."""
     name, wanted = "cluster_key_file", f"{_MIN_KEY_BYTES} to {_MAX_KEY_BYTES} random bytes"
     make = "make one with `head -c 32 /dev/urandom | base64 > key && chmod 600 key`, the same on every host"
     if file is None:
@@ -146,9 +145,9 @@ def read_key(file: str | None) -> bytes:
 
 
 class Channel:
-    """One connection whose ends have proved that they know the key. Any thread may send, one receives.
+    """An authenticated connection. Any thread may send, one thread receives.
 
-    Raises ClusterError for what is not a message of the other end, OSError when the connection is at an end.
+    Raises ClusterError for an invalid message, OSError when the connection has ended.
     """
 
     def __init__(self, connection: socket.socket, send_key: bytes, receive_key: bytes):
@@ -168,7 +167,7 @@ class Channel:
             self.connection.sendall(length + self._code(0, length, payload) + payload)
 
     def receive(self) -> Message:
-        """The next message; waits for it, ConnectionError at the end."""
+        """Waits for the next message and returns it. Raises ConnectionError at the end of the connection."""
         head = _receive_exactly(self.connection, 8 + _CODE_BYTES)
         length = int.from_bytes(head[:8], "little")
         if length > MAX_MESSAGE_BYTES:
@@ -179,9 +178,9 @@ class Channel:
         return decode(payload)
 
     def follow(self, handle: Callable[[Message], bool]) -> None:
-        """Gives messages to `handle` until it returns False, and tells the other end that this one is alive.
+        """Passes messages to `handle` until it returns False, and sends regular signs of life.
 
-        Raises OSError or ClusterError as soon as the other end is gone or has been silent for too long.
+        Raises OSError or ClusterError once the other end is gone or has been silent for too long.
         """
         heard = said = time.monotonic()
         with selectors.DefaultSelector() as selector:
@@ -199,7 +198,7 @@ class Channel:
                     raise ClusterError(f"nothing was heard for {SILENCE_SECONDS:.0f} s")
 
     def close(self) -> None:
-        """Ends the connection, also for a thread that is receiving."""
+        """Closes the connection; a thread that is receiving is woken."""
         close_connection(self.connection)
 
     def _code(self, way: int, length: bytes, payload: bytes) -> bytes:
@@ -211,7 +210,9 @@ class Channel:
 
 
 def connect_channel(host: str, port: int, key: bytes) -> Channel:
-    """Connects to host 0. ClusterError when it has another key or is something else; OSError when nobody is there."""
+    """Connects to host 0. Raises ClusterError if it has another key or is something else, OSError if
+    nothing answers.
+    """
     connection = socket.create_connection((host, port), _HANDSHAKE_SECONDS)
     try:
         return _prove_as_worker(connection, key)
@@ -226,7 +227,7 @@ def _prove_as_worker(connection: socket.socket, key: bytes) -> Channel:
     connection.sendall(_GREETING + own)
     answer = _receive_exactly(connection, len(_GREETING) + _NONCE_BYTES, deadline)
     if answer[: len(_GREETING)] != _GREETING:
-        raise ClusterError("what answers there is not an engine of this version")
+        raise ClusterError("the peer is not an engine of this version")
     nonces = own + answer[len(_GREETING) :]
     connection.sendall(_keyed(key, b"worker", nonces))
     try:
@@ -234,13 +235,14 @@ def _prove_as_worker(connection: socket.socket, key: bytes) -> Channel:
     except ConnectionError:
         raise ClusterError("host 0 has another cluster key") from None
     if not hmac.compare_digest(proof, _keyed(key, b"host 0", nonces)):
-        raise ClusterError("host 0 does not know the cluster key")
+        raise ClusterError("host 0 has another cluster key")
     return Channel(connection, _keyed(key, b"to host 0", nonces), _keyed(key, b"to worker", nonces))
 
 
 def accept_channel(connection: socket.socket, key: bytes) -> Channel:
-    """Host 0's end of a new connection; ClusterError or OSError for one that does not prove in time that it knows the
-    key."""
+    """Authenticates a new connection at host 0. Raises ClusterError or OSError if the peer does not prove in time that
+    it knows the key.
+    """
     deadline = _prepare(connection)
     greeting = _receive_exactly(connection, len(_GREETING) + _NONCE_BYTES, deadline)
     if greeting[: len(_GREETING)] != _GREETING:
@@ -255,14 +257,14 @@ def accept_channel(connection: socket.socket, key: bytes) -> Channel:
 
 
 def close_connection(connection: socket.socket) -> None:
-    """Ends a connection for both ends and for every thread that waits on it."""
+    """Shuts a connection down for both ends and wakes every thread that waits on it."""
     with contextlib.suppress(OSError):  # the other end was faster
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()
 
 
 def _prepare(connection: socket.socket) -> float:
-    """When the handshake must be over, whatever comes in between: on the clock of time.monotonic."""
+    """Sets the connection's timeouts; returns the deadline of the handshake on the clock of time.monotonic."""
     connection.settimeout(_HANDSHAKE_SECONDS)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):

@@ -1,9 +1,9 @@
-"""One engine over several processes, as its ModelRunner sees it and as host 0 runs it.
+"""Host 0 of an engine over several processes, which schedules, and its view for ModelRunner.
 
-Host 0 schedules; the others (worker.py) execute the same programs in the same order, because host 0 tells them
-before it executes one itself. Owns who belongs to the engine, from waiting for them to noticing that one is lost. What
-jax's processes tell each other at their start-up passes through authenticated connections too, so that master_port is
-all that host 0 opens; what the devices exchange goes its own way, over a network that must be trusted.
+Host 0 sends each program to the workers (worker.py) before it executes it itself, so that all processes execute the
+same programs in the same order. It admits workers and detects lost ones. jax's start-up traffic between processes
+passes through authenticated connections too, so that host 0 opens only master_port. Exchanges between devices use their
+own connections, over a network that must be trusted.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ logger = logging.getLogger(__name__)
 
 LOG_SECONDS = 10.0
 _END_SECONDS = 10.0
-# How long after a failed exchange between devices the loss of a process may show, which is then the reason.
+# Time after a failed exchange between devices within which the loss of a process is taken as its reason.
 BLAME_SECONDS = 5.0
 _CHECK_SECONDS = 0.05
-# Connections that have not proved yet that they know the key. One more, and the first of them has to go: a worker
-# proves it in milliseconds, so that strangers, however slow and however many, do not keep it out.
+# Limit of connections that are not authenticated yet; one more closes the oldest. A worker authenticates within
+# milliseconds, so strangers cannot keep it out.
 _MAX_GREETINGS = 64
-# jax must never end a process for another's sake: it does so without a reason, and the reason is known here.
+# jax must never end a process because another one is lost: it gives no reason, while this module knows it.
 _NEVER_SECONDS = 10**6
 
 
 @dataclass(eq=False)
 class _Worker:
-    """A process with a node rank; plan, ready and ended as it reported them."""
+    """A worker process; plan, ready and ended are as it reported them."""
 
     node_rank: int
     host: str
@@ -60,16 +60,16 @@ class _Worker:
 
 
 class Cluster(Peers):
-    """Host 0's side. After construction jax sees the devices of all processes.
+    """Host 0's side of the cluster. After construction jax has the devices of all processes.
 
-    Once a process is lost every call raises ClusterError, and the interpreter's exit has status 1.
+    Once a process is lost every call raises ClusterError, and the interpreter exits with status 1.
     """
 
     def __init__(self, config: EngineConfig):
-        """Waits for the workers; nothing may have used jax's devices in this process before.
+        """Waits for the workers. This process must not have used jax's devices before.
 
         Raises:
-          ConfigError: an option cannot be honoured.
+          ConfigError: an option is invalid or not supported.
           ClusterError: workers are missing after config.cluster_timeout seconds; names them.
         """
         self._config = config
@@ -126,7 +126,10 @@ class Cluster(Peers):
                 self.check()
 
     def run(self, function: Callable[[], _T]) -> _T:
-        """Calls it on a thread of its own: where devices wait for a lost process for ever, only that thread does."""
+        """Calls `function` on another thread, as devices may wait forever for a lost process; returns its result.
+
+        Raises ClusterError once a process is lost.
+        """
         outcome: Future[_T] = Future()
         self._calls.put((function, outcome))
         with self._blaming():
@@ -135,18 +138,20 @@ class Cluster(Peers):
             return outcome.result()
 
     def check(self) -> None:
-        """Raises ClusterError when a process is lost."""
+        """Raises ClusterError if a process is lost."""
         if self._failure is not None:
             raise ClusterError(self._failure)
 
     def shutdown(self, reason: str | None = None) -> None:
-        """Ends the workers, normally or with a reason, and waits a moment for them. A second call does nothing."""
+        """Ends the workers, normally or with a reason for failure, and waits briefly for them. A second call does
+        nothing.
+        """
         with self._changed:
             if self._closing:
                 return
             self._closing = True
         for worker in self._workers.values():
-            with contextlib.suppress(OSError):  # one that is gone already needs no word
+            with contextlib.suppress(OSError):  # the worker may be gone already
                 if reason is None:
                     worker.channel.send("end")
                 else:
@@ -158,7 +163,9 @@ class Cluster(Peers):
             worker.channel.close()
 
     def _await(self, what: str, arrived: Callable[[_Worker], bool]) -> None:
-        """Waits until all workers have done something; ClusterError with the node ranks of those that have not."""
+        """Waits until `arrived` holds for all workers. Raises ClusterError with the node ranks of those that are
+        missing.
+        """
         config = self._config
         deadline = time.monotonic() + config.cluster_timeout
         said = time.monotonic()
@@ -172,7 +179,7 @@ class Cluster(Peers):
                     logger.info("waiting for %s to %s, %.0f s left", _named(missing), what, deadline - now)
                     said = now
                 self._changed.wait(min(deadline - now, LOG_SECONDS))
-            self._started = True  # whoever goes from now on is lost, and nobody else may come
+            self._started = True  # from now on a worker that leaves is lost, and none may join
 
     def _has(self, rank: int, arrived: Callable[[_Worker], bool]) -> bool:
         return rank in self._workers and arrived(self._workers[rank])
@@ -187,7 +194,7 @@ class Cluster(Peers):
             del function, outcome  # they hold arrays
 
     def _leave(self) -> None:
-        """At the interpreter's exit, before jax's own: that would wait for devices that wait for a lost process."""
+        """Exit handler. Runs before jax's own, which would wait for devices that wait for a lost process."""
         self.shutdown()
         if self._failure is not None:
             logging.shutdown()
@@ -197,7 +204,7 @@ class Cluster(Peers):
 
     @contextlib.contextmanager
     def _blaming(self) -> Iterator[None]:
-        """An error in here has the loss of a process as its reason if one shows."""
+        """Context in which an error is replaced by the loss of a process, if one is detected soon after it."""
         try:
             yield
         except ClusterError:
@@ -225,7 +232,7 @@ class Cluster(Peers):
             threading.Thread(target=self._greet, args=(connection, address), daemon=True).start()
 
     def _greet(self, connection: socket.socket, address: str) -> None:
-        """A new connection, from its first byte to its end."""
+        """Serves a new connection, from its handshake to its end."""
         try:
             try:
                 channel = accept_channel(connection, self._key)
@@ -243,7 +250,7 @@ class Cluster(Peers):
             close_connection(connection)
 
     def _enter(self, channel: Channel, hello: Message, address: str) -> _Worker | None:
-        """The new worker, if it may come in."""
+        """Admits a worker by its first message. Sends "refused" and raises ClusterError if it may not join."""
         if hello.op != "hello":
             raise ClusterError(f"its first message is {hello.op!r}")
         rank, nnodes = hello.fields["node_rank"], self._config.nnodes
@@ -290,7 +297,9 @@ class Cluster(Peers):
         return message.op != "bye"
 
     def _lose(self, worker: _Worker, reason: str) -> None:
-        """Before the start a worker may come again; after it the engine ends, and the other workers with it."""
+        """Records the loss of a worker. Before the start it may join again; afterwards the engine and all
+        workers end.
+        """
         with self._changed:
             first = self._started and not self._closing and self._failure is None and not worker.ended
             worker.ended = True
@@ -307,7 +316,7 @@ class Cluster(Peers):
                     other.channel.send("failed", reason=f"{worker} is lost: {reason}")
 
     def _relay(self, connection: socket.socket) -> None:
-        """Joins a worker's connection with jax's service in this process."""
+        """Connects a worker's connection with jax's coordination service in this process."""
         with socket.create_connection(("127.0.0.1", self._coordinator_port), self._config.cluster_timeout) as service:
             for each in (connection, service):
                 each.settimeout(None)
@@ -317,9 +326,9 @@ class Cluster(Peers):
 
 
 def join_jax(port: int, num_processes: int, process_id: int, timeout: int) -> None:
-    """Makes this process one of several for jax, and finds everybody's devices. port: of this machine."""
+    """Initialises jax.distributed for this process and discovers all devices. port: of the service, on this machine."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.config.update("jax_enable_recoverability", True)  # jax leaves it to us to end when another process is lost
+    jax.config.update("jax_enable_recoverability", True)  # jax does not end this process when another one is lost
     jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
     jax.distributed.initialize(
         f"127.0.0.1:{port}",
@@ -342,17 +351,17 @@ def pump(source: socket.socket, sink: socket.socket) -> None:
 
 
 def free_listener() -> socket.socket:
-    """Listens on a free port of this machine, for this machine only."""
+    """Opens a listening socket on a free port of the loopback interface."""
     return socket.create_server(("127.0.0.1", 0))
 
 
 def versions() -> str:
-    """What all processes must have in common to compile the same programs."""
+    """Versions that must be equal in all processes, so that they compile the same programs."""
     return f"jaxengine {__version__} with jax {jax.__version__}"
 
 
 def _options(config: EngineConfig) -> dict[str, Any]:
-    """What workers must know, as JSON knows it; they have a key file and a token for the hub of their own."""
+    """Options for the workers, as JSON values, without the key file and hub token, of which each has its own."""
     chosen = {field.name: getattr(config, field.name) for field in fields(config)}
     for name in ("compilation_config", "structured_outputs_config"):
         chosen[name] = vars(chosen[name])

@@ -1,7 +1,7 @@
-"""`jaxengine worker`: one of the processes of an engine that host 0 runs (jaxengine.cluster.host0).
+"""`jaxengine worker`: a process of an engine that host 0 runs (jaxengine.cluster.host0).
 
-Joins, loads its parts of the model, compiles the same programs and then executes what host 0 says, until host 0 says
-that it is over, or is lost: then the process ends with the reason, whatever its devices wait for. Knows no requests.
+A worker joins, loads its parts of the model, compiles the same programs, and executes what host 0 sends. When host 0
+ends or is lost the process exits with the reason, even if its devices are waiting.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from scheduler.buckets import Bucket
 logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 0.5
-# Host 0 waits for the results of its steps, so that it is never far ahead.
+# Limit of queued messages. Host 0 waits for the results of its steps, so it is never far ahead.
 _MAX_WAITING = 4096
 
 
 class Host0(Peers):
-    """Host 0 as a worker knows it; the process ends when it is lost."""
+    """The worker's connection to host 0. The process exits when it is lost."""
 
     def __init__(self, config: EngineConfig, node_rank: int):
-        """Joins; raises ConfigError or ClusterError when that cannot be.
+        """Joins host 0. Raises ConfigError or ClusterError if that fails.
 
-        config: only its cluster options matter.
+        config: only its cluster options are used.
         """
         if config.nnodes < 2 or not 1 <= node_rank < config.nnodes:
             allowed = f"1 to nnodes - 1, with nnodes of at least 2; nnodes is {config.nnodes}"
@@ -64,7 +64,7 @@ class Host0(Peers):
         self._channel.send("ready")
 
     def next(self) -> Message:
-        """The next thing to do; waits for it."""
+        """Waits for the next message and returns it."""
         return self._messages.get()
 
     def expect(self, op: str) -> Message:
@@ -74,19 +74,19 @@ class Host0(Peers):
         return message
 
     def watch(self, output: Any) -> None:
-        """Nobody here reads a step's results; that it failed must show nevertheless."""
+        """Queues a step's output to be awaited: no caller reads it here, but a failure must be noticed."""
         self._outputs.put(output)
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Ends the process, and tells host 0 why."""
-        time.sleep(BLAME_SECONDS)  # if it failed because somebody is lost, that ends the process first
+        """Reports the error to host 0 and exits the process."""
+        time.sleep(BLAME_SECONDS)  # if a lost process is the cause, its detection ends this process first
         reason = f"{type(error).__name__}: {error}"
         with contextlib.suppress(OSError):
             self._channel.send("failed", reason=reason[:4000])
         self.leave(reason)
 
     def leave(self, reason: str | None = None) -> NoReturn:
-        """Ends the process, also where a thread waits for other processes for ever."""
+        """Exits the process, even if a thread is waiting for other processes."""
         if reason is None:
             self._channel.send("bye")
         else:
@@ -97,9 +97,9 @@ class Host0(Peers):
         os._exit(0 if reason is None else 1)
 
     def open_relay(self) -> int:
-        """A port of this machine that leads to jax's service in host 0's process.
+        """Opens a port of this machine that leads to jax's coordination service in host 0's process; returns the port.
 
-        jax's client would end this process, without a reason, when the connection ends; so this end stays open.
+        jax's client would exit this process without a reason if its connection ended; therefore this end stays open.
         """
         listener = free_listener()
 
@@ -162,7 +162,7 @@ class Host0(Peers):
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command. Its exit status is 0 when host 0 ended the engine, and 1 when anything else did."""
+    """Runs the command. Exits with status 0 if host 0 ended the engine, else with 1."""
     host0 = Host0(EngineConfig.from_options(**given_options(args, EngineConfig)), args.node_rank)
     try:
         config = EngineConfig.from_options(**host0.expect("start").fields["options"])
@@ -177,7 +177,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def serve(host0: Host0, runner: ModelRunner) -> Any:
-    """Executes what host 0 executes until it ends; the last step's output."""
+    """Executes the steps that host 0 sends, until it ends; returns the last step's output."""
     buckets, pending = set(runner.buckets), None
     while (message := host0.next()).op != "end":
         if message.op == "forward":

@@ -1,1 +1,1 @@
-"""What a person types: the command line, chat, demo, convert."""
+"""The command line and its commands: chat, generate, demo, convert, calibrate, tune."""

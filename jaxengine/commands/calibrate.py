@@ -1,4 +1,6 @@
-"""`jaxengine calibrate`: how large a model's keys and values become over texts, for codes of them (kv_cache_scales)."""
+"""`jaxengine calibrate`: measures the largest keys and values of a model over texts, for a quantised cache
+(kv_cache_scales).
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,11 @@ from jaxengine.runner.open import ProgressBar, open_resolved
 
 
 def calibrate(config: EngineConfig, texts: Path, output: Path) -> str:
-    """Runs each line of a file as a prompt and writes the largest magnitudes of every layer and kv head; a summary.
+    """Runs each line of a file as a prompt and writes the largest magnitudes of every layer and KV head; returns a
+    summary.
 
-    Raises ConfigError for a file without texts, for prompts longer than max_model_len, and where nothing can be
-    written, before any weight is loaded.
+    Raises ConfigError, before weights are loaded, for a file without texts, prompts longer than max_model_len, or an
+    output that cannot be written.
     """
     try:
         lines = [line for line in texts.read_text("utf-8").splitlines() if line.strip()]

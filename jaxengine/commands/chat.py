@@ -1,7 +1,6 @@
-"""`jaxengine chat`: one conversation at a time, each answer printed as it is made.
+"""`jaxengine chat`: an interactive conversation that prints answers as they are generated.
 
-Knows the chat loop and its commands; tokens, templates and text come from the engine. The whole conversation is sent
-each time: the prefix cache makes that cheap.
+The entire conversation is sent each time; the prefix cache makes that cheap.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ Message = Mapping[str, Any]
 HELP = '''\
 /system TEXT  the system message from now on; without TEXT none
 /reset        begins a new conversation
-/image FILE   shows a picture with the next message, of a file or an address
+/image FILE   sends a picture, a file or an address, with the next message
 /help         shows this
 /exit         leaves, as the end of input does
-A message of several lines stands between """ and """, or has a \\ at the end of each line but the last.
+Enclose a message of several lines in """, or end each line but the last with \\.
 Ctrl-C ends an answer.'''
 _FENCE = '"""'
 
 
 class Conversation:
-    """What has been said, the system message in front of it, and pictures to show with what is said next."""
+    """Messages so far, the system message before them, and pictures to send with the next message."""
 
     def __init__(self, system: str | None, images: Sequence[str] = ()):
         """images: files and addresses."""
@@ -46,11 +45,11 @@ class Conversation:
         self.images = [*images]
 
     def messages(self) -> list[Message]:
-        """As a chat template takes them."""
+        """Messages in the form that chat templates take."""
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
 
     def say(self, text: str) -> None:
-        """The next message of the user's."""
+        """Adds a message of the user, with the pending pictures."""
         pictures = [_picture(image) for image in self.images]
         self.images.clear()
         self.turns.append(
@@ -64,12 +63,12 @@ def chat(
     system: str | None = None,
     images: Sequence[str] = (),
 ) -> int:
-    """Reads messages until /exit or the end of input and answers each; the exit status.
+    """Reads messages until /exit or the end of input and answers each; returns the exit status.
 
-    images: files and addresses of pictures to show with the first message.
-    sampling_options: fields of SamplingParams; the rest are the model's defaults, and an answer may fill the context.
+    images: files and addresses of pictures to send with the first message.
+    sampling_options: fields of SamplingParams; others have the model's defaults, and an answer may fill the context.
     """
-    SamplingParams(**sampling_options)  # a wrong one is said before the model is loaded
+    SamplingParams(**sampling_options)  # reports a wrong value before the model is loaded
     from jaxengine.api.llm import LLM
 
     llm = LLM(**engine_options)
@@ -80,7 +79,7 @@ def chat(
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  arrow keys, and the lines before
-        print("/help says what there is, /exit leaves.")
+        print("/help lists the commands, /exit leaves.")
     while (read := _read_message()) is not None:
         text, may_command = read
         command = re.fullmatch(r"/([a-z]+)(?:\s+(.*))?", text, re.DOTALL) if may_command else None
@@ -95,7 +94,7 @@ def chat(
 
 
 def stream(llm: LLM, messages: Sequence[Message], params: SamplingParams) -> Iterator[CompletionOutput]:
-    """The answer, piece by piece: what is new each time. Leaving the iteration early aborts the request.
+    """Yields the new parts of the answer. Leaving the iteration early aborts the request.
 
     Raises:
       RequestError: the conversation is longer than max_model_len, or has a picture that cannot be used.
@@ -107,7 +106,7 @@ def stream(llm: LLM, messages: Sequence[Message], params: SamplingParams) -> Ite
     try:
         while not finished:
             for output in core.step():
-                assert isinstance(output, RequestOutput)  # of a prompt that is to be continued
+                assert isinstance(output, RequestOutput)  # a generating request has no other outputs
                 finished = output.finished
                 yield output.outputs[0]
     finally:
@@ -118,22 +117,22 @@ def stream(llm: LLM, messages: Sequence[Message], params: SamplingParams) -> Ite
 def _obey(conversation: Conversation, command: str, text: str | None) -> None:
     if command == "image" and text:
         conversation.images.append(text)
-        print("It goes with the next message.")
+        print("It will be sent with the next message.")
     elif command == "reset":
         conversation.turns.clear()
         conversation.images.clear()
-        print("A new conversation.")
+        print("New conversation.")
     elif command == "system":
         conversation.system = text
         print("The system message is set." if text else "There is no system message.")
     elif command == "help":
         print(HELP)
     else:
-        print(f"there is no /{command}; /help says what there is", file=sys.stderr)
+        print(f"there is no command /{command}; /help lists the commands", file=sys.stderr)
 
 
 def _take_turn(llm: LLM, conversation: Conversation, text: str, params: SamplingParams) -> None:
-    """Prints the answer to a message, and what it took. Ctrl-C ends the answer, not the chat."""
+    """Prints the answer to a message and its timing. Ctrl-C ends the answer, not the chat."""
     conversation.say(text)
     pieces, times, num_tokens, start = [], [], 0, time.monotonic()
     try:
@@ -145,7 +144,7 @@ def _take_turn(llm: LLM, conversation: Conversation, text: str, params: Sampling
     except KeyboardInterrupt:
         print(" [stopped]", end="")
     except RequestError as error:
-        print(f"{error}; /reset begins anew", file=sys.stderr)
+        print(f"{error}; /reset begins a new conversation", file=sys.stderr)
         conversation.turns.pop()
         return
     print(flush=True)
@@ -155,18 +154,18 @@ def _take_turn(llm: LLM, conversation: Conversation, text: str, params: Sampling
 
 
 def _picture(image: str) -> Message:
-    """A part of a message. What is no address is a file of whoever sits here."""
+    """Content part for a picture. Anything that is not an address is a local file."""
     return {"type": "image", "image": image if scheme_of(image) else Path(image).expanduser()}
 
 
 def speed(num_tokens: int, first_seconds: float, later_seconds: float) -> str:
-    """What an answer took: until its first token, and the rate of the others."""
+    """Formats the time to the first token and the rate of the rest."""
     rate = f", then {(num_tokens - 1) / later_seconds:.1f} tokens/s" if num_tokens > 1 and later_seconds > 0 else ""
     return f"{num_tokens} tokens, the first after {first_seconds:.2f} s{rate}"
 
 
 def _read_message() -> tuple[str, bool] | None:
-    """The next message without its ends, and whether it may be a command; None at the end of input or for Ctrl-C."""
+    """Reads a message, stripped, and whether it may be a command; None at the end of input or for Ctrl-C."""
     line = _read_line("> ")
     if line is None:
         return None

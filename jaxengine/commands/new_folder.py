@@ -1,4 +1,4 @@
-"""A folder that a command writes: under its name whole or not at all. Knows nothing of what is written."""
+"""A new folder that a command writes, which appears under its name only when complete."""
 
 from __future__ import annotations
 
@@ -18,19 +18,22 @@ _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """An empty folder to write to, beside `folder`, which it becomes in the end; nothing is left of it after an
-    exception, Ctrl-C, or a signal that ends the process.
+    """Yields an empty folder next to `folder`, and renames it to `folder` at the end.
 
-    Raises ModelFileError for one that exists or cannot be written.
+    After an exception, Ctrl-C, or a signal that ends the process, nothing of it is left.
+
+    Raises ModelFileError if `folder` exists or cannot be written.
     """
     if folder.exists() or folder.is_symlink():
         raise ModelFileError(folder, "exists; a checkpoint is written to a new folder")
     part = folder.with_name(f"{folder.name}.part")
-    with _told():
+    with _signals_raise():
         try:
             part.mkdir(parents=True)
         except FileExistsError:
-            text = "exists, for a checkpoint is being written or was never finished; remove it if nobody writes it"
+            text = (
+                "exists, for a checkpoint is being written or was never finished; remove it if no process is writing it"
+            )
             raise ModelFileError(part, text) from None
         except OSError as error:
             raise ModelFileError(folder, f"cannot be written: {error}") from error
@@ -45,7 +48,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def _remove(part: Path) -> None:
-    """Also what threads of a library that failed write meanwhile: the folder is to stay away for a while."""
+    """Removes a folder, repeatedly, because threads of a failed library may still write to it."""
     away = 0
     for _ in range(100):
         away = 0 if part.exists() else away + 1
@@ -56,9 +59,11 @@ def _remove(part: Path) -> None:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """Signals that end a process are exceptions inside, which come when a call of a library has ended: whoever ends
-    the process sooner (jaxengine.commands.process) leaves what was begun. Those that are ignored stay so."""
+def _signals_raise() -> Iterator[None]:
+    """Context in which signals that end the process raise exceptions, as soon as a library call returns.
+
+    Otherwise the process might end (jaxengine.commands.process) and leave the folder. Ignored signals stay ignored.
+    """
     ours = threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in _ENDS if ours}
     before = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}

@@ -1,9 +1,8 @@
-"""The command as a process of its own: how it ends when Ctrl-C comes while XLA is at work.
+"""Process entry of the command: how it ends when Ctrl-C arrives while XLA is busy.
 
-Python acts on a signal between two of its instructions, and a compilation is one that may take minutes; an interpreter
-that is torn down after an interrupted compilation may crash in what XLA leaves behind. So a watcher ends the process
-where the main thread does not hear the signal, and an interrupted command ends without a teardown: there is nothing to
-be saved. Knows nothing of what the commands do.
+Python handles a signal between two of its instructions, and a compilation, which is one instruction, may take minutes.
+An interpreter that is torn down after an interrupted compilation may crash in XLA. So a watcher thread ends the process
+if the main thread does not react to the signal, and an interrupted command ends without a teardown.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from typing import Any, NoReturn
 
 from jaxengine.commands.cli import main as run_command
 
-# The status of a process that Ctrl-C ended, as shells have it.
+# Exit status after Ctrl-C, by the convention of shells.
 INTERRUPTED = 130
-# How long the main thread may take to act on Ctrl-C before it counts as out of reach.
+# Time for the main thread to act on Ctrl-C before the watcher ends the process.
 _GRACE_SECONDS = 1.0
 
 
 def main() -> NoReturn:
-    """Runs the command of sys.argv and ends the process with its status."""
+    """Runs the command of sys.argv and exits with its status."""
     _watch_interrupts()
     status = run_command()
     if status == INTERRUPTED:
@@ -36,10 +35,10 @@ def main() -> NoReturn:
 
 
 def _watch_interrupts() -> None:
-    """Has Ctrl-C end the process, should the main thread not get to act on it.
+    """Starts a thread that ends the process on Ctrl-C if the main thread does not react.
 
-    The signal itself writes to the pipe, whatever the main thread is at. A command that handles Ctrl-C in its own way,
-    as a server does, is left to it.
+    The signal itself writes to a pipe, whatever the main thread does. A command that installs its own handler, as a
+    server does, is left alone.
     """
     heard_at = -math.inf
     wake, woken = os.pipe()
@@ -54,18 +53,18 @@ def _watch_interrupts() -> None:
         while number := os.read(wake, 1):
             came_at = time.monotonic()
             time.sleep(_GRACE_SECONDS)
-            # Of several that come together, Python acts on one.
+            # Python handles several simultaneous signals once.
             unheard = heard_at < came_at - _GRACE_SECONDS
             if number[0] == signal.SIGINT and unheard and signal.getsignal(signal.SIGINT) is interrupt:
                 _leave(INTERRUPTED)
 
     def lost(error: sys.UnraisableHookArgs) -> None:
-        """An interrupt that came in a callback, out of which nothing can be raised."""
+        """Ends the process for an interrupt in a callback, from which no exception can propagate."""
         if error.exc_type is KeyboardInterrupt:
             _leave(INTERRUPTED)
         sys.__unraisablehook__(error)
 
-    # One who started this process without Ctrl-C, as a shell starts what runs in the background, wants it so.
+    # A process that was started with SIGINT ignored, as shells start background jobs, keeps it so.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
         signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
@@ -74,7 +73,7 @@ def _watch_interrupts() -> None:
 
 
 def _leave(status: int) -> NoReturn:
-    """Ends the process at once, but for what was printed."""
+    """Flushes output and logs, and ends the process at once."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # its reader is gone

@@ -1,4 +1,6 @@
-"""`jaxengine convert --quantize`: a model's matrices rounded to fewer bits, as a checkpoint of compressed-tensors."""
+"""`jaxengine convert --quantize`: rounds a model's matrices to fewer bits and writes a compressed-tensors
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +23,17 @@ from models.registry import build_model
 from models.weights.compress import compress
 from models.weights.files import inside
 
-# Tokens of a text that are scored at once.
+# Tokens of a text that are scored in one request.
 WINDOW = 512
 
 
 def quantize(config: EngineConfig, name: str, folder: Path, text: str | None = None) -> str:
-    """Writes the model to a new folder, its matrices rounded as quantization=`name` would round them; a report.
+    """Writes the model to a new folder, with its matrices rounded as by quantization=`name`; returns a report.
 
-    text: a file; the report then has the model's perplexity on it before and after.
+    text: a text file; the report then includes the model's perplexity on it before and after.
 
-    Raises ConfigError for a model that has no safetensors or is quantised already and for a text that cannot be read,
-    before anything is written; ModelFileError for a folder that exists and for files that are no sound checkpoint.
+    Raises ConfigError, before anything is written, for a model without safetensors or one that is already quantised,
+    and for a text that cannot be read; ModelFileError for a folder that exists and for invalid model files.
     """
     content = None if text is None else _read(text)
     source = open_model(config)
@@ -43,7 +45,7 @@ def quantize(config: EngineConfig, name: str, folder: Path, text: str | None = N
     if text is not None and source.pooling is not None:
         raise ConfigError("perplexity", text, "absent for a pooling model, which predicts no text")
     names = [file.name for file in source.files_beside_weights()]
-    # What sentence-transformers says of pooling lies a folder deeper.
+    # The pooling files of sentence-transformers are in subfolders.
     names += [str(file.relative_to(source.path)) for file in source.path.glob("[0-9]_*/config.json")]
     files = {name: inside(source.path, name) for name in names}
     raw = read_config_json(source.path)
@@ -78,9 +80,9 @@ def _read(path: str) -> str:
 
 
 def _perplexity(config: EngineConfig, text: str, size: int) -> float:
-    """Of the text in windows of `size` tokens, the first token of each given."""
+    """Perplexity of a text, in windows of `size` tokens of which the first is given."""
     options = {name: getattr(config, name) for name in ("model", "revision", "download_dir", "hf_token")}
-    # One step of each kind: there is nothing to be fast at.
+    # One step size of each kind is enough, as speed does not matter.
     steps = {"cudagraph_capture_sizes": [], "prefill_sizes": []}
     options |= {"max_model_len": size + 1, "max_num_seqs": 1, "compilation_config": steps}
     llm = LLM(**options, disable_log_stats=config.disable_log_stats)

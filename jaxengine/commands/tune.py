@@ -1,6 +1,6 @@
-"""`jaxengine tune`: sizes for products with quantised matrices, tried out and written to the table of the kernels.
+"""`jaxengine tune`: tries tile sizes for products with quantised matrices and writes the kernels' table.
 
-What compiles and times is jaxengine.check.tuning's, imported when it is wanted.
+jaxengine.check.tuning, imported on demand, compiles and times them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxengine.config.engine_config import ConfigError
 TABLE_FILE = HOME / "pallas_kernels" / "tuned_products.py"
 # Products of a layer of Llama 3.1 8B and 70B.
 SHAPES = "4096x6144,4096x4096,4096x28672,14336x4096,8192x10240,8192x8192,8192x57344,28672x8192"
-# Name -> dtype of codes as they are stored, whether there are zeros.
+# Name -> dtype of the stored codes, whether there are zeros.
 CODES = {"int4": ("uint8", True), "int8": ("int8", False), "e4m3": ("float8_e4m3fn", False)}
 _HEAD = '''\
 """Sizes for products with quantised matrices, by chip: rows, inputs, outputs, inputs of a group, codes, sizes.
@@ -37,18 +37,18 @@ TABLE: dict[str, tuple[tuple[int, int, int, int, str, dict[str, int]], ...]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     chips = ", ".join(CLOCKS)
-    parser.add_argument("--target", required=True, metavar="NAME", help=f"{chips}; timed where this machine has one")
+    parser.add_argument("--target", required=True, metavar="NAME", help=f"{chips}; timed if this machine has one")
     parser.add_argument("--shapes", default=SHAPES, metavar="KxN,KxN,...", help="inputs and outputs of matrices")
     parser.add_argument("--rows", type=positive_int, nargs="+", default=[8, 64, 256], metavar="M", help="rows of steps")
     parser.add_argument("--group", type=int, choices=(32, 64, 128), default=128, help="inputs that share a scale")
-    parser.add_argument("--codes", nargs="+", choices=sorted(CODES), default=["int4"], help="what is stored")
-    about = "add what is found, as it is found, to a table, without FILE the one that kernels read"
+    parser.add_argument("--codes", nargs="+", choices=sorted(CODES), default=["int4"], help="formats of the codes")
+    about = "add each result to the table in FILE (default: the one that kernels read)"
     parser.add_argument("--write", metavar="FILE", nargs="?", const=str(TABLE_FILE), help=about)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Tunes, tells and, if asked, writes; raises ConfigError for a value that is not one."""
+    """Tunes, prints the results and optionally writes them. Raises ConfigError for invalid values."""
     if args.target not in CLOCKS:
         raise ConfigError("target", args.target, ", ".join(CLOCKS))
     target = find_target(args.target)
@@ -61,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
     found = []
     for row in tune(target, problems):
         found.append(row)
-        print(f"{target.name}  {len(found)}/{len(problems)}  {_told(row)}", flush=True)
-        if path is not None:  # at once: the next may take minutes, and Ctrl-C ends it
+        print(f"{target.name}  {len(found)}/{len(problems)}  {_row_text(row)}", flush=True)
+        if path is not None:  # at once, as the next may take minutes and Ctrl-C ends it
             entries = merged(before.get(target.name, ()), found)
             _write_whole(path, table_text({**before, target.name: entries}))
     if path is not None:
@@ -71,9 +71,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _table_to_write(path: Path) -> dict[str, tuple[tuple, ...]]:
-    """What a file holds that is to be written; the table of the kernels where there is no such file yet.
+    """Reads the table to update; the kernels' own table if the file does not exist.
 
-    Raises ConfigError for a file that is no table and for one that cannot be written.
+    Raises ConfigError if the file is not a table or cannot be written.
     """
     from models.quantization.tuning import TABLE
 
@@ -81,7 +81,7 @@ def _table_to_write(path: Path) -> dict[str, tuple[tuple, ...]]:
         text = path.read_text() if path.exists() else table_text(TABLE)
         (value,) = [each.value for each in ast.parse(text).body if isinstance(each, ast.AnnAssign)]
         table = ast.literal_eval(value or "")
-        _write_whole(path, text)  # as it is: known now, and not after hours
+        _write_whole(path, text)  # fails now, not after hours, if the file cannot be written
         return table
     except OSError as error:
         problem = f"{path} cannot be written ({error.strerror})"
@@ -91,7 +91,7 @@ def _table_to_write(path: Path) -> dict[str, tuple[tuple, ...]]:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    """All of it or nothing: kernels import the module."""
+    """Replaces the file atomically, as kernels import it."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         part.write_text(text)
@@ -101,7 +101,7 @@ def _write_whole(path: Path, text: str) -> None:
 
 
 def _problems(args: argparse.Namespace) -> list[tuple]:
-    """Fields of models.quantization.tuning.Problem."""
+    """The problems to tune, as fields of models.quantization.tuning.Problem."""
     shapes = []
     for shape in args.shapes.split(","):
         size, _, out = shape.partition("x")
@@ -114,7 +114,7 @@ def _problems(args: argparse.Namespace) -> list[tuple]:
     return [(rows, *shape, args.group, *kind) for kind in codes for shape in shapes for rows in args.rows]
 
 
-def _told(row: dict[str, Any]) -> str:
+def _row_text(row: dict[str, Any]) -> str:
     rows, size, out, group, codes, _ = row["problem"]
     name = f"[{rows}, {size}] x [{size}, {out}] {codes}, groups of {group}"
     if row["best"] is None:
@@ -124,14 +124,14 @@ def _told(row: dict[str, Any]) -> str:
 
 
 def merged(before: Sequence[tuple], found: Sequence[dict[str, Any]]) -> tuple[tuple, ...]:
-    """Entries of a chip, the new ones in place of those of the same problem, in order."""
+    """Entries of a chip in order; new ones replace those of the same problem."""
     entries = {tuple(entry[:5]): entry[5] for entry in before}
     entries |= {tuple(row["problem"][:5]): row["sizes"] for row in found if row["best"] is not None}
     return tuple((*key, entries[key]) for key in sorted(entries, key=lambda key: (key[4], *key[:4])))
 
 
 def table_text(table: dict[str, tuple[tuple, ...]]) -> str:
-    """The module that holds a table."""
+    """Source of the module that holds a table."""
     lines = []
     for chip in sorted(table):
         rows = [f"        ({', '.join(map(_literal, entry))}),\n" for entry in table[chip]]

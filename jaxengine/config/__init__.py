@@ -1,1 +1,1 @@
-"""What an engine is asked for, and what each kind of device suggests."""
+"""Engine options and their checks, and the defaults of each kind of device."""

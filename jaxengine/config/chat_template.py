@@ -1,4 +1,4 @@
-"""The option chat_template: a template, or, as with vLLM, the name of the file that holds it. Renders nothing."""
+"""The option chat_template: a template or, as in vLLM, the name of a file that holds one."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _ADVICE = "give a template with {{ }} or {% %} in it, or the name of a file that
 
 
 def read_chat_template(value: Any) -> Any:
-    """The template: the text, where braces say that it is one, and else what is in the file of that name.
+    """The template: `value` itself if it contains template braces, otherwise the content of the file of that name.
 
-    A name taken for a template would make every prompt the name. Raises ConfigError for a file that cannot be read or
-    holds no template.
+    Without this check a file name would be used as a template, and every prompt would be that name. Raises ConfigError
+    for a file that cannot be read or holds no template.
     """
     if not isinstance(value, str) or not value or _is_template(value):
         return value
     try:
         text = _read(Path(value).expanduser())
-    except (OSError, ValueError, RuntimeError) as error:  # also of names that no file can have, and of no home folder
+    except (OSError, ValueError, RuntimeError) as error:  # includes invalid file names and a missing home folder
         why = getattr(error, "strerror", None) or error
         raise ConfigError.because(
             "chat_template", f"chat_template {value[:200]!r} cannot be read ({why})", _ADVICE
@@ -34,14 +34,14 @@ def read_chat_template(value: Any) -> Any:
 
 
 def _read(path: Path) -> str:
-    path.stat()  # says why there is none
+    path.stat()  # raises OSError with the reason if there is none
     if not path.is_file():
-        raise ValueError("it is no regular file")
+        raise ValueError("it is not a regular file")
     with path.open("rb") as file:
         content = file.read(_MAX_BYTES + 1)
     if len(content) > _MAX_BYTES:
         raise ValueError(f"it has more than {_MAX_BYTES} bytes")
-    return content.decode("utf-8-sig")  # a mark of the byte order would begin every prompt
+    return content.decode("utf-8-sig")  # drops a byte order mark, which would begin every prompt
 
 
 def _is_template(text: str) -> bool:

@@ -1,8 +1,7 @@
-"""Command-line options made from a dataclass, so that a new field of EngineConfig is an option without a line here.
+"""Command-line options generated from a dataclass, so that a new field of EngineConfig is an option without code here.
 
-Field names become flags (`max_model_len` -> `--max-model-len`), types decide how a value is read, and the help text is
-the field's line in the class's docstring. Knows argparse and dataclasses, nothing of what the options mean: the values
-are checked where they always are, by the dataclass.
+Field names become flags (`max_model_len` -> `--max-model-len`), types determine how a value is parsed, and the help
+text is the field's entry in the class docstring. Values are checked by the dataclass, as always.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ def add_options(
     names: Sequence[str] | None = None,
     short: Mapping[str, str] = types.MappingProxyType({}),
 ) -> None:
-    """Adds one flag for each field of the dataclass `cls` (for `names` only, in their order, when given).
+    """Adds a flag for each field of the dataclass `cls`; if given, only for `names`, in their order.
 
-    short: second spellings of flags, by field. A field of texts whose metadata has "nargs" takes so many at once.
+    short: alternative flags, by field. The metadata "nargs" of a field of strings sets how many values its flag takes.
     """
     hints, texts = typing.get_type_hints(cls), class_texts(cls)
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
@@ -47,20 +46,20 @@ def add_options(
 
 
 def given_options(args: argparse.Namespace, cls: type) -> dict[str, Any]:
-    """The fields of `cls` that were given on the command line, and only those."""
+    """The fields of `cls` that were given on the command line."""
     prefix = destination(cls, "")
     return {name.removeprefix(prefix): value for name, value in vars(args).items() if name.startswith(prefix)}
 
 
 def positive_int(text: str) -> int:
-    """Reads a count of at least 1."""
+    """Parses an integer of at least 1."""
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
 def output_file(text: str) -> str:
-    """Reads where a result is to go, which is made in minutes or hours: a place that takes none is told before."""
+    """Checks that a file can be written, before the minutes or hours that computing its content may take."""
     path = Path(text)
     if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text!r} cannot be written; name a file in a folder that is there")
@@ -73,20 +72,20 @@ def flag_of(name: str) -> str:
 
 
 def destination(cls: type, name: str) -> str:
-    """Where a parser keeps a field's value.
+    """The attribute of the parsed arguments that holds a field's value.
 
-    Two dataclasses on one parser may share a field name (`seed`) as long as only one of them adds its flag.
+    Two dataclasses on one parser may share a field name (`seed`) if only one of them adds its flag.
     """
     return f"{cls.__name__}.{name}"
 
 
 def class_texts(cls: type) -> dict[str, str]:
-    """`field_texts` of a class and of those whose fields it has too."""
+    """`field_texts` of a class and its base classes."""
     return {name: text for each in cls.__mro__[::-1] for name, text in field_texts(each.__doc__ or "").items()}
 
 
 def field_texts(docstring: str) -> dict[str, str]:
-    """Field -> text of the docstring's `Attributes:` section."""
+    """Maps each field to its text in the docstring's `Attributes:` section."""
     section = docstring.partition("Attributes:\n")[2].partition("\n\n")[0]
     entries = re.split(r"^ {6}(\w+): ", section, flags=re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in zip(entries[1::2], entries[2::2], strict=True)}
@@ -94,12 +93,12 @@ def field_texts(docstring: str) -> dict[str, str]:
 
 def _help(text: str, default: Any) -> str:
     shown = default is not None and not dataclasses.is_dataclass(default) and default not in ((), dataclasses.MISSING)
-    # A percent sign is argparse's own placeholder.
+    # argparse expands percent signs.
     return (text + (f" (default: {default})" if shown else "")).strip().replace("%", "%%")
 
 
 def _reader(hint: Any, nargs: str | None = None) -> dict[str, Any]:
-    """The keyword arguments of add_argument that read a value of type `hint`; None is said by leaving the flag out."""
+    """Keyword arguments of add_argument for values of type `hint`; omitting the flag stands for None."""
     kinds = [kind for kind in _members(hint) if kind is not type(None)]
     kind = kinds[0] if len(kinds) == 1 else Any
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
@@ -112,7 +111,7 @@ def _reader(hint: Any, nargs: str | None = None) -> dict[str, Any]:
     if set(kinds) == {str, bool}:
         return {"nargs": "?", "const": True, "metavar": "STR"}
     if len(kinds) > 1 and str in kinds:
-        return {"type": str, "metavar": "JSON"}  # or a text of its own, which its dataclass reads
+        return {"type": str, "metavar": "JSON"}  # or text in another form, which its dataclass reads
     if origin is typing.Literal:
         return {"type": type(arguments[0]), "choices": arguments}
     if origin in (Sequence, list, tuple) and arguments[0] is str:

@@ -1,4 +1,4 @@
-"""Which shapes of a step are compiled before anything is served. Knows nothing of models."""
+"""Step shapes that are compiled before serving."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from scheduler.buckets import Buckets
 
 @dataclass(frozen=True)
 class CompilationConfig:
-    """Which shapes are compiled before serving (vLLM: which CUDA graphs are captured).
+    """Step shapes that are compiled before serving (vLLM: captured CUDA graphs).
 
     Attributes:
-      cudagraph_capture_sizes: numbers of sequences for decode-only steps; max_num_seqs is always among them.
-      prefill_sizes: token counts for steps with prefill; max_num_batched_tokens is always among them.
-      mode: None or 3; every step is compiled whole, so no lesser mode exists (`enforce_eager` skips warm-up).
+      cudagraph_capture_sizes: numbers of sequences of decode-only steps; max_num_seqs is always included.
+      prefill_sizes: token counts of steps with prefill; max_num_batched_tokens is always included.
+      mode: None or 3; every step is compiled as a whole, so lower modes do not exist (`enforce_eager` skips warm-up).
     """
 
     cudagraph_capture_sizes: tuple[int, ...] | None = None
@@ -41,7 +41,7 @@ class CompilationConfig:
 
     @classmethod
     def read(cls, value: Any) -> CompilationConfig:
-        """From a dict of the fields, a mode, or None for the defaults. Raises ConfigError."""
+        """Reads a dict of the fields, a mode, or None for the defaults. Raises ConfigError."""
         value = whole_number(plain(value))
         if value is None or isinstance(value, cls):
             return value or cls()
@@ -57,7 +57,7 @@ class CompilationConfig:
         return cls(**value)
 
     def divided(self, parts: int) -> CompilationConfig:
-        """The sizes of each of `parts` that split a batch."""
+        """The sizes for each of `parts` ranks that split a batch."""
         names = ("cudagraph_capture_sizes", "prefill_sizes")
         sizes = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return replace(self, **{name: tuple(-(-size // parts) for size in each) for name, each in sizes.items()})
@@ -71,7 +71,7 @@ class CompilationConfig:
         *,
         sections: tuple[str, ...] = (),
     ) -> Buckets:
-        """The shapes under these limits of one rank, and the platform's where no sizes were given."""
+        """The step shapes of one rank under these limits; sizes that were not given are the platform's."""
         decode, prefill = self.cudagraph_capture_sizes, self.prefill_sizes
         if decode is None:
             decode = tuple(size for size in platform.decode_sizes if size < max_num_seqs)

@@ -1,4 +1,4 @@
-"""Options of what encodes pictures: how devices share the work, how much of it a step does, how much is kept."""
+"""Options of the encoder of pictures: how devices share its work, how much of it a step does, and its caches."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from jaxengine.config.platforms import Platform
     from models.config.model_config import ModelConfig
 
-# How pictures that have been made ready are kept; names as in vLLM's guide to optimisation.
+# Caches of preprocessed pictures; names as in vLLM's guide to optimisation.
 OFF, PROCESSOR, KEY_REPLICATED, SHARED_MEMORY = KINDS = ("off", "processor", "key-replicated", "shared memory")
-# What of them an API process keeps, or whoever reads prompts, and what the engine.
+# What the API process (or the process that reads prompts) caches, and what the engine caches.
 _PLACES = {
     OFF: ("nothing", "nothing"),
     PROCESSOR: ("keys and values", "nothing"),
@@ -30,23 +30,23 @@ _BLIND = "let it read text only: limit_mm_per_prompt image=0"
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderOptions:
-    """The fields of EngineConfig about the tower that encodes pictures.
+    """The fields of EngineConfig about the vision tower, which encodes pictures.
 
     Attributes:
-      mm_encoder_tp_mode: "weights": the devices of tensor parallelism split the tower's weights; "data": each has all
-        of them and encodes pictures of its own, without any exchange but one at the end.
-      disable_chunked_mm_input: a step has all tokens of a picture or none; so it is anyway where a model's pictures are
-        attended to in both directions.
-      max_num_batched_encoder_tokens: embeddings of pictures that one step makes at most, rounded up to what a call of
-        the tower makes at least; a picture must not have more. None for those of the largest picture that the model
-        takes and max_model_len has room for.
-      encoder_cache_size: embeddings of pictures that are kept on the devices, for the next request with the same one
-        too. None for twice those of the largest picture, at least max_num_batched_tokens.
-      mm_processor_cache_gb: GiB of pictures and videos that are kept as their processor has made them ready; 0 for
-        none. With several API processes each of them keeps so much.
-      mm_processor_cache_type: where a server with one API process keeps them: "lru" in the engine's process, of which
-        the API process knows what is there; "shm" in memory that both share (Linux). Pixels are sent once at most.
-      mm_shm_cache_max_object_size_mb: MiB of the largest item that shared memory takes; a larger one is sent each time.
+      mm_encoder_tp_mode: "weights": tensor-parallel devices split the tower's weights; "data": each device has all
+        weights and encodes different pictures, with one exchange at the end.
+      disable_chunked_mm_input: schedule all tokens of a picture in one step; always the case for models that attend to
+        pictures in both directions.
+      max_num_batched_encoder_tokens: limit of picture embeddings that one step computes, rounded up to the smallest
+        call of the tower; no picture may have more. None for the largest picture that the model accepts and
+        max_model_len has room for.
+      encoder_cache_size: picture embeddings that are kept on the devices, also for later requests with the same
+        picture. None for twice the largest picture, at least max_num_batched_tokens.
+      mm_processor_cache_gb: GiB of preprocessed pictures and videos to keep; 0 for none. With several API processes
+        each of them keeps this much.
+      mm_processor_cache_type: where a server with one API process keeps them: "lru" in the engine's process, with their
+        keys also in the API process; "shm" in memory that both share (Linux). Pixels are sent at most once.
+      mm_shm_cache_max_object_size_mb: MiB of the largest item in shared memory; a larger one is sent each time.
     """
 
     mm_encoder_tp_mode: str = "weights"
@@ -63,7 +63,9 @@ class EncoderOptions:
         return int(self.mm_processor_cache_gb * 2**30)
 
     def mm_cache_kind(self, num_api_processes: int) -> str:
-        """Which of KINDS keeps pictures. num_api_processes: in front of the engine's; 0 where all is one process."""
+        """The cache to use, of KINDS. num_api_processes: processes besides the engine's; 0 if there is only one
+        process.
+        """
         if not self.mm_processor_cache_bytes:
             return OFF
         if num_api_processes != 1:
@@ -71,7 +73,7 @@ class EncoderOptions:
         return SHARED_MEMORY if self.mm_processor_cache_type == "shm" else KEY_REPLICATED
 
     def mm_cache_placement(self, num_api_processes: int) -> dict[str, Any]:
-        """What lies where, as vLLM's guide tells it, and the most that all of it takes; plain JSON values."""
+        """What each process caches, in the terms of vLLM's guide, and the limit of all caches; plain JSON values."""
         kind = self.mm_cache_kind(num_api_processes)
         api, engine = _PLACES[kind]
         count = max(1, num_api_processes) if kind == PROCESSOR else 1
@@ -92,7 +94,7 @@ def check_encoder(options: EncoderOptions) -> None:
     if options.mm_processor_cache_type not in CACHE_TYPES:
         raise ConfigError("mm_processor_cache_type", options.mm_processor_cache_type, ", ".join(CACHE_TYPES))
     if options.mm_processor_cache_type == "shm" and not hasattr(os, "memfd_create"):
-        raise ConfigError("mm_processor_cache_type", "shm", "lru: this system has no memory without a name")
+        raise ConfigError("mm_processor_cache_type", "shm", "lru: this system has no memfd_create")
     if not 1 <= options.mm_shm_cache_max_object_size_mb <= _MAX:
         given = options.mm_shm_cache_max_object_size_mb
         raise ConfigError("mm_shm_cache_max_object_size_mb", given, f"1 to {_MAX}")
@@ -101,10 +103,10 @@ def check_encoder(options: EncoderOptions) -> None:
 def settle_encoder(
     chosen: Mapping[str, Any], model: ModelConfig, platform: Platform, sizes: Sequence[tuple[int, int]]
 ) -> dict[str, Any]:
-    """num_encoder_rows, max_encoder_patches, whole_pictures and uses_mrope of ResolvedConfig.
+    """Computes num_encoder_rows, max_encoder_patches, whole_pictures and uses_mrope of ResolvedConfig.
 
-    chosen: the other fields. sizes: (embeddings, patches) of the largest item of each kind that requests may bring,
-    none where the model sees nothing. Raises ConfigError.
+    chosen: the other fields. sizes: (embeddings, patches) of the largest item of each modality that requests may
+      contain; unused without a vision tower. Raises ConfigError.
     """
     tower = model.tower
     if tower is None:
@@ -115,7 +117,7 @@ def settle_encoder(
     if (asked := chosen["max_num_batched_encoder_tokens"]) is not None:
         most_rows, most_patches = min(most_rows, asked), asked * tower.merge
     whole = tower.attends_both_ways or chosen["disable_chunked_mm_input"]
-    # Decodes come first: what they leave must have room for a picture that is not cut.
+    # Decodes come first: they must leave room for a picture that is not split.
     tokens = chosen["long_prefill_token_threshold"] or chosen["max_num_batched_tokens"]
     least = chosen["max_num_seqs"] + most_rows if whole else 2
     for name, wrong, advice in (
@@ -125,7 +127,7 @@ def settle_encoder(
         ("long_prefill_token_threshold", whole and tokens < most_rows, f"give at least {most_rows}, or 0"),
     ):
         if wrong:
-            problem = f"{name} is {chosen[name]}, with which this model cannot see"
+            problem = f"{name} is {chosen[name]}, which this model does not support with pictures"
             raise ConfigError.because(name, problem, f"{advice}, or {_BLIND}")
     if tower.attends_both_ways and platform.name == "tpu":
         problem = f"{model.architecture} attends to pictures in both directions, which the TPU kernels do not"

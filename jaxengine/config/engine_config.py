@@ -1,7 +1,7 @@
-"""What a user may set, checked once. Names and meaning are vLLM's wherever vLLM has the option.
+"""Engine options, checked once. Names and meaning are vLLM's where vLLM has the option.
 
-`EngineConfig` is frozen; `None` in it means "as the model and platform suggest" and `resolved` fills that in. An option
-that is not built yet is refused with its name, never accepted and forgotten.
+`EngineConfig` is frozen; `None` in it means the default of model and platform, which `resolved` fills in. An option
+that is not implemented is refused by name, never ignored.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LOAD_FORMATS = ("auto", "safetensors", "gguf", "orbax", "dummy")
 DTYPES = ("auto", "float32", "bfloat16")
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 SIZES = ("max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes")  # options that also take "4k" or "4G"
-# Options that are more than a value.
+# Readers of options with structure.
 _READERS = {
     "compilation_config": CompilationConfig.read,
     "structured_outputs_config": StructuredOutputsConfig.read,
@@ -57,85 +57,84 @@ _READERS = {
 
 @dataclass(frozen=True)
 class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
-    """Engine options, beside those of EncoderOptions, LoraOptions and MediaOptions.
+    """Engine options, in addition to those of EncoderOptions, LoraOptions and MediaOptions.
 
     Attributes:
-      model: a GGUF file, a Hugging Face folder, or a hub id to download, of a GGUF file as org/name/FILE.gguf or
-        org/name:Q4_K_M; None for the embedded SmolLM2-135M-Instruct.
-      tokenizer: a folder with a tokenizer.json or a hub id, when it is not the model's own.
-      tokenizer_revision: the branch, tag or commit of the tokenizer on the hub.
-      skip_tokenizer_init: token ids in and out, no text.
-      load_format: "auto", "safetensors", "gguf", "orbax" (of `jaxengine convert`), or "dummy" for random weights.
-      revision: the hub's branch, tag or commit.
-      download_dir: where hub downloads go.
-      hf_token: a token for the hub; True or None for the stored one, if there is any, False for none.
-      dtype: of weights and activations; "auto" is float32 on CPU and bfloat16 elsewhere. "half" and "float16" are run
-        in bfloat16, which is as large and has float32's range.
-      quantization: what the checkpoint's quantization_config says, or None for that; of one without, "int8", "fp8" or
-        "int4" rounds the matrices of layers as they are read. "gguf" keeps those of a GGUF file as they are stored;
-        else they are dequantised.
-      kv_cache_dtype: of the KV pages; "auto" is what the checkpoint says, or else dtype. "fp8" is "fp8_e4m3"; codes of
-        fp8 and int8 have a scale for each layer and kv head. "int8_per_token_head" and "fp8_per_token_head", on CPU and
-        cards without kernels of their own, have one for each token and kv head, which is nothing to measure.
-      kv_cache_scales: those of codes: a file of `jaxengine calibrate`, "calibrate" to measure them at start on random
-        tokens, "unit" for 1; "auto" takes the checkpoint's, or else measures.
-      seed: of everything random that has no seed of its own.
-      max_model_len: longest prompt and output together, in tokens. Models with longrope (Phi-3 of 128k tokens,
-        Phi-4-mini) run with their short factors where it is at most their original context, else with the long ones.
-      max_num_seqs: requests that run at once, in each of data_parallel_size.
-      max_num_batched_tokens: tokens of one step, in each of data_parallel_size.
-      block_size: tokens of one page (page_size).
-      gpu_memory_utilization: share of the device's memory the engine may use, and does. A CPU's memory is not filled
-        unless this is given: the KV pool then has room for 512 tokens of each of max_num_seqs requests, at least for
-        two requests of max_model_len, within half of the memory.
+      model: a GGUF file, a Hugging Face folder, or a hub id to download; a GGUF file on the hub is org/name/FILE.gguf
+        or org/name:Q4_K_M. None for the embedded SmolLM2-135M-Instruct.
+      tokenizer: a folder with a tokenizer.json or a hub id, if not the model's own.
+      tokenizer_revision: branch, tag or commit of the tokenizer on the hub.
+      skip_tokenizer_init: load no tokenizer; requests use token ids instead of text.
+      load_format: "auto", "safetensors", "gguf", "orbax" (from `jaxengine convert`), or "dummy" for random weights.
+      revision: branch, tag or commit of the model on the hub.
+      download_dir: folder for hub downloads.
+      hf_token: token for the hub; True or None for the stored one, if there is any, False for none.
+      dtype: dtype of weights and activations; "auto" is float32 on CPU and bfloat16 elsewhere. "half" and "float16" run
+        in bfloat16, which has the same size and float32's range.
+      quantization: method of the checkpoint's quantization_config, or None; for one without, "int8", "fp8" or "int4"
+        rounds the layers' matrices during loading. "gguf" keeps the matrices of a GGUF file as stored; otherwise they
+        are dequantised.
+      kv_cache_dtype: dtype of the KV pages; "auto" is the checkpoint's, or else dtype. "fp8" is "fp8_e4m3"; fp8 and
+        int8 codes have a scale per layer and KV head. "int8_per_token_head" and "fp8_per_token_head", on CPUs and GPUs
+        without their own attention kernels, have a scale per token and KV head, which needs no calibration.
+      kv_cache_scales: scales of KV codes: a file from `jaxengine calibrate`, "calibrate" to measure them on random
+        tokens at start, "unit" for 1; "auto" uses the checkpoint's, or else measures.
+      seed: seed of everything random without its own seed.
+      max_model_len: limit of prompt plus output, in tokens. Models with longrope (Phi-3 of 128k tokens, Phi-4-mini) use
+        their short factors if it is at most their original context, otherwise the long ones.
+      max_num_seqs: limit of concurrently running requests, per data-parallel replica.
+      max_num_batched_tokens: limit of tokens in a step, per data-parallel replica.
+      block_size: tokens per page (page_size).
+      gpu_memory_utilization: share of the device's memory that the engine uses. On a CPU, unless this is given, the KV
+        pool has room for 512 tokens of each of max_num_seqs requests, at least for two requests of max_model_len,
+        within half of the memory.
       kv_cache_memory_bytes: size of the KV pool; overrides gpu_memory_utilization.
       num_gpu_blocks_override: number of pages; overrides both.
       enable_prefix_caching: reuse the KV of known prefixes.
-      num_state_snapshots: states of prefixes to keep, where layers have states; None for a quarter of max_num_seqs.
-      disable_hybrid_kv_cache_manager: keep the KV of all tokens in layers with sliding windows too, instead of giving
-        pages back as the windows leave them behind.
+      num_state_snapshots: prefix states to keep, for models with recurrent states; None for a quarter of max_num_seqs.
+      disable_hybrid_kv_cache_manager: keep the KV of all tokens in sliding-window layers too, instead of freeing pages
+        that have left the window.
       enable_chunked_prefill: let a prompt span several steps.
-      long_prefill_token_threshold: longest prefill chunk, 0 for no limit of its own.
-      scheduling_policy: who is next: "fcfs", the first to come; "priority", of the lowest value; "fair", of the client
-        that was served least, in input tokens and twice its output tokens (a client is who has a key of the server, or
-        a `client` in Python), so that nobody waits behind a crowd of another's requests.
-      async_scheduling: dispatch a step before the tokens of the one before are read.
+      long_prefill_token_threshold: limit of a prefill chunk; 0 for none.
+      scheduling_policy: order of requests: "fcfs", first come, first served; "priority", lowest value first; "fair",
+        the client that was served least, counting input tokens and twice the output tokens (a client is an API key of
+        the server, or `client` in Python), so that one client's many requests do not delay another's.
+      async_scheduling: dispatch a step before the tokens of the previous one are read.
       enforce_eager: no warm-up; a shape is compiled when it first occurs. For debugging.
-      tensor_parallel_size: devices that split the weights of a layer. Where the model has fewer kv heads, or a number
-        of them that does not divide, some of these devices split the sequences instead of the heads of attention.
-      replicate_kv_heads: split the heads over all of tensor_parallel_size, storing kv heads more than once.
-      data_parallel_size: times that weights are stored (but for experts), each with sequences and pages of its own.
+      tensor_parallel_size: devices that split the weights of a layer. If the model has fewer KV heads, or a number of
+        them that does not divide, some of these devices split the sequences instead of the attention heads.
+      replicate_kv_heads: split the heads over all of tensor_parallel_size, storing KV heads more than once.
+      data_parallel_size: replicas of the weights (except experts), each with its own sequences and pages.
       enable_expert_parallel: whole experts on devices of tensor_parallel_size * data_parallel_size, not slices of all.
       all2all_backend: how tokens reach whole experts: "allgather_reducescatter", every token to every device, or
-        "ragged_all_to_all", to those that hold its experts. The latter is for TPUs; a CPU, which has no such exchange,
-        plays it slowly, for tests.
-      pipeline_parallel_size: groups of devices that each have a run of the layers.
-      pipeline_layers: numbers of layers of these groups; None splits by the bytes of the weights.
-      nnodes: processes of the engine, this one included; the others are started as `jaxengine worker`.
-      master_addr: where this process listens for them.
-      master_port: the port for that.
-      cluster_key_file: a file with the secret that all of them know.
-      cluster_timeout: seconds that a start-up waits for a process.
-      compilation_config: which shapes are compiled; a CompilationConfig or a dict of its fields.
-      structured_outputs_config: how schemas are read where a request does not say; a dict of disable_any_whitespace,
-        disable_additional_properties and lenient, which mean what they do in a request's structured_outputs.
-      compile_cache_dir: where compiled steps are kept, JAXENGINE_CACHE_DIR if not given, else ~/.cache/jaxengine
-        (XDG_CACHE_HOME is heeded); "" keeps none. A folder of root's is only read by other users.
-      max_logprobs: most logprobs of a token that a request may ask for, at most 1024; -1: the whole vocabulary, where
-        it is no larger.
+        "ragged_all_to_all", only to the devices that hold its experts. The latter is for TPUs; a CPU emulates it
+        slowly, for tests.
+      pipeline_parallel_size: groups of devices that each hold a range of the layers.
+      pipeline_layers: number of layers of each group; None splits by the bytes of the weights.
+      nnodes: processes of the engine, including this one; the others are started as `jaxengine worker`.
+      master_addr: address on which this process listens for them.
+      master_port: port on which this process listens for them.
+      cluster_key_file: file with the secret that all processes share.
+      cluster_timeout: seconds that start-up waits for a process.
+      compilation_config: step shapes to compile; a CompilationConfig or a dict of its fields.
+      structured_outputs_config: how schemas are read unless a request overrides it; a dict of disable_any_whitespace,
+        disable_additional_properties and lenient, with the same meaning as in a request's structured_outputs.
+      compile_cache_dir: folder for compiled steps; default JAXENGINE_CACHE_DIR, or else ~/.cache/jaxengine (with
+        XDG_CACHE_HOME); "" keeps none. A folder that belongs to root is only read by other users.
+      max_logprobs: limit of logprobs per token that a request may ask for, at most 1024; -1: the whole vocabulary, if
+        it is not larger.
       logprobs_mode: "raw_logprobs", "raw_logits", "processed_logprobs" or "processed_logits".
-      generation_config: "auto" takes default sampling parameters from the model's generation_config.json, "vllm" none,
-        the name of a folder those of its file.
-      override_generation_config: default sampling parameters that go before those, such as {"temperature": 0.5}.
-      chat_template: a Jinja template to use instead of the model's, or the name of a file that holds it.
-      runner: "generate" text, or answer with embeddings, labels and scores, "pooling"; "auto" is as the checkpoint is.
-      convert: what a pooling model is made of a checkpoint: "embed", "classify", "none" where it is one, or "auto".
-      pooler_config: how it pools, over what the checkpoint says: a dict of task, pooling_type, use_activation and
-        dimensions.
-      hf_overrides: fields to put over those of config.json: architectures, and what says how a model pools.
-      speculative_config: drafts that steps verify, a dict of method ("ngram", "draft_model", "mtp", "eagle3",
-        "grammar"), num_speculative_tokens (1 to 7), and as the method has it prompt_lookup_max and _min, or model.
-        Tokens are those without.
+      generation_config: source of default sampling parameters: "auto", the model's generation_config.json; "vllm",
+        none; or a folder with such a file.
+      override_generation_config: default sampling parameters that override those, such as {"temperature": 0.5}.
+      chat_template: Jinja template to use instead of the model's, or the name of a file that holds one.
+      runner: "generate" text, or "pooling" for embeddings, labels and scores; "auto" follows the checkpoint.
+      convert: pooling model to make of a checkpoint: "embed", "classify", "none" if it already is one, or "auto".
+      pooler_config: overrides how the checkpoint pools: a dict of task, pooling_type, use_activation and dimensions.
+      hf_overrides: fields that override config.json: architectures, and those about pooling.
+      speculative_config: drafts to verify in each step, a dict of method ("ngram", "draft_model", "mtp", "eagle3",
+        "grammar"), num_speculative_tokens (1 to 7), and depending on the method prompt_lookup_max and
+        prompt_lookup_min, or model. Output tokens are the same as without it.
       disable_log_stats: no periodic log line, no progress bars at start-up.
     """
 
@@ -239,7 +238,7 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
         if self.all2all_backend != GATHER and not self.enable_expert_parallel:
             raise ConfigError("all2all_backend", self.all2all_backend, f"{GATHER} without enable_expert_parallel")
         if self.hf_token is not None and not isinstance(self.hf_token, (str, bool)):
-            raise ConfigError.because("hf_token", "hf_token is no text", "give the token, True, False or None")
+            raise ConfigError.because("hf_token", "hf_token is not a string", "give the token, True, False or None")
         if self.override_generation_config is not None and not isinstance(self.override_generation_config, Mapping):
             raise ConfigError("override_generation_config", self.override_generation_config, "a dict, or None")
         if self.pipeline_layers is not None:
@@ -248,16 +247,16 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
-        """A config from keyword options; one that is unknown or not built yet is refused with its name."""
+        """Creates a config from keyword options. An unknown or unimplemented option is refused by name."""
         return cls(**chosen_options({field.name for field in dataclasses.fields(cls)}, options))
 
     def resolved(
         self, model: ModelConfig, platform: Platform, pictures: Sequence[tuple[int, int]] = ()
     ) -> ResolvedConfig:
-        """This config with nothing left open. pictures: sizes of settle_encoder.
+        """Fills in all defaults for a model and platform. pictures: `sizes` of settle_encoder.
 
         Raises:
-          ConfigError: values that do not go together, or that the model cannot do.
+          ConfigError: values contradict each other or the model.
         """
         longest, vocab_size = model.max_position_embeddings, model.vocab_size
         if self.max_logprobs == -1 and vocab_size > MAX_LOGPROBS:
@@ -274,11 +273,11 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
         if self.enable_expert_parallel and model.experts is None:
             raise ConfigError("enable_expert_parallel", True, f"False: {model.architecture} has no experts")
         if self.all2all_backend == RAGGED and platform.name not in ("tpu", "cpu"):
-            allowed = f"{GATHER} on CUDA devices; nobody has tried XLA's ragged all-to-all there"
+            allowed = f"{GATHER} on CUDA devices, where XLA's ragged all-to-all is untested"
             raise ConfigError("all2all_backend", RAGGED, allowed)
         check_lora_model(self, model.pooler is not None)
         mesh = self.mesh_layout(model)
-        # Ranks that split one batch share its limits.
+        # Ranks that split a batch share its limits.
         max_num_seqs, tokens = -(-max_num_seqs // mesh.attn), -(-tokens // mesh.attn)
         dtype = platform.dtype if self.dtype == "auto" else self.dtype
         chosen = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -301,7 +300,7 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
         return ResolvedConfig(**chosen)
 
     def mesh_layout(self, model: ModelConfig) -> MeshLayout:
-        """The sizes of the mesh that one pipeline stage runs on."""
+        """The mesh of one pipeline stage."""
         return MeshLayout.for_heads(
             model.num_kv_heads,
             tensor=self.tensor_parallel_size,
@@ -312,7 +311,7 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
         )
 
     def _read(self, field: dataclasses.Field[Any]) -> Any:
-        """A field's value in the form that is kept, or as it came where it has none."""
+        """Normalises a field's value; a value of the wrong form is returned as it is."""
         name, value = field.name, plain(getattr(self, field.name))
         if value is None:
             return field.default
@@ -335,10 +334,10 @@ EngineArgs = EngineConfig  # vLLM's name for the dataclass of all options
 
 @dataclass(frozen=True)
 class ResolvedConfig(EngineConfig):
-    """A config in which model and platform have filled in what the user left open. Its limits are of one rank.
+    """A config with all defaults filled in. Its limits are those of one rank.
 
     Attributes:
-      default_seq_tokens: Platform.seq_tokens, where the user leaves the size of the KV pool to the platform.
+      default_seq_tokens: Platform.seq_tokens, if the size of the KV pool is left to the platform.
       num_encoder_rows, max_encoder_patches, whole_pictures, uses_mrope: as scheduler.extensions.pictures.PictureOptions
         has them.
     """
@@ -357,22 +356,22 @@ class ResolvedConfig(EngineConfig):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Tokens that a decode may have beside 1."""
+        """Numbers of tokens, besides 1, that a decode may have."""
         return () if self.speculative_config is None else self.speculative_config.widths
 
     @property
     def max_in_flight(self) -> int:
-        """Steps whose tokens are not known."""
+        """Limit of steps whose tokens are not known yet."""
         return max(2 if self.async_scheduling else 1, self.pipeline_parallel_size)
 
     @property
     def fixes_pages(self) -> bool:
-        """Whether the size of the KV pool is said outright."""
+        """Whether the options set the size of the KV pool explicitly."""
         return self.num_gpu_blocks_override is not None or self.kv_cache_memory_bytes is not None
 
     def buckets(self, platform: Platform, *, sections: tuple[str, ...] = ()) -> Buckets:
         """The shapes to compile; sections: message sections that some steps have besides their own."""
-        # A prompt of one token is all that steps without prompts have to do where nothing is generated.
+        # A pooling model has no decodes; a step without prefill would only hold one-token prompts.
         platform = platform if self.runner == "generate" else dataclasses.replace(platform, decode_sizes=())
         limits = self.max_num_seqs, self.max_num_batched_tokens, self.widths
         return self.compilation_config.buckets(platform, *limits, sections=sections)
@@ -380,7 +379,7 @@ class ResolvedConfig(EngineConfig):
     def scheduler_config(
         self, num_pages: int, num_ranks: int = 1, windows: tuple[int | None, ...] = (None,)
     ) -> SchedulerConfig:
-        """What the scheduler must know; num_pages of each rank, windows of the cache groups."""
+        """The scheduler's options; num_pages of each rank, windows of the cache groups."""
         return SchedulerConfig(
             num_pages=num_pages,
             page_size=self.block_size,

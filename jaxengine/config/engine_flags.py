@@ -1,7 +1,6 @@
-"""The engine's options on a command line: flags, vLLM's short forms and names, a model as a word of its own, a file.
+"""Engine options on a command line: flags, vLLM's short forms and names, a positional model, and a config file.
 
-Every command that runs an engine takes them from here. Knows what an option is called; what it means, and whether it is
-allowed, EngineConfig decides.
+Every command that runs an engine uses them. Values are checked by EngineConfig.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from jaxengine.config import gguf_file, vllm_options
 from jaxengine.config.command_line import add_options, destination, flag_of
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 
-# vLLM's.
+# vLLM's short flags.
 SHORT = {
     "tensor_parallel_size": "-tp",
     "pipeline_parallel_size": "-pp",
@@ -33,16 +32,16 @@ SHORT = {
     "speculative_config": "-sc",
 }
 _SHORT_OF_OTHERS = {"optimization_level": "-O"}
-MODEL_HELP = "a GGUF file, a Hugging Face folder, or a hub id; the embedded SmolLM2-135M-Instruct if none"
+MODEL_HELP = "a GGUF file, a Hugging Face folder, or a hub id (default: the embedded SmolLM2-135M-Instruct)"
 MODEL = destination(EngineConfig, "model")
 MAX_FILE_BYTES = 1 << 20
 
 
 def add_engine_options(parser: argparse.ArgumentParser, names: Sequence[str] | None = None) -> None:
-    """Flags for all fields of EngineConfig but the model, or for `names` only.
+    """Adds flags for all fields of EngineConfig except the model, or only for `names`.
 
-    With all of them vLLM's other options are taken too, to be refused or explained by EngineConfig.from_options; --help
-    does not list those.
+    With all fields vLLM's other options are accepted too, to be refused or explained by EngineConfig.from_options;
+    --help does not list them.
     """
     fields = [field.name for field in dataclasses.fields(EngineConfig) if field.name != "model"]
     add_options(parser, "engine options", EngineConfig, fields if names is None else names, SHORT)
@@ -67,7 +66,7 @@ def add_model(
     default: Any = argparse.SUPPRESS,
     help: str = MODEL_HELP,
 ) -> None:
-    """Lets the model be given as --model and as a word of its own; given twice, and not the same, it is refused."""
+    """Lets the model be given as --model or as a positional argument; two different models are refused."""
 
     class Once(argparse.Action):
         def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
@@ -76,31 +75,36 @@ def add_model(
             setattr(namespace, dest, values)
 
     parser.add_argument("--model", dest=dest, default=default, action=Once, metavar="MODEL", help=help)
-    parser.add_argument(dest, nargs="?", default=argparse.SUPPRESS, action=Once, metavar="MODEL", help="as --model")
+    parser.add_argument(
+        dest, nargs="?", default=argparse.SUPPRESS, action=Once, metavar="MODEL", help="same as --model"
+    )
 
 
 def looks_like_model(word: str) -> bool:
-    """Whether a word of a command line that could be a prompt is a model: a GGUF file, a model's folder or a hub id."""
+    """Whether a positional argument, which may also be a prompt, names a model: a GGUF file, a model folder or a hub
+    id.
+    """
     if word.endswith(".gguf") or re.fullmatch(r"[\w.-]+/[\w.-]+", word, re.ASCII):
         return True
-    with contextlib.suppress(OSError, RuntimeError, ValueError):  # longer than a name may be, say
+    with contextlib.suppress(OSError, RuntimeError, ValueError):  # not a valid file name
         return (Path(word).expanduser() / "config.json").is_file()
     return False
 
 
 def add_config_file(parser: argparse.ArgumentParser) -> None:
-    """The flag that `with_config_file` reads."""
+    """Adds the flag --config, which `with_config_file` reads."""
     parser.add_argument(
-        "--config", metavar="FILE", help="YAML with options, `max-model-len: 4096`; the command line goes before it"
+        "--config",
+        metavar="FILE",
+        help="YAML file of options, such as `max-model-len: 4096`; the command line overrides it",
     )
 
 
 def with_config_file(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
-    """The words of a command line with those of its --config file in their place, behind the command's name.
+    """Inserts the options of the --config file after the command's name.
 
     parser: of all commands. Names of flags may have underscores.
-
-    Raises ConfigError for a file that cannot be read, or that holds what the command does not take.
+    Raises ConfigError for a file that cannot be read, or that contains options unknown to the command.
     """
     words = with_hyphens(argv)
     path, rest = _take_config(words)
@@ -112,13 +116,13 @@ def with_config_file(argv: Sequence[str], parser: argparse.ArgumentParser) -> li
 
 
 def near_flag(word: str, words: Sequence[str], parser: argparse.ArgumentParser) -> str | None:
-    """The flag of the command in `words` that is spelt most like `word`, if any is like it."""
+    """The flag of the command in `words` that is spelt most like `word`; None if none is similar."""
     known = _command_of(parser, words)[0]._option_string_actions
     return next(iter(difflib.get_close_matches(word.partition("=")[0], known, 1)), None)
 
 
 def _command_of(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[argparse.ArgumentParser, int]:
-    """The parser of the command that words begin with, and how many words its name has."""
+    """The parser of the command that `words` begin with, and the number of words of its name."""
     depth = 0
     while depth < len(words) and (commands := _commands(parser)) is not None and words[depth] in commands:
         parser, depth = commands[words[depth]], depth + 1
@@ -126,7 +130,7 @@ def _command_of(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[
 
 
 def with_hyphens(argv: Sequence[str]) -> list[str]:
-    """The words with hyphens for the underscores in names of flags: vLLM takes both."""
+    """Replaces underscores in flag names by hyphens: vLLM accepts both."""
     words = list(argv)
     for at, word in enumerate(words):
         if word == "--":
@@ -138,7 +142,7 @@ def with_hyphens(argv: Sequence[str]) -> list[str]:
 
 
 def _take_config(words: list[str]) -> tuple[str | None, list[str]]:
-    """The file's name, and the words without it."""
+    """The name of the config file, and the words without it."""
     end = words.index("--") if "--" in words else len(words)
     for at, word in enumerate(words[:end]):
         if word.startswith("--config="):
@@ -154,7 +158,7 @@ def _commands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.Argument
 
 
 def _given(parser: argparse.ArgumentParser, words: list[str]) -> set[str]:
-    """Where the parser keeps what the words say themselves; nothing where they are no whole command."""
+    """Destinations of the options that `words` contain; empty if they do not form a complete command."""
     try:
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
             return set(vars(parser.parse_known_args(words)[0]))
@@ -173,7 +177,7 @@ def _read(path: str) -> Mapping[str, Any]:
         raise ConfigError.because("config", problem, "name a YAML file") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         why = " ".join(str(error).split())[:200]
-        problem = f"the --config file {path} is no YAML ({why})"
+        problem = f"the --config file {path} is not YAML ({why})"
         raise ConfigError.because("config", problem, "write one option a line, `max-model-len: 4096`") from None
     if content is None:
         return {}
@@ -189,7 +193,7 @@ def _as_words(path: str, content: Mapping[str, Any], parser: argparse.ArgumentPa
         flag = flag_of(key)
         action = parser._option_string_actions.get(flag)
         if action is None or flag == "--config":
-            problem = f"{key!r} in the --config file {path} is no option of {parser.prog}"
+            problem = f"{key!r} in the --config file {path} is not an option of {parser.prog}"
             raise ConfigError.because("config", problem, "--help and docs/options.md have all of them")
         if value is None or (action.default is argparse.SUPPRESS and action.dest in given):
             continue

@@ -1,4 +1,4 @@
-"""The error of an option that cannot be honoured. Knows no option."""
+"""The error of an invalid or unsupported option."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 
 class ConfigError(ValueError):
-    """An option that cannot be honoured: a value that is not allowed, or, with `because`, what stands in its way.
+    """An option cannot be honoured: its value is not allowed, or (`because`) something prevents it.
 
     Attributes:
-      param: the option's name.
+      param: name of the option.
     """
 
     def __init__(self, param: str, value: Any, allowed: str):
@@ -18,7 +18,9 @@ class ConfigError(ValueError):
 
     @classmethod
     def because(cls, param: str, problem: str, advice: str) -> ConfigError:
-        """Of what no list of values tells, a missing file or a port that is taken: what is wrong, then what to do."""
+        """An error that is no matter of allowed values, such as a missing file or a port in use: the problem, then
+        advice.
+        """
         error = cls.__new__(cls, param, problem, advice)
         ValueError.__init__(error, f"{problem}; {advice}")
         error.param = param

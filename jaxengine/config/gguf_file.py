@@ -1,4 +1,4 @@
-"""vLLM's earlier way of naming a GGUF file: the folder or hub repository as `model`, and the file in it."""
+"""vLLM's earlier way of naming a GGUF file: folder or hub repository as `model`, and the file in `gguf_file`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NAME = "gguf_file"
 
 
 def with_gguf_file(options: dict[str, Any]) -> dict[str, Any]:
-    """The options with `model` naming the file that gguf_file names. Raises ConfigError."""
+    """Merges gguf_file into `model`. Raises ConfigError."""
     others = {name: value for name, value in options.items() if name != NAME}
     file = options.get(NAME)
     if file is None:

@@ -1,4 +1,4 @@
-"""How keys and values are stored: the names of kv_cache_dtype and where the scales of codes come from."""
+"""Storage of keys and values: the values of kv_cache_dtype, and the sources of scales."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CODES = {
     "float8_e4m3fn": "float8_e4m3fn",
     "float8_e5m2": "float8_e5m2",
 }
-# vLLM's names too: a scale for each token and kv head, and the platforms whose attention reads those.
+# vLLM's names for a scale per token and KV head, and the platforms whose attention kernels read these.
 _PER_TOKEN = ("int8_per_token_head", "fp8_per_token_head")
 _READ_ON = ("cpu", "gpu_xla")
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", *_CODES, *_PER_TOKEN)
@@ -23,10 +23,10 @@ AUTO, CALIBRATE, UNIT = "auto", "calibrate", "unit"
 
 
 def kv_dtype(name: str, quantization: Any, dtype: str, platform: str) -> str:
-    """What models.cache.KVSpec calls the dtype of the pool.
+    """Name of the pool's dtype, as in models.cache.KVSpec.
 
-    quantization: the checkpoint's, None for none. dtype: the model's. platform: the kernels that are to read the pool.
-    Raises ConfigError for codes that they do not read.
+    quantization: of the checkpoint, None for none. dtype: of the model. platform: of the kernels that read the pool.
+    Raises ConfigError for codes that these kernels do not read.
     """
     if name in _PER_TOKEN and platform not in _READ_ON:
         codes = ", ".join(each for each in KV_CACHE_DTYPES if each not in _PER_TOKEN)
@@ -38,12 +38,12 @@ def kv_dtype(name: str, quantization: Any, dtype: str, platform: str) -> str:
 
 
 def is_coded(kv_cache_dtype: str) -> bool:
-    """Whether pages hold codes of scales that are known beforehand: those of each layer and kv head."""
+    """Whether pages hold codes whose scales are fixed per layer and KV head."""
     return kv_cache_dtype in _CODES
 
 
 def check_scales(kv_cache_dtype: str, scales: str) -> None:
-    """Raises ConfigError for scales of keys and values that are not codes, or have their own."""
+    """Raises ConfigError if scales are given for keys and values that are not codes, or have a scale per token."""
     if scales != AUTO and not is_coded(kv_cache_dtype):
         own = "takes them from each token" if kv_cache_dtype in _PER_TOKEN else "has no scales"
         allowed = f"{AUTO!r} where kv_cache_dtype is {kv_cache_dtype!r}, which {own}"

@@ -1,4 +1,4 @@
-"""Options of adapters (LoRA): room for them on the devices and in the host's memory. Names and defaults are vLLM's."""
+"""Options of LoRA adapters: memory for them on the devices and on the host. Names and defaults are vLLM's."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ MAX_LORAS, MAX_CPU_LORAS = 256, 65536
 
 @dataclass(frozen=True, kw_only=True)
 class LoraOptions:
-    """The fields of EngineConfig that say what adapters requests may name.
+    """The fields of EngineConfig about adapters.
 
     Attributes:
-      enable_lora: let requests name an adapter (LoRA) that is added to the model for them.
-      max_loras: adapters that run at once; each takes its memory on the devices from the start. Every step in which a
-        request has one reads all of them; of more than 16, on CPUs, TPUs and Hopper cards, those that it runs with.
-      max_lora_rank: the largest rank of an adapter: 8, 16, 32, 64, 128 or 256. All take as much memory as one of it.
-      max_cpu_loras: adapters that are kept in the host's memory, the others are read again; None for max_loras.
+      enable_lora: let requests name a LoRA adapter to be added to the model.
+      max_loras: adapters that can run at the same time; each occupies device memory from the start. A step in which any
+        request has an adapter reads all of them; with more than 16, on CPUs, TPUs and Hopper GPUs, only those in use.
+      max_lora_rank: largest rank of an adapter: 8, 16, 32, 64, 128 or 256. Every adapter takes the memory of this rank.
+      max_cpu_loras: adapters that are kept in host memory; others are read again. None for max_loras.
     """
 
     enable_lora: bool = False
@@ -30,17 +30,17 @@ class LoraOptions:
 
     @property
     def lora_spec(self) -> LoraSpec | None:
-        """What a model is built with."""
+        """LoRA sizes to build the model with; None without adapters."""
         return LoraSpec(self.max_loras, self.max_lora_rank) if self.enable_lora else None
 
     @property
     def num_cpu_loras(self) -> int:
-        """Adapters kept in the host's memory."""
+        """Number of adapters kept in host memory."""
         return self.max_cpu_loras or self.max_loras
 
 
 def check_lora(options: LoraOptions, nnodes: int) -> None:
-    """Raises ConfigError for values that are not allowed, or not together."""
+    """Raises ConfigError for values that are not allowed, alone or together."""
     if options.max_lora_rank not in RANKS:
         raise ConfigError("max_lora_rank", options.max_lora_rank, ", ".join(map(str, RANKS)))
     if not 1 <= options.max_loras <= MAX_LORAS:
@@ -57,6 +57,6 @@ def check_lora(options: LoraOptions, nnodes: int) -> None:
 
 
 def check_lora_model(options: LoraOptions, pools: bool) -> None:
-    """Raises ConfigError for a model whose requests can have none. pools: whether it is a pooling model."""
+    """Raises ConfigError if the model does not support adapters. pools: whether it is a pooling model."""
     if options.enable_lora and pools:
         raise ConfigError.because("enable_lora", "adapters of pooling models are not supported", "leave it False")

@@ -1,6 +1,6 @@
-"""Options of pictures and videos in requests: how many, from where, how large. Names are vLLM's; knows no file format.
+"""Options of pictures and videos in requests: number, sources, sizes. Names are vLLM's.
 
-What reads from elsewhere is closed until it is opened: no address is fetched and no file is read by default.
+Sources outside of the request are closed by default: no address is fetched and no file is read.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from jaxengine.config.values import plain, read_size, whole_number
 
 IMAGE, VIDEO = "image", "video"
 MODALITIES = (IMAGE, VIDEO)
-# Of one modality in a prompt where nothing is said; vLLM's.
+# Default limit of items of one modality in a prompt; vLLM's.
 MAX_ITEMS = 999
 ANY_DOMAIN = "*"
-# Above it Pillow warns of a decompression bomb.
+# Pillow warns of a decompression bomb above it.
 MAX_IMAGE_PIXELS = 89_478_485
 MAX_FRAMES = 4096
 _KEYS = ("count", "width", "height")
@@ -27,26 +27,26 @@ _WHITE = (255, 255, 255)
 
 @dataclass(frozen=True, kw_only=True)
 class MediaOptions:
-    """The fields of EngineConfig about pictures and videos that requests bring.
+    """The fields of EngineConfig about pictures and videos in requests.
 
     Attributes:
-      limit_mm_per_prompt: most images and videos of one prompt, {"image": 2, "video": 0} or image=2,video=0; as vLLM a
-        dict with count and the sizes to be ready for instead of a number. 999 where nothing is said.
-      language_model_only: take text alone, whatever limit_mm_per_prompt says; the towers are not loaded.
+      limit_mm_per_prompt: limits of images and videos per prompt, {"image": 2, "video": 0} or image=2,video=0; as in
+        vLLM, a dict of count and the sizes to prepare for may replace a number. Default 999.
+      language_model_only: take text alone, whatever limit_mm_per_prompt says; no tower is loaded.
       allowed_media_domains: hosts from which pictures may be fetched over http and https; "*" for all. None by default.
-        Private addresses are only asked where they are named here as addresses, not by a name that leads to them.
-      allowed_local_media_path: the folder from which file:// may be read; "" for none.
-      media_loading_thread_count: threads of a process that decode, and as many that fetch.
-      mm_processor_kwargs: what the model's processor of pictures and videos is told, a dict of its arguments.
-      enable_mm_embeds: take embeddings in the place of pictures, too: the tower does not see them, only their size and
-        type are looked at, so that only those who may be trusted with the model's input should be let in.
+        Private addresses are only contacted if listed here as addresses, not through a name that resolves to them.
+      allowed_local_media_path: folder from which file:// may be read; "" for none.
+      media_loading_thread_count: threads per process that decode, and as many that fetch.
+      mm_processor_kwargs: options of the model's processor of pictures and videos, a dict of its arguments.
+      enable_mm_embeds: also accept embeddings instead of pictures. They bypass the tower and only their size and type
+        are checked, so allow it only to clients that may be trusted with the model's input.
       media_io_kwargs: how files are read: {"video": {"num_frames": 32, "fps": 2}, "image": {"rgba_background_color":
-        [255, 255, 255]}}. num_frames is taken evenly from a whole video, -1 for all; transparent pictures are laid on
-        the colour.
-      max_media_bytes: largest file of a picture or video.
-      max_image_pixels: largest picture, or frame of a video, in pixels.
-      max_media_pixels: pixels of all pictures and frames of one prompt; each takes three bytes.
-      media_fetch_timeout: seconds that a file may take to come from another host.
+        [255, 255, 255]}}. num_frames are sampled evenly from a video, -1 for all; transparent pictures are laid on the
+        colour.
+      max_media_bytes: limit of a picture or video file, in bytes.
+      max_image_pixels: limit of a picture, or frame of a video, in pixels.
+      max_media_pixels: limit of all pictures and frames of a prompt, in pixels; each takes three bytes.
+      media_fetch_timeout: seconds within which a file must arrive from another host.
     """
 
     limit_mm_per_prompt: Mapping[str, Any] | str | None = None
@@ -63,11 +63,11 @@ class MediaOptions:
     media_fetch_timeout: float = 10.0
 
     def mm_limit(self, modality: str) -> int:
-        """Most items of a modality in one prompt."""
+        """Limit of a modality's items in one prompt."""
         return 0 if self.language_model_only else self._limits(modality).get("count", MAX_ITEMS)
 
     def mm_size(self, modality: str) -> tuple[int, int] | None:
-        """Height and width of a modality's largest item, where limit_mm_per_prompt says them."""
+        """Height and width of a modality's largest item, if limit_mm_per_prompt gives them."""
         limits = self._limits(modality)
         return (limits["height"], limits["width"]) if "height" in limits else None
 
@@ -78,7 +78,7 @@ class MediaOptions:
 
     @property
     def video_sampling(self) -> tuple[int, float]:
-        """(num_frames, fps) of a video at most; -1 says nothing."""
+        """Limits (num_frames, fps) of a video; -1 for no limit."""
         chosen = self._io(VIDEO)
         return chosen.get("num_frames", 32), chosen.get("fps", -1)
 
@@ -91,12 +91,12 @@ class MediaOptions:
 
 
 def _read_limits(value: Any) -> dict[str, dict[str, int]]:
-    """By modality its count and sizes. Raises ConfigError."""
+    """Reads limit_mm_per_prompt: count and sizes by modality. Raises ConfigError."""
     name = "limit_mm_per_prompt"
     limits: dict[str, dict[str, int]] = {}
     for modality, given in _pairs(name, value).items():
         if modality not in MODALITIES and given in (0, {"count": 0}):
-            continue  # no sound: there is none anyway
+            continue  # audio is not supported, so a limit of 0 holds
         if modality not in MODALITIES:
             raise ConfigError.because(name, f"{name} has {modality!r}", f"it may have {' and '.join(MODALITIES)}")
         sizes = given if isinstance(given, Mapping) else {"count": given}
@@ -114,7 +114,7 @@ def _read_limits(value: Any) -> dict[str, dict[str, int]]:
 
 
 def _pairs(name: str, value: Any) -> Mapping[str, Any]:
-    """A dict, its JSON, or image=2,video=0."""
+    """Reads a dict, a JSON object, or the form image=2,video=0."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -129,7 +129,7 @@ def _pairs(name: str, value: Any) -> Mapping[str, Any]:
 
 
 def _read_domains(value: Any) -> tuple[str, ...]:
-    """In the form that they are compared in: small letters, no dot behind, letters of ASCII. Raises ConfigError."""
+    """Normalises hosts for comparison: lower case, no trailing dot, IDNA-encoded. Raises ConfigError."""
     name = "allowed_media_domains"
     if not isinstance(value, (list, tuple)) or not all(isinstance(each, str) and each for each in value):
         raise ConfigError(name, value, "a list of hosts")
@@ -142,7 +142,7 @@ def _read_domains(value: Any) -> tuple[str, ...]:
 
 
 def _read_io(value: Any) -> dict[str, dict[str, Any]]:
-    """By modality what is told of its files. Raises ConfigError."""
+    """Reads media_io_kwargs: options of files by modality. Raises ConfigError."""
     name = "media_io_kwargs"
     chosen: dict[str, dict[str, Any]] = {}
     for modality, given in _pairs(name, value).items():
@@ -193,7 +193,7 @@ def _read_folder(value: Any) -> str:
     if not isinstance(value, str):
         raise ConfigError(name, value, "a folder, or '' for none")
     if value and not value.startswith("/"):
-        raise ConfigError.because(name, f"{name} is {value!r}, which is no whole path", "begin it with /")
+        raise ConfigError.because(name, f"{name} is {value!r}, which is not an absolute path", "begin it with /")
     return value
 
 
@@ -222,7 +222,7 @@ def _whole(name: str, value: Any, least: int, most: int) -> int:
     return value
 
 
-# How EngineConfig reads each field. Each raises ConfigError, and takes what it has given back.
+# Readers of EngineConfig's fields. Each raises ConfigError, and accepts its own result.
 READERS: dict[str, Callable[[Any], Any]] = {
     "limit_mm_per_prompt": _read_limits,
     "allowed_media_domains": _read_domains,

@@ -1,4 +1,4 @@
-"""From the options that users name, vLLM's and flat forms among them, to the fields of EngineConfig."""
+"""Translates option names, including vLLM's and flat forms, to fields of EngineConfig."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxengine.config.values import plain
 
 
 def chosen_options(known: Collection[str], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields, of those `known`, that options choose. Raises ConfigError for one that is unknown or not built."""
+    """The values of the fields `known`. Raises ConfigError for an option that is unknown or not implemented."""
     options, chosen = with_gguf_file(settle_speculation(settle_names(dict(options)))), {}
     for name, value in options.items():
         if name in known:
@@ -30,7 +30,7 @@ def chosen_options(known: Collection[str], options: Mapping[str, Any]) -> dict[s
             advice = f"did you mean {near[0]}?" if near else "docs/options.md has all of them"
             raise ConfigError.because(name, f"there is no option {name!r}", advice)
     if options.get("calculate_kv_scales") and (scales := chosen.get("kv_cache_scales", AUTO)) not in (AUTO, CALIBRATE):
-        problem = f"calculate_kv_scales is given beside kv_cache_scales={scales!r}, which measures nothing"
+        problem = f"calculate_kv_scales is given with kv_cache_scales={scales!r}, which measures nothing"
         raise ConfigError.because("calculate_kv_scales", problem, "give one of them")
     if (sizes := options.get("cudagraph_capture_sizes")) is not None:
         shapes = CompilationConfig.read(chosen.get("compilation_config"))

@@ -1,4 +1,4 @@
-"""How many layers each stage of a pipeline has, where the user says it. Knows no device."""
+"""The number of layers of each pipeline stage, if the user gives it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jaxengine.config.errors import ConfigError
 
 
 def read_layers(layers: Any, num_stages: int) -> tuple[int, ...]:
-    """pipeline_layers as they are kept. Raises ConfigError."""
+    """Reads pipeline_layers. Raises ConfigError."""
     listed = isinstance(layers, (list, tuple)) and all(type(count) is int and count > 0 for count in layers)
     if not listed or len(layers) != num_stages:
         raise ConfigError("pipeline_layers", layers, f"{num_stages} integers of at least 1, one for each stage")
@@ -16,7 +16,7 @@ def read_layers(layers: Any, num_stages: int) -> tuple[int, ...]:
 
 
 def check_stages(num_stages: int, layers: tuple[int, ...] | None, num_layers: int) -> None:
-    """Raises ConfigError where the model's layers make no such stages."""
+    """Raises ConfigError if the model's layers cannot be split into these stages."""
     if num_stages > num_layers:
         raise ConfigError("pipeline_parallel_size", num_stages, f"at most {num_layers} layers")
     if layers is not None and sum(layers) != num_layers:

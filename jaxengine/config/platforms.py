@@ -1,4 +1,4 @@
-"""What each kind of device suggests where the user of an engine says nothing."""
+"""Default options of each kind of device."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Platform:
-    """What a kind of device suggests where the user says nothing.
+    """Default options of a kind of device.
 
     Attributes:
-      name: the kernels it runs, pallas_kernels.registry's word.
-      seq_tokens: of each of max_num_seqs requests, for which the KV pool has room when nothing is said of memory; None
-        fills the share of the device's memory.
-      keeps_tables: with `quantization` gguf, token tables stay quantised. A TPU's kernels read a matrix with the codes
-        of an input side by side, and would have the table, which has those of a token so, turned around in every step.
-      decode_sizes, prefill_sizes: steps to compile, by sequences and by tokens; those beyond the limits are left out.
+      name: its kernels, a platform of pallas_kernels.registry.
+      seq_tokens: tokens per request (of max_num_seqs) that the KV pool has room for if no memory option is given; None
+        to fill the share of the device's memory.
+      keeps_tables: with `quantization` gguf, keep token tables quantised. TPU kernels read a matrix with the codes of
+        an input side by side; a token table has the codes of a token side by side and would be transposed in every
+        step.
+      decode_sizes, prefill_sizes: steps to compile, by sequences and by tokens; sizes beyond the limits are ignored.
     """
 
     name: str
@@ -31,7 +32,7 @@ class Platform:
 
 
 _DOUBLING = tuple(2**exponent for exponent in range(18))
-# Where full steps are, just above max_num_seqs, doubling pads too much (`python -m benchmarks padding`).
+# Just above max_num_seqs, the size of full steps, doubling pads too much (`python -m benchmarks padding`).
 _DECODES = (1, *_DOUBLING[3:])
 _CHUNKS = (128, *range(192, 769, 64), 1024, 1536, 2048, 3072, 4096, 6144, *_DOUBLING[13:])
 _GPU = Platform("gpu", "bfloat16", 64, 256, 8192, 0.92, None, _DECODES, _CHUNKS)

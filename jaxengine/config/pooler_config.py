@@ -1,7 +1,4 @@
-"""How a pooling model answers where a request does not say, and where its checkpoint does not: vLLM's pooler_config.
-
-Also what hf_overrides may change of a checkpoint's config.json. Knows no model.
-"""
+"""vLLM's pooler_config: how a pooling model answers unless the request overrides it. Also the option hf_overrides."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from jaxengine.config.values import plain
 from models.config.pooler import POOLING_TYPES
 
 POOLING_TASKS = ("embed", "classify")
-# vLLM's other fields and earlier names, and the values that ask for nothing; the rest is an earlier name of one here.
+# vLLM's other fields, with the values that have no effect here.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tok_pooling_type": (),
     "enable_chunked_processing": (False,),
@@ -32,7 +29,7 @@ _EARLIER = {
     "softmax": "use_activation",
     "activation": "use_activation",
 }
-# Fields of a config.json that say how a model pools, all that can be said in place of the checkpoint.
+# Fields of config.json about pooling, which may be overridden.
 HF_OVERRIDES = (
     "architectures",
     "num_labels",
@@ -48,13 +45,13 @@ HF_OVERRIDES = (
 
 @dataclass(frozen=True)
 class PoolerConfig:
-    """Says over what the checkpoint says; None leaves it to that.
+    """Overrides of the checkpoint's pooling; None keeps the checkpoint's value.
 
     Attributes:
       task: "embed" or "classify".
       pooling_type: "LAST", "MEAN" or "CLS".
-      use_activation: normalise embeddings, or make probabilities of scores.
-      dimensions: of embeddings, the first so many; needs a Matryoshka model.
+      use_activation: normalise embeddings, or turn scores into probabilities.
+      dimensions: leading dimensions of embeddings to keep; needs a Matryoshka model.
     """
 
     task: str | None = None
@@ -74,7 +71,7 @@ class PoolerConfig:
 
     @classmethod
     def read(cls, value: Any) -> PoolerConfig | None:
-        """From a dict of vLLM's fields, or None. Raises ConfigError."""
+        """Reads a dict of vLLM's fields, or None. Raises ConfigError."""
         if value is None or isinstance(value, cls):
             return value
         name = "pooler_config"
@@ -85,7 +82,7 @@ class PoolerConfig:
             key, each = _EARLIER.get(str(key), str(key)), plain(each)
             if key in known:
                 if each is not None and chosen.setdefault(key, each) != each:
-                    problem = f"{name} says {key} twice, as {chosen[key]!r} and as {each!r}"
+                    problem = f"{name} has {key} twice, as {chosen[key]!r} and as {each!r}"
                     raise ConfigError.because(name, problem, "give it once")
             elif key not in _NEUTRAL:
                 raise ConfigError.because(name, f"{name} has no {key!r}", f"it has {', '.join(known)}")
@@ -97,7 +94,7 @@ class PoolerConfig:
 
 
 def read_hf_overrides(value: Any) -> Mapping[str, Any] | None:
-    """A dict of fields of HF_OVERRIDES, or None. Raises ConfigError."""
+    """Reads a dict of fields of HF_OVERRIDES, or None. Raises ConfigError."""
     if value is None:
         return None
     if not isinstance(value, Mapping):
@@ -110,7 +107,7 @@ def read_hf_overrides(value: Any) -> Mapping[str, Any] | None:
 
 
 def settle_names(options: dict[str, Any]) -> dict[str, Any]:
-    """The options with pooler_config, runner and convert for what vLLM called override_pooler_config and task before.
+    """Replaces vLLM's earlier options override_pooler_config and task by pooler_config, runner and convert.
 
     Raises ConfigError.
     """

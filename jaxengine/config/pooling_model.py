@@ -1,4 +1,4 @@
-"""What is known of a pooling model once its files have been read, for whoever makes answers. Reads no file."""
+"""Properties of an opened pooling model, for the code that makes its answers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ NORMALIZE, SOFTMAX, SIGMOID, IDENTITY = "normalize", "softmax", "sigmoid", "iden
 
 @dataclass(frozen=True)
 class SentenceModel:
-    """What the files of a sentence-transformers model say.
+    """Settings in the files of a sentence-transformers model.
 
     Attributes:
       pooling_type: LAST, MEAN or CLS.
-      normalize: embeddings are made of length 1.
-      prompts: what to put before a text, by name; default_prompt is the name of the one used when none is named.
-      max_seq_length: tokens of the longest input, None for the model's own limit.
+      normalize: whether embeddings are normalised to length 1.
+      prompts: texts to prepend to the input, by name; default_prompt names the one used by default.
+      max_seq_length: limit of the input in tokens; None for the model's own limit.
     """
 
     pooling_type: str
@@ -31,17 +31,17 @@ class SentenceModel:
 
 @dataclass(frozen=True)
 class PoolingModel:
-    """What answers of a pooling model are made of, beside what it computes.
+    """How a pooling model's answers are computed.
 
     Attributes:
-      pooler: the latter.
+      pooler: the pooling that the model computes.
       task: EMBED or CLASSIFY.
-      activation: what use_activation asks for: NORMALIZE of an embedding; SOFTMAX, SIGMOID or IDENTITY of scores.
-      use_activation: where a request does not say.
-      dimensions: the same, of an embedding; None for all.
-      matryoshka: sizes to which an embedding may be cut, empty for any; None where it may not be cut.
-      labels: names of the labels, by their numbers.
-      sentence: what the files of sentence-transformers say, if there are any.
+      activation: effect of use_activation: NORMALIZE for an embedding; SOFTMAX, SIGMOID or IDENTITY for scores.
+      use_activation: default of a request's use_activation.
+      dimensions: default of a request's dimensions; None for all.
+      matryoshka: sizes to which an embedding may be cut, empty for any; None if it may not be cut.
+      labels: names of the labels, by number.
+      sentence: settings of sentence-transformers, if there are any.
     """
 
     pooler: Pooler
@@ -55,7 +55,7 @@ class PoolingModel:
 
 
 def check_dimensions(model: PoolingModel, dimensions: int, error: Callable[[str], Exception]) -> None:
-    """Raises `error` of what is allowed for a size to which embeddings of this model may not be cut."""
+    """Raises `error`, called with the allowed values, if embeddings of this model may not be cut to this size."""
     if model.task != EMBED:
         raise error("None: this model classifies")
     if model.matryoshka is None:

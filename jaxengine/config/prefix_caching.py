@@ -1,4 +1,4 @@
-"""What is kept of known prefixes, where a model's layers have more of a sequence than pages."""
+"""Prefix caching of models whose layers keep recurrent states in addition to pages."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _OPTIONS = ("enable_prefix_caching", "num_state_snapshots", "enable_chunked_pref
 
 
 def settle_snapshots(options: Mapping[str, Any], model: ModelConfig, max_num_seqs: int) -> dict[str, Any]:
-    """What enable_prefix_caching and num_state_snapshots come to. Raises ConfigError where they cannot be honoured.
+    """Final values of enable_prefix_caching and num_state_snapshots. Raises ConfigError if they cannot be honoured.
 
-    options: those of EngineConfig by name.
+    options: fields of EngineConfig by name.
     """
     caching, asked, chunked = (options[name] for name in _OPTIONS)
     if not model.keeps_states:

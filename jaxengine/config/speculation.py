@@ -1,4 +1,4 @@
-"""Speculative decoding as vLLM's speculative_config says it: which drafts, and how many. Knows no model."""
+"""vLLM's speculative_config: the source of drafts, and their number."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ METHODS = (NGRAM, DRAFT_MODEL, MTP, EAGLE3, GRAMMAR)
 _ALIASES = {"deepseek_mtp": MTP, "glm4_moe_mtp": MTP, "glm4_moe_lite_mtp": MTP}
 MAX_DRAFTS = 7
 MAX_LOOKUP = 32
-# Lookups of three tokens, then of two: longer ones find less, single tokens say little.
+# Lookups of three tokens, then of two: longer ones rarely match, and single tokens predict little.
 _LOOKUP = (2, 3)
-# Widths of steps: tokens of a decode, its last one and drafts. Each is a set of programs.
+# Widths of steps: tokens of a decode, the last one and drafts. Each width needs its own programs.
 _WIDTHS = (2, 4, 8)
-# Methods with a checkpoint of their own, and the fields that some methods alone have.
+# Methods with their own checkpoint, and fields that only some methods have.
 STORED = (DRAFT_MODEL, EAGLE3)
 _OF_DRAFTER = ("model", "revision", "draft_tensor_parallel_size")
 _OF_METHODS = {
@@ -45,19 +45,19 @@ FLAT = {
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """Drafts that each step may verify; tokens are the same as without.
+    """Drafts that each step may verify; output tokens are the same as without.
 
     Attributes:
-      method: "ngram", which looks for the last tokens among those before, "draft_model", a smaller model, "mtp", the
-        layer of the model's own checkpoint that predicts the token after the next, "eagle3", a head with a
-        checkpoint of its own that reads the model's hidden states, or "grammar", which guesses nothing: of what a
-        grammar leaves no choice, as with any of them, drafts are made.
-      num_speculative_tokens: drafts of a request in one step at most, 1 to 7.
-      prompt_lookup_max: tokens that an n-gram lookup compares at most; prompt_lookup_min: at least. One says the other;
-        without either 3 and 2.
-      model: the draft model or the head, as the engine's `model` names one; revision: its revision on the hub.
-      draft_tensor_parallel_size: over how many devices it is split, which are those of the model.
-      streams: the numbers of layers behind which an EAGLE-3 head reads, as its config.json has them: no option.
+      method: "ngram", which looks the last tokens up among earlier ones; "draft_model", a smaller model; "mtp", the
+        layer of the model's checkpoint that predicts the token after the next; "eagle3", a head with its own checkpoint
+        that reads the model's hidden states; or "grammar", which proposes only tokens that a grammar leaves no choice
+        of. The other methods do that, too.
+      num_speculative_tokens: limit of drafts of a request per step, 1 to 7.
+      prompt_lookup_max: most tokens that an n-gram lookup compares; prompt_lookup_min: fewest. One defaults to the
+        other; without either 3 and 2.
+      model: the draft model or head, named like the engine's `model`; revision: its revision on the hub.
+      draft_tensor_parallel_size: devices that split it; they are those of the model.
+      streams: numbers of layers after which an EAGLE-3 head reads hidden states, from its config.json; not an option.
     """
 
     method: str
@@ -71,7 +71,7 @@ class SpeculativeConfig:
 
     @classmethod
     def read(cls, value: Any) -> SpeculativeConfig | None:
-        """From a dict of vLLM's fields, or of those of a configuration that was read. Raises ConfigError."""
+        """Reads a dict of vLLM's fields, or of another config's fields. Raises ConfigError."""
         if value is None or isinstance(value, cls):
             return value
         if not isinstance(value, Mapping):
@@ -115,26 +115,28 @@ class SpeculativeConfig:
 
     @property
     def has_model(self) -> bool:
-        """Whether a model or a head makes the drafts, on the devices."""
+        """Whether a model or head on the devices proposes the drafts."""
         return self.method not in (NGRAM, GRAMMAR)
 
     @property
     def guesses(self) -> bool:
-        """Whether there are drafts beside those that must be right."""
+        """Whether there are drafts other than those that a grammar determines."""
         return self.method != GRAMMAR
 
     def guides(self, num_stages: int, max_in_flight: int) -> bool:
-        """Whether guesses have masks under a grammar: those of the devices, made while the step is in flight."""
+        """Whether proposed drafts get grammar masks: those made on the devices, with the masks computed while the step
+        is in flight.
+        """
         return self.guesses and num_stages == 1 and max_in_flight > 1
 
     @property
     def reads_hidden(self) -> bool:
-        """Whether what makes them reads the model's hidden states."""
+        """Whether the drafter reads the model's hidden states."""
         return self.method in (MTP, EAGLE3)
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Tokens that a decode may have in one step, beside 1."""
+        """Numbers of tokens, besides 1, that a decode may have in one step."""
         return tuple(sorted({min(width, self.num_speculative_tokens + 1) for width in _WIDTHS}))
 
 
@@ -145,7 +147,7 @@ def _read_streams(given: Any) -> tuple[int, ...]:
 
 
 def settle_speculation(options: dict[str, Any]) -> dict[str, Any]:
-    """The options with speculative_config for its flat form, of which speculative_model is vLLM's earlier one.
+    """Replaces the flat options, including vLLM's earlier speculative_model, by speculative_config.
 
     Raises ConfigError.
     """
@@ -158,7 +160,9 @@ def settle_speculation(options: dict[str, Any]) -> dict[str, Any]:
         if chosen.setdefault(FLAT[name], value) != value:
             raise ConfigError.because(name, f"{NAME}.{FLAT[name]} is given twice", "give it once")
     if settled.get(NAME) is not None:
-        raise ConfigError.because(next(iter(flat)), f"{next(iter(flat))} is given beside {NAME}", f"give {NAME} alone")
+        raise ConfigError.because(
+            next(iter(flat)), f"{next(iter(flat))} is given together with {NAME}", f"give only {NAME}"
+        )
     try:
         return {**settled, NAME: SpeculativeConfig.read(chosen)}
     except ConfigError as error:
@@ -167,7 +171,7 @@ def settle_speculation(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_speculation(options: Mapping[str, Any], model: ModelConfig) -> None:
-    """Raises ConfigError where drafts cannot be verified. options: those of EngineConfig by name."""
+    """Raises ConfigError if drafts cannot be verified. options: fields of EngineConfig by name."""
     if options[NAME] is None:
         return
 
@@ -177,7 +181,7 @@ def check_speculation(options: Mapping[str, Any], model: ModelConfig) -> None:
     if model.pooler is not None:
         raise refuse(f"{model.architecture} pools and generates nothing")
     if model.keeps_states:
-        raise refuse(f"{model.architecture} keeps states of sequences, which cannot go back behind a wrong draft")
+        raise refuse(f"{model.architecture} keeps states of sequences, which cannot be rolled back after a wrong draft")
     if options["nnodes"] > 1:
         raise refuse(f"nnodes is {options['nnodes']}, and an engine of several processes verifies no drafts yet")
     if options["max_num_batched_tokens"] < 2:
@@ -188,30 +192,30 @@ def check_speculation(options: Mapping[str, Any], model: ModelConfig) -> None:
     if not chosen.has_model:
         return
     if (stages := options["pipeline_parallel_size"]) > 1:
-        raise refuse(f"pipeline_parallel_size is {stages}, and {chosen.method} runs beside one stage alone")
+        raise refuse(f"pipeline_parallel_size is {stages}, and {chosen.method} needs a single stage")
     if chosen.method == MTP and not model.num_nextn_predict_layers:
         raise refuse(f"num_nextn_predict_layers of this {model.architecture} is 0")
     if model.tower is not None:
-        raise refuse(f"{model.architecture} sees, and {chosen.method} does not", "give --limit-mm-per-prompt 0 of each")
+        raise refuse(f"{model.architecture} takes pictures, and {chosen.method} does not", "limit each modality to 0")
     hybrid = not options["disable_hybrid_kv_cache_manager"]
     if hybrid and all(each.reach is not None for each in model.attention):
-        why = f"every layer of {model.architecture} gives keys back that {chosen.method} needs"
+        why = f"every layer of {model.architecture} frees keys that {chosen.method} needs"
         raise refuse(why, "give disable_hybrid_kv_cache_manager, which keeps them, or leave it out")
     if (size := chosen.draft_tensor_parallel_size) not in (None, options["tensor_parallel_size"]):
-        allowed = f"{options['tensor_parallel_size']}, tensor_parallel_size: what drafts is split as the model is"
+        allowed = f"{options['tensor_parallel_size']}, tensor_parallel_size: the drafter is split like the model"
         raise ConfigError(f"{NAME}.draft_tensor_parallel_size", size, allowed)
 
 
 def check_draft_model(draft: ModelConfig, model: ModelConfig) -> None:
-    """Raises ConfigError for a model that cannot draft for another one."""
+    """Raises ConfigError if a model cannot draft for another one."""
     if draft.vocab_size != model.vocab_size:
         what = f"has a vocabulary of {draft.vocab_size} tokens, and {model.architecture} one of {model.vocab_size}"
     elif draft.pooler is not None:
         what = "pools and generates nothing"
     elif draft.tower is not None:
-        what = "sees, and drafts are made of tokens alone"
+        what = "takes pictures, and drafts are made from tokens alone"
     elif draft.keeps_states:
-        what = "keeps states of sequences, which cannot go back behind a wrong draft"
+        what = "keeps states of sequences, which cannot be rolled back after a wrong draft"
     else:
         return
     problem = f"{NAME}.model, a {draft.architecture}, {what}"
@@ -226,15 +230,16 @@ def check_head(head: Eagle3Config, model: ModelConfig) -> None:
     elif head.vocab_size != model.vocab_size:
         what = f"has a vocabulary of {head.vocab_size} tokens, and {model.architecture} one of {model.vocab_size}"
     elif list(head.streams) != sorted(set(head.streams)) or not 0 <= head.streams[0] <= head.streams[-1] <= last:
-        what = f"reads hidden states behind {list(head.streams)} layers, and {model.architecture} has {last} layers"
+        what = f"reads hidden states after {list(head.streams)} layers, and {model.architecture} has {last} layers"
     else:
         return
     raise ConfigError.because(NAME, f"{NAME}.model, an EAGLE-3 head, {what}", "name one that was made for this model")
 
 
 def _method(model: Any, method: Any) -> str:
-    """The method, by its name or, as in earlier versions of vLLM, by that of a draft model in brackets; a model without
-    a method is a draft model."""
+    """The method by its name, or as in earlier vLLM versions by a model named "[ngram]"; a model without method is a
+    draft model.
+    """
     if method == "eagle":
         problem = f"{NAME}.method is 'eagle', a head of EAGLE 1 or 2, which are not built"
         raise ConfigError.because(NAME, problem, f"give an EAGLE-3 head of the model with method={EAGLE3!r}")

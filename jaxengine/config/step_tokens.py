@@ -1,4 +1,4 @@
-"""How many tokens a step may have, where it is given and where it is not. Knows no model."""
+"""The limit of tokens in a step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from jaxengine.config.errors import ConfigError
 
 
 def step_tokens(asked: int | None, usual: int, max_num_seqs: int, max_model_len: int, chunks: bool, chunk: int) -> int:
-    """max_num_batched_tokens, `usual` unless it is asked for. Raises ConfigError.
+    """max_num_batched_tokens: as given, otherwise `usual` or more if the other options need it. Raises ConfigError.
 
     chunks: enable_chunked_prefill; chunk: long_prefill_token_threshold.
     """

@@ -1,4 +1,4 @@
-"""How structured output is read where a request does not say: vLLM's structured_outputs_config. Knows no grammar."""
+"""vLLM's structured_outputs_config: how structured outputs are read unless a request overrides it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxengine.config.errors import ConfigError
 from jaxengine.config.values import plain
 
 BACKENDS = ("auto", "guidance")
-# vLLM's other fields, and the values that ask for nothing.
+# vLLM's other fields, with the values that have no effect here.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "disable_fallback": (False, True),  # there is one backend
     "reasoning_parser": ("",),
@@ -22,14 +22,14 @@ _ADVICE = {"reasoning_parser": "give it to the server: jaxengine serve --reasoni
 
 @dataclass(frozen=True)
 class StructuredOutputsConfig:
-    """Defaults for requests with a JSON schema; a request may switch each on for itself, and closing objects off.
+    """Defaults for requests with a JSON schema. A request may switch each on, and disable_additional_properties off.
 
     Attributes:
       backend: "auto" or "guidance", which are the same: grammars are llguidance's.
-      disable_any_whitespace: no white space between the parts of JSON, unless a request has a pattern for it.
-      disable_additional_properties: objects have only the properties their schema lists, where it does not say and that
-        is safe (jaxengine.requests.closed_objects).
-      lenient: keywords that no grammar can enforce are left out, and oneOf is read as anyOf, instead of refusing.
+      disable_any_whitespace: no white space between the parts of JSON, unless a request gives a pattern for it.
+      disable_additional_properties: objects have only the properties that their schema lists, unless it says otherwise
+        and if that is safe (jaxengine.requests.closed_objects).
+      lenient: ignore keywords that no grammar can enforce, and read oneOf as anyOf, instead of refusing.
     """
 
     backend: str = "auto"
@@ -47,12 +47,12 @@ class StructuredOutputsConfig:
 
     @classmethod
     def switches(cls) -> tuple[str, ...]:
-        """The fields that are on or off."""
+        """The boolean fields."""
         return tuple(field.name for field in fields(cls) if field.name != "backend")
 
     @classmethod
     def read(cls, value: Any) -> StructuredOutputsConfig:
-        """From a dict of vLLM's fields and ours, or None for the defaults. Raises ConfigError."""
+        """Reads a dict of fields, vLLM's or ours, or None for the defaults. Raises ConfigError."""
         if value is None or isinstance(value, cls):
             return value or cls()
         name = "structured_outputs_config"
@@ -71,5 +71,5 @@ class StructuredOutputsConfig:
 
     @property
     def chosen(self) -> tuple[str, ...]:
-        """The names of what is switched on."""
+        """Names of the fields that are switched on."""
         return tuple(name for name in self.switches() if getattr(self, name))

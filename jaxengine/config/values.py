@@ -1,7 +1,6 @@
-"""The forms in which programs and shells write a value: paths, numpy's numbers, dtypes as objects, sizes such as "4G".
+"""Normalises values of options: paths, numpy's numbers, dtype objects, sizes such as "4G".
 
-Each function returns the one form that options are kept in, or the value as it came, for the checks of the option to
-refuse. Knows no option.
+Each function returns the stored form, or the value unchanged, for the option's check to refuse.
 """
 
 from __future__ import annotations
@@ -13,33 +12,35 @@ from typing import Any
 
 import numpy as np
 
-# vLLM's reading: small letters count in thousands, capitals in powers of 1,024; "B" and "iB" may follow.
+# As in vLLM, lower case letters are powers of 1,000 and capitals powers of 1,024; "B" and "iB" may follow.
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)(?:([kmgtKMGT])(i?B)?)?", re.ASCII)
 _DTYPE_NAMES = {"half": "float16", "float": "float32"}
 
 
 def read_size(text: str) -> int:
-    """A whole number as text: "4096", "4k" (4,000), "4K" (4,096), "1.5g", "4GiB" (2**32), "4GB" (4 * 10**9).
+    """Reads an integer as text: "4096", "4k" (4,000), "4K" (4,096), "1.5g", "4GiB" (2**32), "4GB" (4 * 10**9).
 
-    Raises ValueError for what is none, fractions of a capital letter among them.
+    Raises ValueError for other texts, including fractions of a capital letter.
     """
     found = _SIZE.fullmatch(text.strip())
     if found is None:
-        raise ValueError(f"{text!r} is no whole number, with k, m, g, t (of 1000) or K, M, G, T (of 1024) behind it")
+        raise ValueError(
+            f"{text!r} is not a whole number, optionally followed by k, m, g, t (of 1000) or K, M, G, T (of 1024)"
+        )
     digits, letter, ending = found.groups()
     if letter and ending:
         letter = letter.upper() if ending == "iB" else letter.lower()
     unit = _UNITS[letter] if letter else 1
     if "." in digits and (not letter or letter.isupper()):
-        raise ValueError(f"{text!r} is no whole number; fractions go with k, m, g and t")
+        raise ValueError(f"{text!r} is not a whole number; fractions need k, m, g or t")
     whole, _, fraction = digits.partition(".")
     number = int(whole) * unit + int(fraction or 0) * unit // 10 ** len(fraction)
     return number
 
 
 def plain(value: Any) -> Any:
-    """The value without its library's wrapping: numpy's scalars as Python's own, paths as text."""
+    """Unwraps a value of a library: numpy scalars become Python's, paths become text."""
     if isinstance(value, np.generic) and not isinstance(value, (np.void, np.complexfloating)):
         return value.item()
     if isinstance(value, os.PathLike):
@@ -48,7 +49,9 @@ def plain(value: Any) -> Any:
 
 
 def whole_number(value: Any) -> Any:
-    """An int of anything that is one (numpy's, jax's), but of no truth value and no fraction."""
+    """Converts integer-like values (numpy's, jax's) to int; others, including bool and float, are returned
+    unchanged.
+    """
     if isinstance(value, (int, float, str)):
         return value
     try:
@@ -58,7 +61,7 @@ def whole_number(value: Any) -> Any:
 
 
 def dtype_name(value: Any) -> Any:
-    """The name of a dtype, however it is written: "half", "float", jax's, numpy's and torch's objects."""
+    """Normalises a dtype to its name: "half", "float", objects of jax, numpy and torch."""
     if not isinstance(value, str):
         text = str(value)
         if text.startswith("torch."):
@@ -80,7 +83,7 @@ _KINDS: dict[str, tuple[Any, str]] = {
 
 
 def kind_missed(value: Any, annotation: str) -> str | None:
-    """What a value must be that is not of its field's type; None for one that is."""
+    """Description of the type that a value should have; None if it matches its field's annotation."""
     if value is None and "None" in annotation:
         return None
     kind = annotation.removesuffix(" | None")

@@ -1,9 +1,9 @@
-"""Options that vLLM has and this engine has not: which of them ask for nothing here, and which are not built.
+"""Options of vLLM that this engine does not have.
 
 The names are those of vLLM 0.32's EngineArgs and of its server's FrontendArgs, with a few of earlier versions that
-programs still give. An option is in one table: `HARMLESS` cannot change an answer and says what stands in its place;
-`NOT_BUILT` is refused unless it is left at a value that asks for nothing; `ELSEWHERE` belongs to another command. Knows
-nothing of our own options.
+programs still use. Each option is in one table: `HARMLESS` options do not affect results, and have the reason;
+`NOT_BUILT` options are refused unless they have a value that has no effect; `ELSEWHERE` options belong to other
+commands.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _HEADERS = "jaxengine serve --max-header-bytes bounds all headers together"
 _EXECUTOR = "one process runs all devices of its host; nnodes is for more hosts"
 
 HARMLESS: dict[str, str] = {
-    "aggregate_engine_logging": "all replicas are one engine with one log line",
-    "allow_deprecated_quantization": "no way of quantising is deprecated",
-    "calculate_kv_scales": "scales that the checkpoint has not are measured at start, see kv_cache_scales",
+    "aggregate_engine_logging": "all replicas belong to one engine with one log line",
+    "allow_deprecated_quantization": "no quantisation method is deprecated",
+    "calculate_kv_scales": "scales missing from the checkpoint are measured at start, see kv_cache_scales",
     "code_revision": _NO_CODE,
     "data_parallel_backend": _EXECUTOR,
     "disable_cascade_attn": "there is no cascade attention",
@@ -40,24 +40,24 @@ HARMLESS: dict[str, str] = {
     "jit_monitor_verbose": "nothing is compiled while serving, and jaxengine:compilations_since_ready counts",
     "max_parallel_loading_workers": _LOADER,
     "optimization_level": _COMPILED,
-    "prefix_caching_hash_algo": "prefixes are known by SHA-256",
+    "prefix_caching_hash_algo": "prefixes are identified by SHA-256",
     "pt_load_map_location": _LOADER,
     "safetensors_load_strategy": _LOADER,
     "safetensors_prefetch_block_size": _LOADER,
     "safetensors_prefetch_num_threads": _LOADER,
-    "served_model_name": "names are the server's: jaxengine serve --served-model-name",
+    "served_model_name": "it is an option of the server: jaxengine serve --served-model-name",
     "show_hidden_metrics_for_version": "no metric is hidden",
     "trust_remote_code": _NO_CODE,
-    "use_tqdm_on_load": "disable_log_stats switches the progress bars off",
+    "use_tqdm_on_load": "disable_log_stats switches progress bars off",
     # Of the server.
-    "cohere_is_reasoning_model": "there are no endpoints of Cohere's",
+    "cohere_is_reasoning_model": "there are no Cohere endpoints",
     "disable_access_log_for_endpoints": _LOGGED,
-    "disable_uvicorn_access_log": "jaxengine serve --disable-access-log leaves it out",
+    "disable_uvicorn_access_log": "jaxengine serve --disable-access-log switches it off",
     "enable_log_deltas": "outputs are not logged",
-    "enable_offline_docs": "the page at /docs loads nothing from elsewhere",
+    "enable_offline_docs": "the page at /docs loads nothing from other hosts",
     "enable_prompt_tokens_details": "usage always has prompt_tokens_details",
     "enable_request_id_headers": "every answer has X-Request-Id",
-    "enable_server_load_tracking": "/load always tells",
+    "enable_server_load_tracking": "/load is always available",
     "h11_max_header_count": _HEADERS,
     "h11_max_incomplete_event_size": _HEADERS,
     "log_error_stack": "faults of the server are always logged with their stacks",
@@ -69,10 +69,10 @@ HARMLESS: dict[str, str] = {
     "disable_log_requests": "requests are not logged",
     "guided_decoding_backend": "grammars are llguidance's",
     "max_seq_len_to_capture": _COMPILED,
-    "use_v2_block_manager": "there is one",
+    "use_v2_block_manager": "there is only one block manager",
 }
 
-# Names of what belongs to another command, with its flag.
+# Options of other commands, with their flags.
 ELSEWHERE: dict[str, str] = {
     "grpc": "jaxengine serve --grpc-port",
     "lora_modules": "jaxengine serve --lora-modules",
@@ -84,14 +84,14 @@ ELSEWHERE: dict[str, str] = {
     "shutdown_timeout": "jaxengine serve --shutdown-timeout",
 }
 
-# What vLLM had once, or transformers has, and what stands in its place.
+# Options of earlier vLLM versions or of transformers, with their replacements.
 GONE: dict[str, str] = {
     "lora_extra_vocab_size": "vLLM has removed it: adapters add no tokens to the vocabulary; merge one that does",
     "quantization_param_path": "vLLM has removed it: kv_cache_scales takes a file that jaxengine calibrate wrote",
     "torch_dtype": "it is called dtype",
 }
 
-# Earlier names of options here, which EngineConfig.from_options reads.
+# Earlier names of options, which EngineConfig.from_options reads.
 EARLIER = frozenset(("override_pooler_config", "task", *FLAT))
 
 _SWITCHES = """
@@ -130,7 +130,7 @@ _UNSET = """
     default_chat_template_kwargs fingerprint_value prompt_adapters ssl_ciphers tool_parser_plugin
     tool_server uds
 """
-# Name -> values that ask for nothing, beside None, False and what is empty.
+# Name -> values that have no effect, besides None, False and empty ones.
 _DEFAULTS: dict[str, tuple[Any, ...]] = {
     "allowed_headers": (["*"],),
     "allowed_methods": (["*"],),
@@ -190,7 +190,7 @@ _DEFAULTS: dict[str, tuple[Any, ...]] = {
     "watermark": (0,),
     "worker_cls": ("auto",),
 }
-# Switches that are on by default: to switch them off asks for something.
+# Switches that are on by default; switching them off would have an effect.
 _ON = frozenset(name for name, values in _DEFAULTS.items() if values == (True,))
 
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
@@ -210,14 +210,14 @@ NAMES = frozenset((*HARMLESS, *ELSEWHERE, *NOT_BUILT, *GONE, *EARLIER))
 
 
 def is_switch(name: str) -> bool:
-    """Whether the option is one that the command line switches on or off without a value."""
+    """Whether the command line switches the option on or off without a value."""
     return isinstance(NOT_BUILT.get(name, (None,))[0], bool) or name in _HARMLESS_SWITCHES.split()
 
 
 def settle(name: str, value: Any) -> None:
-    """Takes an option of NAMES that asks for nothing here; says in the log what a harmless one means.
+    """Accepts an option of NAMES that has no effect here; logs the reason for a harmless one.
 
-    Raises ConfigError for one that asks for something.
+    Raises ConfigError for others.
     """
     if asks_for_nothing(name, value):
         return
@@ -227,7 +227,7 @@ def settle(name: str, value: Any) -> None:
         raise ConfigError.because(name, f"there is no option {name}", GONE[name])
     elif name in ELSEWHERE:
         raise ConfigError.because(
-            name, f"{name} is no option of an engine", f"it belongs to another command: {ELSEWHERE[name]}"
+            name, f"{name} is not an option of the engine", f"it belongs to another command: {ELSEWHERE[name]}"
         )
     else:
         neutral = " or ".join(repr(each) for each in NOT_BUILT[name])
@@ -235,7 +235,7 @@ def settle(name: str, value: Any) -> None:
 
 
 def asks_for_nothing(name: str, value: Any) -> bool:
-    """Whether it is vLLM's default or an empty value."""
+    """Whether a value is vLLM's default, or empty."""
     if value is None or (value is False and name not in _ON):
         return True
     if isinstance(value, (str, dict, list, tuple, set)) and not value:

@@ -1,1 +1,1 @@
-"""Proposers of drafts: what may come next, for the model to verify. A file and a row of the registry each."""
+"""Draft proposers, which guess tokens for the model to verify. Each is a file and a row of the registry."""

@@ -1,7 +1,8 @@
-"""Prompt lookup: what followed the last tokens when they came before (Saxena 2023, "Prompt Lookup Decoding").
+"""Prompt lookup: propose the tokens that followed an earlier occurrence of the last ones (Saxena 2023, "Prompt Lookup
+Decoding").
 
-The longest match within the sizes allowed counts, of several the latest. What follows is repeated where it is shorter
-than the drafts that are wanted: a text that repeats itself goes on doing so.
+The longest match within the allowed sizes is used, and the latest of several. A continuation shorter than the number of
+drafts is repeated, as repetitive text tends to go on repeating.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from jaxengine.drafts.proposer import Drafts
 
 @dataclass(frozen=True)
 class Ngram:
-    """jaxengine.drafts.proposer.Proposer over the request's own tokens.
+    """jaxengine.drafts.proposer.Proposer that looks up the request's own tokens.
 
     Attributes:
-      longest, shortest: tokens of a match.
+      longest, shortest: allowed number of matching tokens.
     """
 
     longest: int
     shortest: int
 
     def propose(self, history: jax.Array, num_known: jax.Array, count: int) -> Drafts:
-        """Proposer.propose."""
+        """Implements Proposer.propose."""
         length = history.shape[1]
         at = jnp.arange(length, dtype=jnp.int32)
         last = num_known - 1
-        # run[s, p]: how many tokens up to p, and up to the last one, are the same; no more than `longest`.
+        # run[s, p]: length, up to `longest`, of the common suffix of the tokens up to p and of all known tokens.
         same = jnp.ones(history.shape, bool)
         run = jnp.zeros(history.shape, jnp.int32)
         for back in range(self.longest):
@@ -48,7 +49,7 @@ class Ngram:
         return Drafts(jnp.where(found[:, None], token_ids, 0), jnp.where(found, count, 0).astype(jnp.int32))
 
     def propose_one(self, known: np.ndarray, count: int) -> np.ndarray:
-        """Proposer.propose_one."""
+        """Implements Proposer.propose_one."""
         last = len(known) - 1
         run, same = np.zeros(last, np.int32), np.ones(last, np.bool_)
         for back in range(min(self.longest, last)):

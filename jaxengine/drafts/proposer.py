@@ -1,7 +1,7 @@
-"""What a proposer of drafts is. The step asks it where the device knows the tokens, the scheduler where the host does.
+"""The interface of a draft proposer. Steps call it on the device, the scheduler on the host.
 
-Whatever it proposes, tokens stay those of the model: a draft counts only where it is what the model draws itself
-(jaxengine.sampling.verification). So a proposer may guess, but must be cheap.
+Output tokens do not depend on the proposer: a draft is accepted only if it equals the model's own draw
+(jaxengine.sampling.verification). A proposer may therefore be wrong, but must be cheap.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import numpy as np
 
 
 class Drafts(NamedTuple):
-    """Of S rows.
+    """Drafts of S rows.
 
     Attributes:
-      token_ids: i32[S, k], in the vocabulary everywhere.
-      counts: i32[S], how many of a row's are proposed, the first ones.
+      token_ids: i32[S, k], always valid token ids.
+      counts: i32[S], number of proposed drafts in each row; the rest of the row is padding.
     """
 
     token_ids: jax.Array
@@ -25,12 +25,14 @@ class Drafts(NamedTuple):
 
 
 class Proposer(Protocol):
-    """One way of guessing the next tokens from those before. Frozen: its `repr` is part of a program's name."""
+    """A method of guessing the next tokens from the previous ones. Frozen: its `repr` is part of a program's name."""
 
     def propose(self, history: jax.Array, num_known: jax.Array, count: int) -> Drafts:
-        """At most `count` drafts a row: history i32[S, L], of which the first num_known i32[S] are known. Traced."""
+        """Proposes at most `count` drafts a row from history i32[S, L], of which the first num_known i32[S] are valid.
+        Traced.
+        """
         ...
 
     def propose_one(self, known: np.ndarray, count: int) -> np.ndarray:
-        """The same for one row on the host: known i32[n] -> i32[m], m <= count."""
+        """Same as `propose` for one row on the host: known i32[n] -> i32[m], m <= count."""
         ...

@@ -1,4 +1,4 @@
-"""The proposers: a row for each method of speculative_config that looks at known tokens alone."""
+"""The proposers: one row for each method of speculative_config that uses known tokens only."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ PROPOSERS: dict[str, Callable[[SpeculativeConfig], Proposer]] = {NGRAM: _ngram}
 
 
 def proposer_of(config: SpeculativeConfig) -> Proposer | None:
-    """The proposer that a configuration names; None where something else makes the drafts."""
+    """The proposer that a configuration selects; None if drafts come from elsewhere."""
     make = PROPOSERS.get(config.method)
     return None if make is None else make(config)

@@ -1,1 +1,1 @@
-"""Pictures and videos as they come in: from what a caller sends to decoded pixels. Knows no model and no jax."""
+"""Input pictures and videos: from a request's content parts to decoded pixels. Independent of models and jax."""

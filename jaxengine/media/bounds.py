@@ -1,4 +1,4 @@
-"""How much one prompt's pictures and videos may take: pixels of all together, processor time of each file."""
+"""Limits of a prompt's media: pixels in total, and processor time per file."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import time
 
 from jaxengine.media.errors import MediaError
 
-# Seconds of processor time. The largest file that is allowed takes one or two; what is made to be slow takes minutes.
+# Seconds of processor time. The largest allowed file takes one or two; maliciously slow files take minutes.
 MAX_SECONDS = 10.0
-# Pieces that a decoder reads of a file. Those of 32 MiB in the smallest parts that encoders write are some 200,000.
+# Limit of a decoder's reads. A file of 32 MiB in the smallest parts that encoders write has some 200,000.
 MAX_READS = 1_000_000
 
 
 class PixelBudget:
-    """Pixels that the pictures and frames of one prompt may have together; threads share it."""
+    """Number of pixels that the pictures and frames of one prompt may have in total. Thread-safe."""
 
     def __init__(self, most: int):
         self._most = most
@@ -23,7 +23,7 @@ class PixelBudget:
         self._lock = threading.Lock()
 
     def take(self, pixels: int) -> None:
-        """Raises MediaError where there is no room for so many more."""
+        """Takes `pixels` from the budget. Raises MediaError if it does not suffice."""
         with self._lock:
             if self._taken + pixels > self._most:
                 problem = f"has {pixels} pixels, which makes {self._taken + pixels} in one prompt"
@@ -32,9 +32,9 @@ class PixelBudget:
 
 
 class TimedFile(io.BytesIO):
-    """A file in memory that a decoder reads piece by piece, and that ends decoders which take too long.
+    """A file in memory that raises MediaError in a decoder that reads from it for too long.
 
-    A file of few bytes can have millions of parts, or have the same pixels decoded a thousand times.
+    A small file may have millions of parts, or have the same pixels decoded a thousand times.
     """
 
     def __init__(self, data: bytes):
@@ -50,6 +50,6 @@ class TimedFile(io.BytesIO):
         return super().read(size)
 
     def check(self) -> None:
-        """Raises MediaError when the time of this thread is over."""
+        """Raises MediaError if this thread has used up the time for the file."""
         if time.thread_time() > self._until:
             raise MediaError(f"takes more than {MAX_SECONDS:.0f} seconds to decode")

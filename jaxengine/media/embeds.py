@@ -1,6 +1,6 @@
-"""Embeddings of a picture that a request brings in the picture's place: read from files of arrays, never unpickled.
+"""Embeddings that a request passes instead of a picture, read from array files and never unpickled.
 
-Knows no model: how wide a row is and what its family needs besides is looked at where the prompt is put together.
+Row width and further needs of the model family are checked when the prompt is assembled.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from jaxengine.media import base64_pieces
 from jaxengine.media.errors import MediaError
 from scheduler.errors import show_value
 
-# Keys of what a family asks for whose embeddings do not say of themselves where they stand; vLLM's.
+# Keys of embeddings and of their grid, which some families need; vLLM's.
 EMBEDS, GRID = "image_embeds", "image_grid_thw"
 _FORMS = "safetensors with one tensor, or .npy"
-_PICKLED = "is what torch.save or pickle writes, which may hold a program and is not read; give the tensor as " + _FORMS
+_PICKLED = "is a file of torch.save or pickle, which may contain code and is not read; give the tensor as " + _FORMS
 _TYPES: Mapping[str, str] = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 
 @dataclass(frozen=True, eq=False)
 class GivenEmbeds:
-    """As they came: a file or base64 of one, or an array. grid: of patches, whatever was given for it."""
+    """Embeddings as received: a file, its base64, or an array. grid: as received, in patches."""
 
     data: Any
     grid: Any = None
@@ -35,15 +35,17 @@ class GivenEmbeds:
 
 @dataclass(frozen=True, eq=False)
 class Embeds:
-    """f32[rows, E], finite. grid: (time, height, width) in patches before they are merged, None if nobody says."""
+    """f32[rows, E], finite. grid: (time, height, width) in patches before merging; None if not given."""
 
     values: np.ndarray
     grid: tuple[int, int, int] | None
 
 
 def given_embeds(value: Any) -> GivenEmbeds | None:
-    """What a value is in the place of a picture: an array of numbers with a point [rows, E], or a dict of it and its
-    grid, or what read_embeds has read; None for anything else."""
+    """Recognises embeddings in place of a picture; None for anything else.
+
+    They are a floating-point array [rows, E], a dict of such an array and its grid, or a result of read_embeds.
+    """
     if isinstance(value, Embeds):
         return GivenEmbeds(value.values, value.grid)
     if isinstance(value, Mapping) and EMBEDS in value:
@@ -53,7 +55,7 @@ def given_embeds(value: Any) -> GivenEmbeds | None:
 
 
 def read_embeds(given: GivenEmbeds, options: MediaOptions) -> Embeds:
-    """Raises MediaError."""
+    """Reads and checks embeddings. Raises MediaError."""
     data = given.data
     values = data if isinstance(data, np.ndarray) else _read_file(_decoded(data, options.max_media_bytes))
     if values.dtype.name not in ("float16", "bfloat16", "float32") or values.ndim != 2 or 0 in values.shape:
@@ -76,7 +78,7 @@ def _decoded(data: Any, most: int) -> bytes:
     try:
         return base64_pieces.decode(data.encode("ascii"))
     except ValueError:  # binascii.Error and UnicodeError are some
-        raise MediaError(f"holds no base64; allowed is base64 of {_FORMS}") from None
+        raise MediaError(f"is not valid base64; allowed is base64 of {_FORMS}") from None
 
 
 def _read_file(data: bytes) -> np.ndarray:
@@ -87,7 +89,7 @@ def _read_file(data: bytes) -> np.ndarray:
     try:
         tensors = deserialize(data)
     except SafetensorError:
-        raise MediaError(f"is no file of a kind that is known; allowed: {_FORMS}") from None
+        raise MediaError(f"is a file of an unknown type; allowed: {_FORMS}") from None
     if len(tensors) != 1:
         raise MediaError(f"has {len(tensors)} tensors; allowed is one")
     _, tensor = tensors[0]
@@ -106,7 +108,7 @@ def _read_npy(data: bytes) -> np.ndarray:
         shape, by_columns, dtype = read(file)
         if dtype.hasobject:
             raise MediaError(_PICKLED)
-        # What the header says need not be there: no memory is taken for it.
+        # The header may claim more data than there is: no memory is allocated by it.
         values = np.frombuffer(data, dtype, offset=file.tell())
         return values.reshape(shape, order="F" if by_columns else "C")
     except MediaError:

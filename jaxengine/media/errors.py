@@ -1,4 +1,4 @@
-"""What is wrong with one picture or video. Knows neither its name nor who sent it."""
+"""The error of an invalid picture or video."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from __future__ import annotations
 class MediaError(ValueError):
     """A picture or video that cannot be used.
 
-    The message goes on where the item's name ends, "is an SVG; allowed: ...": whoever knows the name puts it in front.
+    The message continues the item's name, "is an SVG; allowed: ...": the caller that knows the name prepends it.
     """

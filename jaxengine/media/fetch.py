@@ -1,8 +1,8 @@
-"""Bytes of data:, http(s): and file: addresses, from where the operator allows it.
+"""Reads data:, http(s): and file: addresses, as far as the operator allows it.
 
-An address comes from a stranger and is followed by this machine, from inside of its network. So hosts are those of
-`allowed_media_domains`; what a name leads to is looked up once, must be public, and is what is connected to; redirects
-are not followed; bytes and time are bounded as they come. Knows nothing of what the bytes are.
+Addresses come from untrusted clients and are followed from inside the server's network. So hosts must be listed in
+`allowed_media_domains`; a name is resolved once, to public addresses, and exactly these are connected to; redirects are
+not followed; bytes and time are limited while receiving.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
 _DATA = re.compile(r"data:([^,]{0,256}),", re.IGNORECASE)
 # IPv6 addresses that a gateway turns into the IPv4 address in their last four bytes (RFC 6052).
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
-# What an address may have behind its host as it is (RFC 3986); the rest is sent in percent signs.
+# Characters that are sent unescaped after the host (RFC 3986); others are percent-encoded.
 _FORWARDED = "-._~!$&'()*+,;=:@/?%"
 
 
 def scheme_of(url: str) -> str:
-    """The scheme of an address, in small letters; empty where it has none."""
+    """Scheme of an address, in lower case; "" if it has none."""
     found = _SCHEME.match(url)
     return found[1].lower() if found else ""
 
 
 def fetch(url: str, options: MediaOptions) -> bytes:
-    """What an address leads to. Blocks at most options.media_fetch_timeout, beside looking up the host's name.
+    """Fetches an address. Blocks for at most options.media_fetch_timeout, plus the resolution of the host's name.
 
-    Raises MediaError for one that is not allowed, does not answer or has too much to say.
+    Raises MediaError for an address that is not allowed, does not answer, or has too much content.
     """
     scheme = scheme_of(url)
     if scheme == "data":
@@ -59,7 +59,7 @@ def fetch(url: str, options: MediaOptions) -> bytes:
 
 
 def check_source(url: str, options: MediaOptions) -> None:
-    """Raises MediaError for an address that cannot be allowed, without asking anybody."""
+    """Raises MediaError for an address that is not allowed, without any network access."""
     scheme = scheme_of(url)
     if scheme in _PORTS:
         _allowed_host(url, scheme, options)
@@ -70,12 +70,12 @@ def check_source(url: str, options: MediaOptions) -> None:
 
 
 def _read_data(url: str, limit: int) -> bytes:
-    """The bytes in a data URL (RFC 2397)."""
+    """Decodes a data URL (RFC 2397)."""
     head = _DATA.match(url)
     if head is None:
-        raise MediaError("is no data URL; allowed is data:image/png;base64,... or data:image/png,...")
+        raise MediaError("is not a data URL; allowed is data:image/png;base64,... or data:image/png,...")
     is_base64 = head[1].rpartition(";")[2].strip().lower() == "base64"
-    # Three bytes are four characters, or at most nine of percent signs.
+    # Three bytes are four base64 characters, or up to nine percent-encoded ones.
     check_bytes((len(url) - head.end()) * 3 // 4 - 2 if is_base64 else (len(url) - head.end()) // 3, limit)
     body = url[head.end() :]
     try:
@@ -83,13 +83,15 @@ def _read_data(url: str, limit: int) -> bytes:
         if is_base64:
             raw = _from_base64(raw)
     except (binascii.Error, UnicodeError):
-        raise MediaError("holds no base64: data:image/png;base64, must be followed by A-Z, a-z, 0-9, + and /") from None
+        raise MediaError(
+            "is not valid base64: data:image/png;base64, must be followed by A-Z, a-z, 0-9, + and /"
+        ) from None
     check_bytes(len(raw), limit)
     return raw
 
 
 def _from_base64(text: bytes) -> bytes:
-    """As URLs have it: with white space, and without padding. Raises binascii.Error."""
+    """Decodes base64 as found in URLs: white space is ignored, padding is optional. Raises binascii.Error."""
     size = base64_pieces.PIECE_BYTES
     text = b"".join([text[at : at + size].translate(None, b" \t\r\n\f") for at in range(0, len(text), size)])
     return base64_pieces.decode(text + b"=" * (-len(text) % 4))
@@ -99,10 +101,10 @@ def _read_local(url: str, options: MediaOptions) -> bytes:
     root = _local_root(options)
     parts = urllib.parse.urlsplit(url)
     if parts.netloc not in ("", "localhost") or parts.query or parts.fragment:
-        raise MediaError("is no local file; allowed is file:///folder/name")
+        raise MediaError("is not a local file; allowed is file:///folder/name")
     try:
         path = Path(urllib.parse.unquote(parts.path, errors="strict")).resolve()
-    except (OSError, RuntimeError, ValueError):  # no file can have such a name, or links lead in a circle
+    except (OSError, RuntimeError, ValueError):  # invalid name, or circular links
         path = None
     if path is None or not path.is_relative_to(root):
         raise MediaError("leads out of the folder from which files may be read (allowed_local_media_path)")
@@ -116,7 +118,7 @@ def _local_root(options: MediaOptions) -> Path:
 
 
 def _allowed_host(url: str, scheme: str, options: MediaOptions) -> tuple[str, int, str]:
-    """(host, port, path with query) of an address that may be asked."""
+    """Checks that an address may be fetched; returns (host, port, path with query)."""
     if len(url) > _MAX_URL_CHARS:
         raise MediaError(f"has {len(url)} characters; allowed are {_MAX_URL_CHARS}")
     try:
@@ -126,7 +128,7 @@ def _allowed_host(url: str, scheme: str, options: MediaOptions) -> tuple[str, in
     except ValueError:
         host, port, parts = "", 0, None
     if parts is None or not host or parts.username is not None or parts.password is not None:
-        raise MediaError("is no address of a file on the web; allowed is https://host/path")
+        raise MediaError("is not a valid web address; allowed is https://host/path")
     domains = options.allowed_media_domains
     if not domains:
         raise MediaError("is an address on the web; none may be fetched, for allowed_media_domains is not set")
@@ -142,7 +144,7 @@ def _fetch_http(url: str, scheme: str, options: MediaOptions) -> bytes:
     connection: http.client.HTTPConnection | None = None
     try:
         sock = _connect(host, port, options, until)
-        # The connection is there already: http.client is not to look for one.
+        # The connection exists already: http.client must not open one.
         connection = http.client.HTTPConnection(host, port)
         connection.sock = sock
         if scheme == "https":
@@ -173,11 +175,11 @@ def _headers(host: str, port: int, scheme: str) -> dict[str, str]:
 
 def _body(response: http.client.HTTPResponse, limit: int) -> bytes:
     if 300 <= response.status < 400:
-        raise MediaError(f"leads elsewhere (status {response.status}); give the address of the file itself")
+        raise MediaError(f"is a redirect (status {response.status}); give the address of the file itself")
     if response.status != 200:
         raise MediaError(f"is answered with status {response.status}")
     if (response.getheader("Content-Encoding") or "identity").lower() != "identity":
-        raise MediaError("comes compressed, which was not asked for")
+        raise MediaError("is sent compressed, which was not requested")
     announced, data = response.length, bytearray()
     check_bytes(announced or 0, limit)
     while piece := response.read(_PIECE_BYTES):
@@ -189,15 +191,15 @@ def _body(response: http.client.HTTPResponse, limit: int) -> bytes:
 
 
 def _connect(host: str, port: int, options: MediaOptions, until: float) -> _Socket:
-    """A socket to one of the host's addresses, each of which was found to be allowed."""
+    """Connects to one of the host's addresses, all of which must be allowed."""
     named = host in options.allowed_media_domains and _is_address(host)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
-        raise MediaError("is on a host that is not known") from None
-    # All of them: a name with one private address among public ones is not an honest one.
+        raise MediaError("is on an unknown host") from None
+    # All of them: a name with both public and private addresses is suspicious.
     if not named and not all(is_public(str(address[0])) for *_, address in found):
-        raise MediaError("is on a host with a private address, which is not asked")
+        raise MediaError("is on a host with a private address, which is not contacted")
     error: OSError | None = None
     for family, kind, protocol, _, address in found:
         sock = _Socket(family, kind, protocol)
@@ -211,11 +213,11 @@ def _connect(host: str, port: int, options: MediaOptions, until: float) -> _Sock
             if isinstance(failure, TimeoutError):
                 raise
             error = failure
-    raise error or MediaError("is on a host that is not known")
+    raise error or MediaError("is on an unknown host")
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address belongs to the internet: none of this machine, its network or its provider."""
+    """Whether an IP address is on the public internet, not in a loopback, private or provider network."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None)
@@ -235,15 +237,15 @@ def _is_address(host: str) -> bool:
 
 
 class _Timed:
-    """What reads from a socket until one time for everything, however slowly it comes.
+    """Mixin for sockets with one deadline for all reads, however slowly data arrives.
 
-    until: by time.monotonic.
+    until: the deadline, by time.monotonic.
     """
 
     until = 0.0
 
     def left(self) -> float:
-        """Seconds. Raises TimeoutError where there are none."""
+        """Seconds until the deadline. Raises TimeoutError if it has passed."""
         left = self.until - time.monotonic()
         if left <= 0:
             raise TimeoutError
@@ -263,7 +265,7 @@ class _TlsSocket(_Timed, ssl.SSLSocket):
 
 
 def _secured(sock: _Socket, host: str) -> _TlsSocket:
-    """The connection over TLS, with a host that has shown a certificate for its name."""
+    """Wraps the connection in TLS and verifies the host's certificate."""
     context = ssl.create_default_context()
     context.sslsocket_class = _TlsSocket
     sock.settimeout(sock.left())

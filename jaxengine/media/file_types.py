@@ -1,6 +1,6 @@
-"""What kind of file some bytes are, by how they begin: the few that are decoded, and names for others.
+"""Detects file types by their first bytes: the few that are decoded, and names of others for errors.
 
-Owns which decoder sees a file. A name or a media type that somebody gives it says nothing here.
+Only this decides which decoder reads a file; file names and declared media types are ignored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VIDEOS = {
     WEBM: re.compile(rb"\x1a\x45\xdf\xa3"),
 }
 _OTHERS = {
-    # Atomic and possessive: linear whatever the file holds.
+    # Atomic groups and possessive quantifiers: linear time for any file.
     "an SVG": re.compile(
         rb"(?:\xef\xbb\xbf)?(?>\s|<\?xml[^>]*+>|<!--.*?-->|<!DOCTYPE\s+svg[^>]*+>)*+<svg\b", re.DOTALL | re.I
     ),
@@ -48,17 +48,17 @@ _HEAD = 512
 
 
 def image_type(data: bytes) -> str | None:
-    """One of IMAGES, or None."""
+    """The picture's type, a key of IMAGES; None for others."""
     return _first(IMAGES, data)
 
 
 def video_type(data: bytes) -> str | None:
-    """One of VIDEOS, or None."""
+    """The video's type, a key of VIDEOS; None for others."""
     return _first(VIDEOS, data)
 
 
 def described(data: bytes) -> str:
-    """What a file is that is none of those asked for, for an error's text."""
+    """Describes a file of the wrong type, for an error message."""
     if not data:
         return "has no bytes"
     if name := image_type(data):
@@ -66,7 +66,7 @@ def described(data: bytes) -> str:
     if name := video_type(data):
         return f"is an {name} video" if name == MP4 else f"is a {name} video"
     name = _first(_OTHERS, data[:_HEAD])
-    return f"is {name}" if name else "is no file of a kind that is known"
+    return f"is {name}" if name else "is a file of an unknown type"
 
 
 def _first(kinds: dict[str, re.Pattern[bytes]], data: bytes) -> str | None:

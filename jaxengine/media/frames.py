@@ -1,4 +1,4 @@
-"""What a video is once it is read, and which of its frames are taken. Knows no file."""
+"""Decoded videos and the sampling of their frames."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import numpy as np
 from jaxengine.config.multimodal import MAX_FRAMES
 from jaxengine.media.errors import MediaError
 
-# Frames of a file, sampled or not: each must be decoded for those behind it.
+# Limit of a file's frames, sampled or not: each must be decoded for the following ones.
 MAX_SOURCE_FRAMES = 100_000
-# Frames that the largest video is taken to have: as many as are sampled where nobody says.
+# Frames assumed for the largest video: the default number of sampled frames.
 LARGEST_FRAMES = 32
 
 
 @dataclass(frozen=True, eq=False)
 class Video:
-    """Frames of a video, in the order of time.
+    """Frames of a video, in temporal order.
 
     Attributes:
       frames: uint8 [N, H, W, 3] RGB.
-      frames_indices: int64 [N], which of the source's frames they are.
-      timestamps: float64 [N], seconds at which they are shown; None where nothing is known of time.
-      fps: frames of the source in a second, on average; None where nothing is known of time.
-      total_num_frames: of the source.
+      frames_indices: int64 [N], index of each frame in the source.
+      timestamps: float64 [N], seconds at which they are shown; None if unknown.
+      fps: average frames per second of the source; None if unknown.
+      total_num_frames: number of frames of the source.
     """
 
     frames: np.ndarray
@@ -36,9 +36,9 @@ class Video:
 
 
 def sample_frames(total: int, seconds: float | None, sampling: tuple[int, float]) -> np.ndarray:
-    """Which frames of `total` are taken, int64 [N], evenly from the first to the last: as vLLM's VideoBackend does.
+    """Chooses frame indices, int64 [N], evenly from the first to the last of `total`, as vLLM's VideoBackend does.
 
-    seconds: how long all of them take, None if nobody knows. sampling: (num_frames, fps) at most, -1 for no limit.
+    seconds: duration of all frames, None if unknown. sampling: limits (num_frames, fps), -1 for none.
     """
     num_frames, fps = sampling
     count = total if num_frames < 0 else min(total, num_frames)

@@ -1,8 +1,7 @@
-"""From files and from Python's pictures to pixels, uint8 [H, W, 3] RGB.
+"""Decodes picture files and Python picture objects to pixels, uint8 [H, W, 3] RGB.
 
-Files come from strangers: what a header can tell is checked before anything is decoded, only the decoders of file_types
-see them, and a file that is cut short is refused, never filled up. Knows nothing of where files come from or of what a
-model makes of them.
+Files are untrusted: everything in the header is checked before decoding, only the decoders of file_types are used, and
+truncated files are refused, never filled up.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from models.weights.errors import ModelFileError
 from models.weights.files import open_regular
 
 ALLOWED = ", ".join(IMAGES)
-# Each by itself: Image.open would ask every decoder there is, some of which start other programs.
+# Used directly: Image.open would try every decoder, some of which start other programs.
 _DECODERS = {
     "PNG": PngImagePlugin.PngImageFile,
     "JPEG": JpegImagePlugin.JpegImageFile,
@@ -30,13 +29,13 @@ _DECODERS = {
     "BMP": BmpImagePlugin.BmpImageFile,
     "TIFF": TiffImagePlugin.TiffImageFile,
 }
-# Of TIFF. Others bring decoders of their own, some of which write to the log what strangers have them write.
+# Allowed TIFF compressions. Others use further decoders, some of which write untrusted text to the log.
 _COMPRESSIONS = ("raw", "tiff_lzw", "tiff_adobe_deflate", "tiff_deflate", "packbits")
 _TILE_WIDTH, _TILE_LENGTH = 322, 323
-# Of a progressive JPEG, each of which goes over all pixels; encoders write about ten.
+# Limit of a progressive JPEG's scans, each of which covers all pixels; encoders write about ten.
 _MAX_SCANS = 100
 _SCAN = b"\xff\xda"
-# EXIF's orientation, 2 to 8, and what puts the picture upright.
+# EXIF orientations, 2 to 8, and the transforms that put the picture upright.
 _ORIENTATION = 0x0112
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -53,14 +52,13 @@ _ARRAYS = "uint8 of shape [H, W, 3], [H, W, 4], [H, W, 1] or [H, W]"
 
 
 def read_image(value: Any, options: MediaOptions, budget: PixelBudget) -> np.ndarray:
-    """The pixels of a picture, uint8 [H, W, 3] RGB.
+    """Returns the pixels of a picture, uint8 [H, W, 3] RGB.
 
     Args:
-      value: a file's bytes, a file's pathlib.Path, a PIL.Image.Image, or a numpy array, which must hold uint8 from 0 to
-        255 in the shape [H, W, 3], [H, W, 4] with alpha, [H, W, 1] or [H, W].
-      options: its limits, and the colour under transparent pictures.
-      budget: of the prompt, from which its pixels are taken.
-
+      value: bytes of a file, pathlib.Path of a file, a PIL.Image.Image, or a numpy array, which must hold uint8 from 0
+        to 255 in the shape [H, W, 3], [H, W, 4] with alpha, [H, W, 1] or [H, W].
+      options: limits, and the colour under transparent pictures.
+      budget: the prompt's, from which the pixels are taken.
     Raises MediaError.
     """
     if isinstance(value, Path):
@@ -77,13 +75,13 @@ def read_image(value: Any, options: MediaOptions, budget: PixelBudget) -> np.nda
 
 
 def read_file(path: Path, limit: int) -> bytes:
-    """The content of a regular file of at most `limit` bytes. Raises MediaError."""
+    """Reads a regular file of at most `limit` bytes. Raises MediaError."""
     try:
         descriptor, size = open_regular(path)
         with open(descriptor, "rb") as file:
             data = b"" if size > limit else file.read(limit + 1)
     except (ModelFileError, OSError):
-        raise MediaError("cannot be read: there is no such file, or none that may be read") from None
+        raise MediaError("cannot be read: there is no such file, or no permission to read it") from None
     check_bytes(max(size, len(data)), limit)
     return data
 
@@ -95,7 +93,7 @@ def check_bytes(size: int, limit: int) -> None:
 
 
 def check_size(size: tuple[int, int], options: MediaOptions) -> None:
-    """Raises MediaError for a picture of no pixels or too many. size: width and height."""
+    """Raises MediaError for a picture with no pixels or too many. size: width and height."""
     width, height = size
     if not 1 <= width * height <= options.max_image_pixels or width < 1:
         allowed = f"1 to {options.max_image_pixels} (max_image_pixels)"
@@ -103,12 +101,14 @@ def check_size(size: tuple[int, int], options: MediaOptions) -> None:
 
 
 def open_image(data: bytes, options: MediaOptions) -> tuple[Image.Image, TimedFile]:
-    """A picture whose header has been read and whose pixels have not, and the file under it. Raises MediaError."""
+    """Opens a picture by its header, without decoding pixels; returns it with the file it reads from. Raises
+    MediaError.
+    """
     check_bytes(len(data), options.max_media_bytes)
     name = image_type(data)
     if name is None:
         raise MediaError(f"{described(data)}; allowed: {ALLOWED}")
-    if name == "WebP":  # some versions of the decoder make room for all pixels before they tell how many there are
+    if name == "WebP":  # some versions of the decoder allocate all pixels before they report the size
         check_size(_webp_size(data), options)
     if name == "JPEG" and data.count(_SCAN) > _MAX_SCANS:
         raise MediaError(f"is a JPEG of more than {_MAX_SCANS} scans, each of which decodes all of its pixels")
@@ -121,7 +121,7 @@ def open_image(data: bytes, options: MediaOptions) -> tuple[Image.Image, TimedFi
 
 
 def to_rgb(image: Image.Image, background: tuple[int, int, int]) -> np.ndarray:
-    """The pixels of a picture, decoded and upright, transparent ones laid on `background`. Raises MediaError."""
+    """Decodes a picture and rotates it upright; transparent pixels are laid on `background`. Raises MediaError."""
     name = image.format or "picture"
     _decoding(name, image.load)
     turn = _TURNS.get(_orientation(image))
@@ -142,14 +142,14 @@ def _decode(data: bytes, options: MediaOptions, budget: PixelBudget) -> np.ndarr
 
 
 def _decoding(name: str, step: Any) -> Any:
-    """The step's result; MediaError for whatever a decoder runs into."""
+    """Calls `step`; turns any error of a decoder into MediaError."""
     try:
         return step()
     except MediaError:
         raise
     except MemoryError:
-        raise MediaError(f"is a {name} for which there is no memory") from None
-    except Exception as error:  # struct, zlib, index and key errors among them: decoders check little themselves
+        raise MediaError(f"is a {name} too large for the available memory") from None
+    except Exception as error:  # includes struct, zlib, index and key errors: decoders check little
         why = " ".join(str(error).split())[:200] or type(error).__name__
         raise MediaError(f"is a {name} that is damaged or cut short ({why})") from None
 
@@ -158,14 +158,14 @@ def _check_tiff(image: Any, options: MediaOptions) -> None:
     compression = image.info.get("compression")
     if compression not in _COMPRESSIONS:
         raise MediaError(f"is a TIFF compressed by {compression!r}; allowed: {', '.join(_COMPRESSIONS)}")
-    # A tile is decoded whole, however little of it the picture shows.
+    # A tile is decoded as a whole, however little of it the picture shows.
     width, length = (image.tag_v2.get(tag, 1) for tag in (_TILE_WIDTH, _TILE_LENGTH))
     if type(width) is not int or type(length) is not int or not 0 < width * length <= options.max_image_pixels:
         raise MediaError(f"is a TIFF with tiles of {width} x {length} pixels")
 
 
 def _webp_size(data: bytes) -> tuple[int, int]:
-    """Width and height that a WebP's first chunk tells (RFC 9649), 0 where it has none."""
+    """Width and height in the first chunk of a WebP file (RFC 9649); 0 if it has none."""
     kind, body = data[12:16], data[20:30].ljust(10, b"\0")
     if kind == b"VP8X":
         return int.from_bytes(body[4:7], "little") + 1, int.from_bytes(body[7:10], "little") + 1
@@ -176,7 +176,7 @@ def _webp_size(data: bytes) -> tuple[int, int]:
 
 
 def _orientation(image: Image.Image) -> Any:
-    """EXIF's, where it can be read: a camera's faulty note does no harm to the picture."""
+    """EXIF orientation of a picture, None if it cannot be read: faulty metadata is no reason to refuse a picture."""
     try:
         return image.getexif().get(_ORIENTATION)
     except Exception:
@@ -184,7 +184,7 @@ def _orientation(image: Image.Image) -> Any:
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """Grey of 16 bits by its upper half, as Pillow reads colours of 16 bits."""
+    """Reduces 16-bit grey to its upper 8 bits, as Pillow does with 16-bit colours."""
     deep = np.asarray(image)
     grey = Image.fromarray((deep >> 8).astype(np.uint8))
     if "transparency" not in image.info:

@@ -1,6 +1,6 @@
-"""Pictures and videos of a prompt, fetched and decoded by threads, in order; nothing of it on the event loop.
+"""Fetches and decodes the pictures and videos of a prompt on threads, off the event loop.
 
-Owns how many of a process's are worked on at once and how many may wait.
+Limits how many are processed at once per process, and how many may wait.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from jaxengine.media.parts import MediaPart
 from jaxengine.media.videos import read_video
 from scheduler.errors import OverloadedError, RequestError, show_value
 
-# What may wait for a thread, of all requests. Each holds a file.
+# Limit of parts of all requests that wait for a thread. Each holds a file.
 _MAX_WAITING = 256
 MultiModalData = dict[str, list[Any]]
 
 
 class MediaLoader:
-    """The threads of one process. Pictures are uint8 [H, W, 3], videos frames.Video."""
+    """Thread pools that fetch and decode media, one per process. Pictures are uint8 [H, W, 3], videos frames.Video."""
 
     def __init__(self, options: MediaOptions):
         self._options = options
         count = options.media_loading_thread_count
         self._decoders = ThreadPoolExecutor(count, "decode media")
-        # Of their own: whoever is slow to answer must not stand before those whose pictures are there.
+        # Separate threads: slow hosts must not delay pictures that have arrived.
         self._fetchers = ThreadPoolExecutor(count, "fetch media")
         self._num_waiting = 0
 
     async def load(self, parts: Sequence[MediaPart]) -> MultiModalData:
-        """By modality what the parts of one prompt are.
+        """Loads the parts of one prompt; returns them by modality.
 
-        Raises RequestError for the first that cannot be used, OverloadedError where too many of others wait.
+        Raises RequestError for the first part that cannot be used, OverloadedError if too many parts are waiting.
         """
         if self._num_waiting and self._num_waiting + len(parts) > _MAX_WAITING:
             raise OverloadedError(f"{self._num_waiting} pictures and videos wait to be read; try again later")
@@ -50,7 +50,7 @@ class MediaLoader:
         loop = asyncio.get_running_loop()
         futures = self._submit(parts)
         for future in futures:
-            # Counted until it has run: a caller that leaves does not end what a thread has begun.
+            # Counted until it has run: a caller that leaves does not stop a running thread.
             future.add_done_callback(lambda _: _on_loop(loop, self._count_done))
         try:
             return _by_modality(parts, [await asyncio.wrap_future(future) for future in futures])
@@ -58,7 +58,7 @@ class MediaLoader:
             _cancel(futures)
 
     def load_now(self, parts: Sequence[MediaPart]) -> MultiModalData:
-        """As `load`, for a caller without an event loop; there is no limit to what may wait."""
+        """Same as `load` for a caller without an event loop; the number of waiting parts is not limited."""
         futures = self._submit(parts)
         try:
             return _by_modality(parts, [future.result() for future in futures])
@@ -97,10 +97,10 @@ class MediaLoader:
 
 
 def read_multi_modal_data(data: Any, *, param: str = "multi_modal_data") -> list[MediaPart]:
-    """The pictures and videos of a prompt's multi_modal_data, {"image": one or a list, "video": one or a list}.
+    """Reads the pictures and videos in a prompt's multi_modal_data, {"image": one or a list, "video": one or a list}.
 
-    One is an address, or what read_image and read_video take; a list of pictures under "video" is one video. Of an
-    image also its embeddings, as given_embeds has them.
+    Each is an address, or a value for read_image or read_video; a list of pictures under "video" is one video. An image
+    may also be given as embeddings, see given_embeds.
 
     Raises RequestError.
     """
@@ -120,7 +120,7 @@ def read_multi_modal_data(data: Any, *, param: str = "multi_modal_data") -> list
 
 
 def _is_videos(value: Any) -> bool:
-    """Whether it is a list of videos, and not of the pictures of one."""
+    """Whether the value is a list of videos, rather than a list of frames of one video."""
     if not isinstance(value, list) or not value:
         return isinstance(value, list)
     first = value[0]
@@ -136,7 +136,7 @@ def _by_modality(parts: Sequence[MediaPart], read: Sequence[Any]) -> MultiModalD
 
 
 def _cancel(futures: Sequence[Future[Any]]) -> None:
-    """Nobody waits for the rest any more, if there is one."""
+    """Cancels the parts that nobody waits for any more."""
     for future in futures:
         future.cancel()
 
@@ -144,5 +144,5 @@ def _cancel(futures: Sequence[Future[Any]]) -> None:
 def _on_loop(loop: asyncio.AbstractEventLoop, step: Any) -> None:
     try:
         loop.call_soon_threadsafe(step)
-    except RuntimeError:  # the loop has ended, and with it what counts
+    except RuntimeError:  # the loop, and with it the counter, has ended
         return

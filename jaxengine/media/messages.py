@@ -1,7 +1,4 @@
-"""Conversations with pictures, for one model: found, named, counted, loaded.
-
-Puts together parts, which reads messages, and load, which reads files.
-"""
+"""Media in conversations, for one model: collected from messages (parts) and loaded (load)."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from jaxengine.media.parts import MediaModel, MediaPart, collect_media
 
 
 class MediaReader:
-    """model: what takes pictures or videos, None for a model of text alone; options: what is allowed."""
+    """Collects and loads media. model: the model's media capabilities, None for a text-only model; options: limits."""
 
     def __init__(self, model: MediaModel | None, options: MediaOptions):
         self._model = model
@@ -23,22 +20,24 @@ class MediaReader:
 
     @cached_property
     def loader(self) -> MediaLoader:
-        """Its threads, which there are once there is something to load."""
+        """The thread pools, started on first use."""
         return MediaLoader(self._options)
 
     @property
     def placeholder(self) -> Callable[[str], str] | None:
-        """The text that stands for a picture or a video where a chat template takes texts only."""
+        """The text that stands for a picture or video in chat templates that take only text; None for a text-only
+        model.
+        """
         return None if self._model is None else self._model.placeholder
 
     def collect(self, messages: Any) -> tuple[Any, list[MediaPart]]:
-        """As parts.collect_media. Raises RequestError."""
+        """Same as parts.collect_media. Raises RequestError."""
         return collect_media(messages, self._model, self._options)
 
     def read(self, messages: Any) -> tuple[Any, MultiModalData]:
-        """Messages for a chat template, and the pictures and videos that were in them, loaded.
+        """Returns messages for a chat template, and the loaded pictures and videos that they contained.
 
-        Blocks until they are, which may be seconds. Raises RequestError.
+        Blocks until they are loaded, which may take seconds. Raises RequestError.
         """
         messages, parts = self.collect(messages)
         return messages, self.loader.load_now(parts) if parts else {}

@@ -1,4 +1,4 @@
-"""A checkpoint's MediaProcessor from where the checkpoint lies."""
+"""Opens a checkpoint's MediaProcessor from the checkpoint's files."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from models.config.model_config import ModelConfig
 def open_processor(
     path: Path, model: ModelConfig, overrides: Mapping[str, Any] | None = None, tokenizer: Any = None
 ) -> MediaProcessor | None:
-    """The processor of a model that lies at `path`; None for one that does not see.
+    """The processor of the model at `path`; None for a model without a vision tower.
 
-    overrides: hf_overrides. tokenizer: as processor_for has it. Raises ModelFileError.
+    overrides: hf_overrides. tokenizer: see processor_for. Raises ModelFileError.
     """
     if model.tower is None:
         return None

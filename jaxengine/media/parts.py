@@ -1,7 +1,7 @@
-"""Pictures and videos in chat messages: where they stand, in which of the ways that APIs write them, how many.
+"""Pictures and videos in chat messages, in the forms of several APIs.
 
-Takes them out of the messages and leaves {"type": "image"} and {"type": "video"} in their places, which is what chat
-templates look for. Fetches and decodes nothing.
+They are taken out of the messages and replaced by {"type": "image"} and {"type": "video"}, which chat templates expect.
+Nothing is fetched or decoded.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from jaxengine.media.errors import MediaError
 from jaxengine.media.fetch import check_source
 from scheduler.errors import RequestError, show_value
 
-# Roles whose messages may hold pictures: an answer of the model's is text.
+# Roles whose messages may contain pictures: the model's own answers are text.
 ROLES = ("user", "system", "developer", "tool")
 _DETAILS = ("auto", "low", "high", "original")
 _TEXTS = ("text", "refusal")
 
 
 class MediaModel(Protocol):
-    """What is known of a model that takes pictures or videos."""
+    """Media capabilities of a model."""
 
     @property
     def modalities(self) -> Collection[str]:
-        """Those of MODALITIES that it takes."""
+        """The modalities that the model takes, of MODALITIES."""
         ...
 
     def placeholder(self, modality: str) -> str:
-        """The text that stands for one in a prompt whose template takes texts only."""
+        """The text that stands for an item in a prompt whose template takes only text."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class MediaPart:
-    """A picture or a video, as it came.
+    """A picture or video as received.
 
     Attributes:
       modality: one of MODALITIES.
-      source: an address (data:, https:, file:), or what read_image and read_video take.
-      where: what it is called in errors, "messages[1].content[2].image_url".
-      param: the field of the request that it is in.
+      source: an address (data:, https:, file:), or a value for read_image or read_video.
+      where: its name in errors, "messages[1].content[2].image_url".
+      param: the field of the request that contains it.
     """
 
     modality: str
@@ -52,12 +52,12 @@ class MediaPart:
     param: str = "messages"
 
     def refusal(self, error: MediaError) -> RequestError:
-        """What is wrong with it, by its name."""
+        """The error to raise for this part, which is named in it."""
         return RequestError(f"{self.where} {error}", param=self.param)
 
 
 class PlacedPart(dict[str, Any]):
-    """A part of a message made from another API's. where: what it is called there, with its field in front."""
+    """A content part converted from another API. where: its name there, beginning with the request's field."""
 
     def __init__(self, part: Mapping[str, Any], where: str):
         super().__init__(part)
@@ -65,13 +65,12 @@ class PlacedPart(dict[str, Any]):
 
 
 def collect_media(messages: Any, model: MediaModel | None, options: MediaOptions) -> tuple[Any, list[MediaPart]]:
-    """The messages for a chat template, and the pictures and videos that were in them, in order.
+    """Takes media out of chat messages; returns (messages for a chat template, media in order).
 
     Args:
-      messages: of a request, checked by nobody so far. What is no message or no part of these kinds is left as it is.
-      model: what takes them; None for one that takes none.
-      options: how many there may be, and from where.
-
+      messages: of a request, unchecked. Content that is not a message or not one of these parts is left as it is.
+      model: the model's media capabilities; None for a text-only model.
+      options: limits of their number and sources.
     A part is one of
       {"type": "image_url", "image_url": {"url": ..., "detail": ...} or the address},
       {"type": "input_image", "image_url": the address, "detail": ...},
@@ -79,7 +78,7 @@ def collect_media(messages: Any, model: MediaModel | None, options: MediaOptions
       {"type": "image", "image": or "url": ...}, {"type": "image_pil", "image_pil": ...},
       {"type": "image_embeds", "image_embeds": base64 or {"image_embeds": base64, "image_grid_thw": [t, h, w]}},
       {"type": "video_url", "video_url": {"url": ...} or the address}, {"type": "video", "video": or "url": ...}.
-    What is no address is what read_image and read_video take, and can only come from Python.
+    A value that is not an address can only come from Python, and is one for read_image or read_video.
 
     Raises RequestError for a part that cannot be used, before anything is fetched.
     """
@@ -107,7 +106,7 @@ def collect_media(messages: Any, model: MediaModel | None, options: MediaOptions
 
 
 def _collect(message: Mapping[str, Any], content: Sequence[Any], where: str, parts: list[MediaPart]) -> list[Any]:
-    """The content for a template; what is in it is added to `parts`."""
+    """Returns a message's content for a template, and appends its media to `parts`."""
     _check_types(content, where)
     kept: list[Any] = []
     for number, part in enumerate(content):
@@ -121,7 +120,7 @@ def _collect(message: Mapping[str, Any], content: Sequence[Any], where: str, par
             allowed = f"messages of {', '.join(ROLES)}"
             raise RequestError(f"{place} is a picture or video; allowed are they in {allowed}", param=param)
         if part.get("uuid") is not None:
-            text = f"{place}.uuid is given; nothing is kept under names, pictures are known by what they show"
+            text = f"{place}.uuid is given; pictures are identified by their content, not by names"
             raise RequestError(text, param=param)
         modality, key, source = reader(part, place, param)
         parts.append(MediaPart(modality, source, f"{place}.{key}", param))
@@ -130,7 +129,7 @@ def _collect(message: Mapping[str, Any], content: Sequence[Any], where: str, par
 
 
 def _check_types(content: Sequence[Any], where: str) -> None:
-    """Raises RequestError for a part of a type that no model here takes, such as sound."""
+    """Raises RequestError for a part of a type that no model here takes, such as audio."""
     for number, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if isinstance(kind, str) and kind not in (*_TEXTS, *_READERS):
@@ -139,7 +138,7 @@ def _check_types(content: Sequence[Any], where: str) -> None:
 
 
 def check_parts(parts: Sequence[MediaPart], model: MediaModel | None, options: MediaOptions) -> None:
-    """Raises RequestError for a part that the model does not take, and for more of a modality than there may be."""
+    """Raises RequestError for a part that the model does not take, and for too many parts of a modality."""
     taken = () if model is None else model.modalities
     for part in parts:
         if part.modality not in taken:
@@ -215,7 +214,7 @@ _READERS = {
 
 
 def _address(part: Mapping[str, Any], key: str, where: str, param: str) -> str:
-    """The address of an OpenAI part, in an object or as a text."""
+    """The address in an OpenAI part, given in an object or as text."""
     value = part.get(key)
     if isinstance(value, Mapping):
         _check_detail(value, f"{where}.{key}", param)
@@ -227,14 +226,14 @@ def _address(part: Mapping[str, Any], key: str, where: str, param: str) -> str:
 
 
 def _check_detail(holder: Mapping[str, Any], where: str, param: str) -> None:
-    """A hint that no model here takes; what is none is refused all the same."""
+    """Raises RequestError for an invalid `detail`. Valid ones are ignored, as no model here uses them."""
     if (detail := holder.get("detail")) is not None and detail not in _DETAILS:
         text = f"{where}.detail is {show_value(detail)}; allowed: {', '.join(_DETAILS)}"
         raise RequestError(text, param=param)
 
 
 def _anthropic(source: Any, where: str, param: str) -> str:
-    """The address of an Anthropic source; data in base64 as a data URL."""
+    """The address of an Anthropic source; base64 data becomes a data URL."""
     kind = source.get("type") if isinstance(source, Mapping) else None
     if kind == "url" and isinstance(source.get("url"), str):
         return source["url"]
@@ -246,7 +245,7 @@ def _anthropic(source: Any, where: str, param: str) -> str:
 
 
 def _object(part: Mapping[str, Any], keys: Sequence[str], where: str, param: str) -> tuple[str, Any]:
-    """(key, value) of the one key that is given."""
+    """The one key of `keys` that is given, with its value. Raises RequestError for none or several."""
     given = [key for key in keys if part.get(key) is not None]
     if len(given) != 1:
         text = f"{where} of type {show_value(part['type'])} must have {' or '.join(keys)}"

@@ -1,4 +1,4 @@
-"""The processors there are: one row for each architecture that sees."""
+"""Table of processors, one row for each multimodal architecture."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from models.config.model_config import ModelConfig
 def llava_or_pixtral(
     folder: Path, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any
 ) -> MediaProcessor:
-    """By the tower: Pixtral's pictures keep their shape."""
+    """Processor by the tower: Pixtral's tower takes pictures of any aspect ratio."""
     kind = LlavaProcessor if model_config.tower is None or not model_config.tower.columns else PixtralProcessor
     return kind(folder, config_json, model_config, tokenizer)
 
@@ -54,14 +54,14 @@ PROCESSORS: dict[str, Callable[[Path, Mapping[str, Any], ModelConfig, Any], Medi
 def processor_for(
     folder: Path, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any
 ) -> MediaProcessor | None:
-    """The processor of a checkpoint; None for a model that does not see, or is not to.
+    """The processor of a checkpoint; None if the model has no vision tower or it is not used.
 
     Args:
-      folder: of the checkpoint, where its processors' settings are.
-      config_json: what its config.json says.
-      tokenizer: the model's jaxengine.tokens.tokenizer.Tokenizer; None for a model without, whose prompts are ids.
-
-    Raises ModelFileError for settings that cannot be used, ModelConfigError for a configuration.
+      folder: of the checkpoint, with its processors' settings.
+      config_json: content of its config.json.
+      tokenizer: the model's jaxengine.tokens.tokenizer.Tokenizer; None without one, in which case prompts are token
+        ids.
+    Raises ModelFileError for invalid settings, ModelConfigError for an invalid configuration.
     """
     if model_config.tower is None:
         return None

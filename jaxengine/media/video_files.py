@@ -1,7 +1,7 @@
-"""Files of video containers, MP4 and WebM, through PyAV (FFmpeg), which the extra `video` brings.
+"""Decodes video containers, MP4 and WebM, with PyAV (FFmpeg), which the extra `video` installs.
 
-Owns what of FFmpeg a stranger's file can reach: one container by its first bytes, no playlists, no other files or
-addresses, and the usual codecs.
+Limits what an untrusted file can reach of FFmpeg: one container chosen by its first bytes, no playlists, no other files
+or addresses, and only the usual codecs.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from jaxengine.media.file_types import MP4, WEBM, video_type
 from jaxengine.media.frames import MAX_SOURCE_FRAMES, Video, check_count, sample_frames
 from jaxengine.media.images import check_size
 
-# FFmpeg's names; it is never left to guess.
+# FFmpeg's names of demuxers; it never has to guess.
 _DEMUXERS = {MP4: "mov", WEBM: "matroska"}
 _CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "mpeg4")
 
 
 def decode_video(data: bytes, options: MediaOptions, budget: PixelBudget) -> Video:
-    """The sampled frames of an MP4 or WebM file, upright. Raises MediaError.
+    """Decodes sampled frames of an MP4 or WebM file, upright. Raises MediaError.
 
-    data: known to be one of file_types.VIDEOS.
+    data: must be of a type in file_types.VIDEOS.
     """
     name = video_type(data) or MP4
     try:
@@ -37,12 +37,12 @@ def decode_video(data: bytes, options: MediaOptions, budget: PixelBudget) -> Vid
         problem = f"is a {name} file, for which this installation has no decoder"
         raise MediaError(f"{problem}; pip install 'jaxengine[video]'") from None
     try:
-        # Nothing but these bytes: no protocol to open something else with.
+        # Only these bytes: no protocol to open other sources with.
         with av.open(io.BytesIO(data), format=_DEMUXERS[name], options={"protocol_whitelist": ""}) as container:
             return _read(container, name, options, budget)
     except MediaError:
         raise
-    except Exception as error:  # FFmpeg's errors, and those of what it binds
+    except Exception as error:  # errors of FFmpeg and its libraries
         why = " ".join(str(error).split())[:200] or type(error).__name__
         raise MediaError(f"is a {name} file that is damaged or cut short ({why})") from None
 
@@ -74,7 +74,7 @@ def _read(container: Any, name: str, options: MediaOptions, budget: PixelBudget)
 
 
 def _times(container: Any, stream: Any, until: float) -> np.ndarray:
-    """float64 [N]: seconds at which each frame is shown, in order, without decoding any."""
+    """float64 [N]: seconds at which each frame is shown, in order, read without decoding."""
     stamps: list[int] = []
     for packet in container.demux(stream):
         _check_time(until)
@@ -86,14 +86,14 @@ def _times(container: Any, stream: Any, until: float) -> np.ndarray:
 
 
 def _frames(container: Any, stream: Any, wanted: set[int], size: tuple[int, int], until: float) -> list[np.ndarray]:
-    """The wanted frames, uint8 [H, W, 3] each."""
+    """Decodes the wanted frames, uint8 [H, W, 3] each."""
     frames, last = [], max(wanted)
     for number, frame in enumerate(container.decode(stream)):
         _check_time(until)
         if (frame.width, frame.height) != size:
             raise MediaError(f"has a frame {number} of another size than the first")
         if number in wanted:
-            # What a camera held sideways notes, in degrees against the clock.
+            # Rotation that a camera records, in degrees counterclockwise.
             turns = round(getattr(frame, "rotation", 0) / 90) % 4
             frames.append(np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), turns)))
         if number >= last:

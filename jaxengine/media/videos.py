@@ -1,6 +1,6 @@
-"""From files and from Python's frames to a video: some of its frames and when each is shown.
+"""Decodes video files and Python frames to a video: sampled frames with their times.
 
-Animated pictures are read here, video containers in video_files. Knows nothing of what a model makes of frames.
+Animated pictures are decoded here, video containers in video_files.
 """
 
 from __future__ import annotations
@@ -21,22 +21,21 @@ from jaxengine.media.images import check_bytes, check_size, open_image, read_fil
 from jaxengine.media.video_files import decode_video
 
 _ANIMATED = ("GIF", "WebP", "PNG")
-# Browsers show a frame that names no time for so long.
+# Duration that browsers assume for a frame without one.
 _DEFAULT_SECONDS = 0.1
 _METADATA = ("fps", "frames_indices", "total_num_frames")
 FORMS = "the bytes or Path of a file, uint8 frames [N, H, W, 3], a list of pictures, or (either, dict of fps, ...)"
 
 
 def read_video(value: Any, options: MediaOptions, budget: PixelBudget) -> Video:
-    """A video.
+    """Returns a video.
 
     Args:
-      value: a file's bytes or its pathlib.Path, of which frames are sampled as options.video_sampling says; or the
-        frames, all of which are taken: uint8 [N, H, W, 3], or a list of pictures of one size (see read_image), or a
-        pair of these and a dict with fps, frames_indices and total_num_frames; or a Video.
-      options: its limits.
-      budget: of the prompt, from which the pixels of all frames are taken.
-
+      value: bytes or pathlib.Path of a file, whose frames are sampled by options.video_sampling; or frames, which are
+        all used: uint8 [N, H, W, 3], a list of pictures of one size (see read_image), or a pair of these and a dict
+        with fps, frames_indices and total_num_frames; or a Video.
+      options: limits.
+      budget: the prompt's, from which the pixels of all frames are taken.
     Raises MediaError.
     """
     if isinstance(value, Path):
@@ -82,7 +81,7 @@ def _animation(data: bytes, options: MediaOptions, budget: PixelBudget) -> Video
 
     total = _count(image, name)
     seconds: list[float] = []
-    if options.video_sampling[1] > 0:  # how many are wanted depends on the times of all
+    if options.video_sampling[1] > 0:  # the number of frames depends on the total duration
         for number in range(total):
             go_to(number)
             seconds.append(_seconds(image))
@@ -114,7 +113,7 @@ def _count(image: Any, name: str) -> int:
 
 
 def _seconds(image: Any) -> float:
-    """For how long the frame is shown."""
+    """Duration of the current frame in seconds."""
     duration = image.info.get("duration", 0)
     known = isinstance(duration, (int, float)) and 0 < duration < 1e9
     return duration / 1000 if known else _DEFAULT_SECONDS
@@ -144,12 +143,12 @@ def _check_frames(frames: np.ndarray, options: MediaOptions, budget: PixelBudget
 
 
 def _with_times(frames: np.ndarray, about: Mapping[str, Any]) -> Video:
-    """A video of frames that came decoded; about: what is known beside them."""
+    """Makes a video of decoded frames; about: fps, frames_indices and total_num_frames, as far as given."""
     if wrong := next((key for key in about if key not in _METADATA), None):
-        raise MediaError(f"says {str(wrong)[:100]!r} beside its frames; allowed are {', '.join(_METADATA)}")
+        raise MediaError(f"has {str(wrong)[:100]!r} in addition to its frames; allowed are {', '.join(_METADATA)}")
     count, fps = len(frames), about.get("fps")
     if fps is not None and not (isinstance(fps, (int, float)) and 0 < fps < math.inf):
-        raise MediaError("has an fps that is no number above 0")
+        raise MediaError("has an fps that is not a number above 0")
     try:
         indices = np.asarray(about.get("frames_indices", range(count)))
         total = int(about.get("total_num_frames", 0)) or int(indices.max(initial=count - 1)) + 1

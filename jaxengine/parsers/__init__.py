@@ -1,1 +1,1 @@
-"""From the text a model writes to an answer's parts: content, reasoning and tool calls, as the text comes."""
+"""Streaming parsers that split a model's text into content, reasoning and tool calls."""

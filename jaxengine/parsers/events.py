@@ -1,4 +1,4 @@
-"""What a parser says of a model's output, and how it collects it. Knows no format and no wire."""
+"""Events of a parser, and their collection into messages."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class ContentDelta:
-    """More of the answer itself."""
+    """A piece of content, the answer itself."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """More of what the model thought before it answered."""
+    """A piece of reasoning, which precedes the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """The model calls a tool. index: 0 for the first call of an output."""
+    """The start of a tool call. index: 0 for the first call of an output."""
 
     index: int
     id: str
@@ -32,7 +32,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ArgumentsDelta:
-    """More of the arguments of call `index`: JSON as the model wrote it, not checked."""
+    """A piece of the arguments of call `index`: JSON as the model wrote it, unchecked."""
 
     index: int
     text: str
@@ -42,28 +42,28 @@ Event = ContentDelta | ReasoningDelta | ToolCallStart | ArgumentsDelta
 
 
 class OutputParser(Protocol):
-    """Reads one output of a model, in pieces of any size; what it says does not depend on where they are cut.
+    """Parses one output of a model, fed in pieces of any size; the events do not depend on where it is cut.
 
-    Text that turns out not to be what it looked like (half a tool call, say) is content; no text is lost.
+    No text is lost: text that turns out not to be a tool call or similar becomes content.
     """
 
     def feed(self, text: str) -> list[Event]:
-        """What is certain now, neighbours of one kind joined."""
+        """Reads a piece; returns the events that are certain, with adjacent ones of one kind merged."""
         ...
 
     def finish(self) -> list[Event]:
-        """What was held back, once the output has ended."""
+        """Ends the output; returns events of text that was held back."""
         ...
 
 
 class Collector:
-    """Gathers events; counts the calls, and leaves out white space that only stands between them."""
+    """Collects events, numbers the calls, and drops white space between calls."""
 
     def __init__(self, new_id: Iterable[str]):
         self._ids = iter(new_id)
         self._pieces: list[tuple[type, int, list[str]]] = []
         self._num_calls = 0
-        # White space at the start, or behind a call, until something shows whether it belongs to content.
+        # White space at the start or after a call, until it is known whether content follows.
         self._gap: list[str] | None = []
 
     def content(self, text: str) -> None:
@@ -75,7 +75,9 @@ class Collector:
         self._add(ContentDelta, 0, text)
 
     def start(self, name: str, own_id: str | None = None) -> None:
-        """own_id: the model's own id of the call, where its chat template has results refer to that."""
+        """Starts a call. own_id: the model's id of the call, if its chat template refers results to it; None for a new
+        id.
+        """
         self._pieces.append((ToolCallStart, self._num_calls, [own_id or next(self._ids), name]))
         self._num_calls += 1
         self._gap = []
@@ -84,12 +86,12 @@ class Collector:
         self._add(ArgumentsDelta, self._num_calls - 1, text)
 
     def take(self) -> list[Event]:
-        """The events since the last time."""
+        """Returns the events since the last call."""
         pieces, self._pieces = self._pieces, []
         return [_event(kind, index, texts) for kind, index, texts in pieces]
 
     def finish(self) -> list[Event]:
-        """The last of them. An output that is nothing but white space is content."""
+        """Returns the last events. An output of white space alone is content."""
         if self._gap and not self._num_calls:
             self._add(ContentDelta, 0, "".join(self._gap))
         return self.take()
@@ -119,7 +121,7 @@ class ParsedCall:
 
 @dataclass(slots=True)
 class ParsedMessage:
-    """A whole output. content and reasoning: None where there is none."""
+    """A complete output. content and reasoning are None if empty."""
 
     content: str | None = None
     reasoning: str | None = None
@@ -127,7 +129,7 @@ class ParsedMessage:
 
 
 def message_of(events: Iterable[Event]) -> ParsedMessage:
-    """The message that events add up to."""
+    """Combines events into a message."""
     content, reasoning = [], []
     calls: list[tuple[ToolCallStart, list[str]]] = []
     for event in events:

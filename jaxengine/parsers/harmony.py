@@ -1,10 +1,10 @@
-"""OpenAI's harmony format, which gpt-oss writes: messages with a channel and maybe a recipient.
+"""Reader of OpenAI's harmony format, which gpt-oss writes: messages with a channel and optionally a recipient.
 
-    <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json
-    <|message|>{...}<|call|>
+  <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json
+  <|message|>{...}<|call|>
 
-See https://cookbook.openai.com/articles/openai-harmony. Owns where messages begin and end; what becomes of them is for
-tool_harmony and reasoning_harmony to say.
+See https://cookbook.openai.com/articles/openai-harmony. This file splits the output into messages; tool_harmony and
+reasoning_harmony interpret them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxengine.parsers.markers import Marker, Opening
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
-# They end an answer. A model whose configuration does not say so would go on with what it imagines to be the result.
+# Words that end an answer. Without them some models would continue with an imagined result.
 STOP_WORDS = (CALL, RETURN)
 _MAX_HEADER = 512
 _CHANNEL_NAME = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
@@ -26,7 +26,7 @@ _FUNCTIONS = "functions."
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A message begins. text: as it was written, <|message|> included."""
+    """Beginning of a message. text: the header as written, including <|message|>."""
 
     text: str
 
@@ -37,7 +37,7 @@ class Header:
 
     @property
     def function(self) -> str | None:
-        """The function that the message calls."""
+        """Name of the function that the message calls; None for other messages."""
         found = _RECIPIENT.search(self.text)
         if found is None or not found.group(1).startswith(_FUNCTIONS):
             return None
@@ -46,27 +46,29 @@ class Header:
 
     @property
     def is_said(self) -> bool:
-        """It is meant for the user."""
+        """Whether the message is addressed to the user."""
         return self.channel != "analysis" and _RECIPIENT.search(self.text) is None
 
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """More of the message that has begun."""
+    """A piece of the current message's body."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The message has ended, with this word; none where another one begins or the output ends."""
+    """End of the current message. word: the marker that ended it; "" if the next message or the end of the
+    output did.
+    """
 
     word: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Outside:
-    """Text of no message."""
+    """Text outside of any message."""
 
     text: str
 
@@ -75,7 +77,7 @@ Part = Header | Body | End | Outside
 
 
 class HarmonyReader:
-    """Reads one output in pieces of any size; neighbours of one kind are not joined."""
+    """Splits one output, fed in pieces of any size, into parts; adjacent parts of one kind are not merged."""
 
     def __init__(self) -> None:
         self._parts: list[Part] = []
@@ -111,11 +113,11 @@ class HarmonyReader:
 
     @staticmethod
     def _new_opening() -> Opening:
-        # What a message without <|start|>assistant, which the prompt has, may begin with.
+        # Words that may begin a message whose <|start|>assistant is in the prompt.
         return Opening(START, CHANNEL, CONSTRAIN, MESSAGE, "to=")
 
     def _first(self, text: str, at: int) -> int:
-        """Where a message may begin."""
+        """State at the output's start or after a message, where a message may begin without <|start|>."""
         at, found = self._opening.read(text, at)
         if found is None:
             return at
@@ -124,7 +126,7 @@ class HarmonyReader:
             self._open(held)
         else:
             self._state = self._between
-            # What it held may have begun a message otherwise.
+            # The held text may begin a message in another way.
             self._between(held, 0)
         return at
 
@@ -136,7 +138,7 @@ class HarmonyReader:
         return at
 
     def _open(self, word: str) -> None:
-        """A header begins with this word."""
+        """Enters a header that begins with this word."""
         self._header, self._room, self._state = [word], _MAX_HEADER, self._in_header
         if word.endswith(MESSAGE):
             self._close_header()
@@ -154,7 +156,7 @@ class HarmonyReader:
         elif word or not self._room:
             self._outside("".join(self._header))
             self._state = self._first if word else self._between
-            if not word:  # what it held may begin another one
+            if not word:  # the held text may begin another one
                 self._between(self._message.take(), 0)
         return at + read
 

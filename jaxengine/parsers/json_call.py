@@ -1,8 +1,8 @@
-"""Reads one JSON object {"name": ..., "arguments": {...}}, as most models write a tool call, while it comes.
+"""Incremental reader of a JSON object {"name": ..., "arguments": {...}}, the usual form of a tool call.
 
-Once the name is known and the arguments have begun it is a call, and every character of the arguments goes out as it
-is; arguments in a string go out without its quotes when it ends, null stands for none. Until then it may still turn out
-to be something else, and its text is kept.
+Once the name is known and the arguments have begun it is a call, and all characters of the arguments are emitted as
+they are; a string of arguments is emitted without its quotes when complete, and null means none. Before that it may
+still turn out to be something else, and its text is held.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from jaxengine.parsers.json_scan import JsonScanner
 class Progress(Enum):
     MORE = auto()
     DONE = auto()  # a call, and its object is closed
-    CUT = auto()  # a call whose arguments are whole; its object goes wrong behind them
-    BROKEN = auto()  # a call that goes wrong inside its arguments
-    REJECTED = auto()  # no call; `held` is its text
+    CUT = auto()  # a call with complete arguments, whose object is invalid after them
+    BROKEN = auto()  # a call whose arguments are invalid
+    REJECTED = auto()  # not a call; `held` is its text
 
 
 class JsonCall:
-    """One object, from its opening brace on.
+    """Reads one object, from its opening brace on.
 
     Args:
       names: keys that may hold the arguments.
-      bare: an object with a name and nothing else but scalars is a call without arguments.
+      bare: accept an object with a name and otherwise only scalars as a call without arguments.
     """
 
     def __init__(self, out: Collector, names: tuple[str, ...], bare: bool = False):
@@ -48,11 +48,13 @@ class JsonCall:
 
     @property
     def held(self) -> str:
-        """The text read so far of what is no call, or not yet."""
+        """Text read so far, while it is not known to be a call; "" afterwards."""
         return "" if self._started else "".join(self._text)
 
     def read(self, text: str, at: int) -> tuple[int, Progress]:
-        """Reads `text` from `at`: where to go on, and how it stands. What goes wrong is not read."""
+        """Reads `text` from `at`; returns where it stopped, and the progress. Characters that make it fail are not
+        consumed.
+        """
         begin = at
         progress = Progress.MORE
         while at < len(text) and progress is Progress.MORE:
@@ -106,7 +108,7 @@ class JsonCall:
         return Progress.BROKEN if self._in_arguments else Progress.CUT
 
     def _end_string(self, is_key: bool) -> bool:
-        """Takes in a string of the object itself; False when the object cannot be a call with it."""
+        """Handles a string of the object itself; returns False if the object cannot be a call."""
         try:
             value = json.loads("".join(self._literal), strict=False)
         except ValueError:
@@ -116,14 +118,14 @@ class JsonCall:
             self._key = value
         elif self._key == "name" and self._name is None:
             self._name = value
-            return bool(value) and value.isprintable()  # which half a surrogate pair is not
+            return bool(value) and value.isprintable()  # half a surrogate pair is not printable
         elif self._key in self._names and not self._has_arguments:
             self._arguments, self._has_arguments = [value if value.strip() else "{}"], True
             return value.isascii() or not any("\ud800" <= char <= "\udfff" for char in value)
         return True
 
     def _begin_value(self, char: str) -> bool:
-        """A value of the object that is no string: False when the object cannot be a call with it."""
+        """Handles the start of a non-string value of the object; returns False if the object cannot be a call."""
         if self._key in self._names and not self._has_arguments:
             self._in_null = char == "n"
             self._in_arguments = char == "{"

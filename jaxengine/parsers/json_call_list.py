@@ -1,4 +1,4 @@
-"""Reads a JSON list of tool calls, [{"name": ..., "arguments": {...}}, ...], while it comes."""
+"""Incremental reader of a JSON list of tool calls, [{"name": ..., "arguments": {...}}, ...]."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from jaxengine.parsers.markers import Opening
 
 
 class JsonCallList:
-    """One list, from its opening bracket on. names, bare: as JsonCall's.
+    """Reads one list, from its opening bracket on. names, bare: see JsonCall.
 
-    Brackets and commas around calls are no content; before the first call they may be.
+    Brackets and commas around calls are dropped; without any call they are content.
     """
 
     def __init__(self, out: Collector, names: tuple[str, ...], bare: bool = True):
@@ -24,11 +24,13 @@ class JsonCallList:
 
     @property
     def held(self) -> str:
-        """The text read so far of what is no call, or not yet."""
+        """Text read so far that is not known to belong to a call."""
         return "".join(self._before) + (self._opening.held if self._call is None else self._call.held)
 
     def read(self, text: str, at: int) -> tuple[int, Progress]:
-        """Reads `text` from `at`: where to go on, and how it stands. What goes wrong is not read."""
+        """Reads `text` from `at`; returns where it stopped, and the progress. Characters that make it fail are not
+        consumed.
+        """
         progress = Progress.MORE
         while at < len(text) and progress is Progress.MORE:
             at, progress = self._state(text, at)

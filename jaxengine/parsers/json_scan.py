@@ -1,6 +1,6 @@
-"""Follows the structure of one JSON value (RFC 8259) character by character, without building it.
+"""Incremental scanner of the structure of a JSON value (RFC 8259), which does not build the value.
 
-Control characters inside strings are let pass: models write line breaks there. Knows nothing of tool calls.
+Control characters within strings are accepted, as models write line breaks there.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class _State(Enum):
 
 
 class JsonScanner:
-    """One value.
+    """Scans one value.
 
     Attributes:
-      depth: arrays and objects that are open.
-      in_string, in_key: inside a string, its quotes included but the last; whether it is a key.
-      expects_value: the next character that is no white space begins a value.
-      done: the value is complete. A number or literal outside of everything never is: its end is not visible.
+      depth: number of open arrays and objects.
+      in_string, in_key: inside a string, from its opening to before its closing quote; whether that is a key.
+      expects_value: the next character other than white space begins a value.
+      done: the value is complete. Never true for a top-level number or literal, whose end is not visible.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class JsonScanner:
 
     @property
     def in_scalar(self) -> bool:
-        """Inside a number or a literal; where it ends shows with the next character."""
+        """Inside a number or literal, whose end only shows with the next character."""
         return self._state is _State.SCALAR
 
     @property
@@ -69,14 +69,14 @@ class JsonScanner:
         return self._state is _State.END
 
     def skip(self, text: str, at: int) -> int:
-        """Takes what is inside a string and cannot end it; where to go on."""
+        """Skips characters inside a string that cannot end it; returns the new position."""
         if self._state is not _State.STRING:
             return at
         plain = _PLAIN.match(text, at)
         return at if plain is None else plain.end()
 
     def take(self, text: str, at: int) -> tuple[int, bool]:
-        """Takes what comes until the value is complete; where that ends, and whether it goes on as JSON until there."""
+        """Reads until the value is complete or `text` ends; returns (end, whether the text so far is valid JSON)."""
         while at < len(text) and not self.done:
             if (end := self.skip(text, at)) > at:
                 at = end
@@ -87,7 +87,7 @@ class JsonScanner:
         return at, True
 
     def read(self, char: str) -> bool:
-        """Takes the next character; False when no JSON value goes on like this."""
+        """Reads the next character; returns False if no JSON value continues like this."""
         state = self._state
         if state is _State.STRING:
             if char == '"':
@@ -148,7 +148,7 @@ class JsonScanner:
 
 def _is_scalar(text: str) -> bool:
     try:
-        json.loads(text, parse_int=len, parse_float=len, parse_constant=int)  # of Infinity, int() makes a ValueError
+        json.loads(text, parse_int=len, parse_float=len, parse_constant=int)  # int("Infinity") raises ValueError
     except ValueError:
         return False
     return True

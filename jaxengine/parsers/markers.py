@@ -1,4 +1,4 @@
-"""Finding fixed words in a text that comes in pieces, in time linear in its length."""
+"""Search for fixed words in a text that arrives in pieces, in linear time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import pairwise
 
 
 class Marker:
-    """Finds the first of some words anywhere in a text. None of them begins another."""
+    """Finds the first of some words anywhere in a text. No word may be a prefix of another."""
 
     def __init__(self, *words: str):
         assert not any(later.startswith(word) for word, later in pairwise(sorted(words))), words
@@ -17,11 +17,11 @@ class Marker:
         self._held = ""
 
     def read(self, text: str, at: int) -> tuple[str, int, str]:
-        """Reads `text` from `at`: (what is certainly plain text, where to go on, the word that is complete or "")."""
+        """Reads `text` from `at`; returns (text before any word, new position, the complete word or "")."""
         plain = ""
         if self._held:
             seen = len(self._held)
-            # Far enough for a word that begins in what is held.
+            # Long enough for a word that begins in the held text.
             probe = self._held + text[at : at + self._longest - 1]
             found = self._pattern.search(probe)
             start = self._open_end(probe) if found is None else found.start()
@@ -41,12 +41,12 @@ class Marker:
         return plain + text[at:start], len(text), ""
 
     def take(self) -> str:
-        """What is held of a word that did not come to its end."""
+        """Returns and clears the held text, which may be the beginning of a word."""
         held, self._held = self._held, ""
         return held
 
     def _open_end(self, text: str) -> int:
-        """Where the longest end of the text begins with which a word may begin."""
+        """Start of the longest suffix of `text` that is a proper prefix of a word; its length if there is none."""
         for start in range(max(0, len(text) - self._longest + 1), len(text)):
             if any(word.startswith(text[start:]) for word in self._words):
                 return start
@@ -54,10 +54,10 @@ class Marker:
 
 
 class Opening:
-    """Whether a text begins with one of some words, white space before it aside. None of them begins another.
+    """Checks whether a text begins, after white space, with one of some words. No word may be a prefix of another.
 
     Attributes:
-      held: all that was read.
+      held: all text read so far.
     """
 
     def __init__(self, *words: str):
@@ -66,7 +66,7 @@ class Opening:
         self._space: list[str] = []
 
     def read(self, text: str, at: int) -> tuple[int, bool | None]:
-        """(where to go on, whether it does), None while that is open."""
+        """Reads `text` from `at`; returns (new position, whether it begins with a word; None while undecided)."""
         while at < len(text):
             char = text[at]
             if any(word.startswith(self._word + char) for word in self._words):

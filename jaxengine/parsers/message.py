@@ -1,4 +1,4 @@
-"""One output through both parsers: reasoning first, and tool calls in what is left."""
+"""Parser of complete outputs: reasoning first, then tool calls in the rest."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from jaxengine.parsers.events import ContentDelta, Event, OutputParser
 
 
 class MessageParser:
-    """None: the model writes no reasoning, or calls no tools."""
+    """Combines a reasoning and a tool parser; None for a model that writes no reasoning, or calls no tools."""
 
     def __init__(self, reasoning: OutputParser | None, tools: OutputParser | None):
         self._reasoning = reasoning

@@ -1,8 +1,8 @@
-"""One Python literal, character by character, into JSON: strings, numbers, True, False, None, lists, dicts, and tuples
-and sets, which become lists.
+"""Incremental converter of a Python literal to JSON: strings, numbers, True, False, None, lists and dicts; tuples and
+sets become lists.
 
-Strings side by side are one, line breaks inside them are let pass, and JSON's own true, false and null are taken.
-Nothing is evaluated. Knows nothing of tool calls.
+Adjacent strings are concatenated, line breaks within strings are accepted, and so are JSON's true, false and null.
+Nothing is evaluated.
 """
 
 from __future__ import annotations
@@ -29,19 +29,21 @@ class Reading(Enum):
 class _State(Enum):
     VALUE = auto()
     FIRST = auto()  # an item, a key, or the end of what was opened
-    LATER = auto()  # the same behind a comma
+    LATER = auto()  # the same after a comma
     COLON = auto()
     NEXT = auto()
     STRING = auto()
     ESCAPE = auto()
     NUMBER = auto()  # digits of an escape
     SCALAR = auto()
-    AFTER_STRING = auto()  # another one may go on with it
+    AFTER_STRING = auto()  # another string may continue it
 
 
 @dataclass(slots=True)
 class _Open:
-    """What is open: its bracket, where its JSON begins, whether it has a comma, whether a brace holds keys."""
+    """An open bracket: its character, index of its JSON piece, whether a comma followed, and whether a brace holds
+    keys.
+    """
 
     bracket: str
     place: int
@@ -50,10 +52,10 @@ class _Open:
 
 
 class PythonScanner:
-    """One value.
+    """Converts one value.
 
     Attributes:
-      json: pieces of the same value in JSON.
+      json: pieces of the value as JSON.
     """
 
     def __init__(self) -> None:
@@ -67,7 +69,7 @@ class PythonScanner:
         self._scalar: list[str] = []
 
     def read(self, char: str) -> Reading:
-        """Takes the next character."""
+        """Reads the next character."""
         match self._state:
             case _State.STRING:
                 return self._string(char)
@@ -120,7 +122,7 @@ class PythonScanner:
         return Reading.MORE
 
     def _ends_first_key(self, inner: _Open) -> bool:
-        """Behind the first item of a brace shows whether items are keys."""
+        """Whether a colon now ends the first item of a brace, which then holds keys."""
         return inner.bracket == "{" and inner.has_keys is None and self._state is _State.NEXT and self._was_string
 
     def _begin_value(self, char: str) -> Reading:
@@ -195,12 +197,12 @@ class PythonScanner:
 
 
 def _character(code: int) -> str:
-    """As it stands in a JSON string; half a surrogate pair has no other form than an escape."""
+    """Character for use within a JSON string; half a surrogate pair is escaped."""
     return json.dumps(chr(code), ensure_ascii=0xD800 <= code <= 0xDFFF)[1:-1]
 
 
 def _scalar_json(text: str) -> str | None:
-    """JSON of a name or number, None for what is neither."""
+    """Converts a name or number to JSON; None for other texts."""
     if text in _NAMES:
         return _NAMES[text]
     try:

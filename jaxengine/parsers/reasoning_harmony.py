@@ -1,7 +1,7 @@
-"""Reasoning of gpt-oss: messages of the channel analysis. Those to the user are content, without what is around them.
+"""Reasoning of gpt-oss, the messages of the channel analysis. Bodies of messages to the user are content.
 
-A message that calls a function is content as it was written, for the tool parser to read. Two messages of one kind have
-a line break between them.
+A message that calls a function stays content as written, for the tool parser. Messages of one kind are separated by a
+line break.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from jaxengine.parsers.harmony import CHANNEL, MESSAGE, STOP_WORDS, Body, End, H
 
 
 class HarmonyFormat:
-    """A registry.ReasoningFormat."""
+    """registry.ReasoningFormat of gpt-oss."""
 
     special_tokens = True
-    # Calls come in messages of their own, in front of the one whose text may have to keep to something.
+    # Calls are separate messages before the one that may be constrained.
     holds_calls = True
     stop_words = STOP_WORDS
 
     def open(self, prompt: str, continued: str = "", *, calls: bool = True) -> OutputParser:
-        """As registry.ReasoningFormat."""
+        """Implements registry.ReasoningFormat.open."""
         return HarmonyReasoningParser()
 
     def waits_for(self, prompt: str, continued: str = "") -> dict[str, Any]:
-        """As registry.ReasoningFormat. Between the two words may stand what the message keeps to."""
+        """Implements registry.ReasoningFormat.waits_for. A constraint may be written between the two words."""
         return {} if continued else {"reasoning_end": ((f"{CHANNEL}final", MESSAGE),)}
 
 

@@ -1,6 +1,6 @@
-"""Splits reasoning from the answer: <think> ... </think> at the beginning of an output, or other words in their place.
+"""Parser of reasoning between <think> ... </think>, or other words, at the beginning of an output.
 
-The opening word may stand in the prompt already. Later ones are part of the answer.
+The opening word may be in the prompt already. Later occurrences belong to the answer.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from typing import Any
 from jaxengine.parsers.events import ContentDelta, Event, OutputParser, ReasoningDelta
 from jaxengine.parsers.markers import Marker, Opening
 
-# Of a prompt, where the words around reasoning are looked for.
+# Characters at the end of a prompt in which the words around reasoning are searched.
 _TAIL_CHARS = 1000
 
 
 @dataclass(frozen=True)
 class ThinkFormat:
-    """A registry.ReasoningFormat.
+    """registry.ReasoningFormat of a model that encloses reasoning in fixed words.
 
     Attributes:
-      begins, ends: the words around reasoning, and other ways to write them; a model opens with the first one.
-      calls: words that end reasoning too and belong to what follows.
-      closing_call: words around calls. Where an output ends with some, the reasoning ended before them, though the
-        model forgot to say so. From the first such word on text waits for the end.
-      answer: words around the answer, where it has some.
-      always: an output begins with reasoning, whether or not prompt or output hold the opening word.
-      shown: reasoning stays in the content, between <think> and the word that ends it.
-      special_tokens: as registry.ReasoningFormat.
+      begins, ends: words around reasoning, and alternative spellings; the model writes the first one.
+      calls: words that end reasoning too, and belong to the following text.
+      closing_call: words around calls. If the output ends with calls, the reasoning ended before them, even without an
+        end word. From the first such word on text is held until the end of the output.
+      answer: words around the answer, if there are any.
+      always: an output begins with reasoning, with or without the opening word in prompt or output.
+      shown: reasoning stays in the content, between <think> and the end word.
+      special_tokens: see registry.ReasoningFormat.
     """
 
     begins: tuple[str, ...] = ("<think>",)
@@ -43,31 +43,31 @@ class ThinkFormat:
     stop_words = ()
 
     def open(self, prompt: str, continued: str = "", *, calls: bool = True) -> OutputParser:
-        """As registry.ReasoningFormat."""
+        """Implements registry.ReasoningFormat.open."""
         inside = bool(self._begins_inside(prompt, continued))
         if self.shown:
-            # What an answer goes on with has the word already, or was never to have it.
+            # The beginning of a continued answer has the word already, or should not have it.
             return ShownParser(self.begins[0] if inside and not continued else "")
         parser = ThinkParser(self if calls else replace(self, calls=(), closing_call=None), inside)
         return parser if self.answer is None else AnswerParser(parser, *self.answer)
 
     def waits_for(self, prompt: str, continued: str = "") -> dict[str, Any]:
-        """As registry.ReasoningFormat."""
+        """Implements registry.ReasoningFormat.waits_for."""
         inside = self._begins_inside(prompt, continued)
         if inside is False:
             return {}
-        # Calls that end the reasoning are free as well: no answer comes behind them.
+        # Calls that end the reasoning are not constrained either: no answer follows them.
         return {"reasoning_end": self.ends, "reasoning_begin": None if inside else self.begins[0]}
 
     def _begins_inside(self, prompt: str, continued: str) -> bool | None:
-        """Whether an output begins inside reasoning, by the words before it or else the model's custom.
+        """Whether an output begins inside reasoning, by the words before it or else by `always`.
 
-        None: not, but it may open it.
+        None: it does not, but may open reasoning.
         """
         for text, decides in ((continued, False), (prompt[-_TAIL_CHARS:].rstrip(), True)):
             begun = max(_end_of_last(text, word) for word in self.begins)
             ended = max(_end_of_last(text, word) for word in self.ends)
-            # A prompt may speak of the words; what counts there is what it ends with.
+            # A prompt may mention the words; only the one at its end counts.
             if begun != ended and (not decides or max(begun, ended) == len(text)):
                 return begun > ended
         return True if self.always else False if continued else None
@@ -79,7 +79,9 @@ def _end_of_last(text: str, word: str) -> int:
 
 
 class ThinkParser:
-    """inside: the output begins with reasoning, opening word or not."""
+    """Splits one output into reasoning and content. inside: the output begins with reasoning, with or without opening
+    word.
+    """
 
     def __init__(self, words: ThinkFormat, inside: bool):
         self._inside = inside
@@ -88,7 +90,7 @@ class ThinkParser:
         self._call, self._call_end = words.closing_call or ("", "")
         self._end = Marker(*words.ends, *words.calls, *filter(None, (self._call,)))
         self._last_end = Marker(*words.ends, *words.calls)
-        # From the first call in the reasoning on.
+        # Text from the first call in the reasoning on.
         self._waiting: list[str] | None = None
 
     def feed(self, text: str) -> list[Event]:
@@ -99,7 +101,7 @@ class ThinkParser:
             if found is None:
                 return []
             if not found:
-                # The beginning of the one word may be that of the other.
+                # The held text may also be the beginning of an end word.
                 text, at = self._opening.held + text[at:], 0
             self._inside, self._opening = self._inside or found, None
         while self._inside and at < len(text):
@@ -123,7 +125,7 @@ class ThinkParser:
         return _events(held, "") if self._inside else _events("", held)
 
     def _closing_calls(self, text: str) -> int:
-        """Where the calls begin that a text ends with, one behind the other; its length where it ends with none."""
+        """Start of the calls, one after another, that end a text; its length if there are none."""
         at, end = len(text), len(text.rstrip())
         while text.endswith(self._call_end, 0, end):
             last = end - len(self._call_end)
@@ -139,7 +141,9 @@ class ThinkParser:
 
 
 class ShownParser:
-    """Leaves reasoning in the content. before: the opening word where the prompt has it, so that it is there too."""
+    """Leaves reasoning in the content. before: the opening word if the prompt has it, which is prepended to
+    the output.
+    """
 
     def __init__(self, before: str):
         self._before = before
@@ -153,9 +157,9 @@ class ShownParser:
 
 
 class AnswerParser:
-    """Takes the words off that a model writes around its answer, with the line break inside of each.
+    """Removes the words around an answer, together with a line break inside each.
 
-    What is behind them is content too, white space aside.
+    Text after them is content too, unless it is white space.
     """
 
     def __init__(self, inner: OutputParser, begin: str, end: str):
@@ -199,10 +203,10 @@ class AnswerParser:
         plain, at, word = self._end.read(text, 0)
         if not word:
             return plain
-        self._state = self._behind
-        return plain + self._behind(text[at:])
+        self._state = self._after_answer
+        return plain + self._after_answer(text[at:])
 
-    def _behind(self, text: str) -> str:
+    def _after_answer(self, text: str) -> str:
         self._space.append(text)
         if not text or text.isspace():
             return ""

@@ -1,4 +1,4 @@
-"""The parsers by vLLM's names for them. A new one is a file and a row here, or a row where only words differ."""
+"""Table of the parsers, by vLLM's names. A new parser is a file and a row, or only a row if just the words differ."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ AUTO = "auto"
 
 
 def call_ids() -> Iterator[str]:
-    """New ids of tool calls, for ever."""
+    """Yields new ids of tool calls endlessly."""
     while True:
         yield f"chatcmpl-tool-{uuid.uuid4().hex}"
 
 
 def short_call_ids() -> Iterator[str]:
-    """As Mistral's chat templates ask for: nine letters and digits."""
+    """Yields new ids in the form that Mistral's chat templates require: nine letters and digits."""
     while True:
         yield "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a model writes tool calls.
+    """A format of tool calls.
 
     Attributes:
-      parser: a class, called with new ids; a typed one with the functions' schemas as well.
-      models: whose format it is, for people.
-      grammar: rules for calls, `calls` above the others; raises ValueError for functions that the format cannot call.
-        None: calls stand apart from the answer, which alone keeps to a grammar then.
-      forced_grammar: rules for whole outputs, `start` above them, where one is to call a function; None: it writes JSON
-        of ours then.
-      typed: values are plain text, and the schemas say what they are.
-      special_tokens: it marks them with special tokens, which text must then show.
-      stop_words: tokens that end an output, whatever the model's configuration says.
-      template: words of chat templates by which "auto" knows it, all of them.
+      parser: class that is called with new ids; for a typed format also with the functions' schemas.
+      models: names of the models that use it, for people.
+      grammar: yields rules for calls, with the top rule `calls`; raises ValueError for functions that the format cannot
+        call. None: calls are separate from the answer, and only the answer is constrained by a grammar.
+      forced_grammar: yields rules for entire outputs, with the top rule `start`, when a call is required; None: a
+        required call is written as our own JSON.
+      typed: values are plain text, whose types are in the schemas.
+      special_tokens: calls are marked with special tokens, which detokenised text must include.
+      stop_words: tokens that end an output, in addition to those of the model's configuration.
+      template: words of a chat template, all of which must occur for "auto" to select the format.
     """
 
     parser: Callable[..., OutputParser]
@@ -70,16 +70,16 @@ class ToolFormat:
     template: tuple[str, ...] = ()
 
     def open(self, functions: Mapping[str, Schema]) -> OutputParser:
-        """A parser for one output. functions: schemas of arguments, by the functions' names."""
+        """Creates a parser for one output. functions: schemas of arguments, by function name."""
         return self.parser(self.ids(), functions) if self.typed else self.parser(self.ids())
 
 
 class ReasoningFormat(Protocol):
-    """How a model writes its reasoning.
+    """A format of reasoning.
 
     Attributes:
-      special_tokens, stop_words: as ToolFormat.
-      holds_calls: what is in front of the answer may call tools.
+      special_tokens, stop_words: see ToolFormat.
+      holds_calls: whether tools may be called before the answer.
     """
 
     @property
@@ -90,20 +90,25 @@ class ReasoningFormat(Protocol):
     def holds_calls(self) -> bool: ...
 
     def open(self, prompt: str, continued: str = "", *, calls: bool = True) -> OutputParser:
-        """A parser for one output that follows `prompt`; `continued`: the part of an answer that it goes on with.
+        """Creates a parser for one output that follows `prompt`; `continued`: the beginning of the answer that it
+        continues.
 
-        calls: the model's own way of calling tools is read behind it. False: none of its words end reasoning.
+        calls: whether a parser of the model's own tool calls follows; if not, none of their words end reasoning.
         """
         ...
 
     def waits_for(self, prompt: str, continued: str = "") -> dict[str, Any]:
-        """reasoning_end and reasoning_begin of structured_outputs for such an output; empty: none is to come."""
+        """The fields reasoning_end and reasoning_begin of structured_outputs for such an output; {} without
+        reasoning.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class ReasoningRow:
-    """A format, whose it is, for people, and the words of chat templates by which "auto" knows it, all of them."""
+    """A reasoning format, the models that use it, and the template words by which "auto" selects it (see
+    ToolFormat).
+    """
 
     format: ReasoningFormat
     models: str
@@ -237,9 +242,9 @@ TOOL_PARSERS: dict[str, ToolFormat] = {
 }
 
 _THINK = ThinkFormat()
-# Qwen3.5 now and then calls a tool without the word that ends its thoughts.
+# Qwen3.5 sometimes calls a tool without the word that ends reasoning.
 _QWEN3 = ThinkFormat(closing_call=("<tool_call>", "</tool_call>"))
-# The second word is the prompt's, where thoughts are to be none.
+# The second opening word is the prompt's when reasoning is disabled.
 _SEED = ThinkFormat(("<seed:think>", "<seed:think><seed:cot_budget_reflect>"), ("</seed:think>",), special_tokens=True)
 _GRANITE = ThinkFormat(
     ("Here is my thought process:", "Here's my thought process:"), ("Here is my response:", "Here's my response:")
@@ -275,13 +280,13 @@ REASONING_PARSERS: dict[str, ReasoningRow] = {
 
 
 def tool_format(name: str | None) -> ToolFormat | None:
-    """Of the tool parser called so; None for None and for "auto". Raises ConfigError for a name that is not known."""
+    """The format of a tool parser; None for None and "auto". Raises ConfigError for an unknown name."""
     _check("tool_call_parser", name, TOOL_PARSERS)
     return TOOL_PARSERS.get(name or AUTO)
 
 
 def reasoning_format(name: str | None) -> ReasoningFormat | None:
-    """Of the reasoning parser called so, as `tool_format`."""
+    """The format of a reasoning parser; None for None and "auto". Raises ConfigError for an unknown name."""
     _check("reasoning_parser", name, REASONING_PARSERS)
     row = REASONING_PARSERS.get(name or AUTO)
     return None if row is None else row.format
@@ -293,6 +298,6 @@ def _check(option: str, name: str | None, known: Mapping[str, object]) -> None:
 
 
 def by_template(rows: Mapping[str, ToolFormat] | Mapping[str, ReasoningRow], template: str) -> str | None:
-    """What "auto" stands for: the name whose words are all in a chat template, of several the one with most words."""
+    """Resolves "auto": the row all of whose words are in the chat template, and of several the one with most words."""
     fitting = [name for name, row in rows.items() if row.template and all(word in template for word in row.template)]
     return max(fitting, key=lambda name: len(rows[name].template), default=None)

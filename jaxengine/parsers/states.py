@@ -1,4 +1,4 @@
-"""A parser that is in one state after the other, each a method that reads what comes next."""
+"""Base of parsers that are state machines, with a method per state."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from jaxengine.parsers.events import Collector, Event
 
 
 class StateParser:
-    """The half of an OutputParser that all of these share.
+    """The common half of these OutputParsers.
 
     Attributes:
-      _state: reads on in a text from a place, and returns where the next state goes on.
+      _state: method of the current state; reads a text from a position and returns the new position.
     """
 
     _state: Callable[[str, int], int]

@@ -1,6 +1,6 @@
-"""Tool calls of outputs that a grammar has forced into shape, whatever the model's own way of writing them.
+"""Parsers of tool calls whose form was enforced by a grammar, independent of the model's own format.
 
-tool_choice "required": a JSON list of {"name": ..., "parameters": {...}}. A named function: its arguments alone.
+tool_choice "required": a JSON list of {"name": ..., "parameters": {...}}. A named function: only its arguments.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class NamedToolParser:
         self._name: str | None = name
 
     def feed(self, text: str) -> list[Event]:
-        if text and self._name is not None:  # an output that ends in the middle of a thought calls nothing
+        if text and self._name is not None:  # an output that ends within reasoning has no call
             self._out.start(self._name)
             self._name = None
         self._out.arguments(text)

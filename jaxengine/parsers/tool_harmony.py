@@ -1,7 +1,7 @@
-"""Tool calls of gpt-oss: messages to functions.NAME, with arguments as JSON, in OpenAI's harmony format.
+"""Parser of tool calls of gpt-oss: messages to functions.NAME with JSON arguments, in OpenAI's harmony format.
 
-Messages to the user are content, without what is around them. The model's other messages, thoughts and calls of tools
-that it brings itself, are content as they were written; with a reasoning parser in front they do not get here.
+Bodies of messages to the user are content. Other messages (reasoning, calls of built-in tools) are content as written;
+a preceding reasoning parser removes them.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from jaxengine.parsers.harmony import (
 
 
 def forced_grammar(calls: CallGrammar) -> Iterator[str]:
-    """Rules of outputs that call one function, `start` above the others; a thought may stand in front.
+    """Yields rules of outputs that call one function, with the top rule `start`; reasoning may precede the call.
 
     Raises ValueError for a vocabulary without harmony's tokens.
     """
     tokens = {word: calls.token_id(word) for word in (CALL, CHANNEL, CONSTRAIN, END, MESSAGE, START)}
     if None in tokens.values():
         missing = next(word for word, token_id in tokens.items() if token_id is None)
-        raise ValueError(f"the model's vocabulary has no token {missing}, and its calls need it")
+        raise ValueError(f"the model's vocabulary has no token {missing}, which its calls need")
     call, channel, constrain, end, message, start = map(calls.word, tokens)
     yield f'start: (thought {start} "assistant")? call'
     yield f'thought: {channel} "analysis" {message} /(?s:.*)/ {end}'

@@ -1,7 +1,7 @@
-"""Tool calls of Hermes 2 Pro, Qwen 2.5 and Qwen 3: <tool_call>{"name": ..., "arguments": {...}}</tool_call>.
+"""Parser of tool calls of Hermes 2 Pro, Qwen 2.5 and Qwen 3: <tool_call>{"name": ..., "arguments": {...}}</tool_call>.
 
-Others have the same between other words. The arguments may be called parameters, the closing word may be missing, and
-text may stand before, between and behind calls.
+Other models use other words. The arguments may be called parameters, the closing word may be missing, and text may
+surround calls.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BEGIN, END = "<tool_call>", "</tool_call>"
 
 
 def grammar(calls: CallGrammar, begin: str = BEGIN, end: str = END, space: str = "\n") -> Iterator[str]:
-    """Rules; an answer that calls is a `calls`. space: what stands inside of the words."""
+    """Yields rules, with the top rule `calls`. space: text inside of the words."""
     between = f"{literal(space)} " if space else ""
     yield "calls: " + calls.listed("call", "\n")
     yield f"call: {calls.word(begin)} {between}({calls.objects('arguments')}) {between}{calls.word(end) if end else ''}"
@@ -26,12 +26,12 @@ def grammar(calls: CallGrammar, begin: str = BEGIN, end: str = END, space: str =
 
 
 class HermesToolParser(StateParser):
-    """begin, end: the words around a call; end "": none."""
+    """Parses calls between two words. begin, end: the words; end "": none."""
 
     def __init__(self, new_id: Iterable[str], begin: str = BEGIN, end: str = END):
         super().__init__(new_id)
         self._words = begin, end
-        # Without a closing word, arguments that are no JSON go on until the next call.
+        # Without a closing word, arguments that are not valid JSON continue until the next call.
         self._begin, self._end = Marker(begin), Marker(end or begin)
         self._state = self._content
         self._opening = Opening("{")
@@ -85,7 +85,7 @@ class HermesToolParser(StateParser):
         return at
 
     def _broken(self, text: str, at: int) -> int:
-        """The arguments are no JSON any more: they go on until the closing word."""
+        """State in arguments that are not valid JSON: they continue until the closing word."""
         plain, at, found = self._end.read(text, at)
         self._out.arguments(plain)
         if found == self._words[0]:
@@ -99,7 +99,7 @@ class HermesToolParser(StateParser):
         if found is not None:
             self._state = self._content
         if found is False:
-            self._content(self._closing.held, 0)  # the beginning of the one word is that of the other
+            self._content(self._closing.held, 0)  # the held text may be the beginning of another call
         return at
 
     def _reject(self) -> None:

@@ -1,6 +1,6 @@
-"""Tool calls as one JSON list behind a word: <tool_calls>[{"name": ..., "arguments": {...}}, ...]</tool_calls>.
+"""Parser of tool calls in a JSON list after a word: <tool_calls>[{"name": ..., "arguments": {...}}, ...]</tool_calls>.
 
-What words: see the rows of the registry. Text may stand before and behind.
+The words are in the rows of the registry. Text may surround the list.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _KEYS = ("arguments", "parameters")
 
 
 def grammar(calls: CallGrammar, begins: tuple[str, ...], end: str = "") -> Iterator[str]:
-    """Rules; an answer that calls is a `calls`."""
+    """Yields rules, with the top rule `calls`."""
     closing = calls.word(end) if end else ""
     yield f'calls: {calls.word(begins[0])} "[" {calls.listed("call", ", ")} "]" {closing}'
     yield f"call: {calls.objects('arguments')}"
@@ -26,7 +26,7 @@ def grammar(calls: CallGrammar, begins: tuple[str, ...], end: str = "") -> Itera
 
 
 class JsonListToolParser(StateParser):
-    """begins: words in front of the list; end: the word behind it, "" where there is none.
+    """Parses a list of calls. begins: words before the list; end: the word after it, "" for none.
 
     bare: an output may begin with the list itself.
     """
@@ -98,7 +98,7 @@ class JsonListToolParser(StateParser):
         return at
 
     def _broken(self, text: str, at: int) -> int:
-        """The arguments are no JSON any more: they go on until the next word."""
+        """State in arguments that are not valid JSON: they continue until the next word."""
         plain, at, word = self._broken_end.read(text, at)
         self._out.arguments(plain)
         if word == self._end and word:

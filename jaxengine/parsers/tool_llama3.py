@@ -1,7 +1,8 @@
-"""Tool calls of Llama 3: {"name": ..., "parameters": {...}} anywhere in a text, several of them, or a list of them.
+"""Parser of tool calls of Llama 3: one or several {"name": ..., "parameters": {...}} anywhere in a text, or a list of
+them.
 
-<|python_tag|> may come before, and white space with a semicolon or a comma between calls; both are no content then. An
-object that is no call is content.
+<|python_tag|> may precede them, and white space with a semicolon or comma may separate them; neither is content then.
+An object that is not a call is content.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ _START = re.compile(r"[<{\[]")
 
 
 def grammar(calls: CallGrammar) -> Iterator[str]:
-    """Rules; an answer that calls is a `calls`."""
+    """Yields rules, with the top rule `calls`."""
     yield f"calls: {calls.word(_TAG)}? {calls.listed('call', '; ')}"
-    # As JSON to the last brace: the lexer does not go back behind the brace that an answer begins with as well.
+    # One rule up to the last brace: the lexer cannot backtrack before the brace, which may begin an answer too.
     for at, (name, schema) in enumerate(calls.functions.items()):
         yield f"call_{at}: {calls.json(call_schema(name, 'parameters', schema))}"
     yield f"call: {' | '.join(f'call_{at}' for at in range(len(calls.functions)))}"
@@ -32,7 +33,7 @@ def grammar(calls: CallGrammar) -> Iterator[str]:
 class Llama3ToolParser(StateParser):
     def __init__(self, new_id: Iterable[str]):
         super().__init__(new_id)
-        # What is content unless a call comes behind it: a tag, or what separates calls.
+        # A tag or a separator, which is content unless a call follows.
         self._before: list[str] = []
         self._may_separate = False
         self._num_of_tag = 0
@@ -71,7 +72,7 @@ class Llama3ToolParser(StateParser):
         return at + 1
 
     def _gap(self, text: str, at: int) -> int:
-        """Behind a tag or a call."""
+        """State after a tag or a call."""
         char = text[at]
         if char in "{[":
             return self._open(text, at)
@@ -101,7 +102,7 @@ class Llama3ToolParser(StateParser):
         return at
 
     def _broken(self, text: str, at: int) -> int:
-        """The arguments are no JSON any more, and nothing marks where they would end."""
+        """State in arguments that are not valid JSON, whose end nothing marks."""
         self._out.arguments(text[at:])
         return len(text)
 

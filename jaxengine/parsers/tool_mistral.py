@@ -1,7 +1,8 @@
-"""Tool calls of Mistral: [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], or [TOOL_CALLS]name{...} (from v11 on).
+"""Parser of tool calls of Mistral: [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], or from v11
+[TOOL_CALLS]name{...}.
 
-The newer form may have [CALL_ID] with an id of the model's, which is left out, and [ARGS] behind the name, and every
-call has a marker of its own. Markers are special tokens.
+In the newer form every call has its own marker, and its name may be followed by [CALL_ID] with the model's id, which is
+dropped, and [ARGS]. Markers are special tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _MAX_NAME = 256
 
 
 def grammar(calls: CallGrammar) -> Iterator[str]:
-    """Rules; an answer that calls is a `calls`. A vocabulary with a token for [ARGS] is of the newer form."""
+    """Yields rules, with the top rule `calls`, in the newer form if the vocabulary has a token for [ARGS]."""
     begin = calls.word(_BEGIN)
     yield from calls.arguments()
     if calls.token_id(_ARGS) is None:
@@ -71,7 +72,7 @@ class MistralToolParser(StateParser):
         return at
 
     def _name(self, text: str, at: int) -> int:
-        """The name of a call in the newer form, up to the brace that opens its arguments."""
+        """State in the name of a call in the newer form, up to the brace that opens its arguments."""
         char = text[at]
         word = "".join(self._word) if char == "{" else ""
         name = word.strip().removesuffix(_ARGS).partition(_CALL_ID)[0].strip()
@@ -106,7 +107,7 @@ class MistralToolParser(StateParser):
         return at
 
     def _broken(self, text: str, at: int) -> int:
-        """The arguments are no JSON any more: they go on until the next marker."""
+        """State in arguments that are not valid JSON: they continue until the next marker."""
         plain, at, found = self._begin.read(text, at)
         self._out.arguments(plain)
         if found:

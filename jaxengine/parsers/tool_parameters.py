@@ -1,15 +1,15 @@
-"""Tool calls whose arguments are plain text between words: Qwen3-Coder, Seed-OSS, MiniMax M2, GLM-4.5, DeepSeek V3.2.
+"""Parser of tool calls with plain-text arguments: Qwen3-Coder, Seed-OSS, MiniMax M2, GLM-4.5, DeepSeek V3.2.
 
-    <tool_call>
-    <function=f>
-    <parameter=city>
-    Paris
-    </parameter>
-    </function>
-    </tool_call>
+  <tool_call>
+  <function=f>
+  <parameter=city>
+  Paris
+  </parameter>
+  </function>
+  </tool_call>
 
-What a text means is said by the function's schema (typed_text). A string goes out as it comes, other values when they
-are complete. Several calls may stand in one section, whose words may be missing, and text may stand anywhere else.
+The function's schema determines the type of a text (typed_text). A string is emitted as it arrives, other values when
+complete. A section may hold several calls, its words may be missing, and other text may be anywhere outside.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jaxengine.parsers.states import StateParser
 from jaxengine.parsers.typed_text import as_json, types_of
 
 _MAX_NAME = 256
-# Behind a parameter's name, where the format says itself whether its value is a string.
+# Types by the text after a parameter's name, for formats that state there whether its value is a string.
 _STRING = frozenset(("string",))
 _NO_STRING = frozenset(("object", "array", "boolean", "integer", "number", "null"))
 _NAME = re.compile(r"[^\s<>{}\"]+")
@@ -38,14 +38,14 @@ class ParameterWords:
     """The words of a format.
 
     Attributes:
-      section: around calls; none where a call needs no other words.
-      call, parameter: in front of the name, between that and what follows, and behind it all. A call's second may be ""
-        where its name ends with the next word.
-      value: in front of a value, where the name has words of its own.
-      lines: a model writes words and values on lines of their own.
-      says_string: behind its name, a parameter says whether its value is a string.
-      verbatim: a line break at a value's beginning is part of it; elsewhere it belongs to the format, as does one at
-        the end of the same value.
+      section: words around calls; None if there are none.
+      call, parameter: words before the name, between name and content, and after the content. A call's second word may
+        be "" if the next word ends its name.
+      value: word before a value, if the name has its own closing word.
+      lines: words and values are on separate lines.
+      says_string: a parameter's name is followed by whether its value is a string.
+      verbatim: a line break at the beginning of a value is part of it; otherwise it belongs to the format, as does one
+        at the end of the same value.
     """
 
     call: tuple[str, str, str]
@@ -82,9 +82,9 @@ GLM45 = ParameterWords(
 
 
 def grammar(calls: CallGrammar, words: ParameterWords) -> Iterator[str]:
-    """Rules; an answer that calls is a `calls`. Arguments come in their schema's order.
+    """Yields rules, with the top rule `calls`. Arguments have the order of their schema.
 
-    Of a string nothing is kept to but the values that its schema lists.
+    A string is only constrained if its schema lists values.
     """
     line = literal("\n") if words.lines else ""
     one = f"({' | '.join(f'call_{at}' for at in range(len(calls.functions)))})"
@@ -138,7 +138,7 @@ class ParameterToolParser(StateParser):
         self._name = Marker(words.parameter[1])
         self._before_value = Opening(words.value)
         self._value_end = Marker(words.parameter[2], words.call[2])
-        # As it was written, as long as it may turn out to be no call.
+        # The text as written, while it is not known to be a call.
         self._held = ""
         self._in_section = False
         self._word: list[str] = []
@@ -185,7 +185,7 @@ class ParameterToolParser(StateParser):
         return at
 
     def _section(self, text: str, at: int) -> int:
-        """Behind the word that begins a section."""
+        """State after the word that begins a section."""
         at, found = self._next.read(text, at)
         if found:
             self._begin_call(self._held + self._next.held)
@@ -210,7 +210,7 @@ class ParameterToolParser(StateParser):
             self._out.start(name)
             self._out.arguments("{")
             self._schema, self._num_parameters, self._in_section = self._functions.get(name), 0, True
-            self._go_on(word)
+            self._next_part(word)
         else:
             self._out.content(self._held + written + word)
             self._state = self._content
@@ -220,8 +220,8 @@ class ParameterToolParser(StateParser):
     def _new_inside(self) -> Opening:
         return Opening(self._words.parameter[0], self._words.call[2])
 
-    def _go_on(self, word: str) -> None:
-        """Inside of a call, behind one of its words."""
+    def _next_part(self, word: str) -> None:
+        """Selects the state inside a call, after one of its words."""
         if word == self._words.parameter[0]:
             self._word, self._state = [], self._in_name
         elif word == self._words.call[2]:
@@ -233,7 +233,7 @@ class ParameterToolParser(StateParser):
             self._inside, self._state = self._new_inside(), self._between
 
     def _after_call(self, text: str, at: int) -> int:
-        """White space in front of the next call, or of the section's end, is the format's."""
+        """State after a call. White space before the next call, or before the end of the section, is dropped."""
         at, found = self._next.read(text, at)
         if found is not None:
             self._state = self._content
@@ -244,10 +244,10 @@ class ParameterToolParser(StateParser):
         return at
 
     def _between(self, text: str, at: int) -> int:
-        """Where a parameter begins or the call ends."""
+        """State before a parameter or the end of the call."""
         at, found = self._inside.read(text, at)
         if found:
-            self._go_on(self._inside.held.lstrip())
+            self._next_part(self._inside.held.lstrip())
         elif found is False:  # neither: the call ends here
             self._out.arguments("}")
             self._state = self._content
@@ -265,7 +265,7 @@ class ParameterToolParser(StateParser):
         return at
 
     def _to_value(self, text: str, at: int) -> int:
-        """Between a name and its value."""
+        """State between a name and its value."""
         at, found = self._before_value.read(text, at)
         if found is None:
             return at
@@ -296,11 +296,11 @@ class ParameterToolParser(StateParser):
         if word:
             held = self._without_line("".join(self._value))
             self._out.arguments(_escaped(held) + '"' if self._types == _STRING else as_json(held, self._types))
-            self._go_on(word if word == self._words.call[2] else "")
+            self._next_part(word if word == self._words.call[2] else "")
         return at
 
     def _add(self, text: str) -> None:
-        """More of a value."""
+        """Adds text to the current value; emits it if the value is a string."""
         if not text:
             return
         if self._begins:
@@ -314,10 +314,10 @@ class ParameterToolParser(StateParser):
             self._value = [said[len(now) :]]
 
     def _without_line(self, text: str) -> str:
-        """Without the line break at the end that is the format's."""
+        """Removes the line break at the end of a value if it belongs to the format."""
         return text.removesuffix("\n") if self._own_line else text
 
 
 def _escaped(text: str) -> str:
-    """As it stands in a JSON string."""
+    """Escapes text for use within a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]

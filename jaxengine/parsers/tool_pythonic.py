@@ -1,7 +1,7 @@
-"""Tool calls as a Python list, [get_weather(city="Paris"), now()], as Llama 3.2, Llama 4 and ToolACE write them.
+"""Parser of tool calls as a Python list, [get_weather(city="Paris"), now()], of Llama 3.2, Llama 4 and ToolACE.
 
-The list is the answer's beginning; Llama 4 may write it between words, and Olmo 3 writes calls between words, each on a
-line of its own, without brackets. A call goes out when it is closed. Nothing is evaluated.
+The list begins the output. Llama 4 may enclose it in words; Olmo 3 encloses calls in words, one per line without
+brackets. A call is emitted when it is closed. Nothing is evaluated.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from jaxengine.parsers.python_scan import PythonScanner, Reading
 
 
 class _State(Enum):
-    SEEK = auto()  # the word in front of calls, where there is one
+    SEEK = auto()  # the word before calls, if there is one
     LIST = auto()
-    CALL = auto()  # a call, or the end of the list behind a comma
+    CALL = auto()  # a call, or the end of the list after a comma
     NAME = auto()
     AFTER_NAME = auto()
     PARAMETER = auto()  # a parameter, or the end of the call
@@ -37,9 +37,9 @@ OLMO3 = "<function_calls>", "</function_calls>"
 
 
 def grammar(calls: CallGrammar, words: tuple[str, str] = ("", ""), brackets: bool = True) -> Iterator[str]:
-    """Rules; an answer that calls is a `calls`. Arguments come in their schema's order, values are written as JSON.
+    """Yields rules, with the top rule `calls`. Arguments have the order of their schema; values are written as JSON.
 
-    Raises ValueError for a name that Python has no way to write.
+    Raises ValueError for a name that is not a Python identifier.
     """
     for name in calls.functions:
         if not all(part.isidentifier() for part in name.split(".")):
@@ -54,7 +54,9 @@ def grammar(calls: CallGrammar, words: tuple[str, str] = ("", ""), brackets: boo
 
 
 def _keywords(calls: CallGrammar, at: int, schema: Schema) -> Iterator[str]:
-    """first_<at>_<n>: the arguments from the n-th on, of which it writes the first one; rest_<at>_<n>: the others."""
+    """Yields rules first_<at>_<n>, arguments from the n-th on of which none was written before, and rest_<at>_<n>, the
+    same with a comma before them.
+    """
     properties = dict(schema.get("properties") or {})
     for number, (name, value) in enumerate(properties.items()):
         if not name.isidentifier():
@@ -69,7 +71,9 @@ def _keywords(calls: CallGrammar, at: int, schema: Schema) -> Iterator[str]:
 
 
 class PythonicToolParser:
-    """words: in front of calls and behind them; brackets: calls are a list, which may begin an output without words."""
+    """Parses calls in Python's notation. words: before and after the calls; brackets: the calls are a list, which may
+    begin an output without words.
+    """
 
     def __init__(self, new_id: Iterable[str], words: tuple[str, str] = ("", ""), brackets: bool = True):
         self._out = Collector(new_id)
@@ -98,7 +102,7 @@ class PythonicToolParser:
                 self._held.append(text[at])
                 at += 1
                 if not self._read(text[at - 1]):
-                    self._held.pop()  # it may begin the word in front of other calls
+                    self._held.pop()  # it may begin the word before other calls
                     self._release()
                     at -= 1
         return self._out.take()
@@ -122,7 +126,7 @@ class PythonicToolParser:
         return at
 
     def _read(self, char: str) -> bool:
-        """Takes the next character; False when this is no list of calls."""
+        """Reads the next character; returns False if this is not a list of calls."""
         match self._state:
             case _State.NAME | _State.PARAMETER_NAME:
                 return self._read_word(char)
@@ -159,7 +163,7 @@ class PythonicToolParser:
                 self._num_of_end, self._state = 0, _State.END_WORD
                 return self._read_end(char)
             case _State.CALL | _State.AFTER_CALL if self._brackets:
-                # Behind the last call; "[]" alone calls nothing.
+                # After the last call; "[]" alone calls nothing.
                 return char == "]" and self._has_called and self._close()
         return False
 
@@ -170,7 +174,7 @@ class PythonicToolParser:
         return self._num_of_end < len(self._end) or self._close()
 
     def _close(self) -> bool:
-        """All that was held belongs to the calls."""
+        """Ends the list of calls and drops the held text, all of which belongs to it. Always True."""
         self._held, self._state = [], self._elsewhere
         return True
 

@@ -1,9 +1,9 @@
-"""Tool calls in a section of their own, each a name and then its arguments as JSON: DeepSeek V3 and V3.1, Kimi K2.
+"""Parser of tool calls in a section, each a name followed by JSON arguments: DeepSeek V3 and V3.1, Kimi K2.
 
-    <|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{...}<|tool_call_end|>...
-    <|tool_calls_section_end|>
+  <|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{...}<|tool_call_end|>...
+  <|tool_calls_section_end|>
 
-The section's own words may be missing, and text may stand in front and behind.
+The words of the section may be missing, and text may surround it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class SectionWords:
     """The words of a format.
 
     Attributes:
-      section: around all calls. others: other ways to begin the section.
-      begin, middle, end: in front of a call's head, between that and the arguments, behind them.
-      head: what is between begin and middle; its group `name` is the function's, `id` the call's, where it has one.
-      fence: what may stand in front of end.
-      kind, rest: of the head, what a model writes in front of the name, as words, and behind it, in Lark's notation.
+      section: words around all calls. others: alternative words that begin the section.
+      begin, middle, end: words before a call's head, between head and arguments, and after the arguments.
+      head: pattern of the head, with the group `name` of the function and optionally `id` of the call.
+      fence: text that may precede `end`.
+      kind, rest: for grammars, what the head has before the name, as words, and after it, in Lark's notation.
     """
 
     section: tuple[str, str]
@@ -74,7 +74,7 @@ KIMI_K2 = SectionWords(
 
 
 def grammar(calls: CallGrammar, words: SectionWords) -> Iterator[str]:
-    """Rules; an answer that calls is a `calls`."""
+    """Yields rules, with the top rule `calls`."""
     opening, closing = map(calls.word, words.section)
     yield f"calls: {opening} {'call+' if calls.many else 'call'} {closing}"
     kind = [calls.word(word) for word in words.kind]
@@ -97,7 +97,7 @@ class SectionToolParser(StateParser):
         self._opening = Opening("{", words.end)
         self._scanner = JsonScanner()
         self._end = Marker(words.end, words.begin, words.section[1])
-        # As it was written, from the section's word or the call's on, as long as it may turn out to be no call.
+        # The text as written, from the section's or the call's word on, while it is not known to be a call.
         self._held: list[str] = []
         self._head: list[str] = []
         self._room = 0
@@ -115,7 +115,7 @@ class SectionToolParser(StateParser):
             self._reject("".join(self._head) + self._opening.held)
         elif self._state == self._broken:
             self._out.arguments(self._end.take())
-        elif self._state == self._behind:
+        elif self._state == self._after_arguments:
             self._end_call(self._end.take())
         return self._out.finish()
 
@@ -133,7 +133,7 @@ class SectionToolParser(StateParser):
         return at
 
     def _section(self, text: str, at: int) -> int:
-        """Behind the word that begins a section."""
+        """State after the word that begins a section."""
         at, found = self._next.read(text, at)
         if found:
             self._begin_call([*self._held, self._next.held])
@@ -182,18 +182,18 @@ class SectionToolParser(StateParser):
         if not right:
             self._state = self._broken
         elif self._scanner.done:
-            self._held, self._state = [], self._behind
+            self._held, self._state = [], self._after_arguments
         return end
 
     def _broken(self, text: str, at: int) -> int:
-        """The arguments are no JSON any more: they go on until the word behind them."""
+        """State in arguments that are not valid JSON: they continue until the word after them."""
         plain, at, word = self._end.read(text, at)
         self._out.arguments(plain)
         self._turn_to(word)
         return at
 
-    def _behind(self, text: str, at: int) -> int:
-        """Between the arguments and the word behind them."""
+    def _after_arguments(self, text: str, at: int) -> int:
+        """State between the arguments and the word after them."""
         plain, at, word = self._end.read(text, at)
         self._held.append(plain)
         if word:
@@ -202,7 +202,7 @@ class SectionToolParser(StateParser):
         return at
 
     def _turn_to(self, word: str) -> None:
-        """Goes on behind a call by the word that ended it, which may be missing."""
+        """Selects the state after a call, by the word that ended it, which may be missing."""
         if word == self._words.begin:
             self._begin_call([word])
         elif word:

@@ -1,4 +1,4 @@
-"""Arguments that models write as plain text, into JSON by the schema of their parameter. Knows no format."""
+"""Converts plain-text arguments to JSON by the schema of their parameter."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from jaxengine.parsers.python_scan import PythonScanner, Reading
 
 _TYPES = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
 _COMBINING = ("anyOf", "oneOf", "allOf")
-# Of one parameter, that are looked at: schemas refer to each other, and to themselves.
+# Limit of subschemas per parameter: schemas refer to each other, and to themselves.
 _MAX_SCHEMAS = 256
 
 
 def types_of(function: Schema | None, name: str) -> frozenset[str]:
-    """The JSON types that a parameter of a function may have; "string" alone where nothing is said.
+    """The JSON types that a parameter of a function may have; only "string" if its schema gives none.
 
-    function: the schema of its arguments, None where it is not known.
+    function: schema of the arguments, None if unknown.
     """
     function = function or {}
     properties = function.get("properties")
@@ -48,7 +48,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def _referred(reference: Any, defined: Schema) -> Any:
-    """What "#/$defs/name" is; None for other references."""
+    """Resolves a reference "#/$defs/name"; None for other references."""
     parts = reference.split("/") if isinstance(reference, str) else []
     if len(parts) != 3 or parts[0] != "#":
         return None
@@ -57,9 +57,9 @@ def _referred(reference: Any, defined: Schema) -> Any:
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
-    """The text as JSON of one of the types, as it was written where it is JSON already; else as a string.
+    """Converts text to JSON of one of the types: unchanged if it is such JSON already, otherwise as a string.
 
-    Python's way to write a value is understood too.
+    Values in Python's notation are converted too.
     """
     if types != {"string"}:
         for written in (text.strip(), _from_python(text.strip())):
@@ -70,7 +70,7 @@ def as_json(text: str, types: frozenset[str]) -> str:
 
 def _is_of(text: str, types: frozenset[str]) -> bool:
     try:
-        # Which number it is does not matter here, and may be too long for Python's liking.
+        # The values of numbers do not matter, and may exceed Python's limit of digits.
         value = json.loads(text, parse_int=lambda _: 0, parse_float=_number, parse_constant=_no_constant)
     except (ValueError, RecursionError):
         return False
@@ -79,12 +79,12 @@ def _is_of(text: str, types: frozenset[str]) -> bool:
 
 
 def _number(text: str) -> int | float:
-    """1.0 is an integer to JSON schema."""
+    """Parses a number; 1.0 is an integer in JSON Schema."""
     return 0 if float(text).is_integer() else 0.5
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _from_python(text: str) -> str:
@@ -93,5 +93,5 @@ def _from_python(text: str) -> str:
         reading = scanner.read(char)
         if reading is not Reading.MORE:
             return "".join(scanner.json) if reading is Reading.DONE and at == len(text) - 1 else ""
-    # A name or a number ends with what is behind it.
+    # A name or number ends with the next character.
     return "".join(scanner.json) if scanner.read(" ") is Reading.BEFORE else ""

@@ -1,1 +1,1 @@
-"""Text in, text out: prompts to checked requests, tokens to what a caller sees."""
+"""Request preparation and output processing: prompts to checked requests, tokens to the caller's outputs."""

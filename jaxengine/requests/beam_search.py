@@ -1,7 +1,7 @@
-"""Beam search over requests for one token with logprobs: vLLM's BeamSearchParams and its outputs.
+"""Beam search by requests for one token with logprobs: vLLM's BeamSearchParams and outputs.
 
-Owns which beams go on. Whoever runs it asks an engine for one token after each of `prompts`, again and again; the
-prefix cache holds what the beams share. Knows no engine.
+`BeamSearch` selects the beams. Its caller runs a one-token request after each of `prompts`, repeatedly; the prefix
+cache holds what the beams share.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _MAX_PENALTY = 100.0
 
 @dataclass(kw_only=True)
 class BeamSearchParams:
-    """Parameters of a beam search; checked before it begins.
+    """Parameters of a beam search, checked before it begins.
 
     Attributes:
-      beam_width: beams that go on after each token, and sequences of an answer.
-      max_tokens: of an output.
-      ignore_eos: go on behind an end-of-sequence token.
-      temperature: logits are divided by it. All but 0 and 1, which leave them as they are, need
+      beam_width: number of beams to continue after each token, and of sequences in the answer.
+      max_tokens: limit of an output.
+      ignore_eos: continue after an end-of-sequence token.
+      temperature: divisor of the logits. Values other than 0 and 1, which have no effect, need
         logprobs_mode="processed_logprobs".
-      length_penalty: a sequence's score is its log-probability divided by its length to this power; tokens of the
-        prompt count, an end-of-sequence token does not.
-      include_stop_str_in_output: leave the text of an end-of-sequence token in it.
+      length_penalty: a sequence's score is its log-probability divided by its length to this power; the prompt's tokens
+        count, an end-of-sequence token does not.
+      include_stop_str_in_output: include the text of an end-of-sequence token.
     """
 
     beam_width: int
@@ -41,7 +41,7 @@ class BeamSearchParams:
     include_stop_str_in_output: bool = False
 
     def verify(self, max_logprobs: int, logprobs_mode: str) -> None:
-        """Raises RequestError for what is not allowed, or not in such an engine."""
+        """Raises RequestError for values that are not allowed, or not with these engine options."""
         for name in ("beam_width", "max_tokens"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
@@ -63,8 +63,8 @@ class BeamSearchParams:
             raise RequestError(problem, param="use_beam_search")
 
     def token_params(self) -> SamplingParams:
-        """Of a request for the best tokens that may follow a beam."""
-        # A temperature of 0 would leave processed logprobs of the best token alone.
+        """Sampling parameters of the request for the best next tokens of a beam."""
+        # With temperature 0, processed logprobs would only contain the best token.
         temperature = float(self.temperature) or 1.0
         return SamplingParams(
             max_tokens=1,
@@ -78,13 +78,13 @@ class BeamSearchParams:
 
 @dataclass
 class BeamSearchSequence:
-    """One beam.
+    """A beam.
 
     Attributes:
       tokens: of the prompt and the output.
-      logprobs: of the output, as CompletionOutput.logprobs.
+      logprobs: of the output, see CompletionOutput.logprobs.
       cum_logprob: their sum.
-      text: of prompt and output, None without a tokenizer or while it grows.
+      text: of prompt and output; None without a tokenizer, and before the search has ended.
       finish_reason: "stop" at an end-of-sequence token, else "length".
     """
 
@@ -98,22 +98,24 @@ class BeamSearchSequence:
 
 @dataclass
 class BeamSearchOutput:
-    """sequences: at most beam_width, best first."""
+    """Result of a beam search. sequences: at most beam_width, best first."""
 
     sequences: list[BeamSearchSequence]
 
 
 def candidates(output: RequestOutput) -> PositionLogprobs:
-    """What may follow a beam, by the output of its request. Raises RequestError where there was none."""
+    """Next tokens of a beam with logprobs, from the output of its request. Raises RequestError if it has none."""
     (completion,) = output.outputs
     if not completion.logprobs:
         why = f"{completion.finish_reason} ({completion.stop_reason})"
-        raise RequestError(f"the beam search cannot go on: {why}", param="use_beam_search")
+        raise RequestError(f"the beam search cannot continue: {why}", param="use_beam_search")
     return completion.logprobs[0]
 
 
 class BeamSearch:
-    """The beams of one prompt: `advance` with what may follow each of `prompts`, until there are none."""
+    """Beam search from one prompt. Call `advance` with the candidates of each of `prompts` until there are no more
+    prompts.
+    """
 
     def __init__(
         self,
@@ -131,11 +133,11 @@ class BeamSearch:
 
     @property
     def prompts(self) -> list[list[int]]:
-        """The token ids that are to be continued; none once the search is over."""
+        """Token ids of the beams to continue; [] once the search is over."""
         return [beam.tokens for beam in self._beams] if self._num_left > 0 else []
 
     def advance(self, found: Sequence[PositionLogprobs]) -> None:
-        """Takes in the logprobs of the next token of each of `prompts`."""
+        """Extends the beams by the logprobs of the next token of each of `prompts`."""
         grown = []
         for beam, position in zip(self._beams, found, strict=True):
             best = sorted(position.items(), key=lambda entry: (entry[1].rank or 0, entry[0]))
@@ -148,13 +150,13 @@ class BeamSearch:
                     self._completed.append(new)
                 else:
                     grown.append(new)
-        # Equal scores go by the order in which they were found.
+        # Equal scores keep the order in which they were found.
         self._beams = sorted(grown, key=self._score, reverse=True)[: self._params.beam_width]
         self._completed = sorted(self._completed, key=self._score, reverse=True)[: self._params.beam_width]
         self._num_left = self._num_left - 1 if self._beams else 0
 
     def result(self, tokenizer: Tokenizer | None) -> BeamSearchOutput:
-        """The best sequences, those that ended and those that ran out of tokens."""
+        """Returns the best sequences, both those that ended and those that reached the limit."""
         for beam in self._beams:
             beam.finish_reason = "length"
         best = sorted([*self._completed, *self._beams], key=self._score, reverse=True)[: self._params.beam_width]
@@ -164,7 +166,7 @@ class BeamSearch:
         return BeamSearchOutput(best)
 
     def output_token_ids(self, beam: BeamSearchSequence) -> list[int]:
-        """What a beam has beyond the prompt, without the end-of-sequence token unless that is to be shown."""
+        """A beam's tokens after the prompt, without the end-of-sequence token unless it is to be included."""
         return self._shown(beam, self._num_prompt)
 
     def _shown(self, beam: BeamSearchSequence, first: int) -> list[int]:

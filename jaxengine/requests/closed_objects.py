@@ -1,8 +1,8 @@
-"""Objects of a JSON schema that are given no other properties than it lists, where it does not say.
+"""Forbids additional properties in objects of a JSON schema that does not mention them.
 
-Who lists properties mostly means those, and a weak model goes on inventing others where it may. An object is closed
-only where that is safe: what keeps to the schema that comes out keeps to the one that went in, and what kept to the
-one that went in keeps to the other once the properties that nobody lists are taken out of it. Knows no grammar.
+A schema that lists properties usually means only those, but a weak model may go on inventing others. An object is
+closed only if that is safe: instances of the resulting schema are instances of the original one, and instances of the
+original one, without unlisted properties, are instances of the resulting one.
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote
 
-# Beside `properties`, what says itself which others there are, or could not do without them.
+# Keywords that mention other properties than those listed, or depend on them.
 _NEEDS_OTHERS = frozenset(
     ("additionalProperties", "unevaluatedProperties", "propertyNames", "minProperties", "const", "enum")
     + ("dependentRequired", "dependentSchemas", "dependencies")
 )
-# What a schema says itself about a value, be there other schemas for that value or not.
+# Keywords of a schema's own constraints on a value.
 _OWN = _NEEDS_OTHERS | frozenset(
     ("properties", "patternProperties", "required", "maxProperties", "items", "prefixItems", "additionalItems")
     + ("unevaluatedItems", "contains")
 )
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
-# Schemas whose place in the meaning of the whole nobody follows here.
+# Keywords whose subschemas' applicability is not analysed here.
 _UNCLEAR = ("not", "if", "then", "else", "contains", "unevaluatedProperties", "dependentSchemas", "dependencies")
 
 
 class _UnclearError(ValueError):
-    """A schema of which it cannot be said what its parts apply to."""
+    """The schema has a part whose applicability cannot be determined."""
 
 
-def close_objects(text: str) -> str:
-    """The schema, as text, with `"additionalProperties": false` in each object that can be closed safely.
+def forbid_additional_properties(text: str) -> str:
+    """Adds `"additionalProperties": false` to each object of the schema (JSON text) that can be closed safely.
 
-    Such an object lists properties, all that it requires among them, is alone in saying what its value is (not one
-    part of an allOf, nor beside a $ref or an anyOf, wherever it is referred to from), and is no branch of a oneOf,
-    unless a constant of each branch tells them apart.
+    Such an object lists properties, including all required ones; no other schema applies to the same value (it is not
+    part of an allOf, nor next to a $ref or anyOf, wherever it is referred to from); and it is not a branch of a oneOf,
+    unless a constant in each branch distinguishes them.
     """
     if '"properties"' not in text:
         return text
@@ -51,7 +51,7 @@ def close_objects(text: str) -> str:
 
 
 def lists_all(schema: dict[str, Any]) -> bool:
-    """Whether the object's own properties are all that it needs, as far as its own keywords say."""
+    """Whether the object's own keywords need no other properties than those it lists."""
     properties, required = schema.get("properties"), schema.get("required", [])
     if not isinstance(properties, dict) or not isinstance(required, list) or _NEEDS_OTHERS & schema.keys():
         return False
@@ -59,7 +59,7 @@ def lists_all(schema: dict[str, Any]) -> bool:
 
 
 def _closable(root: Any) -> Iterator[dict[str, Any]]:
-    """Raises _UnclearError."""
+    """Yields the objects that can be closed. Raises _UnclearError."""
     waiting: list[tuple[Any, bool]] = [(root, True)]
     seen: dict[tuple[int, bool], dict[str, Any]] = {}
     while waiting:
@@ -67,7 +67,7 @@ def _closable(root: Any) -> Iterator[dict[str, Any]]:
         if not isinstance(schema, dict) or (id(schema), alone) in seen:
             continue
         if schema is not root and isinstance(schema.get("$id"), str):
-            raise _UnclearError("references inside of it count from there")
+            raise _UnclearError("references within it are relative to its $id")
         seen[id(schema), alone] = schema
         waiting += _parts(schema, alone, root)
     for (number, alone), schema in seen.items():
@@ -77,13 +77,13 @@ def _closable(root: Any) -> Iterator[dict[str, Any]]:
 
 
 def _num_rules(schema: dict[str, Any]) -> int:
-    """How many schemas say what one value is."""
+    """Number of schemas that apply to the same value."""
     count = bool(_OWN & schema.keys()) + sum(word in schema for word in (*_REFERENCES, "anyOf", "oneOf", "not", "if"))
     return count + len(_listed(schema, "allOf"))
 
 
 def _parts(schema: dict[str, Any], alone: bool, root: Any) -> Iterator[tuple[Any, bool]]:
-    """The schemas inside, and whether each is alone in saying what its value is. Raises _UnclearError."""
+    """Yields subschemas, each with whether it alone applies to its value. Raises _UnclearError."""
     alone = alone and _num_rules(schema) == 1
     for word in _REFERENCES:
         if word in schema:
@@ -91,9 +91,9 @@ def _parts(schema: dict[str, Any], alone: bool, root: Any) -> Iterator[tuple[Any
     for word in ("allOf", "anyOf"):
         yield from ((each, alone) for each in _listed(schema, word))
     branches = _listed(schema, "oneOf")
-    apart = alone and _told_apart([_followed(each, root) for each in branches])
+    apart = alone and _have_discriminator([_followed(each, root) for each in branches])
     yield from ((each, apart) for each in branches)
-    # A name may be both one of `properties` and one that a pattern takes.
+    # A name may be in `properties` and also match a pattern.
     patterns, properties = _named(schema, "patternProperties"), _named(schema, "properties")
     by_name = alone and len(patterns) + bool(properties) <= 1
     yield from ((each, by_name) for each in (*patterns, *properties))
@@ -105,8 +105,8 @@ def _parts(schema: dict[str, Any], alone: bool, root: Any) -> Iterator[tuple[Any
         yield from ((each, False) for each in (schema.get(word), *_named(schema, word)))
 
 
-def _told_apart(branches: list[Any]) -> bool:
-    """Whether a property that each of the objects requires has another constant in each of them."""
+def _have_discriminator(branches: list[Any]) -> bool:
+    """Whether a property that all branches require has a different constant in each."""
     constants = []
     for branch in branches:
         properties, required = branch.get("properties"), branch.get("required")
@@ -124,7 +124,7 @@ def _constant(rule: Any) -> str | None:
 
 
 def _followed(schema: Any, root: Any) -> dict[str, Any]:
-    """What a schema that is but a reference refers to. Raises _UnclearError."""
+    """Resolves a schema that is only a reference. Raises _UnclearError."""
     found = _resolved(schema["$ref"], root) if isinstance(schema, dict) and "$ref" in schema else schema
     return found if isinstance(found, dict) else {}
 
@@ -132,7 +132,7 @@ def _followed(schema: Any, root: Any) -> dict[str, Any]:
 def _resolved(reference: Any, root: Any) -> Any:
     """The schema at a JSON pointer. Raises _UnclearError."""
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
-        raise _UnclearError(f"{reference} is no pointer")
+        raise _UnclearError(f"{reference} is not a pointer")
     found = root
     for step in reference.split("/")[1:]:
         key = unquote(step).replace("~1", "/").replace("~0", "~")

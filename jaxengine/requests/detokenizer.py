@@ -1,6 +1,6 @@
-"""Token ids to text as they are generated: whole characters only, cut at stop strings.
+"""Incremental detokenization: complete characters only, cut at stop strings.
 
-Owns the text of one sequence. Knows nothing of sampling, of stop token ids, or of when a request ends otherwise.
+Owns the text of one sequence, independent of sampling and stop token ids.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from jaxengine.requests.stop_strings import StopStrings
 from jaxengine.tokens.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
-# A character has at most four bytes: as many tokens later, bytes that made no character never will.
+# A character has at most four bytes: bytes that are incomplete four tokens later stay so.
 MAX_HELD_TOKENS = 4
 
 
 class IncrementalDetokenizer:
-    """The growing text of one sequence.
+    """The growing text of a sequence.
 
     Args:
       skip_special_tokens: leave out special tokens.
-      spaces_between_special_tokens: False joins neighbouring added tokens without the space some decoders put there;
-        byte-level vocabularies have none.
+      spaces_between_special_tokens: False joins adjacent added tokens without the space that some decoders insert; no
+        effect for byte-level vocabularies.
       stop: strings that end the text when they appear in it. They may span tokens.
       include_stop_str_in_output: the text then ends after the stop string, not before it.
-      prompt_tail_ids: the last ids of the prompt, by which some decoders tell whether the text begins with a space.
+      prompt_tail_ids: last ids of the prompt, which determine in some decoders whether the text begins with a space.
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class IncrementalDetokenizer:
         self._num_taken = 0
 
     def append(self, token_ids: Sequence[int], *, check_stop: bool = True) -> str | None:
-        """Takes in ids; returns the stop string that ended the text, now or before.
+        """Adds ids; returns the stop string that has ended the text, now or before, or None.
 
-        check_stop=False: stop strings that end in this text do not count (min_tokens); one may begin in it.
+        check_stop=False: stop strings that end within this text are ignored (min_tokens); one may begin in it.
         """
         return self._take(self._decoder.push(token_ids), check_stop)
 
     def finish(self) -> str | None:
-        """No more ids come: text held back is let go, an incomplete character as U+FFFD. Returns as `append`."""
+        """Ends the text: releases held text, an incomplete character as U+FFFD. Returns the same as `append`."""
         met = self._take(self._decoder.flush(), True)
         if self._stop is not None:
             self._settle(self._stop.release())
@@ -63,7 +63,7 @@ class IncrementalDetokenizer:
 
     @property
     def text(self) -> str:
-        """All settled text: no later id changes it."""
+        """The settled text, which later ids do not change."""
         if len(self._settled) > 1:
             taken = self._num_taken
             head, tail = "".join(self._settled[:taken]), "".join(self._settled[taken:])
@@ -72,7 +72,7 @@ class IncrementalDetokenizer:
         return "".join(self._settled)
 
     def delta(self) -> str:
-        """What `text` has gained since the last call."""
+        """The part of `text` added since the last call."""
         new = "".join(self._settled[self._num_taken :])
         self._num_taken = len(self._settled)
         return new
@@ -90,7 +90,7 @@ class IncrementalDetokenizer:
 
 
 class _ByteDecoder:
-    """For byte-level vocabularies: ids are bytes, and only a character's missing bytes are waited for."""
+    """Decoder for byte-level vocabularies: ids are bytes, and only incomplete characters are held back."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool):
         self._token_bytes = tokenizer.token_bytes
@@ -106,14 +106,14 @@ class _ByteDecoder:
 
 
 class _WindowDecoder:
-    """For any other vocabulary: the text of a few ids with the new one, less their text without it."""
+    """Decoder for other vocabularies: the text of a window of ids with the new one, minus the text without it."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, join_added: bool, tail_ids: Sequence[int]):
         self._tokenizer = tokenizer
         self._skipped = tokenizer.all_special_ids if skip_special_tokens else frozenset()
         self._joined = tokenizer.added_token_ids if join_added else frozenset()
         self._window = [token_id for token_id in tail_ids if token_id not in self._skipped]
-        # The window's first ids have been let through already and are there for what they do to the next ones.
+        # The window's first ids have been emitted already; they affect the text of the following ones.
         self._num_known = len(self._window)
 
     def push(self, token_ids: Sequence[int]) -> str:

@@ -1,7 +1,7 @@
-"""From what a caller asks to checked requests of token ids: prompts, limits, defaults, bad words.
+"""Turns prompts and parameters into checked requests of token ids: limits, defaults, bad words.
 
-Everything is checked before anything changes, so that a bad request disturbs nobody. Stands on its own: a process
-without an engine prepares requests for one that has it. Knows nothing of scheduling or devices.
+Everything is checked before anything changes, so that an invalid request affects no other. Needs no engine: an API
+process prepares requests for the engine's process.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class InputProcessor:
 
     Attributes:
       config, model_config, tokenizer: of the engine; tokenizer None with skip_tokenizer_init.
-      generation_defaults: sampling parameters that the model suggests.
-      pooling: how a pooling model answers; None where the model generates.
-      media: of pictures and videos; None for a model that takes none.
+      generation_defaults: the model's default sampling parameters.
+      pooling: how a pooling model answers; None for a generating model.
+      media: preparation of pictures and videos; None for a model that takes none.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class InputProcessor:
         pooling: PoolingModel | None = None,
         media: MediaInputs | None = None,
     ):
-        """origin: which of the processes that prepare requests for the engine this is, so that their seeds differ."""
+        """origin: number of this process among those that prepare requests for the engine; makes their seeds differ."""
         self.config = config
         self.model_config = model_config
         self.tokenizer = tokenizer
@@ -67,18 +67,18 @@ class InputProcessor:
         self._num_requests = 0
 
     def default_sampling_params(self) -> SamplingParams:
-        """vLLM's defaults with what the model's generation_config.json suggests."""
+        """vLLM's defaults, overridden by the model's generation_config.json."""
         return SamplingParams(**self.generation_defaults)
 
     def require_tokenizer(self) -> Tokenizer:
-        """The tokenizer; RequestError when the engine was started without."""
+        """The tokenizer. Raises RequestError if the engine was started without one."""
         if self.tokenizer is None:
             raise RequestError("there is no tokenizer: skip_tokenizer_init is set", param="skip_tokenizer_init")
         return self.tokenizer
 
     @cached_property
     def media_reader(self) -> MediaReader:
-        """What reads the pictures and videos of conversations."""
+        """Reader of the pictures and videos in conversations."""
         return MediaReader(None, self.config) if self.media is None else self.media.reader
 
     def chat_prompt(
@@ -93,9 +93,9 @@ class InputProcessor:
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The prompt of a conversation: its text, its token ids and, if there are any, its pictures and videos.
+        """The prompt of a conversation: its text, token ids and any pictures and videos.
 
-        messages, multi_modal_data: of `media_reader.read`. Raises as Tokenizer.apply_chat_template.
+        messages, multi_modal_data: from `media_reader.read`. Raises the same errors as Tokenizer.apply_chat_template.
         """
         tokenizer = self.require_tokenizer()
         text = tokenizer.apply_chat_template(
@@ -107,7 +107,7 @@ class InputProcessor:
             chat_template_kwargs=chat_template_kwargs,
             placeholder=self.media_reader.placeholder,
         )
-        # The template has written the special tokens already.
+        # The template's text contains the special tokens.
         prompt = {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
         given = (DATA, multi_modal_data), (OPTIONS, mm_processor_kwargs)
         return {**prompt, **{name: value for name, value in given if value}}
@@ -120,10 +120,10 @@ class InputProcessor:
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> PreparedRequest:
-        """Checks a request and turns its text into tokens.
+        """Checks a request and tokenizes its text.
 
         Raises:
-          RequestError: naming the field, its value and what is allowed.
+          RequestError: names the field, its value and what is allowed.
         """
         if isinstance(params, PoolingParams):
             return self._prepare_pooling(prompt, params, request_id, options or RequestOptions())
@@ -172,13 +172,13 @@ class InputProcessor:
         return PreparedRequest(request_id, text, params, requests)
 
     def refuse_generation(self) -> None:
-        """Raises RequestError for a model that pools."""
+        """Raises RequestError for a pooling model."""
         if self.pooling is not None:
             problem = f"this model pools (task {self.pooling.task!r}) and generates no text; see docs/pooling_models.md"
             raise RequestError(problem, param="model")
 
     def require_pooling(self) -> PoolingModel:
-        """How the model answers; RequestError for one that generates."""
+        """How the pooling model answers. Raises RequestError for a generating model."""
         if self.pooling is None:
             problem = "this model generates text; start it with runner='pooling' for embeddings, labels and scores"
             raise RequestError(problem, param="model")
@@ -187,7 +187,7 @@ class InputProcessor:
     def _prepare_pooling(
         self, prompt: Prompt, params: PoolingParams, request_id: str | None, options: RequestOptions
     ) -> PreparedRequest:
-        """As `prepare`, of a request to a pooling model."""
+        """Same as `prepare`, for a request to a pooling model."""
         model, longest = self.require_pooling(), self.config.max_model_len
         recipe = params.recipe(model)
         if recipe.dimensions is not None and recipe.dimensions > self.model_config.hidden_size:
@@ -215,12 +215,12 @@ class InputProcessor:
         return PreparedRequest(request.request_id, text, recipe, [request])
 
     def _count_request(self) -> int:
-        """The number of a request, from 1."""
+        """Counts a request; returns its number, from 1."""
         self._num_requests += 1
         return self._num_requests
 
     def _read_prompt(self, prompt: Prompt, prefix: str = "") -> tuple[str | None, list[int], str | None]:
-        """(text, token ids, cache salt); prefix: what is put before a text."""
+        """Reads (text, token ids, cache salt) of a prompt; prefix: text to prepend."""
         salt = None
         if isinstance(prompt, Mapping):
             if unknown := prompt.keys() - {*PROMPT_KEYS, READY}:
@@ -250,16 +250,16 @@ class InputProcessor:
         return prompt, self.tokenizer.encode(prefix + prompt), salt
 
     def make_ready(self, prompt: Prompt) -> Prompt:
-        """The prompt with its pictures and videos as the model's tower takes them, for `prepare`.
+        """Preprocesses a prompt's pictures and videos for the tower, for `prepare`. Raises RequestError.
 
-        Takes long where there are any: not for an event loop. Raises RequestError.
+        Takes long if there are any: do not call it on an event loop.
         """
         if not has_media(prompt):
             return prompt
         if self.media is None:
             name = DATA if prompt.get(DATA) else OPTIONS
             options = "limit_mm_per_prompt, language_model_only"
-            problem = f"{name} is given, but this model takes text only, or is to ({options})"
+            problem = f"{name} is given, but this model takes text only (see {options})"
             raise RequestError(problem, param=name)
         text, token_ids, _ = self._read_prompt(prompt)
         return self.media.made_ready(prompt, text, token_ids)
@@ -313,20 +313,20 @@ class InputProcessor:
         )
 
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Every id that ends an output, by the tokenizer and by the model."""
+        """All ids that end an output, of the tokenizer and of the model."""
         ids = () if self.tokenizer is None else self.tokenizer.eos_token_ids
         return tuple(dict.fromkeys((*ids, *self.model_config.eos_token_ids)))
 
     def _draw_seed(self, index: int, number: int) -> int:
-        """The seed of a request without one: new for each request, the same in every run of one engine seed."""
+        """Seed of a request without one: differs per request, equal in every run with the same engine seed."""
         origin = f"/{self._origin}" if self._origin else ""
         digest = hashlib.sha256(f"{self.config.seed}/{index}/{number}{origin}".encode()).digest()
         return int.from_bytes(digest[:8], "little")
 
     def _tokenize_bad_words(self, params: SamplingParams) -> list[list[int]]:
-        """Each bad word as it is spelt at a start and after a space, unless the first ends the second.
+        """Token ids of each bad word, at the start of a text and after a space, unless the latter ends with the former.
 
-        vLLM leaves the second one out where it has another number of tokens; the word would stay allowed after a space.
+        vLLM drops the latter if it has a different number of tokens, which would allow the word after a space.
         """
         if not params.bad_words:
             return []
@@ -334,7 +334,7 @@ class InputProcessor:
         sequences: list[list[int]] = []
         for word in params.bad_words:
             if not word.strip():
-                problem = f"bad_words holds {show_value(word)}; allowed are words with more than spaces"
+                problem = f"bad_words holds {show_value(word)}; allowed are words that are not blank"
                 raise RequestError(problem, param="bad_words", value=word)
             plain = self.tokenizer.encode(word.lstrip(), add_special_tokens=False)
             spaced = self.tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
@@ -345,7 +345,7 @@ class InputProcessor:
         return sequences
 
     def _tokenize_reasoning_begin(self, params: SamplingParams) -> tuple[int, ...] | None:
-        """As StructuredOutputsParams.compiled_from."""
+        """Token ids of reasoning_begin, see StructuredOutputsParams.compiled_from."""
         structured = params.structured_outputs
         if not isinstance(structured, StructuredOutputsParams) or structured.reasoning_begin is None:
             return None
@@ -355,7 +355,7 @@ class InputProcessor:
 
 
 def _option_fields(options: RequestOptions) -> dict[str, Any]:
-    """What a scheduler's request has of them."""
+    """Fields of scheduler.Request that come from the options."""
     return {
         "priority": options.priority,
         "client": options.client or "",
@@ -366,18 +366,18 @@ def _option_fields(options: RequestOptions) -> dict[str, Any]:
 
 
 def make_processor(inputs: InputProcessor) -> Processor:
-    """What makes the outputs of the requests that `inputs` prepares."""
+    """Creates the processor for the outputs of requests that `inputs` prepares."""
     return OutputProcessor(inputs.tokenizer) if inputs.pooling is None else PoolingProcessor()
 
 
 def follows_every_step(params: SamplingParams) -> bool:
-    """Whether somebody needs each token of such a request when it comes."""
+    """Whether the caller needs each token of the request as it is generated."""
     streamed = params.output_kind is not RequestOutputKind.FINAL_ONLY
     return streamed or bool(params.stop) or params.logprobs is not None
 
 
 def input_processor(source: ModelSource, config: ResolvedConfig, *, origin: int = 0) -> InputProcessor:
-    """What prepares requests for an engine of this model; needs no device. origin: as InputProcessor's."""
+    """Creates the InputProcessor for an engine of this model; needs no device. origin: see InputProcessor."""
     try:
         SamplingParams(**source.generation_defaults)
     except RequestError as error:

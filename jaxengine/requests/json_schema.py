@@ -1,8 +1,7 @@
-"""JSON schemas as people's tools write them, made fit for a grammar: what a grammar cannot say is said in another way.
+"""Rewrites JSON schemas for the grammar compiler, expressing unsupported keywords in other ways.
 
-Whatever keeps to the schema that comes out keeps to the one that went in, but for what `lenient` leaves out and for
-formats that nobody enforces, which the standard calls annotations (JSON Schema 2020-12, Validation, section 7.2.1).
-Knows nothing of tokens or of how grammars are compiled.
+Instances of the result are instances of the original schema, except for what `lenient` drops and for unsupported
+formats, which the standard calls annotations (JSON Schema 2020-12, Validation, section 7.2.1).
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ _SCHEMA = ("items", "additionalProperties", "additionalItems", "unevaluatedPrope
     "contains",
     "propertyNames",
 )
-# Look-around, word borders and back references: what no automaton of the grammar's has.
+# Look-around, word boundaries and back references, which the grammar's automata do not support.
 _BEYOND_REGULAR = re.compile(r"\(\?<?[=!]|(?<!\\)(?:\\\\)*\\[bB1-9]")
-# A uuid of one version, by the format names that pydantic gives.
+# A uuid of one version, pydantic's format names "uuid1" to "uuid8".
 _UUID = "^[0-9a-f]{{8}}-[0-9a-f]{{4}}-{}[0-9a-f]{{3}}-[89ab][0-9a-f]{{3}}-[0-9a-f]{{12}}$"
-# Of formats that names of properties have; not every day of a month, but none that a month has not.
+# Patterns for formats of property names; the date pattern omits the days 29 to 31, which not every month has.
 _KEY_PATTERNS = {
     "uuid": "^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$",
     "date": "^[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])$",
@@ -36,7 +35,7 @@ _KEY_PATTERNS = {
 
 
 def fit_for_grammar(text: str, lenient: bool) -> str:
-    """The schema as text; lenient: a pattern that no grammar can follow is left out."""
+    """Rewrites a schema, as text; lenient: drop patterns that no grammar supports."""
     if not any(f'"{word}"' in text for word in ("format", "pattern", "propertyNames")):
         return text
     schema = json.loads(text)
@@ -59,7 +58,7 @@ class _Fitting:
             if isinstance(fitted.get(word), dict):
                 fitted[word] = self.schema(fitted[word])
         if isinstance(fitted.get("anyOf"), list):
-            # Without a branch that cannot be followed there is less to choose from, and all of it is right.
+            # Dropping unsupported branches only narrows the choice.
             fitted["anyOf"] = [each for each in fitted["anyOf"] if not _is_beyond(each)] or fitted["anyOf"]
         for word in _SCHEMAS:
             if isinstance(fitted.get(word), list):
@@ -81,7 +80,7 @@ class _Fitting:
             schema["pattern"] = _UUID.format(version.group(1))
 
     def _fit_names(self, schema: dict[str, Any]) -> None:
-        """Names that a pattern or a list can say become the names of properties; others are left as they are."""
+        """Rewrites propertyNames as properties or patternProperties where possible; otherwise leaves it."""
         names = self._resolved(schema["propertyNames"])
         rules = names.keys() - {"type", "title", "description", "$schema"} if isinstance(names, dict) else None
         if names is True or rules == set():
@@ -101,7 +100,7 @@ class _Fitting:
             schema["additionalProperties"] = False
 
     def _resolved(self, schema: Any) -> Any:
-        """The schema behind a reference to a definition of the root's."""
+        """Resolves a reference to a definition of the root; other schemas are returned as they are."""
         reference = schema.get("$ref") if isinstance(schema, dict) and len(schema) == 1 else None
         place = re.fullmatch(r"#/(\$defs|definitions)/([^/~%]+)", reference) if isinstance(reference, str) else None
         if place is None or not isinstance(self._root, dict):
@@ -116,7 +115,7 @@ def _is_beyond(schema: Any) -> bool:
 
 
 def _name_pattern(names: dict[str, Any], rules: Any) -> str | None:
-    """One pattern for what the schema of a name allows, or None."""
+    """A pattern equivalent to the schema of property names, or None."""
     if rules == {"pattern"} and isinstance(names["pattern"], str):
         return names["pattern"]
     if rules == {"format"}:

@@ -1,4 +1,4 @@
-"""LoRARequest: the adapter that a request is to run with, as programs name it. Fields are vLLM's."""
+"""LoRARequest: the adapter of a request, in the Python API. Fields are vLLM's."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from scheduler.errors import RequestError, show_value
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """An adapter: loaded when it is first named, after that known by its name.
+    """An adapter, loaded when it is first used, and identified by its name afterwards.
 
     Attributes:
-      lora_name: no other adapter may have it.
-      lora_int_id: a whole number of at least 1 that no other has.
-      lora_path: the folder that PEFT has saved, on the engine's machine.
+      lora_name: unique name.
+      lora_int_id: unique whole number, at least 1.
+      lora_path: folder saved by PEFT, on the engine's machine.
     """
 
     lora_name: str
@@ -25,7 +25,7 @@ class LoRARequest:
 
     @property
     def path(self) -> str:
-        """RequestError for what is no path."""
+        """lora_path as text. Raises RequestError if it is not a path."""
         try:
             return os.fspath(self.lora_path) or "."
         except TypeError:
@@ -34,7 +34,7 @@ class LoRARequest:
 
 
 def one_for_each(count: int, given: Any) -> list[LoRARequest | None]:
-    """Of `count` prompts each one's, where there is one for all or a list of them. Raises RequestError."""
+    """The adapter of each of `count` prompts, given one for all or a list. Raises RequestError."""
     each = list(given) if isinstance(given, (list, tuple)) else [given] * count
     if len(each) != count or not all(one is None or isinstance(one, LoRARequest) for one in each):
         text = f"lora_request must be one LoRARequest, or one or None for each of the {count} prompts"

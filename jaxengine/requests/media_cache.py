@@ -1,7 +1,7 @@
-"""Pictures and videos that have been made ready, kept by digest up to a number of bytes.
+"""Caches of preprocessed pictures and videos by digest, up to a number of bytes.
 
-Whoever uses `LeastRecent` in the same order with the same sizes keeps the same: so two processes can agree on what one
-of them has, without asking. Knows nothing of processes.
+Two `LeastRecent` caches used in the same order with the same sizes hold the same keys, so that two processes can agree
+on the content of one without messages.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ T = TypeVar("T")
 
 
 class LeastRecent(Generic[T]):
-    """Values by digest; the least recently used go first when they take more than max_bytes. For one thread at a time.
+    """An LRU cache by digest that holds at most max_bytes. For one thread at a time.
 
     Attributes:
-      num_bytes: what they take, as whoever put them said.
+      num_bytes: sum of the sizes given to `put`.
     """
 
     def __init__(self, max_bytes: int):
@@ -39,12 +39,12 @@ class LeastRecent(Generic[T]):
         return len(self._values)
 
     def peek(self, digest: bytes) -> T | None:
-        """The value, or None; what goes next stays the same."""
+        """Returns the value or None, without affecting the order of eviction."""
         found = self._values.get(digest)
         return None if found is None else found[0]
 
     def get(self, digest: bytes) -> T | None:
-        """The value, or None; it is the last to go now."""
+        """Returns the value or None, and makes it the most recently used."""
         found = self._values.get(digest)
         if found is None:
             return None
@@ -52,7 +52,7 @@ class LeastRecent(Generic[T]):
         return found[0]
 
     def put(self, digest: bytes, value: T, size: int) -> None:
-        """Keeps a value as the last to go, in the place of an earlier one, unless it alone is too large."""
+        """Stores a value as the most recently used, replacing an earlier one, unless it exceeds max_bytes by itself."""
         if digest in self._values:
             self.num_bytes -= self._values.pop(digest)[1]
         if size > self.max_bytes:
@@ -63,38 +63,38 @@ class LeastRecent(Generic[T]):
             self.num_bytes -= self._values.popitem(last=False)[1][1]
 
     def clear(self) -> None:
-        """Forgets all."""
+        """Removes all values."""
         self._values.clear()
         self.num_bytes = 0
 
 
 class MediaCache(Protocol):
-    """What the preparation of prompts asks before it has a picture processed. Any thread may use it."""
+    """The cache that is consulted before a picture is preprocessed. Thread-safe."""
 
     @property
     def num_bytes(self) -> int:
-        """Of the pixels that are kept, wherever they are."""
+        """Bytes of the cached pixels, in this process or another."""
         ...
 
     def get(self, digest: bytes) -> Processed | None:
-        """The item, with or without its pixels (`without_pixels`), or None where it has to be made."""
+        """Returns the item, with or without pixels (`without_pixels`), or None if it must be preprocessed."""
         ...
 
     def put(self, digest: bytes, item: Processed) -> None:
-        """An item has been made."""
+        """Stores a preprocessed item."""
         ...
 
     def item(self, item: MediaItem, made: Processed, make: Callable[[], Processed]) -> MediaItem:
-        """What goes into the request. made: what `get` or the processor gave; make: makes it once more."""
+        """The item to put into the request. made: result of `get` or of the processor; make: preprocesses it again."""
         ...
 
     def clear(self) -> None:
-        """Forgets all."""
+        """Removes all items."""
         ...
 
 
 class ProcessorCache:
-    """Keys and values in the process that prepares prompts: `get` gives whole items, which need nothing else."""
+    """Cache in the process that prepares prompts, which holds complete items."""
 
     def __init__(self, max_bytes: int):
         self._items: LeastRecent[Processed] = LeastRecent(max_bytes)
@@ -102,7 +102,7 @@ class ProcessorCache:
 
     @property
     def num_bytes(self) -> int:
-        """Of all arrays that are kept."""
+        """Bytes of all cached arrays."""
         return self._items.num_bytes
 
     def get(self, digest: bytes) -> Processed | None:
@@ -123,18 +123,18 @@ class ProcessorCache:
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class PreparedItem(MediaItem):
-    """An item on its way to an engine in another process, which may have its pixels already.
+    """An item to send to an engine in another process, which may have its pixels already.
 
     Attributes:
-      made: what a prompt's placeholders are made of, without pixels.
-      make: makes it once more with them; None where they are here.
+      made: the item without pixels, for the expansion of placeholders.
+      make: preprocesses it again with pixels; None if they are present.
     """
 
     made: Processed
     make: Callable[[], Processed] | None
 
     def whole(self) -> PreparedItem:
-        """The same with its pixels, which are made where they are not here."""
+        """Returns the item with pixels, preprocessing it again if they are missing."""
         if self.make is None:
             return self
         found = self.make()
@@ -146,7 +146,7 @@ class PreparedItem(MediaItem):
 
 
 def prepared_item(item: MediaItem, made: Processed, make: Callable[[], Processed]) -> PreparedItem:
-    """The item as MediaCache.item gives it where another process keeps the pixels."""
+    """Implements MediaCache.item for caches whose pixels are in another process."""
     has_pixels = made.patches.shape[1] > 0
     return PreparedItem(
         *(item.modality, item.digest, item.positions, made.patches, made.columns, made.rows, item.cached),
@@ -156,6 +156,8 @@ def prepared_item(item: MediaItem, made: Processed, make: Callable[[], Processed
 
 
 def without_pixels(item: Processed) -> Processed:
-    """As many patches and columns of nothing: a key, with what `MediaProcessor.expand` and limits need."""
+    """Replaces patches and columns by empty ones of the same count; enough for `MediaProcessor.expand` and
+    for limits.
+    """
     count = len(item.patches)
     return item._replace(patches=np.empty((count, 0), np.float32), columns=np.empty((0, count), np.int32))

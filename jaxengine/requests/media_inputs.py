@@ -1,6 +1,6 @@
-"""Pictures and videos of prompts: made ready for the model's tower, and given their places in the prompt.
+"""Preprocesses a prompt's pictures and videos for the model's tower and assigns their positions in the prompt.
 
-What has been made ready is kept by its digest, so that a picture that comes again costs no more than its digest.
+Results are cached by digest, so that a repeated picture costs only its digest.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from scheduler.errors import RequestError, show_value
 from scheduler.media import EMBEDS, Media, MediaItem
 
 DATA, OPTIONS = "multi_modal_data", "mm_processor_kwargs"
-# In a prompt that has been made ready, its Media.
+# Key of a prompt's Media after preprocessing.
 READY = "media"
 _MAX_OPTIONS_CHARS = 16_384
 
 
 def has_media(prompt: Any) -> TypeGuard[Mapping[str, Any]]:
-    """Whether a prompt brings pictures or videos that have not been made ready."""
+    """Whether a prompt has pictures or videos that are not preprocessed yet."""
     return isinstance(prompt, Mapping) and bool(prompt.get(DATA) or prompt.get(OPTIONS))
 
 
 class _Found(NamedTuple):
-    """An item, whether it was kept (None where nothing is), and what makes it once more."""
+    """A preprocessed item, whether it was cached (None without a cache), and a function that preprocesses it again."""
 
     digest: bytes
     made: Processed
@@ -45,17 +45,17 @@ class _Found(NamedTuple):
 
 
 class MediaInputs:
-    """For the prompts of one model.
+    """Preprocesses the media of one model's prompts.
 
     Attributes:
-      processor: the model's.
-      cache: what it has made; None with mm_processor_cache_gb 0. Where the engine is another process, what stands
-        between them puts its own here.
-      reader: of conversations, and of files.
+      processor: the model's media processor.
+      cache: cache of its results; None with mm_processor_cache_gb 0. If the engine is another process, the link to it
+        sets its own cache here.
+      reader: reader of conversations and files.
     """
 
     def __init__(self, processor: MediaProcessor, tower: TowerConfig, config: ResolvedConfig, hidden_size: int = 0):
-        """hidden_size: of the model, for embeddings that come in the place of pictures."""
+        """hidden_size: of the model, for embeddings that are given instead of pictures."""
         self.processor = processor
         size = config.mm_processor_cache_bytes
         self.cache: MediaCache | None = ProcessorCache(size) if size else None
@@ -64,9 +64,9 @@ class MediaInputs:
         self._config = config
 
     def made_ready(self, prompt: Mapping[str, Any], text: str | None, token_ids: Sequence[int]) -> dict[str, Any]:
-        """A prompt, its text and tokens of which have been read, with its Media in the place of files and arrays.
+        """Returns a prompt, already tokenized, with a Media object instead of its files and arrays.
 
-        Raises RequestError, for more than the model or a limit allows before anything is loaded.
+        Raises RequestError; for too many items before anything is loaded.
         """
         parts = read_multi_modal_data(prompt.get(DATA) or {}, param=DATA)
         check_parts(parts, self.processor, self._config)
@@ -78,14 +78,14 @@ class MediaInputs:
     def read(
         self, token_ids: Sequence[int], values: Mapping[str, Sequence[Any]], options: Any
     ) -> tuple[list[int], Media | None]:
-        """The prompt with a placeholder for every embedding, and what belongs to it; None without any items.
+        """Returns the prompt with a placeholder for every embedding, and its Media (None without items).
 
         values: loaded items by modality; options: mm_processor_kwargs. Raises RequestError.
         """
         options = self._options(options)
         if not any(values.values()):
             return list(token_ids), None
-        # One cache for all of a prompt: another may take its place while this thread is at work.
+        # One cache for the entire prompt: self.cache may be replaced meanwhile.
         cache, found, seen = self.cache, {}, dict[bytes, _Found]()
         room = self._config.max_model_len - 1
         for modality, loaded in values.items():
@@ -93,7 +93,7 @@ class MediaInputs:
             for digest, value in zip(digests, loaded, strict=True):
                 if digest not in seen:
                     seen[digest] = self._find(cache, digest, modality, value, options)
-                # Before the next is made: they may take a thousand times as much memory as their files.
+                # Checked before the next item is preprocessed: items may need 1,000 times the memory of their files.
                 room -= seen[digest].made.num_rows
                 if room < 0:
                     most = self._config.max_model_len - 1
@@ -125,7 +125,7 @@ class MediaInputs:
     def _find(
         self, cache: MediaCache | None, digest: bytes, modality: str, value: Any, options: Mapping[str, Any]
     ) -> _Found:
-        """An item out of the cache, or made and put there. Raises RequestError."""
+        """Takes an item from the cache, or preprocesses and caches it. Raises RequestError."""
         kept = None if cache is None else cache.get(digest)
         cached = None if cache is None else kept is not None
 
@@ -143,7 +143,7 @@ class MediaInputs:
         return _Found(digest, made, cached, make, isinstance(value, Embeds))
 
     def _embedded(self, given: Embeds) -> Processed:
-        """Embeddings that came, with places in the prompt of their own."""
+        """Makes an item of embeddings that the request gives. Raises RequestError."""
         count, size = given.values.shape
         if size != self._row_size:
             parts = f", {self._tower.num_parts} parts of the hidden size" if self._tower.num_parts > 1 else ""
@@ -165,7 +165,7 @@ class MediaInputs:
             raise RequestError(problem, param=DATA, value=found.num_rows)
 
     def _filled_up(self, item: Processed) -> Processed:
-        """With patches of nothing behind, up to a multiple of the tower's unit: every item begins at one."""
+        """Pads an item with empty patches to a multiple of the tower's unit, at which every item begins."""
         missing = -len(item.patches) % self._tower.unit
         return item._replace(
             patches=np.pad(item.patches, ((0, missing), (0, 0))),
@@ -175,7 +175,7 @@ class MediaInputs:
 
 
 def digest_of(modality: str, value: Any, options: Mapping[str, Any], settings: str) -> bytes:
-    """SHA-256 over the decoded pixels and all that decides what becomes of them.
+    """SHA-256 of decoded pixels and of everything that affects their preprocessing.
 
     value: an array, or a NamedTuple or dataclass of arrays and plain values.
     """

@@ -1,7 +1,7 @@
-"""What a caller wants of a request beside its prompt and how its tokens are chosen: when it runs, and for whom.
+"""Options of a request other than its prompt and sampling: when it runs, and for whom.
 
-One record that every part between the caller and the engine passes on as it is; who adds a field writes it here, with
-its rule, and where it acts. Knows nothing of prompts, sampling or transports.
+All parts between caller and engine pass this record on unchanged. A new field is added here, with its rule, and where
+it takes effect.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from typing import Any
 from scheduler.errors import RequestError, show_value
 
 MAX_CLIENT_LENGTH = 256
-# What the scheduler's columns and the messages between processes hold.
+# Range of the scheduler's columns and of messages between processes.
 MIN_PRIORITY, MAX_PRIORITY = -(2**63), 2**63 - 1
-# Some thirty years, in seconds.
+# About thirty years, in seconds.
 MAX_TIMEOUT = 1e9
 
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """How a request is scheduled. Checked when the request is prepared, not before.
+    """How a request is scheduled. Checked when the request is prepared.
 
     Attributes:
-      priority: smaller runs first, an int of 64 bits; needs scheduling_policy="priority".
-      timeout: seconds from its arrival after which the request is aborted.
-      client: whose request it is; needs scheduling_policy="fair". None for all who have no name.
-      arrival: when the request came, in seconds of this machine's time.monotonic; by default when the options are made.
-      lora: the name of the adapter to run with, one that is loaded; needs enable_lora. None for the model alone.
+      priority: smaller runs first, a 64-bit int; needs scheduling_policy="priority".
+      timeout: seconds after arrival at which the request is aborted.
+      client: name of the client; needs scheduling_policy="fair". None for all clients without a name.
+      arrival: time of arrival, in seconds of this machine's time.monotonic; default: when the options are created.
+      lora: name of a loaded adapter; needs enable_lora. None for the base model.
     """
 
     priority: int = 0
@@ -40,7 +40,9 @@ class RequestOptions:
     lora: str | None = None
 
     def verify_against(self, scheduling_policy: str, enable_lora: bool) -> None:
-        """Raises RequestError, naming the field, its value and what is allowed, also where the policy ignores it."""
+        """Raises RequestError, naming the field, its value and what is allowed, also for fields that the policy
+        ignores.
+        """
         if type(self.priority) is not int or not MIN_PRIORITY <= self.priority <= MAX_PRIORITY:
             text = f"priority must be an int of 64 bits, got {show_value(self.priority)}"
             raise _refuse("priority", self.priority, text)
@@ -67,9 +69,9 @@ class RequestOptions:
 
 
 def options_for(count: int, priority: Any, client: Any, loras: Sequence[str | None]) -> list[RequestOptions]:
-    """Of `count` prompts each one's: a priority and a client for all or one each, and the adapters' names.
+    """The options of each of `count` prompts, given priority and client for all or one per prompt, and adapter names.
 
-    Raises RequestError for as many values as there are not prompts.
+    Raises RequestError if the numbers of values and prompts differ.
     """
     priorities: list[Any] = list(priority) if isinstance(priority, Sequence) else [priority or 0] * count
     several = isinstance(client, Sequence) and not isinstance(client, str)

@@ -1,6 +1,7 @@
-"""From token ids to what a caller sees: text, stop strings, logprobs, and the n outputs of a request put together.
+"""Turns token ids into the caller's outputs: text, stop strings, logprobs, and the combination of a request's n
+outputs.
 
-A request whose caller waits for the end costs nothing until it ends. Knows nothing of scheduling or devices.
+A request whose caller only waits for the end costs nothing before it.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from scheduler.request import FinishReason, Request
 if TYPE_CHECKING:
     from jaxengine.requests.prepared import PreparedRequest
 
-# Numbers for requests: half of an int64 has room for one, beside an API process's number.
+# Range of request tags: a tag and the number of an API process share an int64.
 TAGS = 1 << 31
 
 
 @dataclass(eq=False)
 class _Sequence:
-    """One of a request's n outputs, growing."""
+    """One of a request's n outputs, while it grows."""
 
     group: _Group
     index: int
@@ -47,7 +48,7 @@ class _Sequence:
     stop_reason: int | str | None = None
 
     def append(self, token_id: int) -> str | None:
-        """Takes in a token; returns the stop string it completed."""
+        """Adds a token; returns the stop string that it completed, or None."""
         self.token_ids.append(token_id)
         if self.detokenizer is None or self._hides(token_id):
             return None
@@ -58,7 +59,7 @@ class _Sequence:
         self.finish_reason, self.stop_reason = reason.value, stop_reason
         if not self.request.per_step:
             known = self.request.output_token_ids
-            self.token_ids = known[known >= 0].tolist()  # a negative one is no token, but how a row failed
+            self.token_ids = known[known >= 0].tolist()  # a negative id is not a token, but the way a row failed
         if self.detokenizer is not None:
             if not self.request.per_step:
                 hidden = bool(self.token_ids) and self._hides(self.token_ids[-1])
@@ -66,7 +67,7 @@ class _Sequence:
             self.detokenizer.finish()
 
     def output(self, kind: RequestOutputKind) -> CompletionOutput:
-        """What the caller gets now, by the kind of output asked for."""
+        """The current output, as the output kind specifies."""
         first = self.num_sent if kind is RequestOutputKind.DELTA else 0
         self.num_sent = len(self.token_ids)
         text = ""
@@ -84,7 +85,7 @@ class _Sequence:
         )
 
     def _hides(self, token_id: int) -> bool:
-        """The token that ended the request is no text, unless asked for."""
+        """Whether a token is hidden: the stop token that ended the request, unless it is to be included."""
         request = self.request
         ended = request.finish_reason is FinishReason.STOP and not isinstance(request.stop_reason, str)
         return ended and token_id in request.stop_token_ids and not self.group.params.include_stop_str_in_output
@@ -92,7 +93,7 @@ class _Sequence:
 
 @dataclass
 class _Group:
-    """A request as the caller sees it: n sequences."""
+    """A request from the caller's view: n sequences."""
 
     request_id: str
     prompt: str | None
@@ -105,10 +106,10 @@ class _Group:
 
 
 class OutputProcessor:
-    """Follows the requests in an engine, by tags that it gives them; tokenizer is None when there is no text.
+    """Tracks the requests in an engine by tags, and makes their outputs. tokenizer: None for token ids only.
 
     Attributes:
-      spans: (start, end, outputs) of the last calls of `process` that brought outputs, seconds of time.monotonic.
+      spans: (start, end, outputs) of the last calls of `process` with outputs, seconds of time.monotonic.
     """
 
     def __init__(self, tokenizer: Tokenizer | None):
@@ -125,7 +126,7 @@ class OutputProcessor:
         return len(self._groups)
 
     def add(self, prepared: PreparedRequest) -> None:
-        """Starts to follow the n requests that make up `prepared`. They have their tags from here on."""
+        """Starts tracking the n requests of `prepared` and assigns their tags."""
         request_id, params, requests = prepared.request_id, prepared.params, prepared.requests
         assert isinstance(params, SamplingParams)
         prompt_ids, metrics = requests[0].prompt_token_ids.tolist(), RequestMetrics(requests[0].arrival_time)
@@ -141,15 +142,15 @@ class OutputProcessor:
         self._groups[request_id] = group
 
     def running(self, request_id: str) -> list[Request]:
-        """Those of a request's n that have not ended."""
+        """Those of a request's n sequences that have not ended."""
         group = self._groups.get(request_id)
         sequences = group.sequences if group is not None else []
         return [sequence.request for sequence in sequences if sequence.request.tag in self._sequences]
 
     def forget(self, request: Request) -> tuple[str | None, list[Request]]:
-        """Drops the request as its caller sees it, of which `request` is one of n, without an output.
+        """Drops the caller's request to which `request` belongs, without an output.
 
-        Returns its id, None when it is not there, and those of the n that have not ended.
+        Returns its id (None if it is not tracked), and those of its n sequences that had not ended.
         """
         sequence = self._sequences.get(request.tag)
         if sequence is None:
@@ -162,10 +163,9 @@ class OutputProcessor:
         return request_id, running
 
     def process(self, step: EngineOutput, now: float, stop: Callable[[Request, str, int], None]) -> list[RequestOutput]:
-        """Takes in what a step brought; `stop` is called for requests that met a stop string, with it and their number
-        of tokens.
+        """Processes the results of a step; returns the outputs for callers: each new piece, or complete requests.
 
-        Returns what callers asked to see: each new piece, or whole requests that ended.
+        stop: called for each request that met a stop string, with the string and the number of tokens.
         """
         changed: dict[_Sequence, None] = {}
         for request in step.first_tokens:
@@ -202,7 +202,7 @@ class OutputProcessor:
 
     def _outputs(self, changed: list[_Sequence], now: float) -> list[RequestOutput]:
         outputs = []
-        # Several of a request's n may have ended together: only the last of them says that all have.
+        # Several of a request's n may have ended together: only the last of them reports that all have.
         last_of = {sequence.group.request_id: sequence for sequence in changed}
         for sequence in changed:
             group = sequence.group

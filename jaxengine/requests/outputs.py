@@ -1,7 +1,6 @@
-"""What a request gives back: vLLM's RequestOutput, CompletionOutput and Logprob, and the request's times.
+"""Outputs of a request: vLLM's RequestOutput, CompletionOutput and Logprob, and the request's times.
 
-Owns the shapes callers see and how a later output of a stream joins an earlier one. Knows nothing of arrays, slots or
-how text is made.
+Defines what callers see, and how a later output of a stream merges with an earlier one.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """One token at one position. rank: 1 = the best of the vocabulary. decoded_token: None without a tokenizer."""
+    """A token at a position. rank: 1 is the likeliest of the vocabulary. decoded_token: None without a tokenizer."""
 
     logprob: float
     rank: int | None = None
@@ -31,16 +30,16 @@ def position_logprobs(
     num_logprobs: int,
     decode: Callable[[int], str] | None = None,
 ) -> PositionLogprobs:
-    """The entry of one position: the chosen token, then the best `num_logprobs` (-1: all there are), k or k + 1 in all.
+    """Logprobs of one position: the chosen token and the `num_logprobs` likeliest (-1: all given), k or k + 1 entries.
 
-    top_ids and top_logprobs are best first and may be longer than asked for.
+    top_ids and top_logprobs are sorted, likeliest first, and may be longer than requested.
     """
     count = len(top_ids) if num_logprobs == -1 else num_logprobs
     best = zip(top_ids[:count], top_logprobs[:count], strict=True)
     entries = [(token_id, logprob, rank), *((int(top_id), top, place) for place, (top_id, top) in enumerate(best, 1))]
     found: PositionLogprobs = {}
     for entry_id, value, place in entries:
-        # The chosen token keeps its own rank: among equals, its place in the list is only the order of ids.
+        # The chosen token keeps its own rank: its index in the list is arbitrary among equals.
         if entry_id not in found:
             found[entry_id] = Logprob(float(value), int(place), None if decode is None else decode(entry_id))
     return found
@@ -48,9 +47,9 @@ def position_logprobs(
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When things happened, in seconds of one monotonic clock; None: not yet, or never.
+    """Times of a request in seconds of one monotonic clock; None if not reached.
 
-    queued_time: when the engine took the request into its queue, its prompt being tokens by then.
+    queued_time: when the engine queued the request, after tokenization.
     """
 
     arrival_time: float
@@ -63,12 +62,12 @@ class RequestMetrics:
 
     @property
     def time_in_queue(self) -> float | None:
-        """Seconds in the engine's queue until the request first ran."""
+        """Seconds that the request waited in the engine's queue before it first ran."""
         return _between(self.queued_time, self.first_scheduled_time)
 
     @property
     def time_to_first_token(self) -> float | None:
-        """Seconds from arrival until the first token."""
+        """Seconds from arrival to the first token."""
         return _between(self.arrival_time, self.first_token_time)
 
 
@@ -82,11 +81,11 @@ class CompletionOutput:
 
     Attributes:
       index: 0 to n - 1.
-      text, token_ids, logprobs: everything so far, or what is new (RequestOutputKind.DELTA).
-      cumulative_logprob: sum over all tokens so far, in every output kind; None unless logprobs were asked for.
-      logprobs: one dict per token, from token id to Logprob; None unless asked for.
+      text, token_ids, logprobs: everything so far, or only what is new (RequestOutputKind.DELTA).
+      cumulative_logprob: sum over all tokens so far, for every output kind; None without logprobs.
+      logprobs: one dict per token, from token id to Logprob; None unless requested.
       finish_reason: "stop", "length", "abort" or "error"; None while running.
-      stop_reason: the stop string or stop token id that was met; None for the end-of-sequence token and otherwise.
+      stop_reason: the stop string or stop token id that was met; None otherwise, and for the end-of-sequence token.
     """
 
     index: int
@@ -112,13 +111,13 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request's state, or what is new of it in a stream.
+    """The state of a request, or the new part of it in a stream.
 
     Attributes:
-      prompt: None when the request came as token ids.
-      prompt_logprobs: one entry per prompt token, the first None (nothing precedes it); None unless asked for.
-      outputs: those of the `n` that this output speaks of, by ascending index.
-      finished: all `n` are.
+      prompt: None if the request was given as token ids.
+      prompt_logprobs: one entry per prompt token, the first None (nothing precedes it); None unless requested.
+      outputs: those of the `n` outputs that changed, by ascending index.
+      finished: whether all `n` have finished.
       num_cached_tokens: prompt tokens found in the prefix cache; None until the request first ran.
     """
 
@@ -132,9 +131,9 @@ class RequestOutput:
     num_cached_tokens: int | None = None
 
     def add(self, later: RequestOutput, aggregate: bool) -> None:
-        """Takes in a later output of the same request: appended (aggregate, for DELTA) or replacing, output by output.
+        """Merges a later output of the same request, per output: appended (aggregate, for DELTA) or replaced.
 
-        What this lets a reader who is slower than the engine do is hold one output, never a queue of them.
+        So a reader slower than the engine needs to hold one output, never a queue.
         """
         if later.request_id != self.request_id:
             raise ValueError(f"cannot add output of request {later.request_id!r} to that of {self.request_id!r}")

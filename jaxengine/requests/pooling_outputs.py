@@ -1,4 +1,4 @@
-"""What a request to a pooling model gives back: vLLM's PoolingRequestOutput and what is made of it for each task."""
+"""Outputs of requests to a pooling model: vLLM's PoolingRequestOutput and its variants by task."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class PoolingRequestOutput(Generic[Output]):
 
     Attributes:
       num_cached_tokens: prompt tokens found in the prefix cache.
-      finished: always; there is one output.
-      finish_reason: "stop"; "abort" or "error" where there is no answer and `outputs` is empty.
-      stop_reason: what more is known of that.
+      finished: always True, as there is one output.
+      finish_reason: "stop"; "abort" or "error" if there is no answer and `outputs` is empty.
+      stop_reason: details of "abort" or "error".
     """
 
     request_id: str
@@ -40,7 +40,7 @@ class PoolingRequestOutput(Generic[Output]):
     stop_reason: int | str | None = None
 
     def check(self) -> None:
-        """Raises RequestError where there is no answer."""
+        """Raises RequestError if there is no answer."""
         if self.finish_reason != STOP:
             why = f"{self.finish_reason} ({self.stop_reason})" if self.stop_reason else self.finish_reason
             raise RequestError(f"request {self.request_id!r} has no answer: {why}")
@@ -59,7 +59,7 @@ class EmbeddingOutput:
 
 @dataclass(slots=True)
 class ClassificationOutput:
-    """probs: of each label; scores as they are without use_activation."""
+    """probs: probability of each label; raw scores without use_activation."""
 
     probs: list[float]
 
@@ -70,13 +70,13 @@ class ClassificationOutput:
 
 @dataclass(slots=True)
 class ScoringOutput:
-    """score: how well two texts go together."""
+    """score: similarity or relevance of two texts."""
 
     score: float
 
 
 class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
-    """`outputs.embedding`"""
+    """Output of `embed`, with `outputs.embedding`."""
 
     __slots__ = ()
 
@@ -86,7 +86,7 @@ class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
 
 
 class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
-    """`outputs.probs`"""
+    """Output of `classify`, with `outputs.probs`."""
 
     __slots__ = ()
 
@@ -96,20 +96,20 @@ class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
 
 
 class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
-    """`outputs.score`"""
+    """Output of `score`, with `outputs.score`."""
 
     __slots__ = ()
 
     @staticmethod
     def from_base(output: PoolingRequestOutput[PoolingOutput]) -> ScoringRequestOutput:
-        """Of a request whose data is one score."""
+        """Converts the output of a request whose data is a single score."""
         return ScoringRequestOutput(*_rest(output, ScoringOutput(float(output.outputs.data.item()))))
 
     @staticmethod
     def of_pair(
         first: PoolingRequestOutput[PoolingOutput], second: PoolingRequestOutput[PoolingOutput]
     ) -> ScoringRequestOutput:
-        """The cosine of two embeddings, 0 where one has no length; the prompts one behind the other, as in vLLM."""
+        """Cosine similarity of two embeddings, 0 if one has no length; prompts are concatenated, as in vLLM."""
         one, other = (each.outputs.data.astype(np.float64) for each in (first, second))
         lengths = float(np.linalg.norm(one) * np.linalg.norm(other))
         score = float(one @ other) / lengths if lengths else 0.0
@@ -122,5 +122,5 @@ class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
 
 
 def _rest(output: PoolingRequestOutput[PoolingOutput], outputs: Any) -> tuple[Any, ...]:
-    """The fields of an answer in their order, with other `outputs`."""
+    """The fields of an answer in order, with `outputs` replaced."""
     return output.request_id, outputs, output.prompt_token_ids, output.num_cached_tokens

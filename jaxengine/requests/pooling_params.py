@@ -1,6 +1,6 @@
-"""What a caller asks of a pooling model: vLLM's PoolingParams, and how an answer is made of what the model computes.
+"""vLLM's PoolingParams, and the computation of an answer from the model's vector.
 
-Owns their checks, the cut to fewer dimensions, normalisation and activations. Knows nothing of prompts or devices.
+Checks parameters, and applies the cut to fewer dimensions, normalisation and activations.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from jaxengine.config.pooling_model import (
 from scheduler.errors import RequestError, show_value
 from scheduler.token_params import TokenParams
 
-# torch.nn.functional.normalize's: what a shorter vector is divided by.
+# Least divisor, as in torch.nn.functional.normalize.
 _LEAST_LENGTH = 1e-12
 _SWITCHES = ("normalize", "use_activation", "softmax", "activation", "skip_reading_prefix_cache")
 
 
 @dataclass(frozen=True)
 class PoolingRecipe:
-    """What is done with a request's vector.
+    """How the answer is computed from a request's vector.
 
     Attributes:
-      dimensions: that are kept, the first ones; None for all.
+      dimensions: number of leading dimensions to keep; None for all.
       activation: NORMALIZE, SOFTMAX, SIGMOID or IDENTITY.
     """
 
@@ -40,7 +40,7 @@ class PoolingRecipe:
     activation: str
 
     def finish(self, vector: np.ndarray) -> np.ndarray:
-        """f32[N] as the model computed it -> f32[dimensions], the answer."""
+        """Computes the answer f32[dimensions] from the model's vector f32[N]."""
         kept = vector[: self.dimensions].astype(np.float64)
         if self.activation == NORMALIZE:
             kept /= max(float(np.linalg.norm(kept)), _LEAST_LENGTH)
@@ -56,16 +56,17 @@ class PoolingRecipe:
 
 @dataclass(kw_only=True)
 class PoolingParams:
-    """Parameters of a request to a pooling model. Checked when the request is prepared; None leaves it to the model.
+    """Parameters of a request to a pooling model. Checked when the request is prepared; None is the model's default.
 
     Attributes:
-      truncate_prompt_tokens: tokens of the prompt that are kept, from its end; -1: max_model_len.
-      dimensions: numbers of an embedding, the first so many, cut before it is normalised; for models that are said to
-        be trained for it (Matryoshka).
-      normalize: make an embedding of length 1; the same as use_activation.
-      use_activation: that, or make probabilities of scores. softmax and activation are earlier names.
+      truncate_prompt_tokens: number of prompt tokens to keep, from its end; -1: max_model_len.
+      dimensions: number of leading dimensions of an embedding, cut before normalisation; for models declared to be
+        trained for it (Matryoshka).
+      normalize: normalise an embedding to length 1; same as use_activation.
+      use_activation: normalise an embedding, or turn scores into probabilities. softmax and activation are earlier
+        names.
       task: "embed", "classify" or "score"; only the one that the model is for.
-      prompt_name: the prompt of config_sentence_transformers.json to put before a text; "" for none.
+      prompt_name: name of a prompt in config_sentence_transformers.json to prepend to the text; "" for none.
       skip_reading_prefix_cache: compute every token of the prompt.
     """
 
@@ -80,19 +81,19 @@ class PoolingParams:
     skip_reading_prefix_cache: bool | None = None
 
     def recipe(self, model: PoolingModel) -> PoolingRecipe:
-        """How the answer is made. Raises RequestError for what this model cannot do."""
+        """How the answer is computed. Raises RequestError for parameters that this model does not support."""
         for name in _SWITCHES:
             if getattr(self, name) not in (None, True, False):
                 raise _refuse(name, getattr(self, name), "True, False or None")
         if self.task not in (None, model.task, "score"):
-            raise _refuse("task", self.task, f"{model.task} or score: that is what this model is for")
+            raise _refuse("task", self.task, f"{model.task} or score: the task of this model")
         names = ("use_activation", *(("normalize",) if model.task == EMBED else ("softmax", "activation")))
         for name in ("normalize", "softmax", "activation"):
             if getattr(self, name) is not None and name not in names:
                 raise _refuse(name, getattr(self, name), f"None with task {model.task}")
         said = {getattr(self, name) for name in names} - {None}
         if len(said) > 1:
-            raise _refuse(names[1], getattr(self, names[1]), "what use_activation says, or None")
+            raise _refuse(names[1], getattr(self, names[1]), "the value of use_activation, or None")
         use_activation = said.pop() if said else model.use_activation
         dimensions = self.dimensions
         if dimensions is not None:
@@ -102,7 +103,7 @@ class PoolingParams:
         return PoolingRecipe(dimensions or model.dimensions, model.activation if use_activation else IDENTITY)
 
     def prefix(self, model: PoolingModel) -> str:
-        """What is put before a text. Raises RequestError for a prompt that the model has not."""
+        """Text to prepend to the input. Raises RequestError for a prompt_name that the model does not have."""
         sentence = model.sentence
         prompts = {} if sentence is None else sentence.prompts
         name = self.prompt_name
@@ -117,7 +118,7 @@ class PoolingParams:
         return prompts[name]
 
     def cut(self, token_ids: list[int], longest: int) -> list[int]:
-        """The token ids that truncate_prompt_tokens leaves. Raises RequestError."""
+        """Applies truncate_prompt_tokens to the token ids. Raises RequestError."""
         keep = self.truncate_prompt_tokens
         if keep is None:
             return token_ids
@@ -126,7 +127,7 @@ class PoolingParams:
         return token_ids[-(longest if keep == -1 else keep) :]
 
     def token_params(self, model: PoolingModel) -> TokenParams:
-        """What a step must know of it."""
+        """Parameters that the engine's steps need."""
         reads_prompt = model.pooler.reads_all or self.skip_reading_prefix_cache is True
         return TokenParams(temperature=0.0, reads_prompt=reads_prompt)
 

@@ -1,6 +1,6 @@
-"""From a pooled vector to what a caller sees; the OutputProcessor of an engine whose model pools.
+"""Turns pooled vectors into the caller's outputs; the counterpart of OutputProcessor for a pooling model.
 
-A request has one output, when it ends. Knows nothing of scheduling or devices.
+A request has one output, at its end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class _Followed:
-    """A request that runs, and its vector once it has come."""
+    """A tracked request, and its vector once computed."""
 
     request: Request
     request_id: str
@@ -36,7 +36,7 @@ class _Followed:
     def output(self) -> PoolingRequestOutput[PoolingOutput]:
         request = self.request
         assert request.finish_reason is not None
-        # One that was aborted between its vector and its end has none either.
+        # A request aborted after its vector was computed has no answer either.
         vector = self.vector if request.finish_reason is FinishReason.STOP else None
         return PoolingRequestOutput(
             request_id=self.request_id,
@@ -49,7 +49,7 @@ class _Followed:
 
 
 class PoolingProcessor:
-    """Follows the requests in an engine, by tags that it gives them. Methods are those of OutputProcessor."""
+    """Tracks the requests in an engine by tags, and makes their outputs. Methods are those of OutputProcessor."""
 
     def __init__(self):
         self.spans: deque[tuple[float, float, int]] = deque(maxlen=4096)
@@ -64,7 +64,7 @@ class PoolingProcessor:
         return len(self._by_id)
 
     def add(self, prepared: PreparedRequest) -> None:
-        """Starts to follow a request, which has its tag from here on."""
+        """Starts tracking a request and assigns its tag."""
         (request,), recipe = prepared.requests, prepared.params
         assert isinstance(recipe, PoolingRecipe)
         self._last_tag = request.tag = (self._last_tag + 1) % TAGS
@@ -72,12 +72,12 @@ class PoolingProcessor:
         self._by_id[prepared.request_id] = self._by_tag[request.tag] = followed
 
     def running(self, request_id: str) -> list[Request]:
-        """The request, if it has not ended."""
+        """The request as a list, [] if it has ended."""
         followed = self._by_id.get(request_id)
         return [] if followed is None else [followed.request]
 
     def forget(self, request: Request) -> tuple[str | None, list[Request]]:
-        """Drops a request without an output. Returns its id, None when it is not there, and the request."""
+        """Drops a request without an output. Returns its id (None if it is not tracked), and the request."""
         followed = self._by_tag.pop(request.tag, None)
         if followed is None:
             return None, []
@@ -87,7 +87,7 @@ class PoolingProcessor:
     def process(
         self, step: EngineOutput, now: float, stop: Callable[[Request, str, int], None]
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Takes in what a step brought; returns the answers of requests that ended."""
+        """Processes the results of a step; returns the answers of requests that ended."""
         for emitted in step.emitted:
             assert emitted.vectors is not None
             for tag, token_id, vector in zip(emitted.tags.tolist(), emitted.token_ids, emitted.vectors, strict=True):

@@ -1,4 +1,4 @@
-"""A request as it has been prepared for an engine: checked, tokenised, nothing queued yet."""
+"""A prepared request (checked and tokenized, not queued yet), and the forms of prompts."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _MAX_SALT = 1024
 class TextPrompt(TypedDict):
     """A prompt as text.
 
-    cache_salt: requests share cached prefixes only within one salt. multi_modal_data: by modality, "image" or "video",
-    one decoded item or a list of them, for which the prompt has placeholders, in this order; mm_processor_kwargs: what
-    the model's processor is told of them.
+    cache_salt: cached prefixes are only shared among requests with the same salt. multi_modal_data: by modality,
+      "image" or "video", one decoded item or a list, for which the prompt has placeholders in this order;
+      mm_processor_kwargs: options of the model's media processor.
     """
 
     prompt: str
@@ -31,7 +31,7 @@ class TextPrompt(TypedDict):
 
 
 class TokensPrompt(TypedDict):
-    """A prompt as token ids, each of the model's vocabulary. prompt: its text, if known, for the output only."""
+    """A prompt as token ids of the model's vocabulary. prompt: its text, if known, only for the output."""
 
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str | None]
@@ -46,14 +46,14 @@ Prompt = str | Sequence[int] | np.ndarray | TextPrompt | TokensPrompt | Mapping[
 
 
 def verify_salt(salt: Any) -> None:
-    """RequestError unless it is a prompt's cache_salt, or None."""
+    """Raises RequestError unless the value is a valid cache_salt or None."""
     if salt is not None and not (isinstance(salt, str) and 1 <= len(salt) <= _MAX_SALT):
         problem = f"cache_salt is {show_value(salt)}; allowed is a string of 1 to {_MAX_SALT} characters"
         raise RequestError(problem, param="cache_salt", value=salt)
 
 
 def is_token_ids(value: Any) -> bool:
-    """Whether a value is one prompt as token ids: integers in a list, or numpy's in one dimension."""
+    """Whether a value is a single prompt as token ids: a list of integers, or a one-dimensional integer array."""
     if isinstance(value, np.ndarray):
         return value.ndim == 1 and np.issubdtype(value.dtype, np.integer)
     return isinstance(value, (list, tuple, range)) and len(value) > 0 and isinstance(value[0], (int, np.integer))
@@ -61,7 +61,7 @@ def is_token_ids(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """A checked request that changed nothing yet. params: how its answer is made; a recipe where it is pooled."""
+    """A checked request that has not changed anything yet. params: a recipe for a pooling model."""
 
     request_id: str
     prompt: str | None

@@ -1,9 +1,9 @@
-"""How one request wants its tokens chosen, stopped and reported: vLLM's SamplingParams with its validation rules.
+"""vLLM's SamplingParams with its validation rules: how tokens of a request are sampled, stopped and reported.
 
-Owns every rule about the values themselves: `_RULES` whenever a field is set, the rules between fields when it is made
-and when a request takes its copy, and in `verify_against` those that need the engine's sizes. A wrong value is one
-RequestError naming field, value and what is allowed; a field vLLM has and this engine has not is refused when it asks
-for something. Knows nothing of arrays, tokenizers or slots.
+All rules about values are here: `_RULES` apply whenever a field is set, rules between fields at construction and when a
+request takes its copy, and `verify_against` checks those that depend on the engine. An invalid value is one
+RequestError that names the field, the value and what is allowed; an unsupported field of vLLM's is refused unless it
+has no effect.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from scheduler.token_params import MAX_LOGPROBS, TokenParams
 
 _log = logging.getLogger(__name__)
 
-# vLLM's own bound on `n`; a public server sets a lower one of its own.
+# vLLM's own limit of `n`; the server sets a lower one.
 MAX_N = 16384
 MAX_STOP_STRINGS = 16
 MAX_BAD_WORDS = 128
 MAX_BAD_WORDS_TOKENS = 1024
-# Of all of them together: more than so many tokens have, and more than any text that ends an output.
+# Limit of all bad words together: more characters than that many tokens have.
 MAX_BAD_WORDS_CHARS = 32 * MAX_BAD_WORDS_TOKENS
 MAX_STOP_CHARS = 16384
 # Entries of a list of token ids; no vocabulary is larger.
 MAX_TOKEN_IDS = 2**20
 GREEDY_BELOW = 1e-5
 MIN_TEMPERATURE = 0.01
-# Keeps logits finite in float32 whatever they are multiplied with.
+# Keeps logits finite in float32 after any multiplication.
 _FLOAT_LIMIT = 1e20
 _INT32_MAX = 2**31 - 1
 _INT64_MAX = 2**63 - 1
 
-# Fields that a step needs as they are.
+# Fields that are passed to a step unchanged.
 _TOKEN_FIELDS = (
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("min_tokens", "logprobs", "prompt_logprobs"),
@@ -51,7 +51,7 @@ Rule = Callable[[str, Any], Any]
 
 
 class RequestOutputKind(Enum):
-    """What each RequestOutput of a stream carries."""
+    """What each RequestOutput of a stream contains."""
 
     CUMULATIVE = 0  # everything so far
     DELTA = 1  # what is new since the last one
@@ -64,7 +64,7 @@ def _refuse(name: str, value: Any, allowed: str) -> RequestError:
 
 def _int(low: int, high: int, allowed: str) -> Rule:
     def check(name: str, value: Any) -> int:
-        whole = isinstance(value, Integral) and not isinstance(value, bool)  # 1.0 and True are not what is meant
+        whole = isinstance(value, Integral) and not isinstance(value, bool)  # 1.0 and True are not integers here
         if not whole or not low <= int(value) <= high:
             raise _refuse(name, value, f"at most {high}" if whole and int(value) > high else allowed)
         return int(value)
@@ -74,7 +74,7 @@ def _int(low: int, high: int, allowed: str) -> Rule:
 
 def _float(low: float, high: float, allowed: str) -> Rule:
     def check(name: str, value: Any) -> float:
-        # NaN is in no range. numpy's scalars are Real; what compares with floats is not in its type.
+        # NaN is in no range. numpy's scalars are Real, but their comparison with floats is not typed.
         inside = isinstance(value, Real) and not isinstance(value, bool) and low <= value <= high  # pyright: ignore
         if not inside:
             raise _refuse(name, value, allowed)
@@ -94,7 +94,7 @@ def _optional(rule: Rule) -> Rule:
 
 
 def _read_as(rule: Rule, value: Any, meaning: Any) -> Rule:
-    """The rule, but that one of the values it allows is another way to write `meaning`."""
+    """Wraps a rule so that one allowed value is replaced by `meaning`."""
 
     def check(name: str, given: Any) -> Any:
         checked = rule(name, given)
@@ -134,7 +134,7 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     ids = () if value is None else value
     if not isinstance(ids, (list, tuple, set, frozenset, range)) or len(ids) > MAX_TOKEN_IDS:
         raise _refuse(name, value, f"a list of at most {MAX_TOKEN_IDS} token ids")
-    # A check for each would take a second where there are a million.
+    # Checking a million ids one by one would take a second.
     if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= _INT32_MAX:
         return tuple(dict.fromkeys(ids))
     allowed_id = _int(0, _INT32_MAX, "a list of token ids, each an int >= 0")
@@ -197,42 +197,43 @@ _RULES: dict[str, Rule] = {
 
 @dataclass(kw_only=True)
 class SamplingParams:
-    """Checked and normalised at construction, and field by field when one is set; a request takes a copy of its own.
+    """Checked and normalised at construction, and when a field is set; each request takes its own copy.
 
-    What fields say together is checked when they are given together: at construction, and when a request is submitted.
+    Rules between fields are checked at construction, and when a request is submitted.
 
-    Field names, defaults and meanings are vLLM's. Sequences become tuples; `stop` and `bad_words` also take one string,
-    and they and `stop_token_ids` take None for empty. `structured_outputs` also takes a dict of its fields.
+    Field names, defaults and meanings are vLLM's. Sequences become tuples; `stop` and `bad_words` also take a single
+    string, and they and `stop_token_ids` take None for empty. `structured_outputs` also takes a dict of its fields.
 
     Attributes:
-      n: outputs for one prompt.
-      presence_penalty: subtracted from the logit of every token that the output has already.
-      frequency_penalty: subtracted as often as the output has the token.
-      repetition_penalty: positive logits of tokens in prompt or output are divided by it, negative ones multiplied.
-      temperature: logits are divided by it; 0 takes the likeliest token always.
-      top_p: only the likeliest tokens, as many as have this much probability together.
-      top_k: only so many of the likeliest tokens.
-      min_p: only tokens at least so likely, as a share of the likeliest one's probability.
-      seed: makes a request's draws repeatable, whatever runs beside it; without one the engine's seed decides.
-      stop: texts that end the output, which has them only with include_stop_str_in_output.
-      stop_token_ids: tokens that end the output, beside the model's own.
-      ignore_eos: go on after the model's end-of-sequence tokens.
-      max_tokens: longest output, in tokens.
-      min_tokens: no end of sequence and none of stop_token_ids before so many tokens.
-      logprobs: log-probabilities of so many of the best tokens at each position, and of the one that was taken.
+      n: number of outputs for a prompt.
+      presence_penalty: subtracted from the logit of every token that is already in the output.
+      frequency_penalty: subtracted once for each occurrence of the token in the output.
+      repetition_penalty: divides positive logits of tokens in prompt or output, and multiplies negative ones.
+      temperature: divisor of the logits; 0 always takes the likeliest token.
+      top_p: sample from the likeliest tokens whose probabilities add up to this.
+      top_k: sample from this many of the likeliest tokens.
+      min_p: sample from tokens with at least this share of the likeliest token's probability.
+      seed: makes a request's samples reproducible in any batch; without it the engine's seed determines them.
+      stop: texts that end the output, which contains them only with include_stop_str_in_output.
+      stop_token_ids: tokens that end the output, in addition to the model's own.
+      ignore_eos: continue after the model's end-of-sequence tokens.
+      max_tokens: limit of the output, in tokens.
+      min_tokens: number of tokens before which neither an end of sequence nor stop_token_ids may occur.
+      logprobs: number of likeliest tokens whose log-probabilities are returned at each position, with the sampled
+        one's.
       prompt_logprobs: the same for the tokens of the prompt.
-      detokenize: make text of the tokens.
+      detokenize: convert tokens to text.
       skip_special_tokens: leave special tokens out of the text.
       spaces_between_special_tokens: put spaces between special tokens that are in the text.
       include_stop_str_in_output: keep the text of `stop` that ended the output.
-      output_kind: what each output of a stream carries: everything so far, what is new, or only the end.
+      output_kind: content of each output of a stream: everything so far, only what is new, or only the end.
       logit_bias: added to the logits of these token ids.
-      allowed_token_ids: no other tokens are drawn.
-      bad_words: words that are not drawn, as they are spelt at a start and after a space.
+      allowed_token_ids: sample only these tokens.
+      bad_words: words that are not generated, neither at the beginning of a text nor after a space.
       structured_outputs: the form that the text must have.
 
     Raises:
-      RequestError: a value outside its rule, fields that contradict each other, or a field not supported yet.
+      RequestError: an invalid value, fields that contradict each other, or an unsupported field.
     """
 
     n: int = 1
@@ -285,7 +286,7 @@ class SamplingParams:
             raise _refuse("stop", self.stop, "empty when detokenize is False (strings are found in the text)")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Raises RequestError for a wrong value, AttributeError for a name that is no field."""
+        """Raises RequestError for an invalid value, AttributeError for an unknown field."""
         if name not in _FIELDS:
             near = difflib.get_close_matches(name, _FIELDS, 1)
             raise AttributeError(f"SamplingParams has no field {name!r}" + (f"; it has {near[0]!r}" if near else ""))
@@ -310,9 +311,9 @@ class SamplingParams:
         json_switches: Iterable[str] = (),
         reasoning_begin: Sequence[int] | None = None,
     ) -> TokenParams:
-        """What the engine must know of these.
+        """Parameters that the engine needs.
 
-        bad_words: the token ids of that field. json_switches, reasoning_begin: as StructuredOutputsParams has them.
+        bad_words: token ids of that field. json_switches, reasoning_begin: see StructuredOutputsParams.
         """
         shape, allowed = self.structured_outputs, self.allowed_token_ids
         assert shape is None or isinstance(shape, StructuredOutputsParams)
@@ -325,25 +326,25 @@ class SamplingParams:
         )
 
     def clone(self) -> SamplingParams:
-        """A copy that later changes do not reach."""
+        """Returns a copy that later changes do not affect."""
         mine = copy.copy(self)
-        if self.logit_bias is not None:  # everything else inside cannot be changed
+        if self.logit_bias is not None:  # all other fields are immutable
             object.__setattr__(mine, "logit_bias", dict(self.logit_bias))
         return mine
 
     def clone_with(self, **changes: Any) -> SamplingParams:
-        """A copy with `changes`, checked as a whole."""
+        """Returns a copy with `changes`, with all rules checked."""
         return replace(self, **changes)
 
     def checked(self) -> SamplingParams:
-        """A copy, checked as a whole: fields may have been set since these were made."""
+        """Returns a copy with all rules checked, as fields may have been set since construction."""
         mine = self.clone()
         mine.logit_bias = mine.logit_bias
         mine.__post_init__()
         return mine
 
     def child(self, index: int) -> SamplingParams:
-        """What the index-th of `n` outputs runs with: n=1 and, when seeded, a seed of its own (seed + index)."""
+        """Parameters of the index-th of `n` outputs: n=1 and, if seeded, its own seed (seed + index)."""
         seed = self.seed
         if seed is not None and index:
             seed = (seed + index) & _INT64_MAX  # never -1, which would mean unseeded
@@ -357,11 +358,10 @@ class SamplingParams:
         has_tokenizer: bool,
         num_prompt_tokens: int = 1,
     ) -> None:
-        """Raises RequestError for what this engine cannot do with otherwise sound values.
+        """Raises RequestError for valid values that this engine does not support.
 
-        max_logprobs: the most entries it reports per token, -1 for no limit. num_prompt_tokens: the prompt's length,
-        where it is known. max_tokens may exceed what the prompt leaves of the context: generation then ends with
-        "length".
+        max_logprobs: limit of entries per token, -1 for none. num_prompt_tokens: length of the prompt, if known.
+          max_tokens may exceed the rest of the context: generation then ends with "length".
         """
         most = vocab_size if max_logprobs == -1 else max_logprobs
         for name in ("logprobs", "prompt_logprobs"):
@@ -386,7 +386,7 @@ class SamplingParams:
             raise _refuse("max_tokens", self.max_tokens, allowed)
         room = max_model_len - num_prompt_tokens
         if self.min_tokens > room:
-            allowed = f"at most {room}, what the prompt leaves of max_model_len ({max_model_len})"
+            allowed = f"at most {room}, which the prompt leaves of max_model_len ({max_model_len})"
             raise _refuse("min_tokens", self.min_tokens, allowed)
 
 
@@ -394,7 +394,7 @@ _FIELDS: dict[str, Any] = {field.name: field.default for field in fields(Samplin
 
 
 def verify_bad_word_tokens(sequences: Iterable[Sequence[int]]) -> None:
-    """Raises RequestError when bad_words, tokenised into `sequences`, hold more than MAX_BAD_WORDS_TOKENS tokens."""
+    """Raises RequestError if the tokenized bad_words have more than MAX_BAD_WORDS_TOKENS tokens in total."""
     total = sum(len(sequence) for sequence in sequences)
     if total > MAX_BAD_WORDS_TOKENS:
         raise _refuse("bad_words", total, f"at most {MAX_BAD_WORDS_TOKENS} tokens altogether")

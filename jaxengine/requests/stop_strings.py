@@ -1,19 +1,19 @@
-"""Finds stop strings in text that arrives in pieces of any size. Knows nothing of tokens.
+"""Finds stop strings in text that arrives in pieces of any size.
 
-Every stop string is followed by its own Knuth-Morris-Pratt automaton, so that where the pieces are cut makes no
-difference, and the automata also say how much of the text may still turn out to be the beginning of a stop string.
+Each stop string has a Knuth-Morris-Pratt automaton, so that results do not depend on where pieces are cut. The automata
+also determine how much of the text may be the beginning of a stop string.
 """
 
 from __future__ import annotations
 
 
 class _Automaton:
-    """How many characters of `pattern` the text read so far ends with."""
+    """Number of leading characters of `pattern` that end the text read so far."""
 
     def __init__(self, pattern: str):
         self.pattern = pattern
         self.matched = 0
-        # _fallback[n]: the longest proper beginning of pattern[:n] that is also its end.
+        # _fallback[n]: length of the longest proper prefix of pattern[:n] that is also its suffix.
         self._fallback = [0, 0]
         for char in pattern[1:]:
             self._fallback.append(self._after(self._fallback[-1], char))
@@ -24,20 +24,20 @@ class _Automaton:
         return matched + (self.pattern[matched] == char)
 
     def read(self, char: str) -> bool:
-        """Whether the pattern ends with this character. Nothing but `go_on` may come after it has."""
+        """Reads a character; returns whether it completes the pattern. After a match only `go_on` may be called."""
         self.matched = self._after(self.matched, char)
         return self.matched == len(self.pattern)
 
     def go_on(self) -> None:
-        """Looks for the next match: the end of this one may be its beginning."""
+        """Continues the search after a match, whose end may begin the next one."""
         self.matched = self._fallback[self.matched]
 
 
 class StopStrings:
-    """Lets text through up to the first stop string to be completed; of several completed at once, the longest.
+    """Passes text up to the first completed stop string; of several completed at once, the longest.
 
-    keep: let the stop string itself through as well; nothing needs to be held back then.
-    met: the stop string that was found, None before.
+    keep: pass the stop string too; nothing needs to be held back then.
+    met: the stop string that was found, else None.
     """
 
     def __init__(self, stop: tuple[str, ...], *, keep: bool):
@@ -50,9 +50,10 @@ class StopStrings:
         self.met: str | None = None
 
     def feed(self, text: str, *, counts: bool = True) -> str:
-        """Text that is settled now: it comes before any stop string, and is the beginning of none.
+        """Reads text; returns the text that is settled, before any stop string and not the beginning of one.
 
-        counts=False: a stop string that ends in this text is text; one that begins here may end, and count, later.
+        counts=False: a stop string that ends within this text is ignored; one that begins in it may end, and count,
+        later.
         """
         if self.met is not None:
             return ""
@@ -73,6 +74,6 @@ class StopStrings:
         return passed[: len(passed) - held]
 
     def release(self) -> str:
-        """The text held back: no more comes."""
+        """Returns the held text at the end of the input."""
         held, self._held = self._held, ""
         return held

@@ -1,7 +1,7 @@
-"""What shape a request's text must have: vLLM's StructuredOutputsParams with its validation rules.
+"""vLLM's StructuredOutputsParams with its validation rules: the form that a request's text must have.
 
-Owns every rule that the values alone decide, sizes and nesting among them; whether a grammar can be compiled is found
-out by a process that may be killed (jaxengine.grammars). Knows nothing of tokens.
+All rules that depend on the values alone are here, such as sizes and nesting. Whether a grammar compiles is determined
+by a process that can be killed (jaxengine.grammars).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from jaxengine.requests.closed_objects import close_objects
+from jaxengine.requests.closed_objects import forbid_additional_properties
 from jaxengine.requests.json_schema import fit_for_grammar
 from scheduler.errors import RequestError, show_value
 from scheduler.token_params import Grammar
@@ -22,8 +22,8 @@ MAX_REGEX_BYTES = 10 << 10
 MAX_CHOICES = 10_000
 MAX_WHITESPACE_BYTES = 1 << 10
 MAX_WORDS, MAX_WORD_BYTES = 4, 256
-# Between the parts of JSON, where a request does not say: a blank or two, or a line break with an indentation. Were all
-# allowed that JSON allows, a weak model might write blank lines until it is cut, and never come to the next brace.
+# Default white space between the parts of JSON: up to two blanks, or a line break with an indentation. With all that
+# JSON allows, a weak model might write blank lines until max_tokens, and never reach the next brace.
 WHITE_SPACE = r"[ \t]{0,2}|\r?\n[ \t]{0,40}"
 
 CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object")
@@ -59,26 +59,26 @@ class StructuredOutputsParams:
     """Exactly one constraint, checked and normalised at construction. Field names and meanings are vLLM's.
 
     Attributes:
-      json: a JSON schema, as a dict or as text; kept as text.
-      regex: what the whole output must match, without look-around and back references.
-      choice: the outputs to choose from; kept as a tuple.
+      json: a JSON schema, as a dict or as text; stored as text.
+      regex: pattern that the entire output must match, without look-around and back references.
+      choice: the allowed outputs; stored as a tuple.
       grammar: a context-free grammar, in Lark's notation or GBNF.
       json_object: True for any JSON object.
       disable_any_whitespace: no white space between the parts of JSON.
-      disable_additional_properties: objects have only the properties their schema lists, where it does not say and that
-        is safe (jaxengine.requests.closed_objects); None: as structured_outputs_config says, which is True by default.
-      lenient: keywords of the schema that no grammar can enforce (not, contains, uniqueItems, ...) are left out, and
-        oneOf is read as anyOf; otherwise the request is refused with the keyword's name.
-      whitespace_pattern: a regex for the white space between the parts of JSON; None for up to two blanks, or a line
-        break with an indentation of up to 40.
-      reasoning_end: text that ends the reasoning, or a list of such, each of them a text or a list of texts that come
-        one after the other. What is in front is free, the constraint is on what comes behind. None: it is on all.
-      reasoning_begin: text that opens the reasoning, where an output need not reason; None: every output begins with
+      disable_additional_properties: objects have only the properties that their schema lists, unless it says otherwise
+        and if that is safe (jaxengine.requests.closed_objects); None: as in structured_outputs_config, True by default.
+      lenient: ignore keywords of the schema that no grammar can enforce (not, contains, uniqueItems, ...), and read
+        oneOf as anyOf; otherwise the request is refused with the keyword's name.
+      whitespace_pattern: regex of the white space between the parts of JSON; None for up to two blanks, or a line break
+        with an indentation of up to 40.
+      reasoning_end: text that ends the reasoning, or a list of alternatives, each a text or a list of consecutive
+        texts. Text before it is free, text after it is constrained. None: all text is constrained.
+      reasoning_begin: text that begins the reasoning, for models that may omit it; None: every output begins with
         reasoning. Only with reasoning_end.
       structural_tag: not supported.
 
     Raises:
-      RequestError: a value outside its rule, none or several constraints, or an option that would do nothing.
+      RequestError: an invalid value, no constraint or several, or an option that would have no effect.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -134,15 +134,15 @@ class StructuredOutputsParams:
                 raise _refuse("reasoning_begin", self.reasoning_begin, "None without reasoning_end")
 
     def _normalize(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)  # only from __post_init__, before anybody has seen the object
+        object.__setattr__(self, name, value)  # only called by __post_init__
 
     @property
     def kind(self) -> str:
-        """The constraint given, one of CONSTRAINTS."""
+        """The given constraint, one of CONSTRAINTS."""
         return next(name for name in CONSTRAINTS if getattr(self, name) not in (None, False))
 
     def switched_on(self, names: Iterable[str]) -> StructuredOutputsParams:
-        """With what an engine switches on for every schema (structured_outputs_config), unless it contradicts that."""
+        """Applies the engine's defaults (structured_outputs_config) for JSON, unless the request contradicts them."""
         if self.kind not in ("json", "json_object"):
             return self
         contradicted = {
@@ -153,10 +153,9 @@ class StructuredOutputsParams:
         return replace(self, **dict.fromkeys(chosen, True)) if chosen else self
 
     def compiled_from(self, reasoning_begin: Sequence[int] | None = None) -> Grammar:
-        """What jaxengine.grammars makes its masks from.
+        """The grammar from which jaxengine.grammars computes masks.
 
-        reasoning_begin: the tokens of the text of that name; None where there is none, empty for a text that the model
-        cannot write.
+        reasoning_begin: token ids of reasoning_begin; None without it, empty if the model cannot write that text.
         """
         text, kind, options = str(getattr(self, self.kind)), self.kind, {}
         if kind in ("json", "json_object"):
@@ -168,7 +167,7 @@ class StructuredOutputsParams:
         return Grammar(kind=kind, text=text, options=options, reasoning_end=end, reasoning_begin=begin)
 
     def in_lark(self) -> str:
-        """The body of a rule of a grammar in Lark's notation that takes what `json` or `json_object` does."""
+        """Body of a Lark rule equivalent to `json` or `json_object`."""
         schema = json.loads(self._fitted_json())
         if isinstance(schema, bool):
             schema = {} if schema else {"not": {}}
@@ -176,10 +175,10 @@ class StructuredOutputsParams:
 
     def _fitted_json(self) -> str:
         text = _JSON_OBJECT if self.json is None else fit_for_grammar(str(self.json), self.lenient)
-        return close_objects(text) if self.disable_additional_properties else text
+        return forbid_additional_properties(text) if self.disable_additional_properties else text
 
     def _guidance(self) -> dict[str, Any]:
-        """How llguidance is to read the schema, in its own words."""
+        """llguidance's options for reading the schema."""
         options: dict[str, Any] = {"lenient": True} if self.lenient else {}
         if self.disable_any_whitespace:
             return {**options, "whitespace_flexible": False}
@@ -234,7 +233,7 @@ def _choices(value: Any) -> tuple[str, ...]:
 
 
 def _schema(value: Any) -> str:
-    """The schema as text."""
+    """Checks a schema; returns it as text."""
     allowed = f"a JSON schema of at most {MAX_SCHEMA_BYTES} bytes, nested at most {MAX_NESTING} deep"
     try:
         if isinstance(value, str):
@@ -261,11 +260,11 @@ def _schema(value: Any) -> str:
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _items(schema: Any) -> Iterator[tuple[int, str | None, Any]]:
-    """(depth, key where it has one, value) of everything inside, without recursion."""
+    """Yields (depth, key or None, value) of all nested values, without recursion."""
     waiting: list[tuple[int, str | None, Any]] = [(0, None, schema)]
     while waiting:
         depth, key, value = waiting.pop()

@@ -1,7 +1,4 @@
-"""A beam search as one request of a server: many requests for one token each, and one output at the end.
-
-Knows nothing of HTTP.
-"""
+"""Runs a beam search as one request of a server: many one-token requests, and one output at the end."""
 
 from __future__ import annotations
 
@@ -24,15 +21,13 @@ async def beam_search(
     options: RequestOptions,
     n: int | None = None,
 ) -> AsyncGenerator[RequestOutput, None]:
-    """Yields one output, with a completion for each sequence, the best first.
+    """Yields one output, with a completion for each sequence, best first.
 
     Args:
       prompt: with prompt_token_ids.
-      n: how many of the best sequences to tell of, None for all.
-
-    A search that `options.timeout` does not suffice for ends with what it has, and finish_reason "abort".
-
-    Raises as EngineClient.stream.
+      n: number of best sequences to return, None for all.
+    A search that exceeds `options.timeout` ends with the sequences so far, and finish_reason "abort".
+    Raises the same errors as EngineClient.stream.
     """
     inputs, one = engine.inputs, params.token_params()
     token_ids, salt = prompt["prompt_token_ids"], prompt.get("cache_salt")

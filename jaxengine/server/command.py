@@ -1,4 +1,4 @@
-"""`jaxengine serve`: the command line of the server. Everything heavy is imported when it runs."""
+"""`jaxengine serve`: the command line of the server. Heavy imports are made when it runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command. Raises ConfigError for what is wrong with the options."""
+    """Runs the command. Raises ConfigError for invalid options."""
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         needed = f"serving needs {', '.join(missing)}: pip install 'jaxengine[serve]', or '.[serve]' in a clone"
@@ -38,12 +38,12 @@ def run(args: argparse.Namespace) -> int:
         problem = f"served_model_name has taken {server.served_model_name[-1]!r}, and no model is given"
         raise ConfigError.because("served_model_name", problem, "give the model before that flag, or as --model")
     engine = EngineConfig.from_options(**options)
-    # Files that cannot be read are better known now than after the model was loaded.
+    # Fails for unreadable files before the model is loaded.
     server.api_keys()
     server.admin_keys()
     check_endpoint(server.otlp_traces_endpoint)
     for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
         path = getattr(server, name)
         if path is not None and not Path(path).is_file():
-            raise ConfigError.because(name, f"{name} {path!r} is no file", "name a PEM file")
+            raise ConfigError.because(name, f"{name} {path!r} is not a file", "name a PEM file")
     return Supervisor(server, engine).run()

@@ -1,4 +1,4 @@
-"""Keys of clients and of operators, as HTTP's and gRPC's "authorization" carries them. Knows neither."""
+"""API keys of clients and operators, as the "authorization" header or metadata carries them; for HTTP and gRPC."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from collections.abc import Iterable, Sequence
 
 
 class Keys:
-    """Who holds which key; a comparison takes as long whichever key is given, and however nearly it is right.
+    """Holds the digests of the valid keys. Comparison time depends neither on the key given nor on how nearly it is
+    right.
 
     Args:
-      client_keys: none: whoever reaches the server may use it.
-      admin_keys: good for all that clients' are good for.
+      client_keys: none: the server is open to everyone who reaches it.
+      admin_keys: valid also wherever clients' keys are.
     """
 
     def __init__(self, client_keys: Iterable[str], admin_keys: Iterable[str]):
@@ -23,13 +24,13 @@ class Keys:
         return _among(key, self._admins)
 
     def is_client(self, key: bytes) -> bool:
-        """Whether it is one of the clients' keys; operators' are not."""
+        """Whether `key` is a client's; an operator's is not."""
         return _among(key, self._clients)
 
     def name_of(self, key: bytes) -> str | None:
-        """What the holder of `key` is called among clients: by its number, which tells nothing of it.
+        """Returns a name for the holder of `key`, by the key's number, which reveals nothing about it.
 
-        The same in every process of a server. None for whoever has none of the keys.
+        The name is the same in every process of a server. None for an unknown key.
         """
         for name, digests in (("key", self._clients), ("admin-key", self._admins)):
             if (number := _index(key, digests)) is not None:
@@ -43,13 +44,15 @@ class Keys:
 
 
 def bearer_key(values: Sequence[bytes]) -> bytes:
-    """The KEY of the one "authorization: Bearer KEY" among a request's headers of that name; b"" for anything else."""
+    """Returns the KEY of the only header "authorization: Bearer KEY"; b"" for anything else. values: headers of that
+    name.
+    """
     scheme, _, key = (values[0] if len(values) == 1 else b"").partition(b" ")
     return key.strip() if scheme.lower() == b"bearer" else b""
 
 
 def _digest(key: bytes) -> bytes:
-    # Keys of one length: a comparison then takes as long for one that is too short.
+    # Digests have equal lengths, so that the comparison time does not depend on the key's.
     return hashlib.sha256(key).digest()
 
 
@@ -58,7 +61,7 @@ def _among(key: bytes, digests: Iterable[bytes]) -> bool:
 
 
 def _index(key: bytes, digests: Iterable[bytes]) -> int | None:
-    """The first that is the key's; all are looked at."""
+    """Returns the index of the first digest that matches. Compares all of them."""
     offered = _digest(key)
     found = [hmac.compare_digest(offered, digest) for digest in digests]
     return found.index(True) if True in found else None

@@ -1,4 +1,4 @@
-"""Adapters of a server: those it starts with, and where those may lie that are loaded while it runs."""
+"""LoRA adapters of a server: those it starts with, and the folder from which others may be loaded at run time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scheduler.errors import RequestError, show_value
 
 
 def read_modules(modules: tuple[str, ...]) -> list[tuple[str, str]]:
-    """(name, path) of each of lora_modules: "name=path", or JSON with name and path. Raises ConfigError."""
+    """Parses lora_modules, "name=path" or JSON with name and path, to (name, path) pairs. Raises ConfigError."""
     found: list[tuple[str, str]] = []
     for text in modules:
         name, equals, path = text.partition("=")
@@ -38,7 +38,7 @@ def read_modules(modules: tuple[str, ...]) -> list[tuple[str, str]]:
 async def load_from_root(
     engine: EngineClient, config: ServerConfig, names: tuple[str, ...], name: str, path: str
 ) -> None:
-    """Loads an adapter of the folder that the operator has set apart. Raises RequestError; nothing has changed then."""
+    """Loads an adapter from a folder in lora_root. Raises RequestError, and then nothing has changed."""
     if name in names:
         raise RequestError(f"lora_name {show_value(name)} is the model's own", param="lora_name", value=name)
     if config.lora_root is None:
@@ -51,15 +51,15 @@ async def load_from_root(
     if folder is None or not folder.is_relative_to(root):
         text = f"lora_path {show_value(path)} leads out of lora_root; allowed are folders in it"
         raise RequestError(text, param="lora_path", value=path)
-    # Whoever asked may leave; what the engine has read is then to be taken in all the same.
+    # The caller may leave, but a load that the engine has begun must be completed.
     await asyncio.shield(load_adapter(engine.utility, name, str(folder)))
 
 
 async def loaded_adapters(engine: EngineClient) -> list[dict[str, Any]]:
-    """Name, path, number and rank of each that requests may name; none without room for any."""
+    """Returns name, path, number and rank of each adapter that requests may name; none if LoRA is disabled."""
     return await engine.utility("adapters") if engine.inputs.config.enable_lora else []
 
 
 async def unload(engine: EngineClient, name: str) -> None:
-    """Lets no further request name an adapter. Raises RequestError where there is none of that name."""
+    """Unloads an adapter; further requests cannot name it. Raises RequestError for an unknown name."""
     await engine.utility("unload_adapter", name)

@@ -1,4 +1,4 @@
-"""How requests and the model may be called."""
+"""Valid names of requests and of the model."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import re
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.server.options import ServerConfig
 
-# What a client may name its request; the name goes into headers and logs.
+# A client's own request id; it goes into headers and logs.
 REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 
 def served_names(engine: EngineClient, config: ServerConfig) -> tuple[str, ...]:
-    """Names by which requests may call the model; answers carry the first."""
+    """Returns the names by which requests may call the model; answers carry the first."""
     return config.served_model_name or (engine.inputs.config.model or "SmolLM2-135M-Instruct",)

@@ -1,4 +1,4 @@
-"""What an operator may set about the server, checked once. Names and meaning are vLLM's where vLLM has the option."""
+"""Options of the server, validated once. Names and meaning are vLLM's where vLLM has the option."""
 
 from __future__ import annotations
 
@@ -21,54 +21,54 @@ class ServerConfig:
     """Server options.
 
     Attributes:
-      host: the address to listen on; others than loopback should go with api_key.
-      port: of HTTP; 0 takes a free one and says which.
-      grpc_port: of gRPC; None for no gRPC, 0 takes a free one.
-      api_server_count: processes that speak with clients, tokenise and detokenise.
-      served_model_name: names by which requests may call the model; the first is the one answers carry.
-      api_key: keys that clients may present as "Authorization: Bearer ..."; none: no key is asked for. With
-        scheduling_policy "fair" each key is one client, and all are one without keys.
-      api_key_file: a file with one key a line, in addition. One that others may write is refused, and one that they may
-        read warned of; admin_key_file likewise.
+      host: the address to listen on; use api_key with any other than loopback.
+      port: port of HTTP; 0 takes a free one and prints it.
+      grpc_port: port of gRPC; None for no gRPC, 0 takes a free one.
+      api_server_count: processes that serve clients, tokenise and detokenise.
+      served_model_name: names by which requests may call the model; answers carry the first.
+      api_key: keys that clients may present as "Authorization: Bearer ..."; without any, no key is required. With
+        scheduling_policy "fair" each key is one client, and without keys all are one.
+      api_key_file: a file of further keys, one per line. If others may write it, it is refused; if they may read it, a
+        warning is logged; admin_key_file likewise.
       enable_admin: also serve the routes and methods that change the server; they need admin_key_file.
-      admin_key_file: a file with the key of those.
+      admin_key_file: a file with the keys for them.
       lora_modules: adapters to start with, each as name=path or as JSON with name and path; needs enable_lora.
-      lora_root: the folder in which adapters lie that operators may load while the server runs; None: none may be.
+      lora_root: the folder from which operators may load adapters at run time; None forbids loading.
       ssl_certfile: certificate chain for TLS, PEM.
       ssl_keyfile: its private key.
-      ssl_ca_certs: certificates of which clients must present one that is signed (mTLS).
+      ssl_ca_certs: certificate authorities; clients must present a certificate that one of them signed (mTLS).
       allowed_origins: origins that browsers may call from (CORS); "*" for all.
       root_path: prefix under which a proxy offers this server.
-      max_num_queued_reqs: requests that may wait for a place among the running ones; None: four times max_num_seqs.
-        With scheduling_policy "fair" one client may have half of them.
-      max_num_queued_tokens: prompt tokens that they may have together; None: no limit of its own.
-      request_timeout: seconds after which a request that names no timeout is ended; None: never.
-      shutdown_timeout: seconds that SIGTERM leaves running requests to finish; 0 aborts them.
-      engine_hang_timeout: seconds after which an engine that has not finished a step is killed and started again; 0:
-        never. It must be far above the longest step, which with enforce_eager includes its compilation.
-      api_hang_timeout: seconds after which a process that speaks with clients, and whose event loop has not had a turn,
-        is killed and started again; 0: never.
-      api_memory_limit_bytes: memory that such a process may take beyond what it starts with; 0: no limit.
-      stream_write_timeout: seconds that a client may leave a stream unread before it is ended.
-      read_timeout: seconds that the headers of a request may take to come, and as long its body, which has one more for
-        each 256 KiB that have come. A connection without a request in it is ended then, too.
-      max_connections: connections to each API process. Beyond them the one that has waited longest for a request gives
-        way, or the new one where none does. None: 10,000, or as many as the open files that the system allows.
+      max_num_queued_reqs: requests that may wait for a free slot; None: four times max_num_seqs. With scheduling_policy
+        "fair" one client may have half of them.
+      max_num_queued_tokens: prompt tokens that waiting requests may have together; None: no separate limit.
+      request_timeout: seconds after which a request without its own timeout is ended; None: never.
+      shutdown_timeout: seconds that running requests have to finish after SIGTERM; 0 aborts them.
+      engine_hang_timeout: seconds after which an engine that has not finished a step is killed and restarted; 0: never.
+        It must be far above the longest step, which with enforce_eager includes its compilation.
+      api_hang_timeout: seconds after which an API process whose event loop is blocked is killed and restarted; 0:
+        never.
+      api_memory_limit_bytes: memory that an API process may take beyond its initial size; 0: no limit.
+      stream_write_timeout: seconds after which a stream that its client does not read is ended.
+      read_timeout: seconds in which the headers of a request must arrive, and the same for its body, with one more for
+        each 256 KiB received. An idle connection is closed after this time, too.
+      max_connections: connections to each API process. Beyond them, the one that has waited longest for a request is
+        closed, or the new one if none is waiting. None: 10,000, or what the system's limit of open files allows.
       max_request_bytes: largest body of a request.
       max_header_bytes: largest headers of a request.
-      max_n: most outputs of one prompt that a request may ask for.
-      max_prompts: most prompts of one request.
+      max_n: largest number of outputs per prompt in a request.
+      max_prompts: largest number of prompts in a request.
       chat_template_kwargs_allowed: whether requests may set variables of the chat template.
-      trust_request_chat_template: whether requests may bring a chat template of their own.
+      trust_request_chat_template: whether requests may include their own chat template.
       enable_auto_tool_choice: let the model choose whether to call a tool; needs tool_call_parser.
-      tool_call_parser: how the model writes tool calls, a name of docs/parsers.md; auto: by its chat template. None: no
-        call is read.
-      reasoning_parser: how the model writes its reasoning, likewise. None: it stays in the content.
+      tool_call_parser: the model's format of tool calls, a name of docs/parsers.md; auto: by its chat template. None:
+        tool calls are not parsed.
+      reasoning_parser: the model's format of reasoning, likewise. None: it stays in the content.
       response_role: the role of answers.
-      enable_tokenizer_info_endpoint: serve /tokenizer_info, which tells special tokens and the chat template.
-      return_tokens_as_token_ids: tokens of logprobs are called token_id:N where a request does not say.
-      enable_force_include_usage: usage in every stream, asked for or not.
-      disable_access_log: no line for each request. Otherwise all have one, /health, /ping, /metrics and /status.json
+      enable_tokenizer_info_endpoint: serve /tokenizer_info, with the special tokens and the chat template.
+      return_tokens_as_token_ids: show tokens of logprobs as token_id:N, unless a request sets it.
+      enable_force_include_usage: include usage in every stream, requested or not.
+      disable_access_log: log no line per request. Otherwise all have one, /health, /ping, /metrics and /status.json
         only when they fail.
       enable_reflection: gRPC reflection; None: on loopback only.
       otlp_traces_endpoint: where OpenTelemetry spans of requests are sent, http://host:4318/v1/traces or
@@ -174,11 +174,11 @@ class ServerConfig:
         reasoning_format(self.reasoning_parser)
 
     def api_keys(self) -> tuple[str, ...]:
-        """Every key that a client may present. Raises ConfigError when the file cannot be used."""
+        """Returns every key that a client may present. Raises ConfigError for an unusable file."""
         return (*self.api_key, *_read_keys("api_key_file", self.api_key_file))
 
     def admin_keys(self) -> tuple[str, ...]:
-        """Every key that an operator may present. Raises ConfigError when the file cannot be used."""
+        """Returns every key that an operator may present. Raises ConfigError for an unusable file."""
         return _read_keys("admin_key_file", self.admin_key_file)
 
 
@@ -190,15 +190,15 @@ def _read_keys(name: str, path: str | None) -> tuple[str, ...]:
             mode = os.fstat(file.fileno()).st_mode
             lines = file.read().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
         problem = f"{name} {path!r} cannot be read ({why})"
         raise ConfigError.because(name, problem, "name a file with one key a line") from None
     if mode & stat.S_IWOTH:
-        problem = f"{name} {path!r} is a file that others may write, and so add a key of theirs"
+        problem = f"{name} {path!r} is a file that others may write, who could add a key of their own"
         raise ConfigError.because(name, problem, f"chmod o-w {path}")
     keys = tuple(line.strip() for line in lines if line.strip())
     if not keys:
-        raise ConfigError.because(name, f"{name} {path!r} holds no key", "write one a line into it")
+        raise ConfigError.because(name, f"{name} {path!r} contains no key", "write one per line into it")
     return keys
 
 
@@ -209,7 +209,7 @@ def _is(value: object, kind: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address; names other than localhost may be anybody's."""
+    """Whether an address is reachable from this machine only; of names, only localhost is."""
     try:
         return ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:

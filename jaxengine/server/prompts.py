@@ -1,6 +1,6 @@
-"""From the prompts of a request to token ids, beside the event loop where that takes long.
+"""Converts the prompts of a request to token ids, off the event loop if that takes long.
 
-Owns the forms a prompt may have and how it is cut short. Knows nothing of sampling or of answers.
+Owns the accepted forms of a prompt and its truncation. Independent of sampling and answers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from jaxengine.requests.inputs import InputProcessor
 from jaxengine.server.workers import Workers
 from scheduler.errors import RequestError, show_value
 
-MAX_DETOKENIZE = 1 << 18  # token ids; a tenth of a second of work that nothing else runs beside
+MAX_DETOKENIZE = 1 << 18  # token ids; a tenth of a second of work that blocks everything else
 _LONG_TEXT = 10_000  # characters; a few milliseconds of work
 FORMS = "a string, a list of strings, a list of token ids or a list of lists of token ids"
 
@@ -20,7 +20,7 @@ FORMS = "a string, a list of strings, a list of token ids or a list of lists of 
 def read_prompts(
     prompt: Any, max_prompts: int, vocab_size: int, longest: int | None, *, param: str = "prompt"
 ) -> list[str | list[int]]:
-    """The prompts of a request's field `param`. longest: token ids that one may have; None where it is cut.
+    """Returns the prompts of a request's field `param`. longest: limit of token ids; None if prompts are truncated.
 
     Raises RequestError.
     """
@@ -28,7 +28,7 @@ def read_prompts(
     if not 1 <= len(prompts) <= max_prompts:
         raise RequestError(f"{param} holds {len(prompts)} prompts; allowed are 1 to {max_prompts}", param=param)
     for each in prompts:
-        # Before its entries are looked at.
+        # Before its entries are checked.
         if longest is not None and isinstance(each, list) and len(each) > longest:
             raise RequestError(
                 f"{param} has {len(each)} tokens; allowed are 1 to {longest}, by max_model_len", param=param
@@ -65,7 +65,7 @@ def _is_ids(value: list[Any]) -> bool:
 
 
 class PromptEncoder:
-    """Turns prompts into token ids for an engine."""
+    """Encodes prompts for an engine."""
 
     def __init__(self, inputs: InputProcessor):
         self._inputs = inputs
@@ -75,8 +75,9 @@ class PromptEncoder:
     async def encode(
         self, texts: Sequence[str], *, add_special_tokens: bool = True, param: str = "prompt"
     ) -> list[list[int]]:
-        """Token ids of each text. Raises RequestError for one that cannot fit, before any work is done on it, and
-        OverloadedError where too many wait for theirs."""
+        """Returns the token ids of each text. Raises RequestError for one that cannot fit, before any work on it, and
+        OverloadedError if too many requests are waiting.
+        """
         tokenizer = self._inputs.require_tokenizer()
         self.verify_length(max(map(len, texts)), param)
         if sum(map(len, texts)) <= _LONG_TEXT:
@@ -84,14 +85,14 @@ class PromptEncoder:
         return await self._workers.run(tokenizer.encode_batch, texts, add_special_tokens)
 
     def verify_length(self, num_chars: int, param: str) -> None:
-        """RequestError for so many characters in one prompt that they cannot fit, whatever they are."""
+        """Raises RequestError if a prompt of `num_chars` characters cannot fit, whatever they are."""
         most = self._inputs.config.max_model_len * self._token_chars()
         if num_chars > most:
             problem = f"{param} has {num_chars} characters; no more than {most} can fit into max_model_len"
             raise RequestError(problem, param=param)
 
     def cut(self, token_ids: list[int], keep: int | None, side: str | None, max_tokens: int | None) -> list[int]:
-        """The token ids that `truncate_prompt_tokens` and `truncation_side` leave."""
+        """Truncates to `truncate_prompt_tokens`, from `truncation_side`."""
         if keep is None:
             return token_ids
         if keep == -1:
@@ -99,7 +100,7 @@ class PromptEncoder:
         return token_ids[:keep] if side == "right" else token_ids[-keep:]
 
     def _token_chars(self) -> int:
-        """Characters of the longest token."""
+        """Number of characters of the longest token."""
         if self._longest_token is None:
             vocabulary = self._inputs.require_tokenizer().backend.get_vocab(with_added_tokens=True)
             self._longest_token = max(map(len, vocabulary), default=1)

@@ -1,9 +1,9 @@
 """Engines as Ray Serve replicas behind one HTTP endpoint: `serve run jaxengine.server.ray_serve:app model=...`.
 
-The ingress speaks OpenAI's API (jaxengine.server.http), tokenises, and has a replica generate; Ray picks the replica
-with the shorter queue, and adds or removes replicas by the length of the queues. A replica that is lost costs the
-answers that had begun: a request without any output yet goes to another one. An engine over several hosts is one
-replica with a placement group that has a bundle on each of them.
+The ingress speaks OpenAI's API (jaxengine.server.http) and tokenises; a replica generates. Ray picks the replica with
+the shorter queue, and adds or removes replicas by the length of the queues. When a replica is lost, answers that had
+begun fail, and requests without output are retried on another one. An engine over several hosts is one replica with a
+placement group that has a bundle on each of them.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from scheduler.errors import OverloadedError, RequestError
 
 @dataclasses.dataclass(frozen=True)
 class RayConfig:
-    """How Ray runs the engines.
+    """Ray's options for the engines.
 
     Attributes:
-      min_replicas, max_replicas: engines at least and at most.
-      target_ongoing_requests: requests of a replica, running and waiting, that Ray aims at; None: max_num_seqs.
-      num_ingresses: processes that speak HTTP.
-      num_cpus, num_gpus, resources: what each host of a replica needs; TPUs are resources, {"TPU": 4}.
-      placement_strategy: of the hosts of an engine with nnodes > 1.
-      num_attempts: replicas that a request without output is tried on.
+      min_replicas, max_replicas: least and largest number of engines.
+      target_ongoing_requests: requests per replica, running and waiting, that Ray aims at; None: max_num_seqs.
+      num_ingresses: processes that serve HTTP.
+      num_cpus, num_gpus, resources: needs of each host of a replica; TPUs are resources, {"TPU": 4}.
+      placement_strategy: for the hosts of an engine with nnodes > 1.
+      num_attempts: replicas on which a request without output is tried.
     """
 
     min_replicas: int = 1
@@ -75,12 +75,12 @@ class RayConfig:
 
 
 class Call(msgspec.Struct):
-    """A request on its way to a replica.
+    """A request sent to a replica.
 
     Attributes:
       params: fields of SamplingParams that differ from their defaults. The replica makes the object, so that its rules
         hold there; a typed field could not be decoded, for some fields take one of several kinds of mapping.
-      age: seconds since its arrival: clocks of other machines tell nothing here, so that the options' arrival does not.
+      age: seconds since its arrival. It replaces the options' arrival, since clocks differ between machines.
     """
 
     prompt_token_ids: list[int]
@@ -92,7 +92,7 @@ class Call(msgspec.Struct):
 
 
 class Answer(msgspec.Struct):
-    """An output on its way back, or why there is none."""
+    """An output sent back, or the reason why there is none."""
 
     output: RequestOutput | None = None
     error: str | None = None
@@ -120,7 +120,7 @@ def _unpack_params(given: Mapping[str, Any]) -> SamplingParams:
 
 
 class Replica:
-    """One engine. Other hosts of it are started by this one."""
+    """One engine. It starts the engine's other hosts."""
 
     def __init__(self, options: dict[str, Any]):
         options = dict(options)
@@ -134,11 +134,13 @@ class Replica:
         self._engine = AsyncLLM(**options)
 
     async def describe(self) -> str:
-        """The engine's config with nothing left open, as JSON, and its process."""
+        """Returns the engine's resolved config and its process id, as JSON."""
         return json.dumps({"config": dataclasses.asdict(self._engine.inputs.config), "pid": os.getpid()})
 
     async def generate(self, call: bytes) -> AsyncIterator[bytes]:
-        """Answers to a Call; errors of the request are answers too, what ends the engine is raised."""
+        """Yields encoded Answers to an encoded Call. Errors of the request are answers too; an engine's failure is
+        raised.
+        """
         asked = _decode_call(call)
         prompt = {"prompt": asked.prompt, "prompt_token_ids": asked.prompt_token_ids, "cache_salt": asked.cache_salt}
         prompt = {name: value for name, value in prompt.items() if value is not None}
@@ -155,7 +157,7 @@ class Replica:
         return await self._engine.utility(name, *arguments)
 
     async def check_health(self) -> None:
-        """Ray replaces a replica for which this raises."""
+        """Raises if the engine is unhealthy; Ray then replaces the replica."""
         await self._engine.check_health()
 
     def __del__(self):
@@ -164,7 +166,7 @@ class Replica:
 
 
 class RayEngine:
-    """An EngineClient over replicas."""
+    """EngineClient over replicas."""
 
     def __init__(self, replicas: Any, inputs: InputProcessor, num_attempts: int):
         self.inputs = inputs
@@ -180,7 +182,7 @@ class RayEngine:
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """As EngineClient.stream."""
+        """Implements EngineClient.stream."""
         params = self.inputs.default_sampling_params() if sampling_params is None else sampling_params
         options = options or RequestOptions()
         prepared = self.inputs.prepare(prompt, params, request_id=request_id, options=options)
@@ -199,27 +201,27 @@ class RayEngine:
             self._running.pop(prepared.request_id, None)
 
     def pool(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
-        """Never called: an Ingress refuses pooling models."""
+        """Raises RequestError. Never called, since Ingress refuses pooling models."""
         raise RequestError("replicas do not serve pooling models yet")
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request of this ingress."""
+        """Aborts a request of this ingress."""
         if (stream := self._running.get(request_id)) is not None:
             stream.cancel()
 
     async def check_health(self) -> None:
-        """Raises EngineDeadError when no replica answers."""
+        """Raises EngineDeadError if no replica answers."""
         try:
             await self._replicas.describe.remote()
         except RayError as error:
             raise EngineDeadError("no replica answers") from error
 
     async def utility(self, name: str, *arguments: Any) -> Any:
-        """Asks one of the replicas."""
+        """Calls a utility of one of the replicas."""
         return await self._replicas.utility.remote(name, list(arguments))
 
     def text_spans(self) -> list[tuple[float, float, int]]:
-        """Nothing: text is made on the replicas, whose clocks are their own."""
+        """Returns nothing: text is made on the replicas, each with its own clock."""
         return []
 
     async def _attempts(self, request_id: str, call: Call) -> AsyncIterator[RequestOutput]:
@@ -246,7 +248,7 @@ class RayEngine:
 
 @serve.ingress()
 class Ingress:
-    """The HTTP side; it asks a replica what is served."""
+    """The HTTP side; it gets the served model's config from a replica."""
 
     async def __init__(self, replicas: Any, options: dict[str, Any], server: ServerConfig, num_attempts: int):
         config = ResolvedConfig(**json.loads(await replicas.describe.remote())["config"])
@@ -260,9 +262,9 @@ class Ingress:
 
 
 def app(arguments: Mapping[str, Any]) -> serve.Application:
-    """A Ray Serve application of these options: those of EngineConfig, ServerConfig and RayConfig, by name.
+    """Creates a Ray Serve application from options of EngineConfig, ServerConfig and RayConfig, by name.
 
-    Values may be texts, as `serve run` gives them; ConfigError names what cannot be.
+    Values may be texts, as from `serve run`. Raises ConfigError for an invalid one.
     """
     chosen: list[dict[str, Any]] = []
     rest = {name: _read(value) for name, value in arguments.items()}
@@ -288,7 +290,7 @@ def app(arguments: Mapping[str, Any]) -> serve.Application:
             "max_replicas": ray_config.max_replicas,
             "target_ongoing_requests": target,
         },
-        # The engine has a line of its own and batches what it gets.
+        # The engine has its own queue and batches the requests.
         max_ongoing_requests=5 * target,
         health_check_period_s=2,
         **placement,
@@ -300,12 +302,12 @@ def app(arguments: Mapping[str, Any]) -> serve.Application:
 
 
 class Node:
-    """One of the other hosts of an engine."""
+    """Another host of a replica's engine."""
 
     def __init__(self, words: list[str], key: str):
         self._folder = tempfile.TemporaryDirectory()
         words = [*words, "--cluster-key-file", _write_key(self._folder.name, key)]
-        # A process of its own: what it runs in ends with the engine.
+        # A separate process, since it ends with the engine.
         self._process = subprocess.Popen([sys.executable, "-m", "jaxengine", "worker", *words])
 
     def __del__(self):
@@ -313,7 +315,7 @@ class Node:
 
 
 def _start_node(rank: int, options: Mapping[str, Any], key: str) -> Any:
-    """Host `rank` of the engine, in the bundle of this replica's placement group that has its number."""
+    """Starts host `rank` of the engine, in bundle `rank` of this replica's placement group."""
     words = ["--node-rank", str(rank)]
     for name in ("nnodes", "master_addr", "master_port", "cluster_timeout"):
         if name in options:
@@ -344,7 +346,7 @@ def _actor_options(config: RayConfig) -> dict[str, Any]:
 
 
 def _read(value: Any) -> Any:
-    """A text as the JSON value it spells, or itself."""
+    """Parses a text as JSON; returns anything else as it is."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
             return json.loads(value)

@@ -1,6 +1,6 @@
-"""Threads for what of a request takes long, reading and tokenising, so that the event loop answers others meanwhile.
+"""Threads for the slow parts of requests, reading and tokenising, so that the event loop stays responsive.
 
-Owns how much of it runs at once and how much may wait. Knows nothing of what is done.
+Limits how many run at once and how many may wait.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import ParamSpec, TypeVar
 
 from scheduler.errors import OverloadedError
 
-# Pieces of work that may wait for a thread. Each holds a request's body or its texts.
+# Calls that may wait for a thread. Each holds a request's body or its texts.
 _MAX_WAITING = 256
 
 _P = ParamSpec("_P")
@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 
 
 class Workers:
-    """A few threads with a bounded line in front of them; used on one event loop."""
+    """Thread pool with a bounded queue, for one event loop."""
 
     def __init__(self, num_threads: int = 2, max_waiting: int = _MAX_WAITING):
         self._threads = ThreadPoolExecutor(num_threads, "worker")
@@ -28,11 +28,13 @@ class Workers:
         self._count = 0
 
     async def run(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """The function's result. Raises what it raises, and OverloadedError where the line is full."""
+        """Runs `function` on a thread; returns its result or raises its exception. Raises OverloadedError if the queue
+        is full.
+        """
         if self._count >= self._most:
             raise OverloadedError(f"{self._count} requests are being read already; try again later")
         self._count += 1
-        # Counted until it has run: a caller that leaves does not end what a thread has begun.
+        # Counted until it has run: cancelling the caller does not stop the thread.
         work = asyncio.ensure_future(
             asyncio.get_running_loop().run_in_executor(self._threads, lambda: function(*args, **kwargs))
         )
@@ -42,4 +44,4 @@ class Workers:
     def _ended(self, work: asyncio.Future[_T]) -> None:
         self._count -= 1
         if not work.cancelled():
-            work.exception()  # it may be that nobody waits for it any more
+            work.exception()  # mark as retrieved: there may be no caller any more

@@ -1,1 +1,1 @@
-"""Text to token ids and back, and the templates of conversations."""
+"""Tokenization: text to token ids and back, and chat templates."""

@@ -1,7 +1,7 @@
-"""What a chat message may look like, and the ways in which templates want the same message written.
+"""Validation of chat messages, and the ways in which templates expect the same message to be written.
 
-A template says nowhere what it expects of a message without text, or of the arguments of an earlier call: some want the
-key left out, None or "", and an object or its JSON text. Knows nothing of templates' language.
+A template does not state how it expects a message without text or the arguments of an earlier call: some expect a
+missing key, None or "", and an object or JSON text.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from jaxengine.tokens.cut_json import read_cut_json
 from scheduler.errors import RequestError
 
 MAX_DEPTH = 32
-# Parts of a content that stand for what is no text, by what templates call them. They have no key but their type.
+# Types of content parts other than text, named as in templates. They have no other keys.
 MEDIA_TYPES = ("image", "video")
-# What answers call a model's reasoning; templates know the first.
+# Names of a model's reasoning in answers; templates use the first.
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
 
-# Where arguments stand in a message: tool_calls, the call, function, arguments.
+# Depth of arguments in a message: tool_calls, the call, function, arguments.
 _ARGUMENTS_DEPTH = 4
 _ASKS_FOR_NONE = re.compile(r"""\bcontent\b['"]?\]?\s+is\s+(?:not\s+)?none\b""", re.IGNORECASE)
 
@@ -29,9 +29,9 @@ Message = dict[str, Any]
 
 
 def checked_messages(messages: Any) -> list[Message]:
-    """Copies of the messages, keys without a value left out; RequestError(param="messages").
+    """Checks messages and returns copies without empty keys. Raises RequestError(param="messages").
 
-    Every content is a text, but for those with one of MEDIA_TYPES in them, which are lists of parts.
+    Contents become texts, except that those with parts of MEDIA_TYPES stay lists of parts.
     """
     if not isinstance(messages, (list, tuple)) or not messages:
         raise _refused(f"messages must be a list of at least one message, got {kind(messages)}", messages)
@@ -39,10 +39,10 @@ def checked_messages(messages: Any) -> list[Message]:
 
 
 def ways_to_write(messages: Sequence[Message], template: str) -> Iterator[list[Message]]:
-    """Checked messages as `template` may want them, the likeliest way first; each is a way of its own.
+    """Yields distinct variants of checked messages that `template` may expect, the likeliest first.
 
-    A content that is left out is None for a template that asks for it, and a key less for others (they would print the
-    None), or "". Arguments of earlier calls are an object, or the text that the model wrote.
+    A missing content is None for a template that tests for it, a missing key for others (which would print "None"), or
+    "". Arguments of earlier calls are objects, or the text that the model wrote.
     """
     none_first = _ASKS_FOR_NONE.search(template) is not None
     contents: tuple[Mapping[str, Any], ...] = ({"content": None} if none_first else {}, {"content": ""})
@@ -58,9 +58,9 @@ def ways_to_write(messages: Sequence[Message], template: str) -> Iterator[list[M
 
 
 def plain(value: Any, param: str, depth: int = 0) -> Any:
-    """A copy made of JSON types only: methods of anything else would be within a template's reach.
+    """Copies a value to plain JSON types; the methods of other types would be reachable by a template.
 
-    Raises RequestError for anything else, and for more than MAX_DEPTH levels.
+    Raises RequestError for other types, and for more than MAX_DEPTH levels.
     """
     if depth > MAX_DEPTH:
         raise RequestError(f"{param} must not be nested deeper than {MAX_DEPTH}", param=param)
@@ -78,7 +78,7 @@ def plain(value: Any, param: str, depth: int = 0) -> Any:
 
 
 def kind(value: Any) -> str:
-    """The type of a value for an error's text."""
+    """Describes the type of a value for an error message."""
     empty = isinstance(value, (str, list, tuple, dict)) and not value
     return f"an empty {type(value).__name__}" if empty else type(value).__name__
 
@@ -104,13 +104,13 @@ def _checked_message(message: Any, where: str) -> Message:
     elif content is not None and not isinstance(content, str):
         raise _refused(f"{where}.content must be a text or a list of text parts, got {kind(content)}", content)
     checked = plain({**message, "content": content, "tool_calls": calls}, "messages")
-    # Templates print a None as "None", but know how to do without a key.
+    # Templates print None as "None", but handle a missing key.
     checked = {key: value for key, value in checked.items() if value is not None}
     return {**checked, REASONING_NAMES[0]: reasoning[0]} if reasoning else checked
 
 
 def _checked_calls(calls: Any, where: str) -> list[Any] | None:
-    """The calls of an earlier answer; None where there are none."""
+    """Checks the calls of an earlier answer; None if there are none."""
     if not calls and (calls is None or isinstance(calls, (list, tuple))):
         return None
     if not isinstance(calls, (list, tuple)) or not all(isinstance(call, Mapping) for call in calls):
@@ -119,7 +119,7 @@ def _checked_calls(calls: Any, where: str) -> list[Any] | None:
         function = call.get("function")
         place = f"{where}.tool_calls[{number}].function"
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise _refused(f"{place}.name is missing or no text", call)
+            raise _refused(f"{place}.name is missing or not a string", call)
         if not isinstance(function.get("arguments") or "", (str, Mapping)):
             text = f"{place}.arguments must be a text or an object, got {kind(function['arguments'])}"
             raise _refused(text, function["arguments"])
@@ -127,13 +127,15 @@ def _checked_calls(calls: Any, where: str) -> list[Any] | None:
 
 
 def _with_objects(call: Message) -> Message:
-    """Clients send the arguments of a call as the text that they got; most templates count on objects."""
+    """Converts the arguments of a call to an object. Clients send them as text, most templates expect objects."""
     function = call["function"]
     return {**call, "function": {**function, "arguments": _object(function.get("arguments") or {})}}
 
 
 def _object(arguments: Any) -> Any:
-    """What a text of arguments says: of one that was cut short as much as came, of no object the text as a value."""
+    """Parses arguments; truncated JSON gives as much as is there, and text that is not an object
+    {"arguments": text}.
+    """
     if not isinstance(arguments, str):
         return arguments
     try:
@@ -145,7 +147,7 @@ def _object(arguments: Any) -> Any:
 
 
 def _checked_part(part: Any, where: str) -> dict[str, str]:
-    """A part of text, or one of MEDIA_TYPES."""
+    """Checks a content part: text, or one of MEDIA_TYPES."""
     if isinstance(part, str):
         return {"type": "text", "text": str.__str__(part)}
     if not isinstance(part, Mapping):

@@ -1,9 +1,8 @@
-"""Runs chat templates: Jinja programs that come with a model and are not trusted.
+"""Runs chat templates, Jinja programs that come with a model and are not trusted.
 
-The environment offers what Hugging Face templates count on (transformers' chat_template_utils) inside Jinja's
-immutable sandbox, and a template only ever sees plain JSON values. What it prints and the length of its ranges are
-bounded; its time and memory are those of the process that it runs in (template_worker). Knows nothing of messages or of
-tokens.
+The environment offers what Hugging Face templates use (transformers' chat_template_utils) in Jinja's immutable sandbox.
+A template only sees plain JSON values. Its output and the length of its ranges are limited; time and memory are limited
+by the process that it runs in (template_worker).
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ FUNCTIONS = frozenset({"raise_exception", "strftime_now", "namespace", "dict", "
 
 
 class TemplateRefusal(ValueError):
-    """The template called raise_exception: what it was given does not suit it."""
+    """The template called raise_exception, because its input does not suit it."""
 
 
 @lru_cache(maxsize=16)
 def compile_template(source: str) -> jinja2.Template:
-    """Raises jinja2.TemplateSyntaxError."""
+    """Compiles a template. Raises jinja2.TemplateSyntaxError."""
     environment = _environment()
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
@@ -42,15 +41,15 @@ def compile_template(source: str) -> jinja2.Template:
 
 
 def parse(source: str) -> nodes.Template:
-    """The template's tree; nothing of it is run. Raises jinja2.TemplateSyntaxError."""
+    """Parses a template to its syntax tree, without running it. Raises jinja2.TemplateSyntaxError."""
     return _environment().parse(source)
 
 
 def render(source: str, variables: dict[str, Any]) -> str:
-    """The template's output. `variables` are plain JSON values.
+    """Renders a template. `variables` are plain JSON values.
 
     Raises TemplateRefusal, jinja2.TemplateError (syntax, security, undefined), OverflowError for more than
-    MAX_OUTPUT_CHARS characters, and whatever else the program runs into (TypeError, ZeroDivisionError, ...).
+    MAX_OUTPUT_CHARS characters, and any other error of the program (TypeError, ZeroDivisionError, ...).
     """
     pieces, length = [], 0
     for piece in compile_template(source).generate(variables):
@@ -68,7 +67,9 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _GenerationBlock(Extension):
-    """{% generation %} ... {% endgeneration %} marks what an assistant wrote, for training; here it only groups."""
+    """The block {% generation %} ... {% endgeneration %}, which marks assistant text for training; here it has no
+    effect.
+    """
 
     tags = {"generation"}
 
@@ -79,7 +80,7 @@ class _GenerationBlock(Extension):
 
 
 class _PublicNamespace(Namespace):
-    """A namespace that stores no underscored attribute: those of Python objects lead out of the sandbox."""
+    """A namespace without underscored attributes, which on Python objects lead out of the sandbox."""
 
     def __init__(*args: Any, **attributes: Any):
         # Like jinja2's own, so that an attribute may be called "self".

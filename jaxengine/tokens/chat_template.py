@@ -1,7 +1,7 @@
-"""Chat messages to prompt text: which template is used, what it is told, and what is made of its refusals.
+"""Renders chat messages to prompt text: choice of the template, its variables, and its errors.
 
-Every fault is a RequestError that names the argument. What a message may look like is in chat_messages; templates run
-in chat_sandbox, in a process that template_renderer keeps. Knows nothing of token ids.
+Every error is a RequestError that names the argument. Messages are checked by chat_messages; templates run in
+chat_sandbox, in a process of template_renderer.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from jaxengine.tokens.template_renderer import BadTemplate, ConversationRefused,
 from scheduler.errors import RequestError
 
 ROLE_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
-# Names with a meaning of their own, in a template or in the calls that lead to it: letting a request set them has let
-# requests change what a server does (CVE-2025-62426).
+# Names that have a meaning in templates or in the calls that lead to them. In another server, requests that set them
+# could change its behaviour (CVE-2025-62426).
 OWN_NAMES = chat_sandbox.FUNCTIONS.union(
     ROLE_TOKENS,
     ("messages", "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message"),
     ("tokenize", "tokenizer_kwargs", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
     ("return_assistant_tokens_mask", "chat_template_kwargs"),
 )
-# Marks where the last message ends; the space behind shows whether the template strips what it is given.
+# Marks the end of the last message; its trailing space shows whether the template strips contents.
 CONTINUE_MARK = "END_OF_THE_MESSAGE_TO_CONTINUE "
 
 
@@ -41,24 +41,24 @@ def render_chat(
     variables: Mapping[str, Any],
     placeholder: Callable[[str], str] | None = None,
 ) -> str:
-    """The prompt text of a conversation.
+    """Returns the prompt text of a conversation.
 
     Args:
-      renderer: that runs the template.
+      renderer: runs the template.
       templates: the model's template, or templates by name, or None.
-      role_tokens: texts of the tokens that exist, by names out of ROLE_TOKENS.
+      role_tokens: texts of the existing tokens, by names of ROLE_TOKENS.
       messages: list of dicts with "role" and "content"; content is a text or a list of {"type": "text", "text": ...}
-        and {"type": "refusal", "refusal": ...}, whose texts are joined by line breaks, unless {"type": "image"} or
-        {"type": "video"} stands among them, which the template may look for; an answer with tool_calls,
-        reasoning or a refusal may be without. Arguments in tool_calls are objects, or texts of any kind: of JSON that
-        was cut short the template sees as much as came. Other keys (name, ...) reach the template as they are.
+        and {"type": "refusal", "refusal": ...}, whose texts are joined by line breaks unless the list has {"type":
+        "image"} or {"type": "video"}, for which the template may look; an answer with tool_calls, reasoning or a
+        refusal may have no content. Arguments in tool_calls are objects or texts; of truncated JSON the template gets
+        as much as is there. Other keys (name, ...) are passed to the template unchanged.
       tools: None or a list of JSON-schema dicts.
       chat_template: Jinja source, or the name of one of `templates`, used instead of the model's default.
-      variables: further names the template may use.
-      placeholder: of a model that takes pictures or videos, the text that stands for "image" or "video" where the
-        template takes texts only.
+      variables: additional variables of the template.
+      placeholder: for a model that takes pictures or videos, returns the text that stands for "image" or "video" in
+        templates that take only text.
 
-    Raises RequestError, its param being the argument at fault.
+    Raises RequestError, whose param is the argument at fault.
     """
     checked = checked_messages(messages)
     _check_options(add_generation_prompt, continue_final_message, tools)
@@ -68,7 +68,7 @@ def render_chat(
         checked[-1] = _marked(checked[-1])
     for name in variables:
         if name in OWN_NAMES:
-            text = f"a chat template variable must not be named {name!r}, which has a meaning of its own"
+            text = f"a chat template variable must not be named {name!r}, which is reserved"
             raise RequestError(text, param="chat_template_kwargs", value=name)
     context = {
         "documents": None,
@@ -82,7 +82,7 @@ def render_chat(
 
 
 def _render(renderer: TemplateRenderer, source: str, context: Mapping[str, Any], checked: Sequence[Message]) -> str:
-    """The text of the first way to write the messages that the template takes. Raises RequestError."""
+    """Renders the first variant of the messages that the template accepts. Raises RequestError."""
     first: TemplateFailure | None = None
     for messages in ways_to_write(checked, source):
         try:
@@ -131,7 +131,7 @@ def _marked(message: dict[str, Any]) -> dict[str, Any]:
     if isinstance(content, str):
         return {**message, "content": content + CONTINUE_MARK}
     if not content or content[-1]["type"] != "text":
-        problem = "there is no text in the last message to continue"
+        problem = "the last message has no text to continue"
         raise RequestError(problem, param="continue_final_message", value=True)
     last = {**content[-1], "text": content[-1]["text"] + CONTINUE_MARK}
     return {**message, "content": [*content[:-1], last]}

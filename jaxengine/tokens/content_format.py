@@ -1,8 +1,8 @@
-"""Whether a chat template takes contents as texts or as lists of parts, and messages written as it does.
+"""Detects whether a chat template takes contents as texts or as lists of parts, and converts messages accordingly.
 
-Templates of models that take pictures go over the parts of a content and write a placeholder for each picture; others
-want one text, in which the placeholder stands already. Which of the two a template is shows in its loops (in vLLM's
-words: the content formats "openai" and "string"). Knows nothing of pictures.
+Templates of multimodal models iterate over the parts of a content and write a placeholder per picture; others expect a
+text that contains the placeholders. Which one it is shows in the template's loops (vLLM's content formats "openai" and
+"string").
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ _MAX_TEMPLATE_CHARS = 1 << 20
 def with_contents(
     messages: Sequence[Message], template: str, placeholder: Callable[[str], str] | None
 ) -> list[Message]:
-    """Checked messages, each content as the template takes it.
+    """Converts the contents of checked messages to the template's form.
 
     Args:
-      messages: of chat_messages.checked_messages.
-      placeholder: the text that stands for one of MEDIA_TYPES, for a template that takes texts; None for a model of
-        text alone, whose texts stay as they are.
+      messages: from chat_messages.checked_messages.
+      placeholder: returns the text for one of MEDIA_TYPES, for a template that takes texts; None for a text-only model,
+        whose texts stay unchanged.
 
-    Raises RequestError for a picture where it is None and the template takes texts.
+    Raises RequestError for a picture if it is None and the template takes texts.
     """
     has_media = any(isinstance(message.get("content"), list) for message in messages)
     if not has_media and placeholder is None:
         return list(messages)
     if takes_parts(template):
-        # Some take nothing else, and would leave a text out.
+        # Some templates only take parts, and would omit a text.
         takes_texts = _ASKS_FOR_TEXT.search(template) is not None
         messages = [message if takes_texts else _as_parts(message) for message in messages]
         if placeholder is None or _IMAGE not in template or _VIDEO in template:
@@ -52,7 +52,7 @@ def with_contents(
 
 @lru_cache(maxsize=16)
 def takes_parts(template: str) -> bool:
-    """Whether a template goes over the parts of a content. One that is no template does not."""
+    """Whether a template iterates over the parts of a content. False for an invalid template."""
     if len(template) > _MAX_TEMPLATE_CHARS:
         return False
     try:
@@ -64,9 +64,9 @@ def takes_parts(template: str) -> bool:
 
 
 def _content_names(tree: nodes.Template) -> set[str]:
-    """Variables that are a message's content: of its name, or set to it."""
+    """Names of variables that hold a message's content, by name or by assignment."""
     names = {_CONTENT}
-    # As often as one may be set to another.
+    # Assignments may chain; a few rounds are enough.
     for _ in range(3):
         for each in tree.find_all(nodes.Assign):
             if isinstance(each.target, nodes.Name) and _is_content(each.node, names):
@@ -97,7 +97,7 @@ def _as_parts(message: Message) -> Message:
 
 
 def _with_texts(message: Message, placeholder: Callable[[str], str]) -> Message:
-    """With a text in the place of each video: the template, as SmolVLM's, has words for pictures alone."""
+    """Replaces each video by text, for a template that only handles pictures, such as SmolVLM's."""
     content = message.get("content")
     if not isinstance(content, list):
         return message

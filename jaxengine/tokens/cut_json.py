@@ -1,6 +1,6 @@
-"""Reads JSON (RFC 8259) that a model wrote and that may end too early: as much of the value as came.
+"""Reads JSON (RFC 8259) written by a model that may be truncated: as much of the value as is there.
 
-Line breaks inside strings are let pass: models write them. Knows nothing of messages.
+Line breaks within strings are accepted, as models write them.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import math
 import re
 from typing import Any, NoReturn
 
-# A string up to its end, or up to where it is cut (possessive: linear whatever it holds); or what structures a value.
+# A string up to its end or the truncation (possessive, for linear time), or a structural character.
 _TOKEN = re.compile(r'"(?:[^"\\]|\\u[0-9a-fA-F]{4}|\\[^u])*+("?)|[{}\[\],]')
 _CLOSING = {"{": "}", "[": "]"}
 
 
 def read_cut_json(text: str) -> Any:
-    """The value; of one that is cut short, what is there without its last piece where that means nothing alone.
+    """Parses a value; of a truncated one everything except a last piece that is meaningless alone.
 
-    Raises ValueError for what is neither, for numbers that are not finite and for halves of surrogate pairs;
-    RecursionError for what is nested too deep to be read.
+    Raises ValueError for invalid JSON, numbers that are not finite and halves of surrogate pairs; RecursionError for
+    values nested too deeply.
     """
     problem = None
     for candidate in (text, *_closed(text)):
@@ -35,13 +35,13 @@ def read_cut_json(text: str) -> Any:
 
 
 def _closed(text: str) -> tuple[str, ...]:
-    """The text with all closed that is open at its end, and with all closed behind its last whole piece."""
+    """Two completions of truncated JSON: with everything open closed, and the same after its last complete piece."""
     closing: list[str] = []
     end, quote = len(text), ""
     whole, num_open = 0, 0
     for token in _TOKEN.finditer(text):
         first = token.group()[0]
-        if first == '"' and not token.group(1):  # nothing but half an escape comes behind it
+        if first == '"' and not token.group(1):  # at most half an escape follows it
             end, quote = token.end(), '"'
         elif first in _CLOSING:
             closing.append(_CLOSING[first])
@@ -58,7 +58,7 @@ def _closed(text: str) -> tuple[str, ...]:
 
 
 def _refuse(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _finite(digits: str) -> float:

@@ -1,8 +1,8 @@
-"""Builds a tokenizer from the metadata of a GGUF file. Knows the recipes, nothing of encoding requests or of weights.
+"""Builds a tokenizer from the metadata of a GGUF file.
 
-A GGUF file holds the vocabulary and names the way text is split (`tokenizer.ggml.pre`); the splitting itself is code.
-The recipes below are those of llama.cpp (src/llama-vocab.cpp) written as `tokenizers` components. Two kinds of models:
-"gpt2", byte-level BPE with a merge list, and "llama", SentencePiece BPE, whose merges follow from the scores.
+A GGUF file holds the vocabulary and names the pre-tokenizer (`tokenizer.ggml.pre`), whose implementation is code. The
+ones below are llama.cpp's (src/llama-vocab.cpp) as `tokenizers` components. Two kinds of models are supported: "gpt2",
+byte-level BPE with a merge list, and "llama", SentencePiece BPE, whose merges follow from the scores.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from models.weights.errors import ModelFileError
 # tokenizer.ggml.token_type
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 SPACE_MARK = "\u2581"
-# Every way to cut a token is tried. The longest tokens there are have some hundred characters, runs of blanks.
+# Every split of a token is tried. The longest existing tokens, runs of blanks, have some hundred characters.
 MAX_TOKEN_CHARS = 1024
 MAX_VOCABULARY_CHARS = 1 << 22
 
@@ -36,7 +36,7 @@ LLAMA3_SPLIT = "|".join(
     )
 )
 QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
-# What llama.cpp does when a file names no splitting.
+# llama.cpp's splitting for files that name none.
 DEFAULT_SPLITS = (r"[\p{P}\$\+<=>\^~\|]+", GPT2_SPLIT, r"\p{N}+", r"[0-9][0-9][0-9]")
 
 
@@ -63,12 +63,12 @@ PRE_TOKENIZERS = {
     "default": lambda: _split(*DEFAULT_SPLITS),
 }
 LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
-# Qwen's own tokenizer composes accents before it splits; llama.cpp leaves that out.
+# Pre-tokenizers with NFC normalisation: Qwen's own tokenizer has it, llama.cpp omits it.
 COMPOSING_NAMES = ("qwen2",)
 
 
 class _Metadata:
-    """Typed access to the tokenizer's keys; raises ModelFileError where a value is absent or of another kind."""
+    """Typed access to the tokenizer's metadata. Raises ModelFileError for missing values and wrong types."""
 
     def __init__(self, values: Mapping[str, Any], path: str):
         self._values, self.path = values, path
@@ -98,9 +98,9 @@ class _Metadata:
 
 
 def build_tokenizer(values: Mapping[str, Any], path: str) -> Tokenizer:
-    """The tokenizer a GGUF file describes, special tokens and the begin/end of text it asks for included.
+    """Builds the tokenizer of a GGUF file, including special tokens and the BOS/EOS that it asks for.
 
-    Raises ModelFileError for metadata that is incomplete, contradicts itself, or names an unknown model or splitting.
+    Raises ModelFileError for metadata that is incomplete, contradictory, or names an unknown model or pre-tokenizer.
     """
     metadata = _Metadata(values, path)
     tokens = metadata.texts("tokens")
@@ -141,7 +141,7 @@ def build_tokenizer(values: Mapping[str, Any], path: str) -> Tokenizer:
 
 
 def special_tokens(values: Mapping[str, Any], path: str) -> SpecialTokens:
-    """The ids that GGUF metadata gives a role, checked against its vocabulary; raises ModelFileError."""
+    """Special token ids in GGUF metadata, checked against its vocabulary. Raises ModelFileError."""
     metadata = _Metadata(values, path)
     size = len(metadata.texts("tokens"))
     ids: dict[str, int | None] = {}
@@ -155,7 +155,7 @@ def special_tokens(values: Mapping[str, Any], path: str) -> SpecialTokens:
 
 
 def chat_template_of(values: Mapping[str, Any], path: str) -> str | None:
-    """The file's chat template, a Jinja source."""
+    """The file's chat template, Jinja source, or None."""
     template = values.get("tokenizer.chat_template")
     if template is not None and type(template) is not str:
         raise ModelFileError(path, f"must be a text, got {type(template).__name__}", "tokenizer.chat_template")
@@ -163,7 +163,7 @@ def chat_template_of(values: Mapping[str, Any], path: str) -> str | None:
 
 
 def _byte_level_bpe(metadata: _Metadata, vocabulary: dict[str, int]) -> tuple[Tokenizer, bool]:
-    """The tokenizer, and whether text begins with BOS unless the file says otherwise."""
+    """Builds a byte-level BPE tokenizer; returns it, and whether texts begin with BOS by default."""
     pre = metadata.get("pre", str, "default")
     if pre not in PRE_TOKENIZERS:
         raise metadata.fail(f"pre-tokenizer {pre!r} is not supported; supported: {', '.join(PRE_TOKENIZERS)}", "pre")
@@ -185,7 +185,11 @@ def _byte_level_bpe(metadata: _Metadata, vocabulary: dict[str, int]) -> tuple[To
 
 
 def _sentencepiece_bpe(metadata: _Metadata, vocabulary: dict[str, int], types: np.ndarray) -> Tokenizer:
-    """SentencePiece joins the neighbours whose union scores best; as merges: every way to cut a piece, by score."""
+    """Builds a SentencePiece BPE tokenizer.
+
+    SentencePiece merges the neighbours whose union has the best score; the equivalent merges are all splits of each
+    piece, sorted by score.
+    """
     scores = metadata.numbers("scores", len(vocabulary))
     if scores is None or not np.isfinite(scores).all():
         raise metadata.fail("must hold one finite score for each token", "scores")
@@ -214,7 +218,7 @@ def _sentencepiece_bpe(metadata: _Metadata, vocabulary: dict[str, int], types: n
 
 
 def _frame(names: list[str], bos: int | None, eos: int | None) -> processors.PostProcessor:
-    """Puts begin and end of text around what is encoded; a file that asks for one but names none gets none."""
+    """Post-processor that adds BOS and EOS; a file that asks for one without naming it gets none."""
     before = "" if bos is None else f"{names[bos]}:0 "
     after = "" if eos is None else f" {names[eos]}:0"
     around = [(names[at], at) for at in (bos, eos) if at is not None]

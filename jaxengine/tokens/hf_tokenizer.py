@@ -1,7 +1,6 @@
-"""Reads the tokenizer files of a Hugging Face folder: tokenizer.json and the small files beside it.
+"""Reads the tokenizer files of a Hugging Face folder: tokenizer.json and related files.
 
-The files are data: what they say of classes and code (tokenizer_class, auto_map) is ignored. Knows nothing of encoding
-requests.
+The files are only data: classes and code that they name (tokenizer_class, auto_map) are ignored.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from models.weights.files import MAX_JSON_BYTES, read_object, read_text
 MAX_TOKENIZER_BYTES = 1 << 28
 MAX_TURN_ENDS = 1024
 TOKENIZER, CONFIG, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
-_TIKTOKEN = "tiktoken.model"  # Kimi's, whose own code reads it
+_TIKTOKEN = "tiktoken.model"  # Kimi's format, which needs the model's own code
 GENERATION, TEMPLATE = "generation_config.json", "chat_template.jinja"
 _TOKEN_ID = re.compile("[0-9]{1,10}")
 ADDED_TOKEN_FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")
 
 
 def read_hf_tokenizer(folder: Path) -> tuple[Tokenizer, SpecialTokens, str | dict[str, str] | None]:
-    """The tokenizer, its special ids, and the chat template or templates by name; raises ModelFileError.
+    """Reads the tokenizer, its special ids, and the chat template or templates by name. Raises ModelFileError.
 
-    The template is chat_template.jinja if there is one, else the configuration's. Further ids that end an answer are
-    those of generation_config.json.
+    The template is chat_template.jinja if present, else the configuration's. Further ids that end an answer are those
+    of generation_config.json.
     """
     source = read_text(folder, TOKENIZER, MAX_TOKENIZER_BYTES)
     if source is None:
@@ -44,7 +43,7 @@ def read_hf_tokenizer(folder: Path) -> tuple[Tokenizer, SpecialTokens, str | dic
 
 
 def _without_tokenizer(folder: Path) -> str:
-    """What to do about a folder without a tokenizer that can be read."""
+    """Advice for a folder without a readable tokenizer."""
     ways = "name another with the option tokenizer, or give token ids with skip_tokenizer_init"
     others = [name for name in ("tokenizer.model", "vocab.json") if (folder / name).is_file()]
     if others:
@@ -58,7 +57,7 @@ def _without_tokenizer(folder: Path) -> str:
 
 
 def _add_missing_tokens(tokenizer: Tokenizer, config: dict[str, Any], path: Path) -> None:
-    """Tokens that only tokenizer_config.json knows (`added_tokens_decoder`: id -> description)."""
+    """Adds tokens that are only in tokenizer_config.json (`added_tokens_decoder`: id -> description)."""
     key = "added_tokens_decoder"
     entries = config.get(key, {})
     if not isinstance(entries, dict) or not all(_TOKEN_ID.fullmatch(number) for number in entries):
@@ -80,7 +79,7 @@ def _special_tokens(tokenizer: Tokenizer, config: dict[str, Any], folder: Path) 
         key = f"{role}_token"
         entry = config.get(key) if config.get(key) is not None else fallback.get(key)
         ids[role] = None if entry is None else tokenizer.token_to_id(_content(entry, folder / CONFIG, key))
-        # Nothing here pads, and only tokenizer.json decides what is unknown: those two may name what does not exist.
+        # Padding is not used, and tokenizer.json alone defines the unknown token: pad and unk may name missing tokens.
         if entry is not None and ids[role] is None and role in ("bos", "eos"):
             raise ModelFileError(folder / CONFIG, "names a token that the vocabulary does not have", key)
     return SpecialTokens(**ids, turn_ends=_turn_ends(tokenizer, folder))  # type: ignore[arg-type]
@@ -113,7 +112,7 @@ def _chat_template(config: dict[str, Any], folder: Path) -> str | dict[str, str]
 
 
 def _content(entry: Any, path: Path, key: str) -> str:
-    """A token is written as its text, or as an object whose "content" is the text."""
+    """Text of a token that is given as text, or as an object with "content"."""
     content = entry.get("content") if isinstance(entry, dict) else entry
     if not isinstance(content, str) or not content:
         raise ModelFileError(path, f"must be a token, got {repr(entry)[:100]}", key)

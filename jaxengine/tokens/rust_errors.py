@@ -1,6 +1,6 @@
-"""What the `tokenizers` library does with files it was not made for: bare exceptions, and panics of its Rust code.
+"""Handles errors of the `tokenizers` library on invalid files: bare exceptions, and panics of its Rust code.
 
-A panic reaches Python as a BaseException, which nobody's `except Exception` holds: a thread would end of it.
+A panic is a BaseException in Python, which `except Exception` does not catch and which would end a thread.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from models.weights.errors import ModelFileError
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether this is a panic of Rust code: pyo3 gives its class no place to import it from."""
+    """Whether the error is a panic of Rust code, whose class pyo3 does not export."""
     return type(error).__module__ == "pyo3_runtime"
 
 
 @contextmanager
 def rust_errors(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Whatever goes wrong while the library reads a file becomes a ModelFileError about `path`."""
+    """Context in which any error of the library becomes a ModelFileError about `path`."""
     try:
         yield
     except ModelFileError:

@@ -1,4 +1,4 @@
-"""The tokens of a vocabulary that have a role. Knows no file format."""
+"""Ids of the special tokens of a vocabulary."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Ids by role; None for a role nobody has. `turn_ends`: ids beside eos that end an answer."""
+    """Ids by role; None for an unused role. `turn_ends`: ids, in addition to eos, that end an answer."""
 
     bos: int | None = None
     eos: int | None = None

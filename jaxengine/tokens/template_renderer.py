@@ -1,7 +1,7 @@
-"""Has chat templates rendered where they can be killed: with a deadline and a memory limit, in processes of their own.
+"""Renders chat templates in worker processes, with a deadline and a memory limit.
 
-A template is a program. One that never ends, or takes all memory there is, costs its own conversation a few seconds and
-no other thread anything. Knows nothing of messages or of tokens.
+A template is a program. One that does not terminate, or exhausts memory, delays its own conversation by a few seconds
+and does not affect other threads.
 """
 
 from __future__ import annotations
@@ -16,40 +16,40 @@ from jaxengine.tokens.template_worker import Answer, Refused, Render, Rendered, 
 from jaxengine.workers.process import WorkerProcess
 from scheduler.errors import OverloadedError
 
-# That a conversation may take to render, and that it may wait for others to be; ours take milliseconds.
+# Limits of rendering a conversation, and of waiting for a worker; normal templates take milliseconds.
 RENDER_SECONDS = 5.0
 WAIT_SECONDS = 2.0
-_START_SECONDS = 60.0  # that a process may take to start
-# A conversation that takes long leaves one for the others.
+_START_SECONDS = 60.0  # limit of a process's start
+# With two, a slow conversation leaves one worker to the others.
 NUM_PROCESSES = 2
 _MODULE = "jaxengine.tokens.template_worker"
 
 
 class TemplateFailure(ValueError):
-    """There is no text."""
+    """A template produced no text."""
 
 
 class BadTemplate(TemplateFailure):
-    """The template itself is at fault, whatever it is given."""
+    """The template is invalid, for any input."""
 
 
 class ConversationRefused(TemplateFailure):
-    """The template ran, but not with what it was given: another way to write the same may do."""
+    """The template ran but refused its input; another variant of the messages may be accepted."""
 
 
 class _Renderer:
-    """A process, started with its first conversation and after each that it did not survive."""
+    """A worker process, started on demand and restarted after it has ended."""
 
     def __init__(self):
         self._process: WorkerProcess | None = None
 
     def render(self, message: Render) -> Rendered | Refused:
-        """Raises TemplateFailure where there is no answer."""
+        """Renders a template. Raises TemplateFailure if there is no answer."""
         if self._process is not None:
             answer = self._ask(self._process, message)
             if answer is not None:
                 return answer
-        # None before, or one that had ended before it was asked, or did at this message: it gets another one.
+        # There was no process, or it had ended before or during this message: another one is started.
         self._process = process = WorkerProcess(_MODULE, Answer)
         answer = self._await(process, _START_SECONDS) and self._ask(process, message)
         if answer is None:
@@ -61,7 +61,7 @@ class _Renderer:
         return self._await(process, RENDER_SECONDS)
 
     def _await(self, process: WorkerProcess, seconds: float) -> Any:
-        """What the process says; None when it has ended. One that says nothing in time is killed."""
+        """Waits for the worker's answer; None if it has ended. Kills it and raises TemplateFailure after `seconds`."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             process.wait(left)
@@ -76,7 +76,7 @@ class _Renderer:
 
 
 class TemplateRenderer:
-    """Renders templates. Safe to use from several threads."""
+    """Renders templates in a pool of worker processes. Thread-safe."""
 
     def __init__(self):
         self._idle: queue.LifoQueue[_Renderer] = queue.LifoQueue()
@@ -84,9 +84,9 @@ class TemplateRenderer:
             self._idle.put(_Renderer())
 
     def render(self, source: str, variables: Mapping[str, Any]) -> str:
-        """The text of a template; `variables` are plain JSON values.
+        """Returns the text of a template; `variables` are plain JSON values.
 
-        Raises TemplateFailure, or OverloadedError where all processes are at conversations that take long.
+        Raises TemplateFailure, or OverloadedError if all workers are busy for too long.
         """
         message = Render(packed(source), packed(json.dumps(variables, ensure_ascii=False)))
         try:

@@ -1,6 +1,5 @@
-"""The process that renders chat templates, which come with models and are not trusted; it may be killed at any time.
-
-One conversation after the other. Knows nothing of messages or of tokens.
+"""Worker process that renders chat templates, which come with models and are not trusted. It may be killed
+at any time.
 """
 
 from __future__ import annotations
@@ -19,24 +18,26 @@ _MAX_REASON = 300
 
 
 class Render(msgspec.Struct, tag=True, array_like=True):
-    """A template and the JSON of its variables. Both in UTF-8 that may hold surrogates, as JSON texts may."""
+    """Request to render a template with variables (JSON). Both are UTF-8 that may contain surrogates, as JSON texts
+    may.
+    """
 
     source: bytes
     variables: bytes
 
 
 class Ready(msgspec.Struct, tag=True, array_like=True):
-    """The process has started."""
+    """Message that the process has started."""
 
 
 class Rendered(msgspec.Struct, tag=True, array_like=True):
-    """What it printed, in the same UTF-8."""
+    """The rendered text, in the same UTF-8."""
 
     text: bytes
 
 
 class Refused(msgspec.Struct, tag=True, array_like=True):
-    """Why there is no text. usable: the template is one, but it does not take these variables."""
+    """The reason why there is no text. usable: the template is valid, but refused these variables."""
 
     usable: bool
     reason: str
@@ -54,14 +55,14 @@ def unpacked(raw: bytes) -> str:
 
 
 def render(message: Render) -> Answer:
-    """The answer to a message; raises what no answer can be given after, MemoryError."""
+    """Renders a template and returns the answer. Raises MemoryError, after which the worker must end."""
     try:
         return Rendered(packed(chat_sandbox.render(unpacked(message.source), json.loads(unpacked(message.variables)))))
     except (jinja2.TemplateSyntaxError, SecurityError) as error:
         return Refused(False, _brief(error))
     except MemoryError:
         raise
-    except Exception as error:  # a template is a program: anything may come out of it
+    except Exception as error:  # a template is a program and may raise anything
         return Refused(True, _brief(error))
 
 
@@ -70,7 +71,7 @@ def _brief(error: Exception) -> str:
 
 
 def main() -> None:
-    """Serves one parent."""
+    """Serves the parent process until the connection ends."""
     connection = Connection(Render, MAX_MEMORY_BYTES)
     connection.send(Ready())
     for message in connection.receive():

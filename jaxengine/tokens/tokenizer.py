@@ -1,7 +1,6 @@
-"""Text to token ids and back, over the `tokenizers` library; chat messages to text.
+"""Tokenizer over the `tokenizers` library: text to token ids and back, and chat messages to text.
 
-Owns where a tokenizer comes from (GGUF metadata or a Hugging Face folder) and its special ids. Nothing is downloaded
-and no code of a model folder is run. Knows nothing of requests, streaming or stop strings.
+It is read from GGUF metadata or a Hugging Face folder. Nothing is downloaded and no code of a model folder is run.
 """
 
 from __future__ import annotations
@@ -29,7 +28,9 @@ if TYPE_CHECKING:
 
 
 def _byte_of_char() -> dict[str, int]:
-    """Byte-level spelling: printable Latin-1 characters are themselves, the other bytes U+0100 and up, in order."""
+    """Characters that spell bytes: printable Latin-1 characters are themselves, other bytes are U+0100 and up, in
+    order.
+    """
     plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(0x100 + at): byte for at, byte in enumerate(others)}
@@ -40,17 +41,17 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Tokenizer:
-    """One vocabulary. Safe to use from several threads.
+    """A vocabulary with its tokenizer. Thread-safe.
 
     Attributes:
-      backend: the `tokenizers.Tokenizer` that does the work; not to be changed.
+      backend: the underlying `tokenizers.Tokenizer`; must not be changed.
       bos_token_id, eos_token_id, unk_token_id, pad_token_id: int or None.
-      eos_token_ids: every id that ends an answer, eos first.
+      eos_token_ids: all ids that end an answer, eos first.
       all_special_ids: ids of the tokens that `decode` leaves out.
-      added_token_ids: ids of tokens that are found in text before it is split, the special ones among them.
-      vocab_size: number of ids, added tokens included; also len().
+      added_token_ids: ids of tokens that are matched in text before it is split, including the special ones.
+      vocab_size: number of ids, including added tokens; also len().
       is_byte_level: every token is a run of bytes of the text, see `token_bytes`.
-      chat_template: Jinja source, {name: source} where the model has several, or None.
+      chat_template: Jinja source, {name: source} for a model with several, or None.
     """
 
     def __init__(
@@ -60,8 +61,8 @@ class Tokenizer:
         chat_template: str | dict[str, str] | None = None,
         folder: Path | None = None,
     ):
-        """folder: where it was read from, if from a Hugging Face folder."""
-        # A tokenizer.json may carry the truncation and padding of its training.
+        """folder: the Hugging Face folder it was read from, or None."""
+        # A tokenizer.json may contain truncation and padding settings of the training.
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
@@ -81,7 +82,7 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], *, path: str = "GGUF metadata") -> Tokenizer:
-        """From the `tokenizer.*` keys of a GGUF file; `path` is for error messages. Raises ModelFileError."""
+        """Builds a tokenizer from a GGUF file's `tokenizer.*` metadata; `path` is for errors. Raises ModelFileError."""
         with rust_errors(path):
             return cls(
                 build_tokenizer(metadata, path), special_tokens(metadata, path), chat_template_of(metadata, path)
@@ -89,7 +90,7 @@ class Tokenizer:
 
     @classmethod
     def from_hf_folder(cls, path: str | os.PathLike[str]) -> Tokenizer:
-        """From tokenizer.json and the files beside it (see hf_tokenizer). Raises ModelFileError."""
+        """Reads tokenizer.json and related files (see hf_tokenizer). Raises ModelFileError."""
         with rust_errors(path):
             return cls(*read_hf_tokenizer(Path(path)), Path(path))
 
@@ -97,21 +98,22 @@ class Tokenizer:
         return self.vocab_size
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids. Special tokens written out in `text` become their ids. `add_special_tokens`: the model's BOS/EOS.
+        """Encodes text to token ids. Special tokens written in `text` become their ids. `add_special_tokens`: add
+        BOS/EOS.
 
-        Raises RequestError(param="prompt") for what is not valid Unicode text.
+        Raises RequestError(param="prompt") for invalid Unicode.
         """
         return self.encode_batch([text], add_special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """`encode` of many texts at once, in parallel."""
+        """Encodes several texts in parallel, each as by `encode`."""
         for text in texts:
             if not isinstance(text, str):
                 raise RequestError(f"a prompt must be a text, got {type(text).__name__}", param="prompt", value=text)
         try:
             encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except (UnicodeError, TypeError):
-            # A lone surrogate, as in json.loads('"\\ud800"'), is no character and has no UTF-8 form.
+            # A lone surrogate, as in json.loads('"\\ud800"'), is not a character and has no UTF-8 encoding.
             raise RequestError(
                 "a prompt must be valid Unicode text; it holds a lone surrogate", param="prompt"
             ) from None
@@ -123,9 +125,9 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of the ids; bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary nothing.
+        """Decodes ids to text; bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary nothing.
 
-        So does all of it where the model's decoder fails at what the model has written: an answer is no place for one.
+        If the decoder fails, the entire text is U+FFFD, because an answer must not fail on what the model has written.
         """
         try:
             return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
@@ -135,7 +137,7 @@ class Tokenizer:
             return "\ufffd"
 
     def convert_ids_to_tokens(self, token_ids: Sequence[int]) -> list[str | None]:
-        """The vocabulary's entries as they are stored; None for ids outside."""
+        """The vocabulary's entries as stored; None for ids outside of it."""
         return [self.backend.id_to_token(number) for number in token_ids]
 
     def apply_chat_template(
@@ -150,9 +152,10 @@ class Tokenizer:
         placeholder: Callable[[str], str] | None = None,
         **variables: Any,
     ) -> str:
-        """Prompt text of a conversation, to be encoded with add_special_tokens=False; see chat_template.render_chat.
+        """Returns the prompt text of a conversation, to be encoded with add_special_tokens=False; see
+        chat_template.render_chat.
 
-        Variables of the template are given by keyword or, where their names are not our own words, as
+        Variables of the template are given as keywords or, if their names are arguments here, as
         `chat_template_kwargs`.
         """
         return render_chat(
@@ -169,7 +172,7 @@ class Tokenizer:
         )
 
     def describe(self) -> dict[str, Any]:
-        """What a tokenizer_config.json says of such a tokenizer, as JSON values; tokens are their texts."""
+        """Content of a tokenizer_config.json for this tokenizer, as JSON values; tokens are given as text."""
         added = self.backend.get_added_tokens_decoder()
         return {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -179,10 +182,10 @@ class Tokenizer:
         }
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What the id adds to the text, which need not be whole characters; only where `is_byte_level`.
+        """Bytes that the id adds to the text, not necessarily complete characters; only if `is_byte_level`.
 
-        A byte-level vocabulary spells every byte as one printable character (Radford et al. 2019, GPT-2). Tokens that
-        hold other characters stand for themselves; ids outside the vocabulary add nothing.
+        A byte-level vocabulary spells every byte as one printable character (Radford et al. 2019, GPT-2). Tokens with
+        other characters are taken literally; ids outside the vocabulary add nothing.
         """
         known = self._token_bytes.get(token_id)
         if known is None:
@@ -195,8 +198,8 @@ class Tokenizer:
         return known
 
     def text_bytes(self, token_id: int) -> bytes:
-        """What the id adds in the middle of a text; of a vocabulary that is not byte-level, by SentencePiece's
-        spelling: U+2581 is a space, <0x0A> a byte.
+        """Bytes that the id adds within a text; for vocabularies that are not byte-level, by SentencePiece's spelling:
+        U+2581 is a space, <0x0A> a byte.
         """
         if self.is_byte_level:
             return self.token_bytes(token_id)
@@ -207,8 +210,8 @@ class Tokenizer:
 
     @cached_property
     def hf(self) -> PreTrainedTokenizerFast:
-        """The same tokenizer as transformers knows it, a copy; of a folder with all that its files say."""
-        # Importing transformers takes longer than all else here, and nothing here needs it.
+        """A copy of the tokenizer as a transformers object; for a folder with all settings of its files."""
+        # Imported here, as importing transformers takes long and nothing else needs it.
         from transformers import PreTrainedTokenizerFast
 
         if self._folder is not None:

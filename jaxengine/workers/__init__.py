@@ -1,1 +1,1 @@
-"""Processes for work that may never end or take all memory: kept, spoken with, limited and killed."""
+"""Worker processes for work that may not terminate or may exhaust memory: started, messaged, limited and killed."""

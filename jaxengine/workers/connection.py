@@ -1,4 +1,4 @@
-"""A worker process's own end: its limits, and the connection to the process that started it, with which it ends."""
+"""The worker's end of its connection: sets the worker's limits and exits when the parent process is gone."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from jaxengine.workers.frames import Frames, frame
 
 
 class Connection:
-    """What standard input of a process that `WorkerProcess` started is. Any thread may send."""
+    """Connection over the standard input of a process that `WorkerProcess` started. Any thread may send."""
 
     def __init__(self, orders: Any, memory_bytes: int):
-        """orders: the type of what it is told; memory_bytes: that it may map, beyond which it gets MemoryErrors."""
-        # RLIMIT_FSIZE: it has nothing to write to a file.
+        """orders: type of the messages to receive; memory_bytes: limit of mapped memory, beyond which allocations raise
+        MemoryError.
+        """
+        # RLIMIT_FSIZE: a worker writes no files.
         limits = {resource.RLIMIT_AS: memory_bytes, resource.RLIMIT_CORE: 0, resource.RLIMIT_FSIZE: 0}
         for limit, value in limits.items():
             with contextlib.suppress(ValueError, OSError):  # macOS does not limit memory
@@ -30,12 +32,12 @@ class Connection:
         self._frames, self._sending = Frames(orders), threading.Lock()
 
     def receive(self) -> Iterator[Any]:
-        """What it is told, one after the other; the process ends when nothing can come any more."""
+        """Yields messages from the parent, in order; exits the process when the connection is closed."""
         while data := self._socket.recv(1 << 20):
             yield from self._frames.feed(data)
         os._exit(0)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Says something."""
+        """Sends a message to the parent."""
         with self._sending:
             self._socket.sendall(frame(message))

@@ -1,4 +1,4 @@
-"""Messages on a socket: four bytes of length, then MessagePack, never pickle. Knows nothing of what they say."""
+"""Framing of messages on a socket: four bytes of length, then MessagePack; never pickle."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _LENGTH = struct.Struct("<I")
 
 
 class Frames:
-    """Bytes that arrive, cut into messages of one type, a union of msgspec.Structs with tags."""
+    """Splits received bytes into messages of one type, a tagged union of msgspec.Structs."""
 
     def __init__(self, kind: Any):
         self._decoder = msgspec.msgpack.Decoder(kind)
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Any]:
-        """The messages that `data` completes. Raises msgspec.MsgspecError for what is none."""
+        """Yields the messages that `data` completes. Raises msgspec.MsgspecError for invalid bytes."""
         self._bytes += data
         first = 0
         while len(self._bytes) - first >= _LENGTH.size:
@@ -33,6 +33,6 @@ class Frames:
 
 
 def frame(message: msgspec.Struct) -> bytes:
-    """A message as `Frames` reads it."""
+    """Encodes a message for `Frames`."""
     data = msgspec.msgpack.encode(message)
     return _LENGTH.pack(len(data)) + data

@@ -1,4 +1,4 @@
-"""A process that may be killed at any time, as the one that started it sees it. Knows nothing of what it works on."""
+"""The parent's end of a worker process, which may be killed at any time."""
 
 from __future__ import annotations
 
@@ -17,22 +17,25 @@ import msgspec
 from jaxengine._siblings import HOME
 from jaxengine.workers.frames import Frames, frame
 
-# The same sources as here, whatever else is installed, and no folder of the caller's to import from (-P).
+# Imports the same sources as this process, whatever else is installed, and nothing from the caller's folder (-P).
 _START = "import sys; {home!r} in sys.path or sys.path.insert(0, {home!r}); from {module} import main; main()"
 
 
 class WorkerProcess:
-    """A process at work, and the socket to it; nothing here waits unless told to. Ends when it is let go of.
+    """A worker process and the socket to it. Only `wait` blocks. The process is killed when this object is
+    garbage-collected.
 
-    To be used by one thread at a time.
+    For use by one thread at a time.
 
     Attributes:
-      process: the process itself.
-      error: why `receive` said that it has ended, where that is known.
+      process: the subprocess.
+      error: the reason, if known, why `receive` reported that the process has ended.
     """
 
     def __init__(self, module: str, answers: Any):
-        """module: its `main` is run there, see workers.connection; answers: the type of what it says."""
+        """module: the worker runs its `main`, see workers.connection; answers: type of the messages that the worker
+        sends.
+        """
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-P", "-c", _START.format(home=str(HOME), module=module)]
@@ -43,16 +46,16 @@ class WorkerProcess:
         self._end = weakref.finalize(self, _end, self.process, ours)
 
     def fileno(self) -> int:
-        """What becomes readable when it has said something."""
+        """Descriptor of the socket, readable when the worker has sent something."""
         return self._connection.fileno()
 
     def send(self, message: msgspec.Struct) -> None:
-        """Says something, now or in the next `wait` or `receive`."""
+        """Sends a message; what the socket does not take now is sent by the next `wait` or `receive`."""
         self._outgoing += frame(message)
         self._flush()
 
     def wait(self, seconds: float) -> None:
-        """Waits until something can be received or more can be sent; at most `seconds`."""
+        """Waits at most `seconds` until a message can be received or more of the queue can be sent."""
         wait_for_any([self], seconds)
 
     @property
@@ -60,7 +63,7 @@ class WorkerProcess:
         return bool(self._outgoing)
 
     def receive(self) -> tuple[list[Any], bool]:
-        """What it has said since the last call, and whether it is there still."""
+        """Messages received since the last call, and whether the worker is still alive."""
         messages: list[Any] = []
         try:
             while data := self._connection.recv(1 << 20):
@@ -73,7 +76,7 @@ class WorkerProcess:
         return messages, False
 
     def kill(self) -> None:
-        """Ends it, whatever it is at."""
+        """Kills the worker, whatever it is doing."""
         self._end()
 
     def _flush(self) -> None:
@@ -83,14 +86,14 @@ class WorkerProcess:
 
 
 def wait_for_any(processes: Sequence[WorkerProcess], seconds: float) -> None:
-    """Waits until something can be received from one of them, or more can be sent to one; at most `seconds`."""
+    """Waits at most `seconds` until one of the workers has a message or can be sent more."""
     select.select(processes, [each for each in processes if each.has_more_to_send], [], max(seconds, 0))
 
 
 def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
     connection.close()
     process.kill()
-    # Giving back gigabytes takes the system a while, for which nobody should wait.
+    # Freeing gigabytes takes the system a while; a thread waits for it.
     reaper = threading.Thread(target=process.wait, name="reaper", daemon=True)
-    with contextlib.suppress(RuntimeError):  # the interpreter is ending, and with it who would be told
+    with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
         reaper.start()

@@ -1,13 +1,12 @@
 """The protocol between `jaxengine bench peers` and the engine it measures, one JSON object a line.
 
 The script's argument is the job: {"gguf": path, "variant": name, "threads": n, "folder": for converted weights,
-"options": more of the engine's own, which not every script reads}.
-Its first line says it is ready: {"version": text, "load_seconds": s}. Then each line in is a workload:
-{"prompts": [[id, ...], ...], "max_tokens": n, "prefix": tokens all prompts share, "share_prefix": whether the engine
-may compute that prefix once}, and each line out what it took: {"seconds": s, "output_tokens": n, "first_token_seconds":
-mean or null, "peak_rss": bytes that the process held at most so far, files that it maps among them, or null}, or
-{"skipped": why}. Nothing may be remembered from one workload to the next. Standard library only: it runs in the
-interpreter of the engine measured.
+"options": further engine options, which some scripts ignore}. Its first line reports readiness: {"version": text,
+"load_seconds": s}. Each input line is then a workload: {"prompts": [[id, ...], ...], "max_tokens": n, "prefix": number
+of tokens that all prompts share, "share_prefix": whether the engine may compute that prefix once}. Each output line is
+its result: {"seconds": s, "output_tokens": n, "first_token_seconds": mean or null, "peak_rss": peak resident bytes of
+the process, mapped files included, or null}, or {"skipped": reason}. Nothing may be cached between workloads. Standard
+library only, as it runs in the interpreter of the measured engine.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ Measured = dict[str, Any]
 
 
 def serve(load: Callable[[dict[str, Any]], tuple[str, Callable[[Workload], Measured]]]) -> None:
-    """Runs the protocol; `load(job)` gives the engine's version and the function that runs one workload."""
-    # What the engine prints must not mix with the answers.
+    """Runs the protocol. `load(job)` returns the engine's version and the function that runs one workload."""
+    # The engine's own prints go to stderr, so that they do not mix with the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     job = json.loads(sys.argv[1])
@@ -40,7 +39,7 @@ def serve(load: Callable[[dict[str, Any]], tuple[str, Callable[[Workload], Measu
 
 
 def _peak_rss() -> int | None:
-    """None where nobody tells: what getrusage has began with the process that started this one."""
+    """Peak resident bytes of this process, or None without /proc: getrusage would include the parent process."""
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)

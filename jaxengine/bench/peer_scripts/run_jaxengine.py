@@ -1,6 +1,6 @@
-"""Our own engine, behind the same protocol as its peers. Variants: float32, bfloat16, and q4_1 for the file as it is.
+"""Runs jaxengine under the protocol of its peers. Variants: float32, bfloat16, and q4_1 for the file as it is.
 
-Each workload starts with an empty prefix cache; `share_prefix` false switches the cache off for good.
+Each workload starts with an empty prefix cache. `share_prefix` false starts an engine without prefix caching.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""llama.cpp through the PyPI wheel xllamacpp: an in-process server, one slot a request.
+"""Runs llama.cpp through the PyPI wheel xllamacpp: an in-process server with one slot per request.
 
-Variants: q4_1 is the file as it is; float32 and bfloat16 are written from its dequantised weights by the package gguf.
-The wheel is built without AVX-512; that is what `pip install` gives, and what a user gets.
+Variant q4_1 is the file as it is; float32 and bfloat16 are written from its dequantised weights by the package gguf.
+The wheel, as pip installs it, is built without AVX-512.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def load(job):
     servers = {}
 
     def server(num_requests: int, context: int) -> xllamacpp.Server:
-        """A server has a fixed number of slots, each with its share of the context: one server a workload's shape."""
+        """Returns a server with a slot per request, each of `context` tokens; another shape starts another server."""
         key = (num_requests, context)
         if key not in servers:
             servers.clear()

@@ -1,7 +1,7 @@
-"""Hugging Face transformers on torch: `generate` over static batches of at most 8, sorted by length, left-padded.
+"""Runs Hugging Face transformers on torch: `generate` over static batches of at most 8, sorted by length, left-padded.
 
-That is its fastest way through ragged prompts (its own continuous batching is several times slower on CPU). A prefix
-shared by all prompts is computed once and its cache repeated when the workload asks for that.
+This is its fastest way to run ragged prompts (its own continuous batching is several times slower on CPU). When the
+workload allows it, a prefix shared by all prompts is computed once and its cache repeated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BATCH = 8
 
 
 class FirstToken(transformers.generation.streamers.BaseStreamer):
-    """Notes when the first new token arrives; `generate` puts the prompt first."""
+    """Records when the first new token arrives, the second `put`: `generate` passes the prompt first."""
 
     def __init__(self):
         self.puts = 0
@@ -38,7 +38,7 @@ class FirstToken(transformers.generation.streamers.BaseStreamer):
 def load(job):
     torch.set_num_threads(job["threads"])
     folder, name = os.path.split(job["gguf"])
-    # Left packed, the weights are unpacked in every matmul, which is slower than reading them in this size.
+    # Dequantised at load: packed weights would be unpacked in every matmul, which is slower than reading them unpacked.
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder,
         gguf_file=name,

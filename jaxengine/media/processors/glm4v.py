@@ -1,5 +1,8 @@
-"""Pictures and videos for GLM-4.1V: Qwen3-VL's, but bounds are of the pixels of all frames of a patch, a picture being
-two, and the frames of a video stand in a prompt as pictures do, each with the whole second behind it."""
+"""GLM-4.1V's processor: Qwen3-VL's, with two differences.
+
+Pixel bounds cover all frames of a patch (a picture counts as two frames), and a video's frames appear in the prompt as
+pictures do, each followed by its whole second.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from models.config.model_config import ModelConfig
 
 
 class Glm4vProcessor(Qwen3VLProcessor):
-    """A jaxengine.media.processor.MediaProcessor."""
+    """Processor of Glm4vForConditionalGeneration."""
 
     around_name: ClassVar[str] = "image"
     defaults: ClassVar[Mapping[str, Any]] = Qwen2VLProcessor.defaults
@@ -43,7 +46,7 @@ class Glm4vProcessor(Qwen3VLProcessor):
         return self.token_ids["image"]
 
     def seconds(self, video: Any) -> tuple[float, ...]:
-        """The first frame of each step in time."""
+        """Time of the first frame of each temporal step."""
         shown = np.asarray(video.frames_indices) / (video.fps or UNKNOWN_FPS)
         return tuple(shown[:: self.tower.temporal_patch_size].tolist())
 
@@ -55,7 +58,7 @@ class Glm4vProcessor(Qwen3VLProcessor):
         return self.widest(bounds.most // (self.tower.temporal_patch_size if modality == "image" else num_frames))
 
     def _replaced(self, ids: np.ndarray, place: int) -> tuple[int, int]:
-        """The placeholder alone: a video's own marks stay around all of its frames."""
+        """Span of the placeholder alone: a video's own marks stay around all of its frames."""
         return place, place + 1
 
     def step_tokens(self, item: Processed, seconds: float) -> list[int]:

@@ -1,7 +1,4 @@
-"""What processors share whose pictures keep their shape: patches of a grid, and what is said of where each lies.
-
-NumPy only.
-"""
+"""Base of processors that keep pictures' aspect ratio: patches of a grid and their coordinates. NumPy only."""
 
 from __future__ import annotations
 
@@ -15,19 +12,19 @@ from models.config.fields import ModelConfigError
 from models.config.model_config import ModelConfig
 from scheduler.errors import RequestError
 
-# Of a picture's sides: one that is longer becomes a strip that shows nothing.
+# Limit of the ratio of a picture's sides.
 MAX_ASPECT_RATIO = 200
 
 
 class GridProcessor:
-    """The part of a jaxengine.media.processor.MediaProcessor of a family whose tower takes patches of a grid.
+    """Base class of a MediaProcessor whose tower takes patches of a grid.
 
-    The tower's configuration says how pictures are cut: patch_size, temporal_patch_size, spatial_merge_size, and in
-    `columns` what the tower is told of each patch, of those that `cut` knows.
+    The tower's configuration determines how pictures are cut (patch_size, temporal_patch_size, spatial_merge_size) and
+    which `columns` of `_coordinates` accompany each patch.
 
     Attributes:
       token_ids: the placeholder of each modality.
-      factor: pixels of a row of the tower along a side.
+      factor: pixels along a side of one row of the tower, which is a square of merged patches.
     """
 
     modalities: tuple[str, ...] = ("image",)
@@ -38,20 +35,21 @@ class GridProcessor:
         self.factor: int = self.tower.patch_size * self.tower.spatial_merge_size
 
     def check_token_ids(self, model_config: ModelConfig, *others: int) -> None:
-        """ModelConfigError for placeholders, and other tokens, that are not in the vocabulary."""
+        """Raises ModelConfigError if placeholders or the other tokens are not in the vocabulary."""
         for token in (*self.token_ids.values(), *others):
             if token >= model_config.vocab_size:
                 text = f"token ids of pictures must be below vocab_size {model_config.vocab_size}, got {token}"
                 raise ModelConfigError(text)
 
     def check_room(self, modality: str, frames: int, height: int, width: int, most: int | None) -> None:
-        """RequestError where resized frames make more than `most` patches."""
+        """Raises RequestError if resized frames have more than `most` patches."""
         steps = -(-frames // self.tower.temporal_patch_size)
         check_room(modality, steps * (height // self.tower.patch_size) * (width // self.tower.patch_size), most)
 
     def cut(self, frames: np.ndarray, seconds: tuple[float, ...] = ()) -> Processed:
-        """Frames f32[N, H, W, 3] to patches in the tower's order: those of a row of the tower one after the other, each
-        colour by colour, frame by frame."""
+        """Cuts frames f32[N, H, W, 3] into patches in the tower's order: the patches of each merged row together, each
+        patch colour by colour and frame by frame.
+        """
         tower = self.tower
         patch, depth, merge = tower.patch_size, tower.temporal_patch_size, tower.spatial_merge_size
         missing = -len(frames) % depth
@@ -63,18 +61,18 @@ class GridProcessor:
         return self.processed(patches, grid, seconds)
 
     def processed(self, patches: np.ndarray, grid: tuple[int, int, int], seconds: tuple[float, ...] = ()) -> Processed:
-        """Patches of a grid, line by line of the tower's rows, as the tower takes them."""
+        """Reorders patches of a grid, given row by row of merged patches, for the tower."""
         tower = self.tower
         order, window = self.order(grid)
         merged = patches.reshape(len(order), tower.merge, patches.shape[1])
         in_order = np.arange(len(order), dtype=order.dtype)
         patches = (merged if (order == in_order).all() else merged[order]).reshape(patches.shape)
-        columns = {**self._said(grid, order), "window": np.repeat(window, tower.merge)}
+        columns = {**self._coordinates(grid, order), "window": np.repeat(window, tower.merge)}
         chosen = np.stack([columns[name] for name in tower.columns]).astype(np.int32)
         return Processed(np.ascontiguousarray(patches), chosen, order.astype(np.int32), len(order), grid, seconds)
 
-    def _said(self, grid: tuple[int, int, int], order: np.ndarray) -> dict[str, np.ndarray]:
-        """What is said of each patch, by column: its frame, its place in the frame, and the frame's size."""
+    def _coordinates(self, grid: tuple[int, int, int], order: np.ndarray) -> dict[str, np.ndarray]:
+        """Columns of each patch: its frame, its coordinates within the frame, and the frame's size."""
         merge = self.tower.spatial_merge_size
         rows, columns = grid[1] // merge, grid[2] // merge
         frame, place = np.divmod(order, rows * columns)
@@ -89,7 +87,7 @@ class GridProcessor:
         }
 
     def order(self, grid: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
-        """Which row of the picture, line by line, each of the tower's rows is, and the window that it lies in."""
+        """The order of the tower's rows, as indexes into the picture's rows line by line, and the window of each."""
         count = int(np.prod(grid)) // self.tower.merge
         return np.arange(count), np.zeros(count, np.int64)
 
@@ -104,14 +102,14 @@ class GridProcessor:
         return time, height, width
 
     def merged(self, item: Processed) -> tuple[int, int, int]:
-        """An item's grid in embeddings."""
+        """An item's grid in embeddings, after merging."""
         time, height, width = item.grid
         return time, height // self.tower.spatial_merge_size, width // self.tower.spatial_merge_size
 
     def placeholders(
         self, ids: np.ndarray, items: Mapping[str, Sequence[Processed]]
     ) -> tuple[np.ndarray, list[tuple[str, int]]]:
-        """Where the placeholders are, and what stands for which. Raises RequestError where they are not as many."""
+        """Positions of the placeholders and the item of each. Raises RequestError if their numbers differ."""
         found = {modality: np.flatnonzero(ids == token) for modality, token in self.token_ids.items()}
         for modality, places in found.items():
             if len(places) != (given := len(items.get(modality, ()))):
@@ -125,7 +123,7 @@ class GridProcessor:
 
 
 def check_ratio(height: int, width: int) -> None:
-    """RequestError for a strip that would be resized to nothing."""
+    """Raises RequestError for a strip that would be resized to nothing."""
     if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
         raise RequestError(
             f"the longer side of a picture must be at most {MAX_ASPECT_RATIO} times the shorter one, got "

@@ -1,6 +1,7 @@
-"""Idefics3's pictures, and SmolVLM's: enlarged or reduced to a longest edge, cut into tiles, and once more as a whole.
+"""Processor of Idefics3 and base of SmolVLM's: pictures are scaled to a longest edge, cut into tiles, and added as a
+whole.
 
-What stands for a picture in a prompt says of each tile in which row and column it is.
+In the prompt each tile is preceded by its row and column.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from jaxengine.media.processors.units import UnitProcessor, boolean_option, read
 from models.config.fields import ConfigFields
 
 _STANDARD, _LANCZOS = (0.5, 0.5, 0.5), 1
-_MAX_EDGE = 4096  # what pictures are never enlarged beyond, whatever is asked for
+_MAX_EDGE = 4096  # limit of a scaled picture's longer side
 
 
 class Idefics3Processor(UnitProcessor):
-    """Idefics3ForConditionalGeneration's.
+    """Processor of Idefics3ForConditionalGeneration.
 
     Attributes:
-      longest_edge: pixels that a picture's longer side is brought to before it is cut.
-      splits: whether pictures are cut into tiles at all.
+      longest_edge: pixels of a picture's longer side after scaling, before it is cut.
+      splits: whether pictures are cut into tiles.
     """
 
     defaults = {
@@ -35,7 +36,7 @@ class Idefics3Processor(UnitProcessor):
         "max_image_size": {"longest_edge": 364},
     }
     needs_tokenizer = True
-    most_given = 1  # of more, nothing says in which row and column each is
+    most_given = 1  # the row and column of further ones would be unknown
     longest_edge: int
     splits: bool
 
@@ -86,12 +87,12 @@ class Idefics3Processor(UnitProcessor):
         for row in range(1, rows + 1):
             for column in range(1, columns + 1):
                 pieces += [*fake, *self._ids(f"<row_{row}_col_{column}>"), *embeddings]
-            # The line's end, of the last row with an empty line behind it.
+            # End of the line; an empty line follows the last row.
             pieces += self._ids("\n" if row < rows else "\n\n")
         return [*pieces, *fake, *whole, *embeddings, *fake]
 
     def edge(self, options: Mapping[str, Any], default: int) -> int:
-        """The longest edge that `options` ask for."""
+        """The longest edge in `options`, or the default. Raises RequestError."""
         asked = options.get("size", {"longest_edge": default})
         edge = asked.get("longest_edge") if isinstance(asked, Mapping) and len(asked) == 1 else None
         if type(edge) is not int or not 1 <= edge <= _MAX_EDGE:
@@ -99,12 +100,12 @@ class Idefics3Processor(UnitProcessor):
         return edge
 
     def _ids(self, text: str) -> list[int]:
-        """The tokens of a piece of text between special tokens."""
+        """Tokenizes a piece of text between special tokens."""
         return self.tokenizer.encode(text, add_special_tokens=False)
 
 
 def with_longest_edge(height: int, width: int, edge: int) -> tuple[int, int]:
-    """The sides with the longer one as asked for, the other even."""
+    """Scales (height, width) so that the longer side is `edge` and the other is even."""
     ratio = width / height
     if width >= height:
         height = int(edge / ratio)
@@ -114,7 +115,7 @@ def with_longest_edge(height: int, width: int, edge: int) -> tuple[int, int]:
 
 
 def _bounded(height: int, width: int) -> tuple[int, int]:
-    """The sides, reduced where the longer one is beyond _MAX_EDGE."""
+    """Scales (height, width) down if the longer side exceeds _MAX_EDGE."""
     ratio = width / height
     if width >= height and width > _MAX_EDGE:
         height, width = int(_MAX_EDGE / ratio), _MAX_EDGE

@@ -1,5 +1,6 @@
-"""InternVL's pictures: stretched to the tiling whose shape is nearest, and once more as a whole. Frames of videos are
-stretched to one tile each, and numbered in a prompt."""
+"""InternVL's processor: pictures are resized to the tiling of the nearest shape, and added as a whole. Frames of videos
+are resized to one tile each, and numbered in the prompt.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +23,10 @@ _MAX_TILES = 64
 
 
 class InternVLProcessor(UnitProcessor):
-    """InternVLForConditionalGeneration's.
+    """Processor of InternVLForConditionalGeneration.
 
     Attributes:
-      min_tiles, max_tiles: of a picture, without the whole.
+      min_tiles, max_tiles: limits of a picture's tiles, without the whole.
     """
 
     defaults = {
@@ -52,7 +53,7 @@ class InternVLProcessor(UnitProcessor):
             self.modalities = ("image",)
 
     def _makes_videos_alike(self, folder: Path) -> bool:
-        """Whether frames of videos become what pictures do, as the checkpoint says; else it takes none."""
+        """Whether the checkpoint preprocesses video frames like pictures; other videos are not supported."""
         _, found = read_settings(folder, VIDEOS, IMAGES)
         fields = found.with_defaults(**self.defaults)
         try:
@@ -65,7 +66,7 @@ class InternVLProcessor(UnitProcessor):
         size = read_size(fields, "size", ("height", "width"))
         if set(size.values()) != {self.side}:
             raise fields.fail("size", f"{self.side} by {self.side}, the tower's image_size")
-        # Whether pictures are cut at all (crop_to_patches) transformers' InternVL decides without asking the file.
+        # transformers' InternVL ignores crop_to_patches in the file.
         self.min_tiles, self.max_tiles = fields.integer("min_patches"), fields.integer("max_patches")
         if self.max_tiles > _MAX_TILES or self.min_tiles > self.max_tiles:
             raise fields.fail("max_patches", f"from min_patches {self.min_tiles} to {_MAX_TILES}")
@@ -120,15 +121,17 @@ class InternVLProcessor(UnitProcessor):
 
 
 def _tilings(least: int, most: int) -> list[tuple[int, int]]:
-    """(rows, columns) of that many tiles; the fewest tiles first, the fewest columns first of as many."""
+    """All (rows, columns) with `least` to `most` tiles, sorted by number of tiles, then by columns."""
     sides = range(1, most + 1)
     found = [(rows, columns) for columns in sides for rows in sides if least <= rows * columns <= most]
     return sorted(found, key=lambda tiling: tiling[0] * tiling[1])
 
 
 def _tiling(height: int, width: int, side: int, least: int, most: int) -> tuple[int, int]:
-    """(rows, columns) whose shape is nearest to a picture's. Of equals it is the one with more tiles, as long as these
-    have less than twice the picture's area."""
+    """The (rows, columns) whose shape is nearest to the picture's.
+
+    Among equals it is the one with the most tiles, as long as they have less than twice the picture's area.
+    """
     best, nearest = (1, 1), float("inf")
     for rows, columns in _tilings(least, most):
         distance = abs(width / height - columns / rows)

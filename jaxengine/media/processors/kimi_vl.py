@@ -1,5 +1,6 @@
-"""Pictures for Kimi-VL: as large as they are, unless that makes too many patches; what is missing to whole rows of the
-tower is black."""
+"""Kimi-VL's processor: pictures keep their size unless they have too many patches, and are padded with black to whole
+rows of the tower.
+"""
 
 from __future__ import annotations
 
@@ -26,20 +27,20 @@ from models.config.model_config import ModelConfig
 from models.weights.errors import ModelFileError
 from scheduler.errors import RequestError
 
-# Patches of a side are fewer: the tower has no places for more.
+# Exclusive limit of patches along a side: the size of the tower's position table.
 _SIDE = 512
 _MOST, _LIMIT = 1 << 18, "in_token_limit"
 
 
 class KimiVLProcessor(GridProcessor):
-    """A jaxengine.media.processor.MediaProcessor, by the rules of the processor that is published with the model.
+    """Processor of KimiVLForConditionalGeneration, following the one that is published with the model.
 
     Args:
-      folder: of the checkpoint. config_json: what its config.json says. model_config: of the model, with its tower's
+      folder: of the checkpoint. config_json: content of its config.json. model_config: of the model, with its tower's
         sizes. tokenizer: of the model.
 
     Attributes:
-      limit: whole patches of a picture; one that has more shrinks until it has about as many.
+      limit: patches of a picture; a larger picture is scaled down to about this number.
     """
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
@@ -50,7 +51,7 @@ class KimiVLProcessor(GridProcessor):
         path, found = read_settings(Path(folder), IMAGES)
         fields = found.with_defaults(image_mean=[0.5] * 3, image_std=[0.5] * 3, pad_input=False)
         try:
-            # Without it the model's own processor may cut pictures to sizes that its tower cannot take.
+            # Without pad_input the model's own processor may produce sizes that its tower cannot take.
             fields.require(patch_size=self.tower.patch_size, pad_input=True)
             self.pixels, self.limit = Pixels.read(fields), fields.integer(_LIMIT, 4096)
             merge = self.tower.spatial_merge_size
@@ -92,12 +93,12 @@ class KimiVLProcessor(GridProcessor):
         return Expanded(expanded.tolist(), [np.arange(at, at + count, dtype=np.int32) for at, count in spans], order)
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
-        # Nothing in a prompt depends on it: without one all rows stand in a line.
+        # The prompt does not depend on the grid: without one all rows form a line.
         merge = self.tower.spatial_merge_size
         return super().grid_of(num_rows, grid or (1, merge, merge * num_rows))
 
     def _sizes(self, height: int, width: int, limit: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """What a picture is resized to, and with what is missing to whole rows of the tower. Raises RequestError."""
+        """Size of a picture after scaling, and after padding to whole rows of the tower. Raises RequestError."""
         check_ratio(height, width)
         patch = self.tower.patch_size
         found = (width // patch) * (height // patch)
@@ -111,11 +112,11 @@ class KimiVLProcessor(GridProcessor):
         return (height, width), (high, wide)
 
     def _largest_grid(self) -> tuple[int, int]:
-        """The grid that no picture exceeds in patches.
+        """A grid with at least as many patches as any picture's.
 
-        A picture whose grid begins a further row of the tower behind `rows` patches, and a further column behind
-        `columns`, is larger than these, and has, if it shrank, less than `limit` patches times what the parts of
-        patches at its sides add, which it had before: limit * (1 + 1 / rows) * (1 + 1 / columns).
+        A picture whose grid begins another row of the tower after `rows` patches, and another column after `columns`,
+        is larger than these. If it was scaled down, it has less than `limit` patches times the factor of the partial
+        patches at its sides, which it had before scaling: limit * (1 + 1 / rows) * (1 + 1 / columns).
         """
         step = self.tower.spatial_merge_size
         ends = range(0, (_SIDE - 1) // step * step, step)

@@ -1,5 +1,6 @@
-"""Llama 4's pictures: shrunk as little as the best of some tilings asks, black to the right and below, cut into tiles,
-and once more as a whole."""
+"""Llama 4's processor: pictures are fitted into the best of some tilings, padded with black to the right and below, cut
+into tiles, and added as a whole.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +22,11 @@ _BESIDE, _BELOW = "<|tile_x_separator|>", "<|tile_y_separator|>"
 
 
 class Llama4Processor(UnitProcessor):
-    """Llama4ForConditionalGeneration's.
+    """Processor of Llama4ForConditionalGeneration.
 
     Attributes:
-      max_tiles: of a picture, without the whole.
-      fills: whether a small picture is enlarged until a tiling is full.
+      max_tiles: limit of a picture's tiles, without the whole.
+      fills: whether a small picture is enlarged to fill a tiling.
     """
 
     defaults = {
@@ -37,7 +38,7 @@ class Llama4Processor(UnitProcessor):
         "resize_to_max_canvas": False,
     }
     needs_tokenizer = True
-    most_given = 1  # of more, nothing says in which row and column each is
+    most_given = 1  # the row and column of further ones would be unknown
     max_tiles: int
     fills: bool
 
@@ -95,7 +96,7 @@ class Llama4Processor(UnitProcessor):
         return [*pieces, self.placeholder_id(), *tile, self._id(_END)]
 
     def normalized(self, units: np.ndarray) -> np.ndarray:
-        """In bfloat16, as transformers does it for this family whatever the model's dtype."""
+        """Normalises in bfloat16, as transformers does for this family whatever the model's dtype."""
         pixels, half = self.pixels, ml_dtypes.bfloat16
         scaled = (units.astype(np.float32) * np.float32(pixels.scale)).astype(half).astype(np.float32)
         mean, std = (np.asarray(each, half).astype(np.float32) for each in (pixels.mean, pixels.std))
@@ -106,7 +107,7 @@ class Llama4Processor(UnitProcessor):
 
 
 def _tilings(most: int) -> list[tuple[int, int]]:
-    """(rows, columns) of at most so many tiles, the most tiles first, and beside each those of the same shape."""
+    """All (rows, columns) of at most `most` tiles, most tiles first, those of the same shape next to each other."""
     by_shape: dict[float, list[tuple[int, int]]] = {}
     for count in range(most, 0, -1):
         for rows in range(1, count + 1):
@@ -116,8 +117,9 @@ def _tilings(most: int) -> list[tuple[int, int]]:
 
 
 def _tiling(height: int, width: int, side: int, most: int, fills: bool) -> tuple[int, int]:
-    """(rows, columns) in which a picture is shrunk least; where it fits into several, those that enlarge it least, or
-    with `fills` most. The smallest of equal ones."""
+    """The (rows, columns) that shrinks a picture least. If it fits into several, those that enlarge it least (with
+    `fills` most), and the smallest of these.
+    """
     tilings = _tilings(most)
     sizes = np.asarray(tilings) * side
     scales = np.minimum(

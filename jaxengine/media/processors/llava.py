@@ -1,4 +1,4 @@
-"""LLaVA's pictures: resized and cut to one square, or stretched to it; as many tokens as it has patches."""
+"""LLaVA's processor: pictures are resized and cropped to one square, or stretched to it; one token per patch."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _BICUBIC = 3
 
 
 class LlavaProcessor(UnitProcessor):
-    """Over CLIP the shorter side is fitted and the middle cut out, over SigLIP pictures are stretched.
+    """Processor of LlavaForConditionalGeneration: resizes and centre-crops for CLIP, stretches for SigLIP.
 
     Attributes:
-      size: {"shortest_edge": n} or {"height": n, "width": n}, what pictures are resized to.
-      crops, pads: whether the middle of what is resized is cut out; whether a picture is first made a square, with the
-        mean colour at its sides.
+      size: {"shortest_edge": n} or {"height": n, "width": n}, the size after resizing.
+      crops, pads: whether the centre is cropped after resizing; whether a picture is first padded to a square with the
+        mean colour.
     """
 
     defaults = {"resample": _BICUBIC, "image_mean": CLIP_MEAN, "image_std": CLIP_STD, "size": {"shortest_edge": 224}}
@@ -69,7 +69,7 @@ class LlavaProcessor(UnitProcessor):
 
 
 def _padded(picture: np.ndarray, colour: list[int]) -> np.ndarray:
-    """The picture in the middle of a square of this colour."""
+    """Centres the picture in a square of this colour."""
     height, width = picture.shape[:2]
     side = max(height, width)
     square = np.empty((side, side, 3), np.uint8)
@@ -80,7 +80,7 @@ def _padded(picture: np.ndarray, colour: list[int]) -> np.ndarray:
 
 
 def middle(picture: np.ndarray, side: int) -> np.ndarray:
-    """The square in the middle, with black around it where the picture is smaller."""
+    """Crops the central square; a smaller picture is padded with black."""
     height, width = picture.shape[:2]
     if min(height, width) < side:
         larger = np.zeros((max(height, side), max(width, side), 3), np.uint8)

@@ -1,7 +1,7 @@
-"""LLaVA-NeXT's pictures: as a whole, and fitted into the best of some tilings, with black at the sides.
+"""LLaVA-NeXT's processor: pictures are added as a whole, and fitted into the best of some tilings with black margins.
 
-What stands for a picture is the whole, and then line by line the patches of all tiles but those that are black; behind
-each line there is an embedding that says so.
+A picture is represented by the whole and then, line by line, by the patches of all tiles except the black ones; a
+newline embedding follows each line.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _MAX_TILES, _MAX_PINPOINTS = 64, 256
 
 
 class LlavaNextProcessor(LlavaProcessor):
-    """LlavaNextForConditionalGeneration's.
+    """Processor of LlavaNextForConditionalGeneration.
 
     Attributes:
-      tilings: (rows, columns) that there are.
+      tilings: allowed (rows, columns).
     """
 
     tilings: tuple[tuple[int, int], ...]
 
     def read_settings(self, fields: ConfigFields) -> None:
         super().read_settings(fields)
-        # Of LLaVA 1.5 this says to make squares; here it is about batches, and changes nothing.
+        # do_pad makes squares in LLaVA 1.5; here it only concerns batches.
         self.pads = False
         if set(self.size.values()) != {self.side}:
             raise fields.fail("size", f"{self.side}, the tower's image_size")
@@ -79,7 +79,7 @@ class LlavaNextProcessor(LlavaProcessor):
         rows, columns = made.grid[1] // grid, made.grid[2] // grid
         height, width, _ = value.shape
         top, left, lines, width = self._without_black(height, width, made.grid[1], made.grid[2])
-        # Places in the whole canvas of patches, and of the ends of lines in a column behind them, -1 for none.
+        # Index of each patch of the canvas, and in an extra column of each line's end; -1 for none.
         placed = np.full((made.grid[1], made.grid[2] + 1), -1, np.int32)
         numbers = num_patches + np.arange(lines * (width + 1), dtype=np.int32).reshape(lines, width + 1)
         placed[top : top + lines, left : left + width] = numbers[:, :width]
@@ -88,7 +88,7 @@ class LlavaNextProcessor(LlavaProcessor):
         out[0, :num_patches] = np.arange(num_patches)
         tiles = placed[:, :-1].reshape(rows, grid, columns, grid).swapaxes(1, 2)
         out[1:, :num_patches] = tiles.reshape(rows * columns, num_patches)
-        # A line ends in the first tile of its row of tiles: all tiles have room for that.
+        # A line's end is stored in the first tile of its row of tiles, as each tile has room for it.
         out[1::columns, num_patches:] = placed[:, -1].reshape(rows, grid)
         count, no_columns = num_patches + numbers.size, np.zeros((0, len(patches)), np.int32)
         return Processed(patches, no_columns, out.ravel(), count, made.grid)
@@ -99,7 +99,7 @@ class LlavaNextProcessor(LlavaProcessor):
         return 1, 1, num_rows  # a picture may have any number
 
     def _tiling(self, height: int, width: int) -> tuple[int, int]:
-        """(rows, columns) of the tiling that keeps the most of a picture's pixels, and of such the smallest."""
+        """The (rows, columns) that keeps most of a picture's pixels, and the smallest of such."""
         best, most_kept, least_waste = self.tilings[0], 0, math.inf
         for rows, columns in self.tilings:
             tall, wide = rows * self.side, columns * self.side
@@ -112,7 +112,7 @@ class LlavaNextProcessor(LlavaProcessor):
 
     @staticmethod
     def _without_black(height: int, width: int, lines: int, columns: int) -> tuple[int, int, int, int]:
-        """First line, first column, lines and columns of a canvas's patches that show something of the picture."""
+        """First line, first column, lines and columns of the patches that are not black margin."""
         if width / height > columns / lines:
             cut = (lines - int(round(height * (columns / width), 7))) // 2
             return cut, 0, lines - 2 * cut, columns

@@ -1,4 +1,4 @@
-"""Prompts with pictures in them: placeholders to as many as a picture has embeddings, and places for M-RoPE."""
+"""Expansion of placeholders in prompts, and M-RoPE positions."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import NamedTuple
 import numpy as np
 
 
-class Run(NamedTuple):
-    """Embeddings that stand one after the other in a prompt: a picture, a video, or a frame of one.
+class EmbeddingRun(NamedTuple):
+    """Consecutive embeddings in a prompt: a picture, a video, or a frame of one.
 
     Attributes:
-      start: position of the first.
-      grid: steps in time, rows and columns of embeddings.
-      times: places in time of the steps, i32[grid[0]], counted from the first.
+      start: position of the first one.
+      grid: temporal steps, rows and columns of embeddings.
+      times: i32[grid[0]], temporal M-RoPE position of each step relative to the first.
     """
 
     start: int
@@ -23,21 +23,21 @@ class Run(NamedTuple):
 
 
 def repeated(token_ids: np.ndarray, at: np.ndarray, counts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """The ids with those at the positions `at` repeated, and where the first of each then is."""
+    """Repeats the ids at positions `at`; returns the new ids, and the new position of the first of each."""
     repeats = np.ones(len(token_ids), np.int64)
     repeats[at] = counts
     starts = np.cumsum(repeats) - repeats
     return np.repeat(token_ids, repeats), starts[at]
 
 
-def mrope_positions(num_tokens: int, runs: Sequence[Run]) -> tuple[np.ndarray, int]:
-    """Places of a prompt's tokens in time, height and width, i32[3, num_tokens], and by how much more than its position
-    the place of a token behind the prompt is.
+def mrope_positions(num_tokens: int, runs: Sequence[EmbeddingRun]) -> tuple[np.ndarray, int]:
+    """Computes M-RoPE positions in time, height and width, i32[3, num_tokens], and the delta of tokens after the
+    prompt.
 
-    Text counts all three on. Embeddings of a run count from where the text before them ends, each by its place in the
-    grid, and the text behind begins after the largest of their places (Qwen2-VL, Wang et al. 2024, arXiv:2409.12191,
-    section 2.1, and transformers 4; transformers 5.23 begins after the larger of rows and columns, which is less where
-    a video has more steps in time than rows and columns).
+    Text advances all three. Embeddings count from the end of the text before them, each by its coordinates in the grid,
+    and the following text begins after their largest position (Qwen2-VL, Wang et al. 2024, arXiv:2409.12191, section
+    2.1, and transformers 4; transformers 5.23 begins after the larger of rows and columns, which is less if a video has
+    more temporal steps than rows and columns). The delta is mrope_position - position for tokens after the prompt.
     """
     places = np.zeros((3, num_tokens), np.int32)
     position = place = 0

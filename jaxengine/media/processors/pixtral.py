@@ -1,4 +1,6 @@
-"""Pictures for Pixtral and Mistral Small 3.1 and later: in a prompt, a token of its own stands behind each line."""
+"""Processor of Pixtral and of Mistral Small 3.1 and later: in the prompt, a break token follows each line
+of a picture.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,11 @@ BREAK, END = "[IMG_BREAK]", "[IMG_END]"
 
 
 class PixtralProcessor(GridProcessor):
-    """A jaxengine.media.processor.MediaProcessor: a picture shrinks until its longer side fits.
-
-    It becomes as many whole rows of the tower as it touches.
+    """Processor of PixtralVision towers: scales a picture down until its longer side fits, and up to whole rows of the
+    tower.
 
     Args:
-      folder: of the checkpoint. config_json: what its config.json says. model_config: of the model, with its tower's
+      folder: of the checkpoint. config_json: content of its config.json. model_config: of the model, with its tower's
         sizes. tokenizer: of the model.
     """
 
@@ -101,7 +102,7 @@ class PixtralProcessor(GridProcessor):
         return Expanded(np.concatenate([*parts, ids[copied:]]).tolist(), positions, order)
 
     def _resized_size(self, height: int, width: int, longest: int) -> tuple[int, int]:
-        """What a picture of this size becomes: transformers' get_resize_output_image_size."""
+        """Size of a picture after resizing, as by transformers' get_resize_output_image_size."""
         check_ratio(height, width)
         ratio = max(height, width) / longest
         if ratio > 1:
@@ -110,7 +111,7 @@ class PixtralProcessor(GridProcessor):
         return high, wide
 
     def _mark_ids(self) -> tuple[int, int]:
-        """The tokens behind a line of a picture and behind its last one."""
+        """The tokens after each line of a picture and after its last one. Raises RequestError."""
         if self.tokenizer is None:
             raise RequestError(
                 f"a picture needs the model's tokenizer, for lines of it end with {' and '.join(self.marks)}",

@@ -1,7 +1,7 @@
-"""Pictures and videos for Qwen2-VL, Qwen2.5-VL and, with what qwen3_vl.py adds, Qwen3-VL.
+"""Processor of Qwen2-VL and Qwen2.5-VL, and base of Qwen3-VL's.
 
-A picture keeps its shape: it is resized to the nearest multiple of what a row of the tower sees, within bounds of its
-pixels. Videos are resized frame by frame, and two frames make a patch; a picture is two equal ones.
+A picture keeps its aspect ratio: it is resized to the nearest multiple of `factor` within bounds of its pixels. Videos
+are resized frame by frame, and two frames make a patch; a picture counts as two equal frames.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from jaxengine.media.frames import LARGEST_FRAMES
 from jaxengine.media.processor import Expanded, Processed
 from jaxengine.media.processors.grids import MAX_ASPECT_RATIO, GridProcessor, check_ratio
-from jaxengine.media.processors.mrope import Run, mrope_positions, repeated
+from jaxengine.media.processors.mrope import EmbeddingRun, mrope_positions, repeated
 from jaxengine.media.processors.settings import (
     CLIP_MEAN,
     CLIP_STD,
@@ -34,13 +34,13 @@ from models.config.fields import ConfigFields, ModelConfigError
 from models.config.model_config import ModelConfig
 from models.weights.errors import ModelFileError
 
-# Frames in a second of a video of which nobody knows: transformers' default.
+# Assumed frame rate of a video without one: transformers' default.
 UNKNOWN_FPS = 24.0
 _OPTIONS = ("min_pixels", "max_pixels", "size")
 
 
 class Bounds(NamedTuple):
-    """Pixels that a resized picture, or a frame, has at least and at most."""
+    """Least and most pixels of a resized picture or frame."""
 
     least: int
     most: int
@@ -48,23 +48,23 @@ class Bounds(NamedTuple):
 
 @dataclass(frozen=True)
 class Sizes:
-    """How one modality's pictures are cut up."""
+    """Preprocessing settings of one modality."""
 
     pixels: Pixels
     bounds: Bounds
 
 
 class Qwen2VLProcessor(GridProcessor):
-    """A jaxengine.media.processor.MediaProcessor.
+    """Processor of Qwen2VLForConditionalGeneration.
 
     Args:
-      folder: of the checkpoint. config_json: what its config.json says. model_config: of the model, with its tower's
+      folder: of the checkpoint. config_json: content of its config.json. model_config: of the model, with its tower's
         sizes. tokenizer: of the model.
     """
 
     modalities: tuple[str, ...] = ("image", "video")
-    around_name: ClassVar[str] = "vision"  # of the fields of tokens before and behind a placeholder
-    # What transformers takes for settings that a file lacks, and for the bounds of pictures and of frames.
+    around_name: ClassVar[str] = "vision"  # prefix of the config fields of tokens around a placeholder
+    # transformers' defaults of missing settings, and of the bounds of pictures and frames.
     defaults: ClassVar[Mapping[str, Any]] = {
         "image_mean": list(CLIP_MEAN),
         "image_std": list(CLIP_STD),
@@ -83,7 +83,7 @@ class Qwen2VLProcessor(GridProcessor):
         names = (f"{self.around_name}_{side}_token_id" for side in ("start", "end"))
         self.around = tuple(fields.integer(name, minimum=0) for name in names)
         self.check_token_ids(model_config, *self.around)
-        # transformers 4 wrote no file of its own for videos at first.
+        # Early versions of transformers 4 wrote no separate file for videos.
         places = {"image": (IMAGES,), "video": (VIDEOS, IMAGES)}
         self.sizes = {kind: self._read_sizes(Path(folder), kind, *places[kind]) for kind in self.modalities}
         self.settings = f"{type(self).__name__} {self.sizes!r} {self.tower!r}"
@@ -124,14 +124,14 @@ class Qwen2VLProcessor(GridProcessor):
         return self.cut(sizes.pixels.normalized(resized), seconds)
 
     def seconds(self, video: Any) -> tuple[float, ...]:
-        """When each step in time of a video begins, counted from its first frame; steps are equally long."""
+        """Start of each temporal step of a video in seconds after its first frame; steps have equal duration."""
         steps = -(-len(video.frames) // self.tower.temporal_patch_size)
         fps = video.fps
         shown = UNKNOWN_FPS if fps is None else len(video.frames) / video.total_num_frames * fps
         return tuple(step * (self.tower.temporal_patch_size / shown) for step in range(steps))
 
     def resized_size(self, modality: str, num_frames: int, height: int, width: int, bounds: Bounds) -> tuple[int, int]:
-        """What a picture, or a video's frames, of this size become: transformers' smart_resize."""
+        """Size of a picture or of a video's frames after resizing, as by transformers' smart_resize."""
         del modality, num_frames
         check_ratio(height, width)
         factor = self.factor
@@ -155,12 +155,12 @@ class Qwen2VLProcessor(GridProcessor):
         return self.processed(patches, grid, seconds)
 
     def largest_size(self, modality: str, num_frames: int, bounds: Bounds) -> tuple[int, int]:
-        """Height and width of the frames that become the most patches."""
+        """Height and width of the frames with the most patches."""
         del modality, num_frames
         return self.widest(bounds.most)
 
     def widest(self, pixels: int) -> tuple[int, int]:
-        """Height and width in whole rows of the tower that come closest to these many pixels, the squarest of them."""
+        """Height and width, in whole rows of the tower, closest to `pixels` from below; the squarest such size."""
         units = max(1, pixels // self.factor**2)
         sides = range(math.isqrt(units), max(0, math.isqrt(units // MAX_ASPECT_RATIO)), -1)
         high = max(sides, key=lambda side: side * (units // side), default=1)
@@ -175,18 +175,21 @@ class Qwen2VLProcessor(GridProcessor):
             np.arange(start, start + item.num_rows, dtype=np.int32) for start, item in zip(starts, chosen, strict=True)
         ]
         runs = [
-            Run(int(start), self.merged(item), self.times(item)) for start, item in zip(starts, chosen, strict=True)
+            EmbeddingRun(int(start), self.merged(item), self.times(item))
+            for start, item in zip(starts, chosen, strict=True)
         ]
         places, delta = mrope_positions(len(ids), runs)
         return Expanded(ids.tolist(), positions, order, places, delta)
 
     def times(self, item: Processed) -> np.ndarray:
-        """Places in time of an item's steps."""
+        """Temporal M-RoPE positions of an item's steps."""
         return np.arange(item.grid[0])
 
 
 class Qwen2_5VLProcessor(Qwen2VLProcessor):
-    """Patches sorted by window, and places in time that count seconds."""
+    """Processor of Qwen2_5_VLForConditionalGeneration: patches sorted by window, temporal positions proportional to
+    seconds.
+    """
 
     def order(self, grid: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
         merge, side = self.tower.spatial_merge_size, self.tower.window_size // self.tower.spatial_merge_size
@@ -206,19 +209,20 @@ class Qwen2_5VLProcessor(Qwen2VLProcessor):
 
 
 def shrunk(height: int, width: int, ratio: float, factor: int) -> tuple[int, int]:
-    """The sides divided by a number, down to multiples of `factor`."""
+    """Divides the sides by `ratio` and rounds down to multiples of `factor`."""
     high, wide = (max(factor, math.floor(side / ratio / factor) * factor) for side in (height, width))
     return high, wide
 
 
 def grown(height: int, width: int, ratio: float, factor: int) -> tuple[int, int]:
-    """The sides times a number, up to multiples of `factor`."""
+    """Multiplies the sides by `ratio` and rounds up to multiples of `factor`."""
     return math.ceil(height * ratio / factor) * factor, math.ceil(width * ratio / factor) * factor
 
 
 def _read_bounds(fields: ConfigFields, default: Bounds) -> Bounds:
-    """`size` with shortest_edge and longest_edge, which are counts of pixels here, or min_pixels and max_pixels; the
-    latter count where both are there."""
+    """Reads pixel bounds: `size` with shortest_edge and longest_edge, which are numbers of pixels here, or min_pixels
+    and max_pixels; the latter have precedence.
+    """
     size = ConfigFields(fields.mapping("size") or {})
     least = size.integer("shortest_edge", None) or size.integer("min_pixels", default.least)
     most = size.integer("longest_edge", None) or size.integer("max_pixels", default.most)
@@ -231,7 +235,7 @@ def _read_bounds(fields: ConfigFields, default: Bounds) -> Bounds:
 
 
 def _asked_bounds(options: Mapping[str, Any], given: Bounds) -> Bounds:
-    """The bounds of a request's mm_processor_kwargs."""
+    """Reads pixel bounds from a request's mm_processor_kwargs."""
     if not options:
         return given
     try:

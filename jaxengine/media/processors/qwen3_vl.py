@@ -1,4 +1,4 @@
-"""Pictures and videos for Qwen3-VL: Qwen2-VL's, but frames of a video stand apart in a prompt, each with its time."""
+"""Processor of Qwen3-VL: Qwen2-VL's, but frames of a video are separate in the prompt, each with its time."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 
 from jaxengine.media.processor import Expanded, Processed
 from jaxengine.media.processors.grids import check_ratio
-from jaxengine.media.processors.mrope import Run, mrope_positions
+from jaxengine.media.processors.mrope import EmbeddingRun, mrope_positions
 from jaxengine.media.processors.qwen2_vl import UNKNOWN_FPS, Bounds, Qwen2VLProcessor, grown, shrunk
 from scheduler.errors import RequestError
 
 
 class Qwen3VLProcessor(Qwen2VLProcessor):
-    """Bounds of a video are of the pixels of all its frames."""
+    """Processor of Qwen3VLForConditionalGeneration, whose pixel bounds of a video cover all of its frames."""
 
     defaults: ClassVar[Mapping[str, Any]] = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "patch_size": 16}
     default_bounds: ClassVar[Mapping[str, Bounds]] = {
@@ -25,7 +25,7 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
     }
 
     def seconds(self, video: Any) -> tuple[float, ...]:
-        """The middle between the first and the last frame of each step in time."""
+        """Midpoint between the first and last frame of each temporal step, in seconds."""
         depth = self.tower.temporal_patch_size
         shown = np.asarray(video.frames_indices) / (video.fps or UNKNOWN_FPS)
         shown = np.concatenate([shown, np.repeat(shown[-1:], -len(shown) % depth)]).reshape(-1, depth)
@@ -43,7 +43,7 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
         ids = np.asarray(token_ids, np.int64)
         at, order = self.placeholders(ids, items)
         parts: list[np.ndarray] = []
-        runs: list[Run] = []
+        runs: list[EmbeddingRun] = []
         positions: list[np.ndarray] = []
         copied = end = 0
         for place, (modality, number) in zip(at.tolist(), order, strict=True):
@@ -59,7 +59,7 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
                 starts.append(end + int(np.argmax(step == self.seen_id(modality))))
                 parts.append(step)
                 end += len(step)
-            runs += [Run(start, per_step, np.arange(per_step[0])) for start in starts]
+            runs += [EmbeddingRun(start, per_step, np.arange(per_step[0])) for start in starts]
             spans = [np.arange(start, start + int(np.prod(per_step)), dtype=np.int32) for start in starts]
             positions.append(np.concatenate(spans))
             copied = behind
@@ -68,13 +68,17 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
         return Expanded(ids.tolist(), positions, order, places, delta)
 
     def _replaced(self, ids: np.ndarray, place: int) -> tuple[int, int]:
-        """From where to where a video's tokens go: with those around its placeholder, for each step has its own."""
+        """Span of the prompt to replace for a video: its placeholder and the tokens around it, as each step has its
+        own.
+        """
         before, after = self.around
         whole = 0 < place < len(ids) - 1 and ids[place - 1] == before and ids[place + 1] == after
         return (place - 1, place + 2) if whole else (place, place + 1)
 
     def _steps(self, modality: str, item: Processed) -> list[np.ndarray]:
-        """The tokens of an item: of a picture its placeholders, of a video a time and placeholders for each step."""
+        """Tokens of each step of an item: placeholders for a picture; a time and placeholders for each step
+        of a video.
+        """
         token = self.token_ids[modality]
         if modality == "image":
             return [np.full(item.num_rows, token, np.int64)]
@@ -85,11 +89,11 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
         return [np.asarray(self.step_tokens(item, seconds), np.int64) for seconds in item.seconds]
 
     def seen_id(self, modality: str) -> int:
-        """The token in whose places embeddings stand."""
+        """The placeholder token at whose positions embeddings go."""
         return self.token_ids[modality]
 
     def step_tokens(self, item: Processed, seconds: float) -> list[int]:
-        """What stands for a step of a video in time, which is shown at these seconds."""
+        """Tokens of a temporal step of a video that is shown at `seconds`."""
         before, after = self.around
         each = item.num_rows // item.grid[0]
         said = self.tokenizer.encode(f"<{seconds:.1f} seconds>", False)
@@ -99,11 +103,11 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
 def resized_frames(
     num_frames: int, height: int, width: int, bounds: Bounds, factor: int, depth: int
 ) -> tuple[int, int]:
-    """What frames of this size become, whose pixels are bounded together: transformers' smart_resize of Qwen3-VL.
+    """Size of frames after resizing with common pixel bounds, as by transformers' smart_resize of Qwen3-VL.
 
-    factor, depth: pixels of a row of the tower along a side, and frames of a patch.
+    factor, depth: pixels along a side of a row of the tower, and frames of a patch.
     """
-    # A single frame is shown as often as a patch has frames.
+    # Fewer frames are repeated to fill a patch.
     num_frames = max(num_frames, depth)
     if min(height, width) < factor:
         scale = max(factor / height, factor / width)

@@ -1,6 +1,6 @@
-"""The settings of image and video processors, as transformers 4 and 5 write them, and pixels as they say.
+"""Settings of image and video processors, in the formats of transformers 4 and 5, and pixel transforms.
 
-NumPy and Pillow only. Pixels are those of transformers' processors over Pillow (`backend="pil"`).
+NumPy and Pillow only. Results are those of transformers' processors with Pillow (`backend="pil"`).
 """
 
 from __future__ import annotations
@@ -18,18 +18,21 @@ from models.weights.errors import ModelFileError
 from models.weights.files import read_object
 from scheduler.errors import RequestError
 
-# The file of transformers 5, which has all processors, and those of transformers 4, which have one each.
+# The file of transformers 5 with all processors, and the files of transformers 4 with one each.
 WHOLE = "processor_config.json"
 IMAGES, VIDEOS = ("image_processor", "preprocessor_config.json"), ("video_processor", "video_preprocessor_config.json")
 OPTIONS = "mm_processor_kwargs"
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-# Pixels of a side, and of a picture, that a setting or a request may ask for.
+# Limits of pixels of a side, and of a picture, in settings and requests.
 MAX_SIDE, MAX_PIXELS = 1 << 14, 1 << 28
 
 
 def read_settings(folder: Path, *places: tuple[str, str]) -> tuple[Path, ConfigFields]:
-    """The file and the settings of a processor: from the first of `places` that the checkpoint has. Raises
-    ModelFileError."""
+    """Reads a processor's settings from the first of `places` that the checkpoint has; returns the file and the
+    settings.
+
+    Raises ModelFileError.
+    """
     whole = read_object(folder, WHOLE) or {}
     for key, name in places:
         if isinstance(whole.get(key), Mapping):
@@ -41,9 +44,9 @@ def read_settings(folder: Path, *places: tuple[str, str]) -> tuple[Path, ConfigF
 
 @dataclass(frozen=True)
 class Pixels:
-    """From bytes to what a tower is given: (byte * scale - mean) / std of each colour.
+    """Pixel transform: resizing, and (byte * scale - mean) / std per colour.
 
-    resample: Pillow's number of a filter, for all resizing.
+    resample: number of Pillow's filter for all resizing.
     """
 
     resample: int
@@ -53,7 +56,7 @@ class Pixels:
 
     @classmethod
     def read(cls, fields: ConfigFields) -> Pixels:
-        """Raises ModelConfigError."""
+        """Reads the transform from a processor's settings. Raises ModelConfigError."""
         fields.require(do_resize=True)
         resample = fields.value("resample", int(Image.Resampling.BICUBIC))
         if type(resample) is not int or not 0 <= resample <= 5:
@@ -64,13 +67,13 @@ class Pixels:
         return cls(resample, scale, _colours(fields, "image_mean"), _colours(fields, "image_std", above=0.0))
 
     def resized(self, picture: np.ndarray, height: int, width: int) -> np.ndarray:
-        """uint8[H, W, 3] to uint8[height, width, 3]."""
+        """Resizes uint8[H, W, 3] to uint8[height, width, 3]."""
         if picture.shape[:2] == (height, width):
             return picture
         return np.asarray(Image.fromarray(picture).resize((width, height), Image.Resampling(self.resample)))
 
     def normalized(self, pictures: np.ndarray) -> np.ndarray:
-        """uint8[..., 3] to f32[..., 3]."""
+        """Normalises uint8[..., 3] to f32[..., 3]."""
         scaled = pictures.astype(np.float32) * np.float32(self.scale)
         return (scaled - np.asarray(self.mean, np.float32)) / np.asarray(self.std, np.float32)
 
@@ -84,7 +87,7 @@ def _colours(fields: ConfigFields, name: str, above: float = -np.inf) -> tuple[f
 
 
 def check_options(options: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    """RequestError for one of mm_processor_kwargs that a model does not have."""
+    """Raises RequestError for mm_processor_kwargs that the model does not have."""
     for name in options:
         if name not in known:
             text = f"{OPTIONS} has {str(name)[:100]!r}; this model has {', '.join(known) or 'none'}"
@@ -92,14 +95,16 @@ def check_options(options: Mapping[str, Any], known: tuple[str, ...]) -> None:
 
 
 def bad_option(name: str, value: Any, allowed: str) -> RequestError:
-    """The error of one of mm_processor_kwargs."""
+    """Makes the error of an invalid value in mm_processor_kwargs."""
     return RequestError(f"{OPTIONS}.{name} must be {allowed}, got {str(value)[:100]!r}", param=OPTIONS, value=value)
 
 
 def check_pictures(modality: str, value: Any, modalities: tuple[str, ...], ndim: int) -> None:
-    """RequestError for what is no picture (ndim 3) or no frames (ndim 4) that a family takes."""
+    """Raises RequestError for a value that is not a picture (ndim 3) or not frames (ndim 4), or a modality not
+    supported.
+    """
     if modality not in modalities:
-        text = f"{modality} is nothing that this model takes; it takes {', '.join(modalities)}"
+        text = f"{modality} is not supported by this model; it takes {', '.join(modalities)}"
         raise RequestError(text, param=modality)
     form = "uint8[height, width, 3]" if ndim == 3 else "uint8[frames, height, width, 3]"
     sound = isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim == ndim and value.shape[-1] == 3

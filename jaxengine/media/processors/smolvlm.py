@@ -1,6 +1,6 @@
-"""SmolVLM's videos, beside Idefics3's pictures: each frame is one square.
+"""SmolVLM's processor: Idefics3's for pictures, and for videos each frame as one square.
 
-A prompt says in words how many frames there are, how long the video is, and when each is shown.
+The prompt states the number of frames, the duration of the video, and the time of each frame in words.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from models.config.fields import ConfigFields, ModelConfigError
 from scheduler.errors import RequestError
 
 _VIDEO = "<video>"
-_MOST_SECONDS = 1e9  # what a day's words have room for
+_MOST_SECONDS = 1e9  # limit of timedelta's text
 _INTRO = "You are provided the following series of {count} frames from a {duration} [H:MM:SS] video.\n"
 _FRAME, _END = "\nFrame from {minutes:02d}:{seconds:02d}:", "\n\n"
-_NOTHING = np.zeros(0, np.int32)  # frames are counted here, not seen
+_NOTHING = np.zeros(0, np.int32)  # only the number of frames matters
 _TEENS = ("ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen")
 _ONES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", *_TEENS)
 _TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
 
 
 class SmolVLMProcessor(Idefics3Processor):
-    """SmolVLMForConditionalGeneration's.
+    """Processor of SmolVLMForConditionalGeneration.
 
     Attributes:
-      video_edge: pixels that the longer side of frames is brought to before they become squares.
+      video_edge: pixels of the longer side of frames after a first scaling, before they become squares.
     """
 
     video_edge: int
@@ -49,10 +49,10 @@ class SmolVLMProcessor(Idefics3Processor):
         self.settings = f"{self.settings} {edge}"
 
     def _read_videos(self, folder: Path) -> int | None:
-        """video_edge, as the checkpoint says; None where it makes something else of frames than of pictures."""
+        """Reads video_edge from the checkpoint; None if it preprocesses frames differently from pictures."""
         _, found = read_settings(folder, VIDEOS, IMAGES)
         fields = found.with_defaults(**self.defaults)
-        # Of transformers 4, which has one file for both, it is here.
+        # transformers 4 has one file for both modalities, with the video's size here.
         sampling = found.raw.get("video_sampling")
         size = sampling.get("video_size") if isinstance(sampling, Mapping) else None
         try:
@@ -86,8 +86,11 @@ class SmolVLMProcessor(Idefics3Processor):
         return self.process(modality, np.zeros((LARGEST_FRAMES, self.side, self.side, 3), np.uint8), {})
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Of a prompt with videos the text is read again: what stands for one is text, of which the tokenizer makes
-        other tokens beside other text. Without videos `<video>` is a word as any."""
+        """Expands the prompt; with videos its text is tokenized again.
+
+        A video is represented by text whose tokens depend on the text around it. Without videos `<video>` is an
+        ordinary word.
+        """
         pictures, videos = items.get("image", ()), items.get("video", ())
         if not videos:
             return super().expand(token_ids, {"image": pictures})
@@ -98,8 +101,8 @@ class SmolVLMProcessor(Idefics3Processor):
         each, side = self.tower.unit // self.tower.merge, self.side // self.patch
         frame = Processed(_NOTHING, _NOTHING, _NOTHING, each, (1, side, side))
         whole, left = "", iter(enumerate(pictures))
-        shown: list[Processed] = []  # what stands for each placeholder of a picture, and
-        owners: list[tuple[str, int]] = []  # whose it is
+        shown: list[Processed] = []  # the item of each picture placeholder
+        owners: list[tuple[str, int]] = []  # and its modality and number
         for number, before in enumerate(texts):
             for index, item in islice(left, before.count(image)):
                 shown.append(item)
@@ -118,7 +121,7 @@ class SmolVLMProcessor(Idefics3Processor):
 
 
 def _times(video: Any, count: int) -> tuple[float, ...]:
-    """When each frame is shown, and behind them how long the video is."""
+    """Time of each frame, followed by the duration of the video, in seconds. Raises RequestError."""
     indices = np.asarray(getattr(video, "frames_indices", range(count)))
     fps = getattr(video, "fps", None)
     times = (indices / (fps or UNKNOWN_FPS)).tolist()
@@ -130,7 +133,7 @@ def _times(video: Any, count: int) -> tuple[float, ...]:
 
 
 def _described(video: Processed, image: str) -> str:
-    """What stands for a video, with a picture's placeholder for each frame."""
+    """Text for a video, with a picture's placeholder for each frame."""
     *times, seconds = video.seconds
     parts = [_INTRO.format(count=in_words(len(times)), duration=timedelta(seconds=int(seconds)))]
     parts += [_FRAME.format(minutes=int(time // 60), seconds=int(time % 60)) + image for time in times]
@@ -138,7 +141,7 @@ def _described(video: Processed, image: str) -> str:
 
 
 def in_words(number: int) -> str:
-    """A number from 0 to 999,999 in English, as num2words writes it."""
+    """A number from 0 to 999,999 in English words, as num2words writes it."""
     if number >= 1000:
         thousands, rest = divmod(number, 1000)
         said = f"{in_words(thousands)} thousand"

@@ -1,7 +1,4 @@
-"""What families share whose pictures become units: squares of pixels that all have the same number of patches.
-
-NumPy only.
-"""
+"""Base of processors that cut pictures into units: squares with equal numbers of patches. NumPy only."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ from scheduler.errors import RequestError
 
 
 def read_size(fields: ConfigFields, name: str, *allowed: tuple[str, ...]) -> dict[str, int]:
-    """A mapping to pixels that has exactly the keys of one of `allowed`; a plain number means the first of one key."""
+    """Reads a mapping to pixels whose keys are exactly one of `allowed`; a plain number stands for a single key."""
     value = fields.value(name)
     single = next((keys for keys in allowed if len(keys) == 1), None)
     if single is not None and type(value) is int:
@@ -44,28 +41,28 @@ def read_size(fields: ConfigFields, name: str, *allowed: tuple[str, ...]) -> dic
 
 
 def check_placeholders(modality: str, shown: str | int, found: int, given: int) -> None:
-    """RequestError where a prompt has not one placeholder for each item. shown: the placeholder."""
+    """Raises RequestError if the prompt does not have one placeholder per item. shown: the placeholder."""
     if found != given:
         problem = f"the prompt has {found} of the placeholder {shown!r}, and {given} {modality}s are given"
         raise RequestError(f"{problem}: there must be one for each", param="prompt")
 
 
 class UnitProcessor:
-    """A jaxengine.media.processor.MediaProcessor of a family whose pictures become units.
+    """Base class of a MediaProcessor that cuts pictures into units.
 
-    A subclass says in `units` which squares a picture is cut into, and in `pieces` what stands for it in a prompt.
+    A subclass implements `units`, the squares of a picture, and `pieces`, its tokens in the prompt.
 
     Args:
-      folder: of the checkpoint. config_json: what its config.json says. model_config: of the model, with a tower whose
-        configuration has the `vit` (models.vision.vit) that units are for. tokenizer: of the model.
+      folder: of the checkpoint. config_json: content of its config.json. model_config: of the model, with a tower whose
+        configuration has the `vit` (models.vision.vit) that encodes units. tokenizer: of the model.
     """
 
     modalities: tuple[str, ...] = ("image",)
-    # Whether what stands for a picture is text, of which a tokenizer makes tokens.
+    # Whether pictures are represented by text that must be tokenized.
     needs_tokenizer = False
-    # Squares whose embeddings may come in the place of a picture: any number, or one.
+    # Limit of units whose embeddings may be passed instead of a picture.
     most_given: float = np.inf
-    # What transformers takes for settings that a file lacks.
+    # transformers' defaults of missing settings.
     defaults: Mapping[str, Any] = {}
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
@@ -86,7 +83,7 @@ class UnitProcessor:
         self.settings = f"{type(self).__name__} {sorted(settings.raw.items(), key=str)} {self.tower!r}"
 
     def read_settings(self, fields: ConfigFields) -> None:
-        """What a family reads of the settings besides those of Pixels."""
+        """Reads the family's settings, in addition to those of Pixels."""
 
     @abstractmethod
     def placeholder_id(self) -> int:
@@ -94,32 +91,32 @@ class UnitProcessor:
 
     @abstractmethod
     def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:
-        """uint8[H, W, 3] to squares of `side` pixels, and how many rows and columns of them the picture has."""
+        """Cuts uint8[H, W, 3] into squares of `side` pixels; returns them and their (rows, columns)."""
 
     @abstractmethod
     def pieces(self, item: Processed) -> list[int]:
-        """The tokens that stand for a picture, with `image_id` for each of its embeddings."""
+        """Tokens of a picture in the prompt, with `image_id` for each of its embeddings."""
 
     @abstractmethod
     def largest_size(self) -> tuple[int, int]:
-        """Height and width of a picture that has as many units as one can."""
+        """Height and width of a picture with the most units."""
 
     def option_names(self) -> tuple[str, ...]:
-        """mm_processor_kwargs that `units` knows."""
+        """Names of mm_processor_kwargs that `units` uses."""
         return ()
 
     @property
     def in_tokens(self) -> tuple[str, ...]:
-        """Those of `modalities` whose items stand in a prompt as one token."""
+        """Modalities whose items are a single token in a prompt before expansion."""
         return self.modalities
 
     @property
     def image_id(self) -> int:
-        """The token in whose places embeddings stand."""
+        """The placeholder token at whose positions embeddings go."""
         return self.placeholder_id()
 
     def token_id(self, *names: str) -> int:
-        """A token's id by the first of these fields that config.json has."""
+        """A token id by the first of these fields that config.json has."""
         name = next((name for name in names if self.config_fields.has(name)), names[0])
         found = self.config_fields.integer(name, minimum=0)
         if found >= self.vocab_size:
@@ -135,9 +132,9 @@ class UnitProcessor:
         return self.placeholder_id()
 
     def video_pieces(self, item: Processed) -> list[int]:
-        """As `pieces`, of a video. A family that takes videos has its own. Raises RequestError."""
+        """Tokens of a video in the prompt. Families that take videos override it. Raises RequestError."""
         raise RequestError(
-            f"video is nothing that this model takes; it takes {', '.join(self.modalities)}", param="video"
+            f"video is not supported by this model; it takes {', '.join(self.modalities)}", param="video"
         )
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
@@ -149,7 +146,9 @@ class UnitProcessor:
         return self._processed(self._cut(units), rows, columns)
 
     def checked_frames(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None) -> np.ndarray:
-        """A video's frames uint8 [N, H, W, 3], one unit each. Arguments and errors of `process`."""
+        """Checks a video and returns its frames, uint8 [N, H, W, 3], one unit each. Arguments and errors of
+        `process`.
+        """
         check_options(options, self.option_names())
         frames = getattr(value, "frames", value)
         check_pictures(modality, frames, self.modalities, 4)
@@ -163,7 +162,7 @@ class UnitProcessor:
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
         rows, side = self.tower.unit // self.tower.merge, self.side // self.patch
         if grid is not None or num_rows % rows or num_rows // rows > self.most_given:
-            tiles = f"{rows}, those of one tile: of more nothing says where each is"
+            tiles = f"{rows}, those of one tile: positions of more than one are undefined"
             allowed = f"a multiple of {rows}" if self.most_given == np.inf else tiles
             problem = f"embeddings of a picture of this model must be {allowed}; they have no grid"
             raise RequestError(f"{problem}; got {num_rows}" + (f" with grid {grid}" if grid else ""), param="image")
@@ -175,7 +174,7 @@ class UnitProcessor:
             shown = token if self.tokenizer is None else self.placeholder(modality)
             check_placeholders(modality, shown, sum(each == token for each in token_ids), len(items.get(modality, ())))
         out: list[int] = []
-        owners: list[int] = []  # the item whose each token is, by its place in `order`, -1 for those of the prompt
+        owners: list[int] = []  # index in `order` of each token's item; -1 for the prompt's own tokens
         order: list[tuple[str, int]] = []
         for token in token_ids:
             modality, pieces = wanted.get(token), [token]
@@ -192,22 +191,22 @@ class UnitProcessor:
         return Expanded(out, positions, order)
 
     def joined(self, token_ids: list[int], owners: list[int]) -> tuple[list[int], list[int]]:
-        """An expanded prompt, and whose its tokens are, as a tokenizer would have it of the expanded text."""
+        """Adjusts an expanded prompt, and the owners of its tokens, to the tokenization of the expanded text."""
         return token_ids, owners
 
     def normalized(self, units: np.ndarray) -> np.ndarray:
-        """uint8[..., 3] to f32[..., 3]."""
+        """Normalises uint8[..., 3] to f32[..., 3]."""
         return self.pixels.normalized(units)
 
     def _processed(self, patches: np.ndarray, rows: int, columns: int) -> Processed:
-        """Of units whose embeddings all stand in the prompt, in the tower's order."""
+        """Result for units all of whose embeddings are in the prompt, in the tower's order."""
         count = len(patches) // self.tower.merge
         side = self.side // self.patch
         no_columns = np.zeros((0, len(patches)), np.int32)
         return Processed(patches, no_columns, np.arange(count, dtype=np.int32), count, (1, rows * side, columns * side))
 
     def _cut(self, units: Sequence[np.ndarray]) -> np.ndarray:
-        """Units uint8[side, side, 3] to f32[patches of all, 3 * patch * patch], colour by colour, row by row."""
+        """Cuts units uint8[side, side, 3] into f32[all patches, 3 * patch * patch], colour by colour, row by row."""
         values, patch = self.normalized(np.stack(units)), self.patch
         count, side = len(values), values.shape[1] // patch
         cut = values[:, : side * patch, : side * patch].reshape(count, side, patch, side, patch, 3)
@@ -215,7 +214,7 @@ class UnitProcessor:
 
 
 def integer_option(options: Mapping[str, Any], name: str, default: int, most: int) -> int:
-    """One of mm_processor_kwargs: an integer from 1 to `most`."""
+    """Reads an integer from 1 to `most` from mm_processor_kwargs. Raises RequestError."""
     value = options.get(name, default)
     if type(value) is not int or not 1 <= value <= most:
         raise bad_option(name, value, f"an integer from 1 to {most}")
@@ -223,7 +222,7 @@ def integer_option(options: Mapping[str, Any], name: str, default: int, most: in
 
 
 def boolean_option(options: Mapping[str, Any], name: str, default: bool) -> bool:
-    """One of mm_processor_kwargs: true or false."""
+    """Reads a boolean from mm_processor_kwargs. Raises RequestError."""
     value = options.get(name, default)
     if not isinstance(value, bool):
         raise bad_option(name, value, "true or false")

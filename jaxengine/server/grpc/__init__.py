@@ -1,1 +1,1 @@
-"""gRPC: the services of package `jaxengine.v1` in front of any EngineClient, and a client for them."""
+"""The gRPC server: services of package `jaxengine.v1` over any EngineClient, and a client for them."""

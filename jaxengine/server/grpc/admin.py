@@ -1,4 +1,4 @@
-"""The Admin service: what an operator may see and change. Whoever gets here has an operator's key."""
+"""The Admin service: an operator's inspection and control. Callers have been authenticated as operators."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Context = grpc.aio.ServicerContext
 
 
 class AdminService:
-    """Methods are named as in admin.proto and raise what status.status_of knows."""
+    """Implements admin.proto; methods have its names and raise the exceptions that status.status_of handles."""
 
     def __init__(self, engine: EngineClient, config: ServerConfig, model_names: tuple[str, ...], calls: OpenCalls):
         self._engine = engine

@@ -1,4 +1,4 @@
-"""What an engine puts out, as messages of inference.proto. Knows nothing of calls and channels."""
+"""Converts an engine's outputs to messages of inference.proto."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ FINISH_REASONS = {
 
 
 class AnswerWriter:
-    """Writes the answer to one request, whole or piece by piece."""
+    """Writes the answer to one request, complete or in chunks."""
 
     def __init__(self, request_id: str, model: str, wanted: Wanted):
         self._request_id, self._model = request_id, model
         self._wanted = wanted
         self._num_tokens: dict[int, int] = {}
         self._last_token: dict[int, int] = {}
-        self._prompt_told = False
+        self._prompt_sent = False
 
     def response(self, output: RequestOutput) -> pb.GenerateResponse:
         """The answer of a finished request."""
@@ -37,31 +37,31 @@ class AnswerWriter:
         )
 
     def chunks(self, output: RequestOutput) -> Iterator[pb.GenerateChunk]:
-        """What is new in an output of kind DELTA, a chunk for each sequence."""
+        """Yields a chunk per sequence with the new part of an output of kind DELTA."""
         for position, completion in enumerate(output.outputs, 1):
             sequence = self._sequence(completion)
             chunk = pb.GenerateChunk(outputs=sequence, request_id=self._request_id, model=self._model)
-            # The prompt is scored in the steps of sequence 0, and done when that has its first token.
-            if completion.index == 0 and not self._prompt_told:
+            # The prompt is scored in the steps of sequence 0, until its first token.
+            if completion.index == 0 and not self._prompt_sent:
                 chunk.prompt_info.CopyFrom(self.prompt_info(output))
-                self._prompt_told = True
+                self._prompt_sent = True
             if output.finished and position == len(output.outputs):
                 chunk.usage.CopyFrom(self.usage(output))
             yield chunk
 
     def prompt_info(self, output: RequestOutput) -> pb.PromptInfo:
-        """What the caller wants to know about the prompt."""
+        """The requested information about the prompt."""
         info = pb.PromptInfo(num_prompt_tokens=len(output.prompt_token_ids))
         if self._wanted.prompt_token_ids:
             info.token_ids.extend(output.prompt_token_ids)
         scores = output.prompt_logprobs or []
-        # A request that was aborted early has a part of them, which is worth nothing.
+        # A request that was aborted early has only a part of them, which is dropped.
         if all(position is not None for position in scores[1:]):
             _write_scores(info, scores, self._wanted.prompt_logprobs, self._wanted.prompt_candidates)
         return info
 
     def usage(self, output: RequestOutput) -> pb.Usage:
-        """Tokens so far."""
+        """Token counts so far."""
         return pb.Usage(
             num_prompt_tokens=len(output.prompt_token_ids),
             num_output_tokens=sum(self._num_tokens.values()),

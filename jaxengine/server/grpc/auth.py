@@ -1,4 +1,4 @@
-"""Who may call: keys as "authorization: Bearer ..." on every method but those of grpc.health.v1."""
+"""gRPC authentication: keys as "authorization: Bearer ..." for all methods except those of grpc.health.v1."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ ADMIN = "/jaxengine.v1.Admin/"
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):
-    """Ends calls without a right key before their message is read; methods that do not exist, too.
+    """Ends calls without a valid key before their message is read, also of unknown methods.
 
-    The Admin service takes operators' keys only.
+    The Admin service accepts only operators' keys.
     """
 
     def __init__(self, keys: Keys):
@@ -53,5 +53,5 @@ def _refusing(code: grpc.StatusCode, details: str) -> grpc.RpcMethodHandler:
     async def refuse(_: Any, context: grpc.aio.ServicerContext) -> None:
         await context.abort(code, details)
 
-    # As a stream of messages, none of which is waited for.
+    # A stream handler does not wait for a message.
     return grpc.stream_stream_rpc_method_handler(refuse)

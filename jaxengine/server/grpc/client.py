@@ -1,10 +1,10 @@
 """A client for the Inference service.
 
-    with Client("127.0.0.1:8001", key="...") as client:
-        answer = client.generate("The capital of France is", max_new_tokens=8, temperature=0)
-        print(answer.outputs[0].text)
+  with Client("127.0.0.1:8001", key="...") as client:
+    answer = client.generate("The capital of France is", max_new_tokens=8, temperature=0)
+    print(answer.outputs[0].text)
 
-Answers are the messages of inference.proto. Errors are grpc.RpcError; `bad_fields` tells which fields were wrong.
+Answers are messages of inference.proto. Errors are grpc.RpcError; `bad_fields` returns the fields that were invalid.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ MAX_MESSAGE_BYTES = 64 << 20
 
 
 class Client:
-    """Calls one server; safe to use from several threads.
+    """Client of one server. Thread-safe.
 
     Args:
       target: "host:port".
-      key: what the server asks for, if it does.
-      root_certificates: PEM of the authorities that the server's certificate is checked against; with any of the three
-        the connection is TLS, without it is not encrypted.
-      certificate_chain, private_key: PEM of the client's own, for a server that wants one.
+      key: API key, if the server requires one.
+      root_certificates: PEM of the authorities for the server's certificate. With any of the three certificate
+        arguments the connection uses TLS, otherwise it is not encrypted.
+      certificate_chain, private_key: PEM of the client's own certificate, if the server requires one.
     """
 
     def __init__(
@@ -61,16 +61,16 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Ends the connection and the calls under way."""
+        """Closes the connection and ends open calls."""
         self._channel.close()
 
     def generate(self, prompt: Prompt, *, timeout: float | None = None, **options: Any) -> pb.GenerateResponse:
-        """The whole answer.
+        """Generates the complete answer.
 
         Args:
-          timeout: seconds until the server gives up and the call ends with DEADLINE_EXCEEDED.
+          timeout: seconds after which the call ends with DEADLINE_EXCEEDED.
           options: fields of GenerateRequest and of its groups, by their own names: temperature, top_p, num_sequences,
-            max_new_tokens, stop_strings, output_token_ids, cache_salt, ...; with messages those of ChatMessages, too.
+            max_new_tokens, stop_strings, output_token_ids, cache_salt, ...; with messages also those of ChatMessages.
             TypeError for others.
         """
         request = generate_request(prompt, **options)
@@ -79,18 +79,20 @@ class Client:
     def generate_stream(
         self, prompt: Prompt, *, timeout: float | None = None, **options: Any
     ) -> Iterator[pb.GenerateChunk]:
-        """The answer as it comes, arguments as for `generate`. What is returned also has cancel()."""
+        """Yields the answer in chunks, with arguments as for `generate`. The returned iterator has a method
+        cancel().
+        """
         request = generate_request(prompt, **options)
         return self._stub.GenerateStream(request, timeout=timeout, metadata=self._metadata)
 
     def tokenize(self, prompt: str | Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        """Token ids of a text or conversation; options: other fields of TokenizeRequest."""
+        """Tokenizes a text or conversation; options: other fields of TokenizeRequest."""
         request = pb.TokenizeRequest(**options)
         _set_prompt(request, prompt)
         return list(self._stub.Tokenize(request, metadata=self._metadata).token_ids)
 
     def detokenize(self, token_ids: Sequence[int], **options: Any) -> str:
-        """The text; options: other fields of DetokenizeRequest."""
+        """Converts token ids to text; options: other fields of DetokenizeRequest."""
         request = pb.DetokenizeRequest(token_ids=token_ids, **options)
         return self._stub.Detokenize(request, metadata=self._metadata).text
 
@@ -102,7 +104,7 @@ class Client:
 
 
 def generate_request(prompt: Prompt, **options: Any) -> pb.GenerateRequest:
-    """The message for `Client.generate`'s arguments. TypeError for an option that there is not."""
+    """The message for the arguments of `Client.generate`. Raises TypeError for an unknown option."""
     request = pb.GenerateRequest()
     _set_prompt(request, prompt)
     for name, value in options.items():
@@ -117,7 +119,7 @@ def generate_request(prompt: Prompt, **options: Any) -> pb.GenerateRequest:
 
 
 def bad_fields(error: grpc.RpcError) -> list[str]:
-    """The fields that a call was refused for, in the proto's spelling."""
+    """The fields for which a call was refused, as spelt in the proto."""
     status = rpc_status.from_call(error)  # type: ignore[arg-type]
     found = []
     for detail in () if status is None else status.details:
@@ -139,7 +141,7 @@ def _set_prompt(request: pb.GenerateRequest | pb.ScoreRequest | pb.TokenizeReque
 
 
 def _group_of() -> dict[str, str]:
-    """Option -> the group it is in; "" for the request itself."""
+    """Maps each option to the group that contains it; "" for the request itself."""
     groups: dict[str, str] = {}
     for field in pb.GenerateRequest.DESCRIPTOR.fields:
         if field.containing_oneof is not None and field.containing_oneof.name == "prompt":

@@ -1,6 +1,6 @@
-"""What a request of inference.proto asks an engine for: its prompt, its sampling parameters, what to report.
+"""Reads requests of inference.proto: prompt, sampling parameters, and which outputs are wanted.
 
-Every field that is set either acts here or is refused. Knows nothing of calls and channels.
+Every field that is set takes effect or is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from jaxengine.media.embeds import EMBEDS, GRID
 from jaxengine.media.parts import MediaPart, PlacedPart
 from jaxengine.requests.inputs import InputProcessor
-from jaxengine.requests.off_loop import with_media
+from jaxengine.requests.run_in_thread import with_media
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.server.grpc import inference_pb2 as pb
 from jaxengine.server.names import REQUEST_ID
@@ -29,7 +29,7 @@ from jaxengine.server.options import ServerConfig
 from jaxengine.server.prompts import PromptEncoder
 from scheduler.errors import RequestError
 
-# Field of GenerateRequest -> field of SamplingParams that it becomes, as it is.
+# Field of GenerateRequest -> field of SamplingParams, copied unchanged.
 SAMPLING_FIELDS = {
     "temperature": "temperature",
     "sampling.num_sequences": "n",
@@ -53,7 +53,7 @@ SAMPLING_FIELDS = {
     "response.spaces_between_special_tokens": "spaces_between_special_tokens",
 }
 GROUPS = ("sampling", "decoding", "stopping", "response")
-# Where an error about a parameter that has no field of its own points to.
+# Parameter -> field to name in its errors.
 _OTHER_FIELDS = {
     "cache_salt": "kv.cache_salt",
     "prompt_token_ids": "token_ids",
@@ -70,7 +70,7 @@ _PARAM_FIELDS = {param: field for field, param in SAMPLING_FIELDS.items()}
 
 @dataclass(frozen=True)
 class Wanted:
-    """What of an output the caller wants to see."""
+    """The parts of an output that the caller wants."""
 
     text: bool = False
     token_ids: bool = False
@@ -93,7 +93,7 @@ class Generation:
 
 
 class RequestReader:
-    """Reads requests for one engine. Everything it raises about a request is a RequestError."""
+    """Reads requests for one engine. Raises RequestError for invalid ones."""
 
     def __init__(self, inputs: InputProcessor, config: ServerConfig):
         self._inputs = inputs
@@ -101,14 +101,16 @@ class RequestReader:
         self._encoder = PromptEncoder(inputs)
 
     async def generation(self, request: pb.GenerateRequest, *, stream: bool) -> Generation:
-        """stream: in pieces, or once it is finished."""
+        """Reads a request to generate. stream: answer in chunks rather than once."""
         request_id = read_request_id(request)
         wanted = _wanted(request.response)
         params = self._sampling_params(request, wanted, stream)
         return Generation(request_id, await self._prompt(request), params, request.priority, wanted)
 
     async def score(self, request: pb.ScoreRequest) -> Generation:
-        """A generation of one token that nobody looks at: the prompt's log-probabilities are the answer."""
+        """Reads a request to score as a generation of one token, of which only the prompt's
+        log-probabilities are used.
+        """
         request_id = read_request_id(request)
         asked = request.HasField("candidates")
         params = SamplingParams(
@@ -122,19 +124,19 @@ class RequestReader:
         return Generation(request_id, await self._prompt(request), params, request.priority, wanted)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text."""
+        """Tokenizes a text. Raises RequestError."""
         if not text:
             raise RequestError("text is empty; at least one character is needed", param="text", value=text)
         return (await self._encoder.encode([text], add_special_tokens=add_special_tokens, param="text"))[0]
 
     async def encode_messages(self, chat: pb.ChatMessages) -> list[int]:
-        """Token ids of a conversation, those of its pictures and videos among them."""
+        """Tokenizes a conversation, including placeholders of its pictures and videos."""
         token_ids, parts = await self._read_chat(chat)
         prompt = await with_media(self._inputs, {"prompt_token_ids": token_ids}, parts, _processor_kwargs(chat))
         return prompt["prompt_token_ids"]
 
     async def _read_chat(self, chat: pb.ChatMessages) -> tuple[list[int], list[MediaPart]]:
-        """Token ids of a conversation, and its pictures and videos. A template is a program: it runs off the loop."""
+        """Tokenizes a conversation; returns ids and media parts. The template, a program, runs in a thread."""
         variables = None
         if len(chat.messages) > MAX_CHAT_MESSAGES:
             count = len(chat.messages)
@@ -143,7 +145,7 @@ class RequestReader:
         if chat.HasField("chat_template_kwargs"):
             variables = _read_struct(chat.chat_template_kwargs, "chat_template_kwargs", "template variables")
             if not self._config.chat_template_kwargs_allowed:
-                raise RequestError("this server takes no template variables", param="chat_template_kwargs")
+                raise RequestError("this server does not accept template variables", param="chat_template_kwargs")
         given = chat.HasField("add_generation_prompt")
         messages, parts = self._inputs.media_reader.collect(
             [_chat_message(message, f"messages.messages[{at}]") for at, message in enumerate(chat.messages)]
@@ -158,7 +160,7 @@ class RequestReader:
         return prompt["prompt_token_ids"], parts
 
     async def _prompt(self, request: pb.GenerateRequest | pb.ScoreRequest) -> dict[str, Any]:
-        """The prompt as token ids, with its cache salt."""
+        """Reads the prompt as token ids, with its cache salt."""
         kind, keep = request.WhichOneof("prompt"), request.truncate_prompt_tokens
         parts: list[MediaPart] = []
         if kind is None:
@@ -188,7 +190,7 @@ class RequestReader:
                 raise RequestError(
                     "kv.bypass_prefix_cache reads no cached pages, so kv.cache_salt must be empty", param="cache_salt"
                 )
-            # Pages are found by their salt, and nobody has used this one.
+            # Cached pages are found by their salt, and this one is new.
             prompt["cache_salt"] = secrets.token_hex(16)
         elif request.kv.cache_salt:
             prompt["cache_salt"] = request.kv.cache_salt
@@ -221,14 +223,14 @@ class RequestReader:
             if kind == "choice":
                 value = _plain("decoding.choice", value.choices, "structured_outputs", vocab_size)
             values["structured_outputs"] = {kind: value}
-        # Stop strings are looked for in the text, wanted or not.
+        # Stop strings are searched in the text, even if it is not returned.
         values["detokenize"] = wanted.text or bool(values.get("stop"))
         values["output_kind"] = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
         return SamplingParams(**values)
 
 
 def _chat_message(message: pb.ChatMessage, where: str) -> dict[str, Any]:
-    """In the form that chat templates and media.parts read. Raises RequestError."""
+    """Converts a message to the form that chat templates and media.parts read. Raises RequestError."""
     if not message.parts:
         return {"role": message.role, "content": message.content}
     if message.content:
@@ -240,7 +242,7 @@ def _chat_message(message: pb.ChatMessage, where: str) -> dict[str, Any]:
 
 
 def _read_struct(struct: Struct, param: str, what: str) -> dict[str, Any]:
-    """What a Struct says. Raises RequestError."""
+    """Converts a Struct to a dict. Raises RequestError."""
     if struct.ByteSize() > MAX_TEMPLATE_VARIABLES_BYTES:
         raise RequestError(f"{what} are too long; allowed are {MAX_TEMPLATE_VARIABLES_BYTES} bytes", param=param)
     try:
@@ -250,7 +252,7 @@ def _read_struct(struct: Struct, param: str, what: str) -> dict[str, Any]:
 
 
 def _processor_kwargs(chat: pb.ChatMessages) -> dict[str, Any] | None:
-    """Raises RequestError."""
+    """Reads mm_processor_kwargs, None if not given. Raises RequestError."""
     if not chat.HasField("mm_processor_kwargs"):
         return None
     found = _read_struct(chat.mm_processor_kwargs, "mm_processor_kwargs", "arguments of the processor")
@@ -258,7 +260,7 @@ def _processor_kwargs(chat: pb.ChatMessages) -> dict[str, Any] | None:
 
 
 def _with_integers(value: Any) -> Any:
-    """The same with integers for whole numbers, which a Struct has as floats."""
+    """Converts whole floats to integers, as a Struct has only floats."""
     if isinstance(value, dict):
         return {name: _with_integers(each) for name, each in value.items()}
     if isinstance(value, list):
@@ -285,7 +287,7 @@ def _part(part: pb.ContentPart, where: str) -> dict[str, Any]:
 
 
 def read_request_id(request: pb.GenerateRequest | pb.ScoreRequest) -> str:
-    """The caller's, or a new one."""
+    """The caller's request id, or a new one. Raises RequestError."""
     if not request.request_id:
         return f"grpc-{uuid.uuid4().hex}"
     if not REQUEST_ID.fullmatch(request.request_id):
@@ -298,7 +300,7 @@ def read_request_id(request: pb.GenerateRequest | pb.ScoreRequest) -> str:
 
 
 def field_of(request: Message, param: str | None) -> str | None:
-    """The proto field that a RequestError's param is about."""
+    """Name of the proto field that corresponds to a RequestError's param."""
     names = request.DESCRIPTOR.fields_by_name
     if param is None or param in names:
         return param
@@ -314,14 +316,14 @@ def field_of(request: Message, param: str | None) -> str | None:
 
 
 def refuse_unknown_fields(message: Message) -> None:
-    """Raises RequestError for a field that this server does not know, or that came as another type."""
+    """Raises RequestError for a field that this server does not know, or that was sent as another type."""
     known = type(message)()
     known.CopyFrom(message)
     known.DiscardUnknownFields()
     size = message.ByteSize() - known.ByteSize()
     if size == 0:
         return
-    # Looking for the name takes time and memory in proportion.
+    # Finding the name takes time and memory in proportion to the size.
     if size <= _MAX_UNKNOWN_BYTES:
         _name_unknown_field(message, "")
     raise RequestError(f"the {message.DESCRIPTOR.full_name} has fields that are not supported")
@@ -343,7 +345,7 @@ def _name_unknown_field(message: Message, path: str) -> None:
 
 
 def _fields_set(request: pb.GenerateRequest) -> Iterator[tuple[str, Any]]:
-    """(name, value) of the fields that the caller has set, those of groups as "group.field"."""
+    """Yields (name, value) of the fields that are set; names in groups are "group.field"."""
     for field, value in request.ListFields():
         if field.name in GROUPS:
             yield from ((f"{field.name}.{inner.name}", part) for inner, part in value.ListFields())
@@ -372,7 +374,9 @@ def _wanted(response: pb.ResponseOptions) -> Wanted:
 
 
 def _num_candidates(candidates: pb.CandidateTokens, field: str, asked: bool = True) -> int:
-    """How many likeliest tokens to report: -1 for all; 0, the chosen one only, unless asked for more."""
+    """Number of likeliest tokens to report: -1 for all; 0 for only the chosen one, unless `asked`. Raises
+    RequestError.
+    """
     if not asked:
         return 0
     chosen = candidates.WhichOneof("select")
@@ -380,4 +384,4 @@ def _num_candidates(candidates: pb.CandidateTokens, field: str, asked: bool = Tr
         return candidates.top_n
     if chosen == "all" and candidates.all:
         return -1
-    raise RequestError(f"{field} must say top_n or all = true", param=field)
+    raise RequestError(f"{field} must have top_n or all = true", param=field)

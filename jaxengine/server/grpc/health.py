@@ -1,7 +1,4 @@
-"""grpc.health.v1: how the engine is, for whoever asks once and for a bounded number who stay to hear of changes.
-
-Open to all, with a key or without. Knows nothing of other services.
-"""
+"""grpc.health.v1: the engine's health, for single checks and for a limited number of watchers. Needs no key."""
 
 from __future__ import annotations
 
@@ -17,14 +14,14 @@ from grpc_health.v1._async import HealthServicer
 from jaxengine.api.engine_client import EngineClient, EngineDeadError
 from jaxengine.server.grpc.service import Requests, first_message
 
-# Seconds between two looks at the engine's health.
+# Seconds between two checks of the engine's health.
 HEALTH_INTERVAL = 0.25
-# Streams that may watch it, of one address and altogether. Anybody may open them, and they stay open.
+# Limits of watching streams, per address and in total. They need no key, and stay open.
 MAX_WATCHES_OF_ADDRESS, MAX_WATCHES = 16, 128
 
 
 class Health(HealthServicer):
-    """grpc.health.v1 for the server as a whole ("") and each of its services."""
+    """grpc.health.v1 for the entire server ("") and for each of its services."""
 
     def __init__(self, services: tuple[str, ...]):
         super().__init__()
@@ -32,7 +29,7 @@ class Health(HealthServicer):
         self._watches: collections.Counter[str] = collections.Counter()
 
     async def follow(self, engine: EngineClient) -> None:
-        """Reports what the engine says of itself, until cancelled."""
+        """Publishes the engine's health until cancelled."""
         known = None
         while True:
             try:
@@ -49,7 +46,7 @@ class Health(HealthServicer):
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext) -> None:
         address = context.peer().rpartition(":")[0]
         if self._watches[address] >= MAX_WATCHES_OF_ADDRESS or self._watches.total() >= MAX_WATCHES:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many watch already; ask with Check")
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many streams are watching already; use Check")
         self._watches[address] += 1
         try:
             await super().Watch(request, context)
@@ -60,7 +57,7 @@ class Health(HealthServicer):
 
 
 def health_handlers(servicer: Health, read_timeout: float) -> grpc.GenericRpcHandler:
-    """Serves grpc.health.v1. A call whose message does not come within `read_timeout` seconds is ended."""
+    """Handlers of grpc.health.v1. A call whose message does not arrive within `read_timeout` seconds is ended."""
 
     def waiting(method: Any) -> Any:
         async def call(requests: Requests, context: grpc.aio.ServicerContext) -> Any:

@@ -1,4 +1,4 @@
-"""The Inference service: requests to an engine, its outputs back to the caller, in time or not at all."""
+"""The Inference service: passes requests to the engine and its outputs to the caller, within the deadline."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Context = grpc.aio.ServicerContext
 
 
 class InferenceService:
-    """Methods are named as in inference.proto and raise what status.status_of knows."""
+    """Implements inference.proto; methods have its names and raise the exceptions that status.status_of handles."""
 
     def __init__(self, engine: EngineClient, config: ServerConfig, model_names: tuple[str, ...], keys: Keys):
         self._engine = engine
@@ -81,7 +81,8 @@ class InferenceService:
             raise RequestError("a prompt is needed: text or messages", param="prompt")
         elif special:
             raise RequestError(
-                "add_special_tokens goes with text: the template has written them", param="add_special_tokens"
+                "add_special_tokens is only allowed with text: the template writes special tokens itself",
+                param="add_special_tokens",
             )
         else:
             token_ids = await self._reader.encode_messages(request.messages)
@@ -106,7 +107,7 @@ class InferenceService:
         return pb.DetokenizeResponse(text=text)
 
     async def _finish(self, generation: Generation, lora: str | None, context: Context) -> RequestOutput:
-        """The last output of a request, which is all there is of kind FINAL_ONLY."""
+        """Runs a request of kind FINAL_ONLY; returns its only output."""
         async with aclosing(self._run(generation, lora, context)) as outputs:
             async for output in outputs:
                 _refuse_expired(output)
@@ -124,23 +125,25 @@ class InferenceService:
             async for output in outputs:
                 yield output
         except RequestError as error:
-            # Its form was checked before, so another request has it.
+            # Its form was checked before, so the id is in use.
             if error.param == "request_id":
                 raise CallError(grpc.StatusCode.ALREADY_EXISTS, str(error)) from None
             raise
         finally:
-            # Left early, it aborts the request, and only now rather than when it is collected.
+            # Closing it early aborts the request now, rather than when it is garbage-collected.
             if isinstance(outputs, AsyncGenerator):
                 await outputs.aclose()
 
     def _client(self, context: Context) -> str | None:
-        """Whose call it is, by the key, where the engine tells clients apart."""
+        """Name of the client, by its key, if the engine's policy distinguishes clients."""
         if self._engine.inputs.config.scheduling_policy != "fair":
             return None
         return self._keys.name_of(key_of(context.invocation_metadata()))
 
     def _timeout(self, context: Context) -> float | None:
-        """Seconds from arrival until the caller's deadline or the server's limit. Raises CallError where it is past."""
+        """Seconds from arrival to the caller's deadline or the server's limit, whichever is earlier. Raises CallError
+        if past.
+        """
         age, left = time.monotonic() - ARRIVAL.get(), context.time_remaining()
         limits = [None if left is None else age + left, self._config.request_timeout]
         timeout = min((limit for limit in limits if limit is not None), default=None)
@@ -149,7 +152,7 @@ class InferenceService:
         return timeout
 
     async def _write(self, context: Context, chunk: pb.GenerateChunk) -> None:
-        """Hands a chunk to the transport, which takes it once the reader has room; meanwhile outputs are joined."""
+        """Writes a chunk, waiting until the reader has room; meanwhile further outputs are merged."""
         limit = self._config.stream_write_timeout
         try:
             async with asyncio.timeout(limit):
@@ -158,7 +161,7 @@ class InferenceService:
             raise CallError(grpc.StatusCode.ABORTED, f"the stream was left unread for {limit:g} s") from None
 
     async def _model(self, name: str) -> tuple[str, str | None]:
-        """The name for the answer, and the adapter's if it is one."""
+        """(model name for the answer, adapter name or None). Raises CallError."""
         if not name or name in self._model_names:
             return name or self._model_names[0], None
         if any(each["name"] == name for each in await loaded_adapters(self._engine)):
@@ -172,4 +175,4 @@ def _refuse_expired(output: RequestOutput) -> None:
 
 
 def _expired() -> CallError:
-    return CallError(grpc.StatusCode.DEADLINE_EXCEEDED, "the time for this request is over")
+    return CallError(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline of this request has passed")

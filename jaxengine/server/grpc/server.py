@@ -1,4 +1,4 @@
-"""The gRPC server: which services it has, how it listens, what it reports of its health, how it ends."""
+"""The gRPC server: its services, listening port, health reporting and shutdown."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from jaxengine.server.options import MIB, ServerConfig, is_loopback
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
 ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
 MAX_SEND_BYTES = 64 * MIB
-# Calls beyond those that an engine runs and queues: the ones about to be refused, health checks, tokenising.
+# Calls in addition to those that the engine runs and queues: tokenising, admin calls, calls to be refused.
 SPARE_CALLS = 256
-# Beyond all these and those that watch our health: what is refused, and whoever asks whether we live.
+# Calls in addition to all these and to health watchers: refused ones and health checks.
 OPEN_TO_ALL = 256
-# A connection is told to end, and calls of it have as long again: no client keeps its place for ever.
+# Age at which a connection must end; its calls have the same time again. So no client keeps a connection for ever.
 _CONNECTION_AGE_MS = 3_600_000
 _IDLE_MS, _HANDSHAKE_MS = 300_000, 10_000
 
@@ -41,7 +41,7 @@ class GrpcServer:
     """A running server.
 
     Attributes:
-      port: where it listens.
+      port: port on which it listens.
     """
 
     def __init__(self, server: grpc.aio.Server, port: int, engine: EngineClient, calls: OpenCalls, health: Health):
@@ -52,12 +52,12 @@ class GrpcServer:
         self._watch = asyncio.create_task(health.follow(engine))
 
     async def stop(self, grace: float) -> None:
-        """Reports NOT_SERVING, refuses new calls as UNAVAILABLE, and ends those left after `grace` seconds."""
+        """Reports NOT_SERVING, refuses new calls as UNAVAILABLE, and ends open ones after `grace` seconds."""
         self._watch.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._watch
         await self._health.enter_graceful_shutdown()
-        # Watchers of our health may hear of it until the end, but need not be waited for.
+        # Health watchers are informed, but not waited for.
         await self._calls.drain(grace)
         await self._server.stop(None)
 
@@ -65,7 +65,7 @@ class GrpcServer:
 async def start_grpc(engine: EngineClient, config: ServerConfig) -> GrpcServer:
     """Serves `engine` on config.grpc_port, on the running event loop.
 
-    Raises ConfigError, naming the option, for a port that is taken and for keys or certificates that cannot be used.
+    Raises ConfigError, naming the option, for a port in use and for unusable keys or certificates.
     """
     names = served_names(engine, config)
     max_calls = _max_calls(engine, config)
@@ -103,15 +103,15 @@ def _options(config: ServerConfig) -> list[tuple[str, int]]:
         ("grpc.max_send_message_length", MAX_SEND_BYTES),
         ("grpc.max_metadata_size", config.max_header_bytes),
         ("grpc.absolute_max_metadata_size", config.max_header_bytes),
-        # A message is measured before it is unpacked, so packed ones (bit 0 is "as it is") would get around its limit.
+        # Only uncompressed messages (bit 0): the size limit applies before decompression.
         ("grpc.compression_enabled_algorithms_bitset", 1),
-        # The processes of one server share its port, which their supervisor has made sure is nobody else's.
+        # The processes of one server share its port, which their supervisor has checked to be free.
         ("grpc.so_reuseport", 1),
-        # Clients may ask whether we live during a long silent answer, without GOAWAY too_many_pings.
+        # Clients may ping during a long silent answer, without GOAWAY too_many_pings.
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
-        # And we find out about clients that went without a word.
+        # Pings detect clients that have disappeared.
         ("grpc.keepalive_time_ms", 60_000),
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.max_connection_age_ms", _CONNECTION_AGE_MS),
@@ -132,13 +132,13 @@ def _listen(server: grpc.aio.Server, config: ServerConfig) -> int:
             return server.add_insecure_port(address)
         return server.add_secure_port(address, credentials)
     except RuntimeError:
-        problem = f"grpc_port cannot be had at {address}"
+        problem = f"grpc_port {address} cannot be opened"
         advice = "give a --grpc-port that is free, and a certificate that fits its key"
         raise ConfigError.because("grpc_port", problem, advice) from None
 
 
 class Certificates:
-    """The files of a server's certificate, read again when they change, so that renewing one needs no restart."""
+    """Files of a server's certificate, read again when they change, so that renewal needs no restart."""
 
     def __init__(self, config: ServerConfig):
         assert config.ssl_certfile is not None and config.ssl_keyfile is not None
@@ -148,17 +148,17 @@ class Certificates:
         self._changed = self._times()
 
     def credentials(self) -> grpc.ServerCredentials:
-        """For a port. With ssl_ca_certs, clients must present a certificate too."""
+        """Credentials for a port. With ssl_ca_certs, clients must present a certificate too."""
         return grpc.dynamic_ssl_server_credentials(self._read(), self._renewed, "ssl_ca_certs" in self._files)
 
     def _renewed(self) -> Any:
-        """Asked for at each handshake: a ServerCertificateConfiguration, or None for the one in use."""
+        """Callback at each handshake: a new ServerCertificateConfiguration, or None to keep the current one."""
         try:
             times = self._times()
             if times == self._changed:
                 return None
             configuration = self._read()
-        except ConfigError:  # in the middle of being replaced
+        except ConfigError:  # the files are being replaced
             return None
         self._changed = times
         return configuration

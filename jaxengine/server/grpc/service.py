@@ -1,4 +1,4 @@
-"""From bytes to a servicer's method and back: parsing, errors to statuses, and which calls are under way."""
+"""Wraps a servicer's methods: parsing, errors to statuses, and tracking of open calls."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ Method = Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]
 
 
 Requests = AsyncIterator[Any]
-# When the call under way came, in seconds of time.monotonic: its message is waited for and parsed after that.
+# Arrival of the current call, in seconds of time.monotonic, before its message is received and parsed.
 ARRIVAL: ContextVar[float] = ContextVar("arrival")
 
 
 class OpenCalls:
-    """The calls under way; once draining, or beyond `most` of them, no more are let in.
+    """Tracks open calls; refuses new ones while draining and beyond `most`.
 
     Attributes:
-      read_timeout: seconds that a call's message may take to come.
+      read_timeout: seconds within which a call's message must arrive.
     """
 
     def __init__(self, *, log: bool, most: int, read_timeout: float):
@@ -51,8 +51,9 @@ class OpenCalls:
         return self._count
 
     def enter(self, name: str, context: Any) -> None:
-        """Counts a call until its status is sent. Raises EngineDrainingError when draining, OverloadedError beyond what
-        may be open."""
+        """Counts a call until its status is sent. Raises EngineDrainingError while draining, OverloadedError beyond
+        `most`.
+        """
         started = time.monotonic()
 
         def leave(_: Any) -> None:
@@ -72,7 +73,7 @@ class OpenCalls:
             raise OverloadedError(f"{self._most} calls are open already")
 
     async def drain(self, grace: float) -> None:
-        """Lets no more calls in and waits until those under way have ended, `grace` seconds at most."""
+        """Refuses new calls and waits at most `grace` seconds until the open ones have ended."""
         self._draining = True
         try:
             async with asyncio.timeout(grace):
@@ -82,10 +83,10 @@ class OpenCalls:
 
 
 def handlers(servicer: Any, service: ServiceDescriptor, calls: OpenCalls) -> grpc.GenericRpcHandler:
-    """Serves each method of the service by the servicer's method of the same name."""
+    """Handlers that serve each method of the service by the servicer's method of the same name."""
     made = {}
     for method in service.methods:
-        # As a stream of requests, so that the wait for the one that comes has an end.
+        # A stream of requests, so that waiting for the message can time out.
         make = (
             grpc.stream_stream_rpc_method_handler if method.server_streaming else grpc.stream_unary_rpc_method_handler
         )
@@ -116,12 +117,12 @@ def _guarded(name: str, method: Method, request_type: type[Message], calls: Open
 
 
 async def first_message(requests: Requests, context: grpc.aio.ServicerContext, timeout: float) -> Any:
-    """The message of a call that has one; ends the call where it does not come in time."""
+    """Returns the call's first message; ends the call if it does not arrive in time."""
     try:
         async with asyncio.timeout(timeout):
             return await anext(requests)
     except TimeoutError:
-        details = f"the call's message did not come within {timeout:g} s"
+        details = f"the call's message did not arrive within {timeout:g} s"
         return await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, details)
     except StopAsyncIteration:
         return await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no message")

@@ -1,7 +1,7 @@
-"""Which gRPC status an error becomes, and what a caller is told of it.
+"""Converts exceptions to gRPC statuses.
 
-A bad request names its field in a google.rpc.BadRequest; a refused one says in `retry-after-ms` when to try again.
-What went wrong inside the server stays there.
+An invalid request names its field in a google.rpc.BadRequest; an overloaded server gives `retry-after-ms`. Internal
+errors are not disclosed.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from scheduler.errors import OverloadedError, RequestError, UnknownAdapterError
 
 logger = logging.getLogger(__name__)
 
-# A status travels in headers, three times over and encoded; clients take 8 KiB of them.
+# A status is sent in headers, three times and encoded; clients accept 8 KiB of headers.
 MAX_MESSAGE = 800
 
 Status = tuple[grpc.StatusCode, str, tuple[tuple[str, str | bytes], ...]]
 
 
 class CallError(Exception):
-    """A call that ends with this status."""
+    """Ends a call with this status."""
 
     def __init__(self, code: grpc.StatusCode, message: str):
         super().__init__(message)
@@ -34,7 +34,7 @@ class CallError(Exception):
 
 
 def status_of(error: Exception, field: str | None) -> Status:
-    """(code, message, trailing metadata); field: the one that a RequestError is about, as the proto spells it."""
+    """(code, message, trailing metadata) for an exception; field: proto field that a RequestError concerns."""
     if isinstance(error, CallError):
         return error.code, public(str(error)), ()
     if isinstance(error, OverloadedError):
@@ -53,7 +53,7 @@ def status_of(error: Exception, field: str | None) -> Status:
 
 
 def public(text: str) -> str:
-    """What of a message may leave the server."""
+    """The message in the form that may leave the server: scrubbed, ASCII, of limited length."""
     text = scrub(text).encode("ascii", "backslashreplace").decode()
     return text if len(text) <= MAX_MESSAGE else text[:MAX_MESSAGE] + "..."
 

@@ -1,1 +1,1 @@
-"""The HTTP face of an engine: OpenAI's API with vLLM's extra fields. `app.create_app` puts it together."""
+"""The HTTP server: OpenAI's API with vLLM's extra fields. `app.create_app` assembles it."""

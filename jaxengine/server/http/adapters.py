@@ -1,4 +1,4 @@
-"""Adapters that an operator loads and unloads while the server runs. The engine reads their files, on a thread."""
+"""Admin routes that load and unload adapters at run time. The engine reads their files in a thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxengine.server.options import ServerConfig
 
 
 class LoadRequest(RequestModel):
-    """lora_path: a folder in lora_root, by its path there or by its whole path."""
+    """lora_path: a folder in lora_root, relative to it or absolute."""
 
     lora_name: Annotated[str, Field(min_length=1, max_length=256)]
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
@@ -35,13 +35,13 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.post("/v1/load_lora_adapter", response_class=Response)
     async def load_lora_adapter(body: LoadRequest) -> Response:
-        """Lets requests name an adapter as their model."""
+        """Loads an adapter, which requests may then name as their model."""
         await load_from_root(engine, config, names, body.lora_name, body.lora_path)
         return _text(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     @routes.post("/v1/unload_lora_adapter", response_class=Response)
     async def unload_lora_adapter(body: UnloadRequest) -> Response:
-        """Lets no further request name it; those that run with it go on to their ends."""
+        """Closes an adapter to further requests; running ones continue."""
         await unload(engine, body.lora_name)
         return _text(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 

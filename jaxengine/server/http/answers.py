@@ -1,6 +1,6 @@
-"""What answers look like, for /openapi.json: the shapes that several endpoints share, and how a route names its own.
+"""Types of responses for /openapi.json: shapes that several endpoints share, and how a route declares its own.
 
-The writers of answers make plain dicts; a test holds what they write to these types. Knows no endpoint.
+Endpoints write plain dicts; a test compares what they write with these types.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from pydantic import BaseModel, Field
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-# The default of a field that an answer may be without.
+# Default of an optional field.
 ABSENT: Any = Field(default_factory=dict)
 
 
 class Answer(BaseModel):
-    """A JSON object of an answer."""
+    """A JSON object of a response."""
 
 
 class ErrorDetail(Answer):
@@ -64,7 +64,7 @@ class PromptLogprob(Answer):
     decoded_token: str | None
 
 
-# For each token of the prompt its candidates by token id; null where nothing precedes.
+# Candidates by token id for each prompt token; null for the first one.
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
@@ -79,7 +79,7 @@ class TokenLogprob(TopLogprob):
 
 
 def answers(whole: Any, event: Any = None) -> Callable[[F], F]:
-    """Names the type of a route's answer, and of the JSON of each event where it streams."""
+    """Declares the type of a route's response, and of the JSON of each event if it streams."""
 
     def mark(endpoint: F) -> F:
         endpoint.__dict__["answers"] = whole, event

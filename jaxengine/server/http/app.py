@@ -1,4 +1,4 @@
-"""The HTTP application: every router, and what stands in front of all of them."""
+"""The HTTP application: all routers and middleware."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ from jaxengine.version import __version__
 
 logger = logging.getLogger(__name__)
 
-# Each gives the routes of one part; a new part is a new line. Those of GENERATING are for models that generate, of
-# POOLING for those that pool.
+# Functions that create the routes of one part each. GENERATING is for generating models, POOLING for pooling models.
 GENERATING: tuple[Callable[[EngineClient, ServerConfig], APIRouter], ...] = (
     chat.router,
     completions.router,
@@ -64,11 +63,10 @@ ROUTERS = (
 
 
 def create_app(engine: EngineClient, config: ServerConfig, store: Responses | None = None) -> FastAPI:
-    """The application over `engine`. `app.state.traffic` is its TrafficState.
+    """Creates the application over `engine`. `app.state.traffic` is its TrafficState.
 
-    store: of responses; by default one of this application's own.
-
-    Raises ConfigError for key files that cannot be used.
+    store: store of responses; by default a new one.
+    Raises ConfigError for unusable key files.
     """
     traffic = TrafficState()
     config = without_auto(config, engine.inputs)
@@ -81,11 +79,11 @@ def create_app(engine: EngineClient, config: ServerConfig, store: Responses | No
     if config.otlp_traces_endpoint is not None:
         middleware.append(Middleware(CallerTraceMiddleware))
     if config.allowed_origins:
-        # Outermost: a browser asks before it sends the key.
+        # Outermost: a browser's preflight request has no key.
         origins = list(config.allowed_origins)
         cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
         middleware.insert(0, cors)
-    # FastAPI's pages that show the document load scripts from elsewhere; ours is api_docs.
+    # FastAPI's documentation pages load scripts from other hosts; ours is api_docs.
     app = FastAPI(
         title="jaxengine",
         version=__version__,
@@ -108,33 +106,33 @@ def create_app(engine: EngineClient, config: ServerConfig, store: Responses | No
 
 
 def _needs(router: Any, engine: EngineClient) -> list[Any]:
-    """What is asked before a request of these routes is looked at: whether the model does such things."""
+    """Dependencies that check, before a request is read, whether the model supports these routes."""
     inputs = engine.inputs
     needed = inputs.refuse_generation if router in GENERATING else inputs.require_pooling if router in POOLING else None
     if needed is None:
         return []
 
-    async def ask() -> None:  # not to be run in a thread of its own, as functions that do not wait are
+    async def ask() -> None:  # async, as FastAPI runs other functions in a thread
         needed()
 
     return [Depends(ask)]
 
 
 def _check(routes: APIRouter) -> None:
-    """Raises TypeError for a route whose bodies would be read by other rules than JsonRoute's."""
+    """Raises TypeError for a route whose bodies would not be read by the rules of JsonRoute."""
     for route in routes.routes:
         if not isinstance(route, APIRoute):
-            raise TypeError(f"{route} is no route of its own; give a router a line in ROUTERS")
+            raise TypeError(f"{route} has no route; add its router to ROUTERS")
         if route.body_field is not None and not isinstance(route, JsonRoute):
             raise TypeError(f"{route.path} reads a body but its router has not route_class=JsonRoute")
 
 
 class TrafficState:
-    """What is going on.
+    """Counts of the requests being answered.
 
     Attributes:
-      num_running: requests that are being answered, those for the server's own state not counted.
-      has_served: whether one of these was answered as it asked.
+      num_running: requests that are being answered, except those about the server's own state.
+      has_served: whether any such request has succeeded.
     """
 
     def __init__(self):
@@ -143,11 +141,11 @@ class TrafficState:
 
 
 class TrafficMiddleware:
-    """Gives every request its id and the time of its arrival, counts those that run and answers what fails.
+    """Assigns every request its id and arrival time, counts running requests, and answers failures.
 
-    A client's X-Request-Id is kept when it is 1 to 128 letters, digits, "-" and "_"; it is in `state["request_id"]` and
-    in the answer. `state["unique_id"]` is good for naming the request in the engine. `state["arrival"]`, in seconds of
-    time.monotonic, is left as it is where what reads the headers has set it.
+    A client's X-Request-Id is kept if it is 1 to 128 letters, digits, "-" and "_"; it is in `state["request_id"]` and
+    in the response. `state["unique_id"]` may be used as the request's name in the engine. `state["arrival"]`, in
+    seconds of time.monotonic, is kept if the reader of the headers has set it.
     """
 
     def __init__(self, app: ASGIApp, traffic: TrafficState, root_path: str):
@@ -159,14 +157,14 @@ class TrafficMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        # A proxy may take it away from the path or leave it there.
+        # A proxy may remove the root path or keep it.
         scope["root_path"] = self._root_path
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")
         request_id = given if REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
         state.setdefault("arrival", time.monotonic())
-        # Proxies send one id with several calls, so it alone is not enough to tell requests apart.
+        # Proxies may send the same id with several calls, so it is not unique.
         state["unique_id"] = f"{given}-{secrets.token_hex(4)}" if request_id == given else request_id
         started = False
 
@@ -178,7 +176,7 @@ class TrafficMiddleware:
                 headers = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
                 if state.get("unknown_fields"):
                     headers.append((b"x-unknown-fields", _header_text(state["unknown_fields"])))
-                    logger.warning("a request has fields that are not known: %s", headers[-1][1].decode())
+                    logger.warning("a request has unknown fields: %s", headers[-1][1].decode())
                 if state.get("ignored_fields"):
                     headers.append((b"x-ignored-fields", _header_text(state["ignored_fields"])))
                 message = {**message, "headers": headers}
@@ -199,7 +197,7 @@ class TrafficMiddleware:
 
 
 def _header_text(names: list[str]) -> bytes:
-    """Names of fields that a client made up, as a header may carry them: at most 20, nothing but plain characters."""
-    # A header's value must not end in white space, as it would behind an empty name.
+    """Names of fields, chosen by a client, in a form that is safe for a header: at most 20, of plain characters."""
+    # A header's value must not end in white space, as it would after an empty name.
     plain = [re.sub(r"[^A-Za-z0-9_.-]", "?", name[:64]) or "?" for name in names[:20]]
     return ", ".join(plain).encode()

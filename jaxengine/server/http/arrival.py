@@ -1,7 +1,4 @@
-"""How a request may arrive: how large its headers and its body are, how long they take, how much is held of all bodies.
-
-Owns what is settled before a body is looked into. Knows nothing of JSON or fields.
-"""
+"""Limits of incoming requests: size of headers and body, time to receive them, and total size of all bodies."""
 
 from __future__ import annotations
 
@@ -12,21 +9,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxengine.server.http.errors import ApiError, error_response
 
-# Beyond its read_timeout a body may take as long as it does at this rate: a large one from far away is no attack.
+# Minimum rate of a body: in addition to read_timeout it may take the time that this rate implies.
 LEAST_BYTES_PER_SECOND = 256 << 10
-# Bodies that are held at once, in largest ones.
+# Limit of the total size of bodies in memory, in bodies of the largest allowed size.
 _MOST_BODIES = 8
-_CLOSE = {"Connection": "close"}  # what is left of a body is not waited for
+_CLOSE = {"Connection": "close"}  # the rest of the body is not received
 
 
 class LimitsMiddleware:
-    """Refuses headers and bodies that are too large, and bodies that come too slowly or too many at once.
+    """Refuses headers and bodies that are too large, and bodies that arrive too slowly or too many at once.
 
-    A body is counted while it comes. It counts among those that are held from its first byte until its answer begins.
+    A body is measured while it arrives. It counts towards the total from its first byte until its response begins.
     """
 
     def __init__(self, app: ASGIApp, max_header_bytes: int, max_request_bytes: int, read_timeout: float):
-        """read_timeout: seconds that a body may take to come, beside what LEAST_BYTES_PER_SECOND gives it."""
+        """read_timeout: seconds to receive a body, in addition to the time that LEAST_BYTES_PER_SECOND allows."""
         self._app = app
         self._max_header_bytes = max_header_bytes
         self._max_request_bytes = max_request_bytes
@@ -57,7 +54,9 @@ class LimitsMiddleware:
                 async with asyncio.timeout(left):
                     message = await receive()
             except TimeoutError:
-                raise ApiError(408, f"the body did not come within {self._read_timeout:g} s", headers=_CLOSE) from None
+                raise ApiError(
+                    408, f"the body did not arrive within {self._read_timeout:g} s", headers=_CLOSE
+                ) from None
             size = len(message.get("body", b""))
             num_read += size
             whole = not message.get("more_body", False)
@@ -82,21 +81,21 @@ class LimitsMiddleware:
             self._num_held -= num_held
 
     def _check_headers(self, scope: Scope) -> None:
-        """Raises ApiError."""
+        """Checks the headers. Raises ApiError."""
         size = len(scope.get("raw_path") or b"") + len(scope["query_string"])
         size += sum(len(name) + len(value) + 4 for name, value in scope["headers"])
         if size > self._max_header_bytes:
             raise ApiError(431, f"the headers have {size} bytes; allowed are {self._max_header_bytes}", headers=_CLOSE)
         names = {name for name, _ in scope["headers"]}
         if {b"content-length", b"transfer-encoding"} <= names:
-            # Where a proxy goes by the one and the server by the other, a request can hide in another's body.
-            text = "Content-Length and Transfer-Encoding are both there; allowed is one of them"
+            # Request smuggling: a proxy may use one of them and the server the other.
+            text = "Content-Length and Transfer-Encoding are both given; allowed is one of them"
             raise ApiError(400, text, headers=_CLOSE)
         for name, value in scope["headers"]:
             if name == b"content-length":
                 if not value.isdigit():
                     raise ApiError(400, "Content-Length is not a number", headers=_CLOSE)
-                # Compared as text first: a number of many digits is slow to read.
+                # The length of the text is checked first: parsing many digits is slow.
                 if len(value.lstrip(b"0")) > 20 or int(value) > self._max_request_bytes:
                     raise self._too_large()
 

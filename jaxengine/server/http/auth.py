@@ -1,6 +1,6 @@
-"""Who may call: a key for every route but those that tell nothing of requests or of the engine.
+"""HTTP authentication: every route needs a key, except those that reveal nothing about requests or the engine.
 
-Stands in front of the routes, so that a new one cannot forget it. Knows nothing of what they do.
+It is middleware, so that no route can omit it.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from jaxengine.server.http.errors import ApiError, error_response
 from jaxengine.server.keys import Keys, bearer_key
 
-# "/" and "/docs" are pages that hold no figures and ask for a key themselves: a browser sends none with an address.
+# "/" and "/docs" are pages without data that ask for a key themselves, as browsers send none with an address.
 OPEN_PATHS = frozenset({"/health", "/ping", "/", "/docs"})
 
 
 class AuthMiddleware:
-    """Lets nothing through without one of the keys, once there are any; `require_admin` asks for an operator's.
+    """Refuses requests without a valid key, if there are keys; `require_admin` needs an operator's key.
 
-    `state["client"]` says whose request it is to the engine, by the key; None where that tells no clients apart.
+    `state["client"]` names the client for the engine, by the key; None if the policy does not distinguish clients.
     """
 
     def __init__(self, app: ASGIApp, keys: Keys, names_clients: bool):
@@ -44,7 +44,7 @@ class AuthMiddleware:
 
 
 def require_admin(request: Request) -> None:
-    """A dependency of routes that change the server. Raises ApiError without an operator's key."""
+    """Dependency of routes that change the server. Raises ApiError without an operator's key."""
     if request.scope["state"]["is_admin"]:
         return
     if _key(request.scope):
@@ -57,7 +57,7 @@ def _unauthorized() -> ApiError:
 
 
 def _key(scope: Scope) -> bytes:
-    """As "Authorization: Bearer KEY", or as Anthropic's clients send it, as X-Api-Key."""
+    """The request's key, from "Authorization: Bearer KEY" or, as Anthropic's clients send it, X-Api-Key."""
     given = [value for name, value in scope["headers"] if name == b"authorization"]
     plain = [value for name, value in scope["headers"] if name == b"x-api-key"]
     return plain[0] if not given and len(plain) == 1 else bearer_key(given)

@@ -1,7 +1,4 @@
-"""/openapi.json as the server really answers: whole, as events, and with errors, each in its shape.
-
-Knows the routes of an application, nothing of what they do.
-"""
+"""/openapi.json with the actual responses: complete, as events, and errors, each with its type."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from starlette.routing import BaseRoute
 
 from jaxengine.server.http.answers import Error, MessagesError
 
-# Status -> what it means, for every route, and for those that read a body besides.
+# Status -> meaning, for every route, and in addition for those that read a body.
 _ALWAYS = {
     "401": "No valid key was presented.",
     "431": "The headers are too large.",
@@ -34,7 +31,7 @@ _OF_EVENTS = "Server-sent events. The schema is of the JSON that the data of eac
 
 
 def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
-    """Has the application's document written by these rules. routes: all of it."""
+    """Replaces the application's document. routes: all routes."""
     plain = app.openapi
 
     def document() -> dict[str, Any]:
@@ -74,7 +71,7 @@ def _correct(document: dict[str, Any], routes: Sequence[APIRoute]) -> None:
 
 
 def _kinds(route: APIRoute) -> tuple[Any, Any]:
-    """What `answers` said of the route."""
+    """The types that `answers` declared for the route."""
     return getattr(route.endpoint, "answers", (None, None))
 
 

@@ -1,8 +1,6 @@
-"""How an error looks to a client: OpenAI's shape, Anthropic's where its clients call, one status for each kind.
+"""Error responses: OpenAI's form, or Anthropic's for its endpoints, with one status per kind of error.
 
-No inside of the server is in its words.
-
-Every answer that is no success is made here. Knows nothing of endpoints.
+Internals of the server are not disclosed. All responses other than success are made here.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ _TYPES = {
     500: "InternalServerError",
     503: "ServiceUnavailableError",
 }
-# Where Anthropic's clients call, and their words for `type`.
+# Path of Anthropic's endpoints, and its values of `type`.
 _MESSAGES = "/v1/messages"
 _MESSAGES_TYPES = {
     401: "authentication_error",
@@ -51,11 +49,11 @@ _BRANCHES = {"str", "int", "float", "bool", "none"}
 
 
 class ApiError(HTTPException):
-    """An answer other than success.
+    """A response other than success.
 
     Attributes:
-      status_code: HTTP's.
-      detail: what is wrong, for the caller's eyes.
+      status_code: HTTP status.
+      detail: message for the caller.
       param: the field at fault, as the caller spells it.
     """
 
@@ -67,7 +65,7 @@ class ApiError(HTTPException):
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What a client is told about `error`. One that nobody foresaw tells nothing; the log has it."""
+    """The response for an exception. An unexpected one is only logged, and not disclosed."""
     match error:
         case ApiError():
             return error
@@ -90,7 +88,7 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
-    """OpenAI's shape, with vLLM's words for `type` and the HTTP status as `code`."""
+    """OpenAI's form, with vLLM's values of `type` and the HTTP status as `code`."""
     fallback = "BadRequestError" if error.status_code < 500 else "InternalServerError"
     body = {
         "message": scrub(error.detail),
@@ -102,19 +100,19 @@ def error_body(error: ApiError) -> dict[str, Any]:
 
 
 def messages_error_body(error: ApiError) -> dict[str, Any]:
-    """Anthropic's shape."""
+    """Anthropic's form."""
     fallback = "invalid_request_error" if error.status_code < 500 else "api_error"
     kind = _MESSAGES_TYPES.get(error.status_code, fallback)
     return {"type": "error", "error": {"type": kind, "message": scrub(error.detail)}}
 
 
 def error_response(error: ApiError) -> Response:
-    """The whole answer."""
+    """The error as a response."""
     return _ErrorResponse(error)
 
 
 class _ErrorResponse(Response):
-    """In the shape that clients of the path know."""
+    """A response whose form depends on the request's path."""
 
     def __init__(self, error: ApiError):
         self._error = error
@@ -127,31 +125,31 @@ class _ErrorResponse(Response):
         await super().__call__(scope, receive, send)
 
     def _body(self, shape: Callable[[ApiError], dict[str, Any]]) -> bytes:
-        # ASCII only: a message may quote half a surrogate pair, which has no UTF-8 form.
+        # ASCII only: a message may quote half a surrogate pair, which has no UTF-8 encoding.
         return json.dumps(shape(self._error)).encode()
 
 
 def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
-    """Has every exception of `app` that is foreseen answered from here; others are the outermost layer's.
+    """Installs handlers for the expected exceptions of `app`; the outermost middleware answers others.
 
-    routes: all there will be, some perhaps later; of a path with several, an answer 405 names every method.
+    routes: all routes, which may be added later; a response 405 lists the methods of all routes with its path.
     """
 
     async def answer(request: Request, error: Exception) -> Response:
-        told = as_api_error(error)
-        if told.status_code == 405:
-            # The framework names those of the first route only.
+        known = as_api_error(error)
+        if known.status_code == 405:
+            # The framework lists only the first route's methods.
             matching = (route for route in routes if route.matches(request.scope)[0] is not Match.NONE)
             methods = {method for route in matching for method in getattr(route, "methods", None) or ()}
-            told.headers = {"Allow": ", ".join(sorted(methods))}
-        return error_response(told)
+            known.headers = {"Allow": ", ".join(sorted(methods))}
+        return error_response(known)
 
     for kind in (HTTPException, RequestValidationError, RequestError, EngineDeadError):
         app.add_exception_handler(kind, answer)
 
 
 def _invalid(error: RequestValidationError) -> ApiError:
-    """The first field that is wrong, with all that would have been right there."""
+    """The error for the first invalid field, with everything that would be allowed there."""
     problems = error.errors()
     raised = problems[0].get("ctx", {}).get("error")
     if isinstance(raised, RequestError):
@@ -168,7 +166,7 @@ def _invalid(error: RequestValidationError) -> ApiError:
 
 
 def _want(problem: dict[str, Any]) -> str:
-    # Pydantic names the branch of a union as if it were a key; only keys and positions help.
+    # Pydantic includes branches of a union in the location; only keys and positions are shown.
     inside = [str(step) for step in problem["loc"][2:] if step not in _BRANCHES and not str(step).endswith("]")]
     where = f"{'.'.join(inside)[:100]}: " if inside else ""
     said = problem["msg"].removeprefix("Value error, ")

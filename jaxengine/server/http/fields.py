@@ -1,4 +1,4 @@
-"""Types of fields that clients fill as they like: what is too much ends before anything is made of it."""
+"""Types of fields with client-defined content, which limit its size before it is processed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
 
 def at_most(number: int) -> BeforeValidator:
-    """Of a list or an object with more entries than `number` none is looked at."""
+    """Validator that refuses a list or object with more than `number` entries without looking at them."""
 
     def check(value: Any) -> Any:
         if isinstance(value, list | dict) and len(value) > number:
@@ -32,15 +32,15 @@ def _all_texts(value: Any) -> Any:
     return value
 
 
-# Lists and objects end at their first fault: a body has room for millions of them.
+# Validation of lists and objects stops at the first error: a body may have millions.
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
-# An object as it was read. pydantic would copy it entry by entry, and nothing else would run meanwhile.
+# An object as it was read. pydantic would copy it entry by entry, blocking other threads.
 JsonObject = Annotated[
     dict[str, Any], PlainValidator(_object), WithJsonSchema({"type": "object", "additionalProperties": True})
 ]
 TextsByName = Annotated[dict[str, str], BeforeValidator(_all_texts)]
-# Names in an object of options, of which none has so many.
+# Limit of names in an object of options.
 MAX_OPTIONS = 256
-# What requests may set in a chat template beside the conversation.
+# Variables of a chat template that requests may set.
 TemplateVariables = Annotated[JsonObject, at_most(MAX_OPTIONS)]

@@ -1,4 +1,4 @@
-"""Several streams of outputs read as one."""
+"""Merges several streams of outputs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ T = TypeVar("T")
 async def interleave(
     start: Callable[[int], AsyncIterator[T]], number: int, at_once: int
 ) -> AsyncGenerator[tuple[int, T], None]:
-    """Yields (index, item) of the streams `start(0)` to `start(number - 1)`, of which `at_once` run together.
+    """Yields (index, item) of the streams `start(0)` to `start(number - 1)`, at most `at_once` of them concurrently.
 
-    Not more than one item of each waits for the reader, so that a slow one holds the streams back. Ends with the first
-    error of any; all streams are closed in every case.
+    Each stream is at most one item ahead, so that a slow reader holds the streams back. Ends with the first error of
+    any stream; all streams are closed in every case.
     """
     if number == 1:
         async with _closing(start(0)) as stream:

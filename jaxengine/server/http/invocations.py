@@ -1,6 +1,5 @@
-"""POST /invocations, as SageMaker calls a model: a chat completion, a completion or pooling, by fields of the body.
-
-Knows which path answers which body, and nothing else of either.
+"""POST /invocations, SageMaker's route: a chat completion, completion or pooling request, depending on the body's
+fields.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ from jaxengine.server.http.limits import read_json
 from jaxengine.server.options import ServerConfig
 from scheduler.errors import RequestError
 
-# A field that only one path has -> the path.
+# Path by a field that only its requests have.
 _PATHS = {"messages": "/v1/chat/completions", "prompt": "/v1/completions", "input": "/v1/responses"}
 _SCORES = {"query": "/rerank", "text_1": "/score", "queries": "/score", "data_1": "/score"}
 _POOLING_PATHS = {"embed": {"input": "/v1/embeddings", **_SCORES}, "classify": {"input": "/classify", **_SCORES}}
 
 
 class _PassedOn(Response):
-    """The answer of another path to a request whose body was read already."""
+    """Forwards a request, whose body was already read, to another path."""
 
     def __init__(self, request: Request, path: str, body: bytes):
         super().__init__()

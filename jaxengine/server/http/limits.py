@@ -1,7 +1,6 @@
-"""What counts as JSON in a request, and how much of it: depth, entries, texts, numbers that are numbers.
+"""Reading of JSON bodies, with limits of depth, entries, texts and names.
 
-Everything is counted before anything is made of it, and a long body is read beside the event loop. Knows nothing of
-fields.
+Everything is counted before it is parsed, and a long body is read off the event loop.
 """
 
 from __future__ import annotations
@@ -22,33 +21,32 @@ from jaxengine.server.http.errors import ApiError
 from jaxengine.server.workers import Workers
 
 MAX_DEPTH = 64
-# Arrays and objects in one body. One with a name in it takes seven bytes there and two hundred in memory.
+# Limit of arrays and objects in a body. An object with a name takes seven bytes there and two hundred in memory.
 MAX_CONTAINERS = 200_000
-# Entries of all arrays and objects, forty bytes each: the token ids of the longest prompts, 2**20, and some more.
+# Limit of entries of all arrays and objects, forty bytes each: the token ids of the longest prompts, 2**20, and more.
 MAX_VALUES = 1_100_000
-# Texts, names included. A name takes ten times as long to read as a number.
+# Limit of texts, including names. A name takes ten times as long to read as a number.
 MAX_TEXTS = 500_000
-# Names of all objects, two hundred bytes each while they are read: a bias for each id of the largest vocabularies.
+# Limit of names in all objects, two hundred bytes each while read: a bias for each id of the largest vocabularies.
 MAX_NAMES = 270_000
-# Names of one request, beside those of objects in it.
+# Limit of a request's top-level names.
 MAX_FIELDS = 1000
-# Longer bodies are read beside the event loop,
+# Longer bodies are read in a thread,
 _LONG_BODY = 64 << 10
-# and those with more texts or values in pieces, which is slower and lets the event loop have its turn in between.
+# and those with more texts or values in pieces, which is slower but lets the event loop run in between.
 _MANY_TEXTS, _MANY_VALUES = 50_000, 200_000
 _PIECE_CHARS, _PIECE_NAMES, _PIECE_BYTES = 64 << 10, 10_000, 1 << 20
 _NUMBERS = re.compile(r"[-+.0-9eE,\s]*+")
-# A string, up to the end of the body where it is not closed, a bracket, or what stands between these, in pieces.
-# Possessive: linear whatever the body holds.
+# A string (up to the end of the body if it is not closed), a bracket, or text between these, in pieces. Possessive, for
+# linear time.
 _STRUCTURE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]|[\]}]|[^"\[\]{}]{1,65536}+', re.DOTALL)
 _HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class JsonRoute(APIRoute):
-    """A route whose body is JSON in the narrow sense of `read_json`, sent as application/json.
+    """A route whose body is JSON by the rules of `read_json`, sent as application/json.
 
-    Fields that it does not know, and those that it takes and ignores, are noted in the request's state, for headers of
-    the answer.
+    Unknown fields, and known ones that are ignored, are recorded in the request's state, for headers of the response.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -74,17 +72,19 @@ class JsonRoute(APIRoute):
 
 
 class _JsonRequest(Request):
-    """Has the body read as JSON by our rules, and no more than two copies of it in memory."""
+    """Reads the body as JSON by these rules, with at most two copies of it in memory."""
 
     def __init__(self, scope: Scope, receive: Receive, fields: frozenset[str], ignored: frozenset[str]):
         super().__init__(scope, receive)
         self._fields = fields
         self._ignored = ignored - fields
-        # Grows in place. Parts kept until they are joined would leave as much again to the heap.
+        # Grows in place. Joining separate parts would take twice the memory.
         self._raw = bytearray()
 
     async def body(self) -> bytes:
-        """Whether there is one: FastAPI, which asks first, would keep it beside what is made of it."""
+        """Reads the body; returns a placeholder if there is one, because FastAPI would keep a copy in addition to the
+        parsed value.
+        """
         async for part in self.stream():
             self._raw += part
         return b"..." if self._raw else b""
@@ -102,14 +102,14 @@ class _JsonRequest(Request):
 
     def _read(self) -> Any:
         many, text = _measure(self._raw), _decode(self._raw)
-        self._raw = bytearray()  # before the value is made
+        self._raw = bytearray()  # freed before the value is parsed
         return _value(text, many)
 
 
 class _PatientDecoder(json.JSONDecoder):
-    """The same decoder in Python: other threads run between two values, which C's lets none do before it has ended.
+    """Python's JSON decoder, which lets other threads run between two values, unlike the one in C.
 
-    Numbers are left to C, some thousand at a time.
+    Numbers are decoded in C, some thousand at a time.
     """
 
     def __init__(self, **options: Any):
@@ -120,7 +120,7 @@ class _PatientDecoder(json.JSONDecoder):
         self.scan_once = json.scanner.py_make_scanner(self)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _array(self, text_and_start: tuple[str, int], scan_once: Any) -> tuple[list[Any], int]:
-        """The array whose entries begin there, and where it ends."""
+        """Decodes the array whose entries begin there; returns it and its end."""
         text, start = text_and_start
         end, values = text.find("]", start), []
         while start <= end:
@@ -135,7 +135,7 @@ class _PatientDecoder(json.JSONDecoder):
             if cut < 0:
                 return values, end + 1
             start = cut + 1
-        # Other things than numbers, or no array: the error says where.
+        # Not only numbers, or invalid: this decoder reports the position.
         return json.decoder.JSONArray(text_and_start, scan_once)  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -149,10 +149,10 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_json(body: bytes | bytearray) -> Any:
-    """The value. Raises ApiError for what is no JSON (RFC 8259), and for what is and does harm.
+    """Parses JSON (RFC 8259). Raises ApiError for invalid or harmful bodies.
 
-    That is: other than UTF-8, halves of surrogate pairs, NaN and infinite numbers, depth beyond MAX_DEPTH, more than
-    MAX_CONTAINERS arrays and objects, MAX_VALUES entries of them, MAX_TEXTS texts or MAX_NAMES names.
+    Refused are: encodings other than UTF-8, halves of surrogate pairs, NaN and infinite numbers, depth beyond
+    MAX_DEPTH, and more than MAX_CONTAINERS arrays and objects, MAX_VALUES entries, MAX_TEXTS texts or MAX_NAMES names.
     """
     return _value(many=_measure(body), text=_decode(body))
 
@@ -182,11 +182,11 @@ def _value(text: str, many: bool) -> Any:
 
 
 def _measure(body: bytes | bytearray) -> bool:
-    """Whether there are many texts or values. Raises ApiError for too much of anything."""
-    # Bytes counted without regard to where they stand are never too few, and for nearly all bodies few enough.
+    """Whether the body has many texts or values. Raises ApiError if a limit is exceeded."""
+    # Counting bytes regardless of context never gives too few, and is sufficient for nearly all bodies.
     brackets = _count(body, b"[") + _count(body, b"{")
     num_texts = _count(body, b'"')
-    if num_texts > _MANY_TEXTS:  # nothing below asks for fewer, and two bytes take as long to find as four single ones
+    if num_texts > _MANY_TEXTS:  # only needed above this; two bytes take as long to find as four single ones
         num_texts -= _count(body, b'\\"')
     num_values = _count(body, b",") + brackets
     few = brackets <= MAX_DEPTH and num_values < MAX_VALUES and num_texts <= MAX_TEXTS
@@ -219,7 +219,7 @@ def _measure(body: bytes | bytearray) -> bool:
 
 
 def _count(body: bytes | bytearray, what: bytes) -> int:
-    """How often it occurs, give or take those that lie across two pieces: between pieces other threads run."""
+    """Number of occurrences, except those across pieces; other threads can run between pieces."""
     return sum(body.count(what, at, at + _PIECE_BYTES) for at in range(0, len(body), _PIECE_BYTES))
 
 
@@ -232,7 +232,7 @@ def _too_deep() -> ApiError:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _finite(digits: str) -> float:

@@ -1,4 +1,4 @@
-"""Which models this server answers for: one, under the names its operator gives it, and adapters of it under theirs."""
+"""/v1/models: the served model under its names, and its adapters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from scheduler.errors import show_value
 
 
 def check_model(name: str | None, served: tuple[str, ...]) -> str:
-    """The name for the answer. Raises ApiError for a model that is not served."""
+    """The model name for the response. Raises ApiError for a model that is not served."""
     if name is not None and name not in served:
         raise ApiError(
             404, f"the model {show_value(name)} does not exist; this server has {', '.join(served)}", param="model"
@@ -26,7 +26,7 @@ def check_model(name: str | None, served: tuple[str, ...]) -> str:
 
 
 async def choose_model(engine: EngineClient, name: str | None, served: tuple[str, ...]) -> tuple[str, str | None]:
-    """The name for the answer, and the adapter's if it is one. Raises ApiError for a model that is not served."""
+    """(model name for the response, adapter name or None). Raises ApiError for a model that is not served."""
     if name is not None and name not in served:
         loaded = [each["name"] for each in await loaded_adapters(engine)]
         return (name, name) if name in loaded else (check_model(name, (*served, *loaded)), None)

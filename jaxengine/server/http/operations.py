@@ -1,4 +1,4 @@
-"""Whether the server lives and how busy it is, and, for operators, what changes it."""
+"""Routes about health and load, and admin routes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxengine.version import __version__
 
 
 class AbortRequest(RequestModel):
-    """request_ids: as answers carry them in `id`."""
+    """request_ids: values of `id` in responses."""
 
     request_ids: Annotated[Texts, Field(max_length=1024)]
 
@@ -50,7 +50,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.get("/load")
     @answers(Load)
     async def load(request: Request) -> dict[str, int]:
-        """Requests for text that this API process is busy with."""
+        """Number of requests for text that this API process is answering."""
         return {"server_load": request.app.state.traffic.num_running}
 
     return routes
@@ -63,25 +63,27 @@ def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.post("/reset_prefix_cache")
     async def reset_prefix_cache() -> dict[str, bool]:
-        """Forgets which pages hold which prefixes."""
+        """Drops all cached prefixes."""
         return {"success": bool(await engine.utility("reset_prefix_cache"))}
 
     @routes.post("/reset_mm_cache")
     async def reset_mm_cache() -> dict[str, bool]:
-        """Forgets pictures and videos that were made ready or encoded."""
+        """Drops cached pictures and videos, both preprocessed and encoded."""
         return {"success": bool(await engine.utility("reset_mm_cache"))}
 
     @routes.post("/abort_requests")
     async def abort_requests(body: AbortRequest) -> dict[str, int]:
-        """Ends requests; their answers say finish_reason "abort"."""
+        """Aborts requests; their answers have finish_reason "abort"."""
         for request_id in body.request_ids:
             await engine.abort(request_id)
         return {"num_requests": len(body.request_ids)}
 
     @routes.get("/server_info")
     async def server_info() -> dict[str, Any]:
-        """The settings in force, and as what matrices are stored and multiplied; no keys. adapter_forms: how products
-        take adapters. mm_cache: where pictures that were made ready are kept."""
+        """The settings in use, without keys, and formats of stored and multiplied matrices.
+
+        adapter_forms: how products apply adapters. mm_cache: where preprocessed pictures are cached.
+        """
         hidden = {"api_key"}
         server = {name: value for name, value in dataclasses.asdict(config).items() if name not in hidden}
         weights = await engine.utility("weights")

@@ -1,7 +1,7 @@
-"""What requests for text have in common: the fields, which of them are refused, and how they become SamplingParams.
+"""Base classes of requests: common fields, refused fields, and conversion to SamplingParams.
 
-Types are checked here, strictly: true is no integer, nor is 1.0 or "1". Ranges are SamplingParams' affair. A field is
-either declared, and acts, or stands in `REFUSED` with the values that ask for nothing.
+Types are checked strictly here: true, 1.0 and "1" are not integers. Ranges are checked by SamplingParams. A field is
+either declared, and takes effect, or is in `REFUSED` with the values that have no effect.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from jaxengine.server.names import REQUEST_ID
 from jaxengine.server.options import ServerConfig
 from scheduler.errors import RequestError, show_value
 
-_MAX_USER = 1024  # characters of a name that logs and answers repeat
+_MAX_USER = 1024  # characters, as logs and answers repeat it
 MIN_LOGPROB = -9999.0
 _TOKEN_ID = re.compile("-?[0-9]{1,18}")
 
-# Fields of vLLM and OpenAI that ask for what is not built, and the values by which they do not ask.
+# Unsupported fields of vLLM and OpenAI, with the values that have no effect.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "ec_transfer_params": (),
     "kv_transfer_params": (),
@@ -47,17 +47,17 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "vllm_xargs": ({},),
     "watermarking": (False,),
-    # Earlier names of structured_outputs: to ignore them would be to answer without the structure.
+    # Earlier names of structured_outputs: ignoring them would give unconstrained answers.
     **{f"guided_{name}": () for name in ("choice", "grammar", "json", "regex", "whitespace_pattern")},
     "guided_decoding_backend": ("auto", "guidance"),
 }
 
-# What text requests take of these: fields of a beam search.
+# Those that text requests support: fields of a beam search.
 _BEAM_FIELDS = frozenset(("use_beam_search", "length_penalty"))
 TEXT_REFUSED = {name: neutral for name, neutral in REFUSED.items() if name not in _BEAM_FIELDS}
 
-# Fields of OpenAI that cannot change what is answered: hints for billing, caches, speed or length. They are taken, and
-# the answer's X-Ignored-Fields names them.
+# Fields of OpenAI that do not affect the answer: hints for billing, caches, speed or length. They are accepted, and
+# listed in the response's X-Ignored-Fields.
 HINTS = frozenset(
     (
         "metadata",
@@ -74,7 +74,7 @@ HINTS = frozenset(
 logger = logging.getLogger(__name__)
 
 _SAMPLING_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
-# A beam search samples nothing, and is over before anything of it can be told.
+# A beam search samples nothing, and has no output before its end.
 _NOT_WITH_BEAMS = sorted(
     {*_SAMPLING_FIELDS, "stream", "echo", "top_logprobs", "response_format", "tools"}
     - {"n", "max_tokens", "temperature", "ignore_eos", "include_stop_str_in_output"}
@@ -84,7 +84,7 @@ _NOT_WITH_BEAMS = sorted(
 class RequestModel(BaseModel):
     """A JSON object of a request.
 
-    refused: fields that it turns down when they ask for something. ignored: fields that it takes and does nothing with.
+    refused: fields that are refused unless they have no effect. ignored: fields that are accepted and ignored.
     """
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, protected_namespaces=())
@@ -93,7 +93,7 @@ class RequestModel(BaseModel):
 
     @classmethod
     def known_fields(cls) -> frozenset[str]:
-        """Names that mean something here."""
+        """Names of fields that are known here."""
         return frozenset((*cls.model_fields, *cls.refused))
 
     @model_validator(mode="before")
@@ -112,7 +112,7 @@ class RequestModel(BaseModel):
 
 
 class ClosedModel(RequestModel):
-    """One that takes no other fields than its own."""
+    """An object without additional fields."""
 
     @model_validator(mode="before")
     @classmethod
@@ -125,7 +125,7 @@ class ClosedModel(RequestModel):
 
 
 class StreamOptions(ClosedModel):
-    """include_usage: a last chunk with the counts of tokens. continuous_usage_stats: such counts in every chunk."""
+    """include_usage: send token counts in a last chunk. continuous_usage_stats: send them in every chunk."""
 
     refused = {"include_obfuscation": (False,)}
 
@@ -135,9 +135,10 @@ class StreamOptions(ClosedModel):
 
 
 class JsonSchema(RequestModel):
-    """OpenAI's wrapping of a schema. name and description say nothing to the engine.
+    """OpenAI's wrapper of a schema. name and description are ignored.
 
-    strict: False: what no grammar can enforce is left out of the schema; otherwise it is refused. All else is enforced.
+    strict: False: keywords that no grammar can enforce are ignored; otherwise they are refused. All others are
+      enforced.
     """
 
     name: str | None = None
@@ -147,13 +148,13 @@ class JsonSchema(RequestModel):
 
 
 class ResponseFormat(RequestModel):
-    """OpenAI's way to ask for JSON."""
+    """OpenAI's request for JSON."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
     def structured_outputs(self) -> dict[str, Any] | None:
-        """The same in vLLM's words. Raises RequestError."""
+        """The same as vLLM's structured_outputs, or None. Raises RequestError."""
         if self.type == "json_object":
             return {"json_object": True}
         if self.type == "text":
@@ -165,13 +166,13 @@ class ResponseFormat(RequestModel):
 
 
 class NamedRequest(RequestModel):
-    """Fields of every request that the engine answers.
+    """Fields of every request to the engine.
 
     Attributes:
-      user: the caller's own name for who asks; it goes to the log and to traces. It is no client of the fair policy:
-        whoever made up names would be served more.
-      timeout: seconds from arrival until the request is ended.
-      request_id: what the request is called, in the answer and to `abort`.
+      user: caller's name of the end user, for log and traces. It is not a client of the fair policy: made-up names
+        would get more service.
+      timeout: seconds after arrival at which the request is aborted.
+      request_id: id of the request, in the response and for `abort`.
     """
 
     model: str | None = None
@@ -197,20 +198,20 @@ class NamedRequest(RequestModel):
         return self
 
     def options(self, request: Request, config: ServerConfig, lora: str | None = None) -> RequestOptions:
-        """When the engine is to run it, and for whom."""
+        """Scheduling options of the request."""
         state, timeout = request.state, self.timeout or config.request_timeout
         return RequestOptions(self.priority or 0, timeout, state.client, state.arrival, lora)
 
     def register(self, prefix: str, request: Request) -> str:
-        """Notes who asks in the request's state; returns what answer and engine call it, which `abort` knows it by."""
+        """Records the user in the request's state; returns the request's id for response, engine and `abort`."""
         request.state.user = self.user
         name = f"{prefix}-{self.request_id or request.state.unique_id}"
-        logger.debug("%s is asked for by user %r", name, self.user)
+        logger.debug("%s is requested by user %r", name, self.user)
         return name
 
 
 class GenerationRequest(NamedRequest):
-    """Fields of every request that has text generated; None stands for the default of the model or of vLLM."""
+    """Fields of every request that generates text; None is the default of the model or of vLLM."""
 
     ignored = HINTS
 
@@ -232,12 +233,12 @@ class GenerationRequest(NamedRequest):
 
 
 class TextRequest(GenerationRequest):
-    """What completions and chat completions have in common.
+    """Fields that completions and chat completions share.
 
     Attributes:
-      truncate_prompt_tokens: how many tokens of the prompt are kept, from its end ("right": its beginning) as
-        truncation_side says; -1: as many as leave room for max_tokens.
-      use_beam_search: the n best sequences that a beam search finds, with length_penalty.
+      truncate_prompt_tokens: number of prompt tokens to keep, from the end, or with truncation_side "right" from the
+        beginning; -1: as many as leave room for max_tokens.
+      use_beam_search: return the n best sequences of a beam search, with length_penalty.
     """
 
     refused = TEXT_REFUSED
@@ -263,7 +264,9 @@ class TextRequest(GenerationRequest):
     @model_validator(mode="before")
     @classmethod
     def _read_once(cls, data: Any) -> Any:
-        """What stands under an earlier name, too, is said once: clients for servers of any age do that, as guidance."""
+        """Drops fields under earlier names that repeat structured_outputs, as sent by clients that support
+        old servers.
+        """
         if not isinstance(data, dict) or not isinstance(asked := data.get("structured_outputs"), dict):
             return data
         return {name: value for name, value in data.items() if name[:7] != "guided_" or value != asked.get(name[7:])}
@@ -296,7 +299,7 @@ class TextRequest(GenerationRequest):
     def beam_params(
         self, inputs: InputProcessor, max_tokens: int | None, width: int | None = None
     ) -> BeamSearchParams | None:
-        """What a beam search is asked for, None without one; width: where it is not n. Raises RequestError."""
+        """Parameters of a beam search, None without one; width: if other than n. Raises RequestError."""
         if not self.use_beam_search:
             return None
         params = BeamSearchParams(
@@ -311,7 +314,9 @@ class TextRequest(GenerationRequest):
         return params
 
     def sampling_params(self, inputs: InputProcessor, config: ServerConfig, **changes: Any) -> SamplingParams:
-        """The fields as SamplingParams, over what the model suggests and under `changes`. Raises RequestError."""
+        """The fields as SamplingParams, overriding the model's defaults and overridden by `changes`. Raises
+        RequestError.
+        """
         if self.n is not None and not 1 <= self.n <= config.max_n:
             raise RequestError(f"n is {show_value(self.n)}; allowed are 1 to {config.max_n}", param="n", value=self.n)
         given = {name: getattr(self, name) for name in type(self).model_fields if name in _SAMPLING_FIELDS}
@@ -322,12 +327,12 @@ class TextRequest(GenerationRequest):
         return SamplingParams(**{**inputs.generation_defaults, **given, **changes})
 
     def names_tokens_by_id(self, config: ServerConfig) -> bool:
-        """Whether tokens of logprobs are called token_id:N."""
+        """Whether tokens of logprobs are written as token_id:N."""
         asked = self.return_tokens_as_token_ids
         return config.return_tokens_as_token_ids if asked is None else asked
 
     def usage_in_stream(self, config: ServerConfig) -> tuple[bool, bool]:
-        """Whether a stream ends with the counts of tokens, and whether every chunk has them."""
+        """(whether a stream ends with token counts, whether every chunk has them)."""
         options = self.stream_options or StreamOptions()
         last = bool(options.include_usage) or config.enable_force_include_usage
         return last, last and bool(options.continuous_usage_stats)
@@ -351,17 +356,17 @@ class TextRequest(GenerationRequest):
         if asked is None or self.structured_outputs is None:
             return asked or self.structured_outputs
         raise RequestError(
-            "response_format and structured_outputs both ask for a structure; give one", param="structured_outputs"
+            "response_format and structured_outputs are both given; give one", param="structured_outputs"
         )
 
 
 def json_logprob(logprob: float) -> float:
-    """A log-probability as JSON can say it: -9999.0 for what cannot be."""
+    """A log-probability in JSON: -9999.0 for minus infinity."""
     return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB
 
 
 def json_position(position: PositionLogprobs | None) -> dict[str, Any] | None:
-    """An entry of vLLM's prompt_logprobs: candidates by their ids; None where nothing precedes."""
+    """An entry of vLLM's prompt_logprobs: candidates by id; None for the first token."""
     if position is None:
         return None
     return {
@@ -371,7 +376,7 @@ def json_position(position: PositionLogprobs | None) -> dict[str, Any] | None:
 
 
 def usage(num_prompt_tokens: int, num_completion_tokens: int, num_cached_tokens: int) -> dict[str, Any]:
-    """OpenAI's counts of tokens."""
+    """OpenAI's token counts."""
     return {
         "prompt_tokens": num_prompt_tokens,
         "total_tokens": num_prompt_tokens + num_completion_tokens,

@@ -1,6 +1,6 @@
-"""Answers that outlive their request's reading: streams of server-sent events, and work that ends with its client.
+"""Answers that outlast the reading of their request: server-sent events, and work that is cancelled with its client.
 
-A client that leaves, or does not read, has its work cancelled, which frees its pages. Knows nothing of what is sent.
+If a client leaves or stops reading, its work is cancelled, which frees its pages. Independent of the content.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ encode_json = msgspec.json.Encoder().encode
 
 
 class ClientLeft(Exception):
-    """Nobody is there for the answer any more, or nobody who reads it."""
+    """The client has disconnected, or does not read the answer."""
 
 
 def event(value: Any) -> bytes:
-    """One event with a JSON value."""
+    """Encodes a JSON value as one event."""
     return b"data: %b\n\n" % encode_json(value)
 
 
 def failed_event(error: ApiError) -> bytes:
-    """The event of a stream that cannot go on, in the shape of an error."""
+    """Encodes the error that ends a stream as an event."""
     return event(error_body(error))
 
 
 def json_response(value: Any) -> Response:
-    """A whole answer. Numbers must be finite."""
+    """Encodes a complete answer. Numbers must be finite."""
     return Response(encode_json(value), media_type="application/json")
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled when the client leaves first; the request's body must have been read.
+    """Returns the result of `work`, which is cancelled if the client leaves first.
 
-    Raises ClientLeft.
+    The request's body must have been read. Raises ClientLeft.
     """
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
     try:
@@ -68,7 +68,7 @@ async def _disconnect(receive: Receive) -> None:
 
 
 async def answer(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    """The whole answer, unless the client leaves before."""
+    """Returns the complete answer, or status 499 if the client leaves before."""
     try:
         return await while_connected(request.receive, work)
     except ClientLeft:
@@ -84,9 +84,9 @@ async def stream_events(
 ) -> Response:
     """Streams `events`, each one or more server-sent events, then `done`.
 
-    The first of them is waited for before anything is sent, so that what is raised until then is answered with a status
-    of its own: a generator should ask the engine before it yields. What is raised later ends the stream as the event
-    that `failed` makes of it. `events` is closed in every case.
+    Nothing is sent before the first event, so that an exception until then is answered with an HTTP status of its own:
+    a generator should submit to the engine before it yields. A later exception ends the stream with the event
+    `failed(error)`. `events` is closed in every case.
     """
     try:
         first = await while_connected(request.receive, anext(events, b""))
@@ -109,7 +109,7 @@ class _EventStream(Response):
         failed: Callable[[ApiError], bytes],
     ):
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        # The length of an empty body is no length of a stream; a proxy that buffers makes no stream.
+        # Content-Length 0 of the empty body is wrong for a stream; proxies must not buffer it.
         del self.headers["content-length"]
         self.headers["X-Accel-Buffering"] = "no"
         self._first = first
@@ -122,7 +122,7 @@ class _EventStream(Response):
         try:
             await while_connected(receive, self._send(send))
         except ClientLeft as error:
-            # A stream without its end leaves a connection that cannot be used again: the server closes it.
+            # The server closes the connection, since an incomplete stream makes it unusable.
             logger.info("a stream was ended: %s", str(error) or "its client left")
 
     async def _send(self, send: Send) -> None:
@@ -135,10 +135,10 @@ class _EventStream(Response):
             except ClientLeft:
                 raise
             except Exception as error:
-                told = as_api_error(error)
-                if told.status_code == 500:
+                shown = as_api_error(error)
+                if shown.status_code == 500:
                     logger.exception("a stream failed")
-                await self._write(send, self._failed(told))
+                await self._write(send, self._failed(shown))
             await self._write(send, self._done)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, GET /tokenizer_info where it is wanted, as vLLM has them."""
+"""POST /tokenize and /detokenize, and GET /tokenizer_info if enabled, with vLLM's fields."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxengine.server.options import ServerConfig
 from jaxengine.server.prompts import MAX_DETOKENIZE, PromptEncoder, check_token_ids
 from scheduler.errors import RequestError
 
-# What TokenizeRequest has of a conversation beside its messages.
+# Fields of TokenizeRequest that need messages.
 _WITH_MESSAGES = (
     "add_generation_prompt",
     "continue_final_message",
@@ -33,11 +33,12 @@ _WITH_MESSAGES = (
 
 
 class TokenizeRequest(RequestModel):
-    """Either `prompt`, or `messages` with what the chat template takes.
+    """Either `prompt`, or `messages` with arguments of the chat template.
 
     Attributes:
-      add_special_tokens: the model's begin and end; None: to a prompt, not to a rendered conversation.
-      return_token_strs: also the vocabulary's own spelling of the tokens.
+      add_special_tokens: add the model's begin and end tokens; None adds them to a prompt, not to a rendered
+        conversation.
+      return_token_strs: also return the vocabulary's own spelling of the tokens.
     """
 
     model: str | None = None
@@ -64,14 +65,14 @@ class TokenizeRequest(RequestModel):
 
 
 class DetokenizeRequest(RequestModel):
-    """tokens: ids of the vocabulary."""
+    """Token ids to decode. tokens: ids of the vocabulary."""
 
     model: str | None = None
     tokens: TokenIds
 
 
 class TokenizeAnswer(Answer):
-    """token_strs: the vocabulary's own spelling, where it was asked for."""
+    """Token ids. token_strs: the vocabulary's own spelling, if requested."""
 
     count: int
     max_model_len: int
@@ -116,7 +117,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
         @routes.get("/tokenizer_info")
         async def tokenizer_info() -> dict[str, Any]:
-            """Special tokens and chat template, for clients that write prompts themselves."""
+            """Returns special tokens and chat template, for clients that render prompts themselves."""
             about = inputs.require_tokenizer().describe()
             return {**about, "chat_template": inputs.config.chat_template or about["chat_template"]}
 

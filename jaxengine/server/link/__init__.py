@@ -1,1 +1,1 @@
-"""What the server's processes tell each other, and the engine as an API process sees it."""
+"""Messages between the server's processes, and the client of the engine for API processes."""

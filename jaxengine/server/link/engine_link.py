@@ -1,7 +1,7 @@
-"""An API process's connection to the engine's process: it is made again whenever the engine is started again.
+"""An API process's connection to the engine's process; it is replaced whenever the engine restarts.
 
-Each connection begins with Hello and has a socket of its own, so that nothing meant for an engine that died reaches the
-next one. Knows nothing of requests.
+Each connection begins with Hello and has its own socket, so that no message for a dead engine reaches the next one.
+Independent of requests.
 """
 
 from __future__ import annotations
@@ -20,15 +20,20 @@ from jaxengine.server.link.messages import FromEngine, Hello, ToEngine
 logger = logging.getLogger(__name__)
 
 _RECONNECT_MS = 50
-# Messages that are taken in before others on the event loop have their turn.
+# Messages that are handled before the event loop runs other tasks.
 _BURST = 4
 
 
 class EngineLink:
-    """Messages to and from an engine, on the event loop it is opened on."""
+    """Sends and receives an engine's messages, on the event loop on which it is created."""
 
     def __init__(self, address: str, index: int, received: Callable[[FromEngine], None], lost: Callable[[], None]):
-        """index: which API process this is. lost: called when a connection ends; the next one is under way then."""
+        """Connects.
+
+        Args:
+          index: number of this API process.
+          lost: called when a connection has ended; the next one is being opened.
+        """
         self._address = address
         self._index = index
         self._received = received
@@ -38,23 +43,23 @@ class EngineLink:
         self._open()
 
     def send(self, message: ToEngine) -> None:
-        """Sends a message, or keeps it until the connection is there."""
+        """Sends a message, or queues it until there is a connection."""
         self.send_encoded(messages.encode(message))
 
     def send_encoded(self, message: bytes) -> None:
-        """The same, of a message that `messages.encode` made."""
+        """Sends a message encoded by `messages.encode`."""
         self._socket.send(message, zmq.NOBLOCK)
-        # A file descriptor of ZeroMQ tells of news once, and sending may have taken note of them ...
+        # ZeroMQ's file descriptor is edge-triggered, and sending may have consumed the edge ...
         self._loop.call_soon(self._read, self._socket)
 
     def reopen(self) -> None:
-        """Gives this connection up, as if the engine had."""
+        """Drops this connection and opens another, as if the engine had closed it."""
         self._close()
         self._open()
         self._lost()
 
     def close(self) -> None:
-        """Ends the connection for good."""
+        """Closes the connection for good."""
         self._close()
         self._context.destroy(linger=0)
 
@@ -74,7 +79,7 @@ class EngineLink:
         self._loop.add_reader(self._monitor.fileno(), self._disconnected, self._monitor)
         self._socket.connect(self._address)
         self.send(Hello(self._index))
-        # ... and it tells only who has looked before and found nothing.
+        # ... and it signals only after a read that found nothing.
         self._loop.call_soon(self._disconnected, self._monitor)
 
     def _close(self) -> None:

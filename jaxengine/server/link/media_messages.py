@@ -1,4 +1,4 @@
-"""Pictures and videos in a Submit: arrays as raw bytes, or where the engine finds them."""
+"""Pictures and videos in a Submit: arrays as raw bytes or by their place in shared memory."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from scheduler.media import Media, MediaItem
 
 
 class Place(msgspec.Struct, array_like=True):
-    """Where an item's patches, columns and rows lie behind each other in shared memory, and the bytes of each."""
+    """Place of an item in shared memory: patches, columns and rows, contiguous from `offset`, of `sizes` bytes."""
 
     offset: int
     sizes: tuple[int, int, int]
 
 
 class Item(msgspec.Struct, array_like=True):
-    """A MediaItem, arrays as raw bytes; num_patches tells their shapes.
+    """A MediaItem, arrays as raw bytes; num_patches determines their shapes.
 
     Attributes:
-      pixels: patches, columns and rows; None where the receiver keeps them, or they are in shared memory.
-      keep: whether the sender counts on the receiver to keep them.
+      pixels: patches, columns and rows; None if the receiver has them or they are in shared memory.
+      keep: whether the sender relies on the receiver to cache them.
     """
 
     modality: str
@@ -37,8 +37,8 @@ class MediaMessage(msgspec.Struct, array_like=True):
     """A Media; rope_positions as raw bytes.
 
     Attributes:
-      epoch: of the sender; another one than before says that nothing counts as kept that came earlier.
-      memory: the file of the shared memory of this epoch; "" where no item lies in any.
+      epoch: number of the sender's cache state; when it changes, nothing sent earlier counts as cached.
+      memory: path of this epoch's shared memory; "" if no item is in it.
     """
 
     items: list[Item]
@@ -49,30 +49,30 @@ class MediaMessage(msgspec.Struct, array_like=True):
 
 
 class MissingMediaError(Exception):
-    """A message counts on pixels that are not here; whole ones, sent again, are taken."""
+    """A message relies on pixels that are not cached here. Resending it with all pixels succeeds."""
 
 
 def pixels_of(item: MediaItem) -> tuple[bytes, bytes, bytes]:
-    """f32 patches, i32 columns and rows, as raw bytes."""
+    """Returns f32 patches, i32 columns and i32 rows as raw bytes."""
     return _bytes(item.patches, np.float32), _bytes(item.columns, np.int32), _bytes(item.rows, np.int32)
 
 
 def message_item(
     item: MediaItem, pixels: tuple[bytes, bytes, bytes] | None, place: Place | None = None, *, keep: bool = False
 ) -> Item:
-    """An item with its pixels, or without."""
+    """Converts an item, with pixels or with None."""
     positions = _bytes(item.positions, np.int32)
     return Item(item.modality, item.digest, len(item.patches), positions, item.cached, pixels, place, keep)
 
 
 def media_message(media: Media, items: list[Item], epoch: int = 0, memory: str = "") -> MediaMessage:
-    """What a prompt's Media says, with these items."""
+    """Converts a prompt's Media, with these items."""
     places = None if media.rope_positions is None else _bytes(media.rope_positions, np.int32)
     return MediaMessage(items, places, media.rope_delta, epoch, memory)
 
 
 def read_item(item: Item, pixels: tuple[bytes, bytes, bytes]) -> MediaItem:
-    """The item with these pixels, which its arrays are views of. Raises ValueError for bytes that make no arrays."""
+    """Returns the item with these pixels, as views of the bytes. Raises ValueError for bytes of a wrong size."""
     patches, columns, rows = pixels
     return MediaItem(
         item.modality,
@@ -86,7 +86,7 @@ def read_item(item: Item, pixels: tuple[bytes, bytes, bytes]) -> MediaItem:
 
 
 def read_media(message: MediaMessage, items: list[MediaItem]) -> Media:
-    """The Media of a message, with these items."""
+    """Returns the Media of a message, with these items."""
     places = message.rope_positions
     places = None if places is None else np.frombuffer(places, np.int32).reshape(3, -1)
     return Media(tuple(items), places, message.rope_delta)

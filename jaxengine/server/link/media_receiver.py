@@ -1,4 +1,4 @@
-"""The pictures of an API process's requests as the engine's process gets them, and what it keeps of them."""
+"""The engine's end of the transfer of pictures from an API process, with the engine's cache of them."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     from jaxengine.engine.extensions.pictures import MediaStats
 
 Pixels = tuple[bytes, bytes, bytes]
-# A file without a name, by the descriptor of the process that made it.
+# An unnamed file, by a descriptor of the process that created it.
 _MEMORY = re.compile(r"/proc/[1-9][0-9]{0,9}/fd/[0-9]{1,9}")
 
 
 class MediaReceiver:
     """Reads the messages of one connection, in their order.
 
-    What has come whole is kept as `KeySender` assumes. What lies in shared memory is copied when its message is read:
-    its sender may put something else there as soon as it hears that the message was.
+    Pixels that arrive in a message are cached as `KeySender` assumes. Those in shared memory are copied when the
+    message is read, since the sender may overwrite them as soon as it learns of that.
     """
 
     def __init__(self, max_bytes: int, stats: MediaStats | None):
-        """max_bytes: of what is kept, 0 unless the sender counts on it. stats: None for an engine that sees nothing."""
+        """max_bytes: size of the cache; 0 if the sender does not rely on one. stats: None for a text-only engine."""
         self._kept: LeastRecent[Pixels] = LeastRecent(max_bytes)
         self._stats = stats
         self._epoch = 0
@@ -42,17 +42,17 @@ class MediaReceiver:
 
     @property
     def num_bytes(self) -> int:
-        """Of the pixels that are kept."""
+        """Bytes of the cached pixels."""
         return self._kept.num_bytes
 
     def read(self, message: MediaMessage) -> Media:
-        """The pictures of a message. Raises MissingMediaError, and ValueError for one that makes no sense."""
+        """Returns the pictures of a message. Raises MissingMediaError, and ValueError for malformed data."""
         if message.epoch != self._epoch:
             self.clear()
             self._epoch = message.epoch
         if message.memory and self._memory is None:
             self._memory = _open(message.memory)
-        # As the sender does: what is kept before what is new.
+        # As in the sender: cached items before new ones.
         kept = [self._kept.get(item.digest) if _is_kept(item) else None for item in message.items]
         items: list[MediaItem] = []
         is_missing, came = False, dict[bytes, Pixels]()
@@ -67,9 +67,9 @@ class MediaReceiver:
             elif item.place is not None:
                 pixels = self._copy(item.place)
             elif pixels is None:
-                pixels = came.get(item.digest)  # a picture that a prompt has twice
+                pixels = came.get(item.digest)  # a picture that occurs twice in a prompt
             if pixels is None:
-                is_missing = True  # the others are taken all the same, or sender and receiver would part
+                is_missing = True  # the others are cached all the same, to stay in step with the sender
             else:
                 items.append(read_item(item, pixels))
         if is_missing:
@@ -77,7 +77,7 @@ class MediaReceiver:
         return read_media(message, items)
 
     def clear(self) -> None:
-        """Forgets what is kept, and the shared memory of this epoch."""
+        """Clears the cache and closes the shared memory of this epoch."""
         self._kept.clear()
         if self._memory is not None:
             self._memory.close()
@@ -98,12 +98,12 @@ class MediaReceiver:
 
 
 def _is_kept(item: Item) -> bool:
-    """Whether its sender says that it is kept here."""
+    """Whether the sender takes the item's pixels to be cached here."""
     return item.pixels is None and item.place is None
 
 
 def _open(path: str) -> mmap.mmap | None:
-    """The memory, to be read only; None if it cannot be had, as when its maker has just ended."""
+    """Maps the memory read-only; None if that is impossible, as when the process that created it has just ended."""
     if not _MEMORY.fullmatch(path):
         return None
     try:

@@ -1,8 +1,8 @@
-"""The pictures of requests on their way to the engine: what of them is sent, and what an API process keeps for that.
+"""Transfer of requests' pictures to the engine: what is sent of them, and what an API process caches for that.
 
-A `MediaSender` sends all pixels each time. `KeySender` keeps the keys of what the engine's `MediaReceiver` keeps: both
-do the same with the same `LeastRecent` in the order of the messages, so that the second use of a picture sends its
-digest. Should the engine be without one all the same, it refuses the request, which is then sent again with its pixels.
+A `MediaSender` sends all pixels each time. `KeySender` mirrors the keys of the engine's `MediaReceiver` cache: both
+update the same `LeastRecent` in the order of the messages, so that a picture's second use sends its digest only.
+If pixels are missing all the same, the engine refuses the request, which is then resent with all of them.
 """
 
 from __future__ import annotations
@@ -26,41 +26,41 @@ class MediaSender:
     """Makes the messages of a connection's pictures, each with all pixels.
 
     Attributes:
-      cache: what the preparation of prompts is to ask; None leaves it its own.
+      cache: cache for the preprocessing of prompts; None keeps the preprocessor's own.
     """
 
     cache: MediaCache | None = None
 
     def knows(self, digest: bytes) -> bool:
-        """Whether a message may leave out these pixels."""
+        """Whether a message may omit these pixels."""
         return False
 
     def message(self, number: int, media: Media, *, whole: bool = False) -> MediaMessage:
-        """What the Submit of that number has of pictures. Messages are to be sent in the order they are made.
+        """Makes the media part of Submit `number`. Messages must be sent in the order in which they are made.
 
-        whole: with all pixels, whatever the engine has. Items without pixels must be known, or whole: see `complete`.
+        whole: include all pixels. An item whose pixels were dropped must be known to the engine: see `complete`.
         """
         return media_message(media, [message_item(item, sent_pixels(item)) for item in media.items])
 
     def has_read(self, number: int) -> None:
-        """The engine has read all Submits up to this number."""
+        """Takes note that the engine has read all Submits up to this number."""
 
     def refused(self) -> None:
-        """The engine was without pixels that a message counted on."""
+        """Handles a refusal: pixels that a message relied on were missing in the engine."""
         self.reset()
 
     def reset(self) -> None:
-        """Nothing of what was sent counts as kept: another engine, or one that has forgotten."""
+        """Treats nothing sent so far as cached, since the engine is another one or has cleared its cache."""
 
     def lost(self) -> None:
-        """The connection has ended; what comes next goes over another."""
+        """Handles the end of a connection, after which another one follows."""
         self.reset()
 
     def close(self) -> None:
-        """There will be no other connection."""
+        """Handles the end of the last connection."""
 
     async def complete(self, prepared: PreparedRequest, *, whole: bool = False) -> None:
-        """Sees to it that `message` can be made of a request at once: what is not known is made again on a thread."""
+        """Recomputes, on a thread, the pixels that `message` needs and the request no longer has."""
         while (media := prepared.requests[0].media) is not None:
             wanted = {
                 index: item
@@ -76,10 +76,10 @@ class MediaSender:
 
 
 class KeepingSender(MediaSender):
-    """One that knows what it has sent, and is the MediaCache of that: what is sent is kept, and nothing else."""
+    """Sender that records what it has sent, and is the MediaCache of exactly these items."""
 
     def put(self, digest: bytes, item: Processed) -> None:
-        """Nothing: it is kept when it is sent."""
+        """Does nothing: an item is cached when it is sent."""
 
     def item(self, item: MediaItem, made: Processed, make: Callable[[], Processed]) -> MediaItem:
         return prepared_item(item, made, make)
@@ -89,7 +89,7 @@ class KeepingSender(MediaSender):
 
 
 class KeySender(KeepingSender):
-    """Keeps the keys of what the engine keeps. `cache` is this itself."""
+    """Mirrors the keys of the engine's cache. `cache` is this object."""
 
     def __init__(self, max_bytes: int):
         self.cache = self
@@ -99,11 +99,11 @@ class KeySender(KeepingSender):
 
     @property
     def num_bytes(self) -> int:
-        """That the engine keeps for this connection."""
+        """Bytes that the engine caches for this connection."""
         return self._keys.num_bytes
 
     def get(self, digest: bytes) -> Processed | None:
-        # Only what is sent changes the order: threads ask in any.
+        # Only sending changes the LRU order: threads look up in any order.
         with self._lock:
             return self._keys.peek(digest)
 
@@ -112,7 +112,7 @@ class KeySender(KeepingSender):
 
     def message(self, number: int, media: Media, *, whole: bool = False) -> MediaMessage:
         with self._lock:
-            # As the receiver does: first what is kept, so that nothing new takes its place before it is read.
+            # As in the receiver: cached items first, so that new ones do not evict them before they are read.
             known = [not whole and self._keys.get(item.digest) is not None for item in media.items]
             items: list[Item] = []
             sent: set[bytes] = set()
@@ -134,9 +134,9 @@ class KeySender(KeepingSender):
 
 
 def sent_pixels(item: MediaItem) -> tuple[bytes, bytes, bytes]:
-    """Those that go into a message."""
+    """Returns the pixels of an item for a message."""
     if isinstance(item, PreparedItem) and item.make is not None:
-        raise RuntimeError("the pixels of a picture are to be sent, but they were not made again")
+        raise RuntimeError("the pixels of a picture must be sent, but were not recomputed")
     return pixels_of(item)
 
 

@@ -1,7 +1,7 @@
-"""What the engine's process and those that speak with clients tell each other: MessagePack, arrays as raw bytes.
+"""Messages between the engine's process and the API processes: MessagePack, arrays as raw bytes.
 
-An API process knows a request by a handle, a number of its own. Arrays are int64, int32 or float32 in the byte order of
-the machine, which both ends share. Knows how a step's tokens are written and read, nothing of sockets.
+An API process identifies a request by a handle, a number of its own. Arrays are int64, int32 or float32 in the
+machine's byte order, which both ends share. Defines how a step's tokens are encoded; sockets are elsewhere.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import msgspec
 import numpy as np
 
 from jaxengine.engine.output import EngineOutput, PromptScores
-from jaxengine.server.link.submits import Submit
+from jaxengine.server.link.submit_messages import Submit
 from scheduler.batch import TokenRows, TokenScores
 from scheduler.errors import OverloadedError, RequestError, UnknownAdapterError
 from scheduler.request import FinishReason, Request, RequestStatus
 
 
 class Load(msgspec.Struct, array_like=True, frozen=True):
-    """How busy the engine is; retry_after: seconds after which a refused request may have better luck."""
+    """Load of the engine; retry_after: seconds after which a refused request should be retried."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -29,15 +29,15 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Hello(msgspec.Struct, array_like=True, tag="hello"):
-    """An API process is there. index: which one."""
+    """The first message of an API process. index: its number."""
 
     index: int
 
 
 class Finish(msgspec.Struct, array_like=True, tag="finish"):
-    """Requests are over: "stop" after a stop string was found, or "abort", which is answered like any other end.
+    """Ends requests: "stop" after a stop string was found, or "abort", which the engine confirms like any other end.
 
-    num_tokens: of each that a stop string ended, tokens that its caller was told of.
+    num_tokens: for each that a stop string ended, the number of tokens that its caller received.
     """
 
     handles: list[int]
@@ -45,14 +45,14 @@ class Finish(msgspec.Struct, array_like=True, tag="finish"):
     num_tokens: list[int] = []
 
 
-class Told(msgspec.Struct, array_like=True, tag="told"):
-    """Requests with `text_ends` whose callers were told of the ends that the engine gave them."""
+class EndsDelivered(msgspec.Struct, array_like=True, tag="ends_delivered"):
+    """Confirms that the callers of these requests with `text_ends` have received the ends that the engine sent."""
 
     handles: list[int]
 
 
 class Call(msgspec.Struct, array_like=True, tag="call"):
-    """A function of `EngineCore.utilities`."""
+    """Calls a function of `EngineCore.utilities`."""
 
     number: int
     name: str
@@ -61,8 +61,8 @@ class Call(msgspec.Struct, array_like=True, tag="call"):
 
 class Welcome(msgspec.Struct, array_like=True, tag="welcome"):
     """The answer to Hello. config: fields of ResolvedConfig; model: file or folder; num_slots: of all ranks;
-    media_cache: how pictures are kept between the two, of jaxengine.config.encoder.KINDS;
-    num_media_resets: as in Update."""
+    media_cache: kind of the picture cache, of jaxengine.config.encoder.KINDS; num_media_resets: as in Update.
+    """
 
     config: dict[str, Any]
     model: str
@@ -73,8 +73,9 @@ class Welcome(msgspec.Struct, array_like=True, tag="welcome"):
 
 
 class Failure(msgspec.Struct, array_like=True):
-    """Why a Submit or a Call came to nothing. kind: "request", "unknown adapter", "overloaded", "internal", or
-    MISSING_MEDIA: the Submit counts on pixels that are not there, and is to be sent again with all of them."""
+    """Reason for which a Submit or a Call failed. kind: "request", "unknown adapter", "overloaded", "internal", or
+    MISSING_MEDIA: the Submit relies on missing pixels, and must be resent with all of them.
+    """
 
     kind: str
     message: str
@@ -83,7 +84,7 @@ class Failure(msgspec.Struct, array_like=True):
 
 
 class Reply(msgspec.Struct, array_like=True):
-    """What came of the Submit or Call of that number."""
+    """The outcome of the Submit or Call `number`."""
 
     number: int
     failure: Failure | None = None
@@ -91,7 +92,7 @@ class Reply(msgspec.Struct, array_like=True):
 
 
 class Started(msgspec.Struct, array_like=True):
-    """A request's first token came."""
+    """The first token of a request."""
 
     handle: int
     num_cached_tokens: int
@@ -101,7 +102,7 @@ class Started(msgspec.Struct, array_like=True):
 
 
 class Ended(msgspec.Struct, array_like=True):
-    """A request ended. output_token_ids: of those that do not follow every step."""
+    """The end of a request. output_token_ids: for requests without an output per step."""
 
     handle: int
     reason: str
@@ -115,14 +116,14 @@ class Ended(msgspec.Struct, array_like=True):
 
 
 class Refused(msgspec.Struct, array_like=True):
-    """A request turned out not to be servable after its Submit was read; it has no tokens and no end."""
+    """The failure of a request found after its Submit was read; it gets no tokens and no Ended."""
 
     handle: int
     failure: Failure
 
 
 class Scores(msgspec.Struct, array_like=True):
-    """TokenScores of n tokens as bytes; num_top entries each."""
+    """TokenScores of n tokens as bytes, with num_top candidates each."""
 
     num_top: int
     logprobs: bytes
@@ -139,7 +140,7 @@ class Vectors(msgspec.Struct, array_like=True):
 
 
 class PromptPart(msgspec.Struct, array_like=True):
-    """PromptScores."""
+    """A PromptScores of one request."""
 
     handle: int
     first: int
@@ -147,15 +148,15 @@ class PromptPart(msgspec.Struct, array_like=True):
 
 
 class Update(msgspec.Struct, array_like=True, tag="update"):
-    """What a step brought to one API process.
+    """Results of a step for one API process.
 
     Attributes:
-      number: counts the updates of this connection from 1, so that a lost one is noticed.
-      received: the number of the last Submit that was read.
+      number: counts the updates of this connection from 1, to detect a lost one.
+      received: number of the last Submit that was read.
       handles, token_ids: i32[n], a token of each of these requests.
-      tokens_scored: i32[m], the indexes of those with scores.
-      vectors: of pooled requests, in the order of handles.
-      num_media_resets: how often the engine was told to forget its pictures; who keeps some forgets them too.
+      tokens_scored: i32[m], indices into `handles` of the tokens with scores.
+      vectors: of pooling requests, in the order of handles.
+      num_media_resets: counts resets of the engine's media cache; an API process follows with its own.
     """
 
     number: int
@@ -178,7 +179,7 @@ class Update(msgspec.Struct, array_like=True, tag="update"):
 MISSING_MEDIA = "missing media"
 _NO_LOAD = Load()
 
-ToEngine = Hello | Submit | Finish | Told | Call
+ToEngine = Hello | Submit | Finish | EndsDelivered | Call
 FromEngine = Welcome | Update
 
 encode = msgspec.msgpack.Encoder().encode
@@ -187,12 +188,12 @@ decode_from_engine: Callable[[Any], FromEngine] = msgspec.msgpack.Decoder(FromEn
 
 
 def owner_of(request: Request) -> tuple[int, int]:
-    """(number of the API process, handle): a request's tag says whose it is and what that process calls it."""
+    """Returns (number of the API process, its handle), which a request's tag encodes."""
     return divmod(request.tag, 1 << 32)
 
 
 def error_of(failure: Failure) -> Exception:
-    """What the caller of a Submit or a Call gets."""
+    """Returns the exception for the caller of a Submit or a Call."""
     if failure.kind == "overloaded":
         return OverloadedError(failure.message, retry_after=failure.retry_after)
     if kind := {"request": RequestError, "unknown adapter": UnknownAdapterError}.get(failure.kind):
@@ -201,9 +202,9 @@ def error_of(failure: Failure) -> Exception:
 
 
 def updates_of(output: EngineOutput, clients: Sequence[int]) -> dict[int, Update]:
-    """What each API process is to learn of a step, by its number; number, received and load are left to the sender.
+    """Returns the Update of each API process for a step, by its number; the sender fills in number, received and load.
 
-    clients: the numbers of all API processes that have requests.
+    clients: numbers of all API processes that have requests.
     """
     updates = _token_updates(output.emitted, clients) if output.emitted else {}
 
@@ -230,7 +231,7 @@ def updates_of(output: EngineOutput, clients: Sequence[int]) -> dict[int, Update
 
 
 def output_of(update: Update, follow: Callable[[int], Request]) -> EngineOutput:
-    """What an update says, with the API process's own requests; `follow` finds them by handle."""
+    """Converts an update to an EngineOutput of the API process's own requests, which `follow` finds by handle."""
     output = EngineOutput()
     for each in update.started:
         request = follow(each.handle)
@@ -255,7 +256,7 @@ def output_of(update: Update, follow: Callable[[int], Request]) -> EngineOutput:
 
 
 def _token_updates(emitted: Sequence[TokenRows], clients: Sequence[int]) -> dict[int, Update]:
-    """Vectorised: it runs in every step, over all requests that stream."""
+    """Splits tokens by API process. Vectorised, since it runs in every step over all streaming requests."""
     rows = emitted[0] if len(emitted) == 1 else _joined(emitted)
     tags, token_ids, scored, scores, vectors = rows.tags, rows.token_ids, rows.scored, rows.scores, rows.vectors
     if len(clients) == 1:
@@ -265,7 +266,7 @@ def _token_updates(emitted: Sequence[TokenRows], clients: Sequence[int]) -> dict
         own = owners == client
         if own.any():
             chosen = own[scored]
-            # Where a row of all stands among the client's own.
+            # Index of each scored row among the client's own rows.
             places = np.cumsum(own)[scored[chosen]] - 1
             parts = None if scores is None else TokenScores(*(array[chosen] for array in scores))
             own_vectors = None if vectors is None else vectors[own]
@@ -289,7 +290,7 @@ def _token_update(
 
 
 def _joined(emitted: Sequence[TokenRows]) -> TokenRows:
-    """The tokens of all ranks as those of one."""
+    """Concatenates the tokens of all ranks."""
     tags = np.concatenate([each.tags for each in emitted])
     token_ids = np.concatenate([each.token_ids for each in emitted])
     starts = np.cumsum([0, *(len(each.tags) for each in emitted)])[:-1]

@@ -1,4 +1,4 @@
-"""What prepares requests in an API process, out of what the engine tells of itself."""
+"""Creates an API process's preprocessing of requests, from the engine's Welcome."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from jaxengine.server.link.shared_media import media_sender
 
 
 def open_inputs(welcome: Welcome, index: int) -> tuple[InputProcessor, MediaSender]:
-    """For the API process of that index, and what sends the pictures of its requests."""
+    """Returns the input processor and the media sender of the API process `index`."""
     config = ResolvedConfig(**welcome.config)
-    # The weights stay closed, and the model is where the engine found it.
+    # The weights are not read; the model is where the engine found it.
     source = open_model(replace(config, model=welcome.model, load_format="dummy"))
     source.close()
     inputs = input_processor(source, config, origin=index)

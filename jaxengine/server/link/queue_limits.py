@@ -1,7 +1,7 @@
-"""How many requests may wait, and when one that is refused should come again.
+"""Limits on waiting requests, and the time after which a refused one should be retried.
 
-The engine's process applies the limits to what is; an API process, which hears of it after every step, to what it
-knows, so that a refusal does not have to wait for a step.
+The engine's process applies them to its queue. An API process applies them to the load that it last received, after
+every step, so that a refusal does not have to wait for a step.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _LEAST_RETRY_SECONDS, _MOST_RETRY_SECONDS = 1.0, 60.0
 
 @dataclass(frozen=True)
 class QueueLimits:
-    """What may wait beyond the requests that find a free slot.
+    """Limits on requests that wait because no slot is free.
 
     Attributes:
       num_slots: requests that run at once.
-      max_requests: that may wait.
-      max_tokens: prompt tokens that may wait; None for no limit of its own.
+      max_requests: requests that may wait.
+      max_tokens: prompt tokens that may wait; None for no separate limit.
     """
 
     num_slots: int
@@ -32,12 +32,13 @@ class QueueLimits:
 
     @classmethod
     def of(cls, num_slots: int, max_requests: int | None, max_tokens: int | None) -> QueueLimits:
-        """With the options of ServerConfig; max_requests None: four times as many as run."""
+        """Creates the limits from the options of ServerConfig; max_requests None: four times num_slots."""
         return cls(num_slots, 4 * num_slots if max_requests is None else max_requests, max_tokens)
 
     def check(self, load: Load, num_requests: int, num_tokens: int) -> None:
-        """Raises OverloadedError for `num_requests` more with `num_tokens` prompt tokens, RequestError for more than
-        ever find room. Of tokens there may be any number while nobody waits."""
+        """Raises OverloadedError if `num_requests` more with `num_tokens` prompt tokens exceed the limits, RequestError
+        if they always would. The token limit does not apply while no request is waiting.
+        """
         most = self.num_slots + self.max_requests
         if num_requests > most:
             text = f"n is {num_requests}; allowed are 1 to {most} (max_num_seqs and max_num_queued_reqs)"
@@ -56,8 +57,9 @@ class QueueLimits:
             )
 
     def check_client(self, load: Load, num_waiting: int, num_requests: int) -> None:
-        """Raises OverloadedError where `num_requests` more of a client that has `num_waiting` in line would leave less
-        than half of the line to others: their fair share begins with a place in it."""
+        """Raises OverloadedError if `num_requests` more of a client with `num_waiting` would leave less than half of
+        the queue to others, which a fair share requires.
+        """
         places = self.num_slots + self.max_requests // 2 - load.num_running - num_waiting
         if num_waiting and num_requests > places:
             raise OverloadedError(
@@ -68,17 +70,17 @@ class QueueLimits:
 
 
 class RetryEstimate:
-    """When a queue will have moved, from how fast requests ended lately."""
+    """Estimates when a queue will have advanced, from the rate at which requests ended lately."""
 
     def __init__(self):
         self._ends: collections.deque[float] = collections.deque(maxlen=64)
 
     def ended(self, count: int) -> None:
-        """`count` requests ended now."""
+        """Records that `count` requests have ended."""
         self._ends.extend([time.monotonic()] * min(count, 64))
 
     def seconds(self, num_waiting: int) -> float:
-        """Until a quarter of the waiting ones will have run, at least 1 and at most 60."""
+        """Returns seconds until a quarter of the waiting requests will have run, at least 1 and at most 60."""
         if len(self._ends) < 2:
             return _LEAST_RETRY_SECONDS
         each = (time.monotonic() - self._ends[0]) / len(self._ends)

@@ -1,8 +1,8 @@
-"""An engine in another process, for what faces clients: `EngineClient` over the messages of `messages`.
+"""An engine in another process: `EngineClient` over the messages of `messages`.
 
-Requests are prepared and text is made here; the engine's process knows token ids only. For each request that runs there
-a replica is kept, and what the engine tells of a step is put into the same `OutputProcessor` that an engine in this
-process uses. Knows nothing of HTTP or gRPC.
+Requests are preprocessed and text is detokenised here; the engine's process handles token ids only. Each running
+request has a replica here, and the results of a step go through the same `OutputProcessor` as those of an engine
+in this process. Independent of HTTP and gRPC.
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ from jaxengine.api.output_stream import OutputStream
 from jaxengine.engine.output import EngineOutput
 from jaxengine.requests.inputs import InputProcessor, Processor, make_processor
 from jaxengine.requests.media_cache import MediaCache
-from jaxengine.requests.off_loop import made_ready
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.output_processor import OutputProcessor
 from jaxengine.requests.outputs import RequestOutput
 from jaxengine.requests.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from jaxengine.requests.pooling_params import PoolingParams
 from jaxengine.requests.prepared import PreparedRequest, Prompt
+from jaxengine.requests.run_in_thread import make_ready
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.server.link import messages
 from jaxengine.server.link.engine_link import EngineLink
-from jaxengine.server.link.messages import Call, Finish, FromEngine, Load, Reply, Told, Update, Welcome
+from jaxengine.server.link.messages import Call, EndsDelivered, Finish, FromEngine, Load, Reply, Update, Welcome
 from jaxengine.server.link.open_inputs import open_inputs
-from jaxengine.server.link.outbox import Outbox
 from jaxengine.server.link.queue_limits import QueueLimits
+from jaxengine.server.link.send_queue import SendQueue
 from jaxengine.server.options import ServerConfig
 from scheduler.errors import OverloadedError, RequestError
 from scheduler.request import FinishReason, Request, RequestStatus
 from scheduler.token_params import TokenParams
 
-# Stands for requests that nobody here follows any more.
+# Placeholder for requests that are no longer followed here.
 _NOBODY = Request("", np.empty(0, np.int32), TokenParams(), 0)
 _REJECTIONS_SECONDS = 0.2
-# An engine says something after each step, and every second without any. One that has not for so long, or for so many
-# of the longest steps lately, stands still.
+# An engine sends something after each step, and every second without any. One that is silent for so many seconds, and
+# for so many times the longest recent step, hangs.
 _SILENT_SECONDS, _SILENT_STEPS = 10.0, 5
 _LISTEN_SECONDS = 0.1
 
 
 class RemoteEngine:
-    """The engine that listens at an address. Made by `connect`; all of it is used on one event loop."""
+    """Client of the engine that listens at an address. Create it with `connect`; use it on one event loop."""
 
     inputs: InputProcessor
 
     def __init__(self, address: str, config: ServerConfig, index: int):
-        """index: which of the API processes this is."""
+        """index: number of this API process."""
         self._config = config
         self._index = index
         self._dead: EngineDeadError | None = EngineDeadError("the engine is being started")
@@ -66,13 +66,13 @@ class RemoteEngine:
         self._load = Load()
         self._num_updates = self._num_calls = self._num_named = 0
         self._num_rejected = 0
-        self._outbox = Outbox()
+        self._send_queue = SendQueue()
         self._num_media_resets = 0
         self._media_cache: MediaCache | None = None
         self._resends: set[asyncio.Task[None]] = set()
-        self._aborted: set[str] = set()  # ids of streams that are still read
+        self._aborted: set[str] = set()  # ids of aborted streams that are still read
         self._replicas: dict[int, Request] = {}
-        # Tags of requests that met a stop string, and how many tokens their callers were told of.
+        # Tags of requests that met a stop string -> number of tokens that their callers received.
         self._stopped: dict[int, int] = {}
         self._streams: dict[str, OutputStream] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -85,10 +85,10 @@ class RemoteEngine:
 
     @classmethod
     async def connect(cls, address: str, config: ServerConfig, index: int = 0) -> RemoteEngine:
-        """Waits for the engine, and opens the model that it has for tokenizer and template."""
+        """Waits for the engine, and opens its model for tokenizer and template."""
         engine = cls(address, config, index)
         welcome = await engine._welcomed
-        engine.inputs, engine._outbox.media = await asyncio.to_thread(open_inputs, welcome, index)
+        engine.inputs, engine._send_queue.media = await asyncio.to_thread(open_inputs, welcome, index)
         engine._media_cache = None if engine.inputs.media is None else engine.inputs.media.cache
         engine._processor = make_processor(engine.inputs)
         return engine
@@ -100,7 +100,7 @@ class RemoteEngine:
 
     @property
     def draining(self) -> bool:
-        """Whether new requests are refused because the server is about to end."""
+        """Whether new requests are refused because the server is shutting down."""
         return self._draining
 
     def stream(
@@ -110,7 +110,7 @@ class RemoteEngine:
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """As EngineClient has it; without a timeout, the server's request_timeout holds."""
+        """Implements EngineClient.stream; without a timeout, the server's request_timeout applies."""
         return self._outputs(prompt, sampling_params, request_id, options)
 
     def pool(
@@ -120,7 +120,7 @@ class RemoteEngine:
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[PoolingRequestOutput[PoolingOutput]]:
-        """As `stream`."""
+        """Implements EngineClient.pool; timeout as in `stream`."""
         return self._outputs(prompt, pooling_params or PoolingParams(), request_id, options)
 
     async def _outputs(
@@ -138,10 +138,10 @@ class RemoteEngine:
         options = options or RequestOptions()
         if options.timeout is None:
             options = replace(options, timeout=self._config.request_timeout)
-        if not isinstance(params, PoolingParams):  # which may put something before a text
-            prompt = await made_ready(self.inputs, prompt)
+        if not isinstance(params, PoolingParams):  # pooling may prepend something to the text
+            prompt = await make_ready(self.inputs, prompt)
         prepared = self.inputs.prepare(prompt, params, request_id=request_id, options=options)
-        await self._outbox.media.complete(prepared)
+        await self._send_queue.media.complete(prepared)
         self._check()
         stream = self._submit(prepared)
         self._num_readers += 1
@@ -162,18 +162,18 @@ class RemoteEngine:
                 self._nobody_reads.set()
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request; its stream yields a last output with finish_reason "abort"."""
+        """Aborts a request; its stream yields a last output with finish_reason "abort"."""
         self._check_alive()
         if request_id in self._streams:
             self._aborted.add(request_id)
         self._finish(self._processor.running(request_id))
 
     async def check_health(self) -> None:
-        """Raises EngineDeadError when the engine cannot answer or has been silent for long, EngineDrainingError when
-        the server is to end."""
+        """Raises EngineDeadError for an engine that cannot answer or has been silent for long, EngineDrainingError for
+        a server that is shutting down."""
         self._check()
         if self._silent_too_long():
-            # It may be that it was this process that had no time to listen.
+            # Perhaps this process had no time to listen.
             await asyncio.sleep(_LISTEN_SECONDS)
             self._check()
             if self._silent_too_long():
@@ -188,13 +188,13 @@ class RemoteEngine:
         return await future
 
     def text_spans(self) -> list[tuple[float, float, int]]:
-        """When text was made of tokens: (start, end, outputs), seconds of time.monotonic, the last ones in order."""
+        """Returns the last times of detokenisation in order: (start, end, outputs), seconds of time.monotonic."""
         return list(self._processor.spans)
 
     async def drain(self, timeout: float) -> None:
-        """Refuses new requests, lets the running ones finish, aborts those that `timeout` seconds do not suffice for.
+        """Refuses new requests, lets the running ones finish, and aborts those that run longer than `timeout` seconds.
 
-        Returns when the readers of all streams have had their last output, or a little later without them.
+        Returns when all streams have been read to the end, or a little later without that.
         """
         self._draining = True
         with contextlib.suppress(TimeoutError):
@@ -205,9 +205,9 @@ class RemoteEngine:
             await asyncio.wait_for(self._nobody_reads.wait(), 1.0)
 
     def close(self) -> None:
-        """Ends the connection; open streams end with EngineDeadError."""
+        """Closes the connection; open streams end with EngineDeadError."""
         self._end(EngineDeadError("the connection to the engine was closed"))
-        self._outbox.media.close()
+        self._send_queue.media.close()
         self._link.close()
 
     def _check_alive(self) -> None:
@@ -225,15 +225,15 @@ class RemoteEngine:
             raise RequestError(f"request_id {request_id!r} is in use", param="request_id", value=request_id)
         num_tokens = sum(request.num_prompt_tokens for request in requests)
         try:
-            load = self._outbox.load_with(self._load, self._limits.num_slots)
+            load = self._send_queue.load_with(self._load, self._limits.num_slots)
             self._limits.check(load, len(requests), num_tokens)
         except OverloadedError:
             self._count_rejection()
             raise
         self._processor.add(prepared)
         try:
-            message = self._outbox.message(prepared)
-        except Exception:  # what cannot be told to the engine must not be waited for
+            message = self._send_queue.message(prepared)
+        except Exception:  # a request that cannot be sent must not be waited for
             self._processor.forget(requests[0])
             raise
         self._replicas.update((request.tag, request) for request in requests)
@@ -244,20 +244,20 @@ class RemoteEngine:
         return stream
 
     async def _send_again(self, prepared: PreparedRequest) -> None:
-        """The engine is without a picture of a request; its stream goes on once it has them all."""
+        """Resends a request with all pixels after the engine missed some; its stream continues."""
         request_id = prepared.request_id
         stream = self._streams.get(request_id)
         try:
-            await self._outbox.media.complete(prepared, whole=True)
+            await self._send_queue.media.complete(prepared, whole=True)
             if stream is not None and self._streams.get(request_id) is stream and self._dead is None:
-                self._link.send_encoded(self._outbox.message(prepared, whole=True))
-                if request_id in self._aborted:  # which the engine heard when it had no such request
+                self._link.send_encoded(self._send_queue.message(prepared, whole=True))
+                if request_id in self._aborted:  # the engine got that message before it had the request
                     self._finish(prepared.requests)
         except Exception as error:
             self._refuse(request_id, error)
 
     def _count_rejection(self) -> None:
-        """The engine's metrics hear of several together: one a message would cost what a rejection is to save."""
+        """Counts a rejection. The metrics get several at once: one message each would cost what a rejection saves."""
         if not self._num_rejected:
             asyncio.get_running_loop().call_later(_REJECTIONS_SECONDS, self._tell_rejections)
         self._num_rejected += 1
@@ -272,14 +272,14 @@ class RemoteEngine:
             self._link.send(Finish([request.tag for request in requests], "abort"))
 
     def _silent_too_long(self) -> bool:
-        # Steps that compile take as long as they take.
+        # There is no bound on a step that compiles.
         compiles = self._welcomed.done() and self.inputs.config.enforce_eager
         allowed = math.inf if compiles else max(_SILENT_SECONDS, _SILENT_STEPS * self._longest_silence)
         return time.monotonic() - self._heard > allowed
 
     def _receive(self, message: FromEngine) -> None:
         now = time.monotonic()
-        # Forgotten in a few hundred messages: what was slow once need not be.
+        # Decays within a few hundred messages: a step that was slow once need not be again.
         self._longest_silence = max(now - self._heard, 0.99 * self._longest_silence)
         self._heard = now
         if isinstance(message, Update):
@@ -303,10 +303,10 @@ class RemoteEngine:
             if self._media_cache is not None:
                 self._media_cache.clear()
         refused = {reply.number: reply.failure for reply in update.refused}
-        for pending in self._outbox.read(update.received):
+        for pending in self._send_queue.read(update.received):
             failure = refused.get(pending.number)
             if failure is not None and failure.kind == messages.MISSING_MEDIA:
-                self._outbox.media.refused()
+                self._send_queue.media.refused()
                 self._resends.add(task := asyncio.create_task(self._send_again(pending.prepared)))
                 task.add_done_callback(self._resends.discard)
                 continue
@@ -321,9 +321,9 @@ class RemoteEngine:
                 stream.put(result)
                 if result.finished:
                     del self._streams[result.request_id]
-        told = [request.tag for request in output.finished if request.text_ends and request.tag in self._replicas]
-        if told:
-            self._link.send(Told(told))
+        ended = [request.tag for request in output.finished if request.text_ends and request.tag in self._replicas]
+        if ended:
+            self._link.send(EndsDelivered(ended))
         for request in output.finished:
             self._drop(request)
         for each in update.unservable:
@@ -336,7 +336,7 @@ class RemoteEngine:
             self._settle(reply)
 
     def _stop(self, request: Request, text: str, num_tokens: int) -> None:
-        """A stop string was found; the engine may have ended the request already, after more tokens or with these."""
+        """Ends a request at a stop string; the engine may have ended it already, with more tokens or the same."""
         request.status, request.finish_reason, request.stop_reason = RequestStatus.FINISHED, FinishReason.STOP, text
         if request.tag in self._replicas:
             self._stopped[request.tag] = num_tokens
@@ -352,7 +352,7 @@ class RemoteEngine:
             stream.put(error)
 
     def _end_unservable(self, request: Request, error: Exception) -> None:
-        """One of a request's n cannot be served: its reader gets the error, the others are aborted."""
+        """Ends a request after one of its n sequences was refused: its reader gets the error."""
         self._drop(request)
         request_id, members = self._processor.forget(request)
         others = [each for each in members if each is not request]
@@ -363,7 +363,7 @@ class RemoteEngine:
             stream.put(error)
 
     def _forget(self, request_id: str) -> None:
-        """Follows a request no longer."""
+        """Stops following a request: removes its stream and its replicas."""
         del self._streams[request_id]
         running = self._processor.running(request_id)
         for request in running:
@@ -384,13 +384,13 @@ class RemoteEngine:
         self._end(EngineDeadError("the engine has failed; it is being started again"))
 
     def _end(self, error: EngineDeadError) -> None:
-        """Everything that waits for the engine learns of its end."""
+        """Fails everything that waits for the engine."""
         self._dead = error
         streams = list(self._streams.items())
         for request_id, stream in streams:
             self._forget(request_id)
             stream.put(EngineDeadError(str(error)))
-        self._outbox.lost()
+        self._send_queue.lost()
         calls, self._calls = self._calls, {}
         for future in calls.values():
             if not future.done():

@@ -1,7 +1,7 @@
-"""Pictures in memory that an API process shares with the engine's: written once, found there by every later request.
+"""Shared memory for pictures: an API process writes each once, and every later request of the engine finds it there.
 
-The memory is a file without a name (memfd_create(2)) that the engine opens by its descriptor. So nothing is left of it
-once both processes have ended, however they did.
+The memory is an unnamed file (memfd_create(2)) that the engine opens by its descriptor. So nothing remains of it
+once both processes have ended, in whatever way.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Places begin at multiples of it, as lines of a processor's cache do.
+# Offsets are multiples of it, as cache lines are.
 _ALIGNMENT = 64
 
 
 class Arena:
-    """A piece of shared memory and its free parts.
+    """Allocator of a shared memory.
 
     Attributes:
-      path: by which another process of this user opens it.
-      num_bytes: of the parts that are taken.
+      path: by which another process of this user opens the memory.
+      num_bytes: allocated bytes.
     """
 
     def __init__(self, size: int):
-        """size: bytes at most; pages that were never written take none."""
+        """size: capacity in bytes; pages never written occupy no memory."""
         self._descriptor = os.memfd_create("jaxengine-pictures", os.MFD_CLOEXEC)
         os.ftruncate(self._descriptor, size)
         self._memory = mmap.mmap(self._descriptor, size)
@@ -49,7 +49,7 @@ class Arena:
         self._free = [(0, size)]
 
     def take(self, size: int) -> int | None:
-        """The offset of a part of at least so many bytes, the first that fits; None without one."""
+        """Allocates at least `size` bytes, first fit; returns their offset, or None if there is no room."""
         size = _rounded(size)
         for index, (offset, free) in enumerate(self._free):
             if free >= size:
@@ -59,7 +59,7 @@ class Arena:
         return None
 
     def give(self, offset: int, size: int) -> None:
-        """Gives back a part that `take` gave for this size."""
+        """Frees a part that `take` returned for this size."""
         size = _rounded(size)
         self.num_bytes -= size
         index = bisect.bisect_left(self._free, (offset, 0))
@@ -71,20 +71,20 @@ class Arena:
         self._free[first:last] = [(offset, end - offset)]
 
     def write(self, offset: int, parts: tuple[bytes, ...]) -> None:
-        """Puts bytes behind each other."""
+        """Writes `parts` contiguously from `offset`."""
         for part in parts:
             self._memory[offset : offset + len(part)] = part
             offset += len(part)
 
     def close(self) -> None:
-        """Who has opened it keeps it; nobody else can."""
+        """Closes the memory. A process that has it open keeps it; no other can open it."""
         self._memory.close()
         os.close(self._descriptor)
 
 
 @dataclass(eq=False)
 class _Entry:
-    """An item in the memory. num_unread: messages that tell of it and were not read, as far as is known."""
+    """A cached item. num_unread: messages that refer to it and that the engine is not known to have read."""
 
     made: Processed
     place: Place
@@ -96,13 +96,13 @@ class _Entry:
 
 
 class SharedSender(KeepingSender):
-    """Keeps the keys here and the values in shared memory, where they stay until the engine has read of them.
+    """Keeps the keys here and the values in shared memory, where they stay until the engine has read the messages.
 
-    Each epoch has a memory of its own, so that a connection that is given up never finds something else in its places.
+    Each epoch has its own memory, so that an abandoned connection never finds other data in its places.
     """
 
     def __init__(self, max_bytes: int, max_item_bytes: int):
-        """max_item_bytes: of an item that is kept; a larger one is sent."""
+        """max_item_bytes: largest item that is cached; a larger one is sent in the message."""
         self.cache = self
         self._max_bytes, self._max_item_bytes = max_bytes, max_item_bytes
         self._epoch = 1
@@ -110,13 +110,13 @@ class SharedSender(KeepingSender):
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
         self._unread: deque[tuple[int, list[_Entry]]] = deque()
         self._last_number = 0
-        # Memories of earlier epochs, which messages up to a number may still be about.
+        # (last message that refers to it, memory) of earlier epochs.
         self._old: list[tuple[int, Arena]] = []
         self._lock = threading.Lock()
 
     @property
     def num_bytes(self) -> int:
-        """Of the shared memory that is taken."""
+        """Allocated bytes of the shared memory."""
         return 0 if self._arena is None else self._arena.num_bytes
 
     def get(self, digest: bytes) -> Processed | None:
@@ -130,16 +130,16 @@ class SharedSender(KeepingSender):
     def message(self, number: int, media: Media, *, whole: bool = False) -> MediaMessage:
         with self._lock:
             self._last_number = number
-            told: list[_Entry] = []
-            # First what is there, so that nothing new takes its place.
+            referred: list[_Entry] = []
+            # Cached items first, so that new ones do not evict them.
             for item in media.items:
                 if not whole and (entry := self._entries.get(item.digest)) is not None:
                     self._entries.move_to_end(item.digest)
-                    self._tell(entry, told)
-            items = [self._item(item, told, whole) for item in media.items]
-            if told:
-                self._unread.append((number, told))
-            memory = self._arena.path if told and self._arena is not None else ""
+                    self._refer(entry, referred)
+            items = [self._item(item, referred, whole) for item in media.items]
+            if referred:
+                self._unread.append((number, referred))
+            memory = self._arena.path if referred and self._arena is not None else ""
             return media_message(media, items, self._epoch, memory)
 
     def has_read(self, number: int) -> None:
@@ -151,7 +151,7 @@ class SharedSender(KeepingSender):
                 self._old.pop(0)[1].close()
 
     def refused(self) -> None:
-        """The engine cannot open the memory: pixels are sent from now on."""
+        """Handles an engine that cannot open the memory: pixels are sent in messages from now on."""
         if self._arena is not None:
             logger.error("the engine cannot read shared memory; mm_processor_cache_type shm keeps nothing from now on")
         with self._lock:
@@ -163,7 +163,7 @@ class SharedSender(KeepingSender):
 
     def lost(self) -> None:
         with self._lock:
-            # Nobody reads any more what was said over it.
+            # Messages of the old connection will not be read.
             self._unread.clear()
             self._forget_old()
             self._begin_epoch(None if self._arena is None else Arena(self._max_bytes))
@@ -189,7 +189,7 @@ class SharedSender(KeepingSender):
         self._entries.clear()
         self._unread.clear()
 
-    def _item(self, item: MediaItem, told: list[_Entry], whole: bool) -> Item:
+    def _item(self, item: MediaItem, referred: list[_Entry], whole: bool) -> Item:
         entry = None if whole else self._entries.get(item.digest)
         if entry is not None:
             return message_item(item, None, entry.place)
@@ -203,15 +203,17 @@ class SharedSender(KeepingSender):
             return message_item(item, pixels)
         arena.write(offset, pixels)
         entry = self._entries[item.digest] = _Entry(item.made, Place(offset, sizes))
-        self._tell(entry, told)
+        self._refer(entry, referred)
         return message_item(item, None, entry.place)
 
-    def _tell(self, entry: _Entry, told: list[_Entry]) -> None:
+    def _refer(self, entry: _Entry, referred: list[_Entry]) -> None:
         entry.num_unread += 1
-        told.append(entry)
+        referred.append(entry)
 
     def _room(self, arena: Arena, size: int) -> int | None:
-        """The offset of a part for an item, for which the least recently used go that nobody is yet to read."""
+        """Returns the offset of memory for an item, evicting the least recently used items that have no unread
+        messages.
+        """
         if size > self._max_bytes:
             return None
         offset = arena.take(size)
@@ -225,7 +227,7 @@ class SharedSender(KeepingSender):
 
 
 def media_sender(kind: str, config: EncoderOptions) -> MediaSender:
-    """For the kind of cache, of jaxengine.config.encoder, that the engine tells of."""
+    """Creates the sender for a kind of cache of jaxengine.config.encoder, as Welcome names it."""
     size = config.mm_processor_cache_bytes
     if kind == SHARED_MEMORY:
         return SharedSender(size, config.mm_shm_cache_max_object_size_mb << 20)

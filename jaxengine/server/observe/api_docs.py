@@ -1,7 +1,7 @@
-"""The page at /docs: what the server's routes take and answer, with a form to try each.
+"""The page at /docs: parameters and answers of the server's routes, with a form to try each.
 
-One file without anything from elsewhere, made in the browser from /openapi.json. Like the page at / it is the same for
-everyone and asks for a key itself.
+One file without external resources, rendered in the browser from /openapi.json. Like the page at / it is the same
+for everyone and prompts for a key itself.
 """
 
 from __future__ import annotations

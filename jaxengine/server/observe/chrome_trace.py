@@ -1,9 +1,9 @@
-"""Draws an engine's timeline as Chrome Trace Event JSON, which ui.perfetto.dev and chrome://tracing open.
+"""Renders an engine's timeline as Chrome Trace Event JSON, which ui.perfetto.dev and chrome://tracing open.
 
-Tracks: the scheduler and what goes to the device, on the engine's host thread; the device, as the host sees it; text,
-in the process that makes it; and one for each request, with arrows to the steps that computed its prompt and its end.
-There is no track for the sampler: it is part of the compiled step, and the host cannot tell it from the model. Knows
-what `Timeline.last` returns, and no engine.
+Tracks: the scheduler and the transfers to the device, on the engine's host thread; the device, as the host observes it;
+detokenisation, in the API process; and one for each request, with arrows to the steps that computed its prompt and
+its last token. There is no track for the sampler: it is part of the compiled step, and the host cannot distinguish
+it from the model. Takes the result of `Timeline.last`, and needs no engine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NAMES = {
 
 
 def chrome_trace(timeline: Mapping[str, Any], text: Sequence[tuple[float, float, int]], model: str) -> dict[str, Any]:
-    """A trace of what `Timeline.last` returned; text: (start, end, outputs) of what made text meanwhile, seconds."""
+    """Converts the result of `Timeline.last`; text: (start, end, outputs) of detokenisation meanwhile, in seconds."""
     steps = timeline["steps"]
     spans = _device_spans(steps)
     events = [_named("process_name", number, 0, name) for number, name in _processes(model)]
@@ -36,7 +36,7 @@ def chrome_trace(timeline: Mapping[str, Any], text: Sequence[tuple[float, float,
     taken = _by_request(steps, spans)
     for track, life in enumerate(sorted(timeline["requests"], key=lambda life: life["arrival"]), 1):
         events += _request_events(track, life, taken.get(life["id"], []), timeline["now"])
-    # Small numbers: a double holds microseconds since the machine's start to a few nanoseconds only.
+    # Relative times: microseconds since boot have a resolution of only a few nanoseconds in a double.
     first = min((event["ts"] for event in events if "ts" in event), default=0.0)
     for event in events:
         if "ts" in event:
@@ -48,7 +48,7 @@ def chrome_trace(timeline: Mapping[str, Any], text: Sequence[tuple[float, float,
             "model": model,
             "seconds": timeline["now"] - timeline["since"],
             "device": "from dispatch, or the end of the step before, to when the host knew that the step was done",
-            "sampler": "part of the compiled step: not to be told from the model",
+            "sampler": "part of the compiled step: not distinguishable from the model",
         },
     }
 
@@ -58,7 +58,9 @@ def _processes(model: str) -> Iterable[tuple[int, str]]:
 
 
 def _device_spans(steps: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
-    """When the device was at each step. One ends no later than the host knew the device to be idle."""
+    """Returns (start, end) of the device's work on each step, with end no later than the host knew the device to be
+    idle.
+    """
     spans, before = [], 0.0
     for index, step in enumerate(steps):
         following = steps[index + 1]["idle_since"] if index + 1 < len(steps) else None
@@ -97,7 +99,7 @@ def _step_events(step: Mapping[str, Any], span: tuple[float, float]) -> Iterable
 def _by_request(
     steps: Sequence[Mapping[str, Any]], spans: Sequence[tuple[float, float]]
 ) -> dict[str, list[tuple[str, float, float, int]]]:
-    """By request id, (what, start, end, step) of what steps did with it, in order."""
+    """Returns (name, start, end, step) of each event of a request in the steps, in order, by request id."""
     taken: dict[str, list[tuple[str, float, float, int]]] = {}
     for step, (start, end) in zip(steps, spans, strict=True):
         number = step["number"]
@@ -115,7 +117,7 @@ def _by_request(
 def _request_events(
     track: int, life: Mapping[str, Any], taken: Sequence[tuple[str, float, float, int]], now: float
 ) -> Iterable[Event]:
-    """A request's track: preprocessing, queued, prefill, decode; within them its chunks and when it was preempted."""
+    """Yields a request's track: preprocessing, queued, prefill, decode; within them its chunks and preemptions."""
     end = now if life["finished"] is None else life["finished"]
     began = end if life["first_scheduled"] is None else life["first_scheduled"]
     first = end if life["first_token"] is None else life["first_token"]
@@ -139,7 +141,7 @@ def _request_events(
 def _inside(
     taken: Sequence[tuple[str, float, float, int]], first: float, last: float
 ) -> Iterable[tuple[str, float, float, int]]:
-    """Slices that do not overlap, within the request's life; preempted until it is admitted again."""
+    """Yields slices that do not overlap, within the request's life; a preemption lasts until the next admission."""
     end_before = first
     for index, (name, start, stop, step) in enumerate(taken):
         if name == "preempted":
@@ -161,5 +163,5 @@ def _named(what: str, process: int, track: int, name: str) -> Event:
 
 
 def _us(seconds: float) -> float:
-    """Microseconds, to the nanosecond."""
+    """Converts seconds to microseconds, rounded to nanoseconds."""
     return round(seconds * 1e6, 3)

@@ -1,8 +1,8 @@
-"""GET /metrics: what the engine counted, in Prometheus' text format.
+"""GET /metrics: the engine's counters in Prometheus' text format.
 
-Owns labels and the older names of vLLM's. What the numbers are is engine/metrics.py's, and they are the engine's,
-so every API process answers the same. OpenMetrics is not offered: prometheus_client would write "_" for the ":" of the
-names, and every board would be empty.
+Owns the labels and the earlier vLLM names of metrics. engine/metrics.py defines the metrics; they are the engine's,
+so every API process answers the same. OpenMetrics is not offered: prometheus_client would replace the ":" of the
+names with "_", and every dashboard would be empty.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxengine.engine.metrics import HELP
 from jaxengine.server.names import served_names
 from jaxengine.server.options import ServerConfig
 
-# Names that boards made for earlier versions of vLLM ask for.
+# Names of earlier versions of vLLM, for dashboards made for them.
 ALIASES = {
     "vllm:gpu_cache_usage_perc": "vllm:kv_cache_usage_perc",
     "vllm:time_per_output_token_seconds": "vllm:inter_token_latency_seconds",
@@ -45,7 +45,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
 
 class _Snapshot:
-    """What `Metrics.snapshot` returned, as prometheus_client takes it."""
+    """Collector for prometheus_client of the result of `Metrics.snapshot`."""
 
     def __init__(self, snapshot: Sequence[Mapping[str, Any]], labels: Mapping[str, str]):
         self._snapshot = snapshot

@@ -1,6 +1,6 @@
-"""OpenTelemetry spans: one for each request, with the attributes vLLM gives it, under the caller's trace if it has one.
+"""OpenTelemetry spans: one for each request, with vLLM's attributes, in the caller's trace if there is one.
 
-Stands between what faces clients and the engine, so that every way in is traced. Costs nothing without an endpoint.
+Wraps the engine, so that requests of every protocol are traced. Costs nothing without an endpoint.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.server.options import ServerConfig
 from jaxengine.version import __version__
 
-# Scheme of an endpoint -> the exporter's module and the package that has it.
+# Scheme of an endpoint -> (module of the exporter, package that contains it).
 _EXPORTERS = {
     "http": ("opentelemetry.exporter.otlp.proto.http.trace_exporter", "opentelemetry-exporter-otlp-proto-http"),
     "https": ("opentelemetry.exporter.otlp.proto.http.trace_exporter", "opentelemetry-exporter-otlp-proto-http"),
@@ -40,9 +40,9 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 def traced(engine: EngineClient, config: ServerConfig) -> EngineClient:
-    """`engine`, with a span sent for each of its requests when there is an endpoint for them.
+    """Wraps `engine` to send a span for each request, if an endpoint is configured.
 
-    Raises ConfigError for an endpoint that cannot be used, naming the package to install where one is missing.
+    Raises ConfigError for an unusable endpoint, with the package to install if one is missing.
     """
     if config.otlp_traces_endpoint is None:
         return engine
@@ -50,14 +50,14 @@ def traced(engine: EngineClient, config: ServerConfig) -> EngineClient:
 
 
 def check_endpoint(endpoint: str | None) -> None:
-    """Raises ConfigError, as `traced` would, for an endpoint that cannot be used."""
+    """Raises ConfigError for an unusable endpoint, as `traced` does."""
     if endpoint is not None:
         _exporter(endpoint)
 
 
 @contextlib.contextmanager
 def caller_trace(headers: Mapping[str, str]) -> Iterator[None]:
-    """Within it, spans belong to the trace that the headers name (traceparent, tracestate; lower case), if any."""
+    """Context in which spans join the trace that the headers name (traceparent, tracestate; lower case), if any."""
     token = context.attach(_PROPAGATOR.extract(headers))
     try:
         yield
@@ -66,7 +66,7 @@ def caller_trace(headers: Mapping[str, str]) -> Iterator[None]:
 
 
 class CallerTraceMiddleware:
-    """`caller_trace` for HTTP requests."""
+    """Applies `caller_trace` to HTTP requests."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
@@ -78,7 +78,7 @@ class CallerTraceMiddleware:
 
 
 class TracedEngine:
-    """An EngineClient that makes a span of each request of another one."""
+    """EngineClient that wraps another one and makes a span of each request."""
 
     def __init__(self, engine: EngineClient, tracer: Tracer, served_model_name: tuple[str, ...] = ()):
         self.inputs: InputProcessor = engine.inputs
@@ -97,7 +97,7 @@ class TracedEngine:
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """As EngineClient's."""
+        """Implements EngineClient.stream."""
         params = self.inputs.default_sampling_params() if sampling_params is None else sampling_params
         options = options or RequestOptions()
         asked = {"n": params.n, "temperature": params.temperature, "top_p": params.top_p}
@@ -114,13 +114,13 @@ class TracedEngine:
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[PoolingRequestOutput[PoolingOutput]]:
-        """As EngineClient's."""
+        """Implements EngineClient.pool."""
         options = options or RequestOptions()
         request = _RequestSpan(self._tracer, self._model, {}, options.arrival)
         return self._spanned(self._engine.pool(prompt, pooling_params, request_id, options), request)
 
     async def _spanned(self, stream: AsyncIterator[Any], request: _RequestSpan) -> AsyncIterator[Any]:
-        """The outputs as they come; the span ends with them."""
+        """Yields the outputs; the span ends with them."""
         try:
             async for output in stream:
                 request.add(output)
@@ -129,7 +129,7 @@ class TracedEngine:
             request.failed(error)
             raise
         finally:
-            # Left early, it aborts the request, and only now rather than when it is collected.
+            # Closing a stream early aborts the request; garbage collection would do so later.
             if isinstance(stream, AsyncGenerator):
                 await stream.aclose()
             request.end()
@@ -148,10 +148,10 @@ class TracedEngine:
 
 
 class _RequestSpan:
-    """What becomes one request's span when it ends."""
+    """Data of one request's span until it ends."""
 
     def __init__(self, tracer: Tracer, model: str, asked: Mapping[str, Any], arrival: float, delta: bool = False):
-        """asked: what is said of the request. delta: whether an output has only what is new."""
+        """asked: sampling parameters, for attributes. delta: whether an output has only the new tokens."""
         self._tracer = tracer
         self._parent = context.get_current()
         self._start = time.time_ns() - int((time.monotonic() - arrival) * 1e9)
@@ -179,7 +179,7 @@ class _RequestSpan:
         self._error = error
 
     def end(self) -> None:
-        """Sends it. A request that its caller left before the end counts as aborted."""
+        """Sends the span. A request that its caller left before the end counts as aborted."""
         attributes = {**self._attributes, "gen_ai.usage.completion_tokens": sum(self._num_tokens.values())}
         output = self._last
         if output is not None:
@@ -197,7 +197,7 @@ class _RequestSpan:
 
 
 def _latencies(output: RequestOutput) -> dict[str, float]:
-    """Seconds; what did not happen is left out."""
+    """Returns latency attributes in seconds, without those of events that did not happen."""
     metrics = output.metrics
     if metrics is None:
         return {}
@@ -219,7 +219,7 @@ def _latencies(output: RequestOutput) -> dict[str, float]:
 
 
 def _tracer(endpoint: str) -> Tracer:
-    """Sends spans to an OTLP endpoint in the background."""
+    """Creates a tracer that sends spans to an OTLP endpoint in the background."""
     exporter = _exporter(endpoint)
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
@@ -235,7 +235,7 @@ def _tracer(endpoint: str) -> Tracer:
 
 
 def _exporter(endpoint: str) -> Any:
-    """The class that sends spans there; its package brings the SDK along."""
+    """Imports the class that exports spans to the endpoint; its package includes the SDK."""
     url = urlsplit(endpoint)
     if url.scheme not in _EXPORTERS or not url.netloc:
         raise ConfigError("otlp_traces_endpoint", endpoint, "an address that begins with http, https, grpc or grpcs://")

@@ -1,7 +1,7 @@
-"""The page at / and what it reads, /status.json; and /trace, the engine's timeline.
+"""The page at / with its data, /status.json; and /trace, the engine's timeline.
 
-The page is one file without anything from elsewhere. It is the same for everyone and holds no figures, so it needs no
-key; it asks for one where the server has keys.
+The page is one file without external resources. It is the same for everyone and contains no figures, so it needs no
+key; it prompts for one if the server has keys.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.get("/status.json")
     async def status() -> dict[str, Any]:
-        """How the engine is doing, for the page at /."""
+        """Returns the state of the engine, for the page at /."""
         return {"model": model, "version": __version__, **await engine.utility("status")}
 
     @routes.get("/trace", response_class=Response)
     async def trace(
         seconds: Annotated[float, Query(gt=0, le=MAX_TRACE_SECONDS, allow_inf_nan=False)] = 10.0,
     ) -> Response:
-        """The last seconds of the engine's steps and requests, for ui.perfetto.dev."""
+        """Returns the last `seconds` of the engine's steps and requests, for ui.perfetto.dev."""
         timeline = await engine.utility("trace", seconds)
         text = [span for span in engine.text_spans() if span[0] >= timeline["since"]]
-        # Beside the event loop: it may take as long as many steps.
+        # Off the event loop, since it may take as long as many steps.
         body = await asyncio.to_thread(lambda: msgspec.json.encode(chrome_trace(timeline, text, model)))
         return Response(body, media_type="application/json")
 
@@ -56,7 +56,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
 
 def page_headers(page: str) -> dict[str, str]:
-    """Headers that let a page run its own script and style, and read from its own server; nothing else."""
+    """Returns headers that permit a page its own script and style and requests to its own server, and nothing else."""
 
     def digest(tag: str) -> str:
         content = re.search(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)

@@ -1,4 +1,4 @@
-"""`jaxengine trace`: keeps a server's timeline in a file that ui.perfetto.dev opens."""
+"""`jaxengine trace`: writes a server's timeline to a file for ui.perfetto.dev."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The processes of a server: who starts, watches and ends whom."""
+"""The processes of a server, and the supervisor that starts, watches and ends them."""

@@ -1,6 +1,6 @@
-"""A process that speaks with clients: HTTP and gRPC on one event loop, in front of an engine in another process.
+"""An API process: HTTP and gRPC on one event loop, as a client of an engine in another process.
 
-Listening sockets are the supervisor's, so that several of these share a port and a new one takes over an old one's.
+The supervisor owns the listening sockets, so that several API processes share a port and a restarted one takes it over.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from jaxengine.server.processes.memory import limit_memory, return_large_blocks
 from jaxengine.server.processes.sockets import cut_unread
 from jaxengine.server.stored.link import RemoteStore
 
-# After the last output of every stream, for what is still on its way to the client.
+# Time after the last output of every stream to deliver it to the client.
 _LAST_WORDS_SECONDS = 2.0
 
 
-# What pages, probes and collectors ask every few seconds.
+# Paths that pages, probes and collectors poll every few seconds.
 _POLLED = frozenset({"/status.json", "/health", "/ping", "/metrics"})
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Whether a line of uvicorn's access log tells of more than that somebody looked and all was well."""
+    """Whether a line of uvicorn's access log is more than a successful poll."""
     if not isinstance(record.args, tuple) or len(record.args) != 5:
         return True
     _, _, path, _, status = record.args
@@ -45,7 +45,7 @@ def is_news(record: logging.LogRecord) -> bool:
 
 
 class _HttpServer(uvicorn.Server):
-    """uvicorn that leaves signals to the supervisor."""
+    """uvicorn's server without signal handlers; the supervisor has them."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -53,7 +53,7 @@ class _HttpServer(uvicorn.Server):
 
 
 async def serve(child: Child) -> None:
-    """Serves until the supervisor has the server drained."""
+    """Serves until the supervisor's order to drain."""
     config = ServerConfig(**child.job["server"])
     drain = child.stopping()
     raise_descriptor_limit()
@@ -89,7 +89,9 @@ async def serve(child: Child) -> None:
 
 
 async def _say_alive(child: Child, traffic: TrafficState, hang_timeout: float) -> None:
-    """Tells the supervisor, until cancelled, that the event loop has its turns, and that it has served."""
+    """Reports to the supervisor, until cancelled, that the event loop is running, and whether it has served
+    a request.
+    """
     seconds = alive_seconds(hang_timeout)
     while True:
         child.tell("served" if traffic.has_served else "alive")
@@ -97,10 +99,10 @@ async def _say_alive(child: Child, traffic: TrafficState, hang_timeout: float) -
 
 
 def http_options(app: Callable[..., Any], config: ServerConfig) -> uvicorn.Config:
-    """uvicorn's options."""
+    """Returns uvicorn's configuration."""
     return uvicorn.Config(
         app,
-        http=http_protocol(config),  # pyright: ignore[reportArgumentType]: it is called, whatever it is
+        http=http_protocol(config),  # pyright: ignore[reportArgumentType]: uvicorn takes any callable
         ws="none",
         h11_max_incomplete_event_size=config.max_header_bytes,
         server_header=False,
@@ -117,7 +119,7 @@ def http_options(app: Callable[..., Any], config: ServerConfig) -> uvicorn.Confi
 
 
 def main(child: Child) -> None:
-    """The process. It is not killed with the supervisor: somebody has to clear the run folder away then."""
+    """Runs the process. It outlives a killed supervisor for a moment, to delete the run folder."""
     with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
         runner.run(serve(child))
     child.leave(0)

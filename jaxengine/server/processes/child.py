@@ -1,7 +1,7 @@
-"""A process that the supervisor started: its job, its orders, and its end when the supervisor is gone.
+"""A child process of the supervisor: its job, its orders, and its end after the supervisor's.
 
-The job is the first line of standard input, orders are the further ones, and the end of input is the end of the
-supervisor. What the process has to say goes through a pipe of its own. All of it is JSON, a line each.
+The job is the first line of standard input and each further line is an order; end of input means that the supervisor
+has ended. Events of the process go through a pipe of its own. All are lines of JSON.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ from typing import Any, NoReturn
 from jaxengine.logs import log_to_stderr
 
 _PR_SET_PDEATHSIG = 1
-# The supervisor hears from a process's loop at least this often, and so many times within its hang timeout.
+# A process's loop reports to the supervisor at least this often, and so many times within its hang timeout.
 _ALIVE_SECONDS, _ALIVE_TIMES = 1.0, 4
 
 
 def alive_seconds(hang_timeout: float) -> float:
-    """How often a loop says that it has its turns; hang_timeout in seconds, 0: nobody counts them."""
+    """Returns the interval of a loop's "alive" events in seconds; hang_timeout: in seconds, 0 if nobody checks."""
     return min(_ALIVE_SECONDS, (hang_timeout or math.inf) / _ALIVE_TIMES)
 
 
 class Child:
-    """This process as the supervisor's; made first, so that it ends with the supervisor while it still imports.
+    """This process, as a child of the supervisor; created first, so that it ends with the supervisor even during
+    imports.
 
     Attributes:
-      job: what it was started with.
+      job: arguments of the process.
     """
 
     def __init__(self):
@@ -51,7 +52,7 @@ class Child:
         self.job: dict[str, Any] = json.loads(line)
         os.set_inheritable(self.job["status_fd"], False)
         os.set_blocking(self.job["status_fd"], False)
-        # Only the supervisor's orders end this process; what it starts itself has the default again.
+        # Only the supervisor's orders end this process; its own children have the default handlers again.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, _ignore)
         log_to_stderr(self.job["name"])
@@ -61,20 +62,21 @@ class Child:
         threading.Thread(target=self._read, name="orders", daemon=True).start()
 
     def end_with_parent(self) -> None:
-        """Has the kernel kill this process with the supervisor, where it can, however busy it is."""
+        """Makes the kernel kill this process when the supervisor ends, however busy it is; on Linux only."""
         if sys.platform == "linux":
             ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
     def follow(self, handle: Callable[[dict[str, Any]], None]) -> None:
-        """Has `handle` called with each order, on a thread; those that came before, at once."""
+        """Calls `handle` with each order, on a thread; earlier orders at once."""
         with self._lock:
             self._handle = handle
             for order in self._early:
                 handle(order)
 
     def stopping(self) -> asyncio.Event:
-        """An event of the running loop that is set when the supervisor has this process stop, its only other order
-        here being "explain"."""
+        """Returns an event of the running loop that is set on the supervisor's order to stop. Also handles the only
+        other order, "explain".
+        """
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
 
         def ordered(order: dict[str, Any]) -> None:
@@ -87,7 +89,9 @@ class Child:
         return stop
 
     def tell(self, event: str, **fields: Any) -> None:
-        """Tells the supervisor. One that is stopped, and has much left to read already, does not hear of it."""
+        """Sends an event to the supervisor. It is dropped if the supervisor has stopped reading and the
+        pipe is full.
+        """
         with contextlib.suppress(BlockingIOError):
             try:
                 os.write(self.job["status_fd"], json.dumps({"event": event, **fields}).encode() + b"\n")
@@ -95,7 +99,7 @@ class Child:
                 self._orphaned()
 
     def leave(self, status: int) -> NoReturn:
-        """Ends the process at once."""
+        """Flushes output and ends the process at once."""
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -113,4 +117,4 @@ class Child:
 
 
 def _ignore(number: int, frame: Any) -> None:
-    """The handler of signals that are the supervisor's to act on."""
+    """Ignores a signal, which the supervisor handles."""

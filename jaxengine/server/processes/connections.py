@@ -1,7 +1,7 @@
-"""Connections that ask for nothing: how long one may wait for its request, and how many there may be.
+"""Limits on idle connections: how long one may wait for its request, and how many there may be.
 
-A connection waits from its first byte, or its last answer, until a request's headers are there. Whoever sends half of
-them, or a body after its answer, waits too. Owns HTTP's connections as uvicorn makes them; knows nothing of requests.
+A connection is idle from its first byte, or its last answer, until the headers of a request are complete. Partial
+headers, or a body after its answer, do not change that. Owns HTTP's connections as uvicorn makes them, not requests.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from jaxengine.server.options import ServerConfig
 
 logger = logging.getLogger(__name__)
 
-# What was closed is logged together, so that it cannot fill a disk.
+# Closed connections are logged together, so that they cannot fill a disk.
 _LOG_SECONDS = 10.0
 
 
 class Connections:
-    """The connections of a process; as uvicorn's `http` option, what makes the protocol of each."""
+    """The connections of a process; as uvicorn's `http` option, the factory of their protocols."""
 
     def __init__(self, most: int, read_timeout: float):
-        """most: connections at once; read_timeout: seconds that one may wait for a request."""
+        """most: number of connections; read_timeout: seconds that one may wait for a request."""
         self._most = most
         self.read_timeout = read_timeout
         self._count = 0
-        # Those that wait, the one that has longest first.
+        # Idle connections, the longest idle first.
         self._waiting: dict[_Protocol, None] = {}
         self._closed: dict[str, int] = {}
         self._logged_at = -_LOG_SECONDS
@@ -40,7 +40,7 @@ class Connections:
         return _Protocol(self, *args, **kwargs)
 
     def made(self, protocol: _Protocol) -> None:
-        """A new connection, for which another one has to go where there are too many."""
+        """Adds a connection; closes another one if there are too many."""
         self._count += 1
         if self._count > self._most:
             victim = next(iter(self._waiting), protocol)
@@ -59,7 +59,7 @@ class Connections:
         self._waiting.pop(protocol, None)
 
     def close(self, protocol: _Protocol, why: str) -> None:
-        """Ends a connection that has no request at once."""
+        """Closes an idle connection at once."""
         self._waiting.pop(protocol, None)
         protocol.transport.abort()
         self._closed[why] = self._closed.get(why, 0) + 1
@@ -72,7 +72,7 @@ class Connections:
 
 
 class _Protocol(H11Protocol):
-    """uvicorn's, with an end to waiting. h11 because httptools does not limit the size of headers."""
+    """uvicorn's protocol, with an idle timeout. h11 because httptools does not limit the size of headers."""
 
     def __init__(self, connections: Connections, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -88,7 +88,7 @@ class _Protocol(H11Protocol):
         now = time.monotonic()
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
-            # The application may get its turn much later.
+            # The application may run much later.
             self.scope.setdefault("state", {}).setdefault("arrival", now)
         self._look()
 
@@ -103,7 +103,7 @@ class _Protocol(H11Protocol):
         super().connection_lost(exc)
 
     def _look(self) -> None:
-        """Nothing that comes while the connection waits moves the end of it."""
+        """Starts the idle timer, or stops it when a request begins. Data that arrives meanwhile does not extend it."""
         waits = self.cycle is None or self.cycle.response_complete
         if not waits:
             self._cancel()
@@ -121,5 +121,5 @@ class _Protocol(H11Protocol):
 
 
 def http_protocol(config: ServerConfig) -> Callable[..., asyncio.Protocol]:
-    """uvicorn's `http` option."""
+    """Creates uvicorn's `http` option."""
     return Connections(max_connections(config), config.read_timeout)

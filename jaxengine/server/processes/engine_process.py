@@ -1,6 +1,6 @@
-"""The process that steps: one engine, token ids in and out, serving the API processes over a ZeroMQ socket.
+"""The engine's process: one engine with token ids in and out, serving the API processes over a ZeroMQ socket.
 
-Between two steps it reads what they ask for; after a step it sends each of them one message. Knows no text, no HTTP.
+Between two steps it handles their messages; after a step it sends each of them one message. Text and HTTP are theirs.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from jaxengine.cluster.channel import ClusterError
 from jaxengine.config.encoder import KEY_REPLICATED
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.engine.output import EngineOutput
-from jaxengine.server.link import messages, submits
+from jaxengine.server.link import messages, submit_messages
 from jaxengine.server.link.media_messages import MissingMediaError
 from jaxengine.server.link.media_receiver import MediaReceiver
-from jaxengine.server.link.messages import Call, Failure, Finish, Hello, Load, Reply, Told, Update, Welcome
+from jaxengine.server.link.messages import Call, EndsDelivered, Failure, Finish, Hello, Load, Reply, Update, Welcome
 from jaxengine.server.link.queue_limits import QueueLimits, RetryEstimate
-from jaxengine.server.link.submits import Submit
+from jaxengine.server.link.submit_messages import Submit
 from jaxengine.server.lora import read_modules
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.processes.child import Child, alive_seconds
@@ -44,15 +44,15 @@ from scheduler.request import FinishReason, Request
 
 logger = logging.getLogger(__name__)
 
-# Updates that an API process may leave unread before it counts as lost.
+# Unread updates after which an API process counts as lost.
 _MAX_UNREAD = 10_000
-# Of a message's two parts, whom it is for and what it says. Plain numbers: joining flags takes longer than sending.
+# Flags of a message's parts, identity and payload. Plain integers, since combining flags takes longer than sending.
 _FIRST, _LAST = int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.NOBLOCK)
 
 
 @dataclass(eq=False)
 class _Client:
-    """An API process: its place among them, what it runs, and what it has not been told yet."""
+    """An API process: its index, its requests, and the replies not sent yet."""
 
     identity: bytes
     index: int
@@ -60,18 +60,21 @@ class _Client:
     media: MediaReceiver
     requests: dict[int, Request] = field(default_factory=dict)
     received: int = 0
-    told: tuple[int, Load, int] | None = None
+    last_state: tuple[int, Load, int] | None = None
     num_updates: int = 0
     refused: list[Reply] = field(default_factory=list)
     replies: list[Reply] = field(default_factory=list)
 
 
 class EngineServer:
-    """Serves the API processes until it is told to stop."""
+    """Serves the API processes until the supervisor's order to stop."""
 
     def __init__(self, core: EngineCore, address: str, config: ServerConfig, tell: Callable[[str], None]):
-        """address: to listen at; tell: called with "served" once, when a request has come to its end, and with "alive"
-        time and again by the thread that steps."""
+        """Listens at `address`.
+
+        tell: called with "served" once, when the first request has ended, and repeatedly with "alive" from the stepping
+          thread.
+        """
         self.core = core
         self._tell = tell
         self._served = False
@@ -96,7 +99,7 @@ class EngineServer:
         for option, value in ((zmq.ROUTER_MANDATORY, 1), (zmq.SNDHWM, _MAX_UNREAD), (zmq.RCVHWM, 0), (zmq.LINGER, 0)):
             self._socket.setsockopt(option, value)
         self._socket.bind(address)
-        # Without what zmq.Socket puts around it for sends that need none of it.
+        # The base class's send, without the overhead of zmq.Socket's.
         self._send_part = super(zmq.Socket, self._socket).send
         self._news = [(self._socket, int(zmq.POLLIN))]
         self._poller = zmq.Poller()
@@ -104,7 +107,7 @@ class EngineServer:
         self._poller.register(self._awake, zmq.POLLIN)
 
     def order(self, order: dict[str, Any]) -> None:
-        """Has the loop carry out an order of the supervisor, but for "explain"; called on any thread."""
+        """Queues an order of the supervisor for the loop; handles "explain" at once. Thread-safe."""
         if order["order"] == "explain":
             self._explain()
             return
@@ -121,13 +124,13 @@ class EngineServer:
             self._send(output)
 
     def _receive(self) -> bool:
-        """Takes in all that has come, waiting a while for it if there is nothing to run; False to stop."""
+        """Handles all messages that have arrived, waiting a while for one if nothing is running; False to stop."""
         now = time.monotonic()
         if now >= self._alive_at:
             self._alive_at = now + self._alive_seconds
             self._tell("alive")
             for client in self._clients.values():
-                client.told = None  # each is told of the load again, and hears thereby that there are steps
+                client.last_state = None  # each gets the load again, which shows it that the engine is running
         if not self.core.has_unfinished:
             self._poller.poll(int(self._alive_seconds * 1e3))
         while not self._orders.empty():
@@ -136,7 +139,7 @@ class EngineServer:
             if order["order"] == "stop":
                 return False
             self._drop_index(order["index"])
-        # It runs in every step, and mostly finds nothing: to ask is cheaper than recv's exception.
+        # It runs in every step, and mostly finds nothing: polling is cheaper than recv's exception.
         while zmq.zmq_poll(self._news, 0):
             identity, payload = self._socket.recv_multipart(zmq.NOBLOCK)
             try:
@@ -155,7 +158,7 @@ class EngineServer:
             self._submit(client, message)
         elif isinstance(message, Finish):
             self._finish(client, message)
-        elif isinstance(message, Told):
+        elif isinstance(message, EndsDelivered):
             for handle in message.handles:
                 if (request := client.requests.get(handle)) is not None:
                     self._settle(request)
@@ -177,14 +180,14 @@ class EngineServer:
     def _submit(self, client: _Client, message: Submit) -> None:
         client.received = message.number
         try:
-            # Whether the request is taken or not: the sender counts on what was sent.
+            # Before the request may be refused: the sender relies on what was sent.
             media = None if message.media is None else client.media.read(message.media)
             num_requests, load = len(message.members), self._current_load()
             self._limits.check(load, num_requests, num_requests * len(message.prompt_token_ids) // 4)
             scheduler = self.core.engine.scheduler
             if scheduler.is_fair:
                 self._limits.check_client(load, scheduler.num_waiting_of(message.client), num_requests)
-            requests = submits.requests_of(message, client.number, media)
+            requests = submit_messages.requests_of(message, client.number, media)
             self.core.engine.queue(requests)
         except RequestError as error:
             self.core.engine.request_stats.num_rejections += isinstance(error, OverloadedError)
@@ -193,7 +196,7 @@ class EngineServer:
         except MissingMediaError as error:
             client.refused.append(Reply(message.number, Failure(messages.MISSING_MEDIA, str(error))))
             return
-        except Exception as error:  # ours, but the other requests are not to pay for it
+        except Exception as error:  # a bug, which must not fail the other requests
             logger.exception("a request could not be queued")
             client.refused.append(Reply(message.number, Failure("internal", f"the request failed: {error}")))
             return
@@ -215,30 +218,30 @@ class EngineServer:
 
     def _call(self, message: Call) -> Reply:
         try:
-            # Not an attribute: with one this and its sockets would be garbage in a circle, whose end zmq waits for.
+            # Not an attribute, which would make a reference cycle with the sockets, and zmq waits for its end.
             own = {"reset_mm_cache": self._reset_mm_cache, "mm_cache": self._mm_cache}
             call = own.get(message.name) or functools.partial(self.core.utility, message.name)
             return Reply(message.number, result=call(*message.arguments))
         except RequestError as error:
             return Reply(message.number, _failure(error))
-        except Exception as error:  # the operator's mistake or ours; the requests are not to pay for it
+        except Exception as error:  # the operator's mistake or a bug; it must not fail the requests
             logger.exception("%s failed", message.name)
             return Reply(message.number, Failure("internal", f"{message.name} failed: {error}"))
 
     def _reset_mm_cache(self) -> bool:
-        """As EngineCore's, with what is kept for API processes and by them."""
+        """Implements EngineCore's utility, and also resets the caches for and in API processes."""
         self._num_media_resets += 1
         for client in self._clients.values():
             client.media.clear()
         return self.core.utility("reset_mm_cache")
 
     def _mm_cache(self) -> dict[str, Any]:
-        """As EngineCore's, of this server's processes."""
+        """Implements EngineCore's utility, for this server's number of processes."""
         placement = self.core.config.mm_cache_placement(self._num_api_processes)
         return {**placement, "engine_bytes": sum(client.media.num_bytes for client in self._clients.values())}
 
     def _send(self, output: EngineOutput) -> None:
-        """Tells each API process what a step brought it. It runs in every step: there is little but tokens in most."""
+        """Sends each API process its results of a step. It runs in every step, most of which have little but tokens."""
         updates = messages.updates_of(output, list(self._by_number))
         if output.finished:
             self._retry.ended(len(output.finished))
@@ -254,10 +257,10 @@ class EngineServer:
         for client in list(self._clients.values()):
             state, update = (client.received, load, self._num_media_resets), updates.get(client.number)
             if update is None:
-                if client.told == state and not client.replies:
+                if client.last_state == state and not client.replies:
                     continue
                 update = Update(0, 0, load)
-            client.told = state
+            client.last_state = state
             client.num_updates += 1
             update.num_media_resets = self._num_media_resets
             update.number, update.received, update.load = client.num_updates, client.received, load
@@ -273,7 +276,7 @@ class EngineServer:
                 self._drop(client)
 
     def _current_load(self) -> Load:
-        """The same object while nothing has changed."""
+        """Returns the load, as the same object while nothing has changed."""
         scheduler = self.core.engine.scheduler
         counts = scheduler.num_running, scheduler.num_waiting, scheduler.num_waiting_tokens
         if counts != (self._load.num_running, self._load.num_waiting, self._load.num_waiting_tokens):
@@ -281,7 +284,7 @@ class EngineServer:
         return self._load
 
     def _settle(self, request: Request, reason: FinishReason | None = None, num_tokens: int | None = None) -> None:
-        """Forgets a request whose end its caller knows: as the engine ended it, or so."""
+        """Forgets a request whose caller knows its end: the engine's, or `reason` after `num_tokens`."""
         self.core.engine.record_finish(request, reason, num_tokens)
         self._forget(request)
 
@@ -291,12 +294,12 @@ class EngineServer:
             self._by_number[number].requests.pop(handle, None)
 
     def _explain(self) -> None:
-        """Logs what the loop, which has not been heard of, is at."""
+        """Logs the state of the loop, which has not reported for too long."""
         for step in self.core.engine.timeline.in_flight():
             what, age = f"{step.bucket}, {step.num_rows} rows", time.monotonic() - step.dispatched
             logger.error("step %d (%s) was dispatched %.1f s ago", step.number, what, age)
         loop = sys._current_frames().get(threading.main_thread().ident or 0)
-        traceback.print_stack(loop)  # it began first, and only the hundred threads that began last are told of below
+        traceback.print_stack(loop)  # the first thread; dump_traceback prints only the hundred that started last
         faulthandler.dump_traceback(all_threads=True)
 
     def _drop_index(self, index: int) -> None:
@@ -304,7 +307,7 @@ class EngineServer:
             self._drop(client)
 
     def _drop(self, client: _Client) -> None:
-        """An API process is gone, and nobody waits for its requests."""
+        """Forgets an API process that is gone, and aborts its requests."""
         for request in list(client.requests.values()):
             self.core.engine.finish(request, FinishReason.ABORT)
             self._settle(request)
@@ -320,7 +323,7 @@ def _failure(error: RequestError) -> Failure:
 
 
 def _load_adapters(core: EngineCore, config: ServerConfig) -> None:
-    """Those that the server is to start with. Raises ConfigError, ModelFileError."""
+    """Loads the adapters of lora_modules. Raises ConfigError, ModelFileError."""
     names = config.served_model_name or (core.config.model,)
     for name, path in read_modules(config.lora_modules):
         try:
@@ -333,7 +336,7 @@ def _load_adapters(core: EngineCore, config: ServerConfig) -> None:
 
 
 def main(child: Child) -> None:
-    """The process. Its exit status is 2 for an option or a model that cannot be used, as the command's."""
+    """Runs the process. Its exit status is 2 for an unusable option or model, as the command's."""
     child.end_with_parent()
     try:
         core = EngineCore(EngineConfig(**child.job["engine"]))
@@ -343,7 +346,7 @@ def main(child: Child) -> None:
         child.leave(2)
     server = EngineServer(core, child.job["engine_address"], ServerConfig(**child.job["server"]), child.tell)
     child.follow(server.order)
-    # What is there now stays; to look through it all again would halt the engine for some 80 ms each time.
+    # Present objects are permanent; scanning them in each collection would stop the engine for some 80 ms.
     gc.collect()
     gc.freeze()
     child.tell("ready")

@@ -1,4 +1,4 @@
-"""How much memory a process that speaks with clients may take, and that it gives back what it has freed."""
+"""Limits the memory of an API process, and makes it return freed memory to the system."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ import resource
 import sys
 from pathlib import Path
 
-# Of mallopt, in glibc's malloc.h.
+# Parameter of mallopt, from glibc's malloc.h.
 _M_MMAP_THRESHOLD = -3
 
 
 def return_large_blocks() -> None:
-    """Has blocks of a MiB and more mapped one by one: they grow without being copied, and go back when they are freed.
+    """Maps blocks of a MiB and more one by one: they grow without being copied, and freed ones return to the system.
 
-    glibc raises that bound to 32 MiB as soon as such a block is freed, and from then on keeps bodies in its heap.
+    Otherwise glibc raises that bound to 32 MiB once such a block is freed, and then keeps request bodies in its heap.
     """
-    if choose := getattr(ctypes.CDLL(None), "mallopt", None):  # glibc's
+    if choose := getattr(ctypes.CDLL(None), "mallopt", None):  # glibc only
         choose(_M_MMAP_THRESHOLD, 1 << 20)
 
 
 def limit_memory(limit: int) -> None:
-    """Has the system refuse this process more than `limit` bytes beyond those it has; 0: no limit.
+    """Limits this process to `limit` bytes more than it has now; 0: no limit.
 
-    A request that asks for too much is then answered with an error of its own, or ends this process, which is started
-    again, and not the machine. Nothing where the system does not tell what a process has (others than Linux).
+    An excessive request is then answered with an error of its own, or ends this process, which is restarted, rather
+    than the machine. Does nothing on systems other than Linux, which do not report a process's size.
     """
     status = Path("/proc/self/status")
     if limit and sys.platform == "linux":

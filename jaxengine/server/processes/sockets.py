@@ -1,4 +1,4 @@
-"""The ports of a server, taken once for all of its processes."""
+"""The ports of a server, bound once for all of its processes."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ _BACKLOG = 2048
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening TCP socket; port 0 takes a free one. Raises ConfigError for a host or port that cannot be had."""
+    """Returns a listening TCP socket; port 0 takes a free one. Raises ConfigError for an unusable host or port."""
     made = _bind("port", host, port)
     made.listen(_BACKLOG)
     return made
 
 
 def reserve_port(host: str, port: int) -> socket.socket:
-    """A bound socket that takes no connections, beside which processes of this user may listen (SO_REUSEPORT).
+    """Returns a bound socket that accepts nothing; processes of this user may listen on its port (SO_REUSEPORT).
 
     Raises ConfigError as `listen` does.
     """
-    # Somebody else who shares the port would go unnoticed; bound alone, the port is shown to be free.
+    # First without SO_REUSEPORT, to detect that another program has the port.
     with contextlib.closing(_bind("grpc_port", host, port)) as alone:
         port = alone.getsockname()[1]
     return _bind("grpc_port", host, port, reuse=True)
 
 
 def cut_unread(listener: socket.socket, seconds: float) -> None:
-    """Has the system cut connections of `listener` whose clients take nothing of what was sent for so long.
+    """Makes the system drop connections of `listener` whose clients acknowledge nothing for `seconds`.
 
-    A server can only close such a connection, and closing waits for the client too. Nothing where the system has no
-    such option (others than Linux).
+    A server can only close such a connection, and closing waits for the client too. Does nothing on systems without the
+    option (others than Linux).
     """
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(seconds * 1000))
@@ -43,17 +43,17 @@ def cut_unread(listener: socket.socket, seconds: float) -> None:
 def _way_to_a_port(option: str, host: str, error: OSError) -> str:
     flag = "--" + option.replace("_", "-")
     if error.errno == errno.EADDRINUSE:
-        return f"stop what listens there, or give another {flag}, 0 for any that is free"
+        return f"stop the program that listens there, or give another {flag}, 0 for any that is free"
     if error.errno == errno.EACCES:
         return f"ports below 1024 are the system's: give another {flag}"
-    return f"give --host an address that this machine has; {host} is none"
+    return f"give --host an address that this machine has; {host} is not one"
 
 
 def _bind(option: str, host: str, port: int, *, reuse: bool = False) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
-        problem = f"host {host!r} is no address of this machine ({error})"
+        problem = f"host {host!r} is not an address of this machine ({error})"
         advice = "give 127.0.0.1 for this machine only, or 0.0.0.0 for all of its addresses"
         raise ConfigError.because("host", problem, advice) from None
     made = socket.socket(family, kind, protocol)
@@ -64,6 +64,6 @@ def _bind(option: str, host: str, port: int, *, reuse: bool = False) -> socket.s
         made.bind(address)
     except OSError as error:
         made.close()
-        problem = f"{option} {port} of {host} cannot be had ({error.strerror})"
+        problem = f"{option} {port} of {host} cannot be bound ({error.strerror})"
         raise ConfigError.because(option, problem, _way_to_a_port(option, host, error)) from None
     return made

@@ -1,4 +1,4 @@
-"""The process that keeps responses for several API processes: where one of them ends, the others find what it kept."""
+"""The process that stores responses for several API processes, so that they outlive the one that made them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxengine.server.stored.store import ResponseStore
 
 
 async def serve(child: Child) -> None:
-    """Serves until the supervisor has it stop."""
+    """Serves until the supervisor's order to stop."""
     config = ServerConfig(**child.job["server"])
     await asyncio.start_unix_server(StoreServer(ResponseStore()).serve, child.job["store_path"])
     stop = child.stopping()
@@ -26,7 +26,7 @@ async def serve(child: Child) -> None:
 
 
 def main(child: Child) -> None:
-    """The process."""
+    """Runs the process."""
     child.end_with_parent()
     asyncio.run(serve(child))
     child.leave(0)

@@ -1,8 +1,8 @@
-"""`jaxengine serve`: starts the engine's process, those that speak with clients and their store, and looks after them.
+"""`jaxengine serve`: starts and supervises the engine's process, the API processes and their store.
 
-A process that ends unasked is started again, after a while where it does so time and again; an engine that does,
-without having served, ends the server. A process that hangs is killed first. SIGTERM or SIGINT drains the server, a
-second one ends it at once. Knows what its children say and what can be ordered from them, nothing of requests.
+A process that ends unexpectedly is restarted, with a growing delay if that repeats; an engine that keeps dying without
+having served ends the server. A process that hangs is killed first. SIGTERM or SIGINT drains the server, a second one
+ends it at once. Handles events and orders of its children, not requests.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from jaxengine.server.processes.sockets import listen, reserve_port
 
 logger = logging.getLogger(__name__)
 
-# An engine that ended this often within so many seconds, without having served in between, is not started again.
+# An engine that ends this often within so many seconds, without having served in between, is not restarted.
 _MAX_DEATHS = 3
 _DEATHS_SECONDS = 60.0
-# A process that speaks with clients is, however often they end it: at once for so many deaths, then after waits that
-# double. One that does not even come to be ready is given up after more.
+# An API process is always restarted: at once for so many deaths, then after delays that double. After more deaths
+# before it was ever ready, the server gives up.
 _FREE_DEATHS = 2
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0
 _MAX_UNREADY_DEATHS = 8
-# Beyond shutdown_timeout, until processes that do not end are killed.
+# Time beyond shutdown_timeout after which remaining processes are killed.
 _END_SECONDS = 10.0
-# A process that has not been heard of has so long to say what it is at, before it is killed.
+# Time for a silent process to log its state before it is killed.
 _EXPLAIN_SECONDS = 2.0
-# So often is looked whether the engine was heard of.
+# Interval of the checks for silent processes.
 _LOOK_SECONDS = 1.0
-# A socket's path has at most 107 bytes, on some systems 103; a name of ours within the folder comes to 26.
+# A socket's path has at most 107 bytes, on some systems 103; names within the folder take up to 26.
 _LONGEST_FOLDER = 70
-# The same sources in every process, whatever else is installed. A folder that Python searches anyway keeps its place
-# behind the standard library.
+# The same sources in every process, whatever else is installed. A folder already on sys.path keeps its place after
+# the standard library.
 _START = (
     "import sys; {home!r} in sys.path or sys.path.insert(0, {home!r}); "
     "from jaxengine.server.processes.child import Child; child = Child(); "
@@ -57,11 +57,11 @@ _START = (
 
 @dataclasses.dataclass(eq=False)
 class _Child:
-    """A child process: its place, its life so far, and our ends of its pipes.
+    """A child process: its role, its state, and the supervisor's ends of its pipes.
 
     Attributes:
-      said: the beginning of a line of which the rest has not come yet.
-      heard: when it said something last; asked: when it was asked to explain why it does not, None while it does.
+      said: the beginning of an incomplete line of events.
+      heard: time of its last event; asked: time of the unanswered order to explain its silence, or None.
     """
 
     module: str
@@ -90,7 +90,7 @@ class _Child:
         return "the engine" if self.is_engine else "the store of responses"
 
     def order(self, order: str, **fields: Any) -> None:
-        """Tells the child; one that is gone does not hear it."""
+        """Sends an order to the child; nothing if it has ended."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps({"order": order, **fields}).encode() + b"\n")
@@ -100,10 +100,10 @@ class _Child:
 
 
 class Supervisor:
-    """Runs a server until it is told to end."""
+    """Runs a server until it is drained or fails."""
 
     def __init__(self, server: ServerConfig, engine: EngineConfig):
-        """Takes the ports. Raises ConfigError for one that cannot be had."""
+        """Binds the ports. Raises ConfigError for an unusable one."""
         self._listener = listen(server.host, server.port)
         self._grpc_port = None if server.grpc_port is None else reserve_port(server.host, server.grpc_port)
         grpc_port = None if self._grpc_port is None else self._grpc_port.getsockname()[1]
@@ -112,7 +112,7 @@ class Supervisor:
         self._children: list[_Child] = []
         self._deaths: dict[tuple[str, int], list[float]] = {}
         self._unready_deaths: dict[tuple[str, int], int] = {}
-        # When which process, by module and index, is to be started again.
+        # (module, index) of a process -> time of its restart.
         self._starts: dict[tuple[str, int], float] = {}
         self._selector = selectors.DefaultSelector()
         self._signals: list[int] = []
@@ -122,7 +122,9 @@ class Supervisor:
         self._give_up_at = float("inf")
 
     def run(self) -> int:
-        """The exit status: 0 after draining, 2 when the engine's options or its model cannot be used."""
+        """Runs the server and returns the exit status: 0 after draining, 2 for unusable options or an
+        unusable model.
+        """
         self._warn()
         awake, wake = socket.socketpair()
         for end in (awake, wake):
@@ -170,7 +172,7 @@ class Supervisor:
             self._start(*which)
 
     def _look_at(self, child: _Child, timeout: float) -> None:
-        """Kills a process that has not been heard of for too long; it is started again when it has ended."""
+        """Kills a process that has been silent for too long; it is restarted once it has ended."""
         now = time.monotonic()
         if child.asked is None:
             if now - child.heard > timeout:
@@ -196,7 +198,7 @@ class Supervisor:
             "status_fd": write,
             "listen_fd": self._listener.fileno(),
         }
-        # No folder of the caller's is searched for modules, and the terminal's signals reach this process only.
+        # Modules are not imported from the current folder, and the terminal's signals reach this process only.
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", _START.format(home=str(HOME), module=module)],
             stdin=subprocess.PIPE,
@@ -209,7 +211,7 @@ class Supervisor:
         self._children.append(child)
         self._selector.register(events, selectors.EVENT_READ, child)
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it was killed at once; that it has ended is heard of
+        with contextlib.suppress(BrokenPipeError):  # it was killed at once; _ended handles that
             process.stdin.write(json.dumps(job).encode() + b"\n")
             process.stdin.flush()
 
@@ -236,7 +238,7 @@ class Supervisor:
             self._end_rest()
             return
         if not self._announced:
-            # What is wrong was said by the process itself.
+            # The process has printed the reason itself.
             self._status = status if status > 0 else 1
             return
         how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
@@ -279,7 +281,7 @@ class Supervisor:
         self._end_rest()
 
     def _end_rest(self) -> None:
-        """Once no API process is left, what they stand on is to end, and then the server has."""
+        """Once no API process is left, ends the processes that they use, and then the server."""
         if not self._children:
             self._status = 0
         elif not any(child.is_api for child in self._children):
@@ -287,7 +289,7 @@ class Supervisor:
                 child.order("stop")
 
     def urls(self) -> str:
-        """Where clients find the server."""
+        """Returns the server's address for clients."""
         server, scheme = self._server, "https" if self._server.ssl_certfile else "http"
         host = f"[{server.host}]" if ":" in server.host else server.host
         grpc = "" if server.grpc_port is None else f", gRPC at {host}:{server.grpc_port}"
@@ -296,7 +298,7 @@ class Supervisor:
     def _warn(self) -> None:
         for name in ("api_key_file", "admin_key_file"):
             path = getattr(self._server, name)
-            # No error: Kubernetes mounts secrets so, where nobody else is.
+            # Not an error: Kubernetes mounts secrets so, in containers with no other users.
             if path is not None and os.stat(path).st_mode & stat.S_IROTH:
                 logger.warning("WARNING: anybody on this machine may read the keys in %s (%s): chmod 600", path, name)
         if not is_loopback(self._listener.getsockname()[0]) and not self._server.api_keys():
@@ -306,6 +308,6 @@ class Supervisor:
 
 
 def _folder_for_sockets() -> str:
-    """The user's folder for temporary files, unless its name is too long for a socket in it."""
+    """Returns the user's folder for temporary files, or /tmp if its name is too long for a socket's path."""
     folder = tempfile.gettempdir()
     return folder if len(os.fsencode(folder)) <= _LONGEST_FOLDER else "/tmp"

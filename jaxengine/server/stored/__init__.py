@@ -1,1 +1,1 @@
-"""Responses that are kept, to be asked for again: in one process, whichever process answers a client."""
+"""Stored responses, in one process, so that every process of a server can retrieve them."""

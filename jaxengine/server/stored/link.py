@@ -1,6 +1,6 @@
-"""A store of responses in a process of its own, and `Responses` for those that are connected to it.
+"""Server of a response store in its own process, and the client that implements `Responses` in the others.
 
-Frames over a Unix socket, which lies in a folder that is the user's alone. Who hangs up has lost what it worked on.
+Frames over a Unix socket in a folder that only the user can read. When a connection ends, its responses in work fail.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _READ_BYTES = 1 << 20
 _RECONNECT_SECONDS = 0.05
 
 
-class Ask(msgspec.Struct, array_like=True):
-    """A call of the method `name` of the store. number: counts those of a connection."""
+class StoreCall(msgspec.Struct, array_like=True):
+    """A call of the store's method `name`. number: counts those of a connection."""
 
     number: int
     name: Literal["put", "knows", "get", "stop", "delete"]
@@ -34,8 +34,8 @@ class Ask(msgspec.Struct, array_like=True):
     stored: StoredResponse | None = None
 
 
-class Told(msgspec.Struct, array_like=True, tag="told"):
-    """What came of the Ask of that number. full: why there is no room, retry_after as OverloadedError's."""
+class StoreReply(msgspec.Struct, array_like=True, tag="reply"):
+    """The result of call `number`. full: reason why there is no room, with retry_after as OverloadedError has it."""
 
     number: int
     stored: StoredResponse | None = None
@@ -45,26 +45,26 @@ class Told(msgspec.Struct, array_like=True, tag="told"):
 
 
 class Cancel(msgspec.Struct, array_like=True, tag="cancel"):
-    """Work on that response is to end."""
+    """Asks the worker to end its work on a response."""
 
     response_id: str
 
 
 class StoreServer:
-    """Gives everybody who connects the same store."""
+    """Serves one store to every connection."""
 
     def __init__(self, store: ResponseStore):
         self._store = store
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection, from its beginning to its end."""
-        worker = _Far(writer)
-        frames, answers = Frames(Ask), set[asyncio.Task[None]]()
+        """Serves one connection until its end."""
+        worker = _RemoteWorker(writer)
+        frames, answers = Frames(StoreCall), set[asyncio.Task[None]]()
         try:
             while data := await reader.read(_READ_BYTES):
-                for ask in frames.feed(data):
-                    # Begun in the order in which they came; only who waits for work to end is overtaken.
-                    task = asyncio.create_task(self._answer(ask, worker))
+                for call in frames.feed(data):
+                    # Calls start in the order of arrival; only those that wait for work to end are overtaken.
+                    task = asyncio.create_task(self._answer(call, worker))
                     answers.add(task)
                     task.add_done_callback(answers.discard)
         except (OSError, msgspec.MsgspecError) as error:
@@ -75,29 +75,29 @@ class StoreServer:
             self._store.lose(worker)
             writer.close()
 
-    async def _answer(self, ask: Ask, worker: _Far) -> None:
-        told = Told(ask.number)
-        store, key = self._store, (ask.response_id, ask.owner)
+    async def _answer(self, call: StoreCall, worker: _RemoteWorker) -> None:
+        reply = StoreReply(call.number)
+        store, key = self._store, (call.response_id, call.owner)
         try:
-            match ask.name:
+            match call.name:
                 case "put":
-                    assert ask.stored is not None
-                    await store.put(ask.stored, worker)
+                    assert call.stored is not None
+                    await store.put(call.stored, worker)
                 case "knows":
-                    told.known = await store.knows(ask.response_id)
+                    reply.known = await store.knows(call.response_id)
                 case "get":
-                    told.stored = await store.get(*key)
+                    reply.stored = await store.get(*key)
                 case "stop":
-                    told.stored = await store.stop(*key)
+                    reply.stored = await store.stop(*key)
                 case "delete":
-                    told.stored = await store.delete(*key)
+                    reply.stored = await store.delete(*key)
         except OverloadedError as error:
-            told.full, told.retry_after = str(error), error.retry_after
-        worker.say(told)
+            reply.full, reply.retry_after = str(error), error.retry_after
+        worker.say(reply)
 
 
-class _Far:
-    """Somebody at the other end of a connection who works on responses."""
+class _RemoteWorker:
+    """A worker at the other end of a connection."""
 
     def __init__(self, writer: asyncio.StreamWriter):
         self._writer = writer
@@ -105,18 +105,18 @@ class _Far:
     def cancel(self, response_id: str) -> None:
         self.say(Cancel(response_id))
 
-    def say(self, message: Told | Cancel) -> None:
+    def say(self, message: StoreReply | Cancel) -> None:
         if not self._writer.is_closing():
             self._writer.write(frame(message))
 
 
 class RemoteStore:
-    """`Responses` of the store that listens at a path; it is connected to again whenever it is started again."""
+    """`Responses` over the store that listens at a path; it reconnects whenever the store restarts."""
 
     def __init__(self, path: str):
         self._path = path
         self._numbers = itertools.count(1)
-        self._asked: dict[int, asyncio.Future[Told]] = {}
+        self._calls: dict[int, asyncio.Future[StoreReply]] = {}
         self._workers: dict[str, Worker] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._connected = asyncio.Event()
@@ -124,7 +124,7 @@ class RemoteStore:
 
     @classmethod
     async def connect(cls, path: str) -> RemoteStore:
-        """Waits for the store."""
+        """Connects, waiting for the store."""
         store = cls(path)
         await store._connected.wait()
         return store
@@ -134,43 +134,43 @@ class RemoteStore:
             self._workers[stored.id] = worker
         else:
             self._workers.pop(stored.id, None)
-        await self._ask("put", stored.id, stored=stored)
+        await self._call("put", stored.id, stored=stored)
 
     async def knows(self, response_id: str) -> bool:
-        return (await self._ask("knows", response_id)).known
+        return (await self._call("knows", response_id)).known
 
     async def get(self, response_id: str, owner: str) -> StoredResponse | None:
-        return (await self._ask("get", response_id, owner)).stored
+        return (await self._call("get", response_id, owner)).stored
 
     async def stop(self, response_id: str, owner: str) -> StoredResponse | None:
-        return (await self._ask("stop", response_id, owner)).stored
+        return (await self._call("stop", response_id, owner)).stored
 
     async def delete(self, response_id: str, owner: str) -> StoredResponse | None:
-        return (await self._ask("delete", response_id, owner)).stored
+        return (await self._call("delete", response_id, owner)).stored
 
     def close(self) -> None:
-        """Hangs up."""
+        """Closes the connection."""
         self._task.cancel()
 
-    async def _ask(
+    async def _call(
         self,
         name: Literal["put", "knows", "get", "stop", "delete"],
         response_id: str,
         owner: str = "",
         stored: StoredResponse | None = None,
-    ) -> Told:
+    ) -> StoreReply:
         if self._writer is None:
             raise _gone()
         number = next(self._numbers)
-        future = self._asked[number] = asyncio.get_running_loop().create_future()
+        future = self._calls[number] = asyncio.get_running_loop().create_future()
         try:
-            self._writer.write(frame(Ask(number, name, response_id, owner, stored)))
-            told = await future
+            self._writer.write(frame(StoreCall(number, name, response_id, owner, stored)))
+            reply = await future
         finally:
-            self._asked.pop(number, None)
-        if told.full is not None:
-            raise OverloadedError(told.full, retry_after=told.retry_after)
-        return told
+            self._calls.pop(number, None)
+        if reply.full is not None:
+            raise OverloadedError(reply.full, retry_after=reply.retry_after)
+        return reply
 
     async def _stay_connected(self) -> None:
         while True:
@@ -182,17 +182,17 @@ class RemoteStore:
                 finally:
                     self._writer.close()
                     self._writer = None
-                    for future in self._asked.values():
+                    for future in self._calls.values():
                         if not future.done():
                             future.set_exception(_gone())
             await asyncio.sleep(_RECONNECT_SECONDS)
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
-        frames = Frames(Told | Cancel)
+        frames = Frames(StoreReply | Cancel)
         while data := await reader.read(_READ_BYTES):
             for message in frames.feed(data):
-                if isinstance(message, Told):
-                    future = self._asked.get(message.number)
+                if isinstance(message, StoreReply):
+                    future = self._calls.get(message.number)
                     if future is not None and not future.done():
                         future.set_result(message)
                 elif (worker := self._workers.get(message.response_id)) is not None:

@@ -1,6 +1,6 @@
-"""Responses that can be asked for again, in memory and of bounded size; the oldest that are finished make room.
+"""Store of responses, in memory and of bounded size; the oldest finished ones are evicted.
 
-Knows who may have a response and who works on it, nothing of what it says but for its status.
+Tracks the owner and the worker of a response; of its content, it reads only the status.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _LOST = {"code": "server_error", "message": "the process that worked on the resp
 
 
 class StoredResponse(msgspec.Struct):
-    """One that is kept.
+    """A stored response.
 
     Attributes:
-      owner: what the client that made it showed to be let in; nobody else gets it.
-      response: JSON, as the client sees it.
+      owner: hash of its client's credentials; no other client can retrieve it.
+      response: JSON, the response as the client sees it.
       messages: JSON, the conversation with its answer; instructions are not part of it.
-      input: JSON, the items that it was asked with, each with an id.
-      background: it was answered at once, and may be cancelled.
-      is_running: somebody works on it.
+      input: JSON, its input items, each with an id.
+      background: made in the background, and may be cancelled.
+      is_running: it is still being generated.
     """
 
     id: str
@@ -43,38 +43,36 @@ class StoredResponse(msgspec.Struct):
 
 
 class Worker(Protocol):
-    """Who works on responses."""
+    """Generates responses."""
 
     def cancel(self, response_id: str) -> None:
-        """Is to end its work on a response soon, and to put it as it is then."""
+        """Ends the work on a response soon, and then puts its final state."""
         ...
 
 
 class Responses(Protocol):
-    """A store, wherever it is. What is not there is None to everybody, and so is another owner's response."""
+    """Interface of a store, local or remote. A missing response and another owner's are both None."""
 
     async def put(self, stored: StoredResponse, worker: Worker) -> None:
-        """Keeps it, in place of an earlier state of it; where its name is another owner's, that one stays.
+        """Stores a response, replacing its earlier state, except where the id is another owner's.
 
-        worker: whose work is under way, if it is running.
-
-        Raises OverloadedError when running ones take all the room, EngineDeadError when the store cannot answer; so do
-        the others.
+        worker: generates the response while is_running. Raises OverloadedError if running ones take all the room. All
+          methods raise EngineDeadError if the store is down.
         """
         ...
 
     async def knows(self, response_id: str) -> bool:
-        """Whether the name is taken."""
+        """Whether the id is taken."""
         ...
 
     async def get(self, response_id: str, owner: str) -> StoredResponse | None: ...
 
     async def stop(self, response_id: str, owner: str) -> StoredResponse | None:
-        """The response when nobody works on it any more; whoever does is told to end."""
+        """Stops the generation of a response, if it is running, and returns the final state."""
         ...
 
     async def delete(self, response_id: str, owner: str) -> StoredResponse | None:
-        """Stops and forgets it."""
+        """Stops and removes a response; returns it."""
         ...
 
 
@@ -126,7 +124,7 @@ class ResponseStore:
         return stored
 
     def lose(self, worker: Worker) -> None:
-        """Somebody who worked is gone: those responses have failed."""
+        """Marks the responses of a lost worker as failed."""
         for response_id in [name for name, each in self._workers.items() if each is worker]:
             stored = self._stored[response_id]
             shown = {**msgspec.json.decode(stored.response), "status": "failed", "error": _LOST}
@@ -136,7 +134,7 @@ class ResponseStore:
             self._rest(response_id)
 
     def _rest(self, response_id: str) -> None:
-        """Nobody works on it any more."""
+        """Marks a response as no longer running."""
         self._workers.pop(response_id, None)
         if (at_rest := self._at_rest.pop(response_id, None)) is not None:
             at_rest.set()

@@ -11,7 +11,7 @@ import pytest
 
 from jaxengine import LLM, SamplingParams
 from jaxengine.api.engine_client import EngineDeadError
-from jaxengine.api.turns import Turns
+from jaxengine.api.fair_lock import FairLock
 
 rng = np.random.default_rng(8)
 PROMPTS = [{"prompt_token_ids": rng.integers(3, 100, 3 + index).tolist()} for index in range(12)]
@@ -106,22 +106,22 @@ def test_shutdown_ends_calls(tiny_options):
 
 
 def test_turns_go_by_arrival():
-    turns, order, threads = Turns(), [], []
+    lock, order, threads = FairLock(), [], []
 
     def take(index):
-        with turns:
+        with lock:
             order.append(index)
 
-    with turns:
+    with lock:
         for index in range(5):
             threads.append(threading.Thread(target=take, args=(index,)))
             threads[-1].start()
-            while len(turns._line) <= index:
+            while len(lock._line) <= index:
                 time.sleep(0.001)
     for thread in threads:
         thread.join()
     assert order == [0, 1, 2, 3, 4]
-    with turns:
+    with lock:
         order.append(5)
 
 

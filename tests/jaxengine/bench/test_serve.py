@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxengine.bench.serve_client import BadUrlError, Connections, Sample, Server, stream
-from jaxengine.bench.serve_load import Load, Run, arrivals, plan
+from jaxengine.bench.serve_load import Load, LoadResult, arrivals, plan
 from jaxengine.bench.serve_report import meets, picture, series, summary
 from jaxengine.commands.cli import main
 
@@ -305,7 +305,7 @@ def test_metrics_are_those_of_their_definitions():
         "itl": [500.0, 1000.0],
         "e2el": [2500.0, 250.0],
     }
-    done = summary(Run(10.0, samples, [0.0, 0.001, 0.002], 1.0), {"ttft": 300.0})
+    done = summary(LoadResult(10.0, samples, [0.0, 0.001, 0.002], 1.0), {"ttft": 300.0})
     assert (done["request_throughput"], done["request_goodput"], done["output_throughput"]) == (0.2, 0.1, 0.5)
     assert (done["errors"], done["peak_concurrent_requests"]) == ({"cut": 1}, 2)
     assert done["latency_ms"]["e2el"] == {"mean": 1375.0, "median": 250.0, "p90": 2500.0, "p99": 2500.0}
@@ -314,7 +314,7 @@ def test_metrics_are_those_of_their_definitions():
 
 
 def test_without_an_answer_there_are_no_figures_and_the_picture_is_whole():
-    done = summary(Run(1.0, [sample(error="timeout")], [0.0], 0.1))
+    done = summary(LoadResult(1.0, [sample(error="timeout")], [0.0], 0.1))
     assert done["latency_ms"]["ttft"] == {"mean": None, "median": None, "p90": None, "p99": None}
     empty = picture("<nothing> & more", [{"request_rate": math.inf, **done}], series([]))
     assert "<nothing> & more" in "".join(xml.etree.ElementTree.fromstring(empty).itertext())

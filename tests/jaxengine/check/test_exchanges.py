@@ -159,7 +159,7 @@ ENTRY %main (p: f32[1]) -> f32[1] {{
 
 
 def test_of_a_conditionals_branches_the_dearest_counts():
-    """What nobody wrote is found in all of them."""
+    """An exchange that no code wrote is found in all of them."""
     scope, text = at(f"{MLP}/cond/psum"), "HloModule m\n"
     for name, size, number in (("small", 8, 3), ("large", 64, 2), ("none", 1, 0)):
         lines = [f"  %{name}{i} = f32[{size}]{{0}} all-reduce(%p), {scope}" for i in range(number)]
@@ -176,7 +176,7 @@ ENTRY %main (p: f32[1]) -> f32[1] {{
     assert by_place(one) == {"layer 1": {"all-reduce": 3}} and exchanged_bytes(one) == 4 * (8 + 2 * 64)
     assert wrong(one, wanted) == []
     (nobody,) = wrong(exchanges(parse(text.replace(scope, "", 1))), wanted)
-    assert nobody.startswith("nobody wrote all-reduce small0")
+    assert nobody.startswith("no code wrote all-reduce small0")
     # One within a branch of another, and one without branches.
     nested = text.replace("%large1 =", "%d = f32[1]{0} conditional(%i, %p), branch_computations={%small}\n  %large1 =")
     assert by_place(exchanges(parse(nested.replace("={%small, ", "={%none, ")))) == {"layer 1": {"all-reduce": 6}}
@@ -259,6 +259,6 @@ def test_what_the_model_does_not_account_for():
     assert other[0] == "layer 0 has 1 all-gather and 1 all-reduce instead of 1 all-reduce"
     assert other[1] == "layer 0 exchanges 2,080 bytes and not at most 33"
     (nobody,) = wrong(found(*lines, "%g = f32[8]{0} collective-permute(%x)"), wanted)
-    assert nobody == "nobody wrote collective-permute g f32[8]{0} in no scope"
+    assert nobody == "no code wrote collective-permute g f32[8]{0} in no scope"
     many = [f"%e{i} = f32[8]{{0}} all-reduce(%x), {at(scope.format('embed/psum'))}" for i in range(4)]
     assert wrong(found(*lines, *many), wanted) == ["embed has 4 all-reduce, 4 and not at most 3"]

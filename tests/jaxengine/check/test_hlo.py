@@ -1,4 +1,4 @@
-"""Reading HLO: which instructions count as a copy of something must_not_copy, and which do not."""
+"""Reading HLO: which instructions count as a copy of a protected array, and which do not."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ CODES = NEEDS | {"needs": WORK | {"quantized_bytes": 50 << 20}}
         ({"fast_bytes": V6E.fast_bytes + 1}, 1_000_000, "on the chip"),
         ({"copies": ["pool: copy c"]}, 1_000_000, "copies pool"),
         ({"collectives": {"all-reduce": 1}}, 1_000_000, "other devices"),
-        ({"wrong_exchanges": ["nobody wrote all-gather g"]}, 1_000_000, "exchanges: nobody wrote"),
+        ({"wrong_exchanges": ["no code wrote all-gather g"]}, 1_000_000, "exchanges: no code wrote"),
         ({"spill_bytes": 8}, 1_000_000, "spills 8 bytes"),
         ({"experts": {"rows": 8192, "average": 64.0, "multiplied": 1.1}}, 1_000_000, ""),
         ({"experts": {"rows": 8192, "average": 64.0, "multiplied": 1.12}}, 1_000_000, "1.12 times the rows of experts"),
@@ -66,10 +66,10 @@ CODES = NEEDS | {"needs": WORK | {"quantized_bytes": 50 << 20}}
         (NEEDS | {"dtype": "float32", "operations": {"f32": 990_000}}, 1_000_000, ""),
         (NEEDS | {"moved_bytes": 120 << 20}, 1_000_000, "moves 125,829,120 bytes"),
         (CODES | {"workspace_bytes": 6 << 20}, 1_000_000, ""),
-        (CODES, 1_000_000, "temporaries of 13,631,488 bytes beside codes, at most 6,553,609"),
+        (CODES, 1_000_000, "temporaries of 13,631,488 bytes besides codes, at most 6,553,609"),
         (LATENTS, 1_000_000, ""),
         (LATENTS | {"latent_bytes": 130 << 20, "result_bytes": 127 << 20}, 1_000_000, ""),
-        (LATENTS | {"result_bytes": 127 << 20}, 1_000_000, "temporaries of 65.0 MiB beside the result, at most 64.0"),
+        (LATENTS | {"result_bytes": 127 << 20}, 1_000_000, "temporaries of 65.0 MiB besides the result, at most 64.0"),
         ({"error": "XlaRuntimeError: no"}, 1_000_000, "does not compile: XlaRuntimeError"),
     ],
 )
@@ -140,7 +140,7 @@ def test_what_a_block_costs():
     other, block = cycles.per_block([*rows, failed])
     assert other is failed and (block["program"], block["cycles"], block["failures"]) == ("b", 1000 * 2 * 2, [])
     rows[0]["cycles"] = None
-    assert cycles.per_block(rows)[0]["failures"] == ["libtpu does not tell its cycles"]
+    assert cycles.per_block(rows)[0]["failures"] == ["libtpu reports no cycles"]
 
 
 def test_spills_where_there_were_none_are_a_regression():
@@ -242,15 +242,15 @@ def test_a_kernel_that_was_made_for_the_memory_plan_is_judged_in_its_step(tmp_pa
     """Mosaic makes a kernel once in a process, so the second log says nothing of it."""
     log = tmp_path / "log"
     compiler: Any = object.__new__(Compiler)
-    compiler.request, compiler._of_kernels = SimpleNamespace(log=str(log)), {}
+    compiler.request, compiler._figures_of_kernels = SimpleNamespace(log=str(log)), {}
     step: Any = SimpleNamespace(name="mixed T=8")
     other: Any = SimpleNamespace(name="decode S=8")
     log.write_text("ptxas info    : 12 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads\n")
     told = {"registers": None, "spill_bytes": 12, "fast_bytes": None}
-    assert compiler._told_of_kernels(step, 0) == told
+    assert compiler._kernel_figures(step, 0) == told
     end = log.stat().st_size
-    assert compiler._told_of_kernels(other, end) == told | {"spill_bytes": None}
-    assert compiler._told_of_kernels(step, end) == told
+    assert compiler._kernel_figures(other, end) == told | {"spill_bytes": None}
+    assert compiler._kernel_figures(step, end) == told
     config = '"used_scoped_memory_configs":[{"memory_space":"1","offset":"1024","size":"4096"}]'
     assert vmem_bytes(config) == 5120 and vmem_bytes("") is None
 

@@ -92,11 +92,14 @@ def failing(monkeypatch, kind: type[Exception]) -> None:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (errors.GatedRepoError, "'org/model' is gated on the hub, .*; ask at https://huggingface.co/org/model, then"),
-        (errors.RepositoryNotFoundError, "the hub has no such model that you may see; check the spelling"),
+        (
+            errors.GatedRepoError,
+            "'org/model' is gated on the hub, .*; request access at https://huggingface.co/org/model, then",
+        ),
+        (errors.RepositoryNotFoundError, "the hub has no such model that you can access; check the spelling"),
         (errors.RevisionNotFoundError, "no branch, tag or commit 'r1' on the hub; leave the revision out"),
         (errors.LocalEntryNotFoundError, "the hub cannot be reached .*; connect this machine, set HF_ENDPOINT"),
-        (errors.HFValidationError, "the hub does not give it .HFValidationError"),
+        (errors.HFValidationError, "the hub refuses it .HFValidationError"),
     ],
 )
 @pytest.mark.parametrize("param", ["model", "tokenizer"])

@@ -183,7 +183,7 @@ def test_leaving_a_stream_early_aborts_its_request():
 
 def test_pictures_go_with_the_next_message(talk):
     _, out, _ = talk("one\n/image https://a.org/b\ntwo\nthree\n", "--image", "a.png", "--image", "data:,x")
-    assert "It goes with the next message." in out
+    assert "It will be sent with the next message." in out
     prompts = FakeLLM.last.core.prepared
     assert prompts[0] == "u:a.png data:,x one"
     assert "|u:https://a.org/b two" in FakeLLM.last.core.shown[1] and FakeLLM.last.core.shown[2].endswith("|u:three")

@@ -25,7 +25,7 @@ def test_it_has_its_name_at_the_end(tmp_path):
         (part / "file").write_text("whole")
         assert not (tmp_path / "deep" / "out").exists()
         with (
-            pytest.raises(ModelFileError, match="out.part: exists, .*; remove it if nobody writes it"),
+            pytest.raises(ModelFileError, match="out.part: exists, .*; remove it if no process is writing it"),
             new_folder(tmp_path / "deep" / "out"),
         ):
             pass

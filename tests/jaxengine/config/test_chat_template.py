@@ -27,7 +27,7 @@ def test_a_file_is_read_and_a_template_is_kept(tmp_path, monkeypatch):
     ("name", "said"),
     [
         ("none", "chat_template '.*none' cannot be read .No such file or directory.; give a template with"),
-        (".", "cannot be read .it is no regular file"),
+        (".", "cannot be read .it is not a regular file"),
         ("words", "the file of chat_template '.*words' holds no template"),
         ("bytes", "cannot be read .*utf-8"),
         ("long", "cannot be read .it has more than 1048576 bytes"),

@@ -107,7 +107,7 @@ def test_what_is_not_supported_is_one_line(command, capsys, monkeypatch):
     [
         ("serve --max-model-length 5", "there is no '--max-model-length' here, but --max-model-len; "),
         ("chat m --zzz", "there is no '--zzz' here; "),
-        ("serve --max-model-len 4x", "argument --max-model-len: '4x' is no whole number"),
+        ("serve --max-model-len 4x", "argument --max-model-len: '4x' is not a whole number"),
         ("bench host --num-seqs 0", "'0' is not a whole number of at least 1"),
         (
             "generate --file /no/such/file",
@@ -171,10 +171,10 @@ def test_every_command_takes_a_file(tmp_path, command):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("max-model-length: 5", "'max-model-length' in the --config file .* is no option of jaxengine serve"),
+        ("max-model-length: 5", "'max-model-length' in the --config file .* is not an option of jaxengine serve"),
         ("[1, 2]", "holds no options"),
-        ("a: b: c", "is no YAML"),
-        ("a: !!python/object:os.system x", "is no YAML"),
+        ("a: b: c", "is not YAML"),
+        ("a: !!python/object:os.system x", "is not YAML"),
     ],
 )
 def test_a_wrong_file_is_one_clear_error(tmp_path, text, said):

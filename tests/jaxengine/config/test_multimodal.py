@@ -79,7 +79,7 @@ def test_the_other_options():
         ({"allowed_media_domains": 3}, "allowed_media_domains is 3; allowed: a list of hosts"),
         ({"allowed_media_domains": ["https://a.example"]}, "has 'https://a.example'; give names of hosts"),
         ({"allowed_media_domains": ["a" * 70]}, "allowed: a list of hosts"),
-        ({"allowed_local_media_path": "media"}, "is 'media', which is no whole path; begin it with /"),
+        ({"allowed_local_media_path": "media"}, "is 'media', which is not an absolute path; begin it with /"),
         ({"allowed_local_media_path": 3}, "allowed_local_media_path is 3"),
         ({"media_loading_thread_count": 0}, "media_loading_thread_count is 0; allowed: a whole number, 1 to 256"),
         ({"mm_processor_kwargs": [1]}, "mm_processor_kwargs is [1]"),

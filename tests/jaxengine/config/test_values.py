@@ -34,7 +34,7 @@ def test_sizes(text, number):
 
 @pytest.mark.parametrize("text", ["", "k", "4x", "-1", "1.5G", "1.5", "4 k", "0x10", "1e3", "4iB", "\u0664"])
 def test_what_is_no_size(text):
-    with pytest.raises(ValueError, match="is no whole number"):
+    with pytest.raises(ValueError, match="is not a whole number"):
         read_size(text)
 
 

@@ -235,9 +235,9 @@ def test_a_model_without_a_method_is_a_draft_model():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2, and draft_model runs beside one stage alone"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2, and draft_model needs a single stage"),
         ({"draft": 2}, "draft_tensor_parallel_size is 2; allowed: 1, tensor_parallel_size"),
-        ({"sliding_window": 8}, "gives keys back that draft_model needs; give disable_hybrid_kv_cache_manager"),
+        ({"sliding_window": 8}, "frees keys that draft_model needs; give disable_hybrid_kv_cache_manager"),
         ({"nnodes": 2}, "nnodes is 2"),
     ],
 )
@@ -259,7 +259,7 @@ def test_engines_without_draft_models_say_why(options, said):
     ("draft", "said"),
     [
         ("llama", "has a vocabulary of 128 tokens, and LlamaForCausalLM one of 300; name a text model"),
-        ("qwen3_next", "keeps states of sequences, which cannot go back"),
+        ("qwen3_next", "keeps states of sequences, which cannot be rolled back"),
         ("nowhere/at/all", "speculative_config.model: there is no model at 'nowhere"),
     ],
 )

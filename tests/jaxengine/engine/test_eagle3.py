@@ -237,7 +237,7 @@ def test_engines_without_heads_say_why():
     assert config.speculative_config is not None and config.speculative_config.method == EAGLE3
     config.resolved(read_hf(DENSE), PLATFORMS["cpu"])
     config = EngineConfig(speculative_config=config.speculative_config, pipeline_parallel_size=2)
-    with pytest.raises(ConfigError, match="pipeline_parallel_size is 2, and eagle3 runs beside one stage alone"):
+    with pytest.raises(ConfigError, match="pipeline_parallel_size is 2, and eagle3 needs a single stage"):
         config.resolved(read_hf(DENSE), PLATFORMS["cpu"])
 
 

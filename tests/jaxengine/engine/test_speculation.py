@@ -340,7 +340,7 @@ def test_families(family, executables_dir):
         ({"speculative_config": DRAFTS | {"prompt_lookup_max": True}}, "prompt_lookup_max is True"),
         ({"speculative_config": DRAFTS | {"top": 1}}, "has no 'top'; it has method, num_speculative_tokens"),
         ({"speculative_model": "[ngram]"}, "num_speculative_tokens is not given"),
-        ({"speculative_model": "[ngram]", "speculative_config": DRAFTS}, "given beside speculative_config"),
+        ({"speculative_model": "[ngram]", "speculative_config": DRAFTS}, "given together with speculative_config"),
         ({"num_speculative_tokens": 3, "spec_tokens": 4}, "given twice"),
     ],
 )
@@ -379,5 +379,5 @@ def test_models_and_engines_without_drafts_say_why(engines):
             EngineConfig(speculative_config=DRAFTS, **options).resolved(model, PLATFORMS["cpu"])
     with pytest.raises(ConfigError, match="without a tokenizer no request has a grammar"):
         EngineConfig(speculative_config=GRAMMAR, skip_tokenizer_init=True).resolved(model, PLATFORMS["cpu"])
-    with pytest.raises(ConfigError, match="keeps states of sequences, which cannot go back"):
+    with pytest.raises(ConfigError, match="keeps states of sequences, which cannot be rolled back"):
         LLM(str(checkpoint("qwen3_next")), speculative_config=DRAFTS, skip_tokenizer_init=True)

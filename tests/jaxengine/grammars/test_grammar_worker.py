@@ -21,7 +21,7 @@ import pytest
 from jaxengine.grammars import grammar_worker, worker_process
 from jaxengine.grammars.grammar_worker import GrammarFailure, GrammarWorker, NextMask
 from jaxengine.grammars.worker_process import Advance, Matchers, Open, Start, compile_grammar
-from jaxengine.requests.closed_objects import close_objects
+from jaxengine.requests.closed_objects import forbid_additional_properties
 
 BYTES = llguidance.LLTokenizer("byte")
 EOS = BYTES.eos_token
@@ -29,7 +29,7 @@ NUM_WORDS = -(-BYTES.vocab_size // 32) + 2  # some of padding
 NAME = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
 GRAMMARS = {
     "json": ("json", json.dumps(NAME), {}),
-    "closed": ("json", close_objects(json.dumps({"items": NAME, "type": "array"})), {}),
+    "closed": ("json", forbid_additional_properties(json.dumps({"items": NAME, "type": "array"})), {}),
     "no spaces": ("json", '{"type":"array"}', {"whitespace_flexible": False}),
     "own spaces": ("json", '{"type":"array"}', {"whitespace_pattern": "[ ]?"}),
     "regex": ("regex", "[a-z]{2,5}(-[0-9]+)?", {}),
@@ -144,8 +144,18 @@ def test_masks_are_those_of_llguidance(worker, keys, name):
 @pytest.mark.parametrize(
     ("grammar", "taken", "forced", "ends"),
     [
-        (("json", close_objects(json.dumps(NAME)), {"whitespace_flexible": False}), b"{", b'"name":"', False),
-        (("json", close_objects(json.dumps(NAME)), {"whitespace_flexible": False}), b'{"', b'name":"', False),
+        (
+            ("json", forbid_additional_properties(json.dumps(NAME)), {"whitespace_flexible": False}),
+            b"{",
+            b'"name":"',
+            False,
+        ),
+        (
+            ("json", forbid_additional_properties(json.dumps(NAME)), {"whitespace_flexible": False}),
+            b'{"',
+            b'name":"',
+            False,
+        ),
         (("choice", '["the only one"]', {}), b"t", b"he only one", True),
         (("regex", "a{100}", {}), b"a", b"a" * 32, False),
         (("regex", "a(bc|bd)e", {}), b"a", b"b", False),

@@ -80,11 +80,11 @@ HUGE = npy(ROWS).replace(b"(5, 4), }  ", b"(500000000, 4), }")[: len(npy(ROWS))]
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (pickle.dumps(Evil()), "is what torch.save or pickle writes, which may hold a program"),
-        (b"PK\x03\x04archive/data.pkl", "is what torch.save or pickle writes"),
-        (npy(np.array([Evil()], object), allow_pickle=True), "is what torch.save or pickle writes"),
-        (b"hello", "is no file of a kind that is known; allowed: safetensors with one tensor, or .npy"),
-        (b"", "is no file of a kind"),
+        (pickle.dumps(Evil()), "is a file of torch.save or pickle, which may contain code"),
+        (b"PK\x03\x04archive/data.pkl", "is a file of torch.save or pickle"),
+        (npy(np.array([Evil()], object), allow_pickle=True), "is a file of torch.save or pickle"),
+        (b"hello", "is a file of an unknown type; allowed: safetensors with one tensor, or .npy"),
+        (b"", "is a file of an unknown type"),
         (npy(ROWS)[:-3], "is a .npy that is damaged"),
         (npy(ROWS)[:20], "is a .npy that is damaged"),
         (HUGE, "is a .npy that is damaged"),
@@ -95,8 +95,8 @@ HUGE = npy(ROWS).replace(b"(5, 4), }  ", b"(500000000, 4), }")[: len(npy(ROWS))]
         (npy(ROWS[None]), r"an array float32\[1, 5, 4\]"),
         (npy(ROWS[:0]), r"an array float32\[0, 4\]"),
         (npy(np.where(ROWS > 2, np.inf, ROWS).astype(np.float32)), "not finite"),
-        ("@@@@", "holds no base64"),
-        ("ä", "holds no base64"),
+        ("@@@@", "is not valid base64"),
+        ("ä", "is not valid base64"),
         (3, "is a int; allowed is base64"),
     ],
 )

@@ -91,7 +91,7 @@ def test_what_a_tower_cannot_take_is_refused(processor):
         processor.process("image", picture(1, 8, 8), {"size": 5})
     with pytest.raises(RequestError, match="makes 128 patches of pixels; at most 64"):
         processor.process("image", picture(1, 32, 64), {"in_token_limit": 4096}, 64)
-    with pytest.raises(RequestError, match="video is nothing that this model takes; it takes image"):
+    with pytest.raises(RequestError, match="video is not supported by this model; it takes image"):
         processor.process("video", picture(1, 8, 8)[None], {})
 
 

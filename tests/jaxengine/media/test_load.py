@@ -40,7 +40,7 @@ async def test_what_is_loaded_comes_in_order(loader):
 async def test_the_first_that_fails_is_named(loader):
     given = parts(PNG, "data:;base64,@", b"<svg/>")
     for load in (loader.load, lambda each: asyncio.to_thread(loader.load_now, each)):
-        with pytest.raises(RequestError, match=r"^messages\[1\] holds no base64: ") as refusal:
+        with pytest.raises(RequestError, match=r"^messages\[1\] is not valid base64: ") as refusal:
             await load(given)
         assert refusal.value.param == "messages"
     with pytest.raises(RequestError, match=r"^messages\[0\] is an SVG; allowed: PNG"):

@@ -105,7 +105,10 @@ def test_what_holds_no_picture_is_left_as_it_is(messages):
         ({"type": "image_url", "image_url": {"url": "a.png"}}, "image_url begins with 'a.png'"),
         ({"type": "image_url", "image_url": {"url": "https://evil.example/a"}}, "from which nothing may be fetched"),
         ({"type": "image_url", "image_url": {"url": "file:///a"}}, "is a local file; none may be read"),
-        ({"type": "image_url", "image_url": {"url": URL}, "uuid": "a"}, r"content\[0\].uuid is given; nothing is kept"),
+        (
+            {"type": "image_url", "image_url": {"url": URL}, "uuid": "a"},
+            r"content\[0\].uuid is given; pictures are identified by",
+        ),
         (
             {"type": "input_image", "file_id": "file-1"},
             r"content\[0\].file_id is given, but this server keeps no files",

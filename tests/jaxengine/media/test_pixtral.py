@@ -72,7 +72,7 @@ def test_the_longest_side_bounds_a_picture(processor):
         processor.process("image", value, {"size": {"longest_edge": 0}})
     with pytest.raises(RequestError, match="mm_processor_kwargs has 'max_pixels'; this model has size"):
         processor.process("image", value, {"max_pixels": 5})
-    with pytest.raises(RequestError, match="video is nothing that this model takes; it takes image"):
+    with pytest.raises(RequestError, match="video is not supported by this model; it takes image"):
         processor.process("video", value[None], {})
 
 

@@ -10,7 +10,7 @@ import pytest
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from jaxengine.media.processors.mrope import Run, mrope_positions
+from jaxengine.media.processors.mrope import EmbeddingRun, mrope_positions
 from jaxengine.media.registry import PROCESSORS, processor_for
 from jaxengine.tokens.tokenizer import Tokenizer
 from models.config.fields import ModelConfigError
@@ -175,7 +175,7 @@ def test_frames_of_a_video_stand_behind_their_times(processors, folders):
 
 
 def test_places_of_pictures_and_text():
-    runs = [Run(2, (1, 2, 3), np.arange(1)), Run(9, (2, 1, 1), np.asarray([0, 5]))]
+    runs = [EmbeddingRun(2, (1, 2, 3), np.arange(1)), EmbeddingRun(9, (2, 1, 1), np.asarray([0, 5]))]
     places, delta = mrope_positions(13, runs)
     np.testing.assert_array_equal(places[0], [0, 1, 2, 2, 2, 2, 2, 2, 5, 6, 11, 12, 13])
     np.testing.assert_array_equal(places[1], [0, 1, 2, 2, 2, 3, 3, 3, 5, 6, 6, 12, 13])

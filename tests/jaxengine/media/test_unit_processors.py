@@ -140,7 +140,7 @@ def test_settings_of_transformers_5_are_in_one_file(tmp_path):
 @pytest.mark.parametrize(
     ("name", "modality", "value", "options", "message"),
     [
-        ("llava_vision", "video", picture(0), {}, "video is nothing that this model takes; it takes image"),
+        ("llava_vision", "video", picture(0), {}, "video is not supported by this model; it takes image"),
         ("llava_vision", "image", picture(0), {"size": 3}, "mm_processor_kwargs has 'size'; this model has none"),
         (
             "llava_vision",
@@ -201,7 +201,7 @@ def test_what_a_family_of_tiles_does_not_take(name, tmp_path):
     if "video" not in made.modalities:
         item = made.process("image", picture(0), {})
         for refused in (lambda: made.video_pieces(item), lambda: made.process("video", picture(0)[None], {})):
-            with pytest.raises(RequestError, match="^video is nothing that this model takes; it takes image$"):
+            with pytest.raises(RequestError, match="^video is not supported by this model; it takes image$"):
                 refused()
     assert processor(tmp_path, "internvl_vision").grid_of(8, None)[0] == 1
 

@@ -50,5 +50,5 @@ def test_the_context_ends_a_search():
 
 def test_a_request_without_candidates_ends_the_search():
     output = RequestOutput("a", None, [1], [CompletionOutput(0, "", [], finish_reason="error", stop_reason="x")], True)
-    with pytest.raises(RequestError, match=r"the beam search cannot go on: error \(x\)"):
+    with pytest.raises(RequestError, match=r"the beam search cannot continue: error \(x\)"):
         candidates(output)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from jaxengine.requests.closed_objects import close_objects, lists_all
+from jaxengine.requests.closed_objects import forbid_additional_properties, lists_all
 from tests.tables import each_row
 
 A: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -22,7 +22,7 @@ END = {"additionalProperties": False}
 
 
 def closed(schema: Any) -> Any:
-    return json.loads(close_objects(json.dumps(schema)))
+    return json.loads(forbid_additional_properties(json.dumps(schema)))
 
 
 def refer(name: str) -> dict[str, str]:
@@ -104,7 +104,7 @@ OPEN = [
 @each_row("schema", OPEN)
 def test_where_others_may_be_needed_nothing_is_said(schema):
     text = json.dumps(schema)
-    assert close_objects(text) == text
+    assert forbid_additional_properties(text) == text
 
 
 def test_a_definition_is_closed_only_if_it_is_alone_wherever_it_is_used():

@@ -11,7 +11,7 @@ from jaxengine import AsyncLLM, SamplingParams
 from jaxengine.requests.options import RequestOptions
 from jaxengine.server.http.app import create_app
 from jaxengine.server.keys import Keys
-from jaxengine.server.link import messages, submits
+from jaxengine.server.link import messages, submit_messages
 from jaxengine.server.options import ServerConfig
 from scheduler.errors import OverloadedError
 from tests.jaxengine.server.asgi_client import Answer, Recorder, http_client, idle
@@ -117,9 +117,9 @@ def test_an_api_process_tells_the_engine_whose_request_it_is(fair_engine):
     prepared = fair_engine.inputs.prepare(
         "Hello", SamplingParams(n=2, max_tokens=2), options=RequestOptions(client="key-1")
     )
-    sent = messages.decode_to_engine(messages.encode(submits.submit(1, prepared, None)))
-    assert isinstance(sent, submits.Submit)
-    assert [each.client for each in submits.requests_of(sent, 0, None)] == ["key-1", "key-1"]
+    sent = messages.decode_to_engine(messages.encode(submit_messages.submit(1, prepared, None)))
+    assert isinstance(sent, submit_messages.Submit)
+    assert [each.client for each in submit_messages.requests_of(sent, 0, None)] == ["key-1", "key-1"]
 
 
 def test_one_client_cannot_fill_the_line_under_the_fair_policy(make_server):

@@ -13,9 +13,9 @@ from jaxengine.requests.options import RequestOptions
 from jaxengine.server.grpc.inference_pb2 import GenerateRequest
 from jaxengine.server.http.app import create_app
 from jaxengine.server.link.messages import Load
-from jaxengine.server.link.outbox import Outbox
 from jaxengine.server.link.queue_limits import QueueLimits
 from jaxengine.server.link.remote_engine import RemoteEngine
+from jaxengine.server.link.send_queue import SendQueue
 from jaxengine.server.options import ServerConfig
 from scheduler.errors import RequestError
 from scheduler.request import FinishReason
@@ -109,13 +109,17 @@ def test_a_request_that_cannot_be_told_to_the_engine_is_not_waited_for(make_llm)
     async def run():
         remote = object.__new__(RemoteEngine)
         processor = llm.core._processor
-        remote.__dict__.update(_processor=processor, _limits=QueueLimits.of(8, 10, None), _outbox=Outbox(), _streams={})
+        remote.__dict__.update(
+            _processor=processor, _limits=QueueLimits.of(8, 10, None), _send_queue=SendQueue(), _streams={}
+        )
         remote.__dict__.update(_replicas={}, _load=Load())
         prepared = llm.core.inputs.prepare(PROMPT, PLAIN, request_id="ghost")
         prepared.requests[0].priority = 2**64
         with pytest.raises(OverflowError):
             remote._submit(prepared)
-        assert not list(remote._outbox.read(1)) and not remote._replicas and not remote._streams and not len(processor)
+        assert (
+            not list(remote._send_queue.read(1)) and not remote._replicas and not remote._streams and not len(processor)
+        )
 
     llm = make_llm()
     asyncio.run(run())

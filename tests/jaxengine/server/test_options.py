@@ -46,7 +46,7 @@ def test_keys_come_from_options_and_files(tmp_path):
     config = ServerConfig(api_key="one", api_key_file=str(file))
     assert config.api_keys() == ("one", "two", "three")
     file.write_text("\n")
-    with pytest.raises(ConfigError, match="api_key_file '.*keys' holds no key; write one a line into it"):
+    with pytest.raises(ConfigError, match="api_key_file '.*keys' contains no key; write one per line into it"):
         config.api_keys()
     file.unlink()
     with pytest.raises(ConfigError, match="cannot be read .No such file.*; name a file with one key a line"):
@@ -61,13 +61,13 @@ def test_an_option_that_needs_another_names_its_flag():
 def test_a_port_that_is_taken_and_a_host_that_is_not_here():
     with contextlib.closing(listen("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        said = f"port {port} of 127.0.0.1 cannot be had .Address already in use.; stop what listens there, or give"
+        said = f"port {port} of 127.0.0.1 cannot be bound .Address already in use.; stop the program that listens there"
         with pytest.raises(ConfigError, match=said) as error:
             listen("127.0.0.1", port)
         assert error.value.param == "port"
         with pytest.raises(ConfigError, match="grpc_port .* give another --grpc-port, 0 for any that is free"):
             reserve_port("127.0.0.1", port)
-    with pytest.raises(ConfigError, match="host 'no.such.host.invalid' is no address .*; give 127.0.0.1 for"):
+    with pytest.raises(ConfigError, match="host 'no.such.host.invalid' is not an address .*; give 127.0.0.1 for"):
         listen("no.such.host.invalid", 0)
     with pytest.raises(ConfigError, match="give --host an address that this machine has; 192.0.2.1 is none"):
         listen("192.0.2.1", 0)

@@ -1,4 +1,4 @@
-"""The answers of /v1/chat/completions, as /openapi.json shows them."""
+"""Types of the responses of /v1/chat/completions, for /openapi.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parsers that an operator leaves to the model's chat template: which ones they are."""
+"""Resolves the parser names "auto" by the model's chat template."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ logger = logging.getLogger(__name__)
 
 
 def without_auto(config: ServerConfig, inputs: InputProcessor) -> ServerConfig:
-    """The options with the names that "auto" stands for, which the log tells; None where no rule knows the template."""
+    """Replaces "auto" by the parsers' names, which are logged; None if the template is not recognised."""
     changes: dict[str, Any] = {}
     for option, rows in (("tool_call_parser", TOOL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
         if getattr(config, option) == AUTO:
             changes[option] = name = by_template(rows, _template(inputs))
             flag = "--" + option.replace("_", "-")
             if name is None:
-                logger.warning("%s auto: the chat template is none that is known, so it is off; name one", flag)
+                logger.warning("%s auto: the chat template is not recognised, so the parser is off; name one", flag)
             else:
                 logger.info("%s auto: %s, by the chat template", flag, name)
     if "tool_call_parser" in changes and changes["tool_call_parser"] is None:

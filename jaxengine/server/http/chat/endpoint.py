@@ -1,6 +1,6 @@
 """POST /v1/chat/completions: OpenAI's endpoint, with vLLM's fields.
 
-Owns the answer's two forms, whole and streamed. Knows nothing of templates, tool formats or the engine.
+This file writes the response, complete or streamed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jaxengine.server.options import ServerConfig
 
 
 class _ChatCompletion:
-    """One request under way."""
+    """A request being answered."""
 
     def __init__(self, server: ChatServer, body: ChatRequest, name: str, model: str, options: RequestOptions):
         self._body = body
@@ -51,17 +51,17 @@ class _ChatCompletion:
         self._num_prompt_tokens = 0
 
     async def prepare(self, ignored: list[str]) -> None:
-        """ignored: gets the fields that say nothing to this model. Raises RequestError."""
+        """Prepares the prompt. ignored: appends fields that have no effect for this model. Raises RequestError."""
         await self._run.prepare()
         ignored += self._run.ignored
         self._num_prompt_tokens = len(self._run.prompt["prompt_token_ids"])
 
     async def whole(self) -> Response:
-        """The answer in one piece."""
+        """Returns the complete response."""
         async with contextlib.aclosing(self._run.pieces()) as pieces:
             output, outputs = await anext(pieces)
         choices = [self._writer.whole(*piece) for piece in outputs]
-        # Clients read these whether they asked for them or not.
+        # Clients read these even if they are not requested.
         unasked = {"prompt_logprobs": None, "prompt_token_ids": None}
         body = {**self._head, "choices": choices, "usage": self._usage(), **unasked, **self._about_prompt(output)}
         if output.prompt_logprobs is not None:
@@ -69,7 +69,7 @@ class _ChatCompletion:
         return json_response(body)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The answer as server-sent events."""
+        """Yields the response as server-sent events."""
         last, always = self._body.usage_in_stream(self._config)
         begun: set[int] = set()
         num_tokens = 0
@@ -100,7 +100,7 @@ class _ChatCompletion:
         return about
 
     def _usage(self, num_tokens: int | None = None) -> dict[str, Any]:
-        """num_tokens: of the answer, where it is not all that the engine has said."""
+        """Usage counts. num_tokens: completion tokens, if not all of the engine's so far."""
         run = self._run
         count = run.num_completion_tokens if num_tokens is None else num_tokens
         counts = usage(self._num_prompt_tokens, count, run.num_cached_tokens)
@@ -110,7 +110,7 @@ class _ChatCompletion:
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Raises ConfigError for a parser that is not known."""
+    """Creates the routes. Raises ConfigError for an unknown parser."""
     routes = APIRouter(tags=["chat"], route_class=JsonRoute)
     server = ChatServer.open(engine, config)
     names = served_names(engine, config)

@@ -1,4 +1,4 @@
-"""The choices of a chat completion: messages, deltas, and log-probabilities in the shape of OpenAI's chat."""
+"""Choices of a chat completion: messages, deltas, and log-probabilities in the form of OpenAI's chat."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class ChatChoiceWriter:
     """Writes the choices of one request.
 
     Args:
-      role: of the answer.
-      before: text that the answer begins with, as `echo` asks for.
-      logprobs: for how many of the best tokens; None for no log-probabilities at all.
-      as_token_ids: tokens are called token_id:N.
+      role: role of the answer.
+      before: text that the answer begins with, for `echo`.
+      logprobs: number of likeliest tokens with log-probabilities; None for no log-probabilities.
+      as_token_ids: tokens are written as token_id:N.
       with_token_ids: choices also have token_ids.
     """
 
@@ -42,7 +42,7 @@ class ChatChoiceWriter:
         self._calling: set[int] = set()
 
     def whole(self, output: CompletionOutput, events: Sequence[Event]) -> dict[str, Any]:
-        """A choice with its message."""
+        """A choice with its complete message."""
         parsed = message_of(events)
         content = parsed.content
         if content is None and not (parsed.tool_calls or parsed.reasoning):
@@ -61,15 +61,15 @@ class ChatChoiceWriter:
         return self._choice(output, "message", message)
 
     def opening(self, index: int) -> list[dict[str, Any]]:
-        """The choices a stream of output `index` begins with."""
+        """The first choices of a stream for output `index`."""
         deltas = [{"role": self._role, "content": ""}, *([{"content": self._before}] if self._before else ())]
         return [{"index": index, "delta": each, "logprobs": None, "finish_reason": None} for each in deltas]
 
     def chunks(self, output: CompletionOutput, events: Sequence[Event]) -> list[dict[str, Any]]:
-        """Choices with what is new, one for each chunk; none where that is nothing anybody asked for.
+        """Choices with the new parts, one per chunk; [] if nothing requested is new.
 
-        No two calls are in one chunk, and the reason to end is in none with a call: OpenAI's client would not notice
-        that the call is complete.
+        A chunk never contains two calls, nor a call and the finish reason: OpenAI's client would not notice that the
+        call is complete.
         """
         if any(isinstance(event, ToolCallStart) for event in events):
             self._calling.add(output.index)
@@ -81,7 +81,7 @@ class ChatChoiceWriter:
         if deltas == [{}] and not tokens and not ends:
             return []
         choices = [self._choice(output, "delta", deltas[0])]
-        # Tokens, and what goes with them, are in the first chunk, the end is in the last one.
+        # Tokens and their logprobs are in the first chunk, the finish reason is in the last one.
         rest = dataclasses.replace(output, token_ids=[], logprobs=None)
         choices += [self._choice(rest, "delta", delta) for delta in deltas[1:]]
         for choice in choices[:-1]:
@@ -89,7 +89,7 @@ class ChatChoiceWriter:
         return choices
 
     def prompt_logprobs(self, positions: Sequence[PositionLogprobs | None]) -> list[dict[str, Any] | None]:
-        """As vLLM has them: for each token of the prompt, by token id."""
+        """The prompt's log-probabilities in vLLM's form: by token id for each token."""
         return [json_position(position) for position in positions]
 
     def _choice(self, output: CompletionOutput, kind: str, said: dict[str, Any]) -> dict[str, Any]:
@@ -108,13 +108,13 @@ class ChatChoiceWriter:
 def token_logprobs(
     tokenizer: Tokenizer, output: CompletionOutput, count: int | None, as_token_ids: bool = False
 ) -> list[dict[str, Any]] | None:
-    """For each token, itself and the best `count` (-1: all there are); None where they were not asked for."""
+    """Log-probabilities of each token and of the `count` likeliest (-1: all); None if not requested."""
     if count is None or output.logprobs is None:
         return None
 
     def one(token_id: int, entry: Logprob) -> dict[str, Any]:
         text = entry.decoded_token or ""
-        # Half a character has bytes, but no text of its own.
+        # Half a character has bytes, but no text.
         written = tokenizer.token_bytes(token_id) if tokenizer.is_byte_level else text.encode()
         token = f"token_id:{token_id}" if as_token_ids else text
         return {"token": token, "logprob": json_logprob(entry.logprob), "bytes": list(written)}
@@ -128,7 +128,7 @@ def token_logprobs(
 
 
 def _deltas(events: Sequence[Event]) -> list[dict[str, Any]]:
-    """Content and reasoning together, then each call by itself."""
+    """Deltas of the events: content and reasoning together, then one per call."""
     delta: dict[str, Any] = {}
     content = "".join(event.text for event in events if isinstance(event, ContentDelta))
     reasoning = "".join(event.text for event in events if isinstance(event, ReasoningDelta))
@@ -141,7 +141,7 @@ def _deltas(events: Sequence[Event]) -> list[dict[str, Any]]:
 
 
 def _calls(events: Sequence[Event]) -> list[dict[str, Any]]:
-    """One entry for each call, however many events it has: clients take a second one for another call."""
+    """One entry per call, merging its events: clients take a second entry for another call."""
     entries: dict[int, dict[str, Any]] = {}
     for event in events:
         if isinstance(event, ToolCallStart):
@@ -154,5 +154,5 @@ def _calls(events: Sequence[Event]) -> list[dict[str, Any]]:
 
 
 def _reasoning(text: str) -> dict[str, str]:
-    """vLLM's name for it, and the one that it had before."""
+    """Reasoning under vLLM's current and earlier names."""
     return {"reasoning": text, "reasoning_content": text}

@@ -1,6 +1,6 @@
-"""From a conversation to token ids: messages made fit for templates, and rendering beside the event loop.
+"""Renders conversations to token ids, off the event loop.
 
-Owns what a request may tell the chat template. Knows nothing of sampling or of answers.
+Decides what a request may pass to the chat template.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from jaxengine.api.engine_client import EngineClient
-from jaxengine.requests.off_loop import with_media
+from jaxengine.requests.run_in_thread import with_media
 from jaxengine.server.http.chat.protocol import ChatRequest
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.prompts import PromptEncoder
@@ -23,17 +23,17 @@ _THINKING = re.compile(r"\b(?:reasoning_effort|enable_thinking|thinking)\b")
 
 
 class ChatRenderer:
-    """Makes prompts of the conversations that a server gets."""
+    """Makes prompts of conversations."""
 
     def __init__(self, engine: EngineClient, config: ServerConfig):
         self._inputs = engine.inputs
         self._config = config
         self._encoder = PromptEncoder(engine.inputs)
-        # Of its own: who waits for a template that takes seconds must not stand before those who tokenize.
+        # Separate threads: templates that take seconds must not delay tokenization.
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="chat template")
 
     async def prompt(self, body: ChatRequest) -> dict[str, Any]:
-        """The prompt for `engine.generate`: its text, token ids, pictures and videos. Raises RequestError."""
+        """The prompt for `engine.generate`: text, token ids, pictures and videos. Raises RequestError."""
         messages, parts = self._inputs.media_reader.collect(body.messages)
         text, whole = await self._encode(body, messages)
         ids = self._encoder.cut(whole, body.truncate_prompt_tokens, body.truncation_side, body.most_tokens[1])
@@ -43,11 +43,11 @@ class ChatRenderer:
             raise RequestError(problem, param="truncate_prompt_tokens")
         prompt: dict[str, Any] = {"prompt": text, "prompt_token_ids": ids, "cache_salt": body.cache_salt}
         prompt = await with_media(self._inputs, prompt, parts, body.mm_processor_kwargs)
-        self._verify_tokens(prompt["prompt_token_ids"])  # with those of pictures, now that nothing else is wrong
+        self._verify_tokens(prompt["prompt_token_ids"])  # now including those of pictures
         return prompt
 
     async def token_ids(self, body: ChatRequest) -> list[int]:
-        """Of the conversation, which may be longer than the model's context. Raises RequestError."""
+        """Token ids of the conversation, which may exceed the model's context. Raises RequestError."""
         messages, parts = self._inputs.media_reader.collect(body.messages)
         text, ids = await self._encode(body, messages)
         prompt = {"prompt": text, "prompt_token_ids": ids}
@@ -60,7 +60,7 @@ class ChatRenderer:
             raise RequestError(problem, param="messages")
 
     async def _encode(self, body: ChatRequest, messages: Sequence[dict[str, Any]]) -> tuple[str, list[int]]:
-        # Before the template has a copy of them, and its answer is another.
+        # Checked before the template copies them.
         self._encoder.verify_length(max(map(_num_chars, messages), default=0), "messages")
         text = await asyncio.get_running_loop().run_in_executor(self._threads, self._render, body, messages)
         special = bool(body.add_special_tokens)
@@ -89,7 +89,7 @@ class ChatRenderer:
         )
 
     def ignored(self, body: ChatRequest) -> list[str]:
-        """Fields about reasoning that this model's template does not know."""
+        """The request's fields about reasoning that the model's template does not use."""
         known = _thinking_names(self._template(body))
         names = {"reasoning_effort": known, "thinking": known - {"reasoning_effort"}}
         return [name for name, variables in names.items() if getattr(body, name) is not None and not variables]
@@ -106,17 +106,17 @@ class ChatRenderer:
                 given.setdefault(name, value)
         if body.documents is not None:
             if "documents" not in template:
-                raise RequestError("documents mean nothing to this model's chat template", param="documents")
+                raise RequestError("documents are not used by this model's chat template", param="documents")
             given["documents"] = body.documents
         return given
 
 
 def _num_chars(message: dict[str, Any]) -> int:
-    """Of its text, where that is not in parts."""
+    """Length of a message's text; 0 if it has parts."""
     content = message.get("content")
     return len(content) if isinstance(content, str) else 0
 
 
 def _thinking_names(template: str) -> set[str]:
-    """Those variables about reasoning that the template mentions."""
+    """The variables about reasoning that the template mentions."""
     return set(_THINKING.findall(template))

@@ -1,4 +1,4 @@
-"""What a request for a chat completion may hold: OpenAI's fields and vLLM's, and the rules between them."""
+"""Chat completion requests: OpenAI's and vLLM's fields, and the rules between them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True), at_most(MAX_ME
 
 
 class Function(RequestModel):
-    """A function that the model may call. Other keys reach the chat template as they are.
+    """A function that the model may call. Other keys are passed to the chat template unchanged.
 
     Attributes:
       parameters: JSON schema of the arguments.
-      strict: asks for arguments that keep to it. They do where the call is forced (tool_choice "required" or a name)
-        or the answer has a response_format, but for what no grammar can enforce, which is refused with strict=true and
-        left out otherwise; elsewhere the model writes them as it likes.
+      strict: whether arguments must match the schema. They do if the call is forced (tool_choice "required" or a name)
+        or the answer has a response_format. Keywords that no grammar can enforce are then refused with strict=true and
+        ignored otherwise. In all other cases the model writes arguments freely.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -37,7 +37,7 @@ class Function(RequestModel):
 
 
 class Tool(RequestModel):
-    """Other keys reach the chat template as they are."""
+    """A tool. Other keys are passed to the chat template unchanged."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -50,40 +50,40 @@ class FunctionName(RequestModel):
 
 
 class NamedTool(RequestModel):
-    """A choice of the one function that is to be called."""
+    """Selects the function that must be called."""
 
     type: Literal["function"] = "function"
     function: FunctionName
 
 
 class Thinking(RequestModel):
-    """Whether the model is to reason before it answers, as several APIs ask for it."""
+    """Whether the model should reason before it answers, a field of several APIs."""
 
     type: Literal["enabled", "disabled"]
 
 
 class ChatRequest(TextRequest):
-    """The fields of TextRequest and these; None stands for the default.
+    """Fields in addition to TextRequest's; None is the default.
 
     Attributes:
       messages: dicts with role and content; content is a text, or a list of parts: text, image_url and video_url with
-        addresses (data:, https:), where the model takes pictures. Other keys reach the template.
-      logprobs: whether to report log-probabilities; top_logprobs: of how many of the best tokens as well.
-      max_completion_tokens: None: max_tokens, which it goes before; neither: the rest of the context.
-      tools: what the model may call, 1 to 128. tool_choice: default "auto" with tools, "none" without.
-      response_format: where the model may call tools, its answer keeps to it or is nothing but calls.
+        addresses (data:, https:) if the model takes pictures. Other keys are passed to the template.
+      logprobs: whether to return log-probabilities; top_logprobs: number of likeliest tokens to include.
+      max_completion_tokens: limit of the answer; default max_tokens, or else the rest of the context.
+      tools: functions that the model may call, 1 to 128. tool_choice: default "auto" with tools, "none" without.
+      response_format: form of the answer; if the model may call tools, the answer has this form or consists of calls.
       parallel_tool_calls: False: at most one call.
-      reasoning_effort: the template's variable of that name; thinking, if left out, is whether it is not "none".
-      thinking: the template's variables thinking and enable_thinking. Both fields are hints without effect for a
-        template that knows none of these.
-      include_reasoning: False: reasoning is left out of the answer.
-      echo: the answer begins with the last message, where that is of the answer's role.
-      add_generation_prompt: the template begins an answer; default: unless continue_final_message.
-      continue_final_message: the model goes on with the last message.
-      documents: the template's variable of that name.
-      chat_template: used instead of the model's, where the server allows it.
-      chat_template_kwargs: further variables of the template, where the server allows it.
-      mm_processor_kwargs: what the model's processor is told of the pictures and videos in messages, over the server's.
+      reasoning_effort: template variable of that name; unless `thinking` is given, "none" disables reasoning.
+      thinking: template variables thinking and enable_thinking. Both fields have no effect for a template that uses
+        none of these variables.
+      include_reasoning: False: leave reasoning out of the answer.
+      echo: begin the answer with the last message, if it has the answer's role.
+      add_generation_prompt: let the template begin an answer; default: unless continue_final_message.
+      continue_final_message: let the model continue the last message.
+      documents: template variable of that name.
+      chat_template: template that replaces the model's, if the server allows it.
+      chat_template_kwargs: further variables of the template, if the server allows them.
+      mm_processor_kwargs: options of the model's media processor, overriding the server's.
       return_prompt_text: also return the rendered conversation.
     """
 
@@ -118,7 +118,7 @@ class ChatRequest(TextRequest):
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> ChatRequest:
-        """Of another API's request. Raises RequestError."""
+        """Creates a chat request from the fields of another API's request. Raises RequestError."""
         try:
             return cls.model_validate(fields)
         except ValidationError as error:
@@ -128,7 +128,7 @@ class ChatRequest(TextRequest):
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
         if not self.messages:
-            raise RequestError(f"messages holds no message; allowed are 1 to {MAX_MESSAGES}", param="messages")
+            raise RequestError(f"messages is empty; allowed are 1 to {MAX_MESSAGES}", param="messages")
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs is only allowed with logprobs=true", param="top_logprobs")
         if self.top_logprobs is not None and self.top_logprobs < -1:
@@ -148,11 +148,11 @@ class ChatRequest(TextRequest):
 
     def _check_tools(self) -> None:
         if self.tools is not None and not self.tools:
-            text = f"tools holds no tool; allowed are 1 to {MAX_TOOLS}, or to leave it out"
+            text = f"tools is empty; allowed are 1 to {MAX_TOOLS}, or to omit the field"
             raise RequestError(text, param="tools")
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
-            raise RequestError("tools holds two functions of one name", param="tools")
+            raise RequestError("tools has two functions with the same name", param="tools")
         if self.choice == "none":
             return
         if not names:
@@ -170,26 +170,26 @@ class ChatRequest(TextRequest):
 
     @property
     def thinks(self) -> bool | None:
-        """Whether the model is asked to reason first; None where nothing is said of it."""
+        """Whether the model should reason first; None if not specified."""
         if self.thinking is not None:
             return self.thinking if isinstance(self.thinking, bool) else self.thinking.type == "enabled"
         return None if self.reasoning_effort is None else self.reasoning_effort != "none"
 
     @property
     def continues(self) -> bool:
-        """The model goes on with the last message."""
+        """Whether the model continues the last message."""
         return bool(self.continue_final_message)
 
     @property
     def most_tokens(self) -> tuple[str, int | None]:
-        """(name of the field that says it, how many tokens the answer may have)"""
+        """(name of the field, limit of the answer's tokens or None)."""
         if self.max_completion_tokens is not None:
             return "max_completion_tokens", self.max_completion_tokens
         return "max_tokens", self.max_tokens
 
 
 def text_of(content: Any) -> str:
-    """The text of a message's content, a text or a list of text parts; empty for anything else."""
+    """The text of a message's content, given as text or a list of text parts; "" for anything else."""
     if isinstance(content, str):
         return content
     listed = content if isinstance(content, list) else ()
@@ -198,7 +198,7 @@ def text_of(content: Any) -> str:
 
 
 def renamed(error: RequestError, name: str) -> RequestError:
-    """The error about the field as the caller calls it."""
+    """The error, with the field under the caller's name for it."""
     message = str(error)
     if error.param and message.startswith(error.param):
         message = name + message[len(error.param) :]

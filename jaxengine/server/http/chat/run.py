@@ -1,6 +1,6 @@
-"""One conversation under way: what the engine is asked, and what its outputs say, part by part.
+"""Runs a conversation: the request to the engine, and the parsing of its outputs.
 
-What chat completions and responses have in common. Knows nothing of how either looks on the wire.
+Shared by chat completions, responses and messages.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from jaxengine.server.http.chat.tool_choice import tool_use
 from jaxengine.server.options import ServerConfig
 from scheduler.errors import RequestError
 
-_LONG_TEXT = 20_000  # characters that come at once; some 40 milliseconds of parsing
+_LONG_TEXT = 20_000  # characters of one output that take some 40 milliseconds to parse
 
 
 @dataclass(frozen=True)
 class ChatServer:
-    """What all conversations of a server share."""
+    """State that all conversations of a server share."""
 
     engine: EngineClient
     config: ServerConfig
@@ -42,7 +42,7 @@ class ChatServer:
 
     @classmethod
     def open(cls, engine: EngineClient, config: ServerConfig) -> ChatServer:
-        """Raises ConfigError for a parser that is not known."""
+        """Creates the state. Raises ConfigError for an unknown parser."""
         return cls(
             engine,
             config,
@@ -53,24 +53,24 @@ class ChatServer:
 
 
 class Piece(NamedTuple):
-    """What is new of one output."""
+    """The new part of one output, with its events."""
 
     output: CompletionOutput
     events: list[Event]
 
 
 class ChatRun:
-    """One request.
+    """A conversation request being answered.
 
     Attributes:
-      body: as it came.
-      params: what the engine is asked for.
-      prompt: text and token ids, once prepared.
-      num_completion_tokens, num_reasoning_tokens, num_cached_tokens: so far.
+      body: the request.
+      params: the engine's sampling parameters.
+      prompt: text and token ids, after `prepare`.
+      num_completion_tokens, num_reasoning_tokens, num_cached_tokens: counts so far.
     """
 
     def __init__(self, server: ChatServer, body: ChatRequest, name: str, options: RequestOptions):
-        """name: the request's in the engine; options: when it runs there, and for whom. Raises RequestError."""
+        """name: the request's id in the engine; options: its scheduling. Raises RequestError."""
         self._server = server
         self._name = name
         self._options = options
@@ -95,12 +95,12 @@ class ChatRun:
 
     @property
     def has_reasoning(self) -> bool:
-        """Whether reasoning is told apart from content."""
+        """Whether reasoning is separated from content."""
         return self._reasoning is not None
 
     @property
     def ignored(self) -> list[str]:
-        """Fields of the request that say nothing to this model."""
+        """Fields of the request that have no effect for this model."""
         return self._server.renderer.ignored(self.body)
 
     async def prepare(self) -> None:
@@ -117,7 +117,7 @@ class ChatRun:
             self.params = self.params.clone_with(structured_outputs=replace(structure, **waits))
 
     async def pieces(self) -> AsyncGenerator[tuple[RequestOutput, list[Piece]], None]:
-        """What the engine says, with what it means. Raises as EngineClient.stream."""
+        """Yields the engine's outputs with their parsed pieces. Raises the same errors as EngineClient.stream."""
         engine = self._server.engine
         if self._beams is not None:
             outputs = beam_search(engine, self.prompt, self._beams, self._name, self._options)
@@ -157,7 +157,7 @@ class ChatRun:
 
     @property
     def _continued(self) -> str:
-        """The part of an answer that the model goes on with."""
+        """The beginning of the answer, which the model continues."""
         return text_of(self.body.messages[-1].get("content")) if self.body.continues else ""
 
     def _is_wanted(self, event: Event) -> bool:
@@ -170,11 +170,11 @@ class ChatRun:
     def _count_reasoning(self, text: str) -> None:
         tokenizer = self._server.engine.inputs.require_tokenizer()
         counted = self.num_reasoning_tokens + len(tokenizer.encode(text, add_special_tokens=False))
-        # A text need not be split the way it was sampled.
+        # The text may be tokenized differently from how it was sampled.
         self.num_reasoning_tokens = min(counted, self.num_completion_tokens)
 
     def _as_asked(self, error: RequestError) -> RequestError:
-        """The error with the field that the structure came from."""
+        """The error, with the field that the structured output came from."""
         if error.param != "structured_outputs" or self.body.structured_outputs is not None:
             return error
         return renamed(error, "response_format" if self._tools.structure is None else self._tools.asked_by)
@@ -185,7 +185,7 @@ class ChatRun:
 
     @property
     def _stop_token_ids(self) -> list[int]:
-        """Of the words with which the model's format ends an output, as far as they are tokens."""
+        """Token ids of the words with which the model's format ends an output."""
         if self.body.ignore_eos:
             return []
         words = {*self._tools.stop_words, *(() if self._reasoning is None else self._reasoning.stop_words)}
@@ -194,7 +194,7 @@ class ChatRun:
         return [token_id for token_id in found if token_id is not None]
 
     def _sampling_params(self) -> SamplingParams:
-        """Raises RequestError."""
+        """The engine's sampling parameters. Raises RequestError."""
         body, inputs = self.body, self._server.engine.inputs
         name, most = body.most_tokens
         if most is not None and most > inputs.config.max_model_len:

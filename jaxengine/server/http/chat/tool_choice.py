@@ -1,8 +1,8 @@
-"""What a request's tools and tool_choice mean: a schema for the output, and who reads the calls out of it.
+"""Meaning of a request's tools and tool_choice: a constraint on the output, and the parser of its calls.
 
-Where the model chooses, it writes calls in its own way and the server's parser reads them, by a grammar where answers
-have a form to keep to; a call that is forced keeps to a JSON schema of ours, or to the model's own form where nothing
-else can be a call. Knows nothing of the wire.
+If the model chooses, it writes calls in its own format, which the server's parser reads; a grammar constrains them if
+the answer has a response_format. A forced call follows our JSON schema, or the model's own format for models that need
+it.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from jaxengine.server.http.chat.protocol import ChatRequest, Function, NamedTool
 from jaxengine.tokens.tokenizer import Tokenizer
 from scheduler.errors import RequestError, show_value
 
-# Of a function that declares no parameters.
+# Schema for a function that declares no parameters.
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
-# Beside these, a schema's own properties are not all that it has.
+# Keywords with which an object may have other properties than its own.
 _COMBINING = {"$ref", "allOf", "anyOf", "oneOf", "if", "patternProperties", "additionalProperties"}
 
 
 @dataclass(frozen=True)
 class ToolUse:
-    """How the calls of one request come about.
+    """How calls of a request are constrained and parsed.
 
     Attributes:
-      open: a parser for one output; None: nothing is read as a call.
-      structure: what the output is made to keep to, as structured_outputs has it, or None.
-      asked_by: the field that asks for the structure.
-      special_tokens: calls are marked with special tokens, which text must show.
+      open: creates a parser for one output; None: calls are not parsed.
+      structure: constraint on the output, as structured_outputs, or None.
+      asked_by: field of the request that requires the structure.
+      special_tokens: calls are marked with special tokens, which detokenised text must include.
       stop_words: tokens that end an output.
-      is_whole: the structure is that of all the output, reasoning included.
-      in_own_way: calls are read as the model writes them.
+      is_whole: the structure covers the entire output, including reasoning.
+      in_own_way: calls are in the model's own format.
     """
 
     open: Callable[[], OutputParser] | None = None
@@ -58,12 +58,10 @@ def tool_use(
     tokenizer: Tokenizer,
     switches: Sequence[str] = (),
 ) -> ToolUse:
-    """What a request's tools mean for its answer.
+    """Determines how a request's tools affect its answer.
 
-    auto: the server lets models choose. tool_format, reasoning_format: how its model writes calls and thoughts.
-    switches: what is on for every schema.
-
-    Raises RequestError.
+    auto: whether the server lets models choose. tool_format, reasoning_format: formats of the model. switches: JSON
+      options that are on by default. Raises RequestError.
     """
     choice, functions = body.choice, [tool.function for tool in body.tools or ()]
     if choice == "none":
@@ -108,7 +106,7 @@ def tool_use(
 def _forced_in_own_way(
     body: ChatRequest, tool_format: ToolFormat, tokenizer: Tokenizer, switches: Sequence[str]
 ) -> ToolUse:
-    """Raises RequestError."""
+    """A forced call in the model's own format. Raises RequestError."""
     functions = [tool.function for tool in body.tools or ()]
     if isinstance(body.choice, NamedTool):
         functions = [each for each in functions if each.name == body.choice.function.name]
@@ -136,7 +134,7 @@ def _rules(
     tokenizer: Tokenizer,
     switches: Sequence[str],
 ) -> list[str]:
-    """Of a format's grammar: calls in the model's own way. Raises RequestError."""
+    """Rules of a format's grammar for calls. Raises RequestError."""
 
     def token_id(word: str) -> int | None:
         found = tokenizer.backend.token_to_id(word)
@@ -147,7 +145,7 @@ def _rules(
             functions={each.name: _arguments_schema(each) for each in functions},
             many=body.parallel_tool_calls is not False,
             token_id=token_id,
-            # With the white space of answers, or the lexer would decide between the two by the first blank.
+            # With the same white space as answers; otherwise the first blank would decide between the two.
             json=lambda schema: StructuredOutputsParams(**_forced(body, schema, None)).switched_on(switches).in_lark(),
         )
         return list(grammar(calls))
@@ -158,7 +156,9 @@ def _rules(
 
 
 def _arguments_schema(function: Function) -> dict[str, Any]:
-    """A function is called with the parameters that it lists, unless its schema says otherwise or requires others."""
+    """Schema of a function's arguments: no other parameters than listed, unless its schema says otherwise or requires
+    others.
+    """
     schema = dict(function.parameters or _NO_ARGUMENTS)
     if lists_all(schema) and not _COMBINING & schema.keys():
         schema["additionalProperties"] = False
@@ -166,16 +166,16 @@ def _arguments_schema(function: Function) -> dict[str, Any]:
 
 
 def _calls_schema(functions: Sequence[Function], at_most: int | None) -> dict[str, Any]:
-    """Of a list of calls, as RequiredToolParser reads it."""
+    """Schema of a list of calls, for RequiredToolParser. Raises RequestError."""
     definitions: dict[str, Any] = {}
     calls = []
     for function in functions:
         parameters = _arguments_schema(function)
-        # References in a schema count from its root, and here that is ours.
+        # References in a schema are relative to its root, which is ours here.
         for word in ("$defs", "definitions"):
             own = parameters.pop(word, {})
             if not isinstance(own, dict):
-                raise RequestError(f"tools have a function whose {word} is no object", param="tools")
+                raise RequestError(f"tools have a function whose {word} is not an object", param="tools")
             for name, schema in own.items():
                 if definitions.setdefault(word, {}).setdefault(name, schema) != schema:
                     problem = f"tools have different definitions of {show_value(name)} in {word}"

@@ -1,4 +1,4 @@
-"""The answers of /v1/completions, as /openapi.json shows them."""
+"""Types of the responses of /v1/completions, for /openapi.json."""
 
 from __future__ import annotations
 

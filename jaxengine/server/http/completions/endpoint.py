@@ -1,6 +1,6 @@
-"""POST /v1/completions: OpenAI's older endpoint, with vLLM's fields; what evaluations score prompts with.
+"""POST /v1/completions: OpenAI's older endpoint, with vLLM's fields, which evaluations use to score prompts.
 
-A request is its prompts, each of which the engine answers n times. Knows nothing of chat.
+A request has several prompts, each of which is answered n times.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from jaxengine.server.prompts import PromptEncoder, read_prompts
 
 
 class _Completion:
-    """One request under way. options: when its prompts run in the engine, and for whom."""
+    """A request being answered. options: scheduling of its prompts."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class _Completion:
         self._num_cached_tokens: dict[int, int] = {}
 
     def _sampling_params(self) -> SamplingParams:
-        """Raises RequestError."""
+        """The engine's sampling parameters. Raises RequestError."""
         body = self.body
         changes: dict[str, Any] = {"max_tokens": body.max_tokens}
         if body.echo and body.max_tokens == 0:
@@ -68,7 +68,7 @@ class _Completion:
         return body.sampling_params(self._engine.inputs, self._config, **changes)
 
     async def read_prompts(self, encoder: PromptEncoder) -> None:
-        """Raises RequestError for a prompt that cannot be served, before any of them runs."""
+        """Reads and tokenizes all prompts, before any of them runs. Raises RequestError."""
         body, inputs = self.body, self._engine.inputs
         longest = inputs.config.max_model_len - 1 if body.truncate_prompt_tokens is None else None
         given = read_prompts(body.prompt, self._config.max_prompts, inputs.model_config.vocab_size, longest)
@@ -88,7 +88,7 @@ class _Completion:
                 inputs.prepare(prompt, self.params, options=self._options)
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """(index of the prompt, what is new of it). Not more run at once than the engine has places for."""
+        """Yields (index of the prompt, output). No more prompts run at once than the engine has slots."""
         async with contextlib.aclosing(interleave(self._generate, len(self._prompts), self._places())) as outputs:
             async for index, output in outputs:
                 if self.body.max_tokens == 0:
@@ -98,19 +98,19 @@ class _Completion:
                 yield index, output
 
     async def whole(self) -> Response:
-        """The answer in one piece."""
+        """Returns the complete response."""
         choices = []
         writer = ChoiceWriter(self.body, self._engine.inputs.tokenizer, self.body.names_tokens_by_id(self._config))
         async with contextlib.aclosing(self.outputs()) as outputs:
             async for prompt, output in outputs:
                 choices += [writer.choice(prompt, output, each) for each in output.outputs]
         choices.sort(key=lambda choice: choice["index"])
-        # Clients read these whether they asked for them or not.
+        # Clients read these even if they are not requested.
         choices = [{"prompt_logprobs": None, "prompt_token_ids": None, **choice} for choice in choices]
         return json_response({**self._head, "choices": choices, "usage": self._usage()})
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The answer as server-sent events."""
+        """Yields the response as server-sent events."""
         writer = ChoiceWriter(self.body, self._engine.inputs.tokenizer, self.body.names_tokens_by_id(self._config))
         last, always = self.body.usage_in_stream(self._config)
         async with contextlib.aclosing(self.outputs()) as outputs:
@@ -138,7 +138,7 @@ class _Completion:
 
 
 def _without_output(output: CompletionOutput) -> CompletionOutput:
-    """An answer to max_tokens=0, whatever the token was that the engine sampled."""
+    """The answer for max_tokens=0: drops the token that the engine sampled."""
     reason = "length" if output.finish_reason == "stop" else output.finish_reason
     logprobs = None if output.logprobs is None else []
     return dataclasses.replace(output, text="", token_ids=[], logprobs=logprobs, finish_reason=reason, stop_reason=None)

@@ -1,4 +1,4 @@
-"""The choices of a completion: text, reasons, and logprobs in the shape that OpenAI's older endpoint has them."""
+"""Choices of a completion: text, finish reasons, and logprobs in the form of OpenAI's older endpoint."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class ChoiceWriter:
-    """Writes the choices of one request; of a stream, each time what is new."""
+    """Writes the choices of one request; in a stream, the new parts."""
 
     def __init__(self, body: CompletionRequest, tokenizer: Tokenizer | None, as_token_ids: bool):
-        """as_token_ids: tokens are called token_id:N."""
+        """as_token_ids: tokens are written as token_id:N."""
         self._body = body
         self._as_token_ids = as_token_ids
         self._tokenizer = tokenizer
@@ -25,7 +25,7 @@ class ChoiceWriter:
         self._text_lengths: dict[int, int] = {}
 
     def choice(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
-        """The JSON of a choice. Prompt p's n answers have the indices p * n to p * n + n - 1."""
+        """JSON of a choice. The n answers of prompt p have indices p * n to p * n + n - 1."""
         body = self._body
         index = prompt_index * self._n + completion.index
         begins = index not in self._text_lengths
@@ -53,13 +53,13 @@ class ChoiceWriter:
 
     @staticmethod
     def says_something(choice: dict[str, Any]) -> bool:
-        """Whether a chunk is worth sending: half a character or the start of a stop string is held back."""
+        """Whether a chunk has content: half a character or the beginning of a stop string is held back."""
         return bool(choice["text"] or choice["finish_reason"] or choice["logprobs"] or choice.get("token_ids"))
 
     def _prompt_text(self, output: RequestOutput) -> str:
         if output.prompt is not None or self._tokenizer is None:
             return output.prompt or ""
-        # With special tokens, which have their places among the logprobs' offsets too.
+        # Including special tokens, as in the offsets of logprobs.
         return self._tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
 
     def _legacy_logprobs(
@@ -81,7 +81,7 @@ class ChoiceWriter:
         best: dict[str, float] = {}
         for token_id in position:
             name, value = self._name(token_id, position), json_logprob(position[token_id].logprob)
-            # Several tokens may be parts of characters and look alike; the most probable one speaks for them.
+            # Several tokens may be parts of characters with the same text; the likeliest one is kept.
             if value > best.get(name, float("-inf")):
                 best[name] = value
         return best

@@ -1,4 +1,4 @@
-"""What a client of /v1/completions may send."""
+"""Requests of /v1/completions."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from scheduler.errors import RequestError
 
 
 class CompletionRequest(TextRequest):
-    """The fields of TextRequest and these.
+    """Fields in addition to TextRequest's.
 
     Attributes:
       prompt: a text, a list of token ids, or a list of texts or of lists of token ids.
-      max_tokens: None: as many as the context leaves; 0 only with echo, to have the prompt scored.
-      echo: the prompt before the output, and with logprobs its logprobs too.
-      best_of: beams of a beam search, n at least; without one, other than n it is not supported.
+      max_tokens: None: the rest of the context; 0 only with echo, to score the prompt.
+      echo: include the prompt before the output, and with logprobs its logprobs too.
+      best_of: width of a beam search, at least n; without beam search it must equal n.
     """
 
     refused = {**TEXT_REFUSED, "prompt_embeds": (), "suffix": ("",)}
 
-    # Checked by read_prompts: a union of lists would be tried, and fail, item by item.
+    # Checked by read_prompts: pydantic would try the union's lists item by item.
     prompt: Annotated[str | list[str] | list[int] | list[list[int]], SkipValidation]
     max_tokens: int | None = 16
     logprobs: int | None = None

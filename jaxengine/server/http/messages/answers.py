@@ -1,4 +1,4 @@
-"""The answers of /v1/messages, as /openapi.json shows them."""
+"""Types of the responses of /v1/messages, for /openapi.json."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's endpoint over chat completions.
 
-Owns the answer's two forms, whole and streamed. Knows nothing of templates, tool formats or the engine.
+This file writes the response, complete or streamed.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from scheduler.errors import RequestError
 
 
 class _Message:
-    """One message under way."""
+    """A message being answered."""
 
     def __init__(self, server: ChatServer, body: MessagesRequest, name: str, model: str, options: RequestOptions):
-        """Raises RequestError."""
+        """Creates the run of the message. Raises RequestError."""
         self._body = body
         self._writer = MessageWriter()
         self._stop: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
@@ -43,7 +43,7 @@ class _Message:
             raise body.as_asked(error) from None
 
     async def prepare(self, ignored: list[str]) -> None:
-        """ignored: gets the fields that say nothing to this model. Raises RequestError."""
+        """Prepares the prompt. ignored: appends fields that have no effect for this model. Raises RequestError."""
         try:
             await self._run.prepare()
         except RequestError as error:
@@ -52,14 +52,14 @@ class _Message:
         ignored += [names.get(name, name) for name in self._run.ignored] + self._body.ignored_parts
 
     async def whole(self) -> Response:
-        """The answer in one piece."""
+        """Returns the complete response."""
         async with contextlib.aclosing(self._events()) as events:
             async for _ in events:
                 continue
         return json_response({**self._head, "content": self._writer.content, **self._stop, "usage": self._usage()})
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """The answer as server-sent events."""
+        """Yields the response as server-sent events."""
         begun = False
         async with contextlib.aclosing(self._events()) as events:
             async for said in events:
@@ -87,16 +87,16 @@ class _Message:
                 raise self._body.as_asked(error) from None
 
     def _end(self, output: CompletionOutput) -> None:
-        """Raises ApiError for an output that is no answer."""
+        """Sets the stop reason. Raises ApiError for an output that is not an answer."""
         reason, stop = output.finish_reason, output.stop_reason
         if reason == "length":
             self._stop["stop_reason"] = "max_tokens"
         elif reason == "stop":
-            # A token that ends the answer is no sequence that was asked for.
+            # A stop token is not one of the requested sequences.
             sequence = stop if isinstance(stop, str) else None
             self._stop = {"stop_reason": "stop_sequence" if sequence else "end_turn", "stop_sequence": sequence}
         elif reason == "abort":
-            # By its time limit or by an operator: what there is may be sent back, to have the model go on.
+            # Aborted by the timeout or an operator: the client may send the text back for the model to continue.
             self._stop["stop_reason"] = "pause_turn"
         else:
             raise ApiError(500, str(stop or "the output cannot be used"))
@@ -115,7 +115,7 @@ class _Message:
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Raises ConfigError for a parser that is not known."""
+    """Creates the routes. Raises ConfigError for an unknown parser."""
     routes = APIRouter(tags=["messages"], route_class=JsonRoute)
     server = ChatServer.open(engine, config)
     names = served_names(engine, config)
@@ -135,7 +135,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/v1/messages/count_tokens", response_class=Response)
     @answers(MessageTokens)
     async def count_message_tokens(body: Conversation) -> Response:
-        """How many tokens the conversation has; longer ones than fit are counted too."""
+        """Counts the tokens of a conversation, which may exceed the context."""
         await choose_model(engine, body.model, names)
         try:
             ids = await server.renderer.token_ids(body.chat_request())

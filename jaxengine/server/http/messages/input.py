@@ -1,4 +1,4 @@
-"""From Anthropic's messages to chat messages. Every block acts or is refused by its type."""
+"""Converts Anthropic's messages to chat messages. Every block takes effect or is refused by its type."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxengine.media.parts import PlacedPart
 from scheduler.errors import RequestError, show_value
 
 ROLES = ("user", "assistant", "system")
-# Blocks by who may say them.
+# Allowed blocks by role.
 _BLOCKS = {
     "user": ("text", "image", "tool_result"),
     "assistant": ("text", "thinking", "tool_use"),
@@ -19,7 +19,7 @@ _BLOCKS = {
 
 
 def read_messages(system: str | list[Any] | None, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Chat messages. Raises RequestError."""
+    """Converts to chat messages. Raises RequestError."""
     read = _read("system", system, "system") if system else []
     for number, message in enumerate(messages):
         where, role = f"messages[{number}]", message.get("role")
@@ -38,7 +38,7 @@ def _read(role: str, content: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _blocks(role: str, blocks: Sequence[Any], where: str) -> list[dict[str, Any]]:
-    """Results of tools are messages of their own, in front of what the user says beside them."""
+    """Converts the blocks of a message; results of tools become separate messages before the user's other blocks."""
     results: list[dict[str, Any]] = []
     parts: list[dict[str, Any]] = []
     said: dict[str, Any] = {"role": role}
@@ -62,14 +62,14 @@ def _blocks(role: str, blocks: Sequence[Any], where: str) -> list[dict[str, Any]
 
 
 def _part(block: dict[str, Any], where: str) -> dict[str, Any]:
-    """A part of a chat message; what a picture's is to hold is seen to where all APIs' are."""
+    """Converts a block to a chat message part. Pictures are checked later, as for all APIs."""
     if block["type"] == "image":
         return PlacedPart({"type": "image", "source": block.get("source") or {}}, where)
     return {"type": "text", "text": _text(block, "text", where)}
 
 
 def _joined(parts: Sequence[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """The text of the parts, or the parts where there is a picture among them."""
+    """The parts as one text, or unchanged if they include a picture."""
     if any(isinstance(part, PlacedPart) for part in parts):
         return [*parts]
     return "\n".join(part["text"] for part in parts)
@@ -77,7 +77,7 @@ def _joined(parts: Sequence[dict[str, Any]]) -> str | list[dict[str, Any]]:
 
 def _call(block: dict[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(block.get("input"), dict):
-        raise _refused(f"{where}.input is no object")
+        raise _refused(f"{where}.input is not an object")
     arguments = json.dumps(block["input"], ensure_ascii=False)
     function = {"name": _text(block, "name", where), "arguments": arguments}
     return {"id": _text(block, "id", where), "type": "function", "function": function}
@@ -98,7 +98,7 @@ def _result(content: Any, where: str) -> str | list[dict[str, Any]]:
 def _text(block: dict[str, Any], key: str, where: str) -> str:
     value = block.get(key)
     if not isinstance(value, str):
-        raise _refused(f"{where}.{key} is missing or no text")
+        raise _refused(f"{where}.{key} is missing or not a text")
     return value
 
 

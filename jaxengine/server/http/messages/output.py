@@ -1,6 +1,6 @@
-"""A message as it grows: content blocks, and the events that tell of them in Anthropic's words.
+"""Builds a message incrementally: content blocks, and their events in Anthropic's format.
 
-Blocks are one behind the other: thinking, text, tool_use. Knows nothing of the engine.
+Blocks are consecutive: thinking, text, tool_use.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class MessageWriter:
     """Writes one message.
 
     Attributes:
-      content: the blocks that are complete.
+      content: the completed blocks.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class MessageWriter:
         self._texts: list[str] = []
 
     def add(self, events: Sequence[Event]) -> list[Said]:
-        """Takes in what is new; the events that say so."""
+        """Adds new parts; returns their events."""
         said: list[Said] = []
         for part in events:
             match part:
@@ -36,7 +36,7 @@ class MessageWriter:
                     said += self._turn_to("text", text="")
                     said.append(self._delta("text_delta", "text", text))
                 case ReasoningDelta(text):
-                    # Nobody here has signed it; clients send the field back.
+                    # The signature is empty; clients send the field back.
                     said += self._turn_to("thinking", thinking="", signature="")
                     said.append(self._delta("thinking_delta", "thinking", text))
                 case ToolCallStart():
@@ -47,7 +47,7 @@ class MessageWriter:
         return said
 
     def close(self) -> list[Said]:
-        """The last events of the content. An empty answer has an empty text."""
+        """The last events of the content. An empty answer gets an empty text block."""
         said = self._close()
         if not self.content:
             said = [*self._turn_to("text", text=""), *self._close()]
@@ -59,7 +59,7 @@ class MessageWriter:
         return any(block["type"] == "tool_use" for block in self.content)
 
     def _turn_to(self, kind: str, **fields: Any) -> list[Said]:
-        """Opens a block of this kind, unless the current one is."""
+        """Opens a block of this kind, unless the current one is of it; returns the events."""
         if self._block is not None and self._block["type"] == kind:
             return []
         said = self._close()
@@ -85,7 +85,7 @@ class MessageWriter:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Of a call, as much as there is where it is cut short; nothing where it is no object."""
+    """Arguments of a call; truncated JSON as far as it goes, {} if it is not an object."""
     try:
         value = read_cut_json(arguments)
     except (ValueError, RecursionError):
@@ -94,5 +94,5 @@ def _input(arguments: str) -> dict[str, Any]:
 
 
 def sse(said: Said) -> bytes:
-    """The event as it is sent."""
+    """Encodes an event for sending."""
     return b"event: %b\n%b" % (said["type"].encode(), event(said))

@@ -1,4 +1,4 @@
-"""What a request to /v1/messages may hold, Anthropic's fields, and the chat request that it amounts to."""
+"""Requests of /v1/messages with Anthropic's fields, and their conversion to chat requests."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from jaxengine.server.http.messages.input import read_messages
 from jaxengine.server.http.protocol import HINTS, REFUSED, ClosedModel, GenerationRequest, RequestModel
 from scheduler.errors import RequestError
 
-# Fields that a chat request has by the same name.
+# Fields with the same name in a chat request.
 _SAME = {*GenerationRequest.model_fields, "chat_template_kwargs"} - {"model", "request_id"}
-# What a field of the chat request is called here.
+# Field of the chat request -> its name here.
 _NAMES = {
     "max_completion_tokens": "max_tokens",
     "parallel_tool_calls": "tool_choice",
@@ -24,7 +24,7 @@ _NAMES = {
 
 
 class MessagesTool(RequestModel):
-    """A function that the model may call; strict as in chat.protocol.Function. Tools that a server runs are refused."""
+    """A function that the model may call; strict as in chat.protocol.Function. Tools run by the server are refused."""
 
     type: Literal["custom"] | None = None
     name: str = Field(min_length=1, max_length=MAX_NAME_CHARS)
@@ -34,7 +34,7 @@ class MessagesTool(RequestModel):
 
 
 class ToolChoice(RequestModel):
-    """any: some tool must be called; tool: the one of that name."""
+    """any: some tool must be called; tool: the one named."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -48,7 +48,7 @@ class ToolChoice(RequestModel):
 
 
 class Thinking(RequestModel):
-    """Whether the model is to reason first; adaptive: as it likes. budget_tokens and display: hints without effect."""
+    """Whether the model should reason first; adaptive: as it chooses. budget_tokens and display have no effect."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
@@ -61,18 +61,18 @@ class OutputFormat(RequestModel):
 
 
 class OutputConfig(ClosedModel):
-    """effort: as reasoning_effort of a chat request. format: what the text keeps to."""
+    """effort: reasoning_effort of a chat request. format: form of the text."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
 
 
 class Conversation(RequestModel):
-    """What is counted by /v1/messages/count_tokens, and answered by /v1/messages.
+    """The fields that /v1/messages/count_tokens and /v1/messages share.
 
     Attributes:
       messages: of roles user, assistant and system; content is a text or a list of blocks: text, image, thinking,
-        tool_use, tool_result. After a last one of the assistant's the model goes on with it.
+        tool_use, tool_result. If the last message is the assistant's, the model continues it.
       system: the system message, a text or a list of text blocks.
     """
 
@@ -94,7 +94,7 @@ class Conversation(RequestModel):
     output_config: OutputConfig | None = None
 
     def chat_request(self) -> ChatRequest:
-        """The same as a request for a chat completion. Raises RequestError, by the names of here."""
+        """Converts to a chat completion request. Raises RequestError with this API's field names."""
         try:
             return ChatRequest.of(self._chat_fields())
         except RequestError as error:
@@ -123,17 +123,17 @@ class Conversation(RequestModel):
 
     @property
     def ignored_parts(self) -> list[str]:
-        """Parts of fields that are taken and have no effect."""
+        """Parts of fields that are accepted but have no effect."""
         budget = self.thinking is not None and self.thinking.budget_tokens is not None
         return ["thinking.budget_tokens"] if budget else []
 
 
 class MessagesRequest(Conversation, GenerationRequest):
-    """Anthropic's fields, and vLLM's by which sampling is told more; None stands for the default.
+    """Anthropic's fields, and vLLM's further sampling fields; None is the default.
 
     Attributes:
-      max_tokens: the most that the answer may have; needed.
-      stop_sequences: texts that end the answer; the same as stop.
+      max_tokens: limit of the answer; required.
+      stop_sequences: texts that end the answer; same as stop.
     """
 
     refused = {**REFUSED, **Conversation.refused}
@@ -156,14 +156,14 @@ class MessagesRequest(Conversation, GenerationRequest):
         return {**fields, **super()._chat_fields(), "max_completion_tokens": self.max_tokens}
 
     def as_asked(self, error: RequestError) -> RequestError:
-        """The error of the chat request with the field as it is called here."""
+        """The error of the chat request, with this request's field name."""
         if error.param == "stop" and self.stop_sequences is not None:
             return renamed(error, "stop_sequences")
         return as_messages_error(error)
 
 
 def as_messages_error(error: RequestError) -> RequestError:
-    """The error of a chat request with the field as it is called in a MessagesRequest."""
+    """The error of a chat request, with MessagesRequest's field name."""
     return renamed(error, _NAMES[error.param]) if error.param in _NAMES else error
 
 

@@ -1,4 +1,4 @@
-"""The answers of the endpoints of pooling models, as /openapi.json shows them."""
+"""Types of the responses of pooling models' endpoints, for /openapi.json."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Entry = TypeVar("Entry")
 
 
 class Embedding(Answer):
-    """embedding: numbers, or in base64 their bytes as little-endian float32."""
+    """embedding: numbers, or base64 of little-endian float32."""
 
     index: int
     object: Literal["embedding"]
@@ -18,7 +18,7 @@ class Embedding(Answer):
 
 
 class Pooled(Answer):
-    """data: as Embedding's."""
+    """data: in the form of Embedding.embedding."""
 
     index: int
     object: Literal["pooling"]

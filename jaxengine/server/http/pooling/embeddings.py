@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, /pooling and /classify: what a model tells of each prompt."""
+"""POST /v1/embeddings, /pooling and /classify: one vector per prompt."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from jaxengine.server.http.limits import JsonRoute
 from jaxengine.server.http.models import check_model
 from jaxengine.server.http.pooling.answers import Classified, Embedding, Listed, Pooled
 from jaxengine.server.http.pooling.protocol import ClassifyRequest, EmbeddingRequest, InputBody, PoolingRequest
-from jaxengine.server.http.pooling.run import Answer, PoolingServer, counts
+from jaxengine.server.http.pooling.run import PooledAnswer, PoolingServer, counts
 from jaxengine.server.http.sse import answer, json_response
 from jaxengine.server.names import served_names
 from jaxengine.server.options import ServerConfig
 
-_MANY_NUMBERS = 20_000  # a few milliseconds of writing
+_MANY_NUMBERS = 20_000  # they take a few milliseconds to write
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
@@ -29,21 +29,21 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     server, names = PoolingServer(engine, config), served_names(engine, config)
 
     async def run(body: InputBody, request: Request, prefix: str, task: str | None, entry: Any) -> Response:
-        """The answer whose data has `entry(index, answer)` for each prompt."""
+        """The response whose data is `entry(index, output)` for each prompt."""
         model = check_model(body.model, names)
         name = body.register(prefix, request)
         params = body.pooling_params(task)
         prompts = await server.encode_input(body, params)
 
         async def whole() -> Response:
-            told = await server.answers(prompts, params, body, name, body.options(request, config))
+            given = await server.answers(prompts, params, body, name, body.options(request, config))
 
             def write() -> Response:
-                data = [entry(index, each) for index, each in enumerate(told)]
+                data = [entry(index, each) for index, each in enumerate(given)]
                 head = {"id": name, "object": "list", "created": int(time.time()), "model": model}
-                return json_response({**head, "data": data, "usage": counts(told)})
+                return json_response({**head, "data": data, "usage": counts(given)})
 
-            many = sum(each.outputs.data.size for each in told) > _MANY_NUMBERS
+            many = sum(each.outputs.data.size for each in given) > _MANY_NUMBERS
             return await asyncio.to_thread(write) if many else write()
 
         return await answer(request, whole())
@@ -63,7 +63,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     async def classify(body: ClassifyRequest, request: Request) -> Response:
         labels = engine.inputs.require_pooling().labels
 
-        def entry(index: int, each: Answer) -> dict[str, Any]:
+        def entry(index: int, each: PooledAnswer) -> dict[str, Any]:
             best = int(each.outputs.data.argmax())
             probs = each.outputs.data.tolist()
             label = labels.get(best, f"LABEL_{best}")
@@ -75,9 +75,9 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
 
 def _vectors(kind: str, field: str, body: EmbeddingRequest) -> Any:
-    """Writes an entry whose `field` is the vector as the request wants it."""
+    """Returns a writer of entries whose `field` is the vector in the request's encoding."""
 
-    def entry(index: int, each: Answer) -> dict[str, Any]:
+    def entry(index: int, each: PooledAnswer) -> dict[str, Any]:
         data: Any = each.outputs.data
         if body.encoding_format == "base64":
             return {

@@ -1,4 +1,4 @@
-"""What a client may send to the endpoints of a pooling model: OpenAI's, vLLM's, Jina's and Cohere's fields."""
+"""Requests of a pooling model's endpoints, with OpenAI's, vLLM's, Jina's and Cohere's fields."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxengine.server.http.fields import Texts
 from jaxengine.server.http.protocol import HINTS, NamedRequest
 from scheduler.errors import RequestError
 
-# A list of texts, or of objects with a text, as Jina's and Cohere's clients send.
+# A list of texts, or of objects with a text, as Jina's and Cohere's clients send them.
 Documents = Annotated[list[str | dict[str, Any]], Field(fail_fast=True)]
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
@@ -24,12 +24,12 @@ _PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), 
 
 
 class PoolingBody(NamedRequest):
-    """What these requests have in common.
+    """Fields that these requests share.
 
     Attributes:
-      truncate_prompt_tokens: how many tokens of a prompt are kept, from its end ("right": its beginning) as
-        truncation_side says; -1: max_model_len.
-      use_activation: normalise embeddings, or make probabilities of scores; the model's own choice if not given.
+      truncate_prompt_tokens: number of prompt tokens to keep, from the end, or with truncation_side "right" from the
+        beginning; -1: max_model_len.
+      use_activation: normalise embeddings, or turn scores into probabilities; default: the model's.
     """
 
     ignored = HINTS
@@ -49,33 +49,33 @@ class PoolingBody(NamedRequest):
         return self
 
     def pooling_params(self, task: str | None = None) -> PoolingParams:
-        """The fields as PoolingParams; the prompt is cut before it is handed on."""
+        """The fields as PoolingParams, except truncation, which is applied to the prompt."""
         return PoolingParams(task=task, use_activation=self.use_activation)
 
 
 class InputBody(PoolingBody):
-    """Of requests whose prompts are looked at one by one.
+    """Requests whose prompts are processed one by one.
 
     Attributes:
       input: a text, a list of token ids, or a list of texts or of lists of token ids.
-      add_special_tokens: those that the tokenizer puts around a text; true if not given.
+      add_special_tokens: whether the tokenizer adds special tokens to texts; default true.
     """
 
     refused = {**_REFUSED, "messages": (), "chat_template": (), "chat_template_kwargs": ({},)}
 
-    # Checked by read_prompts: a union of lists would be tried, and fail, item by item.
+    # Checked by read_prompts: pydantic would try the union's lists item by item.
     input: Annotated[str | list[str] | list[int] | list[list[int]], SkipValidation]
     add_special_tokens: bool | None = None
 
 
 class EmbeddingRequest(InputBody):
-    """Of /v1/embeddings.
+    """Request of /v1/embeddings.
 
     Attributes:
-      encoding_format: numbers, or the bytes of little-endian float32 in base64.
-      dimensions: the first so many numbers of each embedding.
-      normalize: an earlier name of use_activation.
-      prompt_name: which of the model's prompts is put before texts, "" for none; its default if not given.
+      encoding_format: numbers, or base64 of little-endian float32.
+      dimensions: number of leading dimensions of each embedding to keep.
+      normalize: earlier name of use_activation.
+      prompt_name: the model's prompt to prepend to texts, "" for none; default: the model's default.
     """
 
     encoding_format: Literal["float", "base64"] | None = None
@@ -94,7 +94,7 @@ class EmbeddingRequest(InputBody):
 
 
 class PoolingRequest(EmbeddingRequest):
-    """Of /pooling. task: "embed" or "classify", the one that the model is for."""
+    """Request of /pooling. task: "embed" or "classify", must be the model's."""
 
     task: str | None = None
 
@@ -103,11 +103,11 @@ class PoolingRequest(EmbeddingRequest):
 
 
 class ClassifyRequest(InputBody):
-    """Of /classify."""
+    """Request of /classify."""
 
 
 class ScoreRequest(PoolingBody):
-    """Of /score: two texts, or lists of them, under one of the pairs of names that there are."""
+    """Request of /score: two texts or lists of texts, under one of several pairs of names."""
 
     text_1: str | Texts | None = None
     text_2: str | Texts | None = None
@@ -118,7 +118,7 @@ class ScoreRequest(PoolingBody):
     data_2: str | Texts | None = None
 
     def texts(self) -> tuple[str | list[str], str | list[str]]:
-        """Both sides. Raises RequestError."""
+        """The texts of both sides. Raises RequestError."""
         names = {name for pair in _PAIRS for name in pair}
         given = {name for name in names if getattr(self, name) is not None}
         for first, second in _PAIRS:
@@ -129,12 +129,12 @@ class ScoreRequest(PoolingBody):
 
 
 class RerankRequest(PoolingBody):
-    """Of /rerank.
+    """Request of /rerank.
 
     Attributes:
       documents: texts, or objects with a "text".
-      top_n: how many of the best are told of; 0 or none: all.
-      return_documents: with their texts, as is done if not given.
+      top_n: number of best results to return; 0 or none: all.
+      return_documents: whether results include the texts; default true.
     """
 
     refused = {**_REFUSED, "max_tokens_per_doc": (), "max_chunks_per_doc": (), "rank_fields": ()}
@@ -151,7 +151,7 @@ class RerankRequest(PoolingBody):
         return self
 
     def texts(self) -> list[str]:
-        """Of the documents. Raises RequestError."""
+        """Texts of the documents. Raises RequestError."""
         found = [each if isinstance(each, str) else each.get("text") for each in self.documents]
         if not found or not all(isinstance(text, str) and text for text in found):
             raise RequestError("documents must be texts, or objects with a text, none of them empty", param="documents")

@@ -1,6 +1,6 @@
-"""A request to a pooling model under way: its prompts as token ids, and what the engine answers.
+"""Runs requests to a pooling model: tokenization of prompts, and the engine's answers.
 
-What all endpoints of pooling models share. Knows nothing of how an answer looks on the wire.
+Shared by all endpoints of pooling models.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from jaxengine.server.options import ServerConfig
 from jaxengine.server.prompts import PromptEncoder, read_prompts
 from scheduler.errors import RequestError
 
-Answer = PoolingRequestOutput[PoolingOutput]
+PooledAnswer = PoolingRequestOutput[PoolingOutput]
 
 
 class PoolingServer:
-    """What all requests share."""
+    """State that all pooling requests share."""
 
     def __init__(self, engine: EngineClient, config: ServerConfig):
         self.engine = engine
@@ -33,7 +33,7 @@ class PoolingServer:
         self._encoder = PromptEncoder(engine.inputs)
 
     async def encode_input(self, body: InputBody, params: PoolingParams) -> list[list[int]]:
-        """Token ids of each prompt of `input`. Raises RequestError."""
+        """Tokenizes each prompt of `input`. Raises RequestError."""
         inputs = self.engine.inputs
         longest = inputs.config.max_model_len if body.truncate_prompt_tokens is None else None
         given = read_prompts(
@@ -45,24 +45,24 @@ class PoolingServer:
         return [self._cut(next(encoded) if isinstance(each, str) else each, body) for each in given]
 
     async def encode_texts(self, texts: Sequence[str], body: PoolingBody, params: PoolingParams) -> list[list[int]]:
-        """Token ids of each text, cut as the request says. Raises RequestError."""
+        """Tokenizes each text, truncated as the request specifies. Raises RequestError."""
         return [self._cut(token_ids, body) for token_ids in await self.encode(texts, params)]
 
     async def encode(
         self, texts: Sequence[str], params: PoolingParams, *, special: bool = True, param: str = "input"
     ) -> list[list[int]]:
-        """Token ids of each text, with the prompt of the model before it that the parameters name."""
+        """Tokenizes each text, with the model's prompt that the parameters name before it."""
         prefix = params.prefix(self.engine.inputs.require_pooling())
         whole = [prefix + text for text in texts]
         return await self._encoder.encode(whole, add_special_tokens=special, param=param)
 
     async def answers(
         self, prompts: Sequence[list[int]], params: PoolingParams, body: PoolingBody, name: str, options: RequestOptions
-    ) -> list[Answer]:
-        """What the engine says of each prompt, in their order. name: the request's in the engine.
+    ) -> list[PooledAnswer]:
+        """The engine's answer to each prompt, in order. name: the request's id in the engine.
 
-        All are checked before any of them runs, and not more run at once than the engine has places for. Raises
-        RequestError; ApiError where one has no answer.
+        All prompts are checked before any of them runs, and no more run at once than the engine has slots. Raises
+        RequestError; ApiError if a prompt has no answer.
         """
         inputs = self.engine.inputs
         wanted: list[Any] = [{"prompt_token_ids": ids, "cache_salt": body.cache_salt} for ids in prompts]
@@ -70,10 +70,10 @@ class PoolingServer:
             for prompt in wanted:
                 inputs.prepare(prompt, params, options=options)
 
-        def start(index: int) -> AsyncIterator[Answer]:
+        def start(index: int) -> AsyncIterator[PooledAnswer]:
             return self.engine.pool(wanted[index], params, name if len(wanted) == 1 else f"{name}-{index}", options)
 
-        found: dict[int, Answer] = {}
+        found: dict[int, PooledAnswer] = {}
         async with contextlib.aclosing(interleave(start, len(wanted), inputs.config.max_num_seqs)) as outputs:
             async for index, output in outputs:
                 if output.finish_reason != STOP:
@@ -92,13 +92,13 @@ class PoolingServer:
         return token_ids[:keep] if body.truncation_side == "right" else token_ids[-keep:]
 
 
-def counts(answers: Sequence[Answer]) -> dict[str, Any]:
-    """OpenAI's counts of tokens."""
+def counts(answers: Sequence[PooledAnswer]) -> dict[str, Any]:
+    """OpenAI's token counts."""
     cached = sum(answer.num_cached_tokens for answer in answers)
     return usage(sum(len(answer.prompt_token_ids) for answer in answers), 0, cached)
 
 
-def _failure(output: Answer) -> ApiError:
+def _failure(output: PooledAnswer) -> ApiError:
     if output.stop_reason == "timeout":
         return ApiError(504, "the request took longer than its timeout")
     if output.finish_reason == "abort":

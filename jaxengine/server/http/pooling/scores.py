@@ -1,4 +1,4 @@
-"""POST /score and /rerank, under all their paths: how well texts go together."""
+"""POST /score and /rerank, with all their paths: similarity or relevance of pairs of texts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxengine.server.http.limits import JsonRoute
 from jaxengine.server.http.models import check_model
 from jaxengine.server.http.pooling.answers import Listed, Ranking, Scored
 from jaxengine.server.http.pooling.protocol import PoolingBody, RerankRequest, ScoreRequest
-from jaxengine.server.http.pooling.run import Answer, PoolingServer, counts
+from jaxengine.server.http.pooling.run import PooledAnswer, PoolingServer, counts
 from jaxengine.server.http.sse import answer, json_response
 from jaxengine.server.names import served_names
 from jaxengine.server.options import ServerConfig
@@ -36,10 +36,10 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         pairs = _limited(pairs_of(*body.texts()), config)
 
         async def whole() -> Response:
-            scores, told = await _scores(server, pairs, body, name, body.options(request, config))
+            scores, given = await _scores(server, pairs, body, name, body.options(request, config))
             data = [{"index": index, "object": "score", "score": each} for index, each in enumerate(scores)]
             head = {"id": name, "object": "list", "created": int(time.time()), "model": model}
-            return json_response({**head, "data": data, "usage": counts(told)})
+            return json_response({**head, "data": data, "usage": counts(given)})
 
         return await answer(request, whole())
 
@@ -53,13 +53,13 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         pairs = _limited([(body.query, document) for document in documents], config)
 
         async def whole() -> Response:
-            scores, told = await _scores(server, pairs, body, name, body.options(request, config))
+            scores, given = await _scores(server, pairs, body, name, body.options(request, config))
             best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or len(scores)]
             results: list[dict[str, Any]] = []
             for index in best:
                 shown = {} if body.return_documents is False else {"document": {"text": documents[index]}}
                 results.append({"index": index, **shown, "relevance_score": scores[index]})
-            return json_response({"id": name, "model": model, "results": results, "usage": counts(told)})
+            return json_response({"id": name, "model": model, "results": results, "usage": counts(given)})
 
         return await answer(request, whole())
 
@@ -79,14 +79,14 @@ def _limited(pairs: list[tuple[str, str]], config: ServerConfig) -> list[tuple[s
 
 async def _scores(
     server: PoolingServer, pairs: Sequence[tuple[str, str]], body: PoolingBody, name: str, options: RequestOptions
-) -> tuple[list[float], list[Answer]]:
-    """The score of each pair, and the answers that they were made of. Raises RequestError."""
+) -> tuple[list[float], list[PooledAnswer]]:
+    """The score of each pair, and the engine's answers used for them. Raises RequestError."""
     inputs, params = server.engine.inputs, body.pooling_params()
     if inputs.require_pooling().task != "embed":
         prompts = await asyncio.to_thread(lambda: [pair_prompt(inputs, *pair) for pair in pairs])
-        told = await server.answers(await server.encode_texts(prompts, body, params), params, body, name, options)
-        return [ScoringRequestOutput.from_base(each).outputs.score for each in told], told
+        given = await server.answers(await server.encode_texts(prompts, body, params), params, body, name, options)
+        return [ScoringRequestOutput.from_base(each).outputs.score for each in given], given
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-    told = await server.answers(await server.encode_texts(texts, body, params), params, body, name, options)
-    found = dict(zip(texts, told, strict=True))
-    return [ScoringRequestOutput.of_pair(found[one], found[other]).outputs.score for one, other in pairs], told
+    given = await server.answers(await server.encode_texts(texts, body, params), params, body, name, options)
+    found = dict(zip(texts, given, strict=True))
+    return [ScoringRequestOutput.of_pair(found[one], found[other]).outputs.score for one, other in pairs], given

@@ -1,4 +1,4 @@
-"""The answers of /v1/responses, as /openapi.json shows them."""
+"""Answer models of /v1/responses, for the schemas of /openapi.json."""
 
 from __future__ import annotations
 

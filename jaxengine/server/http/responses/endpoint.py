@@ -1,6 +1,6 @@
-"""/v1/responses: OpenAI's newer endpoint. A response is a chat completion with another wire, and may be kept.
+"""/v1/responses, OpenAI's newer endpoint: a response is a chat completion in another format, and may be stored.
 
-Owns the life of a response: made at once, as a stream or in the background, asked for, continued, cancelled.
+Implements the life of a response: created complete, as a stream or in the background, retrieved, continued, cancelled.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ logger = logging.getLogger(__name__)
 
 
 class _Making:
-    """One response under way.
+    """A response that is being generated.
 
     Attributes:
-      id: of the response, and of its request in the engine.
+      id: of the response and of its engine request.
       messages: the conversation without instructions.
       input: the items that the client sent.
-      writer: holds the response.
+      writer: builds the response.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class _Making:
         store: bool,
         options: RequestOptions,
     ):
-        """options: of its request in the engine. Raises RequestError."""
+        """options: for the engine request. Raises RequestError."""
         self.id = response_id
         self.messages = messages
         self.input = named_items(body.input)
@@ -81,7 +81,9 @@ class _Making:
         self.writer = ResponseWriter(head, encrypted=ENCRYPTED in (body.include or ()))
 
     async def prepare(self, ignored: list[str]) -> None:
-        """ignored: gets the fields that say nothing to this model. Raises RequestError."""
+        """Prepares the prompt and appends to `ignored` the fields without effect for this model. Raises
+        RequestError.
+        """
         try:
             await self._run.prepare()
         except RequestError as error:
@@ -89,7 +91,7 @@ class _Making:
         ignored += ["reasoning"] if self._run.ignored else []
 
     async def events(self) -> AsyncGenerator[list[Said], None]:
-        """Works until the response is complete; yields what there is to say."""
+        """Generates the response to its end; yields the events of each step."""
         said = self.writer.open()
         async with contextlib.aclosing(self._run.pieces()) as pieces:
             try:
@@ -105,7 +107,7 @@ class _Making:
                 raise as_response_error(error) from None
 
     def conversation(self) -> list[dict[str, Any]]:
-        """The messages with the answer."""
+        """Returns the messages, followed by the answer."""
         parsed = message_of(self.writer.parts)
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content or ""}
         if parsed.reasoning:
@@ -118,7 +120,7 @@ class _Making:
         return [*self.messages, message]
 
     def stored(self, owner: str) -> StoredResponse:
-        """It and its conversation as they are now."""
+        """Returns the response and its conversation in their current state."""
         shown, messages = encode_json(self.writer.response), encode_json(self.conversation())
         return StoredResponse(self.id, owner, shown, messages, encode_json(self.input))
 
@@ -133,9 +135,9 @@ class _Making:
         }
 
     def fail(self, error: Exception) -> None:
-        """Ends the response with what a client is told about `error`."""
-        told = error_body(as_api_error(error))["error"]
-        self.writer.close("failed", self.usage(), {"code": "server_error", "message": told["message"]})
+        """Ends the response as failed, with the client's form of `error`."""
+        shown = error_body(as_api_error(error))["error"]
+        self.writer.close("failed", self.usage(), {"code": "server_error", "message": shown["message"]})
 
     def _end(self, reason: str, stop_reason: int | str | None) -> list[Said]:
         if reason == "stop":
@@ -149,7 +151,7 @@ class _Making:
 
 
 def _head(body: ResponsesRequest, response_id: str, model: str, store: bool, params: SamplingParams) -> dict[str, Any]:
-    """What a response says that does not change."""
+    """Returns the constant fields of a response."""
     plain = {"format": {"type": "text"}}
     text = plain if body.text is None else body.text.model_dump(exclude_none=True, by_alias=True)
     return {
@@ -185,23 +187,23 @@ def _shown_choice(body: ResponsesRequest) -> Any:
 
 
 def _owner(request: Request) -> str:
-    """Who asks, as far as the server knows: by the key."""
+    """Returns a hash of the API key in the request's headers, which identifies the client."""
     shown = [request.headers.get(name, "") for name in ("authorization", "x-api-key")]
     return hashlib.sha256("\n".join(shown).encode()).hexdigest()
 
 
 class _Responses:
-    """What the responses of this process have in common; where they are kept is `app.state.store`'s affair."""
+    """State that all responses of this process share, other than stored ones, which are in `app.state.store`."""
 
     def __init__(self, engine: EngineClient, config: ServerConfig):
         self.server = ChatServer.open(engine, config)
         self._engine, self._config = engine, config
         self._names = served_names(engine, config)
-        # What works in the background, by response.
+        # Background tasks, by response id.
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def create(self, body: ResponsesRequest, request: Request) -> Response:
-        """Raises RequestError, ApiError."""
+        """Creates a response. Raises RequestError, ApiError."""
         model, lora = await choose_model(self._engine, body.model, self._names)
         owner, earlier, store = _owner(request), [], _store(request)
         if body.previous_response_id is not None:
@@ -240,7 +242,7 @@ class _Responses:
                 yield b"".join(b"event: %b\n%b" % (each["type"].encode(), event(each)) for each in said)
 
     async def _begin(self, making: _Making, owner: str, state: Any) -> Response:
-        """Answers at once; the work goes on."""
+        """Starts a background response; returns its queued state at once."""
         queued = {**making.writer.response, "status": "queued"}
         stored = making.stored(owner)
         stored.response, stored.background, stored.is_running = encode_json(queued), True, True
@@ -270,12 +272,12 @@ class _Responses:
             await keep(making)
 
     def cancel(self, response_id: str) -> None:
-        """Ends work in the background. Once: what it does at its end is not to be cancelled."""
+        """Cancels a background response, at most once: its clean-up must not be cancelled too."""
         if (task := self._tasks.pop(response_id, None)) is not None:
             task.cancel()
 
     async def count(self, body: ResponsesRequest, request: Request) -> Response:
-        """How many tokens the conversation has. Raises RequestError, ApiError."""
+        """Counts the tokens of the conversation. Raises RequestError, ApiError."""
         await choose_model(self._engine, body.model, self._names)
         earlier: Sequence[dict[str, Any]] = ()
         if body.previous_response_id is not None:
@@ -290,7 +292,7 @@ class _Responses:
 
 @dataclass(frozen=True)
 class _Keeper:
-    """Keeps states of one response."""
+    """Stores successive states of one response."""
 
     store: Responses
     owner: str
@@ -298,7 +300,7 @@ class _Keeper:
     background: bool = False
 
     async def __call__(self, making: _Making, *, is_running: bool = False) -> None:
-        """An answer that cannot be kept is an answer all the same: it might have had to make room at once, too."""
+        """Stores the current state. A failure is only logged: even a stored response might be evicted at once."""
         stored = making.stored(self.owner)
         stored.background, stored.is_running = self.background, is_running
         try:
@@ -308,7 +310,7 @@ class _Keeper:
 
 
 def _input_items(stored: StoredResponse, limit: int, after: str | None, newest_first: bool) -> Response:
-    """A page of what a response was asked with. Raises RequestError."""
+    """Returns a page of a response's input items. Raises RequestError."""
     items = msgspec.json.decode(stored.input)
     if newest_first:
         items.reverse()
@@ -322,7 +324,7 @@ def _input_items(stored: StoredResponse, limit: int, after: str | None, newest_f
 
 
 async def _finished(store: Responses, response_id: str, owner: str) -> Sequence[dict[str, Any]]:
-    """The conversation of a response that is to be continued. Raises ApiError, RequestError."""
+    """Returns the conversation of a response that is to be continued. Raises ApiError, RequestError."""
     previous = _there(await store.get(response_id, owner), response_id)
     if previous.is_running:
         raise RequestError("previous_response_id is of a response that is not complete", param="previous_response_id")
@@ -330,7 +332,7 @@ async def _finished(store: Responses, response_id: str, owner: str) -> Sequence[
 
 
 def _there(stored: StoredResponse | None, response_id: str) -> StoredResponse:
-    """Raises ApiError for one that is not kept, or not this owner's."""
+    """Returns `stored`; raises ApiError for None, a response that is not stored or belongs to another client."""
     if stored is None:
         raise ApiError(404, f"there is no stored response {show_value(response_id)}", param="response_id")
     return stored
@@ -345,7 +347,7 @@ def _json(stored: StoredResponse) -> Response:
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Raises ConfigError for a parser that is not known."""
+    """Creates the routes. Raises ConfigError for an unknown parser."""
     routes = APIRouter(tags=["responses"], route_class=JsonRoute)
     responses = _Responses(engine, config)
 

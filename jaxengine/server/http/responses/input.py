@@ -1,4 +1,4 @@
-"""From the items of /v1/responses to chat messages. Every item acts or is refused by its type."""
+"""Converts the items of /v1/responses to chat messages. An item of another type is an error, never ignored."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _IMAGE_PART = "input_image"
 
 
 def read_input(items: str | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages of a request's `input`. Raises RequestError."""
+    """Converts a request's `input` to messages. Raises RequestError."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     messages: list[dict[str, Any]] = []
     for number, item in enumerate(items):
         _add(messages, item, f"input[{number}]")
-    # Reasoning in front of nothing has no message to belong to.
+    # Reasoning without an answer is a message without content.
     return [{"content": "", **message} if "tool_calls" not in message else message for message in messages]
 
 
 def named_items(items: str | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The items of a request's `input`, in the form that /v1/responses/{id}/input_items shows, each with an id."""
+    """Returns the items of a request's `input` as /v1/responses/{id}/input_items shows them, each with an id."""
     if isinstance(items, str):
         items = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": items}]}]
     return [{"id": f"item_{secrets.token_hex(16)}", "type": "message", **item} for item in items]
@@ -48,7 +48,7 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> No
     elif kind == "function_call":
         for key in ("call_id", "name", "arguments"):
             if not isinstance(item.get(key), str):
-                raise _refused(f"{where}.{key} is missing or no text")
+                raise _refused(f"{where}.{key} is missing or not a string")
         function = {"name": item["name"], "arguments": item["arguments"]}
         call: dict[str, Any] = {"id": item["call_id"], "type": "function", "function": function}
         if _open_turn(messages) is None:
@@ -56,13 +56,13 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> No
         messages[-1].setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
         if not isinstance(item.get("call_id"), str):
-            raise _refused(f"{where}.call_id is missing or no text")
+            raise _refused(f"{where}.call_id is missing or not a string")
         content = _content(item.get("output"), f"{where}.output", True)
         messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
     elif kind == "reasoning":
         parts = item.get("content") or item.get("summary") or []
         if not isinstance(parts, list):
-            raise _refused(f"{where}.content is no list")
+            raise _refused(f"{where}.content is not a list")
         text = "\n".join(_part(part, where, ("reasoning_text", "summary_text")) for part in parts)
         if not parts and item.get("encrypted_content") is not None:
             text = _decrypted(item["encrypted_content"], f"{where}.encrypted_content")
@@ -74,20 +74,22 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> No
 
 
 def _decrypted(content: Any, where: str) -> str:
-    """What a response said with include "reasoning.encrypted_content"."""
+    """Decodes the reasoning text of a response made with include "reasoning.encrypted_content"."""
     try:
         return base64.b64decode(content, validate=True).decode()
     except (TypeError, ValueError):
-        raise _refused(f"{where} is none that this server has made") from None
+        raise _refused(f"{where} was not made by this server") from None
 
 
 def _open_turn(messages: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The answer that the last items belong to: its reasoning, text and calls come as items of their own."""
+    """Returns the assistant message that further items extend, None without one: reasoning, text and calls are items
+    each.
+    """
     return messages[-1] if messages and messages[-1]["role"] == "assistant" else None
 
 
 def _content(content: Any, where: str, takes_images: bool) -> str | list[dict[str, Any]]:
-    """A text, or a list of parts where there is a picture among them."""
+    """Returns a text, or a list of parts if one of them is a picture."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -99,7 +101,7 @@ def _content(content: Any, where: str, takes_images: bool) -> str | list[dict[st
 
 
 def _any_part(part: Any, place: str, where: str, kinds: Sequence[str]) -> dict[str, Any]:
-    """The part for a chat message; what a picture's is to hold is seen to where all APIs' are."""
+    """Returns the part for a chat message. The fields of a picture are checked later, for all APIs in one place."""
     if isinstance(part, dict) and part.get("type") == _IMAGE_PART and _IMAGE_PART in kinds:
         return PlacedPart(part, place)
     return {"type": "text", "text": _part(part, where, kinds)}
@@ -110,7 +112,7 @@ def _part(part: Any, where: str, kinds: Sequence[str]) -> str:
     if kind not in kinds:
         raise _refused(f"{where} holds a part of type {show_value(kind)}; allowed: {', '.join(kinds)}")
     if not isinstance(part.get("text"), str):
-        raise _refused(f"{where} holds a part whose text is no text")
+        raise _refused(f"{where} holds a part whose text is not a string")
     return part["text"]
 
 

@@ -1,6 +1,6 @@
-"""A response as it grows: output items, and the events that tell of them.
+"""Builds a response during generation: its output items, and the stream events for them.
 
-An answer's parts are items one behind the other: reasoning, a message, function calls. Knows nothing of the engine.
+The parts of an answer are items in sequence: reasoning, a message, function calls. Independent of the engine.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ class ResponseWriter:
     """Writes one response.
 
     Args:
-      response: all of it but status, output and usage.
-      encrypted: items of reasoning have encrypted_content, by which `input.read_input` knows their text again.
-
+      response: its fields except status, output and usage.
+      encrypted: give reasoning items encrypted_content, from which `input.read_input` restores their text.
     Attributes:
-      response: as far as it has come.
-      parts: every event of the answer so far.
+      response: its current state.
+      parts: every parser event of the answer so far.
     """
 
     def __init__(self, response: dict[str, Any], encrypted: bool = False):
@@ -37,11 +36,11 @@ class ResponseWriter:
         self._logprobs: list[dict[str, Any]] = []
 
     def open(self) -> list[Said]:
-        """The events that a stream begins with."""
+        """Returns the first events of a stream."""
         return [self._say(f"response.{kind}", response=dict(self.response)) for kind in ("created", "in_progress")]
 
     def add(self, events: Sequence[Event], logprobs: Sequence[dict[str, Any]] | None) -> list[Said]:
-        """Takes in what is new; logprobs: of the tokens behind it."""
+        """Adds parser events and returns stream events; logprobs: of the tokens that the events come from."""
         self.parts += events
         said: list[Said] = []
         left = list(logprobs or ())
@@ -68,9 +67,9 @@ class ResponseWriter:
     def close(
         self, status: str, usage: dict[str, Any], error: dict[str, Any] | None = None, reason: str | None = None
     ) -> list[Said]:
-        """The last events. status: completed, incomplete (for `reason`), failed (with `error`) or cancelled."""
+        """Returns the last events. status: completed, incomplete (for `reason`), failed (with `error`) or cancelled."""
         if self._item is None and not self.response["output"] and status == "completed":
-            said = self._turn_to("message")  # an empty answer is one
+            said = self._turn_to("message")  # an empty answer still has a message
         else:
             said = []
         said += self._close("completed" if status == "completed" else "incomplete")
@@ -82,7 +81,7 @@ class ResponseWriter:
         return [*said, self._say(f"response.{last}", response=dict(self.response))]
 
     def _turn_to(self, kind: str) -> list[Said]:
-        """Opens an item of this kind, unless the current one is."""
+        """Opens an item of this kind, unless one is open."""
         if self._item is not None and self._item["type"] == kind:
             return []
         said = self._close("completed")

@@ -1,4 +1,4 @@
-"""What a request to /v1/responses may hold, and the chat request that it amounts to."""
+"""The fields of a request to /v1/responses, and the equivalent chat request."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from jaxengine.server.http.fields import JsonObject, TemplateVariables, TextsByN
 from jaxengine.server.http.protocol import REFUSED, ClosedModel, GenerationRequest, RequestModel
 from scheduler.errors import RequestError
 
-# What `include` may name.
+# Values of `include`.
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
 Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
-# Fields that a chat request has by the same name.
+# Fields with the same name in a chat request.
 _SAME = {*GenerationRequest.model_fields, "chat_template_kwargs", "mm_processor_kwargs", "parallel_tool_calls"} - {
     "model",
     "request_id",
 }
-# What a field of the chat request is called here.
+# Field of the chat request -> its name here.
 _NAMES = {
     "logprobs": "top_logprobs",
     "max_completion_tokens": "max_output_tokens",
@@ -33,7 +33,7 @@ _NAMES = {
 
 
 class ResponseFunction(RequestModel):
-    """A function that the model may call; strict as in chat_protocol.Function."""
+    """A function that the model may call; strict: as in chat_protocol.Function."""
 
     type: Literal["function"]
     name: str = Field(min_length=1, max_length=MAX_NAME_CHARS)
@@ -48,7 +48,7 @@ class NamedFunction(RequestModel):
 
 
 class Format(RequestModel):
-    """How the text is to look. schema: with json_schema; name, description and strict: as protocol.JsonSchema's."""
+    """The format of the text. schema: with json_schema; name, description and strict: as in protocol.JsonSchema."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -58,7 +58,7 @@ class Format(RequestModel):
 
 
 class TextOptions(ClosedModel):
-    """verbosity: a hint without effect."""
+    """Text options. verbosity: accepted, without effect."""
 
     format: Format | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
@@ -73,20 +73,20 @@ class Reasoning(ClosedModel):
 
 
 class ResponsesRequest(GenerationRequest):
-    """OpenAI's fields, and vLLM's by which sampling is told more; None stands for the default.
+    """OpenAI's fields, and vLLM's further sampling fields; None stands for the default.
 
     Attributes:
       input: a text, or items: messages, function calls, their outputs, reasoning. Messages and outputs may have parts
-        input_image with an image_url, where the model takes pictures.
+        input_image with an image_url, if the model takes pictures.
       instructions: the system message; not carried over to a response that continues this one.
       previous_response_id: a stored response that this one continues.
-      store: keep the response in memory, so that it can be asked for and continued; the default.
-      background: answer at once, and work on.
-      include: "message.output_text.logprobs", for top_logprobs of them; "reasoning.encrypted_content", with which items
-        of reasoning can come back without their text (it is not secret: the same text in base64).
-      metadata: at most 16 texts; the response shows them.
-      truncation: "auto": the beginning of what is too long is left out.
-      mm_processor_kwargs: as ChatRequest's.
+      store: keep the response in memory, so that it can be retrieved and continued; the default.
+      background: answer at once, and generate afterwards.
+      include: "message.output_text.logprobs", for top_logprobs of the text; "reasoning.encrypted_content", with which
+        reasoning items can be sent back without their text (not secret: it is the text in base64).
+      metadata: at most 16 texts, repeated in the response.
+      truncation: "auto" drops the beginning of an input that is too long.
+      mm_processor_kwargs: as in ChatRequest.
     """
 
     refused = {
@@ -137,7 +137,7 @@ class ResponsesRequest(GenerationRequest):
         return LOGPROBS in (self.include or ())
 
     def chat_request(self, messages: Sequence[dict[str, Any]]) -> ChatRequest:
-        """The same as a request for a chat completion about `messages`. Raises RequestError, by the names of here."""
+        """Returns the equivalent chat request, with `messages`. Raises RequestError with this class's field names."""
         fields: dict[str, Any] = {name: getattr(self, name) for name in _SAME}
         fields |= {
             "messages": [{"role": "system", "content": self.instructions}, *messages]
@@ -184,5 +184,5 @@ class ResponsesRequest(GenerationRequest):
 
 
 def as_response_error(error: RequestError) -> RequestError:
-    """The error of a chat request with the field as it is called in a ResponsesRequest."""
+    """Renames the field of a chat request's error to its name in ResponsesRequest."""
     return renamed(error, _NAMES[error.param]) if error.param in _NAMES else error

@@ -51,7 +51,7 @@ async def test_calls_whose_message_does_not_come_are_ended(chat_engine):
     async with connected(chat_engine, read_timeout=0.2) as (channel, _):
         for method in ("/grpc.health.v1.Health/Check", "/jaxengine.v1.Inference/Generate"):
             code, details, _ = await refusal(channel.stream_unary(method)())
-            assert code is grpc.StatusCode.DEADLINE_EXCEEDED and "did not come within 0.2 s" in details
+            assert code is grpc.StatusCode.DEADLINE_EXCEEDED and "did not arrive within 0.2 s" in details
         call = channel.stream_unary("/jaxengine.v1.Inference/Generate")()
         await call.done_writing()
         assert (await refusal(call))[0] is grpc.StatusCode.INVALID_ARGUMENT

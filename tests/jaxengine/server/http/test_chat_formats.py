@@ -109,7 +109,7 @@ async def test_parsers_by_the_chat_template(chat_engine, caplog):
     assert caplog.text.count("--tool-call-parser auto: hermes") == caplog.text.count("auto: qwen3") == 1
     caplog.clear()
     app = create_app(ScriptedEngine(chat_engine, "<think>Hm</think>"), config)
-    assert caplog.text.count("the chat template is none that is known") == 2
+    assert caplog.text.count("the chat template is not recognised") == 2
     answer = await post(app, PATH, messages=HI)
     assert answer.json["choices"][0]["message"]["content"] == "<think>Hm</think>"
     assert (await post(app, PATH, **ASK)).error["param"] == "tool_choice"

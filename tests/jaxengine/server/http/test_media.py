@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxengine.api.fair_lock import FairLock
 from jaxengine.api.llm import LLM
-from jaxengine.api.turns import Turns
 from jaxengine.media.messages import MediaReader
 from jaxengine.server.http.app import create_app
 from jaxengine.server.options import ServerConfig
@@ -208,7 +208,7 @@ async def test_an_error_names_the_picture(app, path, engine):
     answer = await post(app, path, model="tiny", **fields)
     assert answer.status == 400 and not engine.calls
     error = answer.json["error"]
-    assert error["message"].startswith(PLACES[path] + " is no file of a kind that is known; allowed: PNG"), error
+    assert error["message"].startswith(PLACES[path] + " is a file of an unknown type; allowed: PNG"), error
     assert error.get("param", param) == param
 
 
@@ -298,11 +298,11 @@ def test_others_have_their_turn_while_a_large_picture_comes(app, path):
 
 def test_llm_chat_makes_the_same_prompt(engine):
     """Its pictures are loaded before it is its turn."""
-    asked, turns = [], Turns()
+    asked, lock = [], FairLock()
     reader = engine.inputs.media.reader
     real = reader.read
-    reader.read = lambda messages: real(messages) if not turns._is_taken else pytest.fail("others wait for a picture")
-    llm = SimpleNamespace(core=SimpleNamespace(inputs=engine.inputs), _turns=turns)
+    reader.read = lambda messages: real(messages) if not lock._is_taken else pytest.fail("others wait for a picture")
+    llm = SimpleNamespace(core=SimpleNamespace(inputs=engine.inputs), _lock=lock)
     llm.generate = lambda prompts, *_, **__: asked.extend(prompts)
     picture = {"type": "image", "image": PICTURE}
     LLM.chat(llm, [user(picture, "What?")["messages"], [{"role": "user", "content": "Hi"}]])  # pyright: ignore

@@ -16,7 +16,7 @@ from jaxengine.engine.extensions.pictures import MediaStats
 from jaxengine.media.embeds import Embeds
 from jaxengine.media.processor import Expanded, Processed
 from jaxengine.requests.media_inputs import MediaInputs
-from jaxengine.server.link import messages, submits
+from jaxengine.server.link import messages, submit_messages
 from jaxengine.server.link.media_messages import MediaMessage, MissingMediaError
 from jaxengine.server.link.media_receiver import MediaReceiver
 from jaxengine.server.link.media_senders import KeySender, MediaSender
@@ -96,7 +96,7 @@ class Pair:
         fields = {"params": TokenParams(), "max_tokens": 1, "eos_token_ids": (), "stop_token_ids": (), "priority": 0}
         fields |= {"arrival_time": 0.0, "deadline": 0.0, "cache_salt": None, "lora": None, "client": ""}
         wire = messages.encode(
-            submits.Submit(
+            submit_messages.Submit(
                 number=self.number,
                 members=[],
                 prompt_token_ids=b"",
@@ -107,7 +107,7 @@ class Pair:
             )
         )
         read = messages.decode_to_engine(wire)
-        assert isinstance(read, submits.Submit) and read.media is not None
+        assert isinstance(read, submit_messages.Submit) and read.media is not None
         return read.media, len(wire)
 
     def send(self, *pictures, whole=False):

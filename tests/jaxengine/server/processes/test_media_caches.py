@@ -18,8 +18,8 @@ from PIL import Image
 from jaxengine.api.async_llm import AsyncLLM
 from jaxengine.api.core import EngineCore
 from jaxengine.api.engine_client import EngineDeadError
+from jaxengine.api.fair_lock import FairLock
 from jaxengine.api.llm import LLM
-from jaxengine.api.turns import Turns
 from jaxengine.config.encoder import KEY_REPLICATED, OFF, PROCESSOR, SHARED_MEMORY
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
@@ -173,7 +173,7 @@ def test_what_is_sent_and_kept(core, tmp_path, kind, changes, count):
 def test_in_one_process(core):
     """LLM's cache of values, its figures, and what forgets it."""
     llm = object.__new__(LLM)
-    llm.core, llm._turns, llm._calls = core, Turns(), {}
+    llm.core, llm._lock, llm._calls = core, FairLock(), {}
     shown = picture(8, 40, 48)
     before = {metric.name: metric.value for metric in llm.get_metrics()}
 
@@ -253,9 +253,9 @@ def test_an_engine_without_the_picture_asks_for_it(core, tmp_path):
             # What cannot be told to the engine was not sent.
             ghost = one.engine.inputs.prepare(prompt(shown), GREEDY, request_id="ghost")
             ghost.requests[0].priority = 2**64
-            await one.engine._outbox.media.complete(ghost)
+            await one.engine._send_queue.media.complete(ghost)
             with pytest.raises(OverflowError):
-                one.engine._outbox.message(ghost)
+                one.engine._send_queue.message(ghost)
             assert await one.ask(shown, other) == answer
             # What is refused has come all the same, and counts.
             limits, server._limits = server._limits, replace(server._limits, num_slots=0, max_requests=0)
@@ -282,7 +282,7 @@ def test_a_new_connection_believes_nothing(core, tmp_path, kind):
                     pass
             while one.engine.errored:
                 await asyncio.sleep(0.01)
-            assert one.engine._outbox.media.num_bytes == 0
+            assert one.engine._send_queue.media.num_bytes == 0
             assert await one.ask(shown) == answer
             assert await one.sent_by(shown) < 2000
 

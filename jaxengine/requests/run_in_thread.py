@@ -1,4 +1,4 @@
-"""What of preparing a request would take an event loop too long: pictures, and tokens of a long text."""
+"""Runs slow parts of request preparation in a thread, off the event loop: media, and tokenization of long texts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from scheduler.errors import RequestError
 _LONG_TEXT = 8192  # characters
 
 
-async def made_ready(inputs: InputProcessor, prompt: Prompt) -> Prompt:
-    """The prompt so that `inputs.prepare` is quick; what that takes is done on a thread. Raises RequestError."""
+async def make_ready(inputs: InputProcessor, prompt: Prompt) -> Prompt:
+    """Returns the prompt so that `inputs.prepare` is fast; slow work runs in a thread. Raises RequestError."""
     if has_media(prompt):
         return await asyncio.to_thread(inputs.make_ready, prompt)
     if isinstance(prompt, str) and len(prompt) >= _LONG_TEXT and inputs.tokenizer is not None:
@@ -30,10 +30,11 @@ async def with_media(
     parts: Sequence[MediaPart],
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """A prompt of token ids with the pictures and videos of its messages, and as many tokens as they make.
+    """Loads and preprocesses the media of a chat prompt of token ids; returns the prompt with them and their
+    placeholders.
 
-    parts: those that `inputs.media_reader.collect` has found. options: mm_processor_kwargs, which a model of text alone
-    refuses. Raises RequestError, and OverloadedError where too many wait for theirs.
+    parts: from `inputs.media_reader.collect`. options: mm_processor_kwargs, which a text-only model refuses. Raises
+    RequestError, and OverloadedError if too many parts are waiting.
     """
     if not parts and (not options or inputs.media is not None):
         return {**prompt}
@@ -41,10 +42,10 @@ async def with_media(
     if parts:
         loaded[DATA] = await inputs.media_reader.loader.load(parts)
     try:
-        ready: Any = await made_ready(inputs, loaded)
+        ready: Any = await make_ready(inputs, loaded)
     except RequestError as error:
         if error.param == OPTIONS:
             raise
-        # Whatever a processor calls it, here it came with the messages.
+        # The media came with the messages, whatever field the processor names.
         raise RequestError(str(error), param=parts[0].param, value=error.value) from None
     return ready

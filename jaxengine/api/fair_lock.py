@@ -1,7 +1,7 @@
-"""A lock for threads that share one engine: whoever has the turn uses it, and turns are given in order of arrival.
+"""A lock that threads which share one engine acquire in order of arrival.
 
-Python's own lock may be taken again and again by the thread that lets go of it, so that a thread which steps would keep
-out one whose answer is there, or that has a request to add. Knows nothing of engines.
+threading.Lock may be reacquired by the thread that just released it: a thread that steps in a loop would keep out one
+whose answer is ready, or that wants to add a request.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from types import FrameType
 from typing import Any
 
 
-class Turns:
-    """A context manager; the turn is not to be taken twice by one thread.
+class FairLock:
+    """A context manager that locks; not reentrant.
 
-    In the main thread the first Ctrl-C in a turn, or while it waits for one, is heard when the turn ends; a second one
-    at once.
+    In the main thread the first Ctrl-C, while locked or waiting for the lock, is deferred until the lock is released; a
+    second one interrupts at once.
     """
 
     def __init__(self):
         self._guard = threading.Lock()
         self._is_taken = False
-        # Of each thread that waits, in order, a lock that is held until the turn is its own.
+        # One lock per waiting thread, in order of arrival, released when it is that thread's turn.
         self._line: deque[threading.Lock] = deque()
         self._ctrl_c: _CtrlC | None = None
 
@@ -74,14 +74,16 @@ class Turns:
 
 
 class _CtrlC:
-    """A Ctrl-C that waits."""
+    """A deferred Ctrl-C."""
 
     def __init__(self, handler: Callable[[int, FrameType | None], Any]):
         self._handler, self._waits = handler, False
 
     @classmethod
     def held(cls) -> _CtrlC | None:
-        """From now on; None where none is heard: in other threads, and where Python does not handle it."""
+        """Starts to defer SIGINT. None where that has no effect: outside the main thread, or without a
+        Python handler.
+        """
         if threading.current_thread() is not threading.main_thread():
             return None
         handler = signal.getsignal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""Requests as messages from an API process to the engine's; arrays as raw bytes."""
+"""The message that submits requests to the engine; arrays as raw bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scheduler.token_params import TokenParams
 
 
 class Member(msgspec.Struct, array_like=True):
-    """One of a request's n."""
+    """One of the n sequences of a request."""
 
     handle: int
     request_id: str
@@ -21,7 +21,7 @@ class Member(msgspec.Struct, array_like=True):
 
 
 class Submit(msgspec.Struct, array_like=True, tag="submit"):
-    """A checked request. number: counts an API process's, from 1."""
+    """A validated request. number: counts those of an API process, from 1."""
 
     number: int
     members: list[Member]
@@ -42,7 +42,7 @@ class Submit(msgspec.Struct, array_like=True, tag="submit"):
 
 
 def submit(number: int, prepared: PreparedRequest, media: MediaMessage | None) -> Submit:
-    """A prepared request, with its pictures, as the engine needs it; the handles are its requests' tags."""
+    """Converts a prepared request, with its encoded pictures, to a message; handles are its requests' tags."""
     first = prepared.requests[0]
     return Submit(
         number=number,
@@ -65,7 +65,7 @@ def submit(number: int, prepared: PreparedRequest, media: MediaMessage | None) -
 
 
 def requests_of(message: Submit, client: int, media: Media | None) -> list[Request]:
-    """The scheduler's requests of a Submit, whose pictures have been read."""
+    """Converts a Submit to the scheduler's requests; media: its decoded pictures."""
     params, prompt = message.params, np.frombuffer(message.prompt_token_ids, np.int32)
     names = ("max_tokens", "eos_token_ids", "stop_token_ids", "priority", "arrival_time", "deadline", "cache_salt")
     shared = {name: getattr(message, name) for name in (*names, "lora", "client", "per_step", "text_ends")}

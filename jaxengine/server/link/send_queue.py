@@ -1,4 +1,4 @@
-"""Requests on their way from an API process to the engine: their messages, and which of them it has not read yet."""
+"""Submits of an API process that the engine has not read yet."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jaxengine.requests.prepared import PreparedRequest
-from jaxengine.server.link import messages, submits
+from jaxengine.server.link import messages, submit_messages
 from jaxengine.server.link.media_senders import MediaSender
 from jaxengine.server.link.messages import Load
 
 
 @dataclass(frozen=True)
 class Pending:
-    """The Submit of that number, and the request it is of: it may have to be sent again."""
+    """An unread Submit: its number, and its request, which may have to be resent."""
 
     number: int
     prepared: PreparedRequest
@@ -28,11 +28,11 @@ class Pending:
         return sum(request.num_prompt_tokens for request in self.prepared.requests)
 
 
-class Outbox:
-    """Submits in the order of their numbers.
+class SendQueue:
+    """Queue of Submits in the order of their numbers.
 
     Attributes:
-      media: what becomes of their pictures.
+      media: sends their pictures.
     """
 
     def __init__(self):
@@ -41,31 +41,33 @@ class Outbox:
         self._pending: collections.deque[Pending] = collections.deque()
 
     def message(self, prepared: PreparedRequest, *, whole: bool = False) -> bytes:
-        """A request's Submit, encoded, which is to be sent at once. whole: with the pixels of all pictures."""
+        """Appends a request; returns its encoded Submit, to be sent at once. whole: include the pixels of
+        all pictures.
+        """
         number, media = self._num_submitted + 1, prepared.requests[0].media
         try:
             pictures = None if media is None else self.media.message(number, media, whole=whole)
-            message = messages.encode(submits.submit(number, prepared, pictures))
+            message = messages.encode(submit_messages.submit(number, prepared, pictures))
         except Exception:
-            self.media.reset()  # it took for sent what was not
+            self.media.reset()  # it has recorded as sent what was not
             raise
         self._num_submitted = number
         self._pending.append(Pending(number, prepared))
         return message
 
     def read(self, received: int) -> Iterator[Pending]:
-        """Takes out those that the engine has read by now, up to a number."""
+        """Removes and yields the Submits up to number `received`, which the engine has read."""
         self.media.has_read(received)
         while self._pending and self._pending[0].number <= received:
             yield self._pending.popleft()
 
     def lost(self) -> None:
-        """The engine will read none of them."""
+        """Drops all Submits, after the connection was lost."""
         self._pending.clear()
         self.media.lost()
 
     def load_with(self, load: Load, num_slots: int) -> Load:
-        """The engine's, as it was told last, with what it will find of these."""
+        """Returns the engine's last known load plus that of the queued Submits."""
         if not self._pending:
             return load
         num_new = sum(pending.num_requests for pending in self._pending)
