@@ -321,6 +321,7 @@ def _start_node(rank: int, options: Mapping[str, Any], key: str) -> Any:
         if name in options:
             words += ["--" + name.replace("_", "-"), str(options[name])]
     group = ray.util.get_current_placement_group()
+    assert group is not None, "a replica of several hosts has a placement group"
     bundle = group.bundle_specs[rank]
     known = {"CPU": "num_cpus", "GPU": "num_gpus"}
     return (

@@ -17,7 +17,7 @@ from models.config.model_config import ModelConfig, Multipliers
 from models.config.state import StateSpace, read_state_space
 from models.families.llama import LAYER, LlamaForCausalLM
 from models.layers.attention import Attention, LayerPages, StepInputs
-from models.layers.mamba2 import Kept, Mamba2
+from models.layers.mamba2 import States, Mamba2
 from models.layers.mlp import GatedMLP, ScaledSilu
 from models.layers.norm import RMSNorm
 from models.layers.scale import scaled
@@ -40,8 +40,8 @@ class ParallelLayer(nnx.Module):
         self.multipliers = config.multipliers
 
     def __call__(
-        self, x: jax.Array, kv: tuple[KVPages, Kept], pages: tuple[LayerPages, StateRows], step: StepInputs
-    ) -> tuple[jax.Array, tuple[KVPages, Kept]]:
+        self, x: jax.Array, kv: tuple[KVPages, States], pages: tuple[LayerPages, StateRows], step: StepInputs
+    ) -> tuple[jax.Array, tuple[KVPages, States]]:
         by, (pool, kept), (own_pages, rows) = self.multipliers, kv, pages
         normed = self.input_norm(x)
         with jax.named_scope("attention"):
