@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from scheduler.config import ExtensionOptions
 
-if TYPE_CHECKING:
-    from jaxengine.config.engine_config import ResolvedConfig
 
-
-def extension_options(config: ResolvedConfig) -> tuple[ExtensionOptions, ...]:
-    """Options of the capabilities that follow from the config alone; drafts depend on the engine's grammars, too."""
+def extension_options(config: Any) -> tuple[ExtensionOptions, ...]:
+    """Options of the capabilities that follow from a ResolvedConfig; drafts depend on grammars, too."""
     options: list[ExtensionOptions] = []
     if config.num_encoder_rows:
         from scheduler.extensions.pictures import PictureOptions

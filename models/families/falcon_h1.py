@@ -17,7 +17,7 @@ from models.config.model_config import ModelConfig, Multipliers
 from models.config.state import StateSpace, read_state_space
 from models.families.llama import LAYER, LlamaForCausalLM
 from models.layers.attention import Attention, LayerPages, StepInputs
-from models.layers.mamba2 import States, Mamba2
+from models.layers.mamba2 import Mamba2, States
 from models.layers.mlp import GatedMLP, ScaledSilu
 from models.layers.norm import RMSNorm
 from models.layers.scale import scaled
