@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxengine import LLM, SamplingParams, register_model
-from models.families.llama import LlamaForCausalLM
+from jaxengine.models.families.llama import LlamaForCausalLM
 
 CAP = 30.0
 

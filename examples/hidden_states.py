@@ -13,16 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models.build import Build
-from models.cache import pool_spec
-from models.config.hf import read_config_json
-from models.forward_batch import ForwardBatch
-from models.registry import build_model, read_hf
-from models.weights.load import load_params
-from models.weights.safetensors import SafetensorsCheckpoint
-from pallas_kernels.attention.op import RaggedBatch
-from pallas_kernels.kv.pages import alloc
-from sharding.stages import Stage
+from jaxengine.models.build import Build
+from jaxengine.models.cache import pool_spec
+from jaxengine.models.config.hf import read_config_json
+from jaxengine.models.forward_batch import ForwardBatch
+from jaxengine.models.registry import build_model, read_hf
+from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
+from jaxengine.models.weights.load import load_params
+from jaxengine.pallas_kernels.attention.op import RaggedBatch
+from jaxengine.pallas_kernels.kv.pages import alloc
+from jaxengine.sharding.stages import Stage
 
 PAGE_SIZE = 16
 token_ids = [int(word) for word in (sys.argv[2:] or ["5,6,7,8,9"])[0].split(",")]

@@ -7,7 +7,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from jaxengine import _siblings as _siblings
 from jaxengine.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -16,23 +15,23 @@ if TYPE_CHECKING:
     from jaxengine.api.engine_client import EngineDeadError
     from jaxengine.api.llm import LLM
     from jaxengine.config.engine_config import CompilationConfig, ConfigError, EngineArgs, EngineConfig
+    from jaxengine.models.config.fields import ModelConfigError
+    from jaxengine.models.params.errors import ModelFileError
     from jaxengine.requests.beam_search import BeamSearchParams
     from jaxengine.requests.lora import LoRARequest
     from jaxengine.requests.outputs import CompletionOutput, Logprob, RequestOutput
-    from jaxengine.requests.pooling_outputs import (
+    from jaxengine.requests.pooling.outputs import (
         ClassificationRequestOutput,
         EmbeddingRequestOutput,
         PoolingOutput,
         PoolingRequestOutput,
         ScoringRequestOutput,
     )
-    from jaxengine.requests.pooling_params import PoolingParams
+    from jaxengine.requests.pooling.params import PoolingParams
     from jaxengine.requests.prepared import TextPrompt, TokensPrompt
     from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
-    from jaxengine.requests.structured_outputs import StructuredOutputsParams
-    from models.config.fields import ModelConfigError
-    from models.weights.errors import ModelFileError
-    from scheduler.errors import OverloadedError, RequestError
+    from jaxengine.requests.structured.params import StructuredOutputsParams
+    from jaxengine.scheduler.errors import OverloadedError, RequestError
 
 __all__ = [
     "LLM",
@@ -69,28 +68,28 @@ _HOMES = {
     "LLM": "jaxengine.api.llm",
     "AsyncLLM": "jaxengine.api.async_llm",
     "BeamSearchParams": "jaxengine.requests.beam_search",
-    "ClassificationRequestOutput": "jaxengine.requests.pooling_outputs",
+    "ClassificationRequestOutput": "jaxengine.requests.pooling.outputs",
     "CompilationConfig": "jaxengine.config.engine_config",
     "CompletionOutput": "jaxengine.requests.outputs",
     "ConfigError": "jaxengine.config.engine_config",
-    "EmbeddingRequestOutput": "jaxengine.requests.pooling_outputs",
+    "EmbeddingRequestOutput": "jaxengine.requests.pooling.outputs",
     "EngineArgs": "jaxengine.config.engine_config",
     "EngineConfig": "jaxengine.config.engine_config",
     "EngineDeadError": "jaxengine.api.engine_client",
     "LoRARequest": "jaxengine.requests.lora",
     "Logprob": "jaxengine.requests.outputs",
-    "ModelConfigError": "models.config.fields",
-    "ModelFileError": "models.weights.errors",
-    "OverloadedError": "scheduler.errors",
-    "PoolingOutput": "jaxengine.requests.pooling_outputs",
-    "PoolingParams": "jaxengine.requests.pooling_params",
-    "PoolingRequestOutput": "jaxengine.requests.pooling_outputs",
-    "RequestError": "scheduler.errors",
+    "ModelConfigError": "jaxengine.models.config.fields",
+    "ModelFileError": "jaxengine.models.params.errors",
+    "OverloadedError": "jaxengine.scheduler.errors",
+    "PoolingOutput": "jaxengine.requests.pooling.outputs",
+    "PoolingParams": "jaxengine.requests.pooling.params",
+    "PoolingRequestOutput": "jaxengine.requests.pooling.outputs",
+    "RequestError": "jaxengine.scheduler.errors",
     "RequestOutput": "jaxengine.requests.outputs",
     "RequestOutputKind": "jaxengine.requests.sampling_params",
     "SamplingParams": "jaxengine.requests.sampling_params",
-    "ScoringRequestOutput": "jaxengine.requests.pooling_outputs",
-    "StructuredOutputsParams": "jaxengine.requests.structured_outputs",
+    "ScoringRequestOutput": "jaxengine.requests.pooling.outputs",
+    "StructuredOutputsParams": "jaxengine.requests.structured.params",
     "TextPrompt": "jaxengine.requests.prepared",
     "TokensPrompt": "jaxengine.requests.prepared",
     "register_model": "jaxengine.api.custom_models",

@@ -4,14 +4,8 @@ Independent of requests, scheduling policies and text. Importing this package is
 `_names`, which explains failed imports of another package called `models`.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
-from models._names import explain_imports, missing
-
-explain_imports()
-
-
-def __getattr__(name: str) -> Any:
-    raise missing(__name__, name)
+if __name__ != "jaxengine.models":
+    raise ImportError(
+        f"{__name__!r} is jaxengine's own folder; import jaxengine.models. If you meant another package, rename it, or take "
+        f"the checkout of jaxengine off sys.path"
+    )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     import jax
 
-    from pallas_kernels.matmul.lora import LoraVisits
+    from jaxengine.pallas_kernels.matmul.lora import LoraVisits
 
 
 class Adapters(NamedTuple):
@@ -19,7 +19,7 @@ class Adapters(NamedTuple):
     Attributes:
       slots: i32[T], the pool slot of each token's adapter; -1 for none.
       form: i32[], how products take them: 0 not at all, for no row of any replica has one; 1 flat, 2 grouped
-        (models.layers.lora).
+        (jaxengine.models.layers.lora).
       visits: what the grouped form reads; None where there is none.
     """
 

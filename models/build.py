@@ -12,16 +12,16 @@ from typing import Any, TypeVar
 
 from flax import nnx
 
-from models.config.fields import ModelConfigError
-from models.config.lora import LoraSpec
-from models.quantization.four_bits import GPTQ
-from models.quantization.online import Rounded
-from models.quantization.registry import PLAIN
-from models.quantization.rules import Everywhere, Quantization
-from models.quantization.scheme import Scheme, Weight
-from models.weights.declare import Source, declared_params
-from sharding.layout import ONE_DEVICE, MeshLayout
-from sharding.stages import Stage
+from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.config.lora import LoraSpec
+from jaxengine.models.params.declare import Source, declared_params
+from jaxengine.models.quantization.four_bits import GPTQ
+from jaxengine.models.quantization.online import Rounded
+from jaxengine.models.quantization.registry import PLAIN
+from jaxengine.models.quantization.rules import Everywhere, Quantization
+from jaxengine.models.quantization.scheme import Scheme, Weight
+from jaxengine.sharding.layout import ONE_DEVICE, MeshLayout
+from jaxengine.sharding.stages import Stage
 
 Config = TypeVar("Config")
 Model = TypeVar("Model")
@@ -99,7 +99,7 @@ class Build:
 
 
 def build_abstract(model_class: Callable[[Config, Build], Model], config: Config, build: Build) -> Model:
-    """A models.causal_lm.CausalLM with ShapeDtypeStructs for weights; nothing is allocated.
+    """A jaxengine.models.causal_lm.CausalLM with ShapeDtypeStructs for weights; nothing is allocated.
 
     Raises ValueError for a mesh over which its weights cannot be split.
     """

@@ -9,8 +9,8 @@ Layers that keep a state of each sequence have arrays with a row for each slot i
 A pool of codes has scales for every layer with pages: rows of k_scale and v_scale, f32[layers, K], in the layers'
 order. A layer gets the pool with its own row (`of_layer`). Token scales are in the pages.
 
-`layout` is the platform whose kernels read the pool: a name of pallas_kernels.registry, see `platform_of`. Sizes are of
-one device; on a mesh every rank has pages of its own, and each of its devices holds some heads of them.
+`layout` is the platform whose kernels read the pool: a name of jaxengine.pallas_kernels.registry, see `platform_of`.
+Sizes are of one device; on a mesh every rank has pages of its own, and each of its devices holds some heads of them.
 """
 
 from __future__ import annotations
@@ -24,12 +24,26 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from models.config.state import StateArray
-from pallas_kernels.kv.pages import KVPages, KVSpec, alloc, has_head_scales, largest, page_bytes, partition_spec
-from pallas_kernels.registry import block_profile, kernel_modules, plain_cards, platform_of, product_platform_of
-from pallas_kernels.state.rows import StateRows
-from sharding.layout import RULES
-from sharding.rules import logical_to_spec, whole_shape
+from jaxengine.models.config.state import StateArray
+from jaxengine.pallas_kernels.kv.pages import (
+    KVPages,
+    KVSpec,
+    alloc,
+    has_head_scales,
+    largest,
+    page_bytes,
+    partition_spec,
+)
+from jaxengine.pallas_kernels.registry import (
+    block_profile,
+    kernel_modules,
+    plain_cards,
+    platform_of,
+    product_platform_of,
+)
+from jaxengine.pallas_kernels.state.rows import StateRows
+from jaxengine.sharding.layout import RULES
+from jaxengine.sharding.rules import logical_to_spec, whole_shape
 
 __all__ = [
     "Cache",

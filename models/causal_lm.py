@@ -6,22 +6,22 @@ from typing import Any, ClassVar, Protocol
 
 import jax
 
-from models.build import Build
-from models.cache import Cache, Paged, State
-from models.config.fields import ConfigFields
-from models.config.gguf import GGUFConfig
-from models.config.model_config import ModelConfig
-from models.forward_batch import ForwardBatch
-from models.weights.source import CheckpointNames
-from pallas_kernels.kv.pages import KVPages
-from sharding.layout import MeshLayout
-from sharding.stages import Stage
+from jaxengine.models.build import Build
+from jaxengine.models.cache import Cache, Paged, State
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.gguf import GGUFConfig
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.forward_batch import ForwardBatch
+from jaxengine.models.params.source import CheckpointNames
+from jaxengine.pallas_kernels.kv.pages import KVPages
+from jaxengine.sharding.layout import MeshLayout
+from jaxengine.sharding.stages import Stage
 
 
 class CausalLM(Protocol):
     """A flax.nnx module that turns a ragged batch and a KV pool into hidden states and the updated pool.
 
-    Its weights are declared through Build.weight and models.weights.declare.declare. Shape letters:
+    Its weights are declared through Build.weight and jaxengine.models.params.declare.declare. Shape letters:
     models/layers/linear.py.
 
     Attributes:
@@ -29,7 +29,7 @@ class CausalLM(Protocol):
       checkpoint_names: what its checkpoints have beside the tensors that it declares.
       build: what it was built for, with a stage.
       layers: of the stage, in order.
-      tower: what sees, see models.config.tower; of the first stage of a model whose config has one only.
+      tower: what sees, see jaxengine.models.config.tower; of the first stage of a model whose config has one only.
     """
 
     gguf_architecture: ClassVar[str | None]
@@ -78,6 +78,6 @@ class CausalLM(Protocol):
     def cache_groups(self, page_size: int, kv_dtype: Any, *, hybrid: bool = True) -> tuple[Paged | State, ...]:
         """The cache groups of the whole model with the layers that are here, `page_size` tokens a page.
 
-        hybrid: as models.cache.group_layers.
+        hybrid: as jaxengine.models.cache.group_layers.
         """
         ...

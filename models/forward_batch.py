@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     import jax
 
-    from pallas_kernels.attention.op import RaggedBatch
+    from jaxengine.pallas_kernels.attention.op import RaggedBatch
 
 
 class ForwardBatch(NamedTuple):
@@ -29,7 +29,8 @@ class ForwardBatch(NamedTuple):
         counts); only page_table and slot_mapping differ between groups.
       sections: what optional parts of the engine bring for this step, by the name under which mixers look it up. The
         type of a section, and what it means, stand in the file of the mixer that reads it. A section that acts on the
-        hidden states between layers is a models.layers.section.Section. A part without anything to say has no entry.
+        hidden states between layers is a jaxengine.models.layers.section.Section. A part without anything to say has no
+        entry.
     """
 
     token_ids: jax.Array
@@ -49,15 +50,15 @@ class StepLayout:
     """Where each field of a step's message lies in its flat int32 buffer.
 
     Fields, in order: `header` [len(HEADER)], whose `features` is the union of what the step's requests need (bits of
-    scheduler.token_params, the same for all ranks), `rows` [len(ROW_COLUMNS), S], `token_ids` [T] and `deltas`
-    [len(DELTA_COLUMNS), num_deltas], the page-table entries that are new. In a row, `start` >= 0 sets the slot's number
-    of computed tokens and -1 goes on from the one kept on the device; `sample` is 1 when the row ends at its last known
-    token, 2 when moreover each token behind its first is the only one allowed in its place, 3 when these are guesses
-    and each place has a mask of its own; `next_token` is the prompt token after the chunk, -1 where there is none. A
-    token id of -1 stands for the slot's last sampled token, or for a draft that the device has made. Slots are the
-    rank's own; padding rows carry max_num_seqs, which no slot has. Of the page tables of G cache groups an entry names
-    the row group * max_num_seqs + slot, and padding G * max_num_seqs. Then come `sections`, fields that optional parts
-    of the engine have added to the bucket's messages; -1 fills what they leave open.
+    jaxengine.scheduler.token_params, the same for all ranks), `rows` [len(ROW_COLUMNS), S], `token_ids` [T] and
+    `deltas` [len(DELTA_COLUMNS), num_deltas], the page-table entries that are new. In a row, `start` >= 0 sets the
+    slot's number of computed tokens and -1 goes on from the one kept on the device; `sample` is 1 when the row ends at
+    its last known token, 2 when moreover each token behind its first is the only one allowed in its place, 3 when these
+    are guesses and each place has a mask of its own; `next_token` is the prompt token after the chunk, -1 where there
+    is none. A token id of -1 stands for the slot's last sampled token, or for a draft that the device has made. Slots
+    are the rank's own; padding rows carry max_num_seqs, which no slot has. Of the page tables of G cache groups an
+    entry names the row group * max_num_seqs + slot, and padding G * max_num_seqs. Then come `sections`, fields that
+    optional parts of the engine have added to the bucket's messages; -1 fills what they leave open.
 
     Attributes:
       num_tokens: T.

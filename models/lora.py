@@ -22,7 +22,7 @@ from typing import Any
 
 from flax import nnx
 
-from models.weights.declare import Source
+from jaxengine.models.params.declare import Source
 
 
 @dataclass(frozen=True)

@@ -11,74 +11,74 @@ from typing import Any
 
 from flax import nnx
 
-from models.build import Build, build_abstract
-from models.causal_lm import CausalLM
-from models.config.eagle3 import Eagle3Config, head_fields, read_head
-from models.config.fields import ConfigFields, ModelConfigError
-from models.config.gguf import GGUFConfig, RopeFactors, gguf_family
-from models.config.hf import CONFIG_FILE, hf_architecture, read_config_json
-from models.config.model_config import ModelConfig
-from models.config.pooler import Pooler
-from models.families.apertus import ApertusForCausalLM
-from models.families.cohere import CohereForCausalLM
-from models.families.cohere2 import Cohere2ForCausalLM
-from models.families.deepseek_v2 import DeepseekV2ForCausalLM
-from models.families.deepseek_v3 import DeepseekV3ForCausalLM
-from models.families.dots1 import Dots1ForCausalLM
-from models.families.ernie4_5 import Ernie4_5ForCausalLM
-from models.families.ernie4_5_moe import Ernie4_5_MoeForCausalLM
-from models.families.exaone4 import Exaone4ForCausalLM
-from models.families.falcon_h1 import FalconH1ForCausalLM
-from models.families.gemma import GemmaForCausalLM
-from models.families.gemma2 import Gemma2ForCausalLM
-from models.families.gemma3 import Gemma3ForCausalLM, Gemma3ForConditionalGeneration
-from models.families.glm import GlmForCausalLM
-from models.families.glm4 import Glm4ForCausalLM
-from models.families.glm4_moe import Glm4MoeForCausalLM
-from models.families.glm4_moe_lite import Glm4MoeLiteForCausalLM
-from models.families.glm4v import Glm4vForConditionalGeneration
-from models.families.gpt_oss import GptOssForCausalLM
-from models.families.granite import GraniteForCausalLM
-from models.families.granite_moe_hybrid import GraniteMoeHybridForCausalLM
-from models.families.hunyuan_dense import HunYuanDenseV1ForCausalLM
-from models.families.hunyuan_moe import HunYuanMoEV1ForCausalLM
-from models.families.idefics3 import Idefics3ForConditionalGeneration, SmolVLMForConditionalGeneration
-from models.families.internlm3 import InternLM3ForCausalLM
-from models.families.internvl import InternVLForConditionalGeneration
-from models.families.kimi_vl import KimiVLForConditionalGeneration
-from models.families.lfm2 import Lfm2ForCausalLM, Lfm2MoeForCausalLM
-from models.families.llama import LlamaForCausalLM
-from models.families.llama4 import Llama4ForCausalLM, Llama4ForConditionalGeneration
-from models.families.llava import LlavaForConditionalGeneration, LlavaNextForConditionalGeneration
-from models.families.minicpm import MiniCPMForCausalLM
-from models.families.minicpm3 import MiniCPM3ForCausalLM
-from models.families.minimax_m2 import MiniMaxM2ForCausalLM
-from models.families.ministral3 import Ministral3ForCausalLM, Mistral3ForConditionalGeneration
-from models.families.mistral import MistralForCausalLM
-from models.families.mixtral import MixtralForCausalLM
-from models.families.nemotron import NemotronForCausalLM
-from models.families.olmo2 import Olmo2ForCausalLM
-from models.families.olmo3 import Olmo3ForCausalLM
-from models.families.olmoe import OlmoeForCausalLM
-from models.families.phi3 import Phi3ForCausalLM
-from models.families.qwen2 import Qwen2ForCausalLM
-from models.families.qwen2_moe import Qwen2MoeForCausalLM
-from models.families.qwen2_vl import Qwen2_5_VLForConditionalGeneration, Qwen2VLForConditionalGeneration
-from models.families.qwen3 import Qwen3ForCausalLM
-from models.families.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration
-from models.families.qwen3_5_moe import Qwen3_5MoeForCausalLM, Qwen3_5MoeForConditionalGeneration
-from models.families.qwen3_moe import Qwen3MoeForCausalLM
-from models.families.qwen3_next import Qwen3NextForCausalLM
-from models.families.qwen3_vl import Qwen3VLForConditionalGeneration, Qwen3VLMoeForConditionalGeneration
-from models.families.seed_oss import SeedOssForCausalLM
-from models.families.smollm3 import SmolLM3ForCausalLM
-from models.families.starcoder2 import Starcoder2ForCausalLM
-from models.layers.eagle3 import Eagle3
-from models.layers.next_token import next_token_class, with_next_layer
-from models.quantization.registry import PLAIN, read_quantization
-from models.weights.declare import declared_params
-from models.weights.errors import ModelFileError
-from sharding.layout import MeshLayout
+from jaxengine.models.build import Build, build_abstract
+from jaxengine.models.causal_lm import CausalLM
+from jaxengine.models.config.eagle3 import Eagle3Config, head_fields, read_head
+from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.models.config.gguf import GGUFConfig, RopeFactors, gguf_family
+from jaxengine.models.config.hf import CONFIG_FILE, hf_architecture, read_config_json
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.pooler import Pooler
+from jaxengine.models.families.apertus import ApertusForCausalLM
+from jaxengine.models.families.cohere import CohereForCausalLM
+from jaxengine.models.families.cohere2 import Cohere2ForCausalLM
+from jaxengine.models.families.deepseek_v2 import DeepseekV2ForCausalLM
+from jaxengine.models.families.deepseek_v3 import DeepseekV3ForCausalLM
+from jaxengine.models.families.dots1 import Dots1ForCausalLM
+from jaxengine.models.families.ernie4_5 import Ernie4_5ForCausalLM
+from jaxengine.models.families.ernie4_5_moe import Ernie4_5_MoeForCausalLM
+from jaxengine.models.families.exaone4 import Exaone4ForCausalLM
+from jaxengine.models.families.falcon_h1 import FalconH1ForCausalLM
+from jaxengine.models.families.gemma import GemmaForCausalLM
+from jaxengine.models.families.gemma2 import Gemma2ForCausalLM
+from jaxengine.models.families.gemma3 import Gemma3ForCausalLM, Gemma3ForConditionalGeneration
+from jaxengine.models.families.glm import GlmForCausalLM
+from jaxengine.models.families.glm4 import Glm4ForCausalLM
+from jaxengine.models.families.glm4_moe import Glm4MoeForCausalLM
+from jaxengine.models.families.glm4_moe_lite import Glm4MoeLiteForCausalLM
+from jaxengine.models.families.glm4v import Glm4vForConditionalGeneration
+from jaxengine.models.families.gpt_oss import GptOssForCausalLM
+from jaxengine.models.families.granite import GraniteForCausalLM
+from jaxengine.models.families.granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from jaxengine.models.families.hunyuan_dense import HunYuanDenseV1ForCausalLM
+from jaxengine.models.families.hunyuan_moe import HunYuanMoEV1ForCausalLM
+from jaxengine.models.families.idefics3 import Idefics3ForConditionalGeneration, SmolVLMForConditionalGeneration
+from jaxengine.models.families.internlm3 import InternLM3ForCausalLM
+from jaxengine.models.families.internvl import InternVLForConditionalGeneration
+from jaxengine.models.families.kimi_vl import KimiVLForConditionalGeneration
+from jaxengine.models.families.lfm2 import Lfm2ForCausalLM, Lfm2MoeForCausalLM
+from jaxengine.models.families.llama import LlamaForCausalLM
+from jaxengine.models.families.llama4 import Llama4ForCausalLM, Llama4ForConditionalGeneration
+from jaxengine.models.families.llava import LlavaForConditionalGeneration, LlavaNextForConditionalGeneration
+from jaxengine.models.families.minicpm import MiniCPMForCausalLM
+from jaxengine.models.families.minicpm3 import MiniCPM3ForCausalLM
+from jaxengine.models.families.minimax_m2 import MiniMaxM2ForCausalLM
+from jaxengine.models.families.ministral3 import Ministral3ForCausalLM, Mistral3ForConditionalGeneration
+from jaxengine.models.families.mistral import MistralForCausalLM
+from jaxengine.models.families.mixtral import MixtralForCausalLM
+from jaxengine.models.families.nemotron import NemotronForCausalLM
+from jaxengine.models.families.olmo2 import Olmo2ForCausalLM
+from jaxengine.models.families.olmo3 import Olmo3ForCausalLM
+from jaxengine.models.families.olmoe import OlmoeForCausalLM
+from jaxengine.models.families.phi3 import Phi3ForCausalLM
+from jaxengine.models.families.qwen2 import Qwen2ForCausalLM
+from jaxengine.models.families.qwen2_moe import Qwen2MoeForCausalLM
+from jaxengine.models.families.qwen2_vl import Qwen2_5_VLForConditionalGeneration, Qwen2VLForConditionalGeneration
+from jaxengine.models.families.qwen3 import Qwen3ForCausalLM
+from jaxengine.models.families.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration
+from jaxengine.models.families.qwen3_5_moe import Qwen3_5MoeForCausalLM, Qwen3_5MoeForConditionalGeneration
+from jaxengine.models.families.qwen3_moe import Qwen3MoeForCausalLM
+from jaxengine.models.families.qwen3_next import Qwen3NextForCausalLM
+from jaxengine.models.families.qwen3_vl import Qwen3VLForConditionalGeneration, Qwen3VLMoeForConditionalGeneration
+from jaxengine.models.families.seed_oss import SeedOssForCausalLM
+from jaxengine.models.families.smollm3 import SmolLM3ForCausalLM
+from jaxengine.models.families.starcoder2 import Starcoder2ForCausalLM
+from jaxengine.models.layers.eagle3 import Eagle3
+from jaxengine.models.layers.next_token import next_token_class, with_next_layer
+from jaxengine.models.params.declare import declared_params
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.quantization.registry import PLAIN, read_quantization
+from jaxengine.sharding.layout import MeshLayout
 
 _SUFFIX = re.compile(r"(For[A-Z]\w*|LMHeadModel|Model)$")
 _NO_FACTORS = RopeFactors()
@@ -249,7 +249,8 @@ def build_model(config: ModelConfig, build: Build) -> CausalLM:
 
 
 def build_next_token(config: ModelConfig, build: Build) -> Any:
-    """Build the module that follows a model's last layer and predicts further tokens (models.layers.next_token).
+    """Build the module that follows a model's last layer and predicts further tokens
+    (jaxengine.models.layers.next_token).
 
     Abstract, as in `build_model`.
     """
@@ -269,7 +270,7 @@ def read_eagle3(folder: Path, model: ModelConfig) -> Eagle3Config:
 
 
 def build_eagle3(config: Eagle3Config, build: Build) -> Any:
-    """Build the EAGLE-3 head (models.layers.eagle3), abstract as in `build_model`."""
+    """Build the EAGLE-3 head (jaxengine.models.layers.eagle3), abstract as in `build_model`."""
     return build_abstract(Eagle3, config, build)
 
 

@@ -147,7 +147,7 @@ def causal_conv(
     writes: np.ndarray,  # [S], R or more: nowhere
     num_seqs: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(y [T, C], the windows), both float64; see pallas_kernels.state.conv."""
+    """(y [T, C], the windows), both float64; see jaxengine.pallas_kernels.state.conv."""
     y, windows, kernel = np.zeros(x.shape), windows.astype(np.float64), weight.shape[1]
     for seq in range(num_seqs):
         first, end = int(cu_q_lens[seq]), int(cu_q_lens[seq + 1])
@@ -174,7 +174,7 @@ def gated_delta_rule(
     writes: np.ndarray,  # [S], R or more: nowhere
     num_seqs: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(o [T, N, Hv], the states), both float64; see pallas_kernels.state.delta."""
+    """(o [T, N, Hv], the states), both float64; see jaxengine.pallas_kernels.state.delta."""
     q, k, v, decay, beta, state = (array.astype(np.float64) for array in (q, k, v, decay, beta, state))
     o, group = np.zeros(v.shape), v.shape[1] // q.shape[1]
 
@@ -200,7 +200,7 @@ def state_space(
     writes: np.ndarray,  # [S], R or more: nowhere
     num_seqs: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(y [T, N, P], the states), both float64; see pallas_kernels.state.space."""
+    """(y [T, N, P], the states), both float64; see jaxengine.pallas_kernels.state.space."""
     x, b, c, decay, dt, state = (array.astype(np.float64) for array in (x, b, c, decay, dt, state))
     y, group = np.zeros(x.shape), x.shape[1] // b.shape[1]
 

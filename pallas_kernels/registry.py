@@ -30,35 +30,35 @@ _MODULES: dict[tuple[str, str], str] = {
     ("kv_cache_update", "gpu"): "kv.update_xla",
     ("kv_cache_update", "gpu_xla"): "kv.update_xla",
     ("kv_cache_update", "tpu"): "kv.update_tpu",
-    ("matmul", "cpu"): "matmul.dense_cpu",
-    ("matmul", "gpu"): "matmul.dense_gpu",
-    ("matmul", "gpu_xla"): "matmul.dense_gpu",
-    ("matmul", "tpu"): "matmul.dense_xla",
-    ("grouped_matmul", "cpu"): "matmul.grouped_xla",
+    ("matmul", "cpu"): "matmul.cpu.dense",
+    ("matmul", "gpu"): "matmul.xla.dense_gpu",
+    ("matmul", "gpu_xla"): "matmul.xla.dense_gpu",
+    ("matmul", "tpu"): "matmul.xla.dense",
+    ("grouped_matmul", "cpu"): "matmul.cpu.grouped",
     ("grouped_matmul", "gpu"): "matmul.hopper.grouped",
-    ("grouped_matmul", "gpu_xla"): "matmul.grouped_tiles",
+    ("grouped_matmul", "gpu_xla"): "matmul.xla.grouped",
     ("grouped_matmul", "tpu"): "matmul.tpu.grouped_plain",
     ("gated_matmul", "gpu"): "matmul.hopper.grouped",
     ("gated_matmul", "tpu"): "matmul.tpu.grouped_plain",
-    ("microscaled_rows", "cpu"): "matmul.microscaled_xla",
-    ("microscaled_rows", "gpu"): "matmul.microscaled_xla",
-    ("microscaled_rows", "gpu_xla"): "matmul.microscaled_xla",
+    ("microscaled_rows", "cpu"): "matmul.xla.microscaled",
+    ("microscaled_rows", "gpu"): "matmul.xla.microscaled",
+    ("microscaled_rows", "gpu_xla"): "matmul.xla.microscaled",
     ("microscaled_rows", "tpu"): "matmul.tpu.microscaled",
-    ("quantized_matmul", "cpu"): "matmul.quantized_cpu",
+    ("quantized_matmul", "cpu"): "matmul.cpu.quantized",
     ("quantized_matmul", "gpu"): "matmul.hopper.quantized",
-    ("quantized_matmul", "gpu_xla"): "matmul.quantized_xla",
+    ("quantized_matmul", "gpu_xla"): "matmul.xla.quantized",
     ("quantized_matmul", "tpu"): "matmul.tpu.quantized",
-    ("quantized_table_matmul", "cpu"): "matmul.quantized_table_cpu",
-    ("quantized_table_matmul", "gpu"): "matmul.quantized_table_turned",
-    ("quantized_table_matmul", "gpu_xla"): "matmul.quantized_table_turned",
-    ("quantized_table_matmul", "tpu"): "matmul.quantized_table_turned",
-    ("quantized_grouped_matmul", "cpu"): "matmul.quantized_groups_cpu",
+    ("quantized_table_matmul", "cpu"): "matmul.cpu.quantized_table",
+    ("quantized_table_matmul", "gpu"): "matmul.xla.quantized_table",
+    ("quantized_table_matmul", "gpu_xla"): "matmul.xla.quantized_table",
+    ("quantized_table_matmul", "tpu"): "matmul.xla.quantized_table",
+    ("quantized_grouped_matmul", "cpu"): "matmul.cpu.quantized_groups",
     ("quantized_grouped_matmul", "gpu"): "matmul.hopper.grouped",
-    ("quantized_grouped_matmul", "gpu_xla"): "matmul.quantized_groups_xla",
+    ("quantized_grouped_matmul", "gpu_xla"): "matmul.xla.quantized_groups",
     ("quantized_grouped_matmul", "tpu"): "matmul.tpu.grouped",
     ("quantized_gated_matmul", "gpu"): "matmul.hopper.grouped",
     ("quantized_gated_matmul", "tpu"): "matmul.tpu.grouped",
-    ("lora_product", "cpu"): "matmul.lora_xla",
+    ("lora_product", "cpu"): "matmul.xla.lora",
     ("lora_product", "gpu"): "matmul.hopper.lora",
     ("lora_product", "tpu"): "matmul.tpu.lora",
     ("causal_conv", "cpu"): "state.conv_xla",
@@ -129,7 +129,7 @@ def kernel_module(op: str, platform: str) -> str:
 
 def kernel(op: str, platform: str) -> Callable:
     """Function that implements `op` on `platform`; raises as `kernel_module`."""
-    return getattr(importlib.import_module(f"pallas_kernels.{kernel_module(op, platform)}"), op)
+    return getattr(importlib.import_module(f"jaxengine.pallas_kernels.{kernel_module(op, platform)}"), op)
 
 
 def block_profile(platform: str) -> Callable | None:
@@ -139,21 +139,21 @@ def block_profile(platform: str) -> Callable | None:
     There is none where the compiler reports no cost.
     """
     module = _PROFILES.get(platform)
-    return None if module is None else importlib.import_module(f"pallas_kernels.{module}").block_profile
+    return None if module is None else importlib.import_module(f"jaxengine.pallas_kernels.{module}").block_profile
 
 
 def product_candidates(platform: str) -> Callable | None:
     """Function from a `matmul.candidates.Problem` to its `Candidate`s on `platform`; None where there is nothing to
     choose."""
     module = _CANDIDATES.get(platform)
-    return None if module is None else importlib.import_module(f"pallas_kernels.{module}").candidates
+    return None if module is None else importlib.import_module(f"jaxengine.pallas_kernels.{module}").candidates
 
 
 def group_kernel(platform: str) -> Any:
     """Module with `group_step` and `multiplied_rows` of `platform`'s grouped kernels; None where XLA multiplies
     groups."""
     module = _GROUPS.get(platform)
-    return None if module is None else importlib.import_module(f"pallas_kernels.{module}")
+    return None if module is None else importlib.import_module(f"jaxengine.pallas_kernels.{module}")
 
 
 def kernel_modules(platform: str) -> tuple[str, ...]:
@@ -163,7 +163,7 @@ def kernel_modules(platform: str) -> tuple[str, ...]:
     """
     family = platform.partition("_")[0]
     rows = {module for (_, row), module in _MODULES.items() if row.partition("_")[0] == family}
-    return tuple(sorted(f"pallas_kernels.{module}" for module in rows))
+    return tuple(sorted(f"jaxengine.pallas_kernels.{module}" for module in rows))
 
 
 def platform_of(device: Any) -> str:

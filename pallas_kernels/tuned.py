@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from pallas_kernels.tuned_products import TABLE
-from pallas_kernels.tuning import card_of_trace, tuning_of
+from jaxengine.pallas_kernels.tuned_products import TABLE
+from jaxengine.pallas_kernels.tuning import card_of_trace, tuning_of
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_kernels.registry import has_mosaic, has_tcgen05
+from jaxengine.pallas_kernels.registry import has_mosaic, has_tcgen05
 
 # CUDA's names of the cards of compute capability 9.0: H20, H100, H200, H800, GH200; and of 10.0: B100, B200, GB200.
 _CARDS = {"9.0": re.compile(r"NVIDIA G?H\d+\b"), "10.0": re.compile(r"NVIDIA G?B[12]00\b")}

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from scheduler.request import Request
+from jaxengine.scheduler.request import Request
 
 
 class PageDeltas(NamedTuple):
@@ -30,7 +30,7 @@ class ScheduledBatch:
     """One rank's rows of a step, decodes first, n rows.
 
     Attributes:
-      slots, num_scheduled, start, sample, epochs: i32/i64/bool[n]; see `models.forward_batch.StepLayout`.
+      slots, num_scheduled, start, sample, epochs: i32/i64/bool[n]; see `jaxengine.models.forward_batch.StepLayout`.
       num_rows: n.
       num_tokens: sum of num_scheduled.
       num_decode: leading rows whose first token is the one sampled last; others of theirs are drafts.
@@ -42,7 +42,8 @@ class ScheduledBatch:
       admitted: requests that took a slot in this step.
       sections: what extensions say of the step to the engine, by capability; those with nothing to say have no entry.
       message: likewise what they send the device: i32[n, num_tokens], a message section of the capability's name.
-      choice: i32[n], the message's `sample` where it is more than that of `sample` (models.forward_batch.StepLayout).
+      choice: i32[n], the message's `sample` where it is more than that of `sample`
+        (jaxengine.models.forward_batch.StepLayout).
       features: union of the features of the rows; PROMPT_FEATURES only where a known prompt token follows one of the
         step's.
     """

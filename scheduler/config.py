@@ -28,12 +28,13 @@ class SchedulerConfig:
       long_prefill_token_threshold: tokens a prefill chunk may have at most, 0 for no limit but the batch's.
       policy: "fcfs", "priority" (smaller runs first, then arrival), or "fair" (of the client served least, by arrival).
       num_ranks: parts of the batch with sequences, pages and slots of their own, all in one step.
-      windows: of each cache group, how many keys a token sees counting itself; None for all (scheduler.pages.groups).
+      windows: of each cache group, how many keys a token sees counting itself; None for all
+        (jaxengine.scheduler.pages.groups).
       num_snapshots: states of prefixes that are kept, for models with states; 0 where there are none to keep.
       num_micro_batches: steps in flight that share no request, one for each pipeline stage; 1: a request's next step
         may be scheduled while its last token is still being computed.
-      widths: tokens that a decode may have in a step without prefill, besides 1 (scheduler.buckets): its last token and
-        others of which some may turn out to be right.
+      widths: tokens that a decode may have in a step without prefill, besides 1 (jaxengine.scheduler.buckets): its last
+        token and others of which some may turn out to be right.
       extensions: the optional capabilities that the engine was started with.
     """
 

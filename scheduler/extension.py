@@ -6,9 +6,9 @@ and names none.
 
 from __future__ import annotations
 
-from scheduler.batch import ScheduledBatch
-from scheduler.pages.snapshots import Hits
-from scheduler.request import Request
+from jaxengine.scheduler.batch import ScheduledBatch
+from jaxengine.scheduler.pages.snapshots import Hits
+from jaxengine.scheduler.request import Request
 
 
 class RankExtension:

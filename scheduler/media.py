@@ -18,7 +18,8 @@ class MediaItem:
       modality: "image" or "video"; EMBEDS: `patches` are its rows, and there is nothing to encode.
       digest: of its decoded pixels and of all that was done with them; equal digests mean equal embeddings.
       positions: i32[n], the prompt's positions in which its n embeddings stand, ascending.
-      patches: f32[P, F], what the model's tower is given (models.config.tower), filled up to a multiple of its unit.
+      patches: f32[P, F], what the model's tower is given (jaxengine.models.config.tower), filled up to a multiple of
+        its unit.
       columns: i32[C, P], what is said of each, -1 of what fills up.
       rows: i32[P / merge], which of the n embeddings each row of the tower's is, -1 for one that is not used.
       cached: whether it was found made ready when its prompt was read; None where nothing of the kind is kept.

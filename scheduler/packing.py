@@ -8,10 +8,10 @@ from functools import cached_property
 
 import numpy as np
 
-from models.forward_batch import StepLayout
-from scheduler.batch import PageDeltas, ScheduledBatch, ScheduledStep
-from scheduler.buckets import Bucket, Buckets
-from scheduler.token_params import PROMPT_FEATURES
+from jaxengine.models.forward_batch import StepLayout
+from jaxengine.scheduler.batch import PageDeltas, ScheduledBatch, ScheduledStep
+from jaxengine.scheduler.buckets import Bucket, Buckets
+from jaxengine.scheduler.token_params import PROMPT_FEATURES
 
 
 @dataclass(frozen=True)

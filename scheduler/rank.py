@@ -13,15 +13,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from scheduler.batch import PageDeltas, ScheduledBatch, StepResult
-from scheduler.config import SchedulerConfig
-from scheduler.extension import RankExtension
-from scheduler.pages.groups import PageTables
-from scheduler.pages.snapshots import Hits
-from scheduler.request import Request, RequestStatus
-from scheduler.results import End, Results
-from scheduler.slots import Slots
-from scheduler.token_params import PROMPT_FEATURES
+from jaxengine.scheduler.batch import PageDeltas, ScheduledBatch, StepResult
+from jaxengine.scheduler.config import SchedulerConfig
+from jaxengine.scheduler.extension import RankExtension
+from jaxengine.scheduler.pages.groups import PageTables
+from jaxengine.scheduler.pages.snapshots import Hits
+from jaxengine.scheduler.request import Request, RequestStatus
+from jaxengine.scheduler.results import End, Results
+from jaxengine.scheduler.slots import Slots
+from jaxengine.scheduler.token_params import PROMPT_FEATURES
 
 
 class Offer(NamedTuple):
@@ -174,7 +174,7 @@ class Rank:
     def _batch(self) -> ScheduledBatch:
         """The step's rows, one token for each decode."""
         s, decodes = self.slots, self.decodes
-        # Long chunks come last: the model may attend to their keys in another form (models.layers.mla_made).
+        # Long chunks come last: the model may attend to their keys in another form (jaxengine.models.layers.mla_made).
         prefills = sorted(self._prefills, key=lambda chunk: chunk[1])
         num_decode, num_rows = len(decodes), len(decodes) + len(prefills)
         slots, counts, start, sample = decodes, *(column[:num_rows] for column in self._decode_columns)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from scheduler.token_params import ADAPTER, TokenParams
+from jaxengine.scheduler.token_params import ADAPTER, TokenParams
 
 if TYPE_CHECKING:
-    from scheduler.media import Media
+    from jaxengine.scheduler.media import Media
 
 # Why a request ended whose row could not be sampled: its stop_reason.
 NOT_FINITE = "logits are not finite"
@@ -136,7 +136,7 @@ class Request:
 
     @property
     def features(self) -> int:
-        """Optional parts of a step that the request needs (scheduler.token_params)."""
+        """Optional parts of a step that the request needs (jaxengine.scheduler.token_params)."""
         return self.params.features | (ADAPTER if self.adapter is not None else 0)
 
     @property

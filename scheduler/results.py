@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from scheduler.batch import ScheduledBatch, StepResult, TokenRows
-from scheduler.request import NOT_FINITE, FinishReason, Request, RequestStatus, Wait
-from scheduler.slots import Slots
-from scheduler.token_params import LAST_TOKEN, LOGPROBS
+from jaxengine.scheduler.batch import ScheduledBatch, StepResult, TokenRows
+from jaxengine.scheduler.request import NOT_FINITE, FinishReason, Request, RequestStatus, Wait
+from jaxengine.scheduler.slots import Slots
+from jaxengine.scheduler.token_params import LAST_TOKEN, LOGPROBS
 
 
 class End(NamedTuple):

@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from scheduler.batch import ScheduledStep, StepResult
-from scheduler.config import SchedulerConfig
-from scheduler.errors import RequestError
-from scheduler.policy.fair import FairQueue
-from scheduler.policy.waiting import WaitingQueue
-from scheduler.rank import Offer, Rank
-from scheduler.request import FinishReason, Request, RequestStatus, Wait
-from scheduler.scheduler_extension import SchedulerExtension
+from jaxengine.scheduler.batch import ScheduledStep, StepResult
+from jaxengine.scheduler.config import SchedulerConfig
+from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.policy.fair import FairQueue
+from jaxengine.scheduler.policy.waiting import WaitingQueue
+from jaxengine.scheduler.rank import Offer, Rank
+from jaxengine.scheduler.request import FinishReason, Request, RequestStatus, Wait
+from jaxengine.scheduler.scheduler_extension import SchedulerExtension
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
-from scheduler.batch import ScheduledStep
-from scheduler.extension import RankExtension
-from scheduler.rank import Rank
-from scheduler.request import Request, Wait
+from jaxengine.scheduler.batch import ScheduledStep
+from jaxengine.scheduler.extension import RankExtension
+from jaxengine.scheduler.rank import Rank
+from jaxengine.scheduler.request import Request, Wait
 
 
 class SchedulerExtension:

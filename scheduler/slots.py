@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from scheduler.request import Request
+from jaxengine.scheduler.request import Request
 
 # Stop ids of a slot that are compared with those of all others in one operation. The rare longer lists are sets beside
 # the table, so that one request does not make the steps of others slower.

@@ -33,7 +33,7 @@ from jaxengine.config.engine_flags import with_config_file
 from jaxengine.config.platforms import PLATFORMS
 from jaxengine.requests.outputs import RequestOutput
 from jaxengine.requests.sampling_params import SamplingParams
-from jaxengine.requests.structured_outputs import StructuredOutputsParams
+from jaxengine.requests.structured.params import StructuredOutputsParams
 from jaxengine.server.options import ServerConfig
 
 CHECKPOINT = Path(__file__).resolve().parents[1] / "tests" / "fixtures" / "models" / "llama"

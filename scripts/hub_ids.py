@@ -1,4 +1,4 @@
-"""Repositories of the hub in a form that loads: config.json names an architecture of models.registry and no
+"""Repositories of the hub in a form that loads: config.json names an architecture of jaxengine.models.registry and no
 quantisation but gpt-oss's MXFP4, and the weights are safetensors in bfloat16, float16 or float32.
 
 Kept by hand from what the repositories publish; left out is what is published in another form only, as DeepSeek-V3,

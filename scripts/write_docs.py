@@ -24,16 +24,16 @@ from jaxengine.api.llm import LLM
 from jaxengine.commands.cli import OUTPUT_OPTIONS, SAMPLING_OPTIONS
 from jaxengine.config.command_line import class_texts, field_texts
 from jaxengine.config.engine_config import CompilationConfig, EngineConfig
+from jaxengine.models.registry import MODELS
 from jaxengine.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, ReasoningRow, ToolFormat
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.sampling_params import _RULES, SamplingParams
-from jaxengine.requests.structured_outputs import StructuredOutputsParams
+from jaxengine.requests.structured.params import StructuredOutputsParams
+from jaxengine.scheduler.errors import RequestError
 from jaxengine.server.http.chat.protocol import ChatRequest
 from jaxengine.server.http.completions.protocol import CompletionRequest
 from jaxengine.server.http.responses.protocol import ResponsesRequest
 from jaxengine.server.options import ServerConfig
-from models.registry import MODELS
-from scheduler.errors import RequestError
 from scripts import first_hour
 from scripts.hub_ids import HUB_IDS
 

@@ -2,7 +2,7 @@
 
 The entire step runs under one `jax.shard_map` (jaxengine.runner): every array in it is the device's own part, and
 every exchange between devices is written here, so that exchanges inserted by the compiler can be counted. The mesh is
-the ambient one; axes are the logical ones of sharding.layout.
+the ambient one; axes are the logical ones of jaxengine.sharding.layout.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sharding.layout import RULES
+from jaxengine.sharding.layout import RULES
 
 
 def split_over(axis: str) -> tuple[str, ...]:

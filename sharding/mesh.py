@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from sharding.layout import MESH_AXES, MeshLayout
+from jaxengine.sharding.layout import MESH_AXES, MeshLayout
 
 
 def make_mesh(layout: MeshLayout, devices: Sequence[Any] | None = None) -> Mesh:

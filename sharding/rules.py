@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sharding.layout import RULES
+from jaxengine.sharding.layout import RULES
 
 
 def logical_to_spec(axes: tuple[str | None, ...], rules: Mapping[str, tuple[str, ...]] = RULES) -> PartitionSpec:

@@ -30,19 +30,19 @@ LARGE = {
     "jaxengine.runner.stage_runner.StageRunner",
     "jaxengine.sampling.sampler.sample",
     "jaxengine.server.link.remote_engine.RemoteEngine",
-    "models.layers.mla_made.attend_made",
-    "models.layers.mla_made.made_rows",
-    "pallas_kernels.attention.hopper.latent._attend",
-    "pallas_kernels.attention.tpu.attend._attend",
-    "pallas_kernels.attention.tpu.attend._call_kernel",
-    "pallas_kernels.kv.update_tpu._write_runs",
-    "pallas_kernels.matmul.hopper.quantized.multiply",
-    "pallas_kernels.matmul.hopper.shape.Shape",
-    "pallas_kernels.matmul.tpu.grouped._body",
-    "scheduler.pages.groups.PageTables",
-    "scheduler.rank.Rank",
-    "scheduler.results.take",
-    "scheduler.scheduler.Scheduler",
+    "jaxengine.models.layers.mla_made.attend_made",
+    "jaxengine.models.layers.mla_made.made_rows",
+    "jaxengine.pallas_kernels.attention.hopper.latent._attend",
+    "jaxengine.pallas_kernels.attention.tpu.attend._attend",
+    "jaxengine.pallas_kernels.attention.tpu.attend._call_kernel",
+    "jaxengine.pallas_kernels.kv.update_tpu._write_runs",
+    "jaxengine.pallas_kernels.matmul.hopper.quantized.multiply",
+    "jaxengine.pallas_kernels.matmul.hopper.shape.Shape",
+    "jaxengine.pallas_kernels.matmul.tpu.grouped._body",
+    "jaxengine.scheduler.pages.groups.PageTables",
+    "jaxengine.scheduler.rank.Rank",
+    "jaxengine.scheduler.results.take",
+    "jaxengine.scheduler.scheduler.Scheduler",
 }
 
 # Distributions whose module has another name.
@@ -62,7 +62,7 @@ MODULES = {
 # package -> prefixes of our own modules it may import, itself aside.
 ARROWS = {
     "jaxengine": ("scheduler", "models", "sharding"),
-    "scheduler": ("models.forward_batch", "models.adapters", "models._names"),
+    "scheduler": ("jaxengine.models.forward_batch", "jaxengine.models.adapters", "jaxengine.models._names"),
     "models": ("pallas_kernels", "sharding"),
     "pallas_kernels": (),
     "sharding": (),
@@ -210,7 +210,7 @@ def test_every_module_says_what_it_owns():
 def test_light_packages_import_without_jax(package):
     if package == "scheduler":
         names = [name for name in sources() if name.partition(".")[0] == "scheduler"]
-        names += ["models.forward_batch", "models.adapters"]
+        names += ["jaxengine.models.forward_batch", "jaxengine.models.adapters"]
     else:
         names = ["jaxengine", "jaxengine.commands.cli", "jaxengine.config.engine_config"]
     code = (

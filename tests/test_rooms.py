@@ -15,13 +15,34 @@ from tests.test_architecture import imports, sources, where
 # Files that stand apart from the others of their folder: above them, for they put the folder's parts together, or
 # below, for the parts are made of them.
 APART = {
-    "jaxengine:base": ("jaxengine.version", "jaxengine.logs", "jaxengine._siblings"),
+    "jaxengine:base": (
+        "jaxengine.version",
+        "jaxengine.logs",
+        "jaxengine.paths",
+    ),
     "jaxengine:main": ("jaxengine.__main__",),
-    "jaxengine.engine:loop": ("jaxengine.engine.engine", "jaxengine.engine.metrics", "jaxengine.engine.status"),
-    "jaxengine.media:what": ("jaxengine.media.processor", "jaxengine.media.frames", "jaxengine.media.errors"),
-    "jaxengine.media:registry": ("jaxengine.media.registry", "jaxengine.media.open"),
-    "jaxengine.server:entries": ("jaxengine.server.command", "jaxengine.server.ray_serve"),
-    "jaxengine.server.http:app": ("jaxengine.server.http.app", "jaxengine.server.http.tokenize"),
+    "jaxengine.engine:loop": (
+        "jaxengine.engine.engine",
+        "jaxengine.engine.metrics",
+        "jaxengine.engine.status",
+    ),
+    "jaxengine.media:what": (
+        "jaxengine.media.processor",
+        "jaxengine.media.frames",
+        "jaxengine.media.errors",
+    ),
+    "jaxengine.media:registry": (
+        "jaxengine.media.registry",
+        "jaxengine.media.open",
+    ),
+    "jaxengine.server:entries": (
+        "jaxengine.server.command",
+        "jaxengine.server.ray_serve",
+    ),
+    "jaxengine.server.http:app": (
+        "jaxengine.server.http.app",
+        "jaxengine.server.http.tokenize",
+    ),
     "jaxengine.runner:base": (
         "jaxengine.runner.extension",
         "jaxengine.runner.memory",
@@ -29,202 +50,266 @@ APART = {
         "jaxengine.runner.programs.device_state",
         "jaxengine.runner.programs.forward_pass",
     ),
-    "jaxengine.runner.extensions:build": ("jaxengine.runner.extensions.build", "jaxengine.runner.extensions.settle"),
-    "models:registry": ("models.registry",),
-    "models.weights:declarations": (
-        "models.weights.declare",
-        "models.weights.source",
-        "models.weights.errors",
-        "models.weights.files",
+    "jaxengine.runner.extensions:build": (
+        "jaxengine.runner.extensions.build",
+        "jaxengine.runner.extensions.settle",
     ),
-    "pallas_kernels:base": (
-        "pallas_kernels.registry",
-        "pallas_kernels.tuning",
-        "pallas_kernels.zeros",
-        "pallas_kernels.mosaic_gpu",
-        "pallas_kernels.tuned",
-        "pallas_kernels.tuned_products",
+    "jaxengine.models:registry": ("jaxengine.models.registry",),
+    "jaxengine.pallas_kernels:base": (
+        "jaxengine.pallas_kernels.registry",
+        "jaxengine.pallas_kernels.tuning",
+        "jaxengine.pallas_kernels.zeros",
+        "jaxengine.pallas_kernels.mosaic_gpu",
+        "jaxengine.pallas_kernels.tuned",
+        "jaxengine.pallas_kernels.tuned_products",
     ),
-    "scheduler:loop": (
-        "scheduler.scheduler",
-        "scheduler.scheduler_extension",
-        "scheduler.rank",
-        "scheduler.extension",
+    "jaxengine.scheduler:loop": (
+        "jaxengine.scheduler.scheduler",
+        "jaxengine.scheduler.scheduler_extension",
+        "jaxengine.scheduler.rank",
+        "jaxengine.scheduler.extension",
     ),
 }
 # Room -> the rooms it may import, set apart by blanks; the ground floor first.
 ROOMS = {
-    "sharding": "",
-    "pallas_kernels": "",
-    "pallas_kernels:base": "",
-    "pallas_kernels.kv": "pallas_kernels:base",
-    "pallas_kernels.matmul": "pallas_kernels:base",
-    "pallas_kernels.matmul.tpu": "pallas_kernels:base pallas_kernels.matmul",
-    "pallas_kernels.matmul.blackwell": "",
-    "pallas_kernels.matmul.hopper": "pallas_kernels:base pallas_kernels.matmul pallas_kernels.matmul.blackwell",
-    "pallas_kernels.state": "pallas_kernels:base",
-    "pallas_kernels.attention": "pallas_kernels:base pallas_kernels.kv",
-    "pallas_kernels.attention.tpu": "pallas_kernels:base pallas_kernels.kv pallas_kernels.attention",
-    "pallas_kernels.attention.xla": "pallas_kernels:base pallas_kernels.kv pallas_kernels.attention",
-    "pallas_kernels.attention.hopper": (
-        "pallas_kernels:base pallas_kernels.kv pallas_kernels.attention pallas_kernels.attention.xla"
+    "jaxengine.sharding": "",
+    "jaxengine.pallas_kernels": "",
+    "jaxengine.pallas_kernels:base": "",
+    "jaxengine.pallas_kernels.kv": "jaxengine.pallas_kernels:base",
+    "jaxengine.pallas_kernels.matmul": "jaxengine.pallas_kernels:base",
+    "jaxengine.pallas_kernels.matmul.xla": "jaxengine.pallas_kernels:base jaxengine.pallas_kernels.matmul",
+    "jaxengine.pallas_kernels.matmul.cpu": (
+        "jaxengine.pallas_kernels:base jaxengine.pallas_kernels.matmul jaxengine.pallas_kernels.matmul.xla"
     ),
-    "models.weights:declarations": "sharding",
-    "models.config": "models.weights:declarations",
-    "models.quantization": (
-        "sharding pallas_kernels:base pallas_kernels.matmul models.config models.weights:declarations"
+    "jaxengine.pallas_kernels.matmul.tpu": (
+        "jaxengine.pallas_kernels:base jaxengine.pallas_kernels.matmul jaxengine.pallas_kernels.matmul.xla"
     ),
-    "models": (
-        "sharding pallas_kernels:base pallas_kernels.kv pallas_kernels.matmul pallas_kernels.state "
-        "pallas_kernels.attention models.config models.weights:declarations models.quantization"
+    "jaxengine.pallas_kernels.matmul.blackwell": "",
+    "jaxengine.pallas_kernels.matmul.hopper": (
+        "jaxengine.pallas_kernels:base jaxengine.pallas_kernels.matmul jaxengine.pallas_kernels.matmul.xla "
+        "jaxengine.pallas_kernels.matmul.blackwell"
     ),
-    "models.layers": (
-        "sharding pallas_kernels:base pallas_kernels.kv pallas_kernels.matmul pallas_kernels.state "
-        "pallas_kernels.attention models.config models.weights:declarations models.quantization models"
+    "jaxengine.pallas_kernels.state": "jaxengine.pallas_kernels:base",
+    "jaxengine.pallas_kernels.attention": "jaxengine.pallas_kernels:base jaxengine.pallas_kernels.kv",
+    "jaxengine.pallas_kernels.attention.tpu": (
+        "jaxengine.pallas_kernels:base jaxengine.pallas_kernels.kv jaxengine.pallas_kernels.attention"
     ),
-    "models.vision": "sharding models.config models.weights:declarations models.quantization models models.layers",
-    "models.families": "pallas_kernels.kv models.config models.weights:declarations models models.layers models.vision",
-    "models:registry": (
-        "sharding models.config models.weights:declarations models.quantization models models.layers models.families"
+    "jaxengine.pallas_kernels.attention.xla": (
+        "jaxengine.pallas_kernels:base jaxengine.pallas_kernels.kv jaxengine.pallas_kernels.attention"
     ),
-    "models.weights": "sharding models.config models.weights:declarations models.quantization models",
-    "scheduler": "models",
-    "scheduler.pages": "scheduler",
-    "scheduler.policy": "scheduler",
-    "scheduler:loop": "scheduler scheduler.pages scheduler.policy",
-    "scheduler.extensions": "models scheduler scheduler.pages scheduler:loop",
+    "jaxengine.pallas_kernels.attention.hopper": (
+        "jaxengine.pallas_kernels:base jaxengine.pallas_kernels.kv jaxengine.pallas_kernels.attention "
+        "jaxengine.pallas_kernels.attention.xla"
+    ),
+    "jaxengine.models.params": "jaxengine.sharding",
+    "jaxengine.models.config": "jaxengine.models.params",
+    "jaxengine.models.quantization": (
+        "jaxengine.sharding jaxengine.pallas_kernels:base jaxengine.pallas_kernels.matmul jaxengine.models.params "
+        "jaxengine.models.config"
+    ),
+    "jaxengine.models": (
+        "jaxengine.sharding jaxengine.pallas_kernels:base jaxengine.pallas_kernels.kv "
+        "jaxengine.pallas_kernels.matmul jaxengine.pallas_kernels.state jaxengine.pallas_kernels.attention "
+        "jaxengine.models.params jaxengine.models.config jaxengine.models.quantization"
+    ),
+    "jaxengine.models.layers": (
+        "jaxengine.sharding jaxengine.pallas_kernels:base jaxengine.pallas_kernels.kv "
+        "jaxengine.pallas_kernels.matmul jaxengine.pallas_kernels.state jaxengine.pallas_kernels.attention "
+        "jaxengine.models.params jaxengine.models.config jaxengine.models.quantization jaxengine.models"
+    ),
+    "jaxengine.models.vision": (
+        "jaxengine.sharding jaxengine.models.params jaxengine.models.config jaxengine.models.quantization "
+        "jaxengine.models jaxengine.models.layers"
+    ),
+    "jaxengine.models.families": (
+        "jaxengine.pallas_kernels.kv jaxengine.models.params jaxengine.models.config jaxengine.models "
+        "jaxengine.models.layers jaxengine.models.vision"
+    ),
+    "jaxengine.models:registry": (
+        "jaxengine.sharding jaxengine.models.params jaxengine.models.config jaxengine.models.quantization "
+        "jaxengine.models jaxengine.models.layers jaxengine.models.families"
+    ),
+    "jaxengine.models.weights.views": (
+        "jaxengine.sharding jaxengine.models.params jaxengine.models.quantization jaxengine.models"
+    ),
+    "jaxengine.models.weights.formats": "jaxengine.models.params jaxengine.models jaxengine.models.weights.views",
+    "jaxengine.models.weights.gguf": (
+        "jaxengine.models.params jaxengine.models.quantization jaxengine.models jaxengine.models.weights.views"
+    ),
+    "jaxengine.models.weights.adapters": (
+        "jaxengine.sharding jaxengine.models.params jaxengine.models.config jaxengine.models.quantization "
+        "jaxengine.models jaxengine.models.weights.views jaxengine.models.weights.formats"
+    ),
+    "jaxengine.models.weights": (
+        "jaxengine.sharding jaxengine.models.params jaxengine.models.quantization jaxengine.models "
+        "jaxengine.models.weights.views jaxengine.models.weights.formats"
+    ),
+    "jaxengine.scheduler": "jaxengine.models",
+    "jaxengine.scheduler.pages": "jaxengine.scheduler",
+    "jaxengine.scheduler.policy": "jaxengine.scheduler",
+    "jaxengine.scheduler:loop": "jaxengine.scheduler jaxengine.scheduler.pages jaxengine.scheduler.policy",
+    "jaxengine.scheduler.extensions": (
+        "jaxengine.models jaxengine.scheduler jaxengine.scheduler.pages jaxengine.scheduler:loop"
+    ),
     "jaxengine:base": "",
     "jaxengine.workers": "jaxengine:base",
-    "jaxengine.grammars": "scheduler jaxengine.workers",
-    "jaxengine.sampling": "sharding scheduler",
-    "jaxengine.tokens": "models.weights:declarations scheduler jaxengine.workers",
-    "jaxengine.config": "sharding models.config scheduler scheduler.extensions",
-    "jaxengine.media:what": "scheduler jaxengine.config",
-    "jaxengine.media.processors": "models.config models.weights:declarations scheduler jaxengine.media:what",
-    "jaxengine.media": ("models.weights:declarations scheduler jaxengine:base jaxengine.config jaxengine.media:what"),
+    "jaxengine.grammars": "jaxengine.scheduler jaxengine.workers",
+    "jaxengine.sampling": "jaxengine.sharding jaxengine.scheduler",
+    "jaxengine.tokens": "jaxengine.models.params jaxengine.scheduler jaxengine.workers",
+    "jaxengine.config": "jaxengine.sharding jaxengine.models.config jaxengine.scheduler jaxengine.scheduler.extensions",
+    "jaxengine.media:what": "jaxengine.scheduler jaxengine.config",
+    "jaxengine.media.processors": (
+        "jaxengine.models.params jaxengine.models.config jaxengine.scheduler jaxengine.media:what"
+    ),
+    "jaxengine.media": (
+        "jaxengine.models.params jaxengine.scheduler jaxengine:base jaxengine.config jaxengine.media:what"
+    ),
     "jaxengine.drafts": "jaxengine.config",
     "jaxengine.checkpoint": (
-        "models.config models.weights:declarations models.quantization models:registry models.weights "
-        "jaxengine.tokens jaxengine.config"
+        "jaxengine.models.params jaxengine.models.config jaxengine.models.quantization jaxengine.models:registry "
+        "jaxengine.models.weights.views jaxengine.models.weights.formats jaxengine.models.weights.gguf "
+        "jaxengine.models.weights jaxengine.tokens jaxengine.config"
     ),
-    "jaxengine.media:registry": "models.config jaxengine.media:what jaxengine.media.processors",
+    "jaxengine.media:registry": "jaxengine.models.config jaxengine.media:what jaxengine.media.processors",
     "jaxengine.parsers": "jaxengine.config",
-    "jaxengine.runner:base": "sharding models scheduler jaxengine.sampling jaxengine.config",
-    "jaxengine.runner.executables": "models models.layers jaxengine.config",
+    "jaxengine.runner:base": (
+        "jaxengine.sharding jaxengine.models jaxengine.scheduler jaxengine.sampling jaxengine.config"
+    ),
+    "jaxengine.runner.executables": "jaxengine.models jaxengine.models.layers jaxengine.config",
     "jaxengine.runner.programs": (
-        "sharding models models.layers scheduler jaxengine.sampling jaxengine.runner:base jaxengine.runner.executables"
+        "jaxengine.sharding jaxengine.models jaxengine.models.layers jaxengine.scheduler jaxengine.sampling "
+        "jaxengine.runner:base jaxengine.runner.executables"
     ),
     "jaxengine.runner.extensions": (
-        "sharding models.config models models.layers scheduler scheduler.pages jaxengine.sampling "
-        "jaxengine.runner:base jaxengine.runner.programs"
+        "jaxengine.sharding jaxengine.models.config jaxengine.models jaxengine.models.layers jaxengine.scheduler "
+        "jaxengine.scheduler.pages jaxengine.sampling jaxengine.runner:base jaxengine.runner.programs"
     ),
     "jaxengine.runner.extensions.adapters": (
-        "models.weights:declarations models models.layers models.weights scheduler scheduler.extensions "
-        "jaxengine.runner:base jaxengine.runner.programs"
+        "jaxengine.models.params jaxengine.models jaxengine.models.layers jaxengine.models.weights.adapters "
+        "jaxengine.scheduler jaxengine.scheduler.extensions jaxengine.runner:base jaxengine.runner.programs"
     ),
     "jaxengine.runner.extensions.pictures": (
-        "sharding models.config models models.layers scheduler scheduler.extensions jaxengine.runner:base "
-        "jaxengine.runner.programs"
+        "jaxengine.sharding jaxengine.models.config jaxengine.models jaxengine.models.layers jaxengine.scheduler "
+        "jaxengine.scheduler.extensions jaxengine.runner:base jaxengine.runner.programs"
     ),
     "jaxengine.runner.extensions.drafts": (
-        "sharding models.weights:declarations models.config models models.layers models:registry models.weights "
-        "scheduler jaxengine.sampling jaxengine.config jaxengine.drafts jaxengine.checkpoint jaxengine.runner:base "
-        "jaxengine.runner.executables jaxengine.runner.programs"
+        "jaxengine.sharding jaxengine.models.params jaxengine.models.config jaxengine.models jaxengine.models.layers "
+        "jaxengine.models:registry jaxengine.models.weights.formats jaxengine.scheduler jaxengine.sampling "
+        "jaxengine.config jaxengine.drafts jaxengine.checkpoint jaxengine.runner:base jaxengine.runner.executables "
+        "jaxengine.runner.programs"
     ),
     "jaxengine.runner.extensions:build": (
-        "models jaxengine.config jaxengine.checkpoint jaxengine.media:registry jaxengine.runner:base "
+        "jaxengine.models jaxengine.config jaxengine.checkpoint jaxengine.media:registry jaxengine.runner:base "
         "jaxengine.runner.programs jaxengine.runner.extensions jaxengine.runner.extensions.adapters "
         "jaxengine.runner.extensions.pictures jaxengine.runner.extensions.drafts"
     ),
     "jaxengine.runner": (
-        "sharding models.weights:declarations models.config models.quantization models models:registry models.weights "
-        "scheduler scheduler:loop jaxengine.sampling jaxengine.config jaxengine.checkpoint jaxengine.runner:base "
-        "jaxengine.runner.executables jaxengine.runner.programs jaxengine.runner.extensions.drafts "
-        "jaxengine.runner.extensions:build"
+        "jaxengine.sharding jaxengine.models.params jaxengine.models.config jaxengine.models.quantization "
+        "jaxengine.models jaxengine.models:registry jaxengine.models.weights.views jaxengine.models.weights.formats "
+        "jaxengine.models.weights.adapters jaxengine.models.weights jaxengine.scheduler jaxengine.scheduler:loop "
+        "jaxengine.sampling jaxengine.config jaxengine.checkpoint jaxengine.runner:base jaxengine.runner.executables "
+        "jaxengine.runner.programs jaxengine.runner.extensions.drafts jaxengine.runner.extensions:build"
     ),
-    "jaxengine.cluster": "scheduler jaxengine:base jaxengine.config jaxengine.runner",
-    "jaxengine.engine": "scheduler scheduler:loop jaxengine.sampling jaxengine.runner.programs jaxengine.runner",
+    "jaxengine.cluster": "jaxengine.scheduler jaxengine:base jaxengine.config jaxengine.runner",
+    "jaxengine.engine": (
+        "jaxengine.scheduler jaxengine.scheduler:loop jaxengine.sampling jaxengine.runner.programs jaxengine.runner"
+    ),
     "jaxengine.engine.extensions": (
-        "scheduler scheduler:loop scheduler.extensions jaxengine.grammars jaxengine.config jaxengine.drafts "
-        "jaxengine.runner.extensions.adapters jaxengine.runner jaxengine.engine"
+        "jaxengine.scheduler jaxengine.scheduler:loop jaxengine.scheduler.extensions jaxengine.grammars "
+        "jaxengine.config jaxengine.drafts jaxengine.runner.extensions.adapters jaxengine.runner jaxengine.engine"
     ),
-    "jaxengine.engine:loop": ("scheduler scheduler:loop jaxengine.runner jaxengine.engine jaxengine.engine.extensions"),
+    "jaxengine.engine:loop": (
+        "jaxengine.scheduler jaxengine.scheduler:loop jaxengine.runner jaxengine.engine jaxengine.engine.extensions"
+    ),
+    "jaxengine.requests.structured": "jaxengine.scheduler",
+    "jaxengine.requests.media": (
+        "jaxengine.models.config jaxengine.scheduler jaxengine.config jaxengine.media:what jaxengine.media"
+    ),
+    "jaxengine.requests.pooling": "jaxengine.scheduler jaxengine.config",
     "jaxengine.requests": (
-        "models.config scheduler jaxengine.tokens jaxengine.config jaxengine.media:what jaxengine.media "
-        "jaxengine.media:registry jaxengine.checkpoint jaxengine.engine"
+        "jaxengine.models.config jaxengine.scheduler jaxengine.tokens jaxengine.config jaxengine.media "
+        "jaxengine.checkpoint jaxengine.media:registry jaxengine.engine jaxengine.requests.structured "
+        "jaxengine.requests.media jaxengine.requests.pooling"
     ),
     "jaxengine.api": (
-        "models.config models.quantization models models:registry scheduler jaxengine.config jaxengine.runner "
-        "jaxengine.cluster jaxengine.engine jaxengine.engine:loop jaxengine.requests"
+        "jaxengine.models.config jaxengine.models.quantization jaxengine.models jaxengine.models:registry "
+        "jaxengine.scheduler jaxengine.config jaxengine.runner jaxengine.cluster jaxengine.engine "
+        "jaxengine.engine:loop jaxengine.requests.pooling jaxengine.requests"
     ),
     "jaxengine": (
-        "models.config models.weights:declarations scheduler jaxengine:base jaxengine.config jaxengine.requests "
-        "jaxengine.api"
+        "jaxengine.models.params jaxengine.models.config jaxengine.scheduler jaxengine:base jaxengine.config "
+        "jaxengine.requests.structured jaxengine.requests.pooling jaxengine.requests jaxengine.api"
     ),
-    "jaxengine.server": "scheduler jaxengine.config jaxengine.parsers jaxengine.requests jaxengine.api",
+    "jaxengine.server": "jaxengine.scheduler jaxengine.config jaxengine.parsers jaxengine.requests jaxengine.api",
     "jaxengine.bench": (
-        "scheduler scheduler:loop scheduler.extensions jaxengine:base jaxengine.config jaxengine.checkpoint "
-        "jaxengine.runner jaxengine.engine:loop jaxengine.requests jaxengine.api jaxengine"
+        "jaxengine.scheduler jaxengine.scheduler:loop jaxengine.scheduler.extensions jaxengine:base jaxengine.config "
+        "jaxengine.checkpoint jaxengine.runner jaxengine.engine:loop jaxengine.requests jaxengine.api jaxengine"
     ),
     "jaxengine.server.link": (
-        "scheduler jaxengine.config jaxengine.media:what jaxengine.checkpoint jaxengine.engine "
-        "jaxengine.engine.extensions jaxengine.requests jaxengine.api jaxengine.server"
+        "jaxengine.scheduler jaxengine.config jaxengine.media:what jaxengine.checkpoint jaxengine.engine "
+        "jaxengine.engine.extensions jaxengine.requests.media jaxengine.requests.pooling jaxengine.requests "
+        "jaxengine.api jaxengine.server"
     ),
     "jaxengine.server.observe": (
-        "jaxengine:base jaxengine.config jaxengine.engine:loop jaxengine.requests jaxengine.api jaxengine.server"
+        "jaxengine:base jaxengine.config jaxengine.engine:loop jaxengine.requests.pooling jaxengine.requests "
+        "jaxengine.api jaxengine.server"
     ),
     "jaxengine.check": (
-        "sharding models.weights:declarations models.config models.quantization models models.layers models:registry "
-        "models.weights scheduler jaxengine:base jaxengine.sampling jaxengine.config jaxengine.checkpoint "
+        "jaxengine.sharding jaxengine.models.params jaxengine.models.config jaxengine.models.quantization "
+        "jaxengine.models jaxengine.models.layers jaxengine.models:registry jaxengine.models.weights.adapters "
+        "jaxengine.scheduler jaxengine:base jaxengine.sampling jaxengine.config jaxengine.checkpoint "
         "jaxengine.runner:base jaxengine.runner.executables jaxengine.runner.extensions "
         "jaxengine.runner.extensions.pictures jaxengine.runner.extensions.drafts jaxengine.runner.extensions:build "
         "jaxengine.runner jaxengine.bench"
     ),
     "jaxengine.server.grpc": (
-        "scheduler jaxengine:base jaxengine.config jaxengine.media jaxengine.requests jaxengine.api jaxengine.server "
-        "jaxengine.server.observe"
+        "jaxengine.scheduler jaxengine:base jaxengine.config jaxengine.media jaxengine.requests jaxengine.api "
+        "jaxengine.server jaxengine.server.observe"
     ),
-    "jaxengine.server.stored": "scheduler jaxengine.workers jaxengine.api",
+    "jaxengine.server.stored": "jaxengine.scheduler jaxengine.workers jaxengine.api",
     "jaxengine.server.http": (
-        "scheduler jaxengine:base jaxengine.requests jaxengine.api jaxengine.server jaxengine.server.observe"
+        "jaxengine.scheduler jaxengine:base jaxengine.requests jaxengine.api jaxengine.server jaxengine.server.observe"
     ),
     "jaxengine.server.http.chat": (
-        "scheduler jaxengine.tokens jaxengine.parsers jaxengine.requests jaxengine.api jaxengine.server "
-        "jaxengine.server.http"
+        "jaxengine.scheduler jaxengine.tokens jaxengine.parsers jaxengine.requests.structured "
+        "jaxengine.requests.media jaxengine.requests jaxengine.api jaxengine.server jaxengine.server.http"
     ),
     "jaxengine.server.http.completions": (
-        "scheduler jaxengine.tokens jaxengine.requests jaxengine.api jaxengine.server jaxengine.server.http"
+        "jaxengine.scheduler jaxengine.tokens jaxengine.requests jaxengine.api jaxengine.server jaxengine.server.http"
     ),
     "jaxengine.server.http.responses": (
-        "scheduler jaxengine.media jaxengine.parsers jaxengine.requests jaxengine.api jaxengine.server "
+        "jaxengine.scheduler jaxengine.media jaxengine.parsers jaxengine.requests jaxengine.api jaxengine.server "
         "jaxengine.server.stored jaxengine.server.http jaxengine.server.http.chat"
     ),
     "jaxengine.server.http.messages": (
-        "scheduler jaxengine.tokens jaxengine.media jaxengine.parsers jaxengine.requests jaxengine.api "
+        "jaxengine.scheduler jaxengine.tokens jaxengine.media jaxengine.parsers jaxengine.requests jaxengine.api "
         "jaxengine.server jaxengine.server.http jaxengine.server.http.chat"
     ),
     "jaxengine.server.http.pooling": (
-        "scheduler jaxengine.requests jaxengine.api jaxengine.server jaxengine.server.http"
+        "jaxengine.scheduler jaxengine.requests.pooling jaxengine.requests jaxengine.api jaxengine.server "
+        "jaxengine.server.http"
     ),
     "jaxengine.server.http:app": (
-        "scheduler jaxengine:base jaxengine.api jaxengine.server jaxengine.server.observe jaxengine.server.stored "
-        "jaxengine.server.http jaxengine.server.http.chat jaxengine.server.http.completions "
+        "jaxengine.scheduler jaxengine:base jaxengine.api jaxengine.server jaxengine.server.observe "
+        "jaxengine.server.stored jaxengine.server.http jaxengine.server.http.chat jaxengine.server.http.completions "
         "jaxengine.server.http.responses jaxengine.server.http.messages jaxengine.server.http.pooling"
     ),
     "jaxengine.server.processes": (
-        "models.config models.weights:declarations scheduler jaxengine:base jaxengine.config jaxengine.cluster "
-        "jaxengine.engine jaxengine.api jaxengine.server jaxengine.server.link jaxengine.server.observe "
-        "jaxengine.server.stored jaxengine.server.grpc jaxengine.server.http:app"
+        "jaxengine.models.params jaxengine.models.config jaxengine.scheduler jaxengine:base jaxengine.config "
+        "jaxengine.cluster jaxengine.engine jaxengine.api jaxengine.server jaxengine.server.link "
+        "jaxengine.server.observe jaxengine.server.grpc jaxengine.server.stored jaxengine.server.http:app"
     ),
     "jaxengine.server:entries": (
-        "scheduler jaxengine.config jaxengine.checkpoint jaxengine.requests jaxengine.api jaxengine.server "
+        "jaxengine.scheduler jaxengine.config jaxengine.checkpoint jaxengine.requests jaxengine.api jaxengine.server "
         "jaxengine.server.observe jaxengine.server.http:app jaxengine.server.processes"
     ),
     "jaxengine.commands": (
-        "sharding models.weights:declarations models.config models.quantization models models:registry models.weights "
-        "scheduler jaxengine:base jaxengine.config jaxengine.media jaxengine.checkpoint "
-        "jaxengine.runner.extensions:build jaxengine.runner jaxengine.cluster jaxengine.requests jaxengine.api "
-        "jaxengine.bench jaxengine.server.observe jaxengine.check jaxengine.server:entries"
+        "jaxengine.sharding jaxengine.models.params jaxengine.models.config jaxengine.models.quantization "
+        "jaxengine.models jaxengine.models:registry jaxengine.models.weights.formats "
+        "jaxengine.models.weights.adapters jaxengine.models.weights jaxengine.scheduler jaxengine:base "
+        "jaxengine.config jaxengine.media jaxengine.checkpoint jaxengine.runner.extensions:build jaxengine.runner "
+        "jaxengine.cluster jaxengine.requests jaxengine.api jaxengine.bench jaxengine.server.observe jaxengine.check "
+        "jaxengine.server:entries"
     ),
     "jaxengine:main": "jaxengine.commands",
 }

@@ -12,7 +12,7 @@ import pytest
 
 from jaxengine.bench.workloads import recorded
 from jaxengine.requests.sampling_params import SamplingParams
-from scheduler.rank import Rank
+from jaxengine.scheduler.rank import Rank
 from tests.conftest import use_scheduler
 
 NAMES = ("CHAT", "W1", "W2", "W3")

@@ -21,7 +21,7 @@ from benchmarks.harness import Option
 from benchmarks.recorder import Recorder
 from jaxengine.checkpoint.model_source import open_model
 from jaxengine.config.engine_config import EngineConfig
-from models.config.model_config import ModelConfig
+from jaxengine.models.config.model_config import ModelConfig
 
 FOLDER = Option(help="where it is written", kind=Path, positional=True)
 OPTIONS = {"folder": FOLDER, "layers": Option(20, "how many")}

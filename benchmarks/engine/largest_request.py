@@ -21,10 +21,10 @@ from jaxengine.bench.host import FreeRunner
 from jaxengine.config.command_line import positive_int
 from jaxengine.engine.engine import Engine
 from jaxengine.requests.sampling_params import MAX_BAD_WORDS_TOKENS
-from scheduler.buckets import Buckets
-from scheduler.config import SchedulerConfig
-from scheduler.packing import Packer
-from scheduler.request import FinishReason, Request
+from jaxengine.scheduler.buckets import Buckets
+from jaxengine.scheduler.config import SchedulerConfig
+from jaxengine.scheduler.packing import Packer
+from jaxengine.scheduler.request import FinishReason, Request
 
 VOCAB = 151_936
 ROUNDS, STEPS = 5, 60

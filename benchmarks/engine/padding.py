@@ -25,11 +25,11 @@ import numpy as np
 from benchmarks.harness import RESULTS, Option
 from benchmarks.recorder import Recorder
 from jaxengine.config.platforms import PLATFORMS, Platform
-from scheduler.buckets import Buckets
-from scheduler.config import SchedulerConfig
-from scheduler.request import Request
-from scheduler.scheduler import Scheduler
-from scheduler.token_params import TokenParams
+from jaxengine.scheduler.buckets import Buckets
+from jaxengine.scheduler.config import SchedulerConfig
+from jaxengine.scheduler.request import Request
+from jaxengine.scheduler.scheduler import Scheduler
+from jaxengine.scheduler.token_params import TokenParams
 
 MEAN_PROMPT, MEAN_OUTPUT = 161, 338
 MAX_MODEL_LEN = 4096

@@ -15,10 +15,10 @@ import numpy as np
 
 from benchmarks.harness import Option
 from benchmarks.recorder import Recorder, Row
-from scheduler.config import SchedulerConfig
-from scheduler.request import Request
-from scheduler.scheduler import Scheduler
-from scheduler.token_params import TokenParams
+from jaxengine.scheduler.config import SchedulerConfig
+from jaxengine.scheduler.request import Request
+from jaxengine.scheduler.scheduler import Scheduler
+from jaxengine.scheduler.token_params import TokenParams
 
 PAGE_SIZE, MAX_MODEL_LEN, MAX_NUM_SEQS = 16, 4096, 64
 # Tokens chosen are random and above it, so that no request stops by itself.
@@ -78,7 +78,7 @@ def measure(trace: str, case: str) -> Row:
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
-    logging.getLogger("scheduler").setLevel(logging.ERROR)  # preemptions are what is measured
+    logging.getLogger("jaxengine.scheduler").setLevel(logging.ERROR)  # preemptions are what is measured
     for trace in ("long", "chat"):
         for case in CASES:
             recorder.add(measure(trace, case))

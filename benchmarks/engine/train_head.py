@@ -29,14 +29,14 @@ from benchmarks.recorder import Recorder
 from jaxengine import LLM, SamplingParams
 from jaxengine.checkpoint.model_source import open_model
 from jaxengine.config.engine_config import EngineConfig
-from models.build import Build
-from models.cache import pool_spec
-from models.forward_batch import ForwardBatch
-from models.layers.section import Capture
-from models.registry import build_model
-from models.weights.load import load_params
-from pallas_kernels.attention.op import RaggedBatch
-from pallas_kernels.kv.pages import alloc
+from jaxengine.models.build import Build
+from jaxengine.models.cache import pool_spec
+from jaxengine.models.forward_batch import ForwardBatch
+from jaxengine.models.layers.section import Capture
+from jaxengine.models.registry import build_model
+from jaxengine.models.weights.load import load_params
+from jaxengine.pallas_kernels.attention.op import RaggedBatch
+from jaxengine.pallas_kernels.kv.pages import alloc
 
 # Behind how many layers the hidden states are that it reads; the last ones say most of the next token.
 STREAMS = (2, 15, 30)

@@ -1,8 +1,8 @@
 """How many tokens a KV pool holds where layers have windows: pages given back behind them, beside keeping them all.
 
 Both in the same bytes: those in which 40 sequences fit when every layer keeps every page. Cache groups, the bytes of a
-page and the number of pages are the engine's own (models.cache, the memory plan), and sequences come to the real
-scheduler, which takes in as many as fit; there is no model and no device. Prompts are such that all sequences have
+page and the number of pages are the engine's own (jaxengine.models.cache, the memory plan), and sequences come to the
+real scheduler, which takes in as many as fit; there is no model and no device. Prompts are such that all sequences have
 about the same length when nobody else is taken in; of a longer one the length asked for counts. `factor` is tokens held
 with pages given back over tokens held without; `bound` is what it would be if every window began at a page's first
 token, and a prompt needed no pages for what a step of it computes.
@@ -23,18 +23,18 @@ from benchmarks.recorder import Recorder
 from jaxengine.check.shapes import SHAPES
 from jaxengine.config.engine_config import EngineConfig, ResolvedConfig
 from jaxengine.config.platforms import PLATFORMS
+from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.runner.devices import build_split
 from jaxengine.runner.extensions.build import step_programs
 from jaxengine.runner.memory import MemoryPlan, StageNeeds, plan_memory
 from jaxengine.runner.programs.step_programs import StepPrograms
-from models.config.model_config import ModelConfig
-from scheduler.config import SchedulerConfig
-from scheduler.request import Request
-from scheduler.scheduler import Scheduler
-from scheduler.token_params import TokenParams
-from sharding.layout import ONE_DEVICE
-from sharding.mesh import make_mesh
-from sharding.stages import Stage
+from jaxengine.scheduler.config import SchedulerConfig
+from jaxengine.scheduler.request import Request
+from jaxengine.scheduler.scheduler import Scheduler
+from jaxengine.scheduler.token_params import TokenParams
+from jaxengine.sharding.layout import ONE_DEVICE
+from jaxengine.sharding.mesh import make_mesh
+from jaxengine.sharding.stages import Stage
 
 MODELS = ("gpt-oss-120b", "gemma-3-27b", "gemma-3-4b", "gemma-2-9b", "mistral-7b-v0.1")
 LENGTHS = (8 << 10, 32 << 10, 128 << 10)

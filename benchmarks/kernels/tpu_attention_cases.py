@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as jax_kernel
 
 from benchmarks.kernels.tpu_profile import bare_kernel, fix_trips
-from pallas_kernels.attention.op import AttentionSpec
-from pallas_kernels.attention.ragged_batch import RaggedBatch
-from pallas_kernels.attention.tpu.profile import block_profile
+from jaxengine.pallas_kernels.attention.op import AttentionSpec
+from jaxengine.pallas_kernels.attention.ragged_batch import RaggedBatch
+from jaxengine.pallas_kernels.attention.tpu.profile import block_profile
 
 Case = tuple[Callable, Any, dict]  # what `tpu_profile.profile` wants of a builder
 VMEM_LIMIT_BYTES = 48 << 20  # for jax's kernel, whose default does not fit its own block sizes

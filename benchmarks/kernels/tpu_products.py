@@ -18,7 +18,7 @@ from benchmarks.harness import shared
 from benchmarks.kernels.tpu_profile import ProfileError, bare_kernel, profile
 from benchmarks.recorder import Recorder
 from jaxengine.check.targets import TARGETS
-from pallas_kernels.matmul.tpu.quantized import quantized_matmul
+from jaxengine.pallas_kernels.matmul.tpu.quantized import quantized_matmul
 
 LAYER = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
 CLOCK_HZ = {"v6e": 1.75e9}

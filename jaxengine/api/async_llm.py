@@ -23,12 +23,12 @@ from jaxengine.requests.inputs import InputProcessor
 from jaxengine.requests.lora import LoRARequest
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import RequestOutput
-from jaxengine.requests.pooling_outputs import PoolingOutput, PoolingRequestOutput
-from jaxengine.requests.pooling_params import PoolingParams
+from jaxengine.requests.pooling.outputs import PoolingOutput, PoolingRequestOutput
+from jaxengine.requests.pooling.params import PoolingParams
 from jaxengine.requests.prepared import Prompt
 from jaxengine.requests.run_in_thread import make_ready
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
-from scheduler.errors import RequestError
+from jaxengine.scheduler.errors import RequestError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

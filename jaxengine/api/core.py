@@ -21,15 +21,15 @@ from jaxengine.engine.engine import Engine
 from jaxengine.engine.metrics import Metrics
 from jaxengine.engine.output import EngineOutput
 from jaxengine.engine.status import engine_status
+from jaxengine.models.quantization.table import weight_table
 from jaxengine.requests.inputs import input_processor, make_processor
 from jaxengine.requests.outputs import RequestOutput
-from jaxengine.requests.pooling_outputs import PoolingOutput, PoolingRequestOutput
+from jaxengine.requests.pooling.outputs import PoolingOutput, PoolingRequestOutput
 from jaxengine.requests.prepared import PreparedRequest
 from jaxengine.runner.open import load_runner, open_resolved
 from jaxengine.runner.peers import ALONE
-from models.quantization.table import weight_table
-from scheduler.errors import RequestError
-from scheduler.request import FinishReason, Request
+from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.request import FinishReason, Request
 
 logger = logging.getLogger(__name__)
 

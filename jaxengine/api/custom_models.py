@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 
 from jaxengine.config.engine_config import ConfigError
-from models.causal_lm import CausalLM
-from models.config.model_config import ModelConfig
-from models.registry import MODELS
+from jaxengine.models.causal_lm import CausalLM
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.registry import MODELS
 
 
 def register_model(architecture: str, model_class: type[CausalLM]) -> None:
@@ -18,8 +18,8 @@ def register_model(architecture: str, model_class: type[CausalLM]) -> None:
 
     Args:
       architecture: entry of "architectures" in config.json; must equal the name of the class.
-      model_class: a class with everything that models.causal_lm.CausalLM declares, such as a subclass of one in
-        models.families. Registering a name again, as a notebook does, replaces the class.
+      model_class: a class with everything that jaxengine.models.causal_lm.CausalLM declares, such as a subclass of one
+        in jaxengine.models.families. Registering a name again, as a notebook does, replaces the class.
 
     Raises:
       ConfigError: the name is taken, or the class cannot be a model.
@@ -43,7 +43,7 @@ def register_model(architecture: str, model_class: type[CausalLM]) -> None:
 
 def is_custom(model_class: type) -> bool:
     """Whether a class of MODELS was registered by a user."""
-    return model_class.__module__.partition(".")[0] != "models"
+    return not model_class.__module__.startswith("jaxengine.models.")
 
 
 def has_custom_class(config: ModelConfig) -> bool:

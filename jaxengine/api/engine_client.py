@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import RequestOutput
-from jaxengine.requests.pooling_outputs import PoolingOutput, PoolingRequestOutput
-from jaxengine.requests.pooling_params import PoolingParams
+from jaxengine.requests.pooling.outputs import PoolingOutput, PoolingRequestOutput
+from jaxengine.requests.pooling.params import PoolingParams
 from jaxengine.requests.prepared import Prompt
 from jaxengine.requests.sampling_params import SamplingParams
 

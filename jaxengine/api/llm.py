@@ -24,17 +24,17 @@ from jaxengine.requests.beam_search import BeamSearch, BeamSearchOutput, BeamSea
 from jaxengine.requests.lora import LoRARequest, one_for_each
 from jaxengine.requests.options import RequestOptions, options_for
 from jaxengine.requests.outputs import RequestOutput
-from jaxengine.requests.pooling_outputs import (
+from jaxengine.requests.pooling.outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
     PoolingOutput,
     PoolingRequestOutput,
     ScoringRequestOutput,
 )
-from jaxengine.requests.pooling_params import PoolingParams
+from jaxengine.requests.pooling.params import PoolingParams
 from jaxengine.requests.prepared import Prompt, is_token_ids
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
-from scheduler.errors import RequestError
+from jaxengine.scheduler.errors import RequestError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from jaxengine.requests.outputs import RequestOutput
-from jaxengine.requests.pooling_outputs import PoolingRequestOutput
+from jaxengine.requests.pooling.outputs import PoolingRequestOutput
 
 
 class OutputStream:

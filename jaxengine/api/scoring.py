@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from jaxengine.requests.inputs import InputProcessor
-from jaxengine.requests.pooling_params import PoolingParams
-from scheduler.errors import RequestError
+from jaxengine.requests.pooling.params import PoolingParams
+from jaxengine.scheduler.errors import RequestError
 
 
 def params_for(

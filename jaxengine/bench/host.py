@@ -91,11 +91,11 @@ class _Steps:
     ):
         import numpy as np
 
-        from scheduler.config import SchedulerConfig
-        from scheduler.extensions.drafts import DraftOptions
-        from scheduler.extensions.pictures import PictureOptions
-        from scheduler.packing import Packer
-        from scheduler.scheduler import Scheduler
+        from jaxengine.scheduler.config import SchedulerConfig
+        from jaxengine.scheduler.extensions.drafts import DraftOptions
+        from jaxengine.scheduler.extensions.pictures import PictureOptions
+        from jaxengine.scheduler.packing import Packer
+        from jaxengine.scheduler.scheduler import Scheduler
 
         generator = np.random.default_rng(0)
         max_model_len = PROMPT_TOKENS + PAGE_SIZE + longest + 1
@@ -310,7 +310,7 @@ def _fields(sections):
 
 
 def _buckets(config, sections=()):
-    from scheduler.buckets import Buckets
+    from jaxengine.scheduler.buckets import Buckets
 
     limits = config.max_num_seqs, config.max_num_batched_tokens
     return Buckets(*limits, [], [], widths=config.widths, sections=tuple(sections))
@@ -320,8 +320,8 @@ def _requests(generator, longest: int, turnover: int):
     """Yields requests endlessly; no two share a prefix, and prompts are PROMPT_TOKENS to a page longer."""
     import numpy as np
 
-    from scheduler.request import Request
-    from scheduler.token_params import TokenParams
+    from jaxengine.scheduler.request import Request
+    from jaxengine.scheduler.token_params import TokenParams
 
     params, number = TokenParams(temperature=0.0), 0
     while True:

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxengine._siblings import HOME
 from jaxengine.check.cycles import libtpu_flags, per_block
 from jaxengine.check.targets import Target
+from jaxengine.paths import HOME
 
 Progress = Callable[[str, int, int, str], None]
 

@@ -30,10 +30,10 @@ from jaxengine.check.targets import Target, find_target
 from jaxengine.check.towers import encoders
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.platforms import PLATFORMS
+from jaxengine.models.cache import plain_cards, platform_of
+from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.runner.executables.cache import compile_program
 from jaxengine.runner.memory import MemoryPlan, StageNeeds, device_memory, held_bytes, plan_memory
-from models.cache import plain_cards, platform_of
-from models.config.model_config import ModelConfig
 
 Reply = Callable[[dict[str, Any]], None]
 

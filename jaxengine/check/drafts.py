@@ -15,14 +15,14 @@ from jaxengine.check.roofline import Work
 from jaxengine.check.shapes import model_config
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.config.speculation import DRAFT_MODEL, EAGLE3, check_draft_model
+from jaxengine.models.build import Build
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.registry import build_eagle3, build_model, build_next_token
+from jaxengine.models.weights.adapters.pools import abstract_leaves
 from jaxengine.runner.extensions.drafts.open import open_draft, settle_draft
 from jaxengine.runner.extensions.drafts.programs import DraftPrograms, HeadPrograms
-from models.build import Build
-from models.config.model_config import ModelConfig
-from models.registry import build_eagle3, build_model, build_next_token
-from models.weights.lora_pools import abstract_leaves
-from sharding.rules import part_bytes, part_shape
-from sharding.stages import Stage
+from jaxengine.sharding.rules import part_bytes, part_shape
+from jaxengine.sharding.stages import Stage
 
 
 class Drafting(NamedTuple):

@@ -1,7 +1,7 @@
 """Lists the exchanges between devices in a compiled step and checks that the model accounts for all of them.
 
-Layers write exchanges (sharding.collectives) under named scopes, and XLA keeps the scope of each instruction. So an
-exchange belongs to a layer, to one of the few scopes around the layers, or was added by the compiler, which is
+Layers write exchanges (jaxengine.sharding.collectives) under named scopes, and XLA keeps the scope of each instruction.
+So an exchange belongs to a layer, to one of the few scopes around the layers, or was added by the compiler, which is
 reported.
 """
 
@@ -16,13 +16,13 @@ from typing import Any
 from flax import nnx
 
 from jaxengine.check.hlo import Instruction, Module, arrays_of, bytes_of
+from jaxengine.models.config.experts import ExpertsConfig
+from jaxengine.models.layers.mamba2 import GroupsRMSNorm
+from jaxengine.models.layers.norm import HeadsRMSNorm
+from jaxengine.models.quantization.quantized import QuantizedWeight
 from jaxengine.sampling.logprobs import PROMPT_BLOCK_ROWS
-from models.config.experts import ExpertsConfig
-from models.layers.mamba2 import GroupsRMSNorm
-from models.layers.norm import HeadsRMSNorm
-from models.quantization.quantized import QuantizedWeight
-from scheduler.buckets import Bucket
-from sharding.layout import MeshLayout
+from jaxengine.scheduler.buckets import Bucket
+from jaxengine.sharding.layout import MeshLayout
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all", "ragged-all-to-all")
 # Allowed excess of a layer's exchanges over its activations, for sizes rounded up to tiles.

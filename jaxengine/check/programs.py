@@ -35,12 +35,10 @@ from jaxengine.check.shapes import largest_pictures
 from jaxengine.checkpoint.model_source import as_it_sees
 from jaxengine.config.engine_config import EngineConfig, ResolvedConfig
 from jaxengine.config.platforms import Platform
-from jaxengine.runner.devices import build_split, choose_stages
-from jaxengine.runner.extensions.build import step_programs
-from models.cache import block_profile, num_places, of_layer
-from models.causal_lm import CausalLM
-from models.config.model_config import ModelConfig
-from models.layers.attention import (
+from jaxengine.models.cache import block_profile, num_places, of_layer
+from jaxengine.models.causal_lm import CausalLM
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.layers.attention import (
     AttentionSpec,
     RaggedBatch,
     attention_schedule,
@@ -49,14 +47,16 @@ from models.layers.attention import (
     num_kv_heads,
     ragged_paged_attention,
 )
-from models.layers.decoder_step import kv_update_schedule
-from models.layers.expert_counts import ExpertRows, rows_of_experts
-from models.weights.lora_pools import POOLS, abstract_leaves
-from scheduler.buckets import Bucket
-from sharding.layout import ONE_DEVICE
-from sharding.mesh import make_mesh
-from sharding.rules import part_bytes, part_shape
-from sharding.stages import devices_of_stages
+from jaxengine.models.layers.decoder_step import kv_update_schedule
+from jaxengine.models.layers.expert_counts import ExpertRows, rows_of_experts
+from jaxengine.models.weights.adapters.pools import POOLS, abstract_leaves
+from jaxengine.runner.devices import build_split, choose_stages
+from jaxengine.runner.extensions.build import step_programs
+from jaxengine.scheduler.buckets import Bucket
+from jaxengine.sharding.layout import ONE_DEVICE
+from jaxengine.sharding.mesh import make_mesh
+from jaxengine.sharding.rules import part_bytes, part_shape
+from jaxengine.sharding.stages import devices_of_stages
 
 # State arrays and adapter pools below this size may be copied.
 _SMALL = 1 << 20

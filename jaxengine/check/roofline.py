@@ -13,16 +13,16 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxengine.models.cache import KVPages, KVSpec
+from jaxengine.models.config.attention import LayerAttention
+from jaxengine.models.config.state import LayerState
+from jaxengine.models.layers.expert_counts import rows_at_once
+from jaxengine.models.layers.mla_made import made_numbers, makes_rows
+from jaxengine.models.lora import declared_pools
+from jaxengine.models.params.declare import ParamDecl, declared_params
 from jaxengine.runner.extensions.scores import SCORE
 from jaxengine.sampling.logprobs import PROMPT_BLOCK_ROWS
-from models.cache import KVPages, KVSpec
-from models.config.attention import LayerAttention
-from models.config.state import LayerState
-from models.layers.expert_counts import rows_at_once
-from models.layers.mla_made import made_numbers, makes_rows
-from models.lora import declared_pools
-from models.weights.declare import ParamDecl, declared_params
-from scheduler.buckets import Bucket
+from jaxengine.scheduler.buckets import Bucket
 
 DECODE_CONTEXT = 1024
 _LEAST = {"gpu": 16}  # least rows of a reached expert: the tile of a tensor core

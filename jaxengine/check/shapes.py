@@ -15,12 +15,12 @@ from jaxengine.check.published import CONFIGS
 from jaxengine.checkpoint.hub import download
 from jaxengine.checkpoint.model_source import as_asked, open_model
 from jaxengine.config.engine_config import ConfigError, EngineConfig
-from models.config.attention import LayerAttention
-from models.config.experts import ExpertsConfig
-from models.config.hf import CONFIG_FILE, QUANTIZATION_FILE
-from models.config.model_config import ModelConfig
-from models.config.rope import Rope, RopeScaling
-from models.registry import read_folder, read_hf
+from jaxengine.models.config.attention import LayerAttention
+from jaxengine.models.config.experts import ExpertsConfig
+from jaxengine.models.config.hf import CONFIG_FILE, QUANTIZATION_FILE
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.rope import Rope, RopeScaling
+from jaxengine.models.registry import read_folder, read_hf
 
 _MOST_PATCHES = 16384
 _LLAMA3: dict[str, Any] = {"vocab_size": 128256, "rms_norm_eps": 1e-5, "rope_theta": 500000.0}

@@ -12,12 +12,12 @@ from jaxengine.check.exchanges import Expected
 from jaxengine.check.hlo import MustNotCopy
 from jaxengine.check.programs import CheckedProgram, StagePrograms
 from jaxengine.check.roofline import TOWER, Work
+from jaxengine.models.causal_lm import CausalLM
+from jaxengine.models.layers.linear import Linear
+from jaxengine.models.params.declare import declared_params
 from jaxengine.runner.extensions.pictures.layout import EncoderLayout
 from jaxengine.runner.extensions.pictures.section import PicturesExtension
-from models.causal_lm import CausalLM
-from models.layers.linear import Linear
-from models.weights.declare import declared_params
-from sharding.layout import MeshLayout
+from jaxengine.sharding.layout import MeshLayout
 
 # Parts of towers after the merge of patches into rows.
 _BEHIND_MERGE = ("merger", "mergers", "projector")

@@ -26,9 +26,9 @@ from jaxengine.check import inspect
 from jaxengine.check.children import environment
 from jaxengine.check.devices import target_devices
 from jaxengine.check.targets import CLOCKS, Target, find_target
-from models.quantization.tuning import Candidate, Problem, product_candidates
-from sharding.layout import ONE_DEVICE
-from sharding.mesh import make_mesh
+from jaxengine.models.quantization.tuning import Candidate, Problem, product_candidates
+from jaxengine.sharding.layout import ONE_DEVICE
+from jaxengine.sharding.mesh import make_mesh
 
 _PLATFORMS = {"tpu": "tpu", "cuda": "gpu"}
 _DUMPS = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true"

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from jaxengine.checkpoint.hub import download
 from jaxengine.config.engine_config import ConfigError, EngineConfig
-from models.config.hf import CONFIG_FILE
-from models.weights.files import read_object
-from models.weights.safetensors import INDEX_FILE, SINGLE_FILE
+from jaxengine.models.config.hf import CONFIG_FILE
+from jaxengine.models.params.files import read_object
+from jaxengine.models.weights.formats.safetensors import INDEX_FILE, SINGLE_FILE
 
 OTHER_FILES = ("*.json", "*.jinja", "tokenizer.model")
 # Parts of a pooling model that sentence-transformers keeps in folders of their own.

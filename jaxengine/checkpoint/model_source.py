@@ -17,23 +17,23 @@ from jaxengine.checkpoint.pooling import pooling_of_gguf, read_pooling
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.multimodal import MODALITIES
 from jaxengine.config.pooling_model import PoolingModel
+from jaxengine.models.config.fields import MAX_HEAD_DIM, ModelConfigError
+from jaxengine.models.config.gguf import RopeFactors
+from jaxengine.models.config.hf import CONFIG_FILE, read_config_json
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.params.files import inside, read_object
+from jaxengine.models.params.source import WeightSource
+from jaxengine.models.quantization.registry import ALIASES, ROUNDED, rounded
+from jaxengine.models.registry import build_model, read_folder, read_gguf
+from jaxengine.models.weights.formats.orbax import LAYOUT_FILE
+from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
+from jaxengine.models.weights.gguf.file import GGUFFile
+from jaxengine.models.weights.gguf.kept import read_formats
+from jaxengine.models.weights.load import HEAD, ROPE_FACTORS, ROPE_LONG, ROPE_SHORT
+from jaxengine.models.weights.views.renamed import with_prefix
+from jaxengine.models.weights.views.split_latent import SplitLatentSource
 from jaxengine.tokens.tokenizer import Tokenizer
-from models.config.fields import MAX_HEAD_DIM, ModelConfigError
-from models.config.gguf import RopeFactors
-from models.config.hf import CONFIG_FILE, read_config_json
-from models.config.model_config import ModelConfig
-from models.quantization.registry import ALIASES, ROUNDED, rounded
-from models.registry import build_model, read_folder, read_gguf
-from models.weights.errors import ModelFileError
-from models.weights.files import inside, read_object
-from models.weights.gguf import GGUFFile
-from models.weights.gguf_kept import read_formats
-from models.weights.load import HEAD, ROPE_FACTORS, ROPE_LONG, ROPE_SHORT
-from models.weights.orbax import LAYOUT_FILE
-from models.weights.renamed import with_prefix
-from models.weights.safetensors import SafetensorsCheckpoint
-from models.weights.source import WeightSource
-from models.weights.split_latent import SplitLatentSource
 
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 CONFIG, GENERATION = "config.json", "generation_config.json"

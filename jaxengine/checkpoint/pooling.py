@@ -23,10 +23,10 @@ from jaxengine.config.pooling_model import (
     PoolingModel,
     check_dimensions,
 )
-from models.config.fields import MAX_HIDDEN, ConfigFields
-from models.config.hf import hf_architecture
-from models.config.pooler import CLS, LAST, MAX_LABELS, MEAN, Classifier, Pooler
-from models.registry import family_of
+from jaxengine.models.config.fields import MAX_HIDDEN, ConfigFields
+from jaxengine.models.config.hf import hf_architecture
+from jaxengine.models.config.pooler import CLS, LAST, MAX_LABELS, MEAN, Classifier, Pooler
+from jaxengine.models.registry import family_of
 
 _ACTIVATIONS = {"regression": IDENTITY, "multi_label_classification": SIGMOID, "single_label_classification": None}
 _MODULES = {"Sigmoid": SIGMOID, "Identity": IDENTITY, "Softmax": SOFTMAX}

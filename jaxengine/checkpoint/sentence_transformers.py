@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxengine.config.pooling_model import SentenceModel
-from models.config.pooler import CLS, LAST, MEAN
-from models.weights.errors import ModelFileError
-from models.weights.files import MAX_JSON_BYTES, parse_object, read_object, read_text
+from jaxengine.models.config.pooler import CLS, LAST, MEAN
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.params.files import MAX_JSON_BYTES, parse_object, read_object, read_text
 
 MODULES, PROMPTS, TRANSFORMER = "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"
 _MAX_PROMPTS, _MAX_PROMPT_CHARS = 1000, 10_000

@@ -26,7 +26,7 @@ from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.open import load_runner, open_resolved
 from jaxengine.runner.peers import Peers
-from scheduler.buckets import Bucket
+from jaxengine.scheduler.buckets import Bucket
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from jaxengine.logs import only_warnings
 from jaxengine.media.fetch import scheme_of
 from jaxengine.requests.outputs import CompletionOutput, RequestOutput
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
-from scheduler.errors import RequestError
+from jaxengine.scheduler.errors import RequestError
 
 if TYPE_CHECKING:
     from jaxengine.api.llm import LLM

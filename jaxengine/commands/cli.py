@@ -32,13 +32,13 @@ from jaxengine.config.engine_flags import (
     with_config_file,
 )
 from jaxengine.logs import log_to_stderr
+from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.params.errors import ModelFileError
 from jaxengine.requests.sampling_params import SamplingParams
+from jaxengine.scheduler.errors import RequestError
 from jaxengine.server import command as server
 from jaxengine.server.observe import trace_command
 from jaxengine.version import __version__
-from models.config.fields import ModelConfigError
-from models.weights.errors import ModelFileError
-from scheduler.errors import RequestError
 
 if TYPE_CHECKING:
     from jaxengine.api.llm import LLM

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from models.weights.errors import ModelFileError
+from jaxengine.models.params.errors import ModelFileError
 
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -14,14 +14,14 @@ from jaxengine.api.llm import LLM
 from jaxengine.checkpoint.model_source import open_model
 from jaxengine.commands.new_folder import new_folder
 from jaxengine.config.engine_config import ConfigError, EngineConfig
+from jaxengine.models.build import Build
+from jaxengine.models.config.hf import CONFIG_FILE, read_config_json
+from jaxengine.models.params.files import inside
+from jaxengine.models.quantization.registry import rounded
+from jaxengine.models.registry import build_model
+from jaxengine.models.weights.compress import compress
 from jaxengine.requests.sampling_params import SamplingParams
 from jaxengine.runner.open import ProgressBar
-from models.build import Build
-from models.config.hf import CONFIG_FILE, read_config_json
-from models.quantization.registry import rounded
-from models.registry import build_model
-from models.weights.compress import compress
-from models.weights.files import inside
 
 # Tokens of a text that are scored in one request.
 WINDOW = 512

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxengine._siblings import HOME
 from jaxengine.check.targets import CLOCKS, find_target, require_compiler
 from jaxengine.config.command_line import positive_int
 from jaxengine.config.engine_config import ConfigError
+from jaxengine.paths import HOME
 
-TABLE_FILE = HOME / "pallas_kernels" / "tuned_products.py"
+TABLE_FILE = HOME / "jaxengine" / "pallas_kernels" / "tuned_products.py"
 # Products of a layer of Llama 3.1 8B and 70B.
 SHAPES = "4096x6144,4096x4096,4096x28672,14336x4096,8192x10240,8192x8192,8192x57344,28672x8192"
 # Name -> dtype of the stored codes, whether there are zeros.
@@ -75,7 +75,7 @@ def _table_to_write(path: Path) -> dict[str, tuple[tuple, ...]]:
 
     Raises ConfigError if the file is not a table or cannot be written.
     """
-    from models.quantization.tuning import TABLE
+    from jaxengine.models.quantization.tuning import TABLE
 
     try:
         text = path.read_text() if path.exists() else table_text(TABLE)
@@ -101,7 +101,7 @@ def _write_whole(path: Path, text: str) -> None:
 
 
 def _problems(args: argparse.Namespace) -> list[tuple]:
-    """The problems to tune, as fields of models.quantization.tuning.Problem."""
+    """The problems to tune, as fields of jaxengine.models.quantization.tuning.Problem."""
     shapes = []
     for shape in args.shapes.split(","):
         size, _, out = shape.partition("x")

@@ -9,7 +9,7 @@ from typing import Any
 from jaxengine.config.errors import ConfigError
 from jaxengine.config.platforms import Platform
 from jaxengine.config.values import plain, whole_number
-from scheduler.buckets import Buckets
+from jaxengine.scheduler.buckets import Buckets
 
 
 @dataclass(frozen=True)

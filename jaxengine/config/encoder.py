@@ -11,7 +11,7 @@ from jaxengine.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from jaxengine.config.platforms import Platform
-    from models.config.model_config import ModelConfig
+    from jaxengine.models.config.model_config import ModelConfig
 
 # Caches of preprocessed pictures; names as in vLLM's guide to optimisation.
 OFF, PROCESSOR, KEY_REPLICATED, SHARED_MEMORY = KINDS = ("off", "processor", "key-replicated", "shared memory")

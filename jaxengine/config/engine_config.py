@@ -29,13 +29,13 @@ from jaxengine.config.speculation import SpeculativeConfig, check_speculation
 from jaxengine.config.step_tokens import step_tokens
 from jaxengine.config.structured_outputs_config import StructuredOutputsConfig
 from jaxengine.config.values import dtype_name, kind_missed, plain, read_size, whole_number
-from scheduler.buckets import Buckets
-from scheduler.config import POLICIES, SchedulerConfig
-from scheduler.token_params import MAX_LOGPROBS
-from sharding.layout import GATHER, RAGGED, MeshLayout
+from jaxengine.scheduler.buckets import Buckets
+from jaxengine.scheduler.config import POLICIES, SchedulerConfig
+from jaxengine.scheduler.token_params import MAX_LOGPROBS
+from jaxengine.sharding.layout import GATHER, RAGGED, MeshLayout
 
 if TYPE_CHECKING:
-    from models.config.model_config import ModelConfig
+    from jaxengine.models.config.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
@@ -338,8 +338,8 @@ class ResolvedConfig(EngineConfig):
 
     Attributes:
       default_seq_tokens: Platform.seq_tokens, if the size of the KV pool is left to the platform.
-      num_encoder_rows, max_encoder_patches, whole_pictures, uses_mrope: as scheduler.extensions.pictures.PictureOptions
-        has them.
+      num_encoder_rows, max_encoder_patches, whole_pictures, uses_mrope: as
+        jaxengine.scheduler.extensions.pictures.PictureOptions has them.
     """
 
     max_model_len: int = 0

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from scheduler.config import ExtensionOptions
+from jaxengine.scheduler.config import ExtensionOptions
 
 
 def extension_options(config: Any) -> tuple[ExtensionOptions, ...]:
     """Options of the capabilities that follow from a ResolvedConfig; drafts depend on grammars, too."""
     options: list[ExtensionOptions] = []
     if config.num_encoder_rows:
-        from scheduler.extensions.pictures import PictureOptions
+        from jaxengine.scheduler.extensions.pictures import PictureOptions
 
         sizes = config.num_encoder_rows, config.max_encoder_patches
         options.append(PictureOptions(*sizes, whole=config.whole_pictures, mrope=config.uses_mrope))
     if config.num_state_snapshots:
-        from scheduler.extensions.snapshots import SnapshotOptions
+        from jaxengine.scheduler.extensions.snapshots import SnapshotOptions
 
         options.append(SnapshotOptions())
     if config.enable_lora:
-        from scheduler.extensions.adapters import AdapterOptions
+        from jaxengine.scheduler.extensions.adapters import AdapterOptions
 
         options.append(AdapterOptions(config.max_loras))
     return tuple(options)

@@ -23,7 +23,7 @@ AUTO, CALIBRATE, UNIT = "auto", "calibrate", "unit"
 
 
 def kv_dtype(name: str, quantization: Any, dtype: str, platform: str) -> str:
-    """Name of the pool's dtype, as in models.cache.KVSpec.
+    """Name of the pool's dtype, as in jaxengine.models.cache.KVSpec.
 
     quantization: of the checkpoint, None for none. dtype: of the model. platform: of the kernels that read the pool.
     Raises ConfigError for codes that these kernels do not read.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jaxengine.config.errors import ConfigError
-from models.config.lora import LoraSpec
+from jaxengine.models.config.lora import LoraSpec
 
 RANKS = (8, 16, 32, 64, 128, 256)
 MAX_LORAS, MAX_CPU_LORAS = 256, 65536

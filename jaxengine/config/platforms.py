@@ -10,7 +10,7 @@ class Platform:
     """Default options of a kind of device.
 
     Attributes:
-      name: its kernels, a platform of pallas_kernels.registry.
+      name: its kernels, a platform of jaxengine.pallas_kernels.registry.
       seq_tokens: tokens per request (of max_num_seqs) that the KV pool has room for if no memory option is given; None
         to fill the share of the device's memory.
       keeps_tables: with `quantization` gguf, keep token tables quantised. TPU kernels read a matrix with the codes of

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxengine.config.errors import ConfigError
 from jaxengine.config.values import plain
-from models.config.pooler import POOLING_TYPES
+from jaxengine.models.config.pooler import POOLING_TYPES
 
 POOLING_TASKS = ("embed", "classify")
 # vLLM's other fields, with the values that have no effect here.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from models.config.pooler import Pooler
+from jaxengine.models.config.pooler import Pooler
 
 EMBED, CLASSIFY = "embed", "classify"
 NORMALIZE, SOFTMAX, SIGMOID, IDENTITY = "normalize", "softmax", "sigmoid", "identity"

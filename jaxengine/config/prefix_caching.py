@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from jaxengine.config.errors import ConfigError
 
 if TYPE_CHECKING:
-    from models.config.model_config import ModelConfig
+    from jaxengine.models.config.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
 

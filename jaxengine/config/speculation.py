@@ -10,8 +10,8 @@ from jaxengine.config.errors import ConfigError
 from jaxengine.config.values import plain, whole_number
 
 if TYPE_CHECKING:
-    from models.config.eagle3 import Eagle3Config
-    from models.config.model_config import ModelConfig
+    from jaxengine.models.config.eagle3 import Eagle3Config
+    from jaxengine.models.config.model_config import ModelConfig
 
 NAME = "speculative_config"
 NGRAM, DRAFT_MODEL, MTP, EAGLE3, GRAMMAR = "ngram", "draft_model", "mtp", "eagle3", "grammar"

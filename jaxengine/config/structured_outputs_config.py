@@ -28,7 +28,7 @@ class StructuredOutputsConfig:
       backend: "auto" or "guidance", which are the same: grammars are llguidance's.
       disable_any_whitespace: no white space between the parts of JSON, unless a request gives a pattern for it.
       disable_additional_properties: objects have only the properties that their schema lists, unless it says otherwise
-        and if that is safe (jaxengine.requests.closed_objects).
+        and if that is safe (jaxengine.requests.structured.closed_objects).
       lenient: ignore keywords that no grammar can enforce, and read oneOf as anyOf, instead of refusing.
     """
 

@@ -19,8 +19,8 @@ from jaxengine.engine.slot_rows import SlotRows
 from jaxengine.engine.stats import BucketUse, RequestStats, StepStats
 from jaxengine.engine.timeline import Timeline
 from jaxengine.runner.model_runner import ModelRunner
-from scheduler.request import FinishReason, Request, RequestStatus
-from scheduler.scheduler import Scheduler
+from jaxengine.scheduler.request import FinishReason, Request, RequestStatus
+from jaxengine.scheduler.scheduler import Scheduler
 
 # How long the loop waits for extensions when it has nothing else to do: new requests wait so long too.
 _IDLE_SECONDS = 0.005

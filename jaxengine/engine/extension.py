@@ -16,11 +16,11 @@ from jaxengine.engine.output import EngineOutput
 from jaxengine.engine.slot_rows import SlotRows
 from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.programs.pending_step import PendingStep
-from scheduler.batch import ScheduledStep, StepResult
-from scheduler.config import SchedulerConfig
-from scheduler.errors import RequestError
-from scheduler.request import FinishReason, Request
-from scheduler.scheduler import Scheduler
+from jaxengine.scheduler.batch import ScheduledStep, StepResult
+from jaxengine.scheduler.config import SchedulerConfig
+from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.request import FinishReason, Request
+from jaxengine.scheduler.scheduler import Scheduler
 
 
 class Events(NamedTuple):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from jaxengine.engine.timeline import StepRecord
 from jaxengine.runner.programs.pending_step import PendingStep
-from scheduler.batch import ScheduledStep
+from jaxengine.scheduler.batch import ScheduledStep
 
 
 @dataclass(eq=False, slots=True)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from scheduler.batch import TokenRows, TokenScores
-from scheduler.errors import RequestError
-from scheduler.request import Request
+from jaxengine.scheduler.batch import TokenRows, TokenScores
+from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.request import Request
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ import numpy as np
 from jaxengine.engine.token_bias import Forbidden, TokenBias
 from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.sampling.state import param_words
-from scheduler.batch import ScheduledStep
-from scheduler.request import Request
-from scheduler.scheduler import Scheduler
-from scheduler.token_params import BIAS, LAST_TOKEN, PENALTIES
+from jaxengine.scheduler.batch import ScheduledStep
+from jaxengine.scheduler.request import Request
+from jaxengine.scheduler.scheduler import Scheduler
+from jaxengine.scheduler.token_params import BIAS, LAST_TOKEN, PENALTIES
 
 
 class _SlotBias(NamedTuple):

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from scheduler.batch import ScheduledStep, StepResult
-from scheduler.buckets import Bucket
-from scheduler.rank import Rank
-from scheduler.request import NOT_FINITE, FinishReason, Request
+from jaxengine.scheduler.batch import ScheduledStep, StepResult
+from jaxengine.scheduler.buckets import Bucket
+from jaxengine.scheduler.rank import Rank
+from jaxengine.scheduler.request import NOT_FINITE, FinishReason, Request
 
 # Upper bounds as vLLM has them, seconds, so that its dashboards fit.
 FIRST_TOKEN_BOUNDS = (

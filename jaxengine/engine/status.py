@@ -13,8 +13,8 @@ import numpy as np
 
 from jaxengine.engine.engine import Engine
 from jaxengine.engine.metrics import Metrics
-from scheduler.request import Request
-from scheduler.scheduler import Scheduler
+from jaxengine.scheduler.request import Request
+from jaxengine.scheduler.scheduler import Scheduler
 
 MAX_CELLS = 2000
 MAX_REQUESTS = 64

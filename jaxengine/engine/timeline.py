@@ -11,11 +11,11 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from scheduler.batch import ScheduledStep, StepResult
-from scheduler.buckets import Bucket
-from scheduler.packing import StepInput
-from scheduler.request import Request
-from scheduler.scheduler import Scheduler
+from jaxengine.scheduler.batch import ScheduledStep, StepResult
+from jaxengine.scheduler.buckets import Bucket
+from jaxengine.scheduler.packing import StepInput
+from jaxengine.scheduler.request import Request
+from jaxengine.scheduler.scheduler import Scheduler
 
 NUM_STEPS = 4096
 NUM_REQUESTS = 4096

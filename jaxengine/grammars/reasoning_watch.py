@@ -11,8 +11,8 @@ from typing import Protocol
 
 import numpy as np
 
-from scheduler.errors import RequestError
-from scheduler.token_params import Grammar
+from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.token_params import Grammar
 
 
 class Vocabulary(Protocol):

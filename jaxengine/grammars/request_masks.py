@@ -22,10 +22,10 @@ import numpy as np
 from jaxengine.grammars.grammar_worker import GrammarFailure, GrammarWorker, NextMask
 from jaxengine.grammars.reasoning_watch import ReasoningWatch, Vocabulary
 from jaxengine.grammars.trials import GrammarTrials
+from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.request import FinishReason, Request
+from jaxengine.scheduler.token_params import BIAS
 from jaxengine.workers.process import wait_for_any
-from scheduler.errors import RequestError
-from scheduler.request import FinishReason, Request
-from scheduler.token_params import BIAS
 
 # A compilation is slow from here on.
 _SLOW_SECONDS = 0.25

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, deserialize
 from jaxengine.config.multimodal import MediaOptions
 from jaxengine.media import base64_pieces
 from jaxengine.media.errors import MediaError
-from scheduler.errors import show_value
+from jaxengine.scheduler.errors import show_value
 
 # Keys of embeddings and of their grid, which some families need; vLLM's.
 EMBEDS, GRID = "image_embeds", "image_grid_thw"

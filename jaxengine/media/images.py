@@ -16,8 +16,8 @@ from jaxengine.config.multimodal import MediaOptions
 from jaxengine.media.bounds import PixelBudget, TimedFile
 from jaxengine.media.errors import MediaError
 from jaxengine.media.file_types import IMAGES, described, image_type
-from models.weights.errors import ModelFileError
-from models.weights.files import open_regular
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.params.files import open_regular
 
 ALLOWED = ", ".join(IMAGES)
 # Used directly: Image.open would try every decoder, some of which start other programs.

@@ -21,7 +21,7 @@ from jaxengine.media.fetch import fetch, scheme_of
 from jaxengine.media.images import read_image
 from jaxengine.media.parts import MediaPart
 from jaxengine.media.videos import read_video
-from scheduler.errors import OverloadedError, RequestError, show_value
+from jaxengine.scheduler.errors import OverloadedError, RequestError, show_value
 
 # Limit of parts of all requests that wait for a thread. Each holds a file.
 _MAX_WAITING = 256

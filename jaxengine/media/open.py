@@ -8,8 +8,8 @@ from typing import Any
 
 from jaxengine.media.processor import MediaProcessor
 from jaxengine.media.registry import processor_for
-from models.config.hf import read_config_json
-from models.config.model_config import ModelConfig
+from jaxengine.models.config.hf import read_config_json
+from jaxengine.models.config.model_config import ModelConfig
 
 
 def open_processor(

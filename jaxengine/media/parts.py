@@ -14,7 +14,7 @@ from jaxengine.config.multimodal import IMAGE, MODALITIES, VIDEO, MediaOptions
 from jaxengine.media.embeds import EMBEDS, GivenEmbeds, given_embeds
 from jaxengine.media.errors import MediaError
 from jaxengine.media.fetch import check_source
-from scheduler.errors import RequestError, show_value
+from jaxengine.scheduler.errors import RequestError, show_value
 
 # Roles whose messages may contain pictures: the model's own answers are text.
 ROLES = ("user", "system", "developer", "tool")

@@ -7,14 +7,14 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from scheduler.errors import RequestError
+from jaxengine.scheduler.errors import RequestError
 
 
 class Processed(NamedTuple):
     """A picture or video, preprocessed for the tower.
 
     Attributes:
-      patches, columns, rows: as in scheduler.media.MediaItem.
+      patches, columns, rows: as in jaxengine.scheduler.media.MediaItem.
       num_rows: number of embeddings in the prompt.
       grid: size in patches before merging: time, height, width.
       seconds: for videos of families that use it, the time of each temporal step of the grid.
@@ -35,7 +35,7 @@ class Expanded(NamedTuple):
       token_ids: with as many placeholders for each item as it has embeddings, and the family's tokens around them.
       positions: i32[num_rows] for each item, in the order of the prompt, which `order` gives.
       order: (modality, number within the modality) of each item.
-      rope_positions, rope_delta: as in scheduler.media.Media.
+      rope_positions, rope_delta: as in jaxengine.scheduler.media.Media.
     """
 
     token_ids: list[int]

@@ -19,7 +19,7 @@ from jaxengine.media.processors.pixtral import PixtralProcessor
 from jaxengine.media.processors.qwen2_vl import Qwen2_5VLProcessor, Qwen2VLProcessor
 from jaxengine.media.processors.qwen3_vl import Qwen3VLProcessor
 from jaxengine.media.processors.smolvlm import SmolVLMProcessor
-from models.config.model_config import ModelConfig
+from jaxengine.models.config.model_config import ModelConfig
 
 
 def llava_or_pixtral(
@@ -30,7 +30,7 @@ def llava_or_pixtral(
     return kind(folder, config_json, model_config, tokenizer)
 
 
-# Keys are the class names of models.registry.MODELS.
+# Keys are the class names of jaxengine.models.registry.MODELS.
 PROCESSORS: dict[str, Callable[[Path, Mapping[str, Any], ModelConfig, Any], MediaProcessor]] = {
     "LlavaForConditionalGeneration": llava_or_pixtral,
     "LlavaNextForConditionalGeneration": LlavaNextProcessor,

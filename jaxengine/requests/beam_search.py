@@ -12,8 +12,8 @@ from typing import Any
 
 from jaxengine.requests.outputs import PositionLogprobs, RequestOutput
 from jaxengine.requests.sampling_params import SamplingParams
+from jaxengine.scheduler.errors import RequestError, show_value
 from jaxengine.tokens.tokenizer import Tokenizer
-from scheduler.errors import RequestError, show_value
 
 _MAX_PENALTY = 100.0
 

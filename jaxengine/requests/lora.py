@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from scheduler.errors import RequestError, show_value
+from jaxengine.scheduler.errors import RequestError, show_value
 
 
 @dataclass(frozen=True)

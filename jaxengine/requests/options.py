@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from scheduler.errors import RequestError, show_value
+from jaxengine.scheduler.errors import RequestError, show_value
 
 MAX_CLIENT_LENGTH = 256
 # Range of the scheduler's columns and of messages between processes.

@@ -22,8 +22,8 @@ from jaxengine.requests.outputs import (
     position_logprobs,
 )
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
+from jaxengine.scheduler.request import FinishReason, Request
 from jaxengine.tokens.tokenizer import Tokenizer
-from scheduler.request import FinishReason, Request
 
 if TYPE_CHECKING:
     from jaxengine.requests.prepared import PreparedRequest

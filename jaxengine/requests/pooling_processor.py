@@ -15,9 +15,9 @@ import numpy as np
 
 from jaxengine.engine.output import EngineOutput
 from jaxengine.requests.output_processor import TAGS
-from jaxengine.requests.pooling_outputs import STOP, PoolingOutput, PoolingRequestOutput
-from jaxengine.requests.pooling_params import PoolingRecipe
-from scheduler.request import FinishReason, Request
+from jaxengine.requests.pooling.outputs import STOP, PoolingOutput, PoolingRequestOutput
+from jaxengine.requests.pooling.params import PoolingRecipe
+from jaxengine.scheduler.request import FinishReason, Request
 
 if TYPE_CHECKING:
     from jaxengine.requests.prepared import PreparedRequest

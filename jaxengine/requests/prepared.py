@@ -8,10 +8,10 @@ from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 
-from jaxengine.requests.pooling_params import PoolingRecipe
+from jaxengine.requests.pooling.params import PoolingRecipe
 from jaxengine.requests.sampling_params import SamplingParams
-from scheduler.errors import RequestError, show_value
-from scheduler.request import Request
+from jaxengine.scheduler.errors import RequestError, show_value
+from jaxengine.scheduler.request import Request
 
 _MAX_SALT = 1024
 

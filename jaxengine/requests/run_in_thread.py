@@ -8,9 +8,9 @@ from typing import Any
 
 from jaxengine.media.parts import MediaPart
 from jaxengine.requests.inputs import InputProcessor
-from jaxengine.requests.media_inputs import DATA, OPTIONS, has_media
+from jaxengine.requests.media.inputs import DATA, OPTIONS, has_media
 from jaxengine.requests.prepared import Prompt
-from scheduler.errors import RequestError
+from jaxengine.scheduler.errors import RequestError
 
 _LONG_TEXT = 8192  # characters
 

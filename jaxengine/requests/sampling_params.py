@@ -18,9 +18,9 @@ from enum import Enum
 from numbers import Integral, Real
 from typing import Any
 
-from jaxengine.requests.structured_outputs import StructuredOutputsParams, structured_outputs
-from scheduler.errors import RequestError, show_value
-from scheduler.token_params import MAX_LOGPROBS, TokenParams
+from jaxengine.requests.structured.params import StructuredOutputsParams, structured_outputs
+from jaxengine.scheduler.errors import RequestError, show_value
+from jaxengine.scheduler.token_params import MAX_LOGPROBS, TokenParams
 
 _log = logging.getLogger(__name__)
 

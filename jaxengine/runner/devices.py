@@ -13,23 +13,23 @@ from jax.sharding import Mesh
 from jaxengine.checkpoint.model_source import ModelSource
 from jaxengine.config.engine_config import ConfigError, EngineConfig, ResolvedConfig
 from jaxengine.config.platforms import Platform
+from jaxengine.models.build import Build
+from jaxengine.models.causal_lm import CausalLM
+from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.params.declare import declared_params
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.registry import build_model, tensor_sizes
+from jaxengine.models.weights.adapters.pools import with_pools
+from jaxengine.models.weights.dummy import dummy_params
+from jaxengine.models.weights.formats.orbax import load_checkpoint
+from jaxengine.models.weights.load import load_params
 from jaxengine.runner.extensions.build import step_programs
 from jaxengine.runner.model_runner import Progress
 from jaxengine.runner.stage_runner import StageRunner
-from models.build import Build
-from models.causal_lm import CausalLM
-from models.config.fields import ModelConfigError
-from models.config.model_config import ModelConfig
-from models.registry import build_model, tensor_sizes
-from models.weights.declare import declared_params
-from models.weights.dummy import dummy_params
-from models.weights.errors import ModelFileError
-from models.weights.load import load_params
-from models.weights.lora_pools import with_pools
-from models.weights.orbax import load_checkpoint
-from sharding.layout import MESH_AXES, MeshLayout
-from sharding.mesh import make_mesh
-from sharding.stages import Stage, devices_of_stages, split_layers, stages_of
+from jaxengine.sharding.layout import MESH_AXES, MeshLayout
+from jaxengine.sharding.mesh import make_mesh
+from jaxengine.sharding.stages import Stage, devices_of_stages, split_layers, stages_of
 
 
 def choose_devices(

@@ -23,13 +23,13 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxengine.config.engine_config import ResolvedConfig
 from jaxengine.config.platforms import Platform
+from jaxengine.models.cache import Paged, State
+from jaxengine.models.causal_lm import CausalLM
 from jaxengine.runner.program import Program, shape_on
 from jaxengine.runner.programs.device_state import TokenState
 from jaxengine.runner.programs.forward_pass import ForwardPass
-from models.cache import Paged, State
-from models.causal_lm import CausalLM
-from scheduler.buckets import Bucket, Buckets
-from sharding.rules import logical_to_spec
+from jaxengine.scheduler.buckets import Bucket, Buckets
+from jaxengine.sharding.rules import logical_to_spec
 
 EVERYWHERE = PartitionSpec()
 RANKS = logical_to_spec(("batch",))

@@ -19,14 +19,12 @@ from jaxengine.config.compilation_config import CompilationConfig
 from jaxengine.config.engine_config import ConfigError, ResolvedConfig
 from jaxengine.config.kv_cache import AUTO, CALIBRATE, UNIT
 from jaxengine.config.platforms import Platform
-from jaxengine.runner.extensions.build import step_programs
-from jaxengine.runner.model_runner import ModelRunner, Progress
-from jaxengine.runner.stage_runner import StageRunner
-from models.config.model_config import ModelConfig
-from models.registry import model_for_hf
-from models.weights.errors import ModelFileError
-from models.weights.files import read_object
-from models.weights.kv_scales import (
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.params.files import read_object
+from jaxengine.models.registry import model_for_hf
+from jaxengine.models.weights.formats.orbax import load_scales
+from jaxengine.models.weights.views.kv_scales import (
     BEYOND,
     STORED_FOR,
     KVScales,
@@ -36,11 +34,13 @@ from models.weights.kv_scales import (
     scales_for,
     to_object,
 )
-from models.weights.orbax import load_scales
-from models.weights.renamed import RenamedSource
-from scheduler.request import POOLED, Request
-from scheduler.scheduler import Scheduler
-from scheduler.token_params import TokenParams
+from jaxengine.models.weights.views.renamed import RenamedSource
+from jaxengine.runner.extensions.build import step_programs
+from jaxengine.runner.model_runner import ModelRunner, Progress
+from jaxengine.runner.stage_runner import StageRunner
+from jaxengine.scheduler.request import POOLED, Request
+from jaxengine.scheduler.scheduler import Scheduler
+from jaxengine.scheduler.token_params import TokenParams
 
 logger = logging.getLogger(__name__)
 

@@ -16,6 +16,8 @@ import jax
 import numpy as np
 
 from jaxengine.config.engine_config import ResolvedConfig
+from jaxengine.models.cache import product_platform_of
+from jaxengine.models.quantization.table import weight_rows
 from jaxengine.runner.compile_watch import CompileWatch
 from jaxengine.runner.extension import Epilogue
 from jaxengine.runner.memory import MemoryPlan, StageNeeds, plan_memory, return_free_memory
@@ -33,10 +35,8 @@ from jaxengine.runner.programs.state_changes import (
 from jaxengine.runner.programs.step import Forwarded
 from jaxengine.runner.stage_runner import StageRunner
 from jaxengine.sampling.state import NEUTRAL
-from models.cache import product_platform_of
-from models.quantization.table import weight_rows
-from scheduler.buckets import Bucket
-from scheduler.packing import StepInput, delta_chunks
+from jaxengine.scheduler.buckets import Bucket
+from jaxengine.scheduler.packing import StepInput, delta_chunks
 
 Progress = Callable[[int, int, str], None]
 

@@ -18,12 +18,12 @@ from jaxengine.checkpoint.model_source import ModelSource, open_model
 from jaxengine.config.engine_config import ConfigError, EngineConfig, ResolvedConfig
 from jaxengine.config.kv_cache import is_coded
 from jaxengine.config.platforms import PLATFORMS, Platform
+from jaxengine.models.cache import platform_of
 from jaxengine.runner.devices import choose_devices, open_stages
 from jaxengine.runner.extensions.settle import item_sizes, settled
 from jaxengine.runner.kv_scales import known_scales, measure, scales_of
 from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.peers import ALONE, Peers
-from models.cache import platform_of
 
 logger = logging.getLogger(__name__)
 

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from jaxengine.models.weights.views.kv_scales import KVScales
 from jaxengine.runner.executables.cache import ExecutableCache
 from jaxengine.runner.executables.layer_chain import LEAST_TOKENS, Executable
 from jaxengine.runner.extension import StageExtension
@@ -23,9 +24,8 @@ from jaxengine.runner.programs.device_state import SlotState
 from jaxengine.runner.programs.program_needs import foresee, held_by
 from jaxengine.runner.programs.step import Forwarded
 from jaxengine.runner.programs.step_programs import StepPrograms
-from models.weights.kv_scales import KVScales
-from scheduler.buckets import Bucket
-from sharding.rules import named_sharding, part_bytes
+from jaxengine.scheduler.buckets import Bucket
+from jaxengine.sharding.rules import named_sharding, part_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sharding.collectives import gather_parts, sum_parts
-from sharding.layout import VOCAB_BLOCK
+from jaxengine.sharding.collectives import gather_parts, sum_parts
+from jaxengine.sharding.layout import VOCAB_BLOCK
 
 # Logical axis of a row's tokens.
 VOCAB = "sampled_vocab"

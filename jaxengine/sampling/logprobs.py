@@ -16,7 +16,7 @@ from jax import lax
 
 from jaxengine.sampling.fixed_order import row_counts, row_sums
 from jaxengine.sampling.top_tokens import row_extreme, take_tokens, top_tokens, vocab_size
-from sharding.collectives import any_device
+from jaxengine.sharding.collectives import any_device
 
 # Rows of logits alive at once while prompts are scored: 32 x 150k x 4 bytes = 19 MB, and enough rows to feed a matmul.
 PROMPT_BLOCK_ROWS = 32

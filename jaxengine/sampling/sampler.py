@@ -22,7 +22,7 @@ from jaxengine.sampling.logprobs import TokenLogprobs, no_logprobs, token_logpro
 from jaxengine.sampling.state import NEUTRAL, RowParams, SamplingState
 from jaxengine.sampling.token_choice import draw, draw_keys, lowest_kept
 from jaxengine.sampling.top_tokens import best_token, first_id, vocab_size
-from scheduler.token_params import BIAS, LOGPROBS, MASK, PENALTIES, RANDOM, TRUNCATION
+from jaxengine.scheduler.token_params import BIAS, LOGPROBS, MASK, PENALTIES, RANDOM, TRUNCATION
 
 
 class SamplerFlags(NamedTuple):
@@ -48,7 +48,7 @@ FLAG_FEATURES = {
 
 
 def flags_of(features: jax.Array) -> SamplerFlags:
-    """The flags of a batch; features: i32[], the union of what its requests need (scheduler.token_params)."""
+    """The flags of a batch; features: i32[], the union of what its requests need (jaxengine.scheduler.token_params)."""
     return SamplerFlags(**{flag: features & feature > 0 for flag, feature in FLAG_FEATURES.items()})
 
 

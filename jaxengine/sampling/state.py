@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from jaxengine.sampling.top_tokens import first_id
-from scheduler.token_params import TokenParams
+from jaxengine.scheduler.token_params import TokenParams
 
 _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 

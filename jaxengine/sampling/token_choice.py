@@ -19,7 +19,7 @@ from jax import lax
 
 from jaxengine.sampling.fixed_order import row_counts, row_sums, running_sums
 from jaxengine.sampling.top_tokens import best_token, first_id, first_true, row_extreme, top_values, vocab_size
-from sharding.collectives import any_device
+from jaxengine.sharding.collectives import any_device
 
 # Best tokens looked at before a threshold is searched for among all: most nuclei and every usual top_k fit in.
 NUM_CANDIDATES = 128

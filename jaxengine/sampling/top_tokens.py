@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxengine.sampling.fixed_order import VOCAB
-from sharding.collectives import gather_parts, num_shards, shard_index, sum_parts
+from jaxengine.sharding.collectives import gather_parts, num_shards, shard_index, sum_parts
 
 # Block of `best_token`: its row maxima are few, and one block is a cheap read.
 _BLOCK = 64

@@ -10,8 +10,8 @@ from typing import Any
 from jaxengine.api.adapters import load_adapter
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.config.errors import ConfigError
+from jaxengine.scheduler.errors import RequestError, show_value
 from jaxengine.server.options import ServerConfig
-from scheduler.errors import RequestError, show_value
 
 
 def read_modules(modules: tuple[str, ...]) -> list[tuple[str, str]]:

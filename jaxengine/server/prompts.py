@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxengine.requests.inputs import InputProcessor
+from jaxengine.scheduler.errors import RequestError, show_value
 from jaxengine.server.workers import Workers
-from scheduler.errors import RequestError, show_value
 
 MAX_DETOKENIZE = 1 << 18  # token ids; a tenth of a second of work that blocks everything else
 _LONG_TEXT = 10_000  # characters; a few milliseconds of work

@@ -36,9 +36,9 @@ from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import RequestOutput
 from jaxengine.requests.prepared import Prompt
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
+from jaxengine.scheduler.errors import OverloadedError, RequestError
 from jaxengine.server.http.app import create_app
 from jaxengine.server.options import ServerConfig
-from scheduler.errors import OverloadedError, RequestError
 
 
 @dataclasses.dataclass(frozen=True)

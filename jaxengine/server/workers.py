@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
-from scheduler.errors import OverloadedError
+from jaxengine.scheduler.errors import OverloadedError
 
 # Calls that may wait for a thread. Each holds a request's body or its texts.
 _MAX_WAITING = 256

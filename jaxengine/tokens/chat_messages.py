@@ -12,8 +12,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from jaxengine.scheduler.errors import RequestError
 from jaxengine.tokens.cut_json import read_cut_json
-from scheduler.errors import RequestError
 
 MAX_DEPTH = 32
 # Types of content parts other than text, named as in templates. They have no other keys.

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jaxengine.scheduler.errors import RequestError
 from jaxengine.tokens import chat_sandbox
 from jaxengine.tokens.chat_messages import Message, checked_messages, kind, plain, ways_to_write
 from jaxengine.tokens.content_format import with_contents
 from jaxengine.tokens.template_renderer import BadTemplate, ConversationRefused, TemplateFailure, TemplateRenderer
-from scheduler.errors import RequestError
 
 ROLE_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 # Names that have a meaning in templates or in the calls that lead to them. In another server, requests that set them

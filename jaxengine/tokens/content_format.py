@@ -15,9 +15,9 @@ from typing import Any
 import jinja2
 from jinja2 import nodes
 
+from jaxengine.scheduler.errors import RequestError
 from jaxengine.tokens import chat_sandbox
 from jaxengine.tokens.chat_messages import MEDIA_TYPES, Message
-from scheduler.errors import RequestError
 
 _CONTENT = "content"
 _IMAGE, _VIDEO = MEDIA_TYPES

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from jaxengine.models.params.errors import ModelFileError
 from jaxengine.tokens.special_tokens import SpecialTokens
-from models.weights.errors import ModelFileError
 
 # tokenizer.ggml.token_type
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)

@@ -11,10 +11,10 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.params.files import MAX_JSON_BYTES, read_object, read_text
 from jaxengine.tokens.rust_errors import rust_errors
 from jaxengine.tokens.special_tokens import SpecialTokens
-from models.weights.errors import ModelFileError
-from models.weights.files import MAX_JSON_BYTES, read_object, read_text
 
 MAX_TOKENIZER_BYTES = 1 << 28
 MAX_TURN_ENDS = 1024

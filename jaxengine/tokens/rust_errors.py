@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from models.weights.errors import ModelFileError
+from jaxengine.models.params.errors import ModelFileError
 
 
 def is_panic(error: BaseException) -> bool:

@@ -12,9 +12,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from jaxengine.scheduler.errors import OverloadedError
 from jaxengine.tokens.template_worker import Answer, Refused, Render, Rendered, packed, unpacked
 from jaxengine.workers.process import WorkerProcess
-from scheduler.errors import OverloadedError
 
 # Limits of rendering a conversation, and of waiting for a worker; normal templates take milliseconds.
 RENDER_SECONDS = 5.0

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 import tokenizers.decoders
 
+from jaxengine.scheduler.errors import RequestError
 from jaxengine.tokens.chat_template import ROLE_TOKENS, render_chat
 from jaxengine.tokens.gguf_tokenizer import build_tokenizer, chat_template_of, special_tokens
 from jaxengine.tokens.hf_tokenizer import read_hf_tokenizer
 from jaxengine.tokens.rust_errors import is_panic, rust_errors
 from jaxengine.tokens.special_tokens import SpecialTokens
 from jaxengine.tokens.template_renderer import TemplateRenderer
-from scheduler.errors import RequestError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

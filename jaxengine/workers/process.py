@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from jaxengine._siblings import HOME
+from jaxengine.paths import HOME
 from jaxengine.workers.frames import Frames, frame
 
 # Imports the same sources as this process, whatever else is installed, and nothing from the caller's folder (-P).

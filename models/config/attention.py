@@ -8,9 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from models.config.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN, MAX_INTEGER, ModelConfigError, check_size
-from models.config.rope import Rope
-from models.config.state import LayerState
+from jaxengine.models.config.fields import (
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_HIDDEN,
+    MAX_INTEGER,
+    ModelConfigError,
+    check_size,
+)
+from jaxengine.models.config.rope import Rope
+from jaxengine.models.config.state import LayerState
 
 
 @dataclass(frozen=True)

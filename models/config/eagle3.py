@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from models.config.fields import MAX_LAYERS, ConfigFields, ModelConfigError
-from models.config.hf import hf_architecture
-from models.config.model_config import ModelConfig
+from jaxengine.models.config.fields import MAX_LAYERS, ConfigFields, ModelConfigError
+from jaxengine.models.config.hf import hf_architecture
+from jaxengine.models.config.model_config import ModelConfig
 
 # Architectures of heads as named by their authors, SpecForge and vLLM; the first is that of the target.
 ARCHITECTURES = ("LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")

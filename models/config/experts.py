@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from models.config.fields import MAX_EXPERTS, MAX_INTERMEDIATE, ModelConfigError, check_size
+from jaxengine.models.config.fields import MAX_EXPERTS, MAX_INTERMEDIATE, ModelConfigError, check_size
 
 SCORING_FUNCS = ("softmax", "sigmoid")
 

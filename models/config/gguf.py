@@ -1,6 +1,6 @@
 """GGUF metadata to the fields of a ModelConfig.
 
-Owns the key names of the GGUF specification (ggml/docs/gguf.md). Tensors are read in models/weights/gguf.py.
+Owns the key names of the GGUF specification (ggml/docs/gguf.md). Tensors are read in models/weights/gguf/file.py.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from models.config.attention import LayerAttention
-from models.config.experts import ExpertsConfig
-from models.config.fields import ConfigFields, ModelConfigError
-from models.config.rope import Rope, RopeScaling
+from jaxengine.models.config.attention import LayerAttention
+from jaxengine.models.config.experts import ExpertsConfig
+from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.models.config.rope import Rope, RopeScaling
 
 MIXTRAL = "llama with experts"
 DEEPSEEK_V3 = "deepseek2 with sigmoid scores"

@@ -6,8 +6,8 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from models.config.attention import Latent
-from models.config.gguf import GGUFConfig, gguf_fields
+from jaxengine.models.config.attention import Latent
+from jaxengine.models.config.gguf import GGUFConfig, gguf_fields
 
 
 def gguf_latent_fields(gguf: GGUFConfig, **options: Any) -> dict[str, Any]:

@@ -10,11 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from models.config.attention import LayerAttention
-from models.config.fields import ConfigFields, ModelConfigError
-from models.config.rope import Rope, RopeScaling
-from models.weights.errors import ModelFileError
-from models.weights.files import read_object
+from jaxengine.models.config.attention import LayerAttention
+from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.models.config.rope import Rope, RopeScaling
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.params.files import read_object
 
 CONFIG_FILE = "config.json"
 # ModelOpt's file of quantization settings, read where config.json has none.

@@ -6,9 +6,9 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from models.config.attention import Latent
-from models.config.fields import ConfigFields
-from models.config.hf import hf_fields, read_rope
+from jaxengine.models.config.attention import Latent
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.hf import hf_fields, read_rope
 
 
 def hf_latent_fields(fields: ConfigFields, *, interleaved: bool = True, **options: Any) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from models.config.attention import LayerAttention
-from models.config.experts import ExpertsConfig
-from models.config.fields import (
+from jaxengine.models.config.attention import LayerAttention
+from jaxengine.models.config.experts import ExpertsConfig
+from jaxengine.models.config.fields import (
     MAX_ALL_EXPERTS,
     MAX_HIDDEN,
     MAX_INTERMEDIATE,
@@ -22,8 +22,8 @@ from models.config.fields import (
     ModelConfigError,
     check_size,
 )
-from models.config.pooler import Pooler
-from models.config.tower import TowerConfig
+from jaxengine.models.config.pooler import Pooler
+from jaxengine.models.config.tower import TowerConfig
 
 _MAXIMA = {
     "vocab_size": MAX_VOCAB,
@@ -55,8 +55,8 @@ class ModelConfig:
     `multipliers` are for families with more of them. `rms_norm_eps` is that of all norms, of whatever kind. A
     checkpoint may have `num_nextn_predict_layers` layers after the last that predict further tokens. `pooler` is None
     for a model that generates. Token ids are None or empty where the checkpoint names none. `quantization` maps names
-    of checkpoint modules to the storage of their matrices (models.quantization.rules.Quantization); None for plain
-    weights. `tower` is the vision tower; None for a model without, or for one that is served without it.
+    of checkpoint modules to the storage of their matrices (jaxengine.models.quantization.rules.Quantization); None for
+    plain weights. `tower` is the vision tower; None for a model without, or for one that is served without it.
     """
 
     architecture: str

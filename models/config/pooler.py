@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from models.config.fields import ModelConfigError
+from jaxengine.models.config.fields import ModelConfigError
 
 LAST, MEAN, CLS = "LAST", "MEAN", "CLS"
 POOLING_TYPES = (LAST, MEAN, CLS)

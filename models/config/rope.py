@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from models.config.fields import MAX_HEAD_DIM, ConfigFields, ModelConfigError
+from jaxengine.models.config.fields import MAX_HEAD_DIM, ConfigFields, ModelConfigError
 
 ROPE_TYPES = ("linear", "llama3", "yarn", "longrope", "factors")
 

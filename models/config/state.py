@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from models.config.fields import (
+from jaxengine.models.config.fields import (
     MAX_HEAD_DIM,
     MAX_HEADS,
     MAX_HIDDEN,
@@ -29,7 +29,7 @@ class StateArray(NamedTuple):
     Attributes:
       shape: global shape, over all devices that share it.
       dtype: None for that of activations.
-      axes: logical axes, as in sharding.rules.
+      axes: logical axes, as in jaxengine.sharding.rules.
       parts: most parts into which the split axis can be split; further devices have copies. None for no limit.
     """
 

@@ -39,5 +39,5 @@ class TowerConfig:
         return ()
 
     def make(self, hidden_size: int, build: Any) -> Any:
-        """Build the tower, a flax.nnx module, for a model of this hidden size and a models.build.Build."""
+        """Build the tower, a flax.nnx module, for a model of this hidden size and a jaxengine.models.build.Build."""
         raise NotImplementedError(f"{type(self).__name__} is no tower of its own")

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.build import Build
-from models.config.fields import ConfigFields
-from models.config.hf import Activation, hf_fields
-from models.families.llama import LAYER, LlamaForCausalLM, LlamaLayer
-from models.layers.mlp import MLP
-from models.weights.declare import ParamDecl, Source, declare
-from models.weights.source import CheckpointNames
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.hf import Activation, hf_fields
+from jaxengine.models.families.llama import LAYER, LlamaForCausalLM, LlamaLayer
+from jaxengine.models.layers.mlp import MLP
+from jaxengine.models.params.declare import ParamDecl, Source, declare
+from jaxengine.models.params.source import CheckpointNames
 
 BETA, EPS = 0.5, -1e-6
 # What transformers takes for a file that says nothing of rope.

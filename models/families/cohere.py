@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.build import Build
-from models.config.fields import ConfigFields
-from models.config.hf import hf_fields, read_head_dim, read_rope
-from models.families.cohere2 import Cohere2ForCausalLM
-from models.families.llama import LAYER
-from models.layers.attention import Attention, head_copies
-from models.layers.norm import rms_normalized
-from models.weights.declare import ParamDecl, Source, declare
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.hf import hf_fields, read_head_dim, read_rope
+from jaxengine.models.families.cohere2 import Cohere2ForCausalLM
+from jaxengine.models.families.llama import LAYER
+from jaxengine.models.layers.attention import Attention, head_copies
+from jaxengine.models.layers.norm import rms_normalized
+from jaxengine.models.params.declare import ParamDecl, Source, declare
 
 
 class PerHeadLayerNorm(nnx.Module):

@@ -9,15 +9,15 @@ from typing import Any, ClassVar
 import jax
 from flax import nnx
 
-from models.build import Build
-from models.config.fields import ConfigFields
-from models.config.gguf import GGUFConfig, gguf_fields, gguf_sliding
-from models.config.hf import hf_fields, layer_kinds, read_head_dim, read_rope, windows_by_kind
-from models.config.model_config import ModelConfig
-from models.families.llama import LAYER, LlamaForCausalLM
-from models.layers.attention import LayerPages, StepInputs
-from models.layers.norm import UnbiasedLayerNorm
-from pallas_kernels.kv.pages import KVPages
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.gguf import GGUFConfig, gguf_fields, gguf_sliding
+from jaxengine.models.config.hf import hf_fields, layer_kinds, read_head_dim, read_rope, windows_by_kind
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
+from jaxengine.models.layers.attention import LayerPages, StepInputs
+from jaxengine.models.layers.norm import UnbiasedLayerNorm
+from jaxengine.pallas_kernels.kv.pages import KVPages
 
 DEFAULTS: dict[str, Any] = {
     "layer_norm_eps": 1e-5,

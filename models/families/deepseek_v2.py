@@ -8,15 +8,15 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from flax import nnx
 
-from models.build import Build
-from models.config.experts import ExpertsConfig
-from models.config.fields import ConfigFields
-from models.config.gguf import GGUFConfig, gguf_shared_experts
-from models.config.gguf_latent import gguf_latent_fields
-from models.config.hf_latent import hf_latent_fields
-from models.families.llama import LAYER, LlamaForCausalLM
-from models.layers.mla import LatentAttention
-from models.layers.moe import MixtureOfExperts
+from jaxengine.models.build import Build
+from jaxengine.models.config.experts import ExpertsConfig
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.gguf import GGUFConfig, gguf_shared_experts
+from jaxengine.models.config.gguf_latent import gguf_latent_fields
+from jaxengine.models.config.hf_latent import hf_latent_fields
+from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
+from jaxengine.models.layers.mla import LatentAttention
+from jaxengine.models.layers.moe import MixtureOfExperts
 
 
 class DeepseekV2ForCausalLM(LlamaForCausalLM):

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from models.config.fields import ConfigFields
-from models.config.gguf import DEEPSEEK_V3, GGUFConfig, gguf_shared_experts
-from models.config.gguf_latent import gguf_latent_fields
-from models.config.hf_latent import hf_latent_fields
-from models.families.deepseek_v2 import DeepseekV2ForCausalLM
-from models.families.glm4_moe import sigmoid_experts
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.gguf import DEEPSEEK_V3, GGUFConfig, gguf_shared_experts
+from jaxengine.models.config.gguf_latent import gguf_latent_fields
+from jaxengine.models.config.hf_latent import hf_latent_fields
+from jaxengine.models.families.deepseek_v2 import DeepseekV2ForCausalLM
+from jaxengine.models.families.glm4_moe import sigmoid_experts
 
 
 class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):

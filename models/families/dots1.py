@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from models.config.fields import ConfigFields
-from models.config.gguf import GGUFConfig, gguf_fields, gguf_shared_experts
-from models.config.hf import hf_fields, layer_kinds, windows_by_kind
-from models.families.glm4_moe import sigmoid_experts
-from models.families.qwen3_moe import Qwen3MoeForCausalLM
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.gguf import GGUFConfig, gguf_fields, gguf_shared_experts
+from jaxengine.models.config.hf import hf_fields, layer_kinds, windows_by_kind
+from jaxengine.models.families.glm4_moe import sigmoid_experts
+from jaxengine.models.families.qwen3_moe import Qwen3MoeForCausalLM
 
 
 class Dots1ForCausalLM(Qwen3MoeForCausalLM):

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from models.config.fields import ConfigFields
-from models.config.gguf import GGUFConfig, gguf_fields
-from models.config.hf import hf_fields, read_head_dim, read_rope
-from models.families.llama import LlamaForCausalLM
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.gguf import GGUFConfig, gguf_fields
+from jaxengine.models.config.hf import hf_fields, read_head_dim, read_rope
+from jaxengine.models.families.llama import LlamaForCausalLM
 
 HEAD_DIM = 128
 

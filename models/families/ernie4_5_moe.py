@@ -8,15 +8,15 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from flax import nnx
 
-from models.build import Build
-from models.config.experts import ExpertsConfig
-from models.config.fields import ConfigFields
-from models.config.hf import hf_fields, read_head_dim, read_rope
-from models.families.llama import LAYER
-from models.families.qwen3_moe import Qwen3MoeForCausalLM
-from models.layers.moe import ExpertNames, MixtureOfExperts
-from models.weights.declare import ParamDecl, Source, declare
-from models.weights.source import CheckpointNames
+from jaxengine.models.build import Build
+from jaxengine.models.config.experts import ExpertsConfig
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.hf import hf_fields, read_head_dim, read_rope
+from jaxengine.models.families.llama import LAYER
+from jaxengine.models.families.qwen3_moe import Qwen3MoeForCausalLM
+from jaxengine.models.layers.moe import ExpertNames, MixtureOfExperts
+from jaxengine.models.params.declare import ParamDecl, Source, declare
+from jaxengine.models.params.source import CheckpointNames
 
 
 class ErnieExperts(MixtureOfExperts):

@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 
 from flax import nnx
 
-from models.build import Build
-from models.config.fields import ConfigFields
-from models.config.gguf import GGUFConfig, gguf_fields, gguf_sliding
-from models.config.hf import SLIDING, hf_fields, layer_kinds, read_head_dim, read_rope, windows_by_kind
-from models.families.llama import LlamaForCausalLM
-from models.families.olmo2 import PostNormLayer
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.gguf import GGUFConfig, gguf_fields, gguf_sliding
+from jaxengine.models.config.hf import SLIDING, hf_fields, layer_kinds, read_head_dim, read_rope, windows_by_kind
+from jaxengine.models.families.llama import LlamaForCausalLM
+from jaxengine.models.families.olmo2 import PostNormLayer
 
 
 class Exaone4ForCausalLM(LlamaForCausalLM):

@@ -9,20 +9,20 @@ from typing import Any, ClassVar
 import jax
 from flax import nnx
 
-from models.build import Build
-from models.cache import StateRows
-from models.config.fields import ConfigFields
-from models.config.hf import hf_fields
-from models.config.model_config import ModelConfig, Multipliers
-from models.config.state import StateSpace, read_state_space
-from models.families.llama import LAYER, LlamaForCausalLM
-from models.layers.attention import Attention, LayerPages, StepInputs
-from models.layers.mamba2 import Mamba2, States
-from models.layers.mlp import GatedMLP, ScaledSilu
-from models.layers.norm import RMSNorm
-from models.layers.scale import scaled
-from models.weights.source import CheckpointNames
-from pallas_kernels.kv.pages import KVPages
+from jaxengine.models.build import Build
+from jaxengine.models.cache import StateRows
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.hf import hf_fields
+from jaxengine.models.config.model_config import ModelConfig, Multipliers
+from jaxengine.models.config.state import StateSpace, read_state_space
+from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
+from jaxengine.models.layers.attention import Attention, LayerPages, StepInputs
+from jaxengine.models.layers.mamba2 import Mamba2, States
+from jaxengine.models.layers.mlp import GatedMLP, ScaledSilu
+from jaxengine.models.layers.norm import RMSNorm
+from jaxengine.models.layers.scale import scaled
+from jaxengine.models.params.source import CheckpointNames
+from jaxengine.pallas_kernels.kv.pages import KVPages
 
 NUM_PROJECTED = 5  # parts of what Mamba-2 projects
 

@@ -7,13 +7,13 @@ from typing import Any, ClassVar
 
 from flax import nnx
 
-from models.build import Build
-from models.config.fields import ConfigFields
-from models.config.gguf import GGUFConfig, gguf_fields
-from models.config.hf import Activation, hf_fields
-from models.families.gemma2 import Gemma2ForCausalLM
-from models.families.llama import LAYER, LlamaLayer
-from models.layers.mlp import GatedMLP, gelu_tanh
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.gguf import GGUFConfig, gguf_fields
+from jaxengine.models.config.hf import Activation, hf_fields
+from jaxengine.models.families.gemma2 import Gemma2ForCausalLM
+from jaxengine.models.families.llama import LAYER, LlamaLayer
+from jaxengine.models.layers.mlp import GatedMLP, gelu_tanh
 
 
 class GemmaForCausalLM(Gemma2ForCausalLM):

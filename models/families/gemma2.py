@@ -10,17 +10,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.build import Build
-from models.config.fields import ConfigFields
-from models.config.gguf import GGUFConfig, gguf_fields, gguf_sliding
-from models.config.hf import Activation, hf_fields, layer_kinds, windows_by_kind
-from models.config.model_config import ModelConfig
-from models.families.llama import LAYER
-from models.layers.attention import Attention, LayerPages, StepInputs
-from models.layers.decoder import Decoder
-from models.layers.mlp import GatedMLP, gelu_tanh
-from models.layers.norm import OffsetRMSNorm
-from pallas_kernels.kv.pages import KVPages
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.gguf import GGUFConfig, gguf_fields, gguf_sliding
+from jaxengine.models.config.hf import Activation, hf_fields, layer_kinds, windows_by_kind
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.families.llama import LAYER
+from jaxengine.models.layers.attention import Attention, LayerPages, StepInputs
+from jaxengine.models.layers.decoder import Decoder
+from jaxengine.models.layers.mlp import GatedMLP, gelu_tanh
+from jaxengine.models.layers.norm import OffsetRMSNorm
+from jaxengine.pallas_kernels.kv.pages import KVPages
 
 
 class Gemma2Layer(nnx.Module):

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 from flax import nnx
 
-from models.build import Build
-from models.config.fields import ConfigFields
-from models.config.gguf import GGUFConfig, gguf_fields, gguf_sliding
-from models.config.hf import (
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.gguf import GGUFConfig, gguf_fields, gguf_sliding
+from jaxengine.models.config.hf import (
     Activation,
     hf_fields,
     layer_kinds,
@@ -20,14 +20,14 @@ from models.config.hf import (
     text_fields,
     windows_by_kind,
 )
-from models.config.rope import Rope
-from models.families.gemma2 import Gemma2ForCausalLM, gguf_scale, read_cap
-from models.families.llama import LAYER
-from models.families.llava import NAMES
-from models.layers.attention import QK_NORMS, Attention
-from models.layers.norm import OffsetRMSNorm
-from models.vision.gemma3 import read_gemma3
-from models.weights.source import CheckpointNames
+from jaxengine.models.config.rope import Rope
+from jaxengine.models.families.gemma2 import Gemma2ForCausalLM, gguf_scale, read_cap
+from jaxengine.models.families.llama import LAYER
+from jaxengine.models.families.llava import NAMES
+from jaxengine.models.layers.attention import QK_NORMS, Attention
+from jaxengine.models.layers.norm import OffsetRMSNorm
+from jaxengine.models.params.source import CheckpointNames
+from jaxengine.models.vision.gemma3 import read_gemma3
 
 # What transformers takes for fields that a file lacks; published files of the models that see lack most of them.
 DEFAULTS: dict[str, Any] = {

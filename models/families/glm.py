@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 
 from flax import nnx
 
-from models.build import Build
-from models.config.fields import ConfigFields
-from models.config.hf import hf_fields, read_head_dim, read_rope
-from models.families.llama import LAYER, LlamaForCausalLM
-from models.layers.mlp import GatedMLP
-from models.weights.declare import parts_of
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.hf import hf_fields, read_head_dim, read_rope
+from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
+from jaxengine.models.layers.mlp import GatedMLP
+from jaxengine.models.params.declare import parts_of
 
 HEAD_DIM = 128
 EOS = [151329, 151336, 151338]

@@ -7,14 +7,14 @@ from typing import Any, ClassVar
 import jax
 from flax import nnx
 
-from models.build import Build
-from models.config.gguf import GGUFConfig, gguf_fields
-from models.config.model_config import ModelConfig
-from models.families.glm import GlmForCausalLM
-from models.families.llama import LAYER, LlamaLayer
-from models.layers.attention import LayerPages, StepInputs
-from models.layers.norm import RMSNorm
-from pallas_kernels.kv.pages import KVPages
+from jaxengine.models.build import Build
+from jaxengine.models.config.gguf import GGUFConfig, gguf_fields
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.families.glm import GlmForCausalLM
+from jaxengine.models.families.llama import LAYER, LlamaLayer
+from jaxengine.models.layers.attention import LayerPages, StepInputs
+from jaxengine.models.layers.norm import RMSNorm
+from jaxengine.pallas_kernels.kv.pages import KVPages
 
 
 class Glm4Layer(LlamaLayer):

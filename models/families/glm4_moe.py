@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from models.config.experts import ExpertsConfig
-from models.config.fields import ConfigFields
-from models.config.hf import hf_fields
-from models.families.qwen3_moe import Qwen3MoeForCausalLM
+from jaxengine.models.config.experts import ExpertsConfig
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.hf import hf_fields
+from jaxengine.models.families.qwen3_moe import Qwen3MoeForCausalLM
 
 
 class Glm4MoeForCausalLM(Qwen3MoeForCausalLM):

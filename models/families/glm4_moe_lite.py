@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from models.config.fields import ConfigFields
-from models.families.deepseek_v3 import DeepseekV3ForCausalLM
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.families.deepseek_v3 import DeepseekV3ForCausalLM
 
 
 class Glm4MoeLiteForCausalLM(DeepseekV3ForCausalLM):

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from models.config.fields import ConfigFields
-from models.config.hf import text_fields
-from models.families.glm4 import Glm4ForCausalLM
-from models.families.qwen2_vl import QWEN_NAMES, with_sight, without_mrope
-from models.vision.glm4v import read_glm4v
-from models.weights.source import CheckpointNames
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.hf import text_fields
+from jaxengine.models.families.glm4 import Glm4ForCausalLM
+from jaxengine.models.families.qwen2_vl import QWEN_NAMES, with_sight, without_mrope
+from jaxengine.models.params.source import CheckpointNames
+from jaxengine.models.vision.glm4v import read_glm4v
 
 
 class Glm4vForConditionalGeneration(Glm4ForCausalLM):

@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.build import Build
-from models.config.experts import ExpertsConfig
-from models.config.fields import ConfigFields, ModelConfigError
-from models.config.gguf import EXPERT_SIZE, GGUFConfig, gguf_experts, gguf_fields, gguf_sliding
-from models.config.hf import hf_fields, layer_kinds, windows_by_kind
-from models.families.llama import LAYER, LlamaForCausalLM
-from models.layers.moe import ExpertNames, MixtureOfExperts
-from models.weights.source import CheckpointNames, StackedExperts
+from jaxengine.models.build import Build
+from jaxengine.models.config.experts import ExpertsConfig
+from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.models.config.gguf import EXPERT_SIZE, GGUFConfig, gguf_experts, gguf_fields, gguf_sliding
+from jaxengine.models.config.hf import hf_fields, layer_kinds, windows_by_kind
+from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
+from jaxengine.models.layers.moe import ExpertNames, MixtureOfExperts
+from jaxengine.models.params.source import CheckpointNames, StackedExperts
 
 
 class GptOssForCausalLM(LlamaForCausalLM):

@@ -8,18 +8,18 @@ from typing import Any, ClassVar
 
 from flax import nnx
 
-from models.build import Build
-from models.config.experts import ExpertsConfig
-from models.config.fields import ConfigFields
-from models.config.hf import FULL, hf_fields, read_head_dim, read_rope
-from models.config.state import StateSpace, read_state_space
-from models.families.granite import GraniteForCausalLM, granite_multipliers
-from models.families.llama import LAYER
-from models.layers.mamba2 import Mamba2
-from models.layers.mlp import GatedMLP
-from models.layers.moe import ExpertNames, MixtureOfExperts
-from models.weights.declare import Source, parts_of
-from models.weights.source import CheckpointNames, StackedExperts
+from jaxengine.models.build import Build
+from jaxengine.models.config.experts import ExpertsConfig
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.hf import FULL, hf_fields, read_head_dim, read_rope
+from jaxengine.models.config.state import StateSpace, read_state_space
+from jaxengine.models.families.granite import GraniteForCausalLM, granite_multipliers
+from jaxengine.models.families.llama import LAYER
+from jaxengine.models.layers.mamba2 import Mamba2
+from jaxengine.models.layers.mlp import GatedMLP
+from jaxengine.models.layers.moe import ExpertNames, MixtureOfExperts
+from jaxengine.models.params.declare import Source, parts_of
+from jaxengine.models.params.source import CheckpointNames, StackedExperts
 
 # What transformers 4 and 5 call the kinds of layers.
 MAMBA = {"mamba": True, "linear_attention": True, "attention": False, FULL: False}

@@ -8,14 +8,14 @@ from typing import Any, ClassVar
 import jax
 from flax import nnx
 
-from models.build import Build
-from models.config.attention import LayerAttention
-from models.config.fields import ConfigFields
-from models.config.gguf import GGUFConfig, gguf_fields
-from models.config.hf import hf_fields, read_head_dim
-from models.families.llama import LAYER, LlamaForCausalLM
-from models.layers.attention import Attention, StepInputs
-from models.layers.norm import RMSNorm
+from jaxengine.models.build import Build
+from jaxengine.models.config.attention import LayerAttention
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.gguf import GGUFConfig, gguf_fields
+from jaxengine.models.config.hf import hf_fields, read_head_dim
+from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
+from jaxengine.models.layers.attention import Attention, StepInputs
+from jaxengine.models.layers.norm import RMSNorm
 
 
 class NormAfterRope(Attention):

@@ -8,18 +8,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.build import Build
-from models.config.experts import ExpertsConfig
-from models.config.fields import MAX_POSITIONS, ConfigFields
-from models.config.gguf import EXPERT_SIZE, GGUFConfig, gguf_experts, gguf_fields
-from models.config.hf import hf_fields, read_head_dim, read_rope
-from models.config.rope import Rope
-from models.families.llama import LAYER
-from models.families.qwen3_moe import Qwen3MoeForCausalLM
-from models.layers.attention import Attention, StepInputs
-from models.layers.moe import ExpertNames, MixtureOfExperts
-from models.layers.norm import RMSNorm
-from models.layers.rope import apply_rope
+from jaxengine.models.build import Build
+from jaxengine.models.config.experts import ExpertsConfig
+from jaxengine.models.config.fields import MAX_POSITIONS, ConfigFields
+from jaxengine.models.config.gguf import EXPERT_SIZE, GGUFConfig, gguf_experts, gguf_fields
+from jaxengine.models.config.hf import hf_fields, read_head_dim, read_rope
+from jaxengine.models.config.rope import Rope
+from jaxengine.models.families.llama import LAYER
+from jaxengine.models.families.qwen3_moe import Qwen3MoeForCausalLM
+from jaxengine.models.layers.attention import Attention, StepInputs
+from jaxengine.models.layers.moe import ExpertNames, MixtureOfExperts
+from jaxengine.models.layers.norm import RMSNorm
+from jaxengine.models.layers.rope import apply_rope
 
 
 class HunyuanAttention(Attention):

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from models.config.fields import ConfigFields
-from models.families.llama import LlamaForCausalLM
-from models.families.llava import NAMES, read_text
-from models.vision.internvl import read_internvl
-from models.weights.source import CheckpointNames
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.families.llama import LlamaForCausalLM
+from jaxengine.models.families.llava import NAMES, read_text
+from jaxengine.models.params.source import CheckpointNames
+from jaxengine.models.vision.internvl import read_internvl
 
 
 class InternVLForConditionalGeneration(LlamaForCausalLM):

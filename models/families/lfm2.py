@@ -8,19 +8,19 @@ from typing import Any, ClassVar
 
 from flax import nnx
 
-from models.build import Build
-from models.config.experts import ExpertsConfig
-from models.config.fields import ConfigFields
-from models.config.hf import FULL, hf_fields
-from models.config.state import ShortConvolution
-from models.families.llama import LAYER, LlamaForCausalLM, LlamaLayer
-from models.layers.attention import Attention
-from models.layers.mlp import GatedMLP
-from models.layers.moe import ExpertNames, MixtureOfExperts
-from models.layers.norm import RMSNorm
-from models.layers.short_conv import ShortConv
-from models.weights.declare import Source
-from models.weights.source import CheckpointNames
+from jaxengine.models.build import Build
+from jaxengine.models.config.experts import ExpertsConfig
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.hf import FULL, hf_fields
+from jaxengine.models.config.state import ShortConvolution
+from jaxengine.models.families.llama import LAYER, LlamaForCausalLM, LlamaLayer
+from jaxengine.models.layers.attention import Attention
+from jaxengine.models.layers.mlp import GatedMLP
+from jaxengine.models.layers.moe import ExpertNames, MixtureOfExperts
+from jaxengine.models.layers.norm import RMSNorm
+from jaxengine.models.layers.short_conv import ShortConv
+from jaxengine.models.params.declare import Source
+from jaxengine.models.params.source import CheckpointNames
 
 CONV = "conv"
 MLP = f"{LAYER}.feed_forward"

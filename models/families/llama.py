@@ -10,15 +10,15 @@ from typing import Any, ClassVar
 import jax
 from flax import nnx
 
-from models.build import Build
-from models.config.fields import ConfigFields
-from models.config.hf import hf_fields
-from models.config.model_config import ModelConfig
-from models.layers.attention import Attention, LayerPages, StepInputs
-from models.layers.decoder import Decoder
-from models.layers.mlp import GatedMLP
-from models.layers.norm import NormClass, RMSNorm
-from pallas_kernels.kv.pages import KVPages
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.hf import hf_fields
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.layers.attention import Attention, LayerPages, StepInputs
+from jaxengine.models.layers.decoder import Decoder
+from jaxengine.models.layers.mlp import GatedMLP
+from jaxengine.models.layers.norm import NormClass, RMSNorm
+from jaxengine.pallas_kernels.kv.pages import KVPages
 
 LAYER = "model.layers.{layer}"
 

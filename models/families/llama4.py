@@ -9,20 +9,20 @@ from typing import Any, ClassVar
 import jax
 from flax import nnx
 
-from models.build import Build
-from models.config.attention import TemperatureTuning
-from models.config.experts import ExpertsConfig
-from models.config.fields import ConfigFields
-from models.config.gguf import EXPERT_SIZE, GGUFConfig, gguf_experts, gguf_fields
-from models.config.hf import hf_fields, read_head_dim, read_rope, text_fields
-from models.families.llama import LAYER
-from models.families.qwen3_moe import Qwen3MoeForCausalLM
-from models.layers.attention import Attention, StepInputs
-from models.layers.mlp import GatedMLP
-from models.layers.moe import ExpertNames, MixtureOfExperts
-from models.layers.norm import rms_normalized
-from models.vision.llama4 import PROJECTOR, TOWER, read_llama4_tower
-from models.weights.source import CheckpointNames, StackedExperts
+from jaxengine.models.build import Build
+from jaxengine.models.config.attention import TemperatureTuning
+from jaxengine.models.config.experts import ExpertsConfig
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.gguf import EXPERT_SIZE, GGUFConfig, gguf_experts, gguf_fields
+from jaxengine.models.config.hf import hf_fields, read_head_dim, read_rope, text_fields
+from jaxengine.models.families.llama import LAYER
+from jaxengine.models.families.qwen3_moe import Qwen3MoeForCausalLM
+from jaxengine.models.layers.attention import Attention, StepInputs
+from jaxengine.models.layers.mlp import GatedMLP
+from jaxengine.models.layers.moe import ExpertNames, MixtureOfExperts
+from jaxengine.models.layers.norm import rms_normalized
+from jaxengine.models.params.source import CheckpointNames, StackedExperts
+from jaxengine.models.vision.llama4 import PROJECTOR, TOWER, read_llama4_tower
 
 CHUNKED = "chunked_attention"
 DEFAULTS: dict[str, Any] = {"head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 500000.0}

@@ -5,16 +5,16 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from models.config.fields import ConfigFields
-from models.config.hf import text_fields
-from models.config.tower import TowerConfig
-from models.families.llama import LlamaForCausalLM
-from models.families.mistral import MistralForCausalLM
-from models.families.qwen2 import Qwen2ForCausalLM
-from models.families.qwen3 import Qwen3ForCausalLM
-from models.vision.llava import NEWLINE, PROJECTOR, TOWER, read_llava, read_llava_next
-from models.vision.pixtral import read_pixtral
-from models.weights.source import CheckpointNames
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.hf import text_fields
+from jaxengine.models.config.tower import TowerConfig
+from jaxengine.models.families.llama import LlamaForCausalLM
+from jaxengine.models.families.mistral import MistralForCausalLM
+from jaxengine.models.families.qwen2 import Qwen2ForCausalLM
+from jaxengine.models.families.qwen3 import Qwen3ForCausalLM
+from jaxengine.models.params.source import CheckpointNames
+from jaxengine.models.vision.llava import NEWLINE, PROJECTOR, TOWER, read_llava, read_llava_next
+from jaxengine.models.vision.pixtral import read_pixtral
 
 # Of text_config.model_type: whose configuration it is, and what transformers takes for fields that a file lacks. All
 # have Llama's layers.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from models.config.fields import ConfigFields
-from models.config.gguf import GGUFConfig
-from models.config.hf import hf_fields
-from models.families.granite import GraniteForCausalLM
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.gguf import GGUFConfig
+from jaxengine.models.config.hf import hf_fields
+from jaxengine.models.families.granite import GraniteForCausalLM
 
 
 class MiniCPMForCausalLM(GraniteForCausalLM):

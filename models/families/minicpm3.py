@@ -6,12 +6,12 @@ from typing import Any, ClassVar
 
 from flax import nnx
 
-from models.build import Build
-from models.config.fields import ConfigFields
-from models.config.hf_latent import hf_latent_fields
-from models.families.llama import LAYER
-from models.families.minicpm import MiniCPMForCausalLM, multipliers
-from models.layers.mla import LatentAttention
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.hf_latent import hf_latent_fields
+from jaxengine.models.families.llama import LAYER
+from jaxengine.models.families.minicpm import MiniCPMForCausalLM, multipliers
+from jaxengine.models.layers.mla import LatentAttention
 
 
 class MiniCPM3ForCausalLM(MiniCPMForCausalLM):

@@ -8,15 +8,15 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from flax import nnx
 
-from models.build import Build
-from models.config.experts import ExpertsConfig
-from models.config.fields import ConfigFields
-from models.config.gguf import EXPERT_SIZE, SIGMOID, GGUFConfig, gguf_experts, gguf_fields
-from models.config.hf import hf_fields, read_head_dim
-from models.families.llama import LAYER
-from models.families.olmoe import OlmoeForCausalLM
-from models.layers.moe import ExpertNames, MixtureOfExperts
-from models.weights.source import CheckpointNames
+from jaxengine.models.build import Build
+from jaxengine.models.config.experts import ExpertsConfig
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.gguf import EXPERT_SIZE, SIGMOID, GGUFConfig, gguf_experts, gguf_fields
+from jaxengine.models.config.hf import hf_fields, read_head_dim
+from jaxengine.models.families.llama import LAYER
+from jaxengine.models.families.olmoe import OlmoeForCausalLM
+from jaxengine.models.layers.moe import ExpertNames, MixtureOfExperts
+from jaxengine.models.params.source import CheckpointNames
 
 
 class MiniMaxM2ForCausalLM(OlmoeForCausalLM):

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from models.config.attention import TemperatureTuning
-from models.config.fields import ConfigFields
-from models.config.hf import hf_fields, text_fields
-from models.families.mistral import MistralForCausalLM
-from models.vision.pixtral import PROJECTOR, TOWER, read_pixtral
-from models.weights.source import CheckpointNames
+from jaxengine.models.config.attention import TemperatureTuning
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.hf import hf_fields, text_fields
+from jaxengine.models.families.mistral import MistralForCausalLM
+from jaxengine.models.params.source import CheckpointNames
+from jaxengine.models.vision.pixtral import PROJECTOR, TOWER, read_pixtral
 
 
 class Ministral3ForCausalLM(MistralForCausalLM):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from models.config.fields import ConfigFields, ModelConfigError
-from models.config.hf import hf_fields
-from models.families.llama import LlamaForCausalLM
+from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.models.config.hf import hf_fields
+from jaxengine.models.families.llama import LlamaForCausalLM
 
 
 class MistralForCausalLM(LlamaForCausalLM):

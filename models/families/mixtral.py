@@ -6,14 +6,14 @@ from typing import Any, ClassVar
 
 from flax import nnx
 
-from models.build import Build
-from models.config.experts import ExpertsConfig
-from models.config.fields import ConfigFields
-from models.config.gguf import MIXTRAL, GGUFConfig, gguf_experts, gguf_fields
-from models.config.hf import hf_fields
-from models.families.llama import LAYER, LlamaForCausalLM
-from models.layers.moe import ExpertNames, MixtureOfExperts
-from models.weights.source import CheckpointNames
+from jaxengine.models.build import Build
+from jaxengine.models.config.experts import ExpertsConfig
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.gguf import MIXTRAL, GGUFConfig, gguf_experts, gguf_fields
+from jaxengine.models.config.hf import hf_fields
+from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
+from jaxengine.models.layers.moe import ExpertNames, MixtureOfExperts
+from jaxengine.models.params.source import CheckpointNames
 
 
 class MixtralForCausalLM(LlamaForCausalLM):

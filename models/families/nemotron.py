@@ -7,13 +7,13 @@ from typing import Any, ClassVar
 
 from flax import nnx
 
-from models.build import Build
-from models.config.fields import ConfigFields
-from models.config.gguf import GGUFConfig, gguf_fields
-from models.config.hf import Activation, hf_fields
-from models.families.llama import LAYER, LlamaForCausalLM
-from models.layers.mlp import MLP, relu_squared
-from models.layers.norm import OffsetLayerNorm
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.gguf import GGUFConfig, gguf_fields
+from jaxengine.models.config.hf import Activation, hf_fields
+from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
+from jaxengine.models.layers.mlp import MLP, relu_squared
+from jaxengine.models.layers.norm import OffsetLayerNorm
 
 
 class NemotronForCausalLM(LlamaForCausalLM):

@@ -8,15 +8,15 @@ from typing import Any, ClassVar
 import jax
 from flax import nnx
 
-from models.build import Build
-from models.config.fields import ConfigFields
-from models.config.gguf import GGUFConfig, gguf_fields
-from models.config.hf import hf_fields
-from models.config.model_config import ModelConfig
-from models.families.llama import LAYER, LlamaForCausalLM
-from models.layers.attention import Attention, LayerPages, StepInputs, head_copies
-from models.layers.norm import HeadsRMSNorm, RMSNorm
-from pallas_kernels.kv.pages import KVPages
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.gguf import GGUFConfig, gguf_fields
+from jaxengine.models.config.hf import hf_fields
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
+from jaxengine.models.layers.attention import Attention, LayerPages, StepInputs, head_copies
+from jaxengine.models.layers.norm import HeadsRMSNorm, RMSNorm
+from jaxengine.pallas_kernels.kv.pages import KVPages
 
 DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-5}
 

@@ -7,13 +7,13 @@ from typing import Any, ClassVar
 
 from flax import nnx
 
-from models.build import Build
-from models.config.experts import ExpertsConfig
-from models.config.fields import ConfigFields
-from models.config.gguf import GGUFConfig, gguf_experts, gguf_fields
-from models.config.hf import hf_fields
-from models.families.olmo2 import normed_attention
-from models.families.qwen3_moe import Qwen3MoeForCausalLM
+from jaxengine.models.build import Build
+from jaxengine.models.config.experts import ExpertsConfig
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.gguf import GGUFConfig, gguf_experts, gguf_fields
+from jaxengine.models.config.hf import hf_fields
+from jaxengine.models.families.olmo2 import normed_attention
+from jaxengine.models.families.qwen3_moe import Qwen3MoeForCausalLM
 
 
 class OlmoeForCausalLM(Qwen3MoeForCausalLM):

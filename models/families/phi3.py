@@ -9,14 +9,14 @@ from typing import Any, ClassVar
 
 from flax import nnx
 
-from models.build import Build
-from models.config.fields import ConfigFields, ModelConfigError
-from models.config.gguf import GGUFConfig, gguf_fields
-from models.config.hf import hf_fields
-from models.families.llama import LAYER, LlamaForCausalLM
-from models.layers.attention import Attention
-from models.layers.mlp import GatedMLP
-from models.weights.declare import parts_of
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.models.config.gguf import GGUFConfig, gguf_fields
+from jaxengine.models.config.hf import hf_fields
+from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
+from jaxengine.models.layers.attention import Attention
+from jaxengine.models.layers.mlp import GatedMLP
+from jaxengine.models.params.declare import parts_of
 
 
 class Phi3ForCausalLM(LlamaForCausalLM):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from models.config.fields import ConfigFields
-from models.config.gguf import GGUFConfig, gguf_fields
-from models.config.hf import hf_fields, layer_kinds, windows_by_kind
-from models.families.llama import LlamaForCausalLM
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.gguf import GGUFConfig, gguf_fields
+from jaxengine.models.config.hf import hf_fields, layer_kinds, windows_by_kind
+from jaxengine.models.families.llama import LlamaForCausalLM
 
 
 def read_layer_windows(fields: ConfigFields) -> tuple[int | None, ...]:

@@ -7,14 +7,14 @@ from typing import Any, ClassVar
 
 from flax import nnx
 
-from models.build import Build
-from models.config.experts import ExpertsConfig
-from models.config.fields import ConfigFields, ModelConfigError
-from models.config.gguf import EXPERT_SIZE, GGUFConfig, gguf_experts, gguf_fields
-from models.config.hf import hf_fields, layer_kinds, windows_by_kind
-from models.families.llama import LAYER
-from models.families.qwen3_moe import Qwen3MoeForCausalLM, dense_layers
-from models.layers.moe import ExpertNames, MixtureOfExperts
+from jaxengine.models.build import Build
+from jaxengine.models.config.experts import ExpertsConfig
+from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.models.config.gguf import EXPERT_SIZE, GGUFConfig, gguf_experts, gguf_fields
+from jaxengine.models.config.hf import hf_fields, layer_kinds, windows_by_kind
+from jaxengine.models.families.llama import LAYER
+from jaxengine.models.families.qwen3_moe import Qwen3MoeForCausalLM, dense_layers
+from jaxengine.models.layers.moe import ExpertNames, MixtureOfExperts
 
 
 class Qwen2MoeForCausalLM(Qwen3MoeForCausalLM):

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from models.config.fields import ConfigFields
-from models.config.hf import text_fields
-from models.config.tower import TowerConfig
-from models.families.qwen2 import Qwen2ForCausalLM
-from models.vision.qwen2_vl import VISUAL, read_qwen2_5_vl, read_qwen2_vl
-from models.weights.source import CheckpointNames
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.hf import text_fields
+from jaxengine.models.config.tower import TowerConfig
+from jaxengine.models.families.qwen2 import Qwen2ForCausalLM
+from jaxengine.models.params.source import CheckpointNames
+from jaxengine.models.vision.qwen2_vl import VISUAL, read_qwen2_5_vl, read_qwen2_vl
 
 _ROPES = ("rope_parameters", "rope_scaling")
 # What transformers calls them since its fifth version, and before.

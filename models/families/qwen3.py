@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from models.config.fields import ConfigFields
-from models.config.gguf import GGUFConfig, gguf_fields
-from models.config.hf import hf_fields
-from models.families.llama import LlamaForCausalLM
-from models.families.qwen2 import read_layer_windows
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.gguf import GGUFConfig, gguf_fields
+from jaxengine.models.config.hf import hf_fields
+from jaxengine.models.families.llama import LlamaForCausalLM
+from jaxengine.models.families.qwen2 import read_layer_windows
 
 
 class Qwen3ForCausalLM(LlamaForCausalLM):

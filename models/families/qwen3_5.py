@@ -10,16 +10,16 @@ from typing import Any, ClassVar
 
 from flax import nnx
 
-from models.build import Build
-from models.config.fields import ConfigFields
-from models.config.hf import text_fields
-from models.config.state import GatedDelta
-from models.families.llama import LlamaForCausalLM
-from models.families.qwen2_vl import QWEN_NAMES, with_sight, without_mrope
-from models.families.qwen3_next import Qwen3NextForCausalLM, hybrid_fields
-from models.vision.qwen3_vl import read_qwen3_5
-from models.weights.declare import Source, parts_of
-from models.weights.source import CheckpointNames
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.hf import text_fields
+from jaxengine.models.config.state import GatedDelta
+from jaxengine.models.families.llama import LlamaForCausalLM
+from jaxengine.models.families.qwen2_vl import QWEN_NAMES, with_sight, without_mrope
+from jaxengine.models.families.qwen3_next import Qwen3NextForCausalLM, hybrid_fields
+from jaxengine.models.params.declare import Source, parts_of
+from jaxengine.models.params.source import CheckpointNames
+from jaxengine.models.vision.qwen3_vl import read_qwen3_5
 
 
 class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):

@@ -10,15 +10,15 @@ from typing import Any, ClassVar
 
 from flax import nnx
 
-from models.build import Build
-from models.config.fields import ConfigFields
-from models.config.hf import text_fields
-from models.families.qwen2_moe import gated_experts
-from models.families.qwen2_vl import with_sight, without_mrope
-from models.families.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration
-from models.families.qwen3_next import hybrid_fields
-from models.vision.qwen3_vl import read_qwen3_5
-from models.weights.source import CheckpointNames, StackedExperts
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.hf import text_fields
+from jaxengine.models.families.qwen2_moe import gated_experts
+from jaxengine.models.families.qwen2_vl import with_sight, without_mrope
+from jaxengine.models.families.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration
+from jaxengine.models.families.qwen3_next import hybrid_fields
+from jaxengine.models.params.source import CheckpointNames, StackedExperts
+from jaxengine.models.vision.qwen3_vl import read_qwen3_5
 
 # Matrices of all experts in one tensor, each as a linear layer stores it.
 _STACKED = StackedExperts(out_first=True)

@@ -8,18 +8,18 @@ from typing import Any, ClassVar
 
 from flax import nnx
 
-from models.build import Build
-from models.config.attention import LayerAttention
-from models.config.fields import ConfigFields
-from models.config.hf import FULL, hf_fields
-from models.config.state import GatedDelta
-from models.families.llama import LAYER
-from models.families.qwen2_moe import Qwen2MoeForCausalLM, gated_experts
-from models.layers.attention import QK_NORMS, Attention
-from models.layers.delta_net import GatedDeltaNet
-from models.layers.norm import OffsetRMSNorm
-from models.weights.declare import Source
-from models.weights.source import CheckpointNames
+from jaxengine.models.build import Build
+from jaxengine.models.config.attention import LayerAttention
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.hf import FULL, hf_fields
+from jaxengine.models.config.state import GatedDelta
+from jaxengine.models.families.llama import LAYER
+from jaxengine.models.families.qwen2_moe import Qwen2MoeForCausalLM, gated_experts
+from jaxengine.models.layers.attention import QK_NORMS, Attention
+from jaxengine.models.layers.delta_net import GatedDeltaNet
+from jaxengine.models.layers.norm import OffsetRMSNorm
+from jaxengine.models.params.declare import Source
+from jaxengine.models.params.source import CheckpointNames
 
 LINEAR = "linear_attention"
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from models.config.fields import ConfigFields
-from models.config.hf import text_fields
-from models.families.qwen2_vl import QWEN_NAMES, with_sight, without_mrope
-from models.families.qwen3 import Qwen3ForCausalLM
-from models.families.qwen3_moe import Qwen3MoeForCausalLM
-from models.vision.qwen3_vl import read_qwen3_vl
-from models.weights.source import CheckpointNames, StackedExperts
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.hf import text_fields
+from jaxengine.models.families.qwen2_vl import QWEN_NAMES, with_sight, without_mrope
+from jaxengine.models.families.qwen3 import Qwen3ForCausalLM
+from jaxengine.models.families.qwen3_moe import Qwen3MoeForCausalLM
+from jaxengine.models.params.source import CheckpointNames, StackedExperts
+from jaxengine.models.vision.qwen3_vl import read_qwen3_vl
 
 
 class Qwen3VLForConditionalGeneration(Qwen3ForCausalLM):

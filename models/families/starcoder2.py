@@ -6,13 +6,13 @@ from typing import Any, ClassVar
 
 from flax import nnx
 
-from models.build import Build
-from models.config.fields import ConfigFields
-from models.config.gguf import GGUFConfig, gguf_fields
-from models.config.hf import GELU_TANH, hf_fields
-from models.families.llama import LAYER, LlamaForCausalLM
-from models.layers.mlp import MLP, gelu_tanh
-from models.layers.norm import LayerNorm
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.gguf import GGUFConfig, gguf_fields
+from jaxengine.models.config.hf import GELU_TANH, hf_fields
+from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
+from jaxengine.models.layers.mlp import MLP, gelu_tanh
+from jaxengine.models.layers.norm import LayerNorm
 
 
 class Starcoder2ForCausalLM(LlamaForCausalLM):

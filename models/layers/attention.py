@@ -13,18 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models.build import Build
-from models.config.attention import LayerAttention, TemperatureTuning
-from models.layers.linear import Linear
-from models.layers.norm import RMSNorm
-from models.layers.rope import apply_rope
-from models.layers.rows import Rows
-from models.layers.step_inputs import StepContext, StepInput
-from models.weights.declare import ParamDecl, Source, declare
-from pallas_kernels.attention.op import AttentionSpec, RaggedBatch, attention_schedule, ragged_paged_attention
-from pallas_kernels.kv.pages import KVPages
-from pallas_kernels.kv.update import kv_cache_update
-from sharding.layout import ONE_DEVICE, MeshLayout
+from jaxengine.models.build import Build
+from jaxengine.models.config.attention import LayerAttention, TemperatureTuning
+from jaxengine.models.layers.linear import Linear
+from jaxengine.models.layers.norm import RMSNorm
+from jaxengine.models.layers.rope import apply_rope
+from jaxengine.models.layers.rows import Rows
+from jaxengine.models.layers.step_inputs import StepContext, StepInput
+from jaxengine.models.params.declare import ParamDecl, Source, declare
+from jaxengine.pallas_kernels.attention.op import AttentionSpec, RaggedBatch, attention_schedule, ragged_paged_attention
+from jaxengine.pallas_kernels.kv.pages import KVPages
+from jaxengine.pallas_kernels.kv.update import kv_cache_update
+from jaxengine.sharding.layout import ONE_DEVICE, MeshLayout
 
 QK_NORMS = ("q_norm", "k_norm")
 
@@ -35,9 +35,10 @@ class StepInputs(NamedTuple):
     Attributes:
       rows: description of the step's rows.
       rope: cos and sin, each f32[T, rotary_dim / 2]; None without rope.
-      schedule: result of pallas_kernels.attention.op.attention_schedule.
+      schedule: result of jaxengine.pallas_kernels.attention.op.attention_schedule.
       temperature: f32[T], factor of queries; None for none.
-      made: result of models.layers.mla_made.made_rows; None where no row has expanded (non-absorbed) keys and values.
+      made: result of jaxengine.models.layers.mla_made.made_rows; None where no row has expanded (non-absorbed) keys and
+        values.
     """
 
     rows: Rows
@@ -54,7 +55,7 @@ class LayerPages(NamedTuple):
       ragged: the batch with the page table of the layer's cache group; page ids and slots are counted from the layer's
         first page, padding slots are -1.
       first_page: i32[], the pool's row of that page.
-      update_schedule: result of pallas_kernels.kv.update.kv_update_schedule.
+      update_schedule: result of jaxengine.pallas_kernels.kv.update.kv_update_schedule.
     """
 
     ragged: RaggedBatch

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.build import Build
-from models.config.model_config import ModelConfig
-from models.config.pooler import Classifier
-from models.layers.embedding import Embedding
-from models.layers.linear import Linear
-from models.weights.declare import Source
+from jaxengine.models.build import Build
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.pooler import Classifier
+from jaxengine.models.layers.embedding import Embedding
+from jaxengine.models.layers.linear import Linear
+from jaxengine.models.params.declare import Source
 
 SCORE, HEAD = "score", "lm_head"
 

@@ -2,7 +2,7 @@
 
 Owns the embedding, the loop over layers, the final norm and the logits. What a layer does is its family's own file; a
 family overrides the lines in which it differs. What layers share in a step, and how each gets its part of the cache, is
-models.layers.decoder_step.
+jaxengine.models.layers.decoder_step.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.build import Build
-from models.cache import Cache, Paged, State, group_layers
-from models.config.gguf import GGUFConfig, gguf_fields
-from models.config.model_config import ModelConfig
-from models.config.state import LayerState
-from models.forward_batch import ForwardBatch
-from models.layers.attention import num_kv_heads
-from models.layers.classify import LabelScores
-from models.layers.decoder_step import DecoderStep
-from models.layers.embedding import Embedding, own_logits, vocab_source
-from models.layers.linear import Linear
-from models.layers.norm import NormClass, RMSNorm
-from models.layers.scale import scaled
-from models.weights.source import CheckpointNames
-from pallas_kernels.kv.pages import KVPages, KVSpec
-from sharding.layout import MeshLayout
-from sharding.stages import Stage
+from jaxengine.models.build import Build
+from jaxengine.models.cache import Cache, Paged, State, group_layers
+from jaxengine.models.config.gguf import GGUFConfig, gguf_fields
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.state import LayerState
+from jaxengine.models.forward_batch import ForwardBatch
+from jaxengine.models.layers.attention import num_kv_heads
+from jaxengine.models.layers.classify import LabelScores
+from jaxengine.models.layers.decoder_step import DecoderStep
+from jaxengine.models.layers.embedding import Embedding, own_logits, vocab_source
+from jaxengine.models.layers.linear import Linear
+from jaxengine.models.layers.norm import NormClass, RMSNorm
+from jaxengine.models.layers.scale import scaled
+from jaxengine.models.params.source import CheckpointNames
+from jaxengine.pallas_kernels.kv.pages import KVPages, KVSpec
+from jaxengine.sharding.layout import MeshLayout
+from jaxengine.sharding.stages import Stage
 
 
 class Decoder(nnx.Module):
-    """A models.causal_lm.CausalLM whose family reads its configuration and makes its layers."""
+    """A jaxengine.models.causal_lm.CausalLM whose family reads its configuration and makes its layers."""
 
     gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames()
@@ -97,8 +97,8 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, KVPages | Cache]:
         """Hidden states [T, D] after the final norm, and the pool holding the KV of this step's tokens.
 
-        The pool is flat (models.cache); with it come the states of layers that keep some. A stage that is not the first
-        takes the hidden states of the one before, and one that is not the last gives them without the norm.
+        The pool is flat (jaxengine.models.cache); with it come the states of layers that keep some. A stage that is not
+        the first takes the hidden states of the one before, and one that is not the last gives them without the norm.
         """
         groups = self.cache_groups(*_page_of(kv), hybrid=len(batch.ragged) > 1)
         step = DecoderStep(self.config, self.build, groups, batch, kv)
@@ -127,7 +127,7 @@ class Decoder(nnx.Module):
     def cache_groups(self, page_size: int, kv_dtype: Any, *, hybrid: bool = True) -> tuple[Paged | State, ...]:
         """The cache groups of the whole model with the layers that are here, `page_size` tokens a page.
 
-        hybrid: as models.cache.group_layers.
+        hybrid: as jaxengine.models.cache.group_layers.
         """
         attention = self.config.attention[0]  # all have the same heads, see ModelConfig
         spec = KVSpec(

@@ -15,21 +15,21 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.build import Build
-from models.cache import Cache, Paged, State, num_places, of_layer, paged_groups
-from models.config.attention import LayerAttention
-from models.config.model_config import ModelConfig
-from models.forward_batch import ForwardBatch
-from models.layers.attention import SCHEDULE, TEMPERATURE, LayerPages, StepInputs
-from models.layers.mla_made import MADE_ROWS
-from models.layers.moe import ExpertLoad
-from models.layers.rope import ROPE
-from models.layers.rows import step_rows
-from models.layers.section import sections_of
-from models.layers.step_inputs import StepContext
-from pallas_kernels.kv.pages import KVPages
-from pallas_kernels.kv.update import kv_update_schedule
-from sharding.stages import Stage
+from jaxengine.models.build import Build
+from jaxengine.models.cache import Cache, Paged, State, num_places, of_layer, paged_groups
+from jaxengine.models.config.attention import LayerAttention
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.forward_batch import ForwardBatch
+from jaxengine.models.layers.attention import SCHEDULE, TEMPERATURE, LayerPages, StepInputs
+from jaxengine.models.layers.mla_made import MADE_ROWS
+from jaxengine.models.layers.moe import ExpertLoad
+from jaxengine.models.layers.rope import ROPE
+from jaxengine.models.layers.rows import step_rows
+from jaxengine.models.layers.section import sections_of
+from jaxengine.models.layers.step_inputs import StepContext
+from jaxengine.pallas_kernels.kv.pages import KVPages
+from jaxengine.pallas_kernels.kv.update import kv_update_schedule
+from jaxengine.sharding.stages import Stage
 
 # The makers of StepInputs' fields but for `rows`.
 STEP_INPUTS = {"rope": ROPE, "schedule": SCHEDULE, "temperature": TEMPERATURE, "made": MADE_ROWS}

@@ -14,15 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models.build import Build
-from models.cache import StateRows
-from models.config.state import GatedDelta
-from models.layers.attention import StepInputs
-from models.layers.linear import Linear
-from models.layers.norm import RMSNorm
-from models.weights.declare import ParamDecl, Source, declare, parts_of
-from pallas_kernels.state.conv import causal_conv
-from pallas_kernels.state.delta import gated_delta_rule
+from jaxengine.models.build import Build
+from jaxengine.models.cache import StateRows
+from jaxengine.models.config.state import GatedDelta
+from jaxengine.models.layers.attention import StepInputs
+from jaxengine.models.layers.linear import Linear
+from jaxengine.models.layers.norm import RMSNorm
+from jaxengine.models.params.declare import ParamDecl, Source, declare, parts_of
+from jaxengine.pallas_kernels.state.conv import causal_conv
+from jaxengine.pallas_kernels.state.delta import gated_delta_rule
 
 L2_EPS = 1e-6
 

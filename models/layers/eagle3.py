@@ -17,21 +17,21 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models.build import Build
-from models.config.eagle3 import Eagle3Config
-from models.forward_batch import ForwardBatch
-from models.layers.attention import Attention, LayerPages, StepInputs
-from models.layers.decoder import Decoder
-from models.layers.embedding import Embedding, own_logits, vocab_source
-from models.layers.linear import Linear
-from models.layers.mlp import GatedMLP
-from models.layers.norm import RMSNorm
-from models.weights.declare import ParamDecl, Source, declare
-from models.weights.errors import ModelFileError
-from models.weights.source import WHOLE, WeightSource, WrappedSource, renamed
-from pallas_kernels.kv.pages import KVPages
-from sharding.collectives import gather_parts
-from sharding.stages import Stage
+from jaxengine.models.build import Build
+from jaxengine.models.config.eagle3 import Eagle3Config
+from jaxengine.models.forward_batch import ForwardBatch
+from jaxengine.models.layers.attention import Attention, LayerPages, StepInputs
+from jaxengine.models.layers.decoder import Decoder
+from jaxengine.models.layers.embedding import Embedding, own_logits, vocab_source
+from jaxengine.models.layers.linear import Linear
+from jaxengine.models.layers.mlp import GatedMLP
+from jaxengine.models.layers.norm import RMSNorm
+from jaxengine.models.params.declare import ParamDecl, Source, declare
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.params.source import WHOLE, WeightSource, WrappedSource, renamed
+from jaxengine.pallas_kernels.kv.pages import KVPages
+from jaxengine.sharding.collectives import gather_parts
+from jaxengine.sharding.stages import Stage
 
 _LAYER, _EMBEDDING, _COLUMNS = "model.layers.0", "model.embed_tokens.weight", "columns"
 _PREFIXES = (

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.build import Build
-from models.weights.declare import Source
-from sharding.collectives import exchange_tokens, gather_tokens, num_shards, reduce_tokens, shard_index
-from sharding.layout import MeshLayout
+from jaxengine.models.build import Build
+from jaxengine.models.params.declare import Source
+from jaxengine.sharding.collectives import exchange_tokens, gather_tokens, num_shards, reduce_tokens, shard_index
+from jaxengine.sharding.layout import MeshLayout
 
 
 class Embedding(nnx.Module):

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models.layers.expert_rows import rows_of_own
-from models.layers.moe import MixtureOfExperts
-from models.quantization.quantized import QuantizedWeight
-from models.quantization.scheme import Weight
-from pallas_kernels.registry import group_kernel
-from sharding.layout import MeshLayout
+from jaxengine.models.layers.expert_rows import rows_of_own
+from jaxengine.models.layers.moe import MixtureOfExperts
+from jaxengine.models.quantization.quantized import QuantizedWeight
+from jaxengine.models.quantization.scheme import Weight
+from jaxengine.pallas_kernels.registry import group_kernel
+from jaxengine.sharding.layout import MeshLayout
 
 
 class ExpertRows(NamedTuple):
@@ -62,7 +62,7 @@ def rows_of_experts(model: Any, num_tokens: int, platform: str) -> ExpertRows | 
 def expert_rows(layer: MixtureOfExperts, mesh: MeshLayout, num_tokens: int, platform: str) -> ExpertRows | None:
     """ExpertRows of the device with the first experts, for steps of `num_tokens` on each rank.
 
-    None where XLA multiplies, or rows are sent between devices. platform: a row of `pallas_kernels.registry`.
+    None where XLA multiplies, or rows are sent between devices. platform: a row of `jaxengine.pallas_kernels.registry`.
     """
     kernel = group_kernel(platform)
     if kernel is None or layer.sends_rows:

@@ -6,8 +6,8 @@ H head dimension, D hidden size, F feed-forward size, V vocabulary, L layers.
 The residual stream is kept in the model's dtype. Every product accumulates in float32; norms and activations are
 computed in float32.
 
-A layer may be split over devices (sharding.collectives): its weights are then parts of the declared ones. A product
-gathers the tokens that its output's devices do not share and adds up the partial sums of its input's devices.
+A layer may be split over devices (jaxengine.sharding.collectives): its weights are then parts of the declared ones. A
+product gathers the tokens that its output's devices do not share and adds up the partial sums of its input's devices.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.adapters import Adapters
-from models.build import Build
-from models.layers.lora import LoraPools
-from models.layers.rows import Rows
-from models.weights.declare import ParamDecl, Source, declare
-from sharding.collectives import gather_tokens, num_shards, reduce_tokens
+from jaxengine.models.adapters import Adapters
+from jaxengine.models.build import Build
+from jaxengine.models.layers.lora import LoraPools
+from jaxengine.models.layers.rows import Rows
+from jaxengine.models.params.declare import ParamDecl, Source, declare
+from jaxengine.sharding.collectives import gather_tokens, num_shards, reduce_tokens
 
 
 class Linear(nnx.Module):

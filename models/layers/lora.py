@@ -1,10 +1,10 @@
-"""LoRA additions to a product, for rows of different adapters at once; models.lora describes their storage.
+"""LoRA additions to a product, for rows of different adapters at once; jaxengine.models.lora describes their storage.
 
 There are two forms, of which the host chooses one for each step; a program has both where there is room for many
 adapters, unless its rows are too few to have most of them. Flat: x is multiplied with the matrices A of all slots in
 one product, of which a row keeps the columns of its own slot, and zeros meet the other slots' B. It reads all slots,
 whatever rows there are; it copies and gathers nothing. Grouped: a kernel that reads only the slots that rows use
-(pallas_kernels.matmul.lora).
+(jaxengine.pallas_kernels.matmul.lora).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from models.adapters import Adapters, are_few
-from models.config.lora import LoraSpec
-from models.lora import DeclaredPool, PoolArray, PoolDecl, declared_pools, modules_of
-from models.weights.declare import Source
-from pallas_kernels.matmul.dense import matmul
-from pallas_kernels.matmul.lora import LoraVisits, grouped_form, has_lora_product, lora_product, lora_visits
-from sharding.layout import MeshLayout
+from jaxengine.models.adapters import Adapters, are_few
+from jaxengine.models.config.lora import LoraSpec
+from jaxengine.models.lora import DeclaredPool, PoolArray, PoolDecl, declared_pools, modules_of
+from jaxengine.models.params.declare import Source
+from jaxengine.pallas_kernels.matmul.dense import matmul
+from jaxengine.pallas_kernels.matmul.lora import LoraVisits, grouped_form, has_lora_product, lora_product, lora_visits
+from jaxengine.sharding.layout import MeshLayout
 
 # Values of Adapters.form.
 FLAT, GROUPED = 1, 2
@@ -150,7 +150,7 @@ def write_slot(
     pools: Sequence[DeclaredPool], spec: LoraSpec, arrays: list[jax.Array], slot: jax.Array, new: list[jax.Array]
 ) -> list[jax.Array]:
     """Return the arrays of pools with one adapter written to slot i32[]; new: its part of each
-    (models.weights.lora_pools)."""
+    (jaxengine.models.weights.adapters.pools)."""
     rank, written = spec.max_lora_rank, []
     for pool, array, part in zip(pools, arrays, new, strict=True):
         if pool.decl.num_experts is not None:

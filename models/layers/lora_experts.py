@@ -1,5 +1,5 @@
-"""LoRA additions to the products of experts, for rows of different adapters at once; models.lora describes their
-storage.
+"""LoRA additions to the products of experts, for rows of different adapters at once; jaxengine.models.lora describes
+their storage.
 
 A row has one expert and one adapter, hence one of the experts * slots pairs of matrices. Rows without an adapter have
 none.
@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from models.adapters import Adapters
-from models.config.lora import LoraSpec
-from models.lora import PoolArray, PoolDecl, modules_of
-from models.weights.declare import Source
-from pallas_kernels.matmul.low_rank_groups import add_low_rank
+from jaxengine.models.adapters import Adapters
+from jaxengine.models.config.lora import LoraSpec
+from jaxengine.models.lora import PoolArray, PoolDecl, modules_of
+from jaxengine.models.params.declare import Source
+from jaxengine.pallas_kernels.matmul.low_rank_groups import add_low_rank
 
 
 class ExpertPools(nnx.Module):

@@ -12,16 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models.build import Build
-from models.cache import StateRows
-from models.config.state import StateSpace
-from models.layers.attention import StepInputs
-from models.layers.linear import Linear
-from models.layers.scale import scaled
-from models.weights.declare import ParamDecl, Source, declare, parts_of
-from pallas_kernels.state.conv import causal_conv
-from pallas_kernels.state.space import state_space
-from sharding.collectives import num_shards, shard_index, sum_parts
+from jaxengine.models.build import Build
+from jaxengine.models.cache import StateRows
+from jaxengine.models.config.state import StateSpace
+from jaxengine.models.layers.attention import StepInputs
+from jaxengine.models.layers.linear import Linear
+from jaxengine.models.layers.scale import scaled
+from jaxengine.models.params.declare import ParamDecl, Source, declare, parts_of
+from jaxengine.pallas_kernels.state.conv import causal_conv
+from jaxengine.pallas_kernels.state.space import state_space
+from jaxengine.sharding.collectives import num_shards, shard_index, sum_parts
 
 States = tuple[jax.Array, jax.Array, jax.Array]
 

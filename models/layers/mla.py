@@ -17,18 +17,18 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from models.build import Build
-from models.config.attention import LayerAttention
-from models.config.fields import ModelConfigError
-from models.layers.attention import LayerPages, StepInputs, attention_spec
-from models.layers.linear import Linear
-from models.layers.mla_made import attend_made, most_short
-from models.layers.norm import RMSNorm
-from models.layers.rope import apply_rope
-from models.weights.declare import Source
-from pallas_kernels.attention.op import RaggedBatch, ragged_paged_attention
-from pallas_kernels.kv.pages import KVPages
-from pallas_kernels.kv.update import kv_cache_update
+from jaxengine.models.build import Build
+from jaxengine.models.config.attention import LayerAttention
+from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.layers.attention import LayerPages, StepInputs, attention_spec
+from jaxengine.models.layers.linear import Linear
+from jaxengine.models.layers.mla_made import attend_made, most_short
+from jaxengine.models.layers.norm import RMSNorm
+from jaxengine.models.layers.rope import apply_rope
+from jaxengine.models.params.declare import Source
+from jaxengine.pallas_kernels.attention.op import RaggedBatch, ragged_paged_attention
+from jaxengine.pallas_kernels.kv.pages import KVPages
+from jaxengine.pallas_kernels.kv.update import kv_cache_update
 
 # Epsilon of the norms of latents, whatever that of a model's other norms.
 LATENT_EPS = 1e-6

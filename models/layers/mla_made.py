@@ -18,14 +18,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from models.build import Build
-from models.config.attention import Latent, LayerAttention
-from models.layers.attention import attention_spec
-from models.layers.step_inputs import StepContext, StepInput
-from models.quantization.scheme import Weight
-from pallas_kernels.attention.op import AttentionSpec, RaggedBatch, attention_schedule, ragged_paged_attention
-from pallas_kernels.kv.pages import KVPages, export_pages, is_quantized, pages_of
-from pallas_kernels.tuning import Tuning, tuning_of
+from jaxengine.models.build import Build
+from jaxengine.models.config.attention import Latent, LayerAttention
+from jaxengine.models.layers.attention import attention_spec
+from jaxengine.models.layers.step_inputs import StepContext, StepInput
+from jaxengine.models.quantization.scheme import Weight
+from jaxengine.pallas_kernels.attention.op import AttentionSpec, RaggedBatch, attention_schedule, ragged_paged_attention
+from jaxengine.pallas_kernels.kv.pages import KVPages, export_pages, is_quantized, pages_of
+from jaxengine.pallas_kernels.tuning import Tuning, tuning_of
 
 # Page layouts with expanded rows. Hopper's kernels take no values narrower than keys; on CPUs it has not paid off.
 LAYOUTS = ("tpu",)

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from models.adapters import Adapters
-from models.build import Build
-from models.layers.linear import Linear
-from models.layers.rows import Rows
-from models.weights.declare import Source
+from jaxengine.models.adapters import Adapters
+from jaxengine.models.build import Build
+from jaxengine.models.layers.linear import Linear
+from jaxengine.models.layers.rows import Rows
+from jaxengine.models.params.declare import Source
 
 
 def gelu_tanh(x: jax.Array) -> jax.Array:

@@ -18,22 +18,22 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from models.adapters import Adapters
-from models.build import Build
-from models.config.fields import ModelConfigError
-from models.config.model_config import ModelConfig
-from models.layers.expert_rows import add_rows, by_expert, in_blocks, mix, rows_of_own, tokens_per_expert
-from models.layers.linear import with_adapters
-from models.layers.lora import LoraPools
-from models.layers.lora_experts import ExpertPools
-from models.layers.mlp import GatedMLP
-from models.layers.rows import Rows
-from models.quantization.registry import PLAIN
-from models.weights.declare import ParamDecl, Source, declare
-from pallas_kernels.matmul.gated import Gating, activated
-from pallas_kernels.matmul.grouped import group_step
-from pallas_kernels.zeros import zeros_in_layer
-from sharding.collectives import (
+from jaxengine.models.adapters import Adapters
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.layers.expert_rows import add_rows, by_expert, in_blocks, mix, rows_of_own, tokens_per_expert
+from jaxengine.models.layers.linear import with_adapters
+from jaxengine.models.layers.lora import LoraPools
+from jaxengine.models.layers.lora_experts import ExpertPools
+from jaxengine.models.layers.mlp import GatedMLP
+from jaxengine.models.layers.rows import Rows
+from jaxengine.models.params.declare import ParamDecl, Source, declare
+from jaxengine.models.quantization.registry import PLAIN
+from jaxengine.pallas_kernels.matmul.gated import Gating, activated
+from jaxengine.pallas_kernels.matmul.grouped import group_step
+from jaxengine.pallas_kernels.zeros import zeros_in_layer
+from jaxengine.sharding.collectives import (
     exchange_rows,
     gather_tokens,
     join_tokens,

@@ -16,16 +16,16 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 
-from models.build import Build
-from models.config.model_config import ModelConfig
-from models.forward_batch import ForwardBatch
-from models.layers.decoder import Decoder
-from models.layers.linear import Linear
-from models.quantization.registry import PLAIN
-from models.weights.declare import Source
-from models.weights.source import WeightSource, WrappedSource
-from pallas_kernels.kv.pages import KVPages
-from sharding.stages import Stage
+from jaxengine.models.build import Build
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.forward_batch import ForwardBatch
+from jaxengine.models.layers.decoder import Decoder
+from jaxengine.models.layers.linear import Linear
+from jaxengine.models.params.declare import Source
+from jaxengine.models.params.source import WeightSource, WrappedSource
+from jaxengine.models.quantization.registry import PLAIN
+from jaxengine.pallas_kernels.kv.pages import KVPages
+from jaxengine.sharding.stages import Stage
 
 # Tensors that the layer shares with the model: a checkpoint may hold copies.
 _SHARED = ("embed_tokens.", "shared_head.head.")

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from models.build import Build
-from models.weights.declare import ParamDecl, Source, declare
-from sharding.collectives import num_shards, sum_parts
+from jaxengine.models.build import Build
+from jaxengine.models.params.declare import ParamDecl, Source, declare
+from jaxengine.sharding.collectives import num_shards, sum_parts
 
 # A class of norms over the last axis: (size, eps, source=, build=), [..., size] in any dtype -> the same.
 NormClass = Callable[..., nnx.Module]

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from models.config.model_config import ModelConfig
-from models.layers.section import Section
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.layers.section import Section
 
 
 @jax.tree_util.register_dataclass
@@ -21,8 +21,8 @@ class Pictures(Section):
     """`ForwardBatch.sections["pictures"]`.
 
     Attributes:
-      rows: [N, E], what towers have left (models.vision.tower); E is D, or a multiple of it where layers add parts of
-        their own. None in a stage that is not the first.
+      rows: [N, E], what towers have left (jaxengine.models.vision.tower); E is D, or a multiple of it where layers add
+        parts of their own. None in a stage that is not the first.
       index: i32[T], the row of each token, -1 for those that are what their id says.
     """
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from models.config.rope import Rope
-from models.layers.step_inputs import StepContext, StepInput
+from jaxengine.models.config.rope import Rope
+from jaxengine.models.layers.step_inputs import StepContext, StepInput
 
 
 def rope_table(positions: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array]:

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import jax
 
-from models.adapters import Adapters
-from models.layers.lora import with_visits
-from models.layers.step_inputs import StepContext
+from jaxengine.models.adapters import Adapters
+from jaxengine.models.layers.lora import with_visits
+from jaxengine.models.layers.step_inputs import StepContext
 
 
 class Rows(NamedTuple):

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from models.config.model_config import ModelConfig
-from models.forward_batch import ForwardBatch
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.forward_batch import ForwardBatch
 
 
 class Section:

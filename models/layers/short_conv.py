@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.build import Build
-from models.cache import StateRows
-from models.config.state import ShortConvolution
-from models.layers.attention import StepInputs
-from models.layers.linear import Linear
-from models.weights.declare import ParamDecl, Source, declare, parts_of
-from pallas_kernels.state.conv import causal_conv
+from jaxengine.models.build import Build
+from jaxengine.models.cache import StateRows
+from jaxengine.models.config.state import ShortConvolution
+from jaxengine.models.layers.attention import StepInputs
+from jaxengine.models.layers.linear import Linear
+from jaxengine.models.params.declare import ParamDecl, Source, declare, parts_of
+from jaxengine.pallas_kernels.state.conv import causal_conv
 
 
 class ShortConv(nnx.Module):

@@ -1,6 +1,6 @@
 """What layers with equal attention share in a step: worked out once, outside the layers, by a table of makers.
 
-A maker stands in the file of the mixer that reads its value; models.layers.decoder_step has the table.
+A maker stands in the file of the mixer that reads its value; jaxengine.models.layers.decoder_step has the table.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from models.build import Build
-from models.config.attention import LayerAttention
-from models.forward_batch import ForwardBatch
-from pallas_kernels.kv.pages import KVPages
+from jaxengine.models.build import Build
+from jaxengine.models.config.attention import LayerAttention
+from jaxengine.models.forward_batch import ForwardBatch
+from jaxengine.pallas_kernels.kv.pages import KVPages
 
 
 class StepContext(NamedTuple):

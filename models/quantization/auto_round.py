@@ -6,9 +6,19 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from models.quantization.rules import HEADS, LINEAR, Quantization, bad, check_name, group_size, names_in, one_of, refuse
-from models.quantization.stored import Stored
-from models.quantization.words import AwqGemm, Gptq
+from jaxengine.models.quantization.rules import (
+    HEADS,
+    LINEAR,
+    Quantization,
+    bad,
+    check_name,
+    group_size,
+    names_in,
+    one_of,
+    refuse,
+)
+from jaxengine.models.quantization.stored import Stored
+from jaxengine.models.quantization.words import AwqGemm, Gptq
 
 METHOD = "auto-round"
 _GPTQ, _AWQ = ("auto_round:auto_gptq", "auto_gptq"), ("auto_round:auto_awq", "auto_awq")

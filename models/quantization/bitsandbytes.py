@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from models.quantization.rules import LINEAR, Quantization, bad, names_in, one_of
-from models.quantization.stored import InOrder, Shape, StoredModule, num_groups
+from jaxengine.models.quantization.rules import LINEAR, Quantization, bad, names_in, one_of
+from jaxengine.models.quantization.stored import InOrder, Shape, StoredModule, num_groups
 
 METHOD = "bitsandbytes"
 _MOST_BYTES = 1 << 12  # most bytes of a module's JSON text

@@ -6,12 +6,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from models.quantization import mxfp4, mxfp8, nvfp4
-from models.quantization.eight_bits import BLOCK, CHANNEL, TENSOR, EightBits
-from models.quantization.rules import LINEAR, Quantization, bad, block_size, group_size, names_in, one_of, refuse
-from models.quantization.stored import Activation, Stored
-from models.quantization.words import Packed
-from pallas_kernels.matmul.rounding import E8M0
+from jaxengine.models.quantization import mxfp4, mxfp8, nvfp4
+from jaxengine.models.quantization.eight_bits import BLOCK, CHANNEL, TENSOR, EightBits
+from jaxengine.models.quantization.rules import (
+    LINEAR,
+    Quantization,
+    bad,
+    block_size,
+    group_size,
+    names_in,
+    one_of,
+    refuse,
+)
+from jaxengine.models.quantization.stored import Activation, Stored
+from jaxengine.models.quantization.words import Packed
+from jaxengine.pallas_kernels.matmul.rounding import E8M0
 
 METHOD = "compressed-tensors"
 FLOAT, INT, PACKED, NAIVE = "float-quantized", "int-quantized", "pack-quantized", "naive-quantized"
@@ -56,7 +65,7 @@ def _precedence(target: str) -> tuple[bool, bool, str]:
 
 def _kv_dtype(scheme: Any) -> str | None:
     """Dtype of keys and values in `kv_cache_scheme`, None without one; their scales are read in
-    models.weights.kv_scales."""
+    jaxengine.models.weights.views.kv_scales."""
     if scheme is None:
         return None
     wanted = {"num_bits": 8, "type": "float", "dynamic": False, "symmetric": True}

@@ -7,8 +7,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from models.quantization.stored import SCALAR, Activation, InOrder, Shape, StoredModule, input_scale, num_groups
-from models.weights.source import WHOLE
+from jaxengine.models.params.source import WHOLE
+from jaxengine.models.quantization.stored import (
+    SCALAR,
+    Activation,
+    InOrder,
+    Shape,
+    StoredModule,
+    input_scale,
+    num_groups,
+)
 
 TENSOR, CHANNEL, BLOCK = "tensor", "channel", "block"
 _SCALES = ("weight_scale", "weight_scale_inv")

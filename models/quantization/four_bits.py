@@ -6,9 +6,19 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from models.config.fields import ModelConfigError
-from models.quantization.rules import HEADS, LINEAR, Quantization, bad, check_name, group_size, names_in, one_of, refuse
-from models.quantization.words import AwqGemm, Gptq
+from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.quantization.rules import (
+    HEADS,
+    LINEAR,
+    Quantization,
+    bad,
+    check_name,
+    group_size,
+    names_in,
+    one_of,
+    refuse,
+)
+from jaxengine.models.quantization.words import AwqGemm, Gptq
 
 AWQ, GPTQ = "awq", "gptq"
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from models.quantization.eight_bits import BLOCK, CHANNEL, TENSOR, EightBits
-from models.quantization.rules import LINEAR, Quantization, bad, block_size, names_in, one_of
-from models.quantization.stored import Activation
-from pallas_kernels.matmul.rounding import FLOAT32, UE8M0
+from jaxengine.models.quantization.eight_bits import BLOCK, CHANNEL, TENSOR, EightBits
+from jaxengine.models.quantization.rules import LINEAR, Quantization, bad, block_size, names_in, one_of
+from jaxengine.models.quantization.stored import Activation
+from jaxengine.pallas_kernels.matmul.rounding import FLOAT32, UE8M0
 
 METHOD, FBGEMM = "fp8", "fbgemm_fp8"
 _E4M3 = "float8_e4m3fn"

@@ -1,6 +1,6 @@
 """Matrices of a GGUF file kept quantised: the codes, scales and zeros of its blocks.
 
-The layout of blocks is decoded in models.weights.gguf_dequant.
+The layout of blocks is decoded in jaxengine.models.weights.gguf.dequant.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from models.quantization.stored import InOrder, Shape, StoredModule
+from jaxengine.models.quantization.stored import InOrder, Shape, StoredModule
 
 METHOD = "gguf"
-# Tensors of a module that models.weights.gguf provides instead of its blocks.
+# Tensors of a module that jaxengine.models.weights.gguf.file provides instead of its blocks.
 CODES, SCALES, ZEROS = "codes", "scales", "zeros"
 
 

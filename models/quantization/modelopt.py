@@ -1,7 +1,7 @@
 """Checkpoints of NVIDIA's Model Optimizer (github.com/NVIDIA/Model-Optimizer): FP8, NVFP4, MXFP8, and mixtures of them.
 
-Settings are in `quantization_config` or, in older versions, in a file of their own (models.config.hf), with slightly
-different names.
+Settings are in `quantization_config` or, in older versions, in a file of their own (jaxengine.models.config.hf), with
+slightly different names.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from models.quantization.eight_bits import BLOCK, CHANNEL, TENSOR, EightBits
-from models.quantization.mxfp4 import GROUP
-from models.quantization.mxfp8 import Mxfp8
-from models.quantization.nvfp4 import ROWS, Nvfp4
-from models.quantization.rules import LINEAR, Quantization, bad, check_name, names_in, one_of
-from models.quantization.stored import Activation, Shape, Stored, StoredModule
-from pallas_kernels.matmul.rounding import UE8M0
+from jaxengine.models.quantization.eight_bits import BLOCK, CHANNEL, TENSOR, EightBits
+from jaxengine.models.quantization.mxfp4 import GROUP
+from jaxengine.models.quantization.mxfp8 import Mxfp8
+from jaxengine.models.quantization.nvfp4 import ROWS, Nvfp4
+from jaxengine.models.quantization.rules import LINEAR, Quantization, bad, check_name, names_in, one_of
+from jaxengine.models.quantization.stored import Activation, Shape, Stored, StoredModule
+from jaxengine.pallas_kernels.matmul.rounding import UE8M0
 
 METHOD = "modelopt"
 MIXED, UNQUANTIZED = "MIXED_PRECISION", "UNQUANTIZED"

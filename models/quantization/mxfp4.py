@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from models.quantization.rules import Quantization, names_in
-from models.quantization.stored import Activation, InOrder, Shape, StoredModule
+from jaxengine.models.quantization.rules import Quantization, names_in
+from jaxengine.models.quantization.stored import Activation, InOrder, Shape, StoredModule
 
 METHOD = "mxfp4"
 GROUP = 32
@@ -23,8 +23,8 @@ class Mxfp4(InOrder):
     """Storage format: pairs u8 [out, in / 2], the even input in the low bits, and u8 [out, in / 32], exponents plus
     127.
 
-    gpt-oss's are one expert's part of a stack (models.weights.stacked). Codes are int8: twice the numbers, with half
-    the stored scales.
+    gpt-oss's are one expert's part of a stack (jaxengine.models.weights.views.stacked). Codes are int8: twice the
+    numbers, with half the stored scales.
 
     Attributes:
       pairs, exponents: names of the tensors.

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from models.quantization.mxfp4 import GROUP
-from models.quantization.stored import Activation, InOrder, Shape, StoredModule, num_groups
+from jaxengine.models.quantization.mxfp4 import GROUP
+from jaxengine.models.quantization.stored import Activation, InOrder, Shape, StoredModule, num_groups
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from models.quantization.mxfp4 import DOUBLED
-from models.quantization.stored import SCALAR, Activation, InOrder, Shape, StoredModule, num_groups
-from pallas_kernels.matmul.rounding import E4M3
+from jaxengine.models.quantization.mxfp4 import DOUBLED
+from jaxengine.models.quantization.stored import SCALAR, Activation, InOrder, Shape, StoredModule, num_groups
+from jaxengine.pallas_kernels.matmul.rounding import E4M3
 
 GROUP = 16
 # Rows of four bits: scales of e4m3 from a group's largest value, and a global scale from the checkpoint.

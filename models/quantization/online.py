@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from models.quantization.stored import InOrder, Shape, StoredModule
+from jaxengine.models.quantization.stored import InOrder, Shape, StoredModule
 
 _LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 

@@ -10,15 +10,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.weights.declare import ParamDecl, Source, declare
-from pallas_kernels.matmul.batched import batched_matmul
-from pallas_kernels.matmul.dense import matmul
-from pallas_kernels.matmul.gated import Gating
-from pallas_kernels.matmul.grouped import gated_matmul, grouped_matmul
+from jaxengine.models.params.declare import ParamDecl, Source, declare
+from jaxengine.pallas_kernels.matmul.batched import batched_matmul
+from jaxengine.pallas_kernels.matmul.dense import matmul
+from jaxengine.pallas_kernels.matmul.gated import Gating
+from jaxengine.pallas_kernels.matmul.grouped import gated_matmul, grouped_matmul
 
 
 class PlainWeight(nnx.Module):
-    """Weight (models.quantization.scheme) over one array, `values`, of the declared shape."""
+    """Weight (jaxengine.models.quantization.scheme) over one array, `values`, of the declared shape."""
 
     def __init__(self, shape: tuple[int, ...], dtype: Any, decl: ParamDecl):
         self.values = declare(shape, dtype, decl)
@@ -47,7 +47,7 @@ class PlainWeight(nnx.Module):
 
 @dataclass(frozen=True)
 class Plain:
-    """Scheme (models.quantization.scheme) of weights that are not quantised.
+    """Scheme (jaxengine.models.quantization.scheme) of weights that are not quantised.
 
     tensor: name of the tensor in each module.
     """

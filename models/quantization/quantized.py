@@ -2,12 +2,12 @@
 
     weight = codes * scales - zeros     codes [in, out], scales and zeros [n, out], each for in / n neighbouring inputs
 
-Codes of four bits are stored in pairs, [in / 2, out] (pallas_kernels.matmul.nibbles), where two inputs share a scale,
-and else as int8. n is 1 for a scale per channel; a scale of a tensor, or of a block, is repeated over its outputs.
-Where inputs are split over devices, and their groups are not, scales are repeated for smaller groups. So the parts of a
-matrix are joined and split like those of a plain one. Codes whose neighbours share scales only after a permutation
-("act-order") are stored permuted, and rows are permuted to match; a device that holds a part of them gathers its rows'
-inputs from all devices. Files are read in models.quantization.stored.
+Codes of four bits are stored in pairs, [in / 2, out] (jaxengine.pallas_kernels.matmul.nibbles), where two inputs share
+a scale, and else as int8. n is 1 for a scale per channel; a scale of a tensor, or of a block, is repeated over its
+outputs. Where inputs are split over devices, and their groups are not, scales are repeated for smaller groups. So the
+parts of a matrix are joined and split like those of a plain one. Codes whose neighbours share scales only after a
+permutation ("act-order") are stored permuted, and rows are permuted to match; a device that holds a part of them
+gathers its rows' inputs from all devices. Files are read in jaxengine.models.quantization.stored.
 """
 
 from __future__ import annotations
@@ -22,21 +22,27 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from models.config.fields import ModelConfigError
-from models.quantization.online import Rounded
-from models.quantization.plain import Plain
-from models.quantization.scheme import Weight
-from models.quantization.stored import Activation, Stored
-from models.weights.declare import ParamDecl, Source, declare
-from pallas_kernels.matmul.gated import Gating
-from pallas_kernels.matmul.microscaled import microscaled_rows
-from pallas_kernels.matmul.nibbles import code_parts
-from pallas_kernels.matmul.quantized import quantized_gated_matmul, quantized_grouped_matmul, quantized_matmul
-from pallas_kernels.matmul.quantized_table import quantized_table_matmul
-from pallas_kernels.matmul.rounding import RoundedRows, dynamic_scales, largest_values, rounded_rows, static_scales
-from sharding.collectives import gather_parts, largest_of_parts, shard_index
+from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.params.declare import ParamDecl, Source, declare
+from jaxengine.models.quantization.online import Rounded
+from jaxengine.models.quantization.plain import Plain
+from jaxengine.models.quantization.scheme import Weight
+from jaxengine.models.quantization.stored import Activation, Stored
+from jaxengine.pallas_kernels.matmul.gated import Gating
+from jaxengine.pallas_kernels.matmul.microscaled import microscaled_rows
+from jaxengine.pallas_kernels.matmul.nibbles import code_parts
+from jaxengine.pallas_kernels.matmul.quantized import quantized_gated_matmul, quantized_grouped_matmul, quantized_matmul
+from jaxengine.pallas_kernels.matmul.quantized_table import quantized_table_matmul
+from jaxengine.pallas_kernels.matmul.rounding import (
+    RoundedRows,
+    dynamic_scales,
+    largest_values,
+    rounded_rows,
+    static_scales,
+)
+from jaxengine.sharding.collectives import gather_parts, largest_of_parts, shard_index
 
-# Kinds of tensors that no file has: models.weights.quantized derives them from the stored ones.
+# Kinds of tensors that no file has: jaxengine.models.weights.views.quantized derives them from the stored ones.
 CODES, PAIRS, SCALES, ZEROS = "weight:codes", "weight:pairs", "weight:scales", "weight:zeros"
 VALUES = "weight:values"
 ORDER, INPUT_SCALE = "input:order", "input:scale"
@@ -45,7 +51,7 @@ _STD = {"int8": 32.0, "float8_e4m3fn": 112.0, "int4": 4.6}
 
 
 class QuantizedWeight(nnx.Module):
-    """Weight (models.quantization.scheme) of a quantised matrix or a stack of them."""
+    """Weight (jaxengine.models.quantization.scheme) of a quantised matrix or a stack of them."""
 
     def __init__(
         self,
@@ -184,8 +190,8 @@ class QuantizedWeight(nnx.Module):
 
 
 class QuantizedTable(nnx.Module):
-    """Weight (models.quantization.scheme) of a token table [V, D]: codes [V, D], in pairs [V, D / 2], scales and zeros
-    [n, V], each for D / n neighbouring numbers of a token.
+    """Weight (jaxengine.models.quantization.scheme) of a token table [V, D]: codes [V, D], in pairs [V, D / 2], scales
+    and zeros [n, V], each for D / n neighbouring numbers of a token.
     """
 
     def __init__(
@@ -256,7 +262,7 @@ def in_pairs(size: int, group: int) -> bool:
 
 @dataclass(frozen=True)
 class Quantized:
-    """Scheme (models.quantization.scheme) of modules that a checkpoint keeps quantised.
+    """Scheme (jaxengine.models.quantization.scheme) of modules that a checkpoint keeps quantised.
 
     Tables are dequantised as they are read, unless `with_tables`, as few checkpoints quantise them. So are matrices
     whose codes cannot be multiplied with. Tables that would be rounded at load are read plain, which costs no more

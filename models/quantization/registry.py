@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from models.quantization import auto_round, bitsandbytes, compressed_tensors, four_bits, fp8, modelopt, mxfp4
-from models.quantization.online import Rounded
-from models.quantization.plain import Plain
-from models.quantization.rules import LINEAR, Everywhere, Quantization, bad
-from models.quantization.scheme import Scheme
+from jaxengine.models.quantization import auto_round, bitsandbytes, compressed_tensors, four_bits, fp8, modelopt, mxfp4
+from jaxengine.models.quantization.online import Rounded
+from jaxengine.models.quantization.plain import Plain
+from jaxengine.models.quantization.rules import LINEAR, Everywhere, Quantization, bad
+from jaxengine.models.quantization.scheme import Scheme
 
 SCHEMES: dict[str, Scheme] = {"plain": Plain()}
 

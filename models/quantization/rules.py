@@ -12,11 +12,11 @@ from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
 
-from models.config.fields import ModelConfigError
-from models.quantization.plain import Plain
-from models.quantization.quantized import Quantized
-from models.quantization.scheme import Scheme
-from models.quantization.stored import Stored
+from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.quantization.plain import Plain
+from jaxengine.models.quantization.quantized import Quantized
+from jaxengine.models.quantization.scheme import Scheme
+from jaxengine.models.quantization.stored import Stored
 
 LINEAR = "Linear"
 HEADS = ("lm_head", "score")
@@ -27,7 +27,7 @@ _EXPERT = re.compile(r"(\.experts)\.\d+\.(gate|up|down)_proj$")
 
 @dataclass(frozen=True)
 class Quantization:
-    """Storage of a checkpoint's modules: the `scheme` of a models.build.Build.
+    """Storage of a checkpoint's modules: the `scheme` of a jaxengine.models.build.Build.
 
     Attributes:
       method: vLLM's name for the kind of checkpoint, or the format to which a plain one is rounded.
@@ -71,7 +71,7 @@ class Quantization:
 
 
 def _stack(expert: re.Match[str]) -> str:
-    """Name of the stacked tensor from which models.weights.stacked takes an expert's matrix."""
+    """Name of the stacked tensor from which jaxengine.models.weights.views.stacked takes an expert's matrix."""
     return f"{expert[1]}.{'down' if expert[2] == 'down' else 'gate_up'}_proj"
 
 

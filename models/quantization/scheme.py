@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from models.weights.declare import Source
-from pallas_kernels.matmul.gated import Gating
+from jaxengine.models.params.declare import Source
+from jaxengine.pallas_kernels.matmul.gated import Gating
 
 
 class Weight(Protocol):
@@ -29,18 +29,20 @@ class Weight(Protocol):
         ...
 
     def grouped_matmul(self, x: jax.Array, group_sizes: jax.Array, bias: jax.Array | None, out_dtype: Any) -> jax.Array:
-        """Multiply rows of x [M, in] by the matrix of their group, plus its bias: see pallas_kernels.matmul.grouped."""
+        """Multiply rows of x [M, in] by the matrix of their group, plus its bias: see
+        jaxengine.pallas_kernels.matmul.grouped.
+        """
         ...
 
     def gated_matmul(
         self, x: jax.Array, group_sizes: jax.Array, bias: jax.Array | None, activation: Gating, out_dtype: Any
     ) -> jax.Array:
         """Compute activation(gate, up) of such products, [M, F]: see
-        pallas_kernels.matmul.quantized.quantized_gated_matmul."""
+        jaxengine.pallas_kernels.matmul.quantized.quantized_gated_matmul."""
         ...
 
     def batched_matmul(self, x: jax.Array, *, contract: int) -> jax.Array:
-        """Multiply with a table's rows as N stacked matrices: see pallas_kernels.matmul.batched."""
+        """Multiply with a table's rows as N stacked matrices: see jaxengine.pallas_kernels.matmul.batched."""
         ...
 
     def rows(self, ids: jax.Array, *, of_others: bool = False) -> jax.Array:

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, Protocol
 import ml_dtypes
 import numpy as np
 
-from models.weights.errors import ModelFileError
-from models.weights.source import WHOLE, WeightSource
-from pallas_kernels.matmul.rounding import E4M3, E8M0, FLOAT32, UE8M0
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.params.source import WHOLE, WeightSource
+from jaxengine.pallas_kernels.matmul.rounding import E4M3, E8M0, FLOAT32, UE8M0
 
 Shape = tuple[int, ...]
 _SCALES = {FLOAT32: "", UE8M0: ", powers of two", E8M0: ", powers of two", E4M3: " with scales of e4m3"}
@@ -31,7 +31,7 @@ class Activation:
       group: inputs that share a scale, computed from their largest value; None for the entire row.
       static: the checkpoint has one scale for all rows; with scales of E4M3 it is their global divisor, as for weights.
       bound: limit of the largest value that determines a scale.
-      scales: rounding of computed scales (pallas_kernels.matmul.rounding.SCALES).
+      scales: rounding of computed scales (jaxengine.pallas_kernels.matmul.rounding.SCALES).
     """
 
     dtype: str

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from models.config.model_config import ModelConfig
-from models.quantization.quantized import VALUES, Quantized
-from models.weights.declare import DeclaredParam, declared_params
-from pallas_kernels.matmul.nibbles import per_byte
-from pallas_kernels.matmul.quantized import product_of
-from pallas_kernels.registry import kernel_module
-from sharding.layout import MeshLayout
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.params.declare import DeclaredParam, declared_params
+from jaxengine.models.quantization.quantized import VALUES, Quantized
+from jaxengine.pallas_kernels.matmul.nibbles import per_byte
+from jaxengine.pallas_kernels.matmul.quantized import product_of
+from jaxengine.pallas_kernels.registry import kernel_module
+from jaxengine.sharding.layout import MeshLayout
 
 _AS_IS = "as it is"
 _LOOKED_UP = "none: rows are looked up"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pallas_kernels.matmul.candidates import Candidate, Problem
-from pallas_kernels.registry import product_candidates
-from pallas_kernels.tuned import Entry
-from pallas_kernels.tuned_products import TABLE
+from jaxengine.pallas_kernels.matmul.candidates import Candidate, Problem
+from jaxengine.pallas_kernels.registry import product_candidates
+from jaxengine.pallas_kernels.tuned import Entry
+from jaxengine.pallas_kernels.tuned_products import TABLE
 
 __all__ = ["TABLE", "Candidate", "Entry", "Problem", "product_candidates"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from models.quantization.stored import InOrder, Shape, StoredModule, num_groups, unpacked
+from jaxengine.models.quantization.stored import InOrder, Shape, StoredModule, num_groups, unpacked
 
 # Zero points of 4 less one as GPTQModel before version 7 wrote them: it unpacked the words in the wrong order.
 _HALF_OF_THREE_BITS = np.array([0, 0xB6DB6DB7, 0x49249249], np.uint32)

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.build import Build
-from models.config.fields import ConfigFields
-from models.layers.norm import LayerNorm
-from models.vision.layers import PatchEmbedding
-from models.vision.vit import (
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.layers.norm import LayerNorm
+from jaxengine.models.params.declare import ParamDecl, Source, declare
+from jaxengine.models.vision.layers import PatchEmbedding
+from jaxengine.models.vision.vit import (
     VitConfig,
     VitLayer,
     VitNames,
@@ -22,7 +23,6 @@ from models.vision.vit import (
     table,
     vision_fields,
 )
-from models.weights.declare import ParamDecl, Source, declare
 
 CLIP, SIGLIP = "clip_vision_model", "siglip_vision_model"
 # What transformers takes for fields that a file lacks.

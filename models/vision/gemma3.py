@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.build import Build
-from models.config.fields import ConfigFields
-from models.config.tower import TowerConfig
-from models.layers.norm import OffsetRMSNorm
-from models.vision.clip import SIGLIP, ClipEncoder, read_clip_or_siglip
-from models.vision.llava import PROJECTOR, TOWER
-from models.vision.vit import VitConfig
-from models.weights.declare import ParamDecl, Source, declare
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.tower import TowerConfig
+from jaxengine.models.layers.norm import OffsetRMSNorm
+from jaxengine.models.params.declare import ParamDecl, Source, declare
+from jaxengine.models.vision.clip import SIGLIP, ClipEncoder, read_clip_or_siglip
+from jaxengine.models.vision.llava import PROJECTOR, TOWER
+from jaxengine.models.vision.vit import VitConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ def read_gemma3(fields: ConfigFields) -> Gemma3TowerConfig:
 
 
 class Gemma3Tower(nnx.Module):
-    """See models.config.tower."""
+    """See jaxengine.models.config.tower."""
 
     def __init__(self, config: Gemma3TowerConfig, hidden_size: int, build: Build):
         self.config = config

@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.build import Build
-from models.config.fields import ConfigFields
-from models.layers.linear import Linear
-from models.layers.norm import LayerNorm, RMSNorm
-from models.vision.attention import segment_attention
-from models.vision.layers import (
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.layers.linear import Linear
+from jaxengine.models.layers.norm import LayerNorm, RMSNorm
+from jaxengine.models.params.declare import ParamDecl, Source, declare
+from jaxengine.models.vision.attention import segment_attention
+from jaxengine.models.vision.layers import (
     ACTIVATIONS,
     PatchEmbedding,
     TowerAttention,
@@ -27,8 +28,7 @@ from models.vision.layers import (
     rope_frequencies,
     stretched,
 )
-from models.vision.qwen2_vl import LAYER, VISUAL, Qwen2VLTowerConfig, read_sizes
-from models.weights.declare import ParamDecl, Source, declare
+from jaxengine.models.vision.qwen2_vl import LAYER, VISUAL, Qwen2VLTowerConfig, read_sizes
 
 _PROJECTION_EPS = 1e-5
 
@@ -114,7 +114,7 @@ class Glm4vTower(nnx.Module):
         return TowerLayer((self._norm(f"{LAYER}.norm1", build), self._norm(f"{LAYER}.norm2", build)), attention, mlp)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        """f32[P, F] and i32[C, P] to [P / merge, D]; see models.config.tower."""
+        """f32[P, F] and i32[C, P] to [P / merge, D]; see jaxengine.models.config.tower."""
         segment, row, column, height, width = columns
         config = self.config
         head_dim = config.hidden_size // config.num_heads

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import jax
 from flax import nnx
 
-from models.build import Build
-from models.config.fields import ConfigFields
-from models.config.tower import TowerConfig
-from models.vision.clip import ClipEncoder
-from models.vision.vit import VitConfig, joined_neighbours, linear, read_merge, read_vit, vision_fields
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.tower import TowerConfig
+from jaxengine.models.vision.clip import ClipEncoder
+from jaxengine.models.vision.vit import VitConfig, joined_neighbours, linear, read_merge, read_vit, vision_fields
 
 # The names of tensors, as the model says them: a checkpoint has more before them.
 TOWER, CONNECTOR = "vision_model", "connector"
@@ -60,7 +60,9 @@ def read_idefics3(fields: ConfigFields) -> Idefics3TowerConfig:
 
 
 class Idefics3Tower(nnx.Module):
-    """See models.config.tower. All patches of a tile are in use, so that each has the position of its place."""
+    """See jaxengine.models.config.tower. All patches of a tile are in use, so that each has the position of its
+    place.
+    """
 
     def __init__(self, config: Idefics3TowerConfig, hidden_size: int, build: Build):
         vit = config.vit

@@ -10,13 +10,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from models.build import Build
-from models.config.fields import ConfigFields
-from models.config.tower import TowerConfig
-from models.layers.norm import LayerNorm, RMSNorm
-from models.vision.layers import PatchEmbedding, tower_axis
-from models.vision.llava import PROJECTOR, TOWER, Projector
-from models.vision.vit import (
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.tower import TowerConfig
+from jaxengine.models.layers.norm import LayerNorm, RMSNorm
+from jaxengine.models.params.declare import ParamDecl, Source, declare
+from jaxengine.models.vision.layers import PatchEmbedding, tower_axis
+from jaxengine.models.vision.llava import PROJECTOR, TOWER, Projector
+from jaxengine.models.vision.vit import (
     VitAttention,
     VitConfig,
     VitMLP,
@@ -29,8 +30,7 @@ from models.vision.vit import (
     table,
     vision_fields,
 )
-from models.weights.declare import ParamDecl, Source, declare
-from sharding.collectives import num_shards, sum_parts
+from jaxengine.sharding.collectives import num_shards, sum_parts
 
 # What transformers takes for fields that a file lacks.
 _DEFAULTS = {
@@ -155,7 +155,7 @@ class _Layer(nnx.Module):
 
 
 class InternVLTower(nnx.Module):
-    """See models.config.tower."""
+    """See jaxengine.models.config.tower."""
 
     def __init__(self, config: InternVLTowerConfig, hidden_size: int, build: Build):
         self.config = config

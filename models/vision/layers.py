@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models.build import Build
-from models.layers.linear import Linear
-from models.layers.mlp import gelu_tanh
-from models.layers.rope import apply_rope
-from models.quantization.registry import PLAIN
-from models.weights.declare import Source, parts_of
+from jaxengine.models.build import Build
+from jaxengine.models.layers.linear import Linear
+from jaxengine.models.layers.mlp import gelu_tanh
+from jaxengine.models.layers.rope import apply_rope
+from jaxengine.models.params.declare import Source, parts_of
+from jaxengine.models.quantization.registry import PLAIN
 
 # (q, k, v), each [P, N, H], to what the patches get, [P, N, H].
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]

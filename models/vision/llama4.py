@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models.build import Build
-from models.config.fields import ConfigFields
-from models.config.tower import TowerConfig
-from models.layers.norm import LayerNorm
-from models.layers.rope import apply_rope
-from models.vision.layers import PatchEmbedding, gelu, rope_frequencies
-from models.vision.vit import (
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.tower import TowerConfig
+from jaxengine.models.layers.norm import LayerNorm
+from jaxengine.models.layers.rope import apply_rope
+from jaxengine.models.params.declare import ParamDecl, Source, declare
+from jaxengine.models.vision.layers import PatchEmbedding, gelu, rope_frequencies
+from jaxengine.models.vision.vit import (
     VitAttention,
     VitConfig,
     VitMLP,
@@ -29,7 +30,6 @@ from models.vision.vit import (
     table,
     vision_fields,
 )
-from models.weights.declare import ParamDecl, Source, declare
 
 # The names of tensors, as the model says them.
 TOWER, PROJECTOR = "vision_model", "multi_modal_projector"
@@ -142,7 +142,7 @@ class _Layer(nnx.Module):
 
 
 class Llama4Tower(nnx.Module):
-    """See models.config.tower."""
+    """See jaxengine.models.config.tower."""
 
     def __init__(self, config: Llama4TowerConfig, hidden_size: int, build: Build):
         self.config = config

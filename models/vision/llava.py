@@ -9,18 +9,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.build import Build
-from models.config.fields import ConfigFields
-from models.config.tower import TowerConfig
-from models.vision.clip import CLIP, SIGLIP, ClipEncoder, read_clip_or_siglip
-from models.vision.vit import (
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.tower import TowerConfig
+from jaxengine.models.params.declare import ParamDecl, Source, declare
+from jaxengine.models.vision.clip import CLIP, SIGLIP, ClipEncoder, read_clip_or_siglip
+from jaxengine.models.vision.vit import (
     ACTIVATIONS,
     VitConfig,
     linear,
     read_activation,
     read_layer_index,
 )
-from models.weights.declare import ParamDecl, Source, declare
 
 # The names of tensors, as the model says them: a checkpoint has more before some of them.
 TOWER, PROJECTOR, NEWLINE = "vision_tower", "multi_modal_projector", "image_newline"
@@ -94,7 +94,7 @@ class Projector(nnx.Module):
 
 
 class LlavaTower(nnx.Module):
-    """See models.config.tower."""
+    """See jaxengine.models.config.tower."""
 
     def __init__(self, config: LlavaTowerConfig, hidden_size: int, build: Build):
         self.config = config

@@ -10,13 +10,14 @@ from functools import partial
 import jax
 from flax import nnx
 
-from models.build import Build
-from models.config.fields import ConfigFields
-from models.config.tower import TowerConfig
-from models.layers.mlp import gelu_tanh
-from models.layers.norm import LayerNorm
-from models.vision.attention import UNIT, segment_attention
-from models.vision.layers import (
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.tower import TowerConfig
+from jaxengine.models.layers.mlp import gelu_tanh
+from jaxengine.models.layers.norm import LayerNorm
+from jaxengine.models.params.declare import ParamDecl, Source, declare
+from jaxengine.models.vision.attention import UNIT, segment_attention
+from jaxengine.models.vision.layers import (
     PatchEmbedding,
     PatchMerger,
     TowerAttention,
@@ -27,7 +28,6 @@ from models.vision.layers import (
     rope_frequencies,
     stretched,
 )
-from models.weights.declare import ParamDecl, Source, declare
 
 TOWER, PROJECTOR = "vision_tower", "multi_modal_projector"
 POSITIONS = f"{TOWER}.patch_embed.pos_emb.weight"
@@ -131,7 +131,7 @@ class MoonVitTower(nnx.Module):
         return TowerLayer((before_attention, before_mlp), attention, mlp)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        """f32[P, F] and i32[C, P] to [P / merge, D]; see models.config.tower."""
+        """f32[P, F] and i32[C, P] to [P / merge, D]; see jaxengine.models.config.tower."""
         segment, row, column, height, width = columns
         config = self.config
         head_dim = config.hidden_size // config.num_heads

@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.build import Build
-from models.config.fields import ConfigFields
-from models.config.tower import TowerConfig
-from models.layers.linear import Linear
-from models.layers.norm import RMSNorm
-from models.vision.attention import UNIT, segment_attention
-from models.vision.layers import (
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.tower import TowerConfig
+from jaxengine.models.layers.linear import Linear
+from jaxengine.models.layers.norm import RMSNorm
+from jaxengine.models.params.declare import Source
+from jaxengine.models.vision.attention import UNIT, segment_attention
+from jaxengine.models.vision.layers import (
     ACTIVATIONS,
     PatchEmbedding,
     TowerAttention,
@@ -27,7 +28,6 @@ from models.vision.layers import (
     rope_frequencies,
     tower_axis,
 )
-from models.weights.declare import Source
 
 TOWER, PROJECTOR = "vision_tower", "multi_modal_projector"
 LAYER = f"{TOWER}.transformer.layers.{{layer}}"
@@ -40,7 +40,7 @@ class PixtralTowerConfig(TowerConfig):
 
     Attributes:
       hidden_size, intermediate_size, num_layers, num_heads: of its layers.
-      activation, projector_activation: of models.vision.layers.ACTIVATIONS.
+      activation, projector_activation: of jaxengine.models.vision.layers.ACTIVATIONS.
       patch_size, temporal_patch_size, spatial_merge_size: pixels, frames and patches of what becomes one.
       rope_theta: of the frequencies that rows and columns share.
       projector_bias, norm_eps: of what makes rows of the model.
@@ -144,7 +144,7 @@ class PixtralTower(nnx.Module):
         return TowerLayer((before_attention, before_mlp), attention, mlp)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        """f32[P, F] and i32[C, P] to [P / merge, D]; see models.config.tower."""
+        """f32[P, F] and i32[C, P] to [P / merge, D]; see jaxengine.models.config.tower."""
         segment, rows, places = columns
         head_dim = self.config.hidden_size // self.config.num_heads
         # Rows have every other frequency of a head's, and columns the rest.

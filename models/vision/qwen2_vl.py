@@ -14,12 +14,12 @@ from typing import Any, ClassVar
 import jax
 from flax import nnx
 
-from models.build import Build
-from models.config.fields import ConfigFields, ModelConfigError
-from models.config.tower import TowerConfig
-from models.layers.norm import LayerNorm, NormClass, RMSNorm
-from models.vision.attention import UNIT, segment_attention, window_attention, window_block
-from models.vision.layers import (
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.models.config.tower import TowerConfig
+from jaxengine.models.layers.norm import LayerNorm, NormClass, RMSNorm
+from jaxengine.models.vision.attention import UNIT, segment_attention, window_attention, window_block
+from jaxengine.models.vision.layers import (
     ACTIVATIONS,
     Attend,
     PatchEmbedding,
@@ -43,10 +43,10 @@ class Qwen2VLTowerConfig(TowerConfig):
 
     Attributes:
       hidden_size, intermediate_size, num_layers, num_heads: of its layers.
-      activation: of models.vision.layers.ACTIVATIONS.
+      activation: of jaxengine.models.vision.layers.ACTIVATIONS.
       patch_size, temporal_patch_size: pixels and frames of a patch.
       spatial_merge_size: rows and columns of patches that become one row.
-      rope_theta: see models.vision.layers.axial_rope.
+      rope_theta: see jaxengine.models.vision.layers.axial_rope.
     """
 
     hidden_size: int
@@ -202,7 +202,7 @@ class Qwen2VLTower(nnx.Module):
         return self.norm_class(size or self.config.hidden_size, EPS, source=source, build=build)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        """f32[P, F] and i32[C, P] to [P / merge, D]; see models.config.tower."""
+        """f32[P, F] and i32[C, P] to [P / merge, D]; see jaxengine.models.config.tower."""
         named = dict(zip(self.config.columns, columns, strict=True))
         head_dim = self.config.hidden_size // self.config.num_heads
         with jax.named_scope("patches"):

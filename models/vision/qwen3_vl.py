@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.build import Build
-from models.config.fields import ConfigFields, ModelConfigError
-from models.vision.qwen2_vl import VISUAL, Qwen2VLTower, Qwen2VLTowerConfig, read_sizes
-from models.weights.declare import ParamDecl, Source, declare
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.models.params.declare import ParamDecl, Source, declare
+from jaxengine.models.vision.qwen2_vl import VISUAL, Qwen2VLTower, Qwen2VLTowerConfig, read_sizes
 
 _MERGER = ("norm", "linear_fc1", "linear_fc2")
 

@@ -15,13 +15,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from models.build import Build
-from models.config.fields import ConfigFields
-from models.layers.linear import Linear
-from models.layers.mlp import gelu_tanh
-from models.layers.norm import LayerNorm
-from models.vision.layers import gelu, quick_gelu, tower_axis
-from models.weights.declare import ParamDecl, Source, declare
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.layers.linear import Linear
+from jaxengine.models.layers.mlp import gelu_tanh
+from jaxengine.models.layers.norm import LayerNorm
+from jaxengine.models.params.declare import ParamDecl, Source, declare
+from jaxengine.models.vision.layers import gelu, quick_gelu, tower_axis
 
 MAX_SIDE = 4096  # pixels of a unit
 # Positions of a unit whose queries meet all keys at once: what one head's scores take is at most this squared.

@@ -1,7 +1,7 @@
 """Writer of compressed-tensors checkpoints: rounds a checkpoint's matrices to a format that other engines read as well.
 
-Rounding is models.quantization.online's, and the same as when an engine rounds at load. Nothing is calibrated. Of the
-configuration only quantization_config is written.
+Rounding is jaxengine.models.quantization.online's, and the same as when an engine rounds at load. Nothing is
+calibrated. Of the configuration only quantization_config is written.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from models.causal_lm import CausalLM
-from models.quantization.online import Rounded
-from models.quantization.stored import StoredModule, dequantized, num_groups
-from models.weights.errors import ModelFileError
-from models.weights.quantized import QuantizedSource
-from models.weights.renamed import RenamedSource
-from models.weights.safetensors import INDEX_FILE, SINGLE_FILE
-from models.weights.source import WeightSource
+from jaxengine.models.causal_lm import CausalLM
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.params.source import WeightSource
+from jaxengine.models.quantization.online import Rounded
+from jaxengine.models.quantization.stored import StoredModule, dequantized, num_groups
+from jaxengine.models.weights.formats.safetensors import INDEX_FILE, SINGLE_FILE
+from jaxengine.models.weights.views.quantized import QuantizedSource
+from jaxengine.models.weights.views.renamed import RenamedSource
 
 MAX_FILE_BYTES = 4 << 30
 # Bits of the integer formats.
@@ -40,7 +40,7 @@ def compress(
     """Write the tensors of a checkpoint to `folder`, which must exist, with the matrices of layers rounded.
 
     Args:
-      model: abstract, of all stages, with one of models.quantization.registry.ROUNDED.
+      model: abstract, of all stages, with one of jaxengine.models.quantization.registry.ROUNDED.
       progress: called for each tensor with (tensors done, tensors in total, name).
 
     Returns the quantization_config, and the error of each kind of matrix: root of mean squares, relative to the matrix.

@@ -20,12 +20,12 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from models.causal_lm import CausalLM
-from models.weights.declare import DeclaredParam, ParamDecl, declared_params
-from models.weights.load import Progress
-from models.weights.parts import column_axis, format_of, num_parts, source_row, tensor_name
-from sharding.layout import RULES
-from sharding.rules import named_sharding
+from jaxengine.models.causal_lm import CausalLM
+from jaxengine.models.params.declare import DeclaredParam, ParamDecl, declared_params
+from jaxengine.models.weights.load import Progress
+from jaxengine.models.weights.views.parts import column_axis, format_of, num_parts, source_row, tensor_name
+from jaxengine.sharding.layout import RULES
+from jaxengine.sharding.rules import named_sharding
 
 _BYTES_MEAN, _BYTES_STD = 4 * 127.5, math.sqrt(4 * (256**2 - 1) / 12)  # moments of the sum of four random bytes
 

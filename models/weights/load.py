@@ -17,14 +17,15 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from models.build import build_abstract
-from models.causal_lm import CausalLM
-from models.quantization.rules import Quantization
-from models.weights.declare import DeclaredParam, declared_params
-from models.weights.errors import ModelFileError
-from models.weights.huge_pages import HugePages
-from models.weights.kv_scales import KV_SCALES
-from models.weights.parts import (
+from jaxengine.models.build import build_abstract
+from jaxengine.models.causal_lm import CausalLM
+from jaxengine.models.params.declare import DeclaredParam, declared_params
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.params.source import WHOLE, WeightSource
+from jaxengine.models.quantization.rules import Quantization
+from jaxengine.models.weights.huge_pages import HugePages
+from jaxengine.models.weights.views.kv_scales import KV_SCALES
+from jaxengine.models.weights.views.parts import (
     Block,
     column_axis,
     local_blocks,
@@ -34,10 +35,9 @@ from models.weights.parts import (
     source_row,
     tensor_name,
 )
-from models.weights.quantized import QuantizedSource
-from models.weights.renamed import RenamedSource
-from models.weights.source import WHOLE, WeightSource
-from models.weights.stacked import StackedSource, of_shapes
+from jaxengine.models.weights.views.quantized import QuantizedSource
+from jaxengine.models.weights.views.renamed import RenamedSource
+from jaxengine.models.weights.views.stacked import StackedSource, of_shapes
 
 # Tensors that some checkpoints store and no model reads: they follow from the configuration.
 IGNORABLE_SUFFIXES = (".rotary_emb.inv_freq",)
@@ -58,7 +58,7 @@ def load_params(
     """Load the weights of `source` into the state of `model_abstract`.
 
     Args:
-      model_abstract: from models.registry.build_model.
+      model_abstract: from jaxengine.models.registry.build_model.
       source: an open checkpoint; it stays open.
       mesh: weights are split over it by their logical axes; None leaves them on the default device.
       progress: called after each weight with (bytes done, bytes in total, name of the weight); bytes as loaded, of the

@@ -11,10 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch, check_batch
-from pallas_kernels.kv.pages import KVPages
-from pallas_kernels.registry import kernel, platform_of
-from pallas_kernels.tuning import Tuning, tuning_of
+from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch, check_batch
+from jaxengine.pallas_kernels.kv.pages import KVPages
+from jaxengine.pallas_kernels.registry import kernel, platform_of
+from jaxengine.pallas_kernels.tuning import Tuning, tuning_of
 
 __all__ = ["AttentionSpec", "RaggedBatch", "attention_schedule", "ragged_paged_attention"]
 

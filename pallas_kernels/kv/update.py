@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kv.pages import KVPages, holds_heads
-from pallas_kernels.registry import kernel
-from pallas_kernels.tuning import Tuning, tuning_of
+from jaxengine.pallas_kernels.kv.pages import KVPages, holds_heads
+from jaxengine.pallas_kernels.registry import kernel
+from jaxengine.pallas_kernels.tuning import Tuning, tuning_of
 
 
 def kv_update_schedule(slot_mapping: jax.Array, *, page_size: int, platform: str, tuning: Tuning | None = None) -> Any:

@@ -23,8 +23,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.kv.pages import LANES, KVPages, to_storage
-from pallas_kernels.tuning import TpuUpdate, Tuning
+from jaxengine.pallas_kernels.kv.pages import LANES, KVPages, to_storage
+from jaxengine.pallas_kernels.tuning import TpuUpdate, Tuning
 
 GROUP = 8  # rows of a page that one DMA moves
 

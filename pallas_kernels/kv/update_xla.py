@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.kv.pages import KVPages, to_storage
-from pallas_kernels.tuning import Tuning
+from jaxengine.pallas_kernels.kv.pages import KVPages, to_storage
+from jaxengine.pallas_kernels.tuning import Tuning
 
 
 def kv_update_schedule(slot_mapping: jax.Array, *, page_size: int, tuning: Tuning) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 import jax
 from jax import lax
 
-from pallas_kernels.registry import PLATFORM_ROWS, kernel
+from jaxengine.pallas_kernels.registry import PLATFORM_ROWS, kernel
 
 
 def matmul(x: jax.Array, weight: jax.Array, *, contract: int = 0) -> jax.Array:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.registry import ADDS_BIAS, KERNELS, PLATFORM_ROWS, kernel
+from jaxengine.pallas_kernels.registry import ADDS_BIAS, KERNELS, PLATFORM_ROWS, kernel
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.matmul.gated import Gating, biased_products, check_bias, check_halves, gated_products
-from pallas_kernels.registry import PLATFORM_ROWS, group_kernel, kernel
+from jaxengine.pallas_kernels.matmul.gated import Gating, biased_products, check_bias, check_halves, gated_products
+from jaxengine.pallas_kernels.registry import PLATFORM_ROWS, group_kernel, kernel
 
 
 def grouped_matmul(

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.registry import KERNELS, PLATFORM_ROWS, kernel, kernel_module
-from pallas_kernels.tuning import LoraTiles, Tuning
+from jaxengine.pallas_kernels.registry import KERNELS, PLATFORM_ROWS, kernel, kernel_module
+from jaxengine.pallas_kernels.tuning import LoraTiles, Tuning
 
 OP = "lora_product"
 
@@ -52,7 +52,7 @@ def grouped_form(platform: str, size: int, widths: Sequence[int], rank: int, dty
     size, widths: inputs of the matrix and outputs of its sources. The platform must have this operation.
     """
     module = kernel_module(OP, platform)
-    why_xla = getattr(importlib.import_module(f"pallas_kernels.{module}"), "why_xla", None)
+    why_xla = getattr(importlib.import_module(f"jaxengine.pallas_kernels.{module}"), "why_xla", None)
     reason = "" if why_xla is None else why_xla(size, widths, rank, jnp.dtype(dtype))
     return f"{kernel_module(OP, 'cpu')}: {reason}" if reason else module
 

@@ -1,6 +1,6 @@
 """Rounding of rows to microscaled formats, four or eight bits with a scale per few inputs: the public operation.
 
-Owns validation and the choice of implementation; the arithmetic is in pallas_kernels.matmul.rounding.
+Owns validation and the choice of implementation; the arithmetic is in jaxengine.pallas_kernels.matmul.rounding.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.matmul.rounding import E4M3, E8M0, UE8M0
-from pallas_kernels.registry import PLATFORM_ROWS, kernel
+from jaxengine.pallas_kernels.matmul.rounding import E4M3, E8M0, UE8M0
+from jaxengine.pallas_kernels.registry import PLATFORM_ROWS, kernel
 
 OP = "microscaled_rows"
 DTYPES = "float8_e4m3fn", "float4_e2m1fn"
@@ -35,7 +35,7 @@ def microscaled_rows(
       x: bfloat16 or float32.
       group: 16 or 32, and divides `in`.
       dtype: one of DTYPES.
-      kind: UE8M0, E8M0 or E4M3 (pallas_kernels.matmul.rounding).
+      kind: UE8M0, E8M0 or E4M3 (jaxengine.pallas_kernels.matmul.rounding).
       global_scale: with E4M3 the divisor of all scales, f32 [M, 1] or [1, 1]; else not used.
 
     Raises ValueError for other values.

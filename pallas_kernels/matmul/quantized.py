@@ -1,6 +1,6 @@
 """Products of rows with quantised matrices, codes * scales - zeros: the public operations, dense and grouped.
 
-Owns validation and the choice of implementation. How checkpoints store codes is models.quantization's matter.
+Owns validation and the choice of implementation. How checkpoints store codes is jaxengine.models.quantization's matter.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.matmul.gated import Gating, biased_products, check_bias, check_halves, gated_products
-from pallas_kernels.matmul.nibbles import per_byte
-from pallas_kernels.matmul.rounding import RoundedRows
-from pallas_kernels.registry import PLATFORM_ROWS, kernel, kernel_module
+from jaxengine.pallas_kernels.matmul.gated import Gating, biased_products, check_bias, check_halves, gated_products
+from jaxengine.pallas_kernels.matmul.nibbles import per_byte
+from jaxengine.pallas_kernels.matmul.rounding import RoundedRows
+from jaxengine.pallas_kernels.registry import PLATFORM_ROWS, kernel, kernel_module
 
 # uint8 holds two int4 codes a byte: see nibbles.
 CODES = ("int8", "float8_e4m3fn", "uint8")
@@ -66,7 +66,7 @@ def product_of(op: str, platform: str, size: int, out: int, num_scales: int, cod
     model's.
     """
     module = kernel_module(op, platform)
-    why_xla = getattr(importlib.import_module(f"pallas_kernels.{module}"), "why_xla", None)
+    why_xla = getattr(importlib.import_module(f"jaxengine.pallas_kernels.{module}"), "why_xla", None)
     reason = "" if why_xla is None else why_xla(size, out, num_scales, jnp.dtype(codes), jnp.dtype(dtype))
     return f"{kernel_module(op, 'gpu_xla')}: {reason}" if reason else module
 
@@ -84,8 +84,8 @@ def quantized_grouped_matmul(
 ) -> jax.Array:
     """Multiply rows by the quantised matrix of their group: [M, out] in `out_dtype`, by default `dtype`.
 
-    Rows, groups and biases are those of pallas_kernels.matmul.grouped, matrices those of `quantized_matmul` with a
-    first axis of groups: codes [G, in, out], scales and zeros [G, n, out].
+    Rows, groups and biases are those of jaxengine.pallas_kernels.matmul.grouped, matrices those of `quantized_matmul`
+    with a first axis of groups: codes [G, in, out], scales and zeros [G, n, out].
 
     Raises ValueError when shapes or dtypes do not fit together.
     """

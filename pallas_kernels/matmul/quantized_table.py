@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.matmul.nibbles import per_byte
-from pallas_kernels.registry import PLATFORM_ROWS, kernel
+from jaxengine.pallas_kernels.matmul.nibbles import per_byte
+from jaxengine.pallas_kernels.registry import PLATFORM_ROWS, kernel
 
 
 def quantized_table_matmul(
@@ -27,8 +27,8 @@ def quantized_table_matmul(
 ) -> jax.Array:
     """Multiply x [M, in] by the transpose of a table [V, in], codes * scales - zeros: [M, V] in `out_dtype`.
 
-    As pallas_kernels.matmul.quantized.quantized_matmul with codes [V, in] int8, or [V, in / 2] uint8 in pairs, and
-    scales and zeros [n, V].
+    As jaxengine.pallas_kernels.matmul.quantized.quantized_matmul with codes [V, in] int8, or [V, in / 2] uint8 in
+    pairs, and scales and zeros [n, V].
 
     Raises ValueError when the shapes do not fit together.
     """

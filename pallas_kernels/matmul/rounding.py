@@ -1,6 +1,6 @@
 """Rounding of rows to eight or four bits before a product with quantised weights: codes and their scales.
 
-Which rows are rounded, and how, follows from the checkpoint and is decided in models.quantization.
+Which rows are rounded, and how, follows from the checkpoint and is decided in jaxengine.models.quantization.
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.state.rows import StateRows, read_rows, write_rows
+from jaxengine.pallas_kernels.state.rows import StateRows, read_rows, write_rows
 
 
 def causal_conv(x: jax.Array, weight: jax.Array, windows: jax.Array, rows: StateRows) -> tuple[jax.Array, jax.Array]:
-    """Implement pallas_kernels.state.conv.causal_conv."""
+    """Implement jaxengine.pallas_kernels.state.conv.causal_conv."""
     (num_tokens, _), num_seqs, before = x.shape, rows.reads.shape[0], weight.shape[1] - 1
     taps = weight.astype(jnp.float32).T  # [k, C]
     counts = jnp.diff(rows.cu_q_lens)

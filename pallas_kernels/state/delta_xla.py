@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.state.recurrence_xla import recurrence
-from pallas_kernels.state.rows import StateRows
+from jaxengine.pallas_kernels.state.recurrence_xla import recurrence
+from jaxengine.pallas_kernels.state.rows import StateRows
 
 BLOCK = 16  # tokens of a chunk whose triangular system is solved token by token
 
@@ -36,7 +36,7 @@ def gated_delta_rule(
     state: jax.Array,
     rows: StateRows,
 ) -> tuple[jax.Array, jax.Array]:
-    """Implement pallas_kernels.state.delta.gated_delta_rule."""
+    """Implement jaxengine.pallas_kernels.state.delta.gated_delta_rule."""
     return recurrence(_Tokens(q, k, v, decay, beta), v.shape[1:], state, rows, single=_single, chunk=_chunk)
 
 

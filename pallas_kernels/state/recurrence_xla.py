@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.state.rows import StateRows, read_rows, write_rows
-from pallas_kernels.zeros import zeros_in_layer
+from jaxengine.pallas_kernels.state.rows import StateRows, read_rows, write_rows
+from jaxengine.pallas_kernels.zeros import zeros_in_layer
 
 SEQS = 16  # single-token sequences processed together
 CHUNK = 64  # tokens of one sequence processed together

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.registry import PLATFORM_ROWS, kernel
-from pallas_kernels.state.rows import StateRows, check_rows
+from jaxengine.pallas_kernels.registry import PLATFORM_ROWS, kernel
+from jaxengine.pallas_kernels.state.rows import StateRows, check_rows
 
 
 def state_space(

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.state.recurrence_xla import recurrence
-from pallas_kernels.state.rows import StateRows
+from jaxengine.pallas_kernels.state.recurrence_xla import recurrence
+from jaxengine.pallas_kernels.state.rows import StateRows
 
 
 class _Tokens(NamedTuple):
@@ -35,7 +35,7 @@ def state_space(
     state: jax.Array,
     rows: StateRows,
 ) -> tuple[jax.Array, jax.Array]:
-    """Implement pallas_kernels.state.space.state_space."""
+    """Implement jaxengine.pallas_kernels.state.space.state_space."""
     return recurrence(_Tokens(x, b, c, decay, dt), x.shape[1:], state, rows, single=_single, chunk=_chunk)
 
 

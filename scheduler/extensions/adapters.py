@@ -12,14 +12,14 @@ from typing import ClassVar
 
 import numpy as np
 
-from models.adapters import are_few
-from scheduler.batch import ScheduledStep
-from scheduler.extension import RankExtension
-from scheduler.pages.snapshots import Hits
-from scheduler.rank import Rank
-from scheduler.request import Adapter, Request, RequestStatus, Wait
-from scheduler.scheduler_extension import SchedulerExtension
-from scheduler.token_params import ADAPTER, FEW_ADAPTERS
+from jaxengine.models.adapters import are_few
+from jaxengine.scheduler.batch import ScheduledStep
+from jaxengine.scheduler.extension import RankExtension
+from jaxengine.scheduler.pages.snapshots import Hits
+from jaxengine.scheduler.rank import Rank
+from jaxengine.scheduler.request import Adapter, Request, RequestStatus, Wait
+from jaxengine.scheduler.scheduler_extension import SchedulerExtension
+from jaxengine.scheduler.token_params import ADAPTER, FEW_ADAPTERS
 
 
 @dataclass(frozen=True)

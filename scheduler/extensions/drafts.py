@@ -12,15 +12,15 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from scheduler.batch import ScheduledBatch
-from scheduler.buckets import most_wide
-from scheduler.extension import RankExtension
-from scheduler.extensions.draft_width import DraftWidth
-from scheduler.rank import Rank
-from scheduler.request import Request
-from scheduler.scheduler_extension import SchedulerExtension
-from scheduler.slots import Slots
-from scheduler.token_params import LAST_TOKEN, MASK
+from jaxengine.scheduler.batch import ScheduledBatch
+from jaxengine.scheduler.buckets import most_wide
+from jaxengine.scheduler.extension import RankExtension
+from jaxengine.scheduler.extensions.draft_width import DraftWidth
+from jaxengine.scheduler.rank import Rank
+from jaxengine.scheduler.request import Request
+from jaxengine.scheduler.scheduler_extension import SchedulerExtension
+from jaxengine.scheduler.slots import Slots
+from jaxengine.scheduler.token_params import LAST_TOKEN, MASK
 
 NAME = "drafts"
 

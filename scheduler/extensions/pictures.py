@@ -13,14 +13,14 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from scheduler.batch import ScheduledBatch
-from scheduler.extension import RankExtension
-from scheduler.media import Media, MediaItem
-from scheduler.pages.snapshots import Hits
-from scheduler.rank import Rank
-from scheduler.request import Request
-from scheduler.scheduler_extension import SchedulerExtension
-from scheduler.slots import Slots
+from jaxengine.scheduler.batch import ScheduledBatch
+from jaxengine.scheduler.extension import RankExtension
+from jaxengine.scheduler.media import Media, MediaItem
+from jaxengine.scheduler.pages.snapshots import Hits
+from jaxengine.scheduler.rank import Rank
+from jaxengine.scheduler.request import Request
+from jaxengine.scheduler.scheduler_extension import SchedulerExtension
+from jaxengine.scheduler.slots import Slots
 
 NAME = "pictures"
 

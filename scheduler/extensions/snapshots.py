@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from scheduler.extension import RankExtension
-from scheduler.pages.snapshots import Hits, Snapshots
-from scheduler.rank import Rank
-from scheduler.request import Request
-from scheduler.scheduler_extension import SchedulerExtension
+from jaxengine.scheduler.extension import RankExtension
+from jaxengine.scheduler.pages.snapshots import Hits, Snapshots
+from jaxengine.scheduler.rank import Rank
+from jaxengine.scheduler.request import Request
+from jaxengine.scheduler.scheduler_extension import SchedulerExtension
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from scheduler.config import SchedulerConfig
-from scheduler.pages.page_pool import PagePool
-from scheduler.pages.snapshots import Hits, Snapshots
+from jaxengine.scheduler.config import SchedulerConfig
+from jaxengine.scheduler.pages.page_pool import PagePool
+from jaxengine.scheduler.pages.snapshots import Hits, Snapshots
 
 Deltas = tuple[np.ndarray, np.ndarray, np.ndarray]
 

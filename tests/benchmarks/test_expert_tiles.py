@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from benchmarks.kernels.expert_tiles import measure
-from models.layers.expert_counts import routed
-from pallas_kernels.matmul.tpu.grouped import STEP, blocks_of, shape_of
-from pallas_kernels.matmul.tpu.visits import visits_of
-from pallas_kernels.tuning import TpuProducts
+from jaxengine.models.layers.expert_counts import routed
+from jaxengine.pallas_kernels.matmul.tpu.grouped import STEP, blocks_of, shape_of
+from jaxengine.pallas_kernels.matmul.tpu.visits import visits_of
+from jaxengine.pallas_kernels.tuning import TpuProducts
 
 
 def further(*row):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.engine import window_pages
-from scheduler.config import SchedulerConfig
+from jaxengine.scheduler.config import SchedulerConfig
 
 # Pages of 64 tokens; layers of a page and windows of its groups -> factors at 8k, 32k and 128k.
 FACTORS = {

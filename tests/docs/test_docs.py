@@ -24,9 +24,9 @@ from jaxengine.config.vllm_options import NAMES as OPTIONS_OF_VLLM
 from jaxengine.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from jaxengine.requests.beam_search import BeamSearchParams
 from jaxengine.requests.options import RequestOptions
-from jaxengine.requests.pooling_params import PoolingParams
+from jaxengine.requests.pooling.params import PoolingParams
 from jaxengine.requests.sampling_params import SamplingParams
-from jaxengine.requests.structured_outputs import StructuredOutputsParams
+from jaxengine.requests.structured.params import StructuredOutputsParams
 from jaxengine.server.http.chat.protocol import ChatRequest
 from jaxengine.server.http.completions.protocol import CompletionRequest
 from jaxengine.server.http.pooling.protocol import EmbeddingRequest, RerankRequest, ScoreRequest

@@ -18,7 +18,7 @@ import pytest
 
 import jaxengine
 from jaxengine import AsyncLLM
-from models.registry import MODELS
+from jaxengine.models.registry import MODELS
 from tests.fast_compile import fast_compile
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.adapters import Adapters
-from models.build import Build
-from models.cache import Cache, StateRows, pool_spec, state_rows
-from models.config.hf import read_config_json
-from models.forward_batch import ForwardBatch
-from models.layers.pictures import Pictures
-from models.registry import build_model, read_hf
-from models.weights.load import load_params
-from models.weights.safetensors import SafetensorsCheckpoint
-from pallas_kernels.attention.op import RaggedBatch
-from pallas_kernels.kv.pages import alloc
+from jaxengine.models.adapters import Adapters
+from jaxengine.models.build import Build
+from jaxengine.models.cache import Cache, StateRows, pool_spec, state_rows
+from jaxengine.models.config.hf import read_config_json
+from jaxengine.models.forward_batch import ForwardBatch
+from jaxengine.models.layers.pictures import Pictures
+from jaxengine.models.registry import build_model, read_hf
+from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
+from jaxengine.models.weights.load import load_params
+from jaxengine.pallas_kernels.attention.op import RaggedBatch
+from jaxengine.pallas_kernels.kv.pages import alloc
 from tests.fixtures.drawn_weights import FOLDER as CHECKPOINTS
 from tests.fixtures.drawn_weights import checkpoint
 

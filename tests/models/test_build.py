@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from models.build import Build
-from models.config.fields import ModelConfigError
-from models.quantization.plain import Plain
-from models.quantization.registry import PLAIN, SCHEMES
-from models.registry import build_model
-from models.weights.declare import declared_params
-from sharding.layout import MeshLayout
-from sharding.stages import Stage
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.params.declare import declared_params
+from jaxengine.models.quantization.plain import Plain
+from jaxengine.models.quantization.registry import PLAIN, SCHEMES
+from jaxengine.models.registry import build_model
+from jaxengine.sharding.layout import MeshLayout
+from jaxengine.sharding.stages import Stage
 from tests.models.tiny import TINY
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from models.config.attention import LayerAttention
-from models.config.model_config import ModelConfig
-from models.config.rope import Rope
+from jaxengine.models.config.attention import LayerAttention
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.rope import Rope
 
 TINY = ModelConfig(
     architecture="LlamaForCausalLM",

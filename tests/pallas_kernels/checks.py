@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import reference
-from pallas_kernels.tuning import HopperAttention, Tuning
+from jaxengine.pallas_kernels import reference
+from jaxengine.pallas_kernels.tuning import HopperAttention, Tuning
 from tests.pallas_kernels import conformance
 from tests.pallas_kernels.cases import BY_NAME, MIXED_KV, MIXED_Q
 from tests.pallas_kernels.conformance import attend, check_attention, check_update, compiled, operands, pool, watched
@@ -254,7 +254,7 @@ def exchange(source: str, dtype: str, *in_keys_and_implementation) -> None:
     in_keys: whether values are the first five elements of their keys.
     """
     *in_keys, implementation = in_keys_and_implementation
-    from pallas_kernels.kv.pages import export_pages, import_pages
+    from jaxengine.pallas_kernels.kv.pages import export_pages, import_pages
 
     rng = np.random.default_rng(0)
     old = [codes(rng.standard_normal((6, 16, 3, 8)) * 30, dtype, None) for _ in "kv"]

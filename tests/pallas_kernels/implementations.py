@@ -14,10 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kv.pages import KVPages
-from pallas_kernels.mosaic_gpu import WARPGROUP_ROWS
-from pallas_kernels.registry import kernel, platform_of
-from pallas_kernels.tuning import HopperAttention, TpuAttention, TpuUpdate, Tuning, tuning_of
+from jaxengine.pallas_kernels.kv.pages import KVPages
+from jaxengine.pallas_kernels.mosaic_gpu import WARPGROUP_ROWS
+from jaxengine.pallas_kernels.registry import kernel, platform_of
+from jaxengine.pallas_kernels.tuning import HopperAttention, TpuAttention, TpuUpdate, Tuning, tuning_of
 from tests.pallas_kernels.pools import PER_TOKEN, QUANTIZED
 from tests.pallas_kernels.problems import Case
 

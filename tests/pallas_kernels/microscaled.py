@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from pallas_kernels.matmul.rounding import E4M3, E8M0, UE8M0
-from pallas_kernels.registry import kernel
+from jaxengine.pallas_kernels.matmul.rounding import E4M3, E8M0, UE8M0
+from jaxengine.pallas_kernels.registry import kernel
 from tests.fixtures.recorders.blocks import GLOBAL_SCALE, MICROSCALED_ROWS, given
 from tests.pallas_kernels.conformance import watched
 from tests.pallas_kernels.implementations import Implementation

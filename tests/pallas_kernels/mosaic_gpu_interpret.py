@@ -27,7 +27,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret
 from jax._src.state import discharge, types
 from jax._src.state import primitives as state
 
-from pallas_kernels import mosaic_gpu
+from jaxengine.pallas_kernels import mosaic_gpu
 from tests.pallas_kernels import faster_interpreters, findings
 from tests.pallas_kernels import mosaic_gpu_hazards as hazards
 from tests.pallas_kernels import mosaic_gpu_memory as memory

@@ -54,7 +54,7 @@ GATES: dict[str, ModuleType] = {
 
 def source_of(mutant: Mutant) -> Path:
     """The file that the fault goes into; ValueError if its pattern does not occur exactly once in all of them."""
-    sources = sorted((ROOT / "pallas_kernels").glob(f"{mutant.modules}.py"))
+    sources = sorted((ROOT / "jaxengine" / "pallas_kernels").glob(f"{mutant.modules}.py"))
     counts = {source: source.read_text().count(mutant.old) for source in sources}
     if sum(counts.values()) != 1:
         raise ValueError(f"mutant {mutant.name!r}: its pattern occurs {sum(counts.values())} times in {mutant.modules}")

@@ -1,6 +1,6 @@
 """The physical layouts written down a second time, in numpy: pools for the tests, and what a kernel left in one.
 
-Shares no code with pallas_kernels.kv.pages, whose docstring is what both follow.
+Shares no code with jaxengine.pallas_kernels.kv.pages, whose docstring is what both follow.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.kv.pages import KVPages, KVSpec
+from jaxengine.pallas_kernels.kv.pages import KVPages, KVSpec
 
 PER_TOKEN = {"int8_per_token_head": "int8", "fp8_per_token_head": "float8_e4m3fn"}
 QUANTIZED = ("float8_e4m3fn", "float8_e5m2", "int8", *PER_TOKEN)

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import reference
-from pallas_kernels.attention.ragged_batch import AttentionSpec
+from jaxengine.pallas_kernels import reference
+from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec
 from tests.pallas_kernels import pools
 
 FAMILIES = ("normal", "sharp", "uniform", "needle")

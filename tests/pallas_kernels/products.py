@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import reference
-from pallas_kernels.matmul.grouped_tiles import tile_rows_of
-from pallas_kernels.matmul.rounding import dynamic_scales, largest_values, rounded_rows
-from pallas_kernels.matmul.tpu.widened import CHUNK, PIECE
-from pallas_kernels.registry import kernel
-from pallas_kernels.tuning import HopperProducts, TpuProducts
+from jaxengine.pallas_kernels import reference
+from jaxengine.pallas_kernels.matmul.rounding import dynamic_scales, largest_values, rounded_rows
+from jaxengine.pallas_kernels.matmul.tpu.widened import CHUNK, PIECE
+from jaxengine.pallas_kernels.matmul.xla.grouped import tile_rows_of
+from jaxengine.pallas_kernels.registry import kernel
+from jaxengine.pallas_kernels.tuning import HopperProducts, TpuProducts
 from tests.pallas_kernels.conformance import watched
 from tests.pallas_kernels.implementations import Implementation
 from tests.pallas_kernels.matmul.test_quantized import ERROR, error, matrix_of, stored

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import pytest
 
-from pallas_kernels.attention.tpu.tiles import Blocks, buffer_lanes, choose_blocks
-from pallas_kernels.registry import kernel
-from pallas_kernels.tuning import TpuAttention
+from jaxengine.pallas_kernels.attention.tpu.tiles import Blocks, buffer_lanes, choose_blocks
+from jaxengine.pallas_kernels.registry import kernel
+from jaxengine.pallas_kernels.tuning import TpuAttention
 from tests.pallas_kernels.attention.test_paged_attention import cases_for
 from tests.pallas_kernels.cases import BY_NAME, PICTURES, PRODUCTION, PRODUCTION_BLOCKS
 from tests.pallas_kernels.conformance import check_runs_kernels, replaced

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention.op import attention_schedule, ragged_paged_attention
-from pallas_kernels.attention.ragged_batch import AttentionSpec
-from pallas_kernels.kv.pages import KVSpec, alloc
-from pallas_kernels.kv.update import kv_cache_update
-from pallas_kernels.registry import kernel
-from pallas_kernels.tuning import TpuUpdate, Tuning, XlaAttention
+from jaxengine.pallas_kernels.attention.op import attention_schedule, ragged_paged_attention
+from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec
+from jaxengine.pallas_kernels.kv.pages import KVSpec, alloc
+from jaxengine.pallas_kernels.kv.update import kv_cache_update
+from jaxengine.pallas_kernels.registry import kernel
+from jaxengine.pallas_kernels.tuning import TpuUpdate, Tuning, XlaAttention
 from tests.pallas_kernels.cases import MIXED_KV, MIXED_Q
 from tests.pallas_kernels.checks import CHECKS, INVARIANTS
 from tests.pallas_kernels.conformance import attend, check_attention, pool, ragged_batch

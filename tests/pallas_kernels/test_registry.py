@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pallas_kernels.registry import KERNELS, kernel
+from jaxengine.pallas_kernels.registry import KERNELS, kernel
 from tests.pallas_kernels.implementations import IMPLEMENTATIONS, IN_PROCESS
 from tests.pallas_kernels.matmul.test_dense import IMPLEMENTATIONS as DENSE
 from tests.pallas_kernels.matmul.test_grouped import IMPLEMENTATIONS as GROUPED

@@ -12,11 +12,11 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from jaxengine.commands.tune import merged, table_text
-from pallas_kernels import tuned
-from pallas_kernels.matmul.candidates import Problem
-from pallas_kernels.registry import product_candidates
-from pallas_kernels.tuned_products import TABLE
-from pallas_kernels.tuning import HopperProducts, TpuProducts
+from jaxengine.pallas_kernels import tuned
+from jaxengine.pallas_kernels.matmul.candidates import Problem
+from jaxengine.pallas_kernels.registry import product_candidates
+from jaxengine.pallas_kernels.tuned_products import TABLE
+from jaxengine.pallas_kernels.tuning import HopperProducts, TpuProducts
 
 ROWS = (
     (8, 4096, 6144, 128, "uint8", {}),
@@ -52,7 +52,7 @@ def test_a_shape_takes_the_nearest_entry_of_its_codes(table, rows, size, out, gr
 
 
 def test_a_shape_without_an_entry_is_told_once(table, caplog):
-    with caplog.at_level(logging.INFO, "pallas_kernels"):
+    with caplog.at_level(logging.INFO, "jaxengine.pallas_kernels"):
         for rows, out in ((8, 6144), (16, 4096), (32, 4096)):
             tuned.product_sizes("gpu", rows, 4096, out, 32, jnp.dtype("uint8"))
     assert [record.getMessage() for record in caplog.records] == [

@@ -8,20 +8,20 @@ from __future__ import annotations
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.attention.hopper import latent
-from pallas_kernels.attention.hopper.attend import why_not
-from pallas_kernels.attention.hopper.decode import DecodeShape
-from pallas_kernels.attention.hopper.latent import LatentShape
-from pallas_kernels.attention.hopper.prefill import registers as prefill_registers
-from pallas_kernels.attention.hopper.prefill_load import Shape
-from pallas_kernels.attention.hopper.schedule import head_tiles, prefill_block_q, tiled_heads
-from pallas_kernels.attention.ragged_batch import AttentionSpec
-from pallas_kernels.attention.tpu.schedule import block_q_of
-from pallas_kernels.attention.tpu.tiles import SUBLANES, buffer_lanes, choose_blocks, choose_parts, fits_smem
-from pallas_kernels.attention.xla.schedule import block_kv_of
-from pallas_kernels.kv.pages import LANES
-from pallas_kernels.matmul.hopper import lora, quantized, ring
-from pallas_kernels.tuning import HopperAttention, TpuAttention, Tuning, XlaAttention, tuning_of
+from jaxengine.pallas_kernels.attention.hopper import latent
+from jaxengine.pallas_kernels.attention.hopper.attend import why_not
+from jaxengine.pallas_kernels.attention.hopper.decode import DecodeShape
+from jaxengine.pallas_kernels.attention.hopper.latent import LatentShape
+from jaxengine.pallas_kernels.attention.hopper.prefill import registers as prefill_registers
+from jaxengine.pallas_kernels.attention.hopper.prefill_load import Shape
+from jaxengine.pallas_kernels.attention.hopper.schedule import head_tiles, prefill_block_q, tiled_heads
+from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec
+from jaxengine.pallas_kernels.attention.tpu.schedule import block_q_of
+from jaxengine.pallas_kernels.attention.tpu.tiles import SUBLANES, buffer_lanes, choose_blocks, choose_parts, fits_smem
+from jaxengine.pallas_kernels.attention.xla.schedule import block_kv_of
+from jaxengine.pallas_kernels.kv.pages import LANES
+from jaxengine.pallas_kernels.matmul.hopper import lora, quantized, ring
+from jaxengine.pallas_kernels.tuning import HopperAttention, TpuAttention, Tuning, XlaAttention, tuning_of
 from tests.tables import each_row
 
 # (query, kv) heads, head dim, page size, bytes of an element, tokens, columns of the page table; then tokens of a run

@@ -10,9 +10,9 @@ import hashlib
 
 import numpy as np
 
-from models.forward_batch import HEADER, ROW_COLUMNS, StepLayout
-from scheduler.config import SchedulerConfig
-from scheduler.packing import Packer, StepInput
+from jaxengine.models.forward_batch import HEADER, ROW_COLUMNS, StepLayout
+from jaxengine.scheduler.config import SchedulerConfig
+from jaxengine.scheduler.packing import Packer, StepInput
 
 VOCAB_SIZE = 50
 # What a page holds that nobody may read.

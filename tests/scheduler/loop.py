@@ -6,16 +6,16 @@ from collections import deque
 
 import numpy as np
 
-from scheduler.buckets import Buckets, most_wide
-from scheduler.config import SchedulerConfig
-from scheduler.extensions.adapters import AdapterOptions
-from scheduler.extensions.drafts import DraftOptions
-from scheduler.extensions.pictures import PictureOptions
-from scheduler.extensions.snapshots import SnapshotOptions
-from scheduler.packing import Packer
-from scheduler.request import Request
-from scheduler.scheduler import Scheduler
-from scheduler.token_params import TokenParams
+from jaxengine.scheduler.buckets import Buckets, most_wide
+from jaxengine.scheduler.config import SchedulerConfig
+from jaxengine.scheduler.extensions.adapters import AdapterOptions
+from jaxengine.scheduler.extensions.drafts import DraftOptions
+from jaxengine.scheduler.extensions.pictures import PictureOptions
+from jaxengine.scheduler.extensions.snapshots import SnapshotOptions
+from jaxengine.scheduler.packing import Packer
+from jaxengine.scheduler.request import Request
+from jaxengine.scheduler.scheduler import Scheduler
+from jaxengine.scheduler.token_params import TokenParams
 from tests.scheduler.fake_device import POISON, VOCAB_SIZE, FakeDevice, expected_output
 
 DRAFTS = ("guesses", "draft", "forced", "guided")

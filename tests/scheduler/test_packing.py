@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from models.forward_batch import HEADER
-from scheduler.batch import PageDeltas
-from scheduler.buckets import Bucket
-from scheduler.packing import delta_chunks
-from scheduler.token_params import LOGPROBS, RANDOM, TokenParams
+from jaxengine.models.forward_batch import HEADER
+from jaxengine.scheduler.batch import PageDeltas
+from jaxengine.scheduler.buckets import Bucket
+from jaxengine.scheduler.packing import delta_chunks
+from jaxengine.scheduler.token_params import LOGPROBS, RANDOM, TokenParams
 from tests.scheduler.loop import Loop, check_output, make
 
 

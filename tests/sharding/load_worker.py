@@ -16,22 +16,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.build import Build
-from models.config.attention import LayerAttention
-from models.config.experts import ExpertsConfig
-from models.config.model_config import ModelConfig
-from models.config.rope import Rope
-from models.registry import build_model
-from models.weights.declare import DeclaredParam, Source, declared_params
-from models.weights.dummy import dummy_params
-from models.weights.kv_scales import KVScales, KVShape
-from models.weights.load import load_params
-from models.weights.orbax import load_checkpoint, load_scales, save_checkpoint
-from models.weights.safetensors import SafetensorsCheckpoint
-from sharding.layout import MeshLayout
-from sharding.mesh import make_mesh
-from sharding.rules import named_sharding
-from sharding.stages import Stage
+from jaxengine.models.build import Build
+from jaxengine.models.config.attention import LayerAttention
+from jaxengine.models.config.experts import ExpertsConfig
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.rope import Rope
+from jaxengine.models.params.declare import DeclaredParam, Source, declared_params
+from jaxengine.models.registry import build_model
+from jaxengine.models.weights.dummy import dummy_params
+from jaxengine.models.weights.formats.orbax import load_checkpoint, load_scales, save_checkpoint
+from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
+from jaxengine.models.weights.load import load_params
+from jaxengine.models.weights.views.kv_scales import KVScales, KVShape
+from jaxengine.sharding.layout import MeshLayout
+from jaxengine.sharding.mesh import make_mesh
+from jaxengine.sharding.rules import named_sharding
+from jaxengine.sharding.stages import Stage
 from tests.models.tiny import with_attention
 
 DENSE = ModelConfig(

@@ -71,9 +71,9 @@ def compile_cases(backend: str, *names: str) -> None:
     from jaxengine.check.targets import find_target
     from jaxengine.config.engine_config import EngineConfig
     from jaxengine.config.platforms import PLATFORMS
+    from jaxengine.models.config.experts import ExpertsConfig
+    from jaxengine.models.quantization import plain as layers
     from jaxengine.runner.executables.cache import compile_program
-    from models.config.experts import ExpertsConfig
-    from models.quantization import plain as layers
     from tests.models.tiny import with_attention
 
     devices = target_devices(find_target("cpu-8" if backend == "cpu" else "v5e-8"))

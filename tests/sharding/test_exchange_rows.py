@@ -18,13 +18,13 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from models.build import Build
-from models.layers.moe import ExpertLoad, MixtureOfExperts
-from models.layers.rows import Rows
-from sharding.collectives import exchange_rows, join_tokens, share_tokens
-from sharding.layout import RAGGED, RULES, MeshLayout
-from sharding.mesh import make_mesh
-from sharding.rules import logical_to_spec
+from jaxengine.models.build import Build
+from jaxengine.models.layers.moe import ExpertLoad, MixtureOfExperts
+from jaxengine.models.layers.rows import Rows
+from jaxengine.sharding.collectives import exchange_rows, join_tokens, share_tokens
+from jaxengine.sharding.layout import RAGGED, RULES, MeshLayout
+from jaxengine.sharding.mesh import make_mesh
+from jaxengine.sharding.rules import logical_to_spec
 from tests.models.layers.test_moe import CONFIG, make_layer, oracle, tokens
 
 ROOT = Path(__file__).parents[2]
@@ -151,7 +151,7 @@ def check_layer() -> None:
 
         def run(state, x, is_token, graph=graph):
             layer = nnx.merge(graph, state)
-            with mock.patch("models.layers.moe.exchange_rows", wraps=exchange_rows) as spied:
+            with mock.patch("jaxengine.models.layers.moe.exchange_rows", wraps=exchange_rows) as spied:
                 y = layer(x, Rows(is_token))
             return y, nnx.pop(layer, ExpertLoad)["load"][...][None], jnp.sum(spied.call_args.args[2])
 
@@ -182,7 +182,7 @@ if __name__ == "__main__":
     for name, check in checks.items():
         check()
         print(name)
-    with mock.patch("sharding.collectives.lax", AsOnTPU()):
+    with mock.patch("jaxengine.sharding.collectives.lax", AsOnTPU()):
         jax.clear_caches()
         check_rows()
         print("tpu")

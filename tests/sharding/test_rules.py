@@ -6,9 +6,9 @@ import jax
 import pytest
 from jax.sharding import PartitionSpec
 
-from sharding.layout import MESH_AXES, ONE_DEVICE, RULES, MeshLayout
-from sharding.mesh import make_mesh
-from sharding.rules import logical_to_spec, named_sharding
+from jaxengine.sharding.layout import MESH_AXES, ONE_DEVICE, RULES, MeshLayout
+from jaxengine.sharding.mesh import make_mesh
+from jaxengine.sharding.rules import logical_to_spec, named_sharding
 
 pytestmark = pytest.mark.versions
 

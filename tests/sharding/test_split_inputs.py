@@ -21,14 +21,14 @@ def compare() -> None:
     from flax import nnx
     from jax.sharding import PartitionSpec
 
-    from models.quantization.eight_bits import CHANNEL, EightBits
-    from models.quantization.quantized import Quantized
-    from models.quantization.stored import Activation
-    from models.quantization.words import Packed
-    from models.weights.declare import Source
-    from sharding.collectives import reduce_tokens
-    from sharding.layout import MeshLayout
-    from sharding.mesh import make_mesh
+    from jaxengine.models.params.declare import Source
+    from jaxengine.models.quantization.eight_bits import CHANNEL, EightBits
+    from jaxengine.models.quantization.quantized import Quantized
+    from jaxengine.models.quantization.stored import Activation
+    from jaxengine.models.quantization.words import Packed
+    from jaxengine.sharding.collectives import reduce_tokens
+    from jaxengine.sharding.layout import MeshLayout
+    from jaxengine.sharding.mesh import make_mesh
 
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((5, 64)) * np.where(np.arange(64) < 32, 1, 20), jnp.float32)

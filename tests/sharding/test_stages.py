@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from sharding.stages import Stage, devices_of_stages, split_layers, stages_of
+from jaxengine.sharding.stages import Stage, devices_of_stages, split_layers, stages_of
 from tests.tables import each_row
 
 

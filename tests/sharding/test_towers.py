@@ -25,13 +25,13 @@ def compare(name: str) -> None:
     from flax import nnx
     from jax.sharding import PartitionSpec
 
-    from models.build import Build
-    from models.config.hf import read_config_json
-    from models.registry import build_model, read_hf
-    from models.weights.load import load_params
-    from models.weights.safetensors import SafetensorsCheckpoint
-    from sharding.layout import MESH_AXES, MeshLayout
-    from sharding.mesh import make_mesh
+    from jaxengine.models.build import Build
+    from jaxengine.models.config.hf import read_config_json
+    from jaxengine.models.registry import build_model, read_hf
+    from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
+    from jaxengine.models.weights.load import load_params
+    from jaxengine.sharding.layout import MESH_AXES, MeshLayout
+    from jaxengine.sharding.mesh import make_mesh
     from tests.fixtures.drawn_weights import checkpoint
 
     folder = checkpoint(name)

@@ -12,8 +12,8 @@ from jaxengine.engine.in_flight import InFlight
 from jaxengine.engine.metric_types import Gauge
 from jaxengine.runner.extensions.adapters.store import AdapterStore
 from jaxengine.runner.model_runner import ModelRunner
-from scheduler.batch import ScheduledStep
-from scheduler.request import Adapter, Request
+from jaxengine.scheduler.batch import ScheduledStep
+from jaxengine.scheduler.request import Adapter, Request
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from jaxengine.engine.extension import Loop, LoopExtension
 from jaxengine.runner.model_runner import ModelRunner
-from scheduler.config import SchedulerConfig
-from scheduler.errors import RequestError
-from scheduler.request import Request
-from scheduler.token_params import LOGPROBS, MASK, PROMPT_LOGPROBS
+from jaxengine.scheduler.config import SchedulerConfig
+from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.request import Request
+from jaxengine.scheduler.token_params import LOGPROBS, MASK, PROMPT_LOGPROBS
 
 if TYPE_CHECKING:
     from jaxengine.engine.extensions.adapters import Adapters

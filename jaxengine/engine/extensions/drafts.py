@@ -13,10 +13,10 @@ from jaxengine.engine.extension import LoopExtension
 from jaxengine.engine.in_flight import InFlight
 from jaxengine.engine.metric_types import Counter
 from jaxengine.engine.output import EngineOutput
-from scheduler.batch import ScheduledStep, StepResult
-from scheduler.config import SchedulerConfig
-from scheduler.extensions.drafts import NAME, DraftOptions
-from scheduler.request import Request
+from jaxengine.scheduler.batch import ScheduledStep, StepResult
+from jaxengine.scheduler.config import SchedulerConfig
+from jaxengine.scheduler.extensions.drafts import NAME, DraftOptions
+from jaxengine.scheduler.request import Request
 
 
 @dataclass

@@ -9,10 +9,10 @@ from typing import Any
 
 from jaxengine.engine.extension import LoopExtension
 from jaxengine.engine.metric_types import Counter, Gauge
-from scheduler.batch import ScheduledStep
-from scheduler.extensions.pictures import NAME
-from scheduler.media import Media
-from scheduler.request import Request
+from jaxengine.scheduler.batch import ScheduledStep
+from jaxengine.scheduler.extensions.pictures import NAME
+from jaxengine.scheduler.media import Media
+from jaxengine.scheduler.request import Request
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Pictures(LoopExtension):
     """
 
     def __init__(self, cache: Any = None):
-        """cache: where pictures that were made ready are kept (jaxengine.requests.media_cache.MediaCache)."""
+        """cache: where pictures that were made ready are kept (jaxengine.requests.media.cache.MediaCache)."""
         self.stats = MediaStats()
         self._cache = cache
 

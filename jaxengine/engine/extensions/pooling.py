@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxengine.engine.extension import Loop, LoopExtension
 from jaxengine.engine.in_flight import InFlight
 from jaxengine.engine.output import EngineOutput
-from scheduler.batch import StepResult
+from jaxengine.scheduler.batch import StepResult
 
 
 class Pooling(LoopExtension):

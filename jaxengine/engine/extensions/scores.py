@@ -10,10 +10,10 @@ import numpy as np
 from jaxengine.engine.extension import NO_EVENTS, Events, LoopExtension
 from jaxengine.engine.in_flight import InFlight
 from jaxengine.engine.output import EngineOutput, PromptScores
-from scheduler.batch import ScheduledStep, StepResult, TokenScores
-from scheduler.rank import Rank
-from scheduler.request import Request
-from scheduler.token_params import LOGPROBS, PROMPT_LOGPROBS
+from jaxengine.scheduler.batch import ScheduledStep, StepResult, TokenScores
+from jaxengine.scheduler.rank import Rank
+from jaxengine.scheduler.request import Request
+from jaxengine.scheduler.token_params import LOGPROBS, PROMPT_LOGPROBS
 
 
 class _ScoredPrompt(NamedTuple):

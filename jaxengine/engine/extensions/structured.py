@@ -17,10 +17,10 @@ from jaxengine.engine.in_flight import InFlight
 from jaxengine.engine.metric_types import Counter
 from jaxengine.engine.output import EngineOutput
 from jaxengine.grammars.request_masks import RequestMasks
-from scheduler.batch import ScheduledStep, StepResult
-from scheduler.config import SchedulerConfig
-from scheduler.request import Request, RequestStatus, Wait
-from scheduler.token_params import MASK
+from jaxengine.scheduler.batch import ScheduledStep, StepResult
+from jaxengine.scheduler.config import SchedulerConfig
+from jaxengine.scheduler.request import Request, RequestStatus, Wait
+from jaxengine.scheduler.token_params import MASK
 
 if TYPE_CHECKING:
     from jaxengine.engine.extensions.drafts import Drafts
@@ -55,7 +55,7 @@ class Structured(LoopExtension):
         """Tokens that a grammar leaves no choice are scheduled before they are sampled."""
         if self._drafts is None:
             return config
-        from scheduler.extensions.drafts import DraftOptions
+        from jaxengine.scheduler.extensions.drafts import DraftOptions
 
         extensions = (
             replace(options, forced=self.masks.forced) if isinstance(options, DraftOptions) else options

@@ -11,7 +11,7 @@ import numpy as np
 from jaxengine.media.processor import Processed
 from jaxengine.media.processors.settings import bad_option
 from jaxengine.media.processors.units import UnitProcessor, boolean_option, integer_option, read_size
-from models.config.fields import ConfigFields
+from jaxengine.models.config.fields import ConfigFields
 
 _STANDARD, _BILINEAR = (0.5, 0.5, 0.5), 2
 _MAX_CROPS = 16

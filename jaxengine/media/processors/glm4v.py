@@ -15,8 +15,8 @@ import numpy as np
 from jaxengine.media.processor import Processed
 from jaxengine.media.processors.qwen2_vl import UNKNOWN_FPS, Bounds, Qwen2VLProcessor
 from jaxengine.media.processors.qwen3_vl import Qwen3VLProcessor, resized_frames
-from models.config.fields import ConfigFields
-from models.config.model_config import ModelConfig
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.model_config import ModelConfig
 
 
 class Glm4vProcessor(Qwen3VLProcessor):

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from jaxengine.media.processor import Processed, check_room
-from models.config.fields import ModelConfigError
-from models.config.model_config import ModelConfig
-from scheduler.errors import RequestError
+from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.scheduler.errors import RequestError
 
 # Limit of the ratio of a picture's sides.
 MAX_ASPECT_RATIO = 200

@@ -14,7 +14,7 @@ import numpy as np
 from jaxengine.media.processor import Processed
 from jaxengine.media.processors.settings import bad_option
 from jaxengine.media.processors.units import UnitProcessor, boolean_option, read_size
-from models.config.fields import ConfigFields
+from jaxengine.models.config.fields import ConfigFields
 
 _STANDARD, _LANCZOS = (0.5, 0.5, 0.5), 1
 _MAX_EDGE = 4096  # limit of a scaled picture's longer side

@@ -15,8 +15,8 @@ from jaxengine.media.processor import Processed
 from jaxengine.media.processors.llava import CLIP_MEAN, CLIP_STD
 from jaxengine.media.processors.settings import IMAGES, VIDEOS, Pixels, read_settings
 from jaxengine.media.processors.units import UnitProcessor, boolean_option, integer_option, read_size
-from models.config.fields import ConfigFields, ModelConfigError
-from models.weights.files import read_object
+from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.models.params.files import read_object
 
 _BICUBIC = 3
 _MAX_TILES = 64

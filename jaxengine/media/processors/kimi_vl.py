@@ -22,10 +22,10 @@ from jaxengine.media.processors.settings import (
     read_settings,
 )
 from jaxengine.media.processors.units import integer_option
-from models.config.fields import ConfigFields, ModelConfigError
-from models.config.model_config import ModelConfig
-from models.weights.errors import ModelFileError
-from scheduler.errors import RequestError
+from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.scheduler.errors import RequestError
 
 # Exclusive limit of patches along a side: the size of the tower's position table.
 _SIDE = 512

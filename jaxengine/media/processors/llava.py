@@ -10,7 +10,7 @@ import numpy as np
 from jaxengine.media.processor import Processed
 from jaxengine.media.processors.settings import CLIP_MEAN, CLIP_STD
 from jaxengine.media.processors.units import UnitProcessor, read_size
-from models.config.fields import ConfigFields
+from jaxengine.models.config.fields import ConfigFields
 
 _BICUBIC = 3
 

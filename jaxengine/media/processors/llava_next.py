@@ -15,8 +15,8 @@ import numpy as np
 from jaxengine.media.processor import Processed
 from jaxengine.media.processors.llava import LlavaProcessor, middle
 from jaxengine.media.processors.settings import MAX_SIDE
-from models.config.fields import ConfigFields
-from scheduler.errors import RequestError
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.scheduler.errors import RequestError
 
 _PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 _MAX_TILES, _MAX_PINPOINTS = 64, 256

@@ -24,11 +24,11 @@ from jaxengine.media.processors.settings import (
     check_pictures,
     read_settings,
 )
-from models.config.fields import ConfigFields, ModelConfigError
-from models.config.model_config import ModelConfig
-from models.weights.errors import ModelFileError
-from models.weights.files import read_object
-from scheduler.errors import RequestError
+from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.params.files import read_object
+from jaxengine.scheduler.errors import RequestError
 
 BREAK, END = "[IMG_BREAK]", "[IMG_END]"
 

@@ -30,9 +30,9 @@ from jaxengine.media.processors.settings import (
     check_pictures,
     read_settings,
 )
-from models.config.fields import ConfigFields, ModelConfigError
-from models.config.model_config import ModelConfig
-from models.weights.errors import ModelFileError
+from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.params.errors import ModelFileError
 
 # Assumed frame rate of a video without one: transformers' default.
 UNKNOWN_FPS = 24.0

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from models.config.fields import ConfigFields
-from models.weights.errors import ModelFileError
-from models.weights.files import read_object
-from scheduler.errors import RequestError
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.params.files import read_object
+from jaxengine.scheduler.errors import RequestError
 
 # The file of transformers 5 with all processors, and the files of transformers 4 with one each.
 WHOLE = "processor_config.json"

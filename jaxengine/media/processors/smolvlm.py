@@ -19,8 +19,8 @@ from jaxengine.media.processors.idefics3 import Idefics3Processor, with_longest_
 from jaxengine.media.processors.qwen2_vl import UNKNOWN_FPS
 from jaxengine.media.processors.settings import IMAGES, VIDEOS, Pixels, read_settings
 from jaxengine.media.processors.units import check_placeholders, read_size
-from models.config.fields import ConfigFields, ModelConfigError
-from scheduler.errors import RequestError
+from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.scheduler.errors import RequestError
 
 _VIDEO = "<video>"
 _MOST_SECONDS = 1e9  # limit of timedelta's text

@@ -20,10 +20,10 @@ from jaxengine.media.processors.settings import (
     check_pictures,
     read_settings,
 )
-from models.config.fields import ConfigFields, ModelConfigError
-from models.config.model_config import ModelConfig
-from models.weights.errors import ModelFileError
-from scheduler.errors import RequestError
+from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.scheduler.errors import RequestError
 
 
 def read_size(fields: ConfigFields, name: str, *allowed: tuple[str, ...]) -> dict[str, int]:
@@ -54,7 +54,7 @@ class UnitProcessor:
 
     Args:
       folder: of the checkpoint. config_json: content of its config.json. model_config: of the model, with a tower whose
-        configuration has the `vit` (models.vision.vit) that encodes units. tokenizer: of the model.
+        configuration has the `vit` (jaxengine.models.vision.vit) that encodes units. tokenizer: of the model.
     """
 
     modalities: tuple[str, ...] = ("image",)

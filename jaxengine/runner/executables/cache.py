@@ -20,10 +20,10 @@ from typing import Any
 import jax
 import jaxlib.version
 
+from jaxengine.models.cache import kernel_modules, platform_of
 from jaxengine.runner.executables.executable_files import ExecutableFiles, file_name
 from jaxengine.runner.executables.layer_chain import Executable, compile_parts, load, serialize
 from jaxengine.runner.executables.program_sources import source_digest
-from models.cache import kernel_modules, platform_of
 
 logger = logging.getLogger(__name__)
 
@@ -182,14 +182,14 @@ class ExecutableCache:
 
 def _source_file(family: type) -> Path | None:
     file = getattr(sys.modules.get(family.__module__), "__file__", None)
-    return None if file is None else Path(file).resolve()
+    return None if file is None else Path(file)
 
 
 @functools.cache
 def _environment(device: Any, family: Path | None) -> tuple[str, ...]:
     """What every program's machine code depends on."""
     return (
-        source_digest(Path(__file__).resolve().parents[3], kernel_modules(platform_of(device)), family),
+        source_digest(Path(__file__).parents[3], kernel_modules(platform_of(device)), family),
         jax.__version__,
         jaxlib.version.__version__,
         device.platform,

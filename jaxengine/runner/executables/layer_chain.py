@@ -22,7 +22,7 @@ import numpy as np
 from jax.experimental import serialize_executable
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
-from models.layers.decoder_step import LAYER
+from jaxengine.models.layers.decoder_step import LAYER
 
 # Fewer layers are compiled as they are, and steps of fewer tokens, which are so short that calls would be felt.
 _LEAST_LAYERS = 6

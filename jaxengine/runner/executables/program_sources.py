@@ -2,7 +2,7 @@
 
 Owns the walk over imports, from the step programs, the model's family and the kernels of the platform to all that they
 can have been traced from. A file that no import leads to (a loader, another family, the server) is not in it, and
-docstrings, comments and the places of lines do not count. A family may be a user's own file, outside of our packages:
+docstrings, comments and the places of lines do not count. A family may be a user's own file, outside of jaxengine:
 then its neighbours count as well as it does. Reads sources and runs none; knows nothing of jax.
 """
 
@@ -13,14 +13,14 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-_PACKAGES = ("jaxengine", "models", "pallas_kernels", "scheduler", "sharding")
+_PACKAGE = "jaxengine"
 # What builds the programs, and what says how they are compiled.
 _PROGRAMS = (
     "jaxengine.runner.programs.step_programs",
     "jaxengine.runner.extensions.build",
     "jaxengine.runner.extensions.drafts.programs",
     "jaxengine.runner.executables.cache",
-    "models.layers.next_token",
+    "jaxengine.models.layers.next_token",
 )
 _BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")  # where a statement keeps other statements
 
@@ -39,7 +39,7 @@ def program_sources(root: Path, modules: Iterable[str], family: Path | None = No
     """The files that the programs can have been traced from.
 
     Args:
-      root: the folder that holds our packages.
+      root: the folder that holds `jaxengine`.
       modules: dotted names of what the step programs look up rather than import: the kernels.
       family: the file of the model's class, None for programs without a model.
 
@@ -69,7 +69,7 @@ def _sources(root: Path, modules: Iterable[str], family: Path | None) -> dict[Pa
 
 def _imported(root: Path, path: Path, tree: ast.Module) -> Iterator[Path]:
     """The files that the source at `path` imports: ours, and for a user's own file those beside it."""
-    own = path.is_relative_to(root) and path.relative_to(root).parts[0] in _PACKAGES
+    own = path.is_relative_to(root) and path.relative_to(root).parts[0] == _PACKAGE
     for name, attribute in _names(tree):
         found = None
         for wanted in (f"{name}.{attribute}", name) if attribute else (name,):
@@ -88,8 +88,8 @@ def _names(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def _own_file(root: Path, module: str) -> Path | None:
-    # Installed, our packages stand among all others: only they are ours.
-    return _file_of(root, module) if module.partition(".")[0] in _PACKAGES else None
+    # Installed, jaxengine stands among all others: only it is ours.
+    return _file_of(root, module) if module.partition(".")[0] == _PACKAGE else None
 
 
 def _file_beside(path: Path, module: str) -> Path | None:

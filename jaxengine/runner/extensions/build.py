@@ -8,9 +8,9 @@ from jax.sharding import Mesh
 
 from jaxengine.config.engine_config import ResolvedConfig
 from jaxengine.config.platforms import Platform
+from jaxengine.models.causal_lm import CausalLM
 from jaxengine.runner.extension import DeviceExtension, StageShape
 from jaxengine.runner.programs.step_programs import StepPrograms
-from models.causal_lm import CausalLM
 
 
 def extensions_of(shape: StageShape) -> Iterator[DeviceExtension]:

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxengine.models.config.pooler import CLS, LAST, MEAN
+from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.runner.extension import DeviceExtension, Epilogue, EpilogueSpec, HostExtension, Kept
 from jaxengine.runner.programs.forward_pass import ForwardPass
 from jaxengine.runner.programs.pending_step import PendingStep
 from jaxengine.runner.programs.step import pad_rows
-from models.config.pooler import CLS, LAST, MEAN
-from models.forward_batch import ForwardBatch
-from scheduler.request import POOLED
-from sharding.collectives import stack_ranks
+from jaxengine.scheduler.request import POOLED
+from jaxengine.sharding.collectives import stack_ranks
 
 NAME, POOL = "pooling", "pool"
 

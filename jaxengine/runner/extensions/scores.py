@@ -14,8 +14,8 @@ from jaxengine.runner.extension import DeviceExtension, Epilogue, EpilogueSpec, 
 from jaxengine.runner.programs.forward_pass import ForwardPass
 from jaxengine.runner.programs.pending_step import PendingStep
 from jaxengine.sampling.logprobs import TokenLogprobs, prompt_logprobs
-from scheduler.buckets import Bucket
-from sharding.collectives import stack_ranks
+from jaxengine.scheduler.buckets import Bucket
+from jaxengine.sharding.collectives import stack_ranks
 
 NAME, SCORE = "scores", "score"
 

@@ -8,18 +8,19 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxengine.models.cache import Cache, KVPages, StateRows, state_arrays
 from jaxengine.runner.extension import DeviceExtension, Kept, StageShape
 from jaxengine.runner.programs.forward_pass import ForwardPass
-from models.cache import Cache, KVPages, StateRows, state_arrays
-from scheduler.pages.snapshots import LOAD, POSITION, SAVE
-from sharding.rules import logical_to_spec
+from jaxengine.scheduler.pages.snapshots import LOAD, POSITION, SAVE
+from jaxengine.sharding.rules import logical_to_spec
 
 NAME = "states"
 
 
 class StatesExtension(DeviceExtension):
-    """Its section of SlotState is that of models.cache.Cache: of each layer with a state its arrays [rows, ...]; a
-    stage without such layers has none. Snapshots have a page table of their own (scheduler.pages.snapshots)."""
+    """Its section of SlotState is that of jaxengine.models.cache.Cache: of each layer with a state its arrays [rows,
+    ...]; a stage without such layers has none. Snapshots have a page table of their own
+    (jaxengine.scheduler.pages.snapshots)."""
 
     name = NAME
     counts_slots = True

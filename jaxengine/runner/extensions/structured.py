@@ -14,7 +14,7 @@ import numpy as np
 from jaxengine.runner.extension import EVERYWHERE, DeviceExtension, HostExtension, StageShape, StateChange
 from jaxengine.runner.programs.device_state import DeviceState, own_slots
 from jaxengine.sampling.state import mask_words, set_mask_rows
-from sharding.rules import logical_to_spec
+from jaxengine.sharding.rules import logical_to_spec
 
 NAME, MASK_ROWS = "structured", "mask rows"
 # Requests whose masks one message brings.

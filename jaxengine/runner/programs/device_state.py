@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxengine.sampling import state as sampling_state
 from jaxengine.sampling.state import SamplingState
-from sharding.collectives import num_shards, shard_index
+from jaxengine.sharding.collectives import num_shards, shard_index
 
 
 class SlotState(NamedTuple):

@@ -4,7 +4,8 @@ So a forward pass can be under way before it is known what its rows may sample, 
 number of tokens, and an epilogue that nobody asked for does not run. Here is the sampler, and what others share with it
 that choose tokens; those of optional capabilities stand in their files (jaxengine.runner.extensions).
 
-On a mesh an epilogue is what every device runs on its own parts (sharding.collectives). Knows nothing of requests.
+On a mesh an epilogue is what every device runs on its own parts (jaxengine.sharding.collectives). Knows nothing of
+requests.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from jaxengine.runner.programs.forward_pass import SampledRows
 from jaxengine.sampling.logprobs import TokenLogprobs
 from jaxengine.sampling.sampler import SampleOutput, SamplerFlags, flags_of, sample
 from jaxengine.sampling.state import SamplingState, count_tokens, write_slots
-from sharding.collectives import num_shards, stack_ranks
+from jaxengine.sharding.collectives import num_shards, stack_ranks
 
 SAMPLE = "sample"
 

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxengine.models.cache import Cache, KVPages
+from jaxengine.models.forward_batch import ForwardBatch, StepLayout
 from jaxengine.runner.programs.device_state import SlotState
-from models.cache import Cache, KVPages
-from models.forward_batch import ForwardBatch, StepLayout
-from scheduler.buckets import Bucket
+from jaxengine.scheduler.buckets import Bucket
 
 
 class Rows(NamedTuple):
@@ -39,7 +39,7 @@ class SampledRows(NamedTuple):
       slot: i32[S], R in padding.
       position: i32[S], of the token to be chosen, the first one where a row may get several.
       is_sampled: bool[S], rows that end at their last known token; what is chosen for the others means nothing.
-      features: i32[1], what some row needs, bits of scheduler.token_params.
+      features: i32[1], what some row needs, bits of jaxengine.scheduler.token_params.
       sections: what extensions say of the rows, by their names.
     """
 

@@ -17,7 +17,7 @@ from jaxengine.runner.extension import EVERYWHERE, Shape, StateChange
 from jaxengine.runner.programs.device_state import DeviceState, own_slots, write_page_deltas
 from jaxengine.sampling import state as sampling_state
 from jaxengine.sampling.state import NEUTRAL
-from sharding.rules import logical_to_spec
+from jaxengine.sharding.rules import logical_to_spec
 
 # Entries of one message that brings page-table entries outside a step, and requests whose parameters one brings.
 NUM_DELTAS = 1024

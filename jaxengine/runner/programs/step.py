@@ -3,8 +3,8 @@
 The device keeps a row of state for every slot, so the host sends only what changed. What is done with the logits and
 the hidden states is jaxengine.runner.programs.epilogues'. Knows nothing of requests.
 
-On a mesh this is what every device runs on its own parts (sharding.collectives): a replica's rows, slots and pages are
-its own, and its devices all unpack the same message.
+On a mesh this is what every device runs on its own parts (jaxengine.sharding.collectives): a replica's rows, slots and
+pages are its own, and its devices all unpack the same message.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxengine.models.forward_batch import HEADER, ForwardBatch, StepLayout
+from jaxengine.models.layers.attention import RaggedBatch
 from jaxengine.runner.programs.device_state import SlotState, write_page_deltas
 from jaxengine.runner.programs.forward_pass import ForwardPass, Rows, SampledRows, StepSpec
 from jaxengine.sampling.state import write_slots
-from models.forward_batch import HEADER, ForwardBatch, StepLayout
-from models.layers.attention import RaggedBatch
 
 
 class Forwarded(NamedTuple):

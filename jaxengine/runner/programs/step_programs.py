@@ -20,6 +20,15 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxengine.models.cache import (
+    KVPages,
+    abstract_kv,
+    device_kv,
+    largest,
+    num_places,
+    page_bytes_of_group,
+    paged_groups,
+)
 from jaxengine.runner.extension import (
     EVERYWHERE,
     RANKS,
@@ -38,11 +47,10 @@ from jaxengine.runner.programs.state_changes import state_changes
 from jaxengine.runner.programs.step import Forwarded, make_forward
 from jaxengine.sampling import state as sampling_state
 from jaxengine.sampling.state import NEUTRAL, RowParams, SamplingState
-from models.cache import KVPages, abstract_kv, device_kv, largest, num_places, page_bytes_of_group, paged_groups
-from scheduler.buckets import Bucket
-from scheduler.packing import Packer
-from sharding.collectives import stack_ranks
-from sharding.rules import logical_to_spec, part_bytes, whole_shape
+from jaxengine.scheduler.buckets import Bucket
+from jaxengine.scheduler.packing import Packer
+from jaxengine.sharding.collectives import stack_ranks
+from jaxengine.sharding.rules import logical_to_spec, part_bytes, whole_shape
 
 _RANKS_VOCAB = logical_to_spec(("batch", "sampled_vocab"))
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import grpc.aio
 
 from jaxengine.api.engine_client import EngineClient
+from jaxengine.scheduler.errors import RequestError
 from jaxengine.server.grpc import admin_pb2 as pb
 from jaxengine.server.grpc.service import OpenCalls
 from jaxengine.server.lora import load_from_root, unload
 from jaxengine.server.options import ServerConfig
 from jaxengine.version import __version__
-from scheduler.errors import RequestError
 
 API_VERSION = "jaxengine.v1"
 MAX_IDS = 1024

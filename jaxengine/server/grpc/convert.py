@@ -23,11 +23,11 @@ from jaxengine.media.parts import MediaPart, PlacedPart
 from jaxengine.requests.inputs import InputProcessor
 from jaxengine.requests.run_in_thread import with_media
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
+from jaxengine.scheduler.errors import RequestError
 from jaxengine.server.grpc import inference_pb2 as pb
 from jaxengine.server.names import REQUEST_ID
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.prompts import PromptEncoder
-from scheduler.errors import RequestError
 
 # Field of GenerateRequest -> field of SamplingParams, copied unchanged.
 SAMPLING_FIELDS = {

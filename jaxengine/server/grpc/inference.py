@@ -13,6 +13,7 @@ import grpc.aio
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import RequestOutput
+from jaxengine.scheduler.errors import RequestError
 from jaxengine.server.grpc import inference_pb2 as pb
 from jaxengine.server.grpc.answers import AnswerWriter
 from jaxengine.server.grpc.auth import key_of
@@ -23,7 +24,6 @@ from jaxengine.server.keys import Keys
 from jaxengine.server.lora import loaded_adapters
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.prompts import MAX_DETOKENIZE, check_token_ids
-from scheduler.errors import RequestError
 
 Context = grpc.aio.ServicerContext
 

@@ -16,10 +16,10 @@ from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 
 from jaxengine.api.engine_client import EngineDrainingError
+from jaxengine.scheduler.errors import OverloadedError, RequestError
 from jaxengine.server.grpc.convert import field_of, refuse_unknown_fields
 from jaxengine.server.grpc.status import status_of
 from jaxengine.server.observe.spans import caller_trace
-from scheduler.errors import OverloadedError, RequestError
 
 logger = logging.getLogger(__name__)
 

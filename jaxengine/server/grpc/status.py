@@ -14,8 +14,8 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from jaxengine.api.engine_client import EngineDeadError, EngineDrainingError
+from jaxengine.scheduler.errors import OverloadedError, RequestError, UnknownAdapterError
 from jaxengine.server.observe.scrub import scrub
-from scheduler.errors import OverloadedError, RequestError, UnknownAdapterError
 
 logger = logging.getLogger(__name__)
 

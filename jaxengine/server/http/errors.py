@@ -20,8 +20,8 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import Receive, Scope, Send
 
 from jaxengine.api.engine_client import EngineDeadError, EngineDrainingError
+from jaxengine.scheduler.errors import OverloadedError, RequestError, UnknownAdapterError, show_value
 from jaxengine.server.observe.scrub import scrub
-from scheduler.errors import OverloadedError, RequestError, UnknownAdapterError, show_value
 
 logger = logging.getLogger(__name__)
 

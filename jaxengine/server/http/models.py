@@ -8,12 +8,12 @@ from typing import Any, Literal
 from fastapi import APIRouter
 
 from jaxengine.api.engine_client import EngineClient
+from jaxengine.scheduler.errors import show_value
 from jaxengine.server.http.answers import Answer, answers
 from jaxengine.server.http.errors import ApiError
 from jaxengine.server.lora import loaded_adapters
 from jaxengine.server.names import served_names
 from jaxengine.server.options import ServerConfig
-from scheduler.errors import show_value
 
 
 def check_model(name: str | None, served: tuple[str, ...]) -> str:

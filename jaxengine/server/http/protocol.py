@@ -21,10 +21,10 @@ from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import PositionLogprobs
 from jaxengine.requests.prepared import verify_salt
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
+from jaxengine.scheduler.errors import RequestError, show_value
 from jaxengine.server.http.fields import MAX_OPTIONS, JsonObject, Texts, TokenIds, at_most
 from jaxengine.server.names import REQUEST_ID
 from jaxengine.server.options import ServerConfig
-from scheduler.errors import RequestError, show_value
 
 _MAX_USER = 1024  # characters, as logs and answers repeat it
 MIN_LOGPROB = -9999.0

@@ -9,6 +9,7 @@ from fastapi import APIRouter
 from pydantic import Field, model_validator
 
 from jaxengine.api.engine_client import EngineClient
+from jaxengine.scheduler.errors import RequestError
 from jaxengine.server.http.answers import Answer, answers
 from jaxengine.server.http.chat.prompt import ChatRenderer
 from jaxengine.server.http.chat.protocol import MAX_TOOLS, ChatRequest, Messages, Tool
@@ -19,7 +20,6 @@ from jaxengine.server.http.protocol import RequestModel
 from jaxengine.server.names import served_names
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.prompts import MAX_DETOKENIZE, PromptEncoder, check_token_ids
-from scheduler.errors import RequestError
 
 # Fields of TokenizeRequest that need messages.
 _WITH_MESSAGES = (

@@ -7,7 +7,8 @@ import os
 import re
 from typing import TYPE_CHECKING
 
-from jaxengine.requests.media_cache import LeastRecent
+from jaxengine.requests.media.cache import LeastRecent
+from jaxengine.scheduler.media import Media, MediaItem
 from jaxengine.server.link.media_messages import (
     Item,
     MediaMessage,
@@ -16,7 +17,6 @@ from jaxengine.server.link.media_messages import (
     read_item,
     read_media,
 )
-from scheduler.media import Media, MediaItem
 
 if TYPE_CHECKING:
     from jaxengine.engine.extensions.pictures import MediaStats

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from jaxengine.requests.media_cache import LeastRecent, MediaCache, PreparedItem, prepared_item
+from jaxengine.requests.media.cache import LeastRecent, MediaCache, PreparedItem, prepared_item
 from jaxengine.requests.prepared import PreparedRequest
+from jaxengine.scheduler.media import Media, MediaItem
 from jaxengine.server.link.media_messages import Item, MediaMessage, media_message, message_item, pixels_of
-from scheduler.media import Media, MediaItem
 
 if TYPE_CHECKING:
     from jaxengine.media.processor import Processed

@@ -13,10 +13,10 @@ import msgspec
 import numpy as np
 
 from jaxengine.engine.output import EngineOutput, PromptScores
+from jaxengine.scheduler.batch import TokenRows, TokenScores
+from jaxengine.scheduler.errors import OverloadedError, RequestError, UnknownAdapterError
+from jaxengine.scheduler.request import FinishReason, Request, RequestStatus
 from jaxengine.server.link.submit_messages import Submit
-from scheduler.batch import TokenRows, TokenScores
-from scheduler.errors import OverloadedError, RequestError, UnknownAdapterError
-from scheduler.request import FinishReason, Request, RequestStatus
 
 
 class Load(msgspec.Struct, array_like=True, frozen=True):

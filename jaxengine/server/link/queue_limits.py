@@ -10,8 +10,8 @@ import collections
 import time
 from dataclasses import dataclass
 
+from jaxengine.scheduler.errors import OverloadedError, RequestError
 from jaxengine.server.link.messages import Load
-from scheduler.errors import OverloadedError, RequestError
 
 _LEAST_RETRY_SECONDS, _MOST_RETRY_SECONDS = 1.0, 60.0
 

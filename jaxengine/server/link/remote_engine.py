@@ -21,15 +21,18 @@ from jaxengine.api.engine_client import EngineDeadError, EngineDrainingError
 from jaxengine.api.output_stream import OutputStream
 from jaxengine.engine.output import EngineOutput
 from jaxengine.requests.inputs import InputProcessor, Processor, make_processor
-from jaxengine.requests.media_cache import MediaCache
+from jaxengine.requests.media.cache import MediaCache
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.output_processor import OutputProcessor
 from jaxengine.requests.outputs import RequestOutput
-from jaxengine.requests.pooling_outputs import PoolingOutput, PoolingRequestOutput
-from jaxengine.requests.pooling_params import PoolingParams
+from jaxengine.requests.pooling.outputs import PoolingOutput, PoolingRequestOutput
+from jaxengine.requests.pooling.params import PoolingParams
 from jaxengine.requests.prepared import PreparedRequest, Prompt
 from jaxengine.requests.run_in_thread import make_ready
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
+from jaxengine.scheduler.errors import OverloadedError, RequestError
+from jaxengine.scheduler.request import FinishReason, Request, RequestStatus
+from jaxengine.scheduler.token_params import TokenParams
 from jaxengine.server.link import messages
 from jaxengine.server.link.engine_link import EngineLink
 from jaxengine.server.link.messages import Call, EndsDelivered, Finish, FromEngine, Load, Reply, Update, Welcome
@@ -37,9 +40,6 @@ from jaxengine.server.link.open_inputs import open_inputs
 from jaxengine.server.link.queue_limits import QueueLimits
 from jaxengine.server.link.send_queue import SendQueue
 from jaxengine.server.options import ServerConfig
-from scheduler.errors import OverloadedError, RequestError
-from scheduler.request import FinishReason, Request, RequestStatus
-from scheduler.token_params import TokenParams
 
 # Placeholder for requests that are no longer followed here.
 _NOBODY = Request("", np.empty(0, np.int32), TokenParams(), 0)

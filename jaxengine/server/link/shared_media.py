@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from jaxengine.config.encoder import KEY_REPLICATED, SHARED_MEMORY, EncoderOptions
-from jaxengine.requests.media_cache import PreparedItem
+from jaxengine.requests.media.cache import PreparedItem
+from jaxengine.scheduler.media import Media, MediaItem
 from jaxengine.server.link.media_messages import Item, MediaMessage, Place, media_message, message_item
 from jaxengine.server.link.media_senders import KeepingSender, KeySender, MediaSender, sent_pixels
-from scheduler.media import Media, MediaItem
 
 if TYPE_CHECKING:
     from jaxengine.media.processor import Processed

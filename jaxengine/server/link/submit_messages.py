@@ -6,10 +6,10 @@ import msgspec
 import numpy as np
 
 from jaxengine.requests.prepared import PreparedRequest
+from jaxengine.scheduler.media import Media
+from jaxengine.scheduler.request import Request
+from jaxengine.scheduler.token_params import TokenParams
 from jaxengine.server.link.media_messages import MediaMessage
-from scheduler.media import Media
-from scheduler.request import Request
-from scheduler.token_params import TokenParams
 
 
 class Member(msgspec.Struct, array_like=True):

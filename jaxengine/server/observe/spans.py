@@ -22,8 +22,8 @@ from jaxengine.config.engine_config import ConfigError
 from jaxengine.requests.inputs import InputProcessor
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import RequestOutput
-from jaxengine.requests.pooling_outputs import PoolingOutput, PoolingRequestOutput
-from jaxengine.requests.pooling_params import PoolingParams
+from jaxengine.requests.pooling.outputs import PoolingOutput, PoolingRequestOutput
+from jaxengine.requests.pooling.params import PoolingParams
 from jaxengine.requests.prepared import Prompt
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.server.options import ServerConfig

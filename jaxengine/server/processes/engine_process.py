@@ -28,6 +28,10 @@ from jaxengine.cluster.channel import ClusterError
 from jaxengine.config.encoder import KEY_REPLICATED
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.engine.output import EngineOutput
+from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.scheduler.errors import OverloadedError, RequestError, UnknownAdapterError
+from jaxengine.scheduler.request import FinishReason, Request
 from jaxengine.server.link import messages, submit_messages
 from jaxengine.server.link.media_messages import MissingMediaError
 from jaxengine.server.link.media_receiver import MediaReceiver
@@ -37,10 +41,6 @@ from jaxengine.server.link.submit_messages import Submit
 from jaxengine.server.lora import read_modules
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.processes.child import Child, alive_seconds
-from models.config.fields import ModelConfigError
-from models.weights.errors import ModelFileError
-from scheduler.errors import OverloadedError, RequestError, UnknownAdapterError
-from scheduler.request import FinishReason, Request
 
 logger = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jaxengine._siblings import HOME
 from jaxengine.config.engine_config import EngineConfig
+from jaxengine.paths import HOME
 from jaxengine.server.options import ServerConfig, is_loopback
 from jaxengine.server.processes.sockets import listen, reserve_port
 

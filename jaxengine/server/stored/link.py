@@ -14,9 +14,9 @@ from typing import Literal
 import msgspec
 
 from jaxengine.api.engine_client import EngineDeadError
+from jaxengine.scheduler.errors import OverloadedError
 from jaxengine.server.stored.store import ResponseStore, StoredResponse, Worker
 from jaxengine.workers.frames import Frames, frame
-from scheduler.errors import OverloadedError
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from scheduler.errors import OverloadedError
+from jaxengine.scheduler.errors import OverloadedError
 
 MAX_RESPONSES = 1000
 MAX_BYTES = 64 << 20

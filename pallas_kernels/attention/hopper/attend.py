@@ -17,18 +17,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention.hopper import schedule as kernel_schedule
-from pallas_kernels.attention.hopper.decode import DecodeShape, decode_partials
-from pallas_kernels.attention.hopper.latent import LatentShape, latent_attention, why_not_latent
-from pallas_kernels.attention.hopper.merge import merge_partials, merge_parts
-from pallas_kernels.attention.hopper.prefill import prefill_attention
-from pallas_kernels.attention.hopper.schedule import DECODE_KEYS, tiled_heads
-from pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
-from pallas_kernels.attention.xla import attend as xla_attend
-from pallas_kernels.attention.xla import schedule as xla_schedule
-from pallas_kernels.kv.pages import KVPages, check_layout
-from pallas_kernels.mosaic_gpu import WARPGROUP_ROWS
-from pallas_kernels.tuning import HopperAttention, Tuning
+from jaxengine.pallas_kernels.attention.hopper import schedule as kernel_schedule
+from jaxengine.pallas_kernels.attention.hopper.decode import DecodeShape, decode_partials
+from jaxengine.pallas_kernels.attention.hopper.latent import LatentShape, latent_attention, why_not_latent
+from jaxengine.pallas_kernels.attention.hopper.merge import merge_partials, merge_parts
+from jaxengine.pallas_kernels.attention.hopper.prefill import prefill_attention
+from jaxengine.pallas_kernels.attention.hopper.schedule import DECODE_KEYS, tiled_heads
+from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
+from jaxengine.pallas_kernels.attention.xla import attend as xla_attend
+from jaxengine.pallas_kernels.attention.xla import schedule as xla_schedule
+from jaxengine.pallas_kernels.kv.pages import KVPages, check_layout
+from jaxengine.pallas_kernels.mosaic_gpu import WARPGROUP_ROWS
+from jaxengine.pallas_kernels.tuning import HopperAttention, Tuning
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention.hopper.schedule import (
+from jaxengine.pallas_kernels.attention.hopper.schedule import (
     DECODE_BEGIN,
     DECODE_END,
     DECODE_END_BLOCK,
@@ -34,8 +34,8 @@ from pallas_kernels.attention.hopper.schedule import (
     DECODE_SEQ,
     DecodeItems,
 )
-from pallas_kernels.attention.ragged_batch import AttentionSpec
-from pallas_kernels.mosaic_gpu import LOG2E, SHARED_MEMORY_BYTES, WARPGROUP_ROWS, launch, tiles
+from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec
+from jaxengine.pallas_kernels.mosaic_gpu import LOG2E, SHARED_MEMORY_BYTES, WARPGROUP_ROWS, launch, tiles
 
 NOTHING = -1e30  # running maximum of a row that has seen no key: finite, so that -inf - NOTHING = -inf
 OUTPUT_COLUMNS = 128  # columns of the accumulator that are staged in shared memory at a time

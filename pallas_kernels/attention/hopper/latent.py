@@ -22,8 +22,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention.hopper.decode import NOTHING, load, masked_logits
-from pallas_kernels.attention.hopper.schedule import (
+from jaxengine.pallas_kernels.attention.hopper.decode import NOTHING, load, masked_logits
+from jaxengine.pallas_kernels.attention.hopper.schedule import (
     DECODE_BEGIN,
     DECODE_END,
     DECODE_END_BLOCK,
@@ -34,8 +34,8 @@ from pallas_kernels.attention.hopper.schedule import (
     DECODE_POSITION,
     DecodeItems,
 )
-from pallas_kernels.attention.ragged_batch import AttentionSpec
-from pallas_kernels.mosaic_gpu import (
+from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec
+from jaxengine.pallas_kernels.mosaic_gpu import (
     BOX_ROWS,
     SHARED_MEMORY_BYTES,
     WARPGROUP_ROWS,

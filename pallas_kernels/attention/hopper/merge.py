@@ -15,9 +15,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention.hopper.schedule import DecodeItems
-from pallas_kernels.mosaic_gpu import BOX_ROWS, LOG2E, launch
-from pallas_kernels.tuning import HopperAttention
+from jaxengine.pallas_kernels.attention.hopper.schedule import DecodeItems
+from jaxengine.pallas_kernels.mosaic_gpu import BOX_ROWS, LOG2E, launch
+from jaxengine.pallas_kernels.tuning import HopperAttention
 
 BOX_COLUMNS = 256  # most columns of a TMA box
 NOTHING = -1e30  # maximum of a row that has seen nothing, and the logit of an absent sink

@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention.hopper.prefill_load import (
+from jaxengine.pallas_kernels.attention.hopper.prefill_load import (
     TILE_ROWS,
     Refs,
     Shape,
@@ -32,11 +32,11 @@ from pallas_kernels.attention.hopper.prefill_load import (
     scratch,
     tile_count,
 )
-from pallas_kernels.attention.hopper.schedule import PREFILL_TOKEN, PrefillItems, prefill_block_q
-from pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
-from pallas_kernels.kv.pages import KVPages
-from pallas_kernels.mosaic_gpu import BOX_ROWS, LOG2E, WARPGROUP_ROWS, launch
-from pallas_kernels.tuning import HopperAttention
+from jaxengine.pallas_kernels.attention.hopper.schedule import PREFILL_TOKEN, PrefillItems, prefill_block_q
+from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
+from jaxengine.pallas_kernels.kv.pages import KVPages
+from jaxengine.pallas_kernels.mosaic_gpu import BOX_ROWS, LOG2E, WARPGROUP_ROWS, launch
+from jaxengine.pallas_kernels.tuning import HopperAttention
 
 PRODUCER = 2  # the warpgroup after the two that compute
 # A kernel of three warpgroups begins with 168 registers in each lane: 65,536 of 384 lanes, in steps of 8. One warpgroup

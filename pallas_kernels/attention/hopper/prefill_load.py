@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention.hopper.schedule import (
+from jaxengine.pallas_kernels.attention.hopper.schedule import (
     PREFILL_BEGIN,
     PREFILL_END,
     PREFILL_POSITION,
@@ -22,8 +22,8 @@ from pallas_kernels.attention.hopper.schedule import (
     PREFILL_SEQ,
     PREFILL_TOKEN,
 )
-from pallas_kernels.attention.ragged_batch import AttentionSpec
-from pallas_kernels.mosaic_gpu import (
+from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec
+from jaxengine.pallas_kernels.mosaic_gpu import (
     BOX_ROWS,
     SHARED_MEMORY_BYTES,
     WARPGROUP_ROWS,

@@ -26,9 +26,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
-from pallas_kernels.mosaic_gpu import BOX_ROWS, WARPGROUP_ROWS
-from pallas_kernels.tuning import HopperAttention, Tuning
+from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
+from jaxengine.pallas_kernels.mosaic_gpu import BOX_ROWS, WARPGROUP_ROWS
+from jaxengine.pallas_kernels.tuning import HopperAttention, Tuning
 
 DECODE_KEYS = 64  # keys of a decode block; a page is a multiple of a block, or a block of pages
 

@@ -16,12 +16,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
-from pallas_kernels.attention.tpu import schedule as schedules
-from pallas_kernels.attention.tpu.kernel import LOG2E, NOTHING_SEEN, attention_kernel
-from pallas_kernels.attention.tpu.pages import Plan
-from pallas_kernels.attention.tpu.schedule import Schedule, Walk
-from pallas_kernels.attention.tpu.tiles import (
+from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
+from jaxengine.pallas_kernels.attention.tpu import schedule as schedules
+from jaxengine.pallas_kernels.attention.tpu.kernel import LOG2E, NOTHING_SEEN, attention_kernel
+from jaxengine.pallas_kernels.attention.tpu.pages import Plan
+from jaxengine.pallas_kernels.attention.tpu.schedule import Schedule, Walk
+from jaxengine.pallas_kernels.attention.tpu.tiles import (
     LANES,
     SUBLANES,
     Window,
@@ -34,8 +34,8 @@ from pallas_kernels.attention.tpu.tiles import (
     key_windows,
     value_windows,
 )
-from pallas_kernels.kv.pages import KVPages, check_layout
-from pallas_kernels.tuning import TpuAttention
+from jaxengine.pallas_kernels.kv.pages import KVPages, check_layout
+from jaxengine.pallas_kernels.tuning import TpuAttention
 
 attention_schedule = schedules.attention_schedule
 

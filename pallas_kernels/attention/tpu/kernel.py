@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.attention.tpu.pages import (
+from jaxengine.pallas_kernels.attention.tpu.pages import (
     FETCH_BLOCK,
     FETCH_SEGMENT,
     SLOT,
@@ -37,7 +37,7 @@ from pallas_kernels.attention.tpu.pages import (
     wait_for,
     zero_unseen_values,
 )
-from pallas_kernels.attention.tpu.tiles import LANES, Window
+from jaxengine.pallas_kernels.attention.tpu.tiles import LANES, Window
 
 LOG2E = math.log2(math.e)
 # Finite stand-ins for -inf: exp2(MASKED - NOTHING_SEEN) is 0 where inf - inf would be NaN.

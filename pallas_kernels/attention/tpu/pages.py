@@ -22,9 +22,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.attention.ragged_batch import AttentionSpec
-from pallas_kernels.attention.tpu.schedule import Walk
-from pallas_kernels.attention.tpu.tiles import LANES, Blocks, Window, lies_by_token
+from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec
+from jaxengine.pallas_kernels.attention.tpu.schedule import Walk
+from jaxengine.pallas_kernels.attention.tpu.tiles import LANES, Blocks, Window, lies_by_token
 
 Item = tuple[jax.Array, jax.Array]  # i32 (segment, block)
 

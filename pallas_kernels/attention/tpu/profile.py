@@ -16,14 +16,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
-from pallas_kernels.attention.tpu import kernel
-from pallas_kernels.attention.tpu.attend import ragged_paged_attention
-from pallas_kernels.attention.tpu.pages import Plan, Refs, read_segment
-from pallas_kernels.attention.tpu.schedule import attention_schedule, block_q_of
-from pallas_kernels.attention.tpu.tiles import LANES
-from pallas_kernels.kv.pages import KVSpec, alloc
-from pallas_kernels.tuning import tuning_of
+from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
+from jaxengine.pallas_kernels.attention.tpu import kernel
+from jaxengine.pallas_kernels.attention.tpu.attend import ragged_paged_attention
+from jaxengine.pallas_kernels.attention.tpu.pages import Plan, Refs, read_segment
+from jaxengine.pallas_kernels.attention.tpu.schedule import attention_schedule, block_q_of
+from jaxengine.pallas_kernels.attention.tpu.tiles import LANES
+from jaxengine.pallas_kernels.kv.pages import KVSpec, alloc
+from jaxengine.pallas_kernels.tuning import tuning_of
 
 # Work of a trip: fold a block that all rows see, fold one with a mask, or open and close a tile around the latter.
 PARTS = ("block", "edge", "tile")

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.attention.ragged_batch import AttentionSpec
-from pallas_kernels.kv.pages import LANES
-from pallas_kernels.tuning import TpuAttention
+from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec
+from jaxengine.pallas_kernels.kv.pages import LANES
+from jaxengine.pallas_kernels.tuning import TpuAttention
 
 SUBLANES = 8
 MOST_COPIES = 64  # most pages, each a copy, of a block that is joined of several parts

@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
-from pallas_kernels.attention.xla.schedule import Schedule, Tiles, block_kv_of
-from pallas_kernels.kv.pages import KVPages, KVSpec, bits, from_storage, token_scales
-from pallas_kernels.tuning import XlaAttention
-from pallas_kernels.zeros import zeros_in_layer
+from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
+from jaxengine.pallas_kernels.attention.xla.schedule import Schedule, Tiles, block_kv_of
+from jaxengine.pallas_kernels.kv.pages import KVPages, KVSpec, bits, from_storage, token_scales
+from jaxengine.pallas_kernels.tuning import XlaAttention
+from jaxengine.pallas_kernels.zeros import zeros_in_layer
 
 
 def ragged_paged_attention(

@@ -15,11 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.matmul.candidates import Candidate, Problem, operands
-from pallas_kernels.matmul.hopper.quantized import quantized_matmul
-from pallas_kernels.matmul.hopper.shape import MOST_SHARED_ROWS, OUTPUTS, RESERVED_BYTES, Shape
-from pallas_kernels.mosaic_gpu import SHARED_MEMORY_BYTES
-from pallas_kernels.tuning import HopperProducts
+from jaxengine.pallas_kernels.matmul.candidates import Candidate, Problem, operands
+from jaxengine.pallas_kernels.matmul.hopper.quantized import quantized_matmul
+from jaxengine.pallas_kernels.matmul.hopper.shape import MOST_SHARED_ROWS, OUTPUTS, RESERVED_BYTES, Shape
+from jaxengine.pallas_kernels.mosaic_gpu import SHARED_MEMORY_BYTES
+from jaxengine.pallas_kernels.tuning import HopperProducts
 
 # The defaults first: of candidates with equal tiles the first is kept.
 _ROWS, _SHARED, _LEAST_TILES = (128, 64, 32), (1, 2, 3), (4, 2)

@@ -16,9 +16,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.matmul.gated import Gating
-from pallas_kernels.matmul.hopper import ring
-from pallas_kernels.mosaic_gpu import WARPGROUP_ROWS
+from jaxengine.pallas_kernels.matmul.gated import Gating
+from jaxengine.pallas_kernels.matmul.hopper import ring
+from jaxengine.pallas_kernels.mosaic_gpu import WARPGROUP_ROWS
 
 PIECE = 16  # rows of which gates and ups are in registers at a time, in addition to the sums
 # Elementwise operations that Mosaic GPU supports by warpgroup, and its interpreter too, in every jax release here.

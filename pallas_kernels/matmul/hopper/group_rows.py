@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.matmul.hopper.grouped import tile_rows_of, tiles_of, why_xla
-from pallas_kernels.matmul.hopper.shape import BFLOAT16, most_rows, step_of
-from pallas_kernels.tuning import HopperProducts
+from jaxengine.pallas_kernels.matmul.hopper.grouped import tile_rows_of, tiles_of, why_xla
+from jaxengine.pallas_kernels.matmul.hopper.shape import BFLOAT16, most_rows, step_of
+from jaxengine.pallas_kernels.tuning import HopperProducts
 
 
 def group_step(num_rows: int, num_groups: int) -> int:

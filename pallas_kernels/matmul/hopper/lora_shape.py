@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from pallas_kernels.matmul.hopper.shape import BFLOAT16, RESERVED_BYTES, STORED_ROWS
-from pallas_kernels.matmul.lora import tile_rows_of
-from pallas_kernels.mosaic_gpu import BOX_ROWS, SHARED_MEMORY_BYTES, WARPGROUP_ROWS
-from pallas_kernels.tuning import HopperProducts, LoraTiles
+from jaxengine.pallas_kernels.matmul.hopper.shape import BFLOAT16, RESERVED_BYTES, STORED_ROWS
+from jaxengine.pallas_kernels.matmul.lora import tile_rows_of
+from jaxengine.pallas_kernels.mosaic_gpu import BOX_ROWS, SHARED_MEMORY_BYTES, WARPGROUP_ROWS
+from jaxengine.pallas_kernels.tuning import HopperProducts, LoraTiles
 
 COLUMNS = 2 * WARPGROUP_ROWS  # columns of a tile of slots, and of a tile of the result: two warpgroups compute
 _CTAS = 2  # CTAs per multiprocessor that inputs are split over

@@ -30,15 +30,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.matmul import quantized_xla
-from pallas_kernels.matmul.blackwell import tile as blackwell
-from pallas_kernels.matmul.hopper import gated, ring
-from pallas_kernels.matmul.hopper.shape import BFLOAT16, E4M3, MOST_SHARED_ROWS, OUTPUTS, Shape, why_xla
-from pallas_kernels.matmul.nibbles import row_parts
-from pallas_kernels.matmul.rounding import RoundedRows
-from pallas_kernels.mosaic_gpu import WARPGROUP_ROWS, launch, swizzled, tiles
-from pallas_kernels.tuned import product_sizes
-from pallas_kernels.tuning import HopperProducts, card_of_trace
+from jaxengine.pallas_kernels.matmul.blackwell import tile as blackwell
+from jaxengine.pallas_kernels.matmul.hopper import gated, ring
+from jaxengine.pallas_kernels.matmul.hopper.shape import BFLOAT16, E4M3, MOST_SHARED_ROWS, OUTPUTS, Shape, why_xla
+from jaxengine.pallas_kernels.matmul.nibbles import row_parts
+from jaxengine.pallas_kernels.matmul.rounding import RoundedRows
+from jaxengine.pallas_kernels.matmul.xla import quantized as quantized_xla
+from jaxengine.pallas_kernels.mosaic_gpu import WARPGROUP_ROWS, launch, swizzled, tiles
+from jaxengine.pallas_kernels.tuned import product_sizes
+from jaxengine.pallas_kernels.tuning import HopperProducts, card_of_trace
 
 logger = logging.getLogger(__name__)
 

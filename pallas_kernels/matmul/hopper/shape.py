@@ -7,10 +7,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels.matmul.gated import Gating
-from pallas_kernels.matmul.nibbles import per_byte
-from pallas_kernels.mosaic_gpu import SHARED_MEMORY_BYTES, WARPGROUP_ROWS
-from pallas_kernels.tuning import HopperProducts
+from jaxengine.pallas_kernels.matmul.gated import Gating
+from jaxengine.pallas_kernels.matmul.nibbles import per_byte
+from jaxengine.pallas_kernels.mosaic_gpu import SHARED_MEMORY_BYTES, WARPGROUP_ROWS
+from jaxengine.pallas_kernels.tuning import HopperProducts
 
 OUTPUTS = 2 * WARPGROUP_ROWS  # outputs of a tile: two warpgroups compute
 STORED_ROWS = 64  # rows of the result that are staged in shared memory at a time

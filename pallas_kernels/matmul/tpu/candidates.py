@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.matmul.candidates import Candidate, Problem, operands
-from pallas_kernels.matmul.nibbles import per_byte
-from pallas_kernels.matmul.tpu.quantized import quantized_matmul, tiles
-from pallas_kernels.matmul.tpu.widened import SPAN, chunk_of
-from pallas_kernels.tuning import TpuProducts
+from jaxengine.pallas_kernels.matmul.candidates import Candidate, Problem, operands
+from jaxengine.pallas_kernels.matmul.nibbles import per_byte
+from jaxengine.pallas_kernels.matmul.tpu.quantized import quantized_matmul, tiles
+from jaxengine.pallas_kernels.matmul.tpu.widened import SPAN, chunk_of
+from jaxengine.pallas_kernels.tuning import TpuProducts
 
 _COLUMNS = (512, 256, 1024)  # the default first: of candidates with equal tiles the first is kept
 

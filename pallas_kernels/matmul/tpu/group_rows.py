@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.matmul.tpu.grouped import STEP, Shape, rows_for, shape_of, why_not_fused
-from pallas_kernels.matmul.tpu.visits import visits_of
-from pallas_kernels.matmul.tpu.widened import why_not_aligned
-from pallas_kernels.tuning import TpuProducts
+from jaxengine.pallas_kernels.matmul.tpu.grouped import STEP, Shape, rows_for, shape_of, why_not_fused
+from jaxengine.pallas_kernels.matmul.tpu.visits import visits_of
+from jaxengine.pallas_kernels.matmul.tpu.widened import why_not_aligned
+from jaxengine.pallas_kernels.tuning import TpuProducts
 
 # Rows of an average group from which on padding each to a multiple of STEP pays: it adds a ninth of memory at most.
 _ALIGNED_ROWS = 64

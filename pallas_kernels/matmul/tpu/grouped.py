@@ -21,11 +21,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.matmul import quantized_groups_xla
-from pallas_kernels.matmul.gated import Gating, activated, biased, say_once
-from pallas_kernels.matmul.grouped_tiles import tile_rows_of
-from pallas_kernels.matmul.tpu.moved import ROWS, move_rows
-from pallas_kernels.matmul.tpu.quantized import (
+from jaxengine.pallas_kernels.matmul.gated import Gating, activated, biased, say_once
+from jaxengine.pallas_kernels.matmul.tpu.moved import ROWS, move_rows
+from jaxengine.pallas_kernels.matmul.tpu.quantized import (
     PreparedRows,
     clear,
     column_bytes,
@@ -35,9 +33,11 @@ from pallas_kernels.matmul.tpu.quantized import (
     tiles,
     vmem_limit,
 )
-from pallas_kernels.matmul.tpu.visits import visits_of
-from pallas_kernels.matmul.tpu.widened import CHUNK, LANES, SUBLANES, add_product, why_not_aligned
-from pallas_kernels.tuning import TpuProducts, tuning_of
+from jaxengine.pallas_kernels.matmul.tpu.visits import visits_of
+from jaxengine.pallas_kernels.matmul.tpu.widened import CHUNK, LANES, SUBLANES, add_product, why_not_aligned
+from jaxengine.pallas_kernels.matmul.xla import quantized_groups as quantized_groups_xla
+from jaxengine.pallas_kernels.matmul.xla.grouped import tile_rows_of
+from jaxengine.pallas_kernels.tuning import TpuProducts, tuning_of
 
 _MOST_ROWS = 256  # most rows of one product: more would be more instructions, and little faster
 STEP = 8  # rows that blocks begin and end at multiples of

@@ -11,10 +11,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.matmul.gated import Gating, activated, biased
-from pallas_kernels.matmul.tpu.grouped import Matrix, gated_product_of_groups, log_not_fused, product_of_groups
-from pallas_kernels.matmul.tpu.widened import why_not_aligned
-from pallas_kernels.tuning import TpuProducts
+from jaxengine.pallas_kernels.matmul.gated import Gating, activated, biased
+from jaxengine.pallas_kernels.matmul.tpu.grouped import (
+    Matrix,
+    gated_product_of_groups,
+    log_not_fused,
+    product_of_groups,
+)
+from jaxengine.pallas_kernels.matmul.tpu.widened import why_not_aligned
+from jaxengine.pallas_kernels.tuning import TpuProducts
 
 
 def grouped_matmul(

@@ -18,10 +18,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.matmul import lora_xla
-from pallas_kernels.matmul.lora import LoraVisits, slots_of_tile, tile_rows_of
-from pallas_kernels.matmul.tpu.widened import LANES, SUBLANES
-from pallas_kernels.tuning import LoraTiles, Tuning
+from jaxengine.pallas_kernels.matmul.lora import LoraVisits, slots_of_tile, tile_rows_of
+from jaxengine.pallas_kernels.matmul.tpu.widened import LANES, SUBLANES
+from jaxengine.pallas_kernels.matmul.xla import lora as lora_xla
+from jaxengine.pallas_kernels.tuning import LoraTiles, Tuning
 
 
 def lora_product(

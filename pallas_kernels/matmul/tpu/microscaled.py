@@ -17,8 +17,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.matmul.rounding import held_scales, microscaled
-from pallas_kernels.matmul.tpu.widened import LANES
+from jaxengine.pallas_kernels.matmul.rounding import held_scales, microscaled
+from jaxengine.pallas_kernels.matmul.tpu.widened import LANES
 
 # Rows of a tile, and rows that are rounded at a time, while the scales of the next ones are computed: the latter waits
 # for permutations of lanes, the former has none.

@@ -1,7 +1,7 @@
 """Quantised product with scales that vary along the inputs: a Mosaic kernel that widens the matrix tile by tile.
 
 No widened matrix is in memory: codes, scales and zeros are read once for each tile of rows. With one scale per channel
-the product is XLA's own, which then runs at the memory's bandwidth (pallas_kernels.matmul.quantized_xla).
+the product is XLA's own, which then runs at the memory's bandwidth (jaxengine.pallas_kernels.matmul.xla.quantized).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.matmul import quantized_xla
-from pallas_kernels.matmul.nibbles import per_byte
-from pallas_kernels.matmul.rounding import RoundedRows
-from pallas_kernels.matmul.tpu.widened import LANES, SUBLANES, add_product, chunk_of, why_not
-from pallas_kernels.tuned import product_sizes
-from pallas_kernels.tuning import TpuProducts, tuning_of
+from jaxengine.pallas_kernels.matmul.nibbles import per_byte
+from jaxengine.pallas_kernels.matmul.rounding import RoundedRows
+from jaxengine.pallas_kernels.matmul.tpu.widened import LANES, SUBLANES, add_product, chunk_of, why_not
+from jaxengine.pallas_kernels.matmul.xla import quantized as quantized_xla
+from jaxengine.pallas_kernels.tuned import product_sizes
+from jaxengine.pallas_kernels.tuning import TpuProducts, tuning_of
 
 _WORKSPACE = 8 << 20  # bytes in addition to operands and results: a widened chunk, a product; as many for zeros
 

@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.matmul.nibbles import per_byte
+from jaxengine.pallas_kernels.matmul.nibbles import per_byte
 
 # Inputs that are widened at a time, about, and inputs of a pass of the loop where sums are scaled. Four-bit codes fill
 # register tiles from 64 inputs on.

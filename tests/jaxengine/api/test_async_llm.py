@@ -9,7 +9,7 @@ import pytest
 from jaxengine import AsyncLLM, SamplingParams
 from jaxengine.api.async_llm import EngineDeadError
 from jaxengine.requests.sampling_params import RequestOutputKind
-from scheduler.errors import RequestError
+from jaxengine.scheduler.errors import RequestError
 
 PROMPT = {"prompt_token_ids": [5, 6, 7, 8, 9]}
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)

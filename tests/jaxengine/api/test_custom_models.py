@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import pytest
 
 from jaxengine import LLM, ConfigError, SamplingParams, register_model
-from models.families.llama import LlamaForCausalLM
-from models.registry import MODELS
+from jaxengine.models.families.llama import LlamaForCausalLM
+from jaxengine.models.registry import MODELS
 
 
 class OwnForCausalLM(LlamaForCausalLM):
@@ -45,7 +45,7 @@ def renamed(**members: Any) -> type:
         (
             "LlamaForCausalLM",
             type("LlamaForCausalLM", (OwnForCausalLM,), {}),
-            "architecture is 'LlamaForCausalLM'; allowed: a name that is free; models.families.llama has this one$",
+            "architecture is 'LlamaForCausalLM'; allowed: a name that is free; jaxengine.models.families.llama has this one$",
         ),
         (
             "OwnForCausalLM",

@@ -9,7 +9,7 @@ import pytest
 from tqdm import tqdm
 
 from jaxengine import LLM, SamplingParams
-from scheduler.errors import RequestError
+from jaxengine.scheduler.errors import RequestError
 
 rng = np.random.default_rng(5)
 PROMPTS = [{"prompt_token_ids": rng.integers(3, 100, int(n)).tolist()} for n in rng.integers(1, 60, 12)]

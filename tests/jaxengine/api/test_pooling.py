@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxengine import LLM, ConfigError, PoolingParams, RequestError, SamplingParams
-from models.weights.errors import ModelFileError
+from jaxengine.models.params.errors import ModelFileError
 from tests.fixtures.pooling_models import NO, QUERY_PROMPT, SIZE, TEXTS, YES
 
 GOLDENS = np.load(Path(__file__).parents[2] / "fixtures" / "pooling.npz")

@@ -8,7 +8,7 @@ import pytest
 
 from jaxengine.bench import host
 from jaxengine.commands.cli import main
-from scheduler.scheduler import Scheduler
+from jaxengine.scheduler.scheduler import Scheduler
 
 
 @pytest.mark.parametrize("num_seqs", [1, 7])

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[3]
-PACKAGES = ("jaxengine", "models", "pallas_kernels", "scheduler", "sharding")
+PACKAGES = ("jaxengine",)
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 1024,
@@ -78,7 +78,7 @@ KEPT = (
 LINEAR = "    return lax.dot_general(x, weight, "
 FAULTS = {
     "six passes of float32 in the prefill kernel": Fault(
-        "pallas_kernels/attention/tpu/attend.py",
+        "jaxengine/pallas_kernels/attention/tpu/attend.py",
         "jnp.bfloat16 if q.dtype == jnp.bfloat16 and kv.data",
         "jnp.bfloat16 if block_q == 1 and q.dtype == jnp.bfloat16 and kv.data",
         "v6e",
@@ -86,7 +86,7 @@ FAULTS = {
         "cycles was",
     ),
     "blocks of 128 keys": Fault(
-        "pallas_kernels/tuning.py",
+        "jaxengine/pallas_kernels/tuning.py",
         "single_keys: int = 1024",
         "single_keys: int = 128",
         "v6e",
@@ -94,7 +94,7 @@ FAULTS = {
         "cycles was",
     ),
     "spilled registers, seen on a mesh": Fault(
-        "pallas_kernels/attention/hopper/prefill.py",
+        "jaxengine/pallas_kernels/attention/hopper/prefill.py",
         BARRIER,
         KEPT,
         "sm_90-2",
@@ -102,7 +102,7 @@ FAULTS = {
         "a kernel spills",
     ),
     "float32 in every product": Fault(
-        "pallas_kernels/matmul/dense_xla.py",
+        "jaxengine/pallas_kernels/matmul/xla/dense.py",
         LINEAR,
         "    x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)\n" + LINEAR,
         "sm_90",
@@ -110,7 +110,7 @@ FAULTS = {
         "operations of a bfloat16 model in f32",
     ),
     "float32 between devices": Fault(
-        "models/layers/linear.py",
+        "jaxengine/models/layers/linear.py",
         "own_dtype = x.dtype if split else",
         "own_dtype = jnp.float32 if split else",
         "sm_90-2",
@@ -118,10 +118,15 @@ FAULTS = {
         "exchanges: layer 0 exchanges",
     ),
     "a layer's part of the pool copied": Fault(
-        "models/layers/attention.py", KV_UPDATE, KV_UPDATE + SLAB, "v6e", "decode S=8", "copies a layer's pool"
+        "jaxengine/models/layers/attention.py",
+        KV_UPDATE,
+        KV_UPDATE + SLAB,
+        "v6e",
+        "decode S=8",
+        "copies a layer's pool",
     ),
     "attention that fell back to XLA": Fault(
-        "pallas_kernels/registry.py",
+        "jaxengine/pallas_kernels/registry.py",
         '_MOSAIC_CAPABILITIES = ("9.0",)',
         "_MOSAIC_CAPABILITIES = ()",
         "sm_90",

@@ -18,12 +18,12 @@ from jaxengine.check.shapes import SHAPES, model_config
 from jaxengine.check.targets import TARGETS
 from jaxengine.commands.cli import main
 from jaxengine.config.engine_config import ConfigError
-from models.build import Build
-from models.config.experts import ExpertsConfig
-from models.registry import build_model
-from models.weights.declare import declared_params
-from scheduler.buckets import Bucket
-from sharding.layout import MeshLayout
+from jaxengine.models.build import Build
+from jaxengine.models.config.experts import ExpertsConfig
+from jaxengine.models.params.declare import declared_params
+from jaxengine.models.registry import build_model
+from jaxengine.scheduler.buckets import Bucket
+from jaxengine.sharding.layout import MeshLayout
 from tests.models.tiny import with_attention
 from tests.tables import each_row
 

@@ -20,10 +20,10 @@ from jaxengine.check.exchanges import (
 from jaxengine.check.hlo import parse
 from jaxengine.checkpoint.model_source import open_model
 from jaxengine.config.engine_config import EngineConfig
-from models.build import Build
-from models.config.experts import ExpertsConfig
-from models.registry import build_model
-from sharding.layout import RAGGED, MeshLayout
+from jaxengine.models.build import Build
+from jaxengine.models.config.experts import ExpertsConfig
+from jaxengine.models.registry import build_model
+from jaxengine.sharding.layout import RAGGED, MeshLayout
 from tests.fixtures.quantized_models import write
 
 MLP = "jit(step)/shard_map/layer_1/jit(_run_layer)/mlp/down"

@@ -8,13 +8,13 @@ import pytest
 
 from jaxengine.check.roofline import product_work
 from jaxengine.check.shapes import SHAPES
-from models.build import Build
-from models.config.experts import ExpertsConfig
-from models.config.lora import LoraSpec
-from models.lora import declared_pools
-from models.registry import build_model
-from scheduler.buckets import Bucket
-from sharding.layout import MeshLayout
+from jaxengine.models.build import Build
+from jaxengine.models.config.experts import ExpertsConfig
+from jaxengine.models.config.lora import LoraSpec
+from jaxengine.models.lora import declared_pools
+from jaxengine.models.registry import build_model
+from jaxengine.scheduler.buckets import Bucket
+from jaxengine.sharding.layout import MeshLayout
 from tests.models.tiny import with_attention
 
 EXPERTS = ExpertsConfig(num_experts=8, num_per_token=2, intermediate_size=32)

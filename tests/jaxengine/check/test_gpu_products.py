@@ -16,10 +16,10 @@ from jaxengine.check import counts, hlo, inspect
 from jaxengine.check.devices import target_devices
 from jaxengine.check.targets import TARGETS, require_compiler
 from jaxengine.config.engine_config import ConfigError
-from models.cache import plain_cards
-from pallas_kernels.matmul.dense import matmul
-from pallas_kernels.matmul.grouped import grouped_matmul
-from pallas_kernels.matmul.hopper.grouped import most_tiles_of, tile_rows_of
+from jaxengine.models.cache import plain_cards
+from jaxengine.pallas_kernels.matmul.dense import matmul
+from jaxengine.pallas_kernels.matmul.grouped import grouped_matmul
+from jaxengine.pallas_kernels.matmul.hopper.grouped import most_tiles_of, tile_rows_of
 
 SM_90 = TARGETS["sm_90"]
 

@@ -8,12 +8,12 @@ import jax
 
 from jaxengine.check.roofline import product_work
 from jaxengine.check.shapes import SHAPES, model_config
-from models.build import Build
-from models.config.experts import ExpertsConfig
-from models.registry import build_model
-from pallas_kernels.kv.pages import KVPages, KVSpec, alloc
-from scheduler.buckets import Bucket
-from sharding.layout import GATHER, RAGGED, MeshLayout
+from jaxengine.models.build import Build
+from jaxengine.models.config.experts import ExpertsConfig
+from jaxengine.models.registry import build_model
+from jaxengine.pallas_kernels.kv.pages import KVPages, KVSpec, alloc
+from jaxengine.scheduler.buckets import Bucket
+from jaxengine.sharding.layout import GATHER, RAGGED, MeshLayout
 from tests.models.tiny import with_attention
 
 # One layer of eight experts of 32, two of each token.

@@ -8,11 +8,11 @@ import pytest
 
 from jaxengine.check.roofline import product_work
 from jaxengine.check.shapes import model_config
-from models.build import Build
-from models.registry import build_model
-from models.weights.declare import declared_params
-from scheduler.buckets import Bucket
-from sharding.layout import MeshLayout
+from jaxengine.models.build import Build
+from jaxengine.models.params.declare import declared_params
+from jaxengine.models.registry import build_model
+from jaxengine.scheduler.buckets import Bucket
+from jaxengine.sharding.layout import MeshLayout
 
 
 @pytest.mark.parametrize(("name", "method"), [("deepseek-v3", "fp8"), ("gpt-oss-120b", "mxfp4")])

@@ -13,8 +13,8 @@ from jaxengine.checkpoint.model_source import open_model
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from tests.conftest import TINY_CHECKPOINT
 from tests.fixtures.drawn_weights import FOLDER
-from tests.models.weights.gguf_conversion import converted
-from tests.models.weights.test_gguf_families import tensors_of
+from tests.models.weights.gguf.gguf_conversion import converted
+from tests.models.weights.gguf.test_gguf_families import tensors_of
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -13,8 +13,8 @@ import pytest
 from jaxengine import LLM
 from jaxengine.checkpoint.model_source import open_model
 from jaxengine.config.engine_config import ConfigError, EngineConfig
-from models.weights.errors import ModelFileError
-from models.weights.orbax import read_layout
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.weights.formats.orbax import read_layout
 from tests.conftest import TINY_CHECKPOINT
 
 

@@ -11,8 +11,8 @@ import pytest
 from jaxengine.checkpoint.model_source import open_model
 from jaxengine.checkpoint.pooling import pooling_of_gguf
 from jaxengine.config.engine_config import ConfigError, EngineConfig
-from models.config.pooler import CLS, LAST, MEAN, Classifier
-from models.weights.errors import ModelFileError
+from jaxengine.models.config.pooler import CLS, LAST, MEAN, Classifier
+from jaxengine.models.params.errors import ModelFileError
 
 POOLING, MODULES, SENTENCE = "1_Pooling/config.json", "modules.json", "sentence_bert_config.json"
 PROMPTS = "config_sentence_transformers.json"

@@ -11,10 +11,10 @@ from safetensors.numpy import load_file, save_file
 from jaxengine import LLM, ModelFileError, SamplingParams
 from jaxengine.checkpoint.model_source import open_model
 from jaxengine.config.engine_config import ConfigError, EngineConfig
-from models.build import Build
-from models.quantization.registry import ROUNDED, rounded
-from models.registry import build_model
-from models.weights.declare import declared_params
+from jaxengine.models.build import Build
+from jaxengine.models.params.declare import declared_params
+from jaxengine.models.quantization.registry import ROUNDED, rounded
+from jaxengine.models.registry import build_model
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS
 from tests.fixtures.quantized_models import shapes_of, write
 from tests.models.quantization import readings, test_gguf
@@ -96,7 +96,7 @@ def test_tokens_are_those_of_the_dequantised_weights(tmp_path, caplog):
         llm.core.shutdown()
     assert tokens[0] == tokens[1] and len(set(tokens[0][0])) > 2
     row = rows[0]["layers.*.mlp.down"]
-    assert (row["format"], row["dtype"], row["product"]) == ("awq", "int4", "matmul.quantized_cpu")
+    assert (row["format"], row["dtype"], row["product"]) == ("awq", "int4", "matmul.cpu.quantized")
     assert row["bytes"] == 64 * 96 // 2 + 2 * 3 * 64 * 4, "codes of half a byte, scales and zeros of groups of 32"
     assert rows[0]["lm_head"]["format"] == rows[1]["layers.*.mlp.down"]["format"] == "as it is"
     assert caplog.text.count("weights:\n") == 1 and "int4 0.0 MiB" in caplog.text

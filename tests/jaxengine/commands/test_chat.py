@@ -15,7 +15,7 @@ from jaxengine.commands.chat import chat, speed, stream
 from jaxengine.commands.cli import main
 from jaxengine.requests.outputs import CompletionOutput, RequestOutput
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
-from scheduler.errors import RequestError
+from jaxengine.scheduler.errors import RequestError
 
 
 class FakeCore:

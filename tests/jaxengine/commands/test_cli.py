@@ -25,7 +25,7 @@ from jaxengine.config.command_line import add_options, given_options
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.requests.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxengine.requests.sampling_params import SamplingParams
-from scheduler.errors import RequestError
+from jaxengine.scheduler.errors import RequestError
 
 ROOT = Path(__file__).resolve().parents[3]
 

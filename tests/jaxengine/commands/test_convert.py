@@ -17,16 +17,16 @@ from jaxengine import LLM, SamplingParams
 from jaxengine.checkpoint.model_source import open_model
 from jaxengine.commands.cli import main
 from jaxengine.config.engine_config import ConfigError, EngineConfig
+from jaxengine.models.build import Build
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.registry import build_model, read_folder
+from jaxengine.models.weights.formats.orbax import SCALES_FILE, load_checkpoint
+from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
+from jaxengine.models.weights.load import load_params
+from jaxengine.models.weights.views.kv_scales import KVScales, KVShape, scales_for
 from jaxengine.runner.kv_scales import read_largest, stored_scales
-from models.build import Build
-from models.registry import build_model, read_folder
-from models.weights.errors import ModelFileError
-from models.weights.kv_scales import KVScales, KVShape, scales_for
-from models.weights.load import load_params
-from models.weights.orbax import SCALES_FILE, load_checkpoint
-from models.weights.safetensors import SafetensorsCheckpoint
-from sharding.layout import ONE_DEVICE
-from sharding.mesh import make_mesh
+from jaxengine.sharding.layout import ONE_DEVICE
+from jaxengine.sharding.mesh import make_mesh
 from tests.fixtures import quantized_models
 from tests.fixtures.adapters import merged, write_adapter
 from tests.fixtures.picture_checkpoints import whole_checkpoint

@@ -16,7 +16,7 @@ import pytest
 from jaxengine.commands import convert
 from jaxengine.commands.cli import main
 from jaxengine.commands.new_folder import new_folder
-from models.weights.errors import ModelFileError
+from jaxengine.models.params.errors import ModelFileError
 from tests.conftest import TINY_CHECKPOINT
 
 

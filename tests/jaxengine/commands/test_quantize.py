@@ -16,12 +16,12 @@ from safetensors.numpy import load_file, save_file
 from jaxengine.checkpoint.model_source import open_model
 from jaxengine.commands.cli import main
 from jaxengine.config.engine_config import EngineConfig
-from models.build import Build
-from models.quantization.registry import ROUNDED
-from models.registry import build_model
-from models.weights import compress
-from models.weights.declare import declared_params
-from models.weights.load import load_params
+from jaxengine.models.build import Build
+from jaxengine.models.params.declare import declared_params
+from jaxengine.models.quantization.registry import ROUNDED
+from jaxengine.models.registry import build_model
+from jaxengine.models.weights import compress
+from jaxengine.models.weights.load import load_params
 from tests.conftest import TINY_CHECKPOINT
 from tests.fixtures.drawn_weights import checkpoint
 from tests.fixtures.quantized_models import MOE_CONFIG, plain_tensors, shapes_of

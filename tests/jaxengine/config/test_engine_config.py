@@ -9,8 +9,8 @@ import pytest
 from jaxengine.config.engine_config import CompilationConfig, ConfigError, EngineConfig
 from jaxengine.config.kv_cache import kv_dtype
 from jaxengine.config.platforms import PLATFORMS
+from jaxengine.pallas_kernels.kv.pages import LAYOUTS, PER_TOKEN, PER_TOKEN_LAYOUTS
 from jaxengine.runner.memory import StageNeeds, plan_memory
-from pallas_kernels.kv.pages import LAYOUTS, PER_TOKEN, PER_TOKEN_LAYOUTS
 from tests.models.tiny import TINY
 from tests.tables import each_row
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxengine.config.engine_config import ConfigError, EngineConfig
-from models.config.lora import LoraSpec
+from jaxengine.models.config.lora import LoraSpec
 
 
 def test_room_for_adapters():

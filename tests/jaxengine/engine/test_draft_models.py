@@ -14,7 +14,7 @@ from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.platforms import PLATFORMS
 from jaxengine.config.speculation import DRAFT_MODEL, SpeculativeConfig
 from jaxengine.engine.extensions import structured as structured_module
-from models.registry import read_hf
+from jaxengine.models.registry import read_hf
 from tests.fixtures.drawn_weights import checkpoint
 from tests.jaxengine.engine.test_speculation import (
     assert_same,

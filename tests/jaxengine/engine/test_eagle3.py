@@ -21,8 +21,8 @@ from jaxengine.check.programs import open_stages
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.platforms import PLATFORMS
 from jaxengine.config.speculation import EAGLE3, check_head
-from models.config.eagle3 import Eagle3Config
-from models.registry import read_hf
+from jaxengine.models.config.eagle3 import Eagle3Config
+from jaxengine.models.registry import read_hf
 from tests.fixtures.drawn_weights import FOLDER, checkpoint, draw_all
 from tests.jaxengine.engine.test_draft_models import accepted_share, assert_counts_on, assert_told
 from tests.jaxengine.engine.test_speculation import assert_same, force, workload

@@ -9,7 +9,7 @@ import pytest
 
 from jaxengine import AsyncLLM, SamplingParams
 from jaxengine.requests.options import MAX_CLIENT_LENGTH
-from scheduler.errors import RequestError
+from jaxengine.scheduler.errors import RequestError
 
 rng = np.random.default_rng(11)
 LENGTH, OUTPUTS = 6, 8

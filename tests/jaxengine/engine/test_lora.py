@@ -8,10 +8,10 @@ import jax
 import pytest
 
 from jaxengine import LLM, LoRARequest, RequestError, SamplingParams
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
+from jaxengine.models.weights.load import load_params
 from jaxengine.requests.options import RequestOptions
-from models.weights.errors import ModelFileError
-from models.weights.load import load_params
-from models.weights.safetensors import SafetensorsCheckpoint
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS, use_scheduler
 from tests.fixtures.adapters import merged, write_adapter
 from tests.jaxengine.engine.lora_parallel import over_devices

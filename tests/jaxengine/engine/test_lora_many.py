@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from jaxengine import LLM, LoRARequest, SamplingParams
-from models.layers.lora import product_forms
-from scheduler.token_params import ADAPTER, FEW_ADAPTERS
+from jaxengine.models.layers.lora import product_forms
+from jaxengine.scheduler.token_params import ADAPTER, FEW_ADAPTERS
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS
 from tests.fixtures.adapters import merged, write_adapter
 from tests.jaxengine.engine.lora_parallel import over_devices
@@ -88,15 +88,15 @@ def test_rows_of_many_adapters_in_both_forms(llm, adapters, expected, monkeypatc
 def test_what_forms_there_are_is_told(llm):
     products = ["self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"]
     for platform, grouped in (
-        ("cpu", "matmul.lora_xla"),
-        ("tpu", "matmul.lora_xla: kernels multiply bfloat16"),
-        ("gpu", "matmul.lora_xla: kernels multiply bfloat16"),
+        ("cpu", "matmul.xla.lora"),
+        ("tpu", "matmul.xla.lora: kernels multiply bfloat16"),
+        ("gpu", "matmul.xla.lora: kernels multiply bfloat16"),
         ("gpu_xla", ""),
     ):
         rows = product_forms([stage.programs.model for stage in llm.core.runner.stages], platform)
         assert {row["modules"].split(", ")[0] for row in rows} == {f"model.layers.*.{name}" for name in products}
         assert all(row["forms"].startswith(f"flat, {grouped}" if grouped else "flat") for row in rows)
-    assert llm.core.utility("adapter_forms")[0]["forms"] == "flat, matmul.lora_xla"
+    assert llm.core.utility("adapter_forms")[0]["forms"] == "flat, matmul.xla.lora"
 
 
 @pytest.mark.thorough("one device runs both forms in every run, and other tests split products with adapters")

@@ -15,7 +15,7 @@ from jaxengine import LLM, SamplingParams
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.platforms import PLATFORMS
 from jaxengine.config.speculation import MTP
-from models.registry import read_hf
+from jaxengine.models.registry import read_hf
 from tests.fixtures.drawn_weights import FOLDER, draw_all
 from tests.jaxengine.engine.test_draft_models import accepted_share, assert_counts_on, assert_told
 from tests.jaxengine.engine.test_speculation import assert_same, force, workload

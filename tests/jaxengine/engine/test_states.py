@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxengine import LLM, ConfigError, SamplingParams
-from models.registry import read_folder
+from jaxengine.models.registry import read_folder
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS, use_scheduler
 from tests.tables import each_row
 

@@ -12,9 +12,9 @@ import pytest
 from benchmarks.engine.largest_request import BAD_WORDS, largest
 from jaxengine import SamplingParams
 from jaxengine.engine.token_bias import TokenBias
-from scheduler.request import Request
-from scheduler.slots import STOP_COLUMNS, Slots
-from scheduler.token_params import TokenParams
+from jaxengine.scheduler.request import Request
+from jaxengine.scheduler.slots import STOP_COLUMNS, Slots
+from jaxengine.scheduler.token_params import TokenParams
 
 VOCAB, WIDE_VOCAB = 128, 150_000
 LARGEST = largest(VOCAB)

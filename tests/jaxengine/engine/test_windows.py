@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxengine import LLM, SamplingParams
-from scheduler.pages.groups import PageTables
+from jaxengine.scheduler.pages.groups import PageTables
 from tests.conftest import TINY_OPTIONS, use_scheduler
 from tests.fixtures.drawn_weights import checkpoint
 

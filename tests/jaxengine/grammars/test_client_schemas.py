@@ -14,7 +14,7 @@ import llguidance
 import pytest
 
 from jaxengine.grammars.worker_process import compile_grammar
-from jaxengine.requests.structured_outputs import StructuredOutputsParams
+from jaxengine.requests.structured.params import StructuredOutputsParams
 from tests.tables import each_row
 
 SCHEMAS: dict[str, Any] = json.loads(Path(__file__).with_name("client_schemas.json").read_text())

@@ -10,7 +10,7 @@ import pytest
 
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.sampling_params import SamplingParams
-from scheduler.errors import RequestError
+from jaxengine.scheduler.errors import RequestError
 from tests.conftest import use_scheduler
 
 WORDS = "[a-z]{3,6}( [a-z]{3,6}){0,3}"

@@ -21,7 +21,7 @@ import pytest
 from jaxengine.grammars import grammar_worker, worker_process
 from jaxengine.grammars.grammar_worker import GrammarFailure, GrammarWorker, NextMask
 from jaxengine.grammars.worker_process import Advance, Matchers, Open, Start, compile_grammar
-from jaxengine.requests.closed_objects import forbid_additional_properties
+from jaxengine.requests.structured.closed_objects import forbid_additional_properties
 
 BYTES = llguidance.LLTokenizer("byte")
 EOS = BYTES.eos_token

@@ -17,8 +17,8 @@ from jaxengine.config.multimodal import MediaOptions
 from jaxengine.media.embeds import GivenEmbeds, given_embeds, read_embeds
 from jaxengine.media.errors import MediaError
 from jaxengine.media.parts import collect_media
-from jaxengine.requests.media_inputs import digest_of
-from scheduler.errors import RequestError
+from jaxengine.requests.media.inputs import digest_of
+from jaxengine.scheduler.errors import RequestError
 from tests.jaxengine.media.test_parts import Both
 
 OPTIONS = MediaOptions(enable_mm_embeds=True)

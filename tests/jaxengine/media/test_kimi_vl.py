@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from jaxengine.media.registry import processor_for
+from jaxengine.models.config.hf import read_config_json
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.registry import read_folder
+from jaxengine.scheduler.errors import RequestError
 from jaxengine.tokens.tokenizer import Tokenizer
-from models.config.hf import read_config_json
-from models.registry import read_folder
-from models.weights.errors import ModelFileError
-from scheduler.errors import RequestError
 from tests.fixtures.drawn_weights import FOLDER
 from tests.fixtures.picture_checkpoints import picture, whole_checkpoint
 

@@ -13,7 +13,7 @@ from jaxengine.config.multimodal import MediaOptions
 from jaxengine.media import load as module
 from jaxengine.media.load import MediaLoader
 from jaxengine.media.parts import MediaPart
-from scheduler.errors import OverloadedError, RequestError
+from jaxengine.scheduler.errors import OverloadedError, RequestError
 from tests.jaxengine.media.pictures import PICTURE, PIXELS, PNG, animation, data_url
 from tests.jaxengine.media.web_server import web_server
 

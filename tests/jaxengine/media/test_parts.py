@@ -9,7 +9,7 @@ import pytest
 from jaxengine.config.multimodal import MediaOptions
 from jaxengine.media.load import read_multi_modal_data
 from jaxengine.media.parts import PlacedPart, collect_media
-from scheduler.errors import RequestError
+from jaxengine.scheduler.errors import RequestError
 from tests.jaxengine.media.pictures import PICTURE, PIXELS, PNG, data_url
 from tests.tables import each_row
 

@@ -9,11 +9,11 @@ import pytest
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
 from jaxengine.media.registry import processor_for
+from jaxengine.models.config.hf import read_config_json
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.registry import read_folder
+from jaxengine.scheduler.errors import RequestError
 from jaxengine.tokens.tokenizer import Tokenizer
-from models.config.hf import read_config_json
-from models.registry import read_folder
-from models.weights.errors import ModelFileError
-from scheduler.errors import RequestError
 from tests.fixtures.picture_checkpoints import picture, whole_checkpoint
 
 IMAGE, BREAK, END = 263, 264, 265

@@ -10,12 +10,12 @@ import pytest
 import tokenizers
 
 from jaxengine.checkpoint.default_model import default_model_path
+from jaxengine.models.weights.gguf.file import GGUFFile
 from jaxengine.parsers.call_grammar import CallGrammar
 from jaxengine.parsers.events import message_of
 from jaxengine.parsers.registry import TOOL_PARSERS
-from jaxengine.requests.structured_outputs import StructuredOutputsParams
+from jaxengine.requests.structured.params import StructuredOutputsParams
 from jaxengine.tokens.tokenizer import Tokenizer
-from models.weights.gguf import GGUFFile
 
 WEATHER = {
     "type": "object",

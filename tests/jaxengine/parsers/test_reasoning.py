@@ -13,7 +13,7 @@ from jaxengine.parsers.events import message_of
 from jaxengine.parsers.message import MessageParser
 from jaxengine.parsers.reasoning_think import ThinkFormat
 from jaxengine.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, by_template, reasoning_format, tool_format
-from jaxengine.requests.structured_outputs import StructuredOutputsParams
+from jaxengine.requests.structured.params import StructuredOutputsParams
 from tests.tables import each_row
 
 PROMPT = "user: hi\nassistant:"

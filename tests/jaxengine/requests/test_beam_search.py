@@ -8,7 +8,7 @@ import pytest
 
 from jaxengine.requests.beam_search import BeamSearch, BeamSearchParams, candidates
 from jaxengine.requests.outputs import CompletionOutput, Logprob, RequestOutput
-from scheduler.errors import RequestError
+from jaxengine.scheduler.errors import RequestError
 
 END = 9
 

@@ -7,7 +7,7 @@ import copy
 import pytest
 
 from jaxengine.requests.sampling_params import SamplingParams
-from scheduler.errors import RequestError
+from jaxengine.scheduler.errors import RequestError
 
 
 def test_fields_can_be_set_and_are_normalised():

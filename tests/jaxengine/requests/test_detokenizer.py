@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxengine.checkpoint.default_model import default_model_path
+from jaxengine.models.weights.gguf.file import GGUFFile
 from jaxengine.requests.detokenizer import IncrementalDetokenizer
 from jaxengine.requests.stop_strings import StopStrings
 from jaxengine.tokens.special_tokens import SpecialTokens
 from jaxengine.tokens.tokenizer import Tokenizer
-from models.weights.gguf import GGUFFile
 
 RECORDED = json.loads((Path(__file__).parents[2] / "fixtures" / "tokenizer_ids.json").read_text())
 VOCAB = 49152

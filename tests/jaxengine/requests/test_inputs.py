@@ -8,9 +8,9 @@ import pytest
 
 from jaxengine import SamplingParams
 from jaxengine.checkpoint.default_model import default_model_path
+from jaxengine.models.weights.gguf.file import GGUFFile
 from jaxengine.requests.inputs import InputProcessor
 from jaxengine.tokens.tokenizer import Tokenizer
-from models.weights.gguf import GGUFFile
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,8 @@ from jaxengine.requests.sampling_params import (
     SamplingParams,
     verify_bad_word_tokens,
 )
-from scheduler.errors import RequestError
-from scheduler.token_params import PENALTIES, TRUNCATION
+from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.token_params import PENALTIES, TRUNCATION
 from tests.tables import each_row
 
 INT64 = 2**63

@@ -7,7 +7,7 @@ import pytest
 from jaxengine import SamplingParams
 from jaxengine.bench.workloads import recorded
 from jaxengine.requests.sampling_params import RequestOutputKind
-from scheduler.errors import RequestError
+from jaxengine.scheduler.errors import RequestError
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 GREEDY = SamplingParams(temperature=0, max_tokens=40)

@@ -12,17 +12,17 @@ from jax.sharding import Mesh
 from jaxengine import LLM
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.platforms import PLATFORMS
+from jaxengine.models.config.attention import LayerAttention
+from jaxengine.models.config.experts import ExpertsConfig
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.rope import Rope
+from jaxengine.models.quantization.eight_bits import BLOCK, EightBits
+from jaxengine.models.quantization.rules import LINEAR, Quantization
+from jaxengine.models.quantization.stored import Activation
 from jaxengine.runner.devices import build_split, choose_devices, choose_stages
-from models.config.attention import LayerAttention
-from models.config.experts import ExpertsConfig
-from models.config.model_config import ModelConfig
-from models.config.rope import Rope
-from models.quantization.eight_bits import BLOCK, EightBits
-from models.quantization.rules import LINEAR, Quantization
-from models.quantization.stored import Activation
-from sharding.layout import MESH_AXES, RAGGED, MeshLayout
-from sharding.mesh import make_mesh
-from sharding.stages import Stage
+from jaxengine.sharding.layout import MESH_AXES, RAGGED, MeshLayout
+from jaxengine.sharding.mesh import make_mesh
+from jaxengine.sharding.stages import Stage
 
 MODEL = ModelConfig(
     architecture="LlamaForCausalLM",

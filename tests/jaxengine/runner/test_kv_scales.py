@@ -16,12 +16,12 @@ from jaxengine import LLM, ConfigError, ModelFileError, SamplingParams
 from jaxengine.commands.calibrate import calibrate
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.config.kv_cache import kv_dtype
+from jaxengine.models.layers import attention
+from jaxengine.models.weights.views.kv_scales import KVScales, KVShape, scales_for
+from jaxengine.pallas_kernels.kv.pages import export_pages, largest, pages_of
 from jaxengine.runner import kv_scales
 from jaxengine.runner.kv_scales import read_largest, write_largest
 from jaxengine.runner.stage_runner import StageRunner
-from models.layers import attention
-from models.weights.kv_scales import KVScales, KVShape, scales_for
-from pallas_kernels.kv.pages import export_pages, largest, pages_of
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS, use_scheduler
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)

@@ -27,9 +27,9 @@ from jaxengine.sampling.sampler import SamplerFlags
 from jaxengine.sampling.state import NEUTRAL, RowParams, SamplingState
 from jaxengine.sampling.token_choice import NUM_CANDIDATES
 from jaxengine.sampling.top_tokens import best_token, take_tokens, top_tokens, top_values
-from sharding.layout import MeshLayout
-from sharding.mesh import make_mesh
-from sharding.rules import logical_to_spec
+from jaxengine.sharding.layout import MeshLayout
+from jaxengine.sharding.mesh import make_mesh
+from jaxengine.sharding.rules import logical_to_spec
 
 ROOT = Path(__file__).parents[3]
 VOCAB_SIZE = 900

@@ -24,8 +24,8 @@ CHAT_OPTIONS = {
 def chat_model(tmp_path_factory) -> str:
     """A folder: two layers, vocabulary 49,152, the real tokenizer and chat template, no weights."""
     from jaxengine.checkpoint.default_model import default_model_path
+    from jaxengine.models.weights.gguf.file import GGUFFile
     from jaxengine.tokens.tokenizer import Tokenizer
-    from models.weights.gguf import GGUFFile
 
     folder = tmp_path_factory.mktemp("chat_model")
     with GGUFFile(default_model_path()) as file:

@@ -9,11 +9,11 @@ import pytest
 
 from jaxengine import AsyncLLM, SamplingParams
 from jaxengine.requests.options import RequestOptions
+from jaxengine.scheduler.errors import OverloadedError
 from jaxengine.server.http.app import create_app
 from jaxengine.server.keys import Keys
 from jaxengine.server.link import messages, submit_messages
 from jaxengine.server.options import ServerConfig
-from scheduler.errors import OverloadedError
 from tests.jaxengine.server.asgi_client import Answer, Recorder, http_client, idle
 from tests.jaxengine.server.grpc.grpc_rig import connected, request
 from tests.jaxengine.server.processes.test_processes import LONG, collect

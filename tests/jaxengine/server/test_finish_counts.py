@@ -9,7 +9,7 @@ import pytest
 
 from jaxengine import SamplingParams
 from jaxengine.requests.sampling_params import RequestOutputKind
-from scheduler.request import FinishReason
+from jaxengine.scheduler.request import FinishReason
 
 LENGTHS = range(1, 13)
 

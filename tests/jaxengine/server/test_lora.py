@@ -7,6 +7,7 @@ import pytest
 
 from jaxengine import AsyncLLM, LoRARequest
 from jaxengine.config.errors import ConfigError
+from jaxengine.scheduler.errors import UnknownAdapterError
 from jaxengine.server.grpc import admin_pb2
 from jaxengine.server.grpc import inference_pb2 as pb
 from jaxengine.server.grpc.admin_pb2_grpc import AdminStub
@@ -15,7 +16,6 @@ from jaxengine.server.link.messages import error_of
 from jaxengine.server.lora import read_modules
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.processes.engine_process import _failure
-from scheduler.errors import UnknownAdapterError
 from tests.fixtures.adapters import write_adapter
 from tests.jaxengine.server.asgi_client import http_client
 from tests.jaxengine.server.grpc.grpc_rig import connected, refusal

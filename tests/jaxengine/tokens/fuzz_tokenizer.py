@@ -14,9 +14,9 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.scheduler.errors import RequestError
 from jaxengine.tokens.tokenizer import Tokenizer
-from models.weights.errors import ModelFileError
-from scheduler.errors import RequestError
 from tests.models.damage import damaged_bytes, damaged_value
 
 MAX_MEMORY_BYTES = 2 << 30

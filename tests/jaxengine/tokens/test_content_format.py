@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from jaxengine.scheduler.errors import RequestError
 from jaxengine.tokens.content_format import takes_parts
 from jaxengine.tokens.tokenizer import Tokenizer
-from scheduler.errors import RequestError
 from tests.jaxengine.tokens.test_tokenizer_chat import CHATML, TEMPLATES, tokenizer_with
 
 # In the manner of Qwen2-VL's, with a test for every spelling of a picture.

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
+from jaxengine.scheduler.errors import OverloadedError
 from jaxengine.tokens import template_renderer
 from jaxengine.tokens.template_renderer import BadTemplate, ConversationRefused, TemplateFailure, TemplateRenderer
-from scheduler.errors import OverloadedError
 
 # 10^10 rounds without an output, in ranges that the sandbox allows.
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"

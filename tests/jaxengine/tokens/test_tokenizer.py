@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from jaxengine.checkpoint.default_model import default_model_path
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.weights.gguf.file import GGUFFile
+from jaxengine.scheduler.errors import RequestError
 from jaxengine.tokens.tokenizer import Tokenizer
-from models.weights.errors import ModelFileError
-from models.weights.gguf import GGUFFile
-from scheduler.errors import RequestError
 from tests.tables import each_row
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import jaxengine
+from jaxengine.scheduler.errors import RequestError
 from jaxengine.tokens import chat_sandbox
 from jaxengine.tokens.chat_messages import MAX_DEPTH
 from jaxengine.tokens.tokenizer import Tokenizer
-from scheduler.errors import RequestError
 from tests.tables import each_row
 
 RECORDED = json.loads((Path(__file__).parents[2] / "fixtures" / "tokenizer_ids.json").read_text())

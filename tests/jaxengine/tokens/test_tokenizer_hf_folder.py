@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxengine.models.params.errors import ModelFileError
 from jaxengine.tokens.tokenizer import Tokenizer
-from models.weights.errors import ModelFileError
 
 RECORDED = json.loads((Path(__file__).parents[2] / "fixtures" / "tokenizer_ids.json").read_text())
 CONFIG = {"bos_token": "<s>", "eos_token": {"content": "</s>", "special": True}, "unk_token": "<unk>"}

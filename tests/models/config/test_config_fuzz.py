@@ -8,9 +8,9 @@ import tracemalloc
 
 import pytest
 
-from models.config.fields import ModelConfigError
-from models.registry import read_folder, read_gguf
-from models.weights.errors import ModelFileError
+from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.registry import read_folder, read_gguf
 from tests.models.damage import damaged_bytes, damaged_value
 
 MAX_PEAK_BYTES = 8 << 20

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from models.config.attention import LayerAttention, TemperatureTuning
-from models.config.fields import ModelConfigError
-from models.config.model_config import ModelConfig
-from models.config.rope import Rope
-from models.registry import read_hf
+from jaxengine.models.config.attention import LayerAttention, TemperatureTuning
+from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.rope import Rope
+from jaxengine.models.registry import read_hf
 
 SHARED: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": 1000, "intermediate_size": 96, "rms_norm_eps": 1e-5}
 GLM4_9B = {

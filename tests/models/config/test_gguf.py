@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from models.config.attention import LayerAttention
-from models.config.fields import ModelConfigError
-from models.config.gguf import RopeFactors
-from models.config.model_config import ModelConfig
-from models.config.rope import Rope, RopeScaling
-from models.registry import read_gguf
+from jaxengine.models.config.attention import LayerAttention
+from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.config.gguf import RopeFactors
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.rope import Rope, RopeScaling
+from jaxengine.models.registry import read_gguf
 from tests.models.tiny import windows_of
 
 SHARED = {

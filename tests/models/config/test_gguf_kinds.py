@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.config.fields import ModelConfigError
-from models.config.rope import Rope, RopeScaling
-from models.registry import read_gguf
+from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.config.rope import Rope, RopeScaling
+from jaxengine.models.registry import read_gguf
 
 SHARED = {
     "block_count": 8,

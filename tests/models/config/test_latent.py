@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from models.config.attention import Latent
-from models.config.experts import ExpertsConfig
-from models.config.fields import ModelConfigError
-from models.registry import read_hf
+from jaxengine.models.config.attention import Latent
+from jaxengine.models.config.experts import ExpertsConfig
+from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.registry import read_hf
 from tests.tables import each_row
 
 DEEPSEEK_V2 = {

@@ -7,9 +7,9 @@ import pytest
 
 from jaxengine.checkpoint.model_source import open_model
 from jaxengine.config.engine_config import EngineConfig
-from models.config.fields import ModelConfigError
-from models.config.rope import Rope, RopeScaling
-from models.registry import read_hf
+from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.config.rope import Rope, RopeScaling
+from jaxengine.models.registry import read_hf
 from tests.fixtures.drawn_weights import FOLDER
 
 # Phi-3-mini-128k-instruct, but for its 48 factors and its number of layers.

@@ -7,13 +7,13 @@ import json
 
 import pytest
 
-from models.config.attention import LayerAttention
-from models.config.fields import ModelConfigError
-from models.config.hf import read_config_json
-from models.config.model_config import ModelConfig
-from models.config.rope import Rope, RopeScaling
-from models.registry import read_hf
-from models.weights.errors import ModelFileError
+from jaxengine.models.config.attention import LayerAttention
+from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.config.hf import read_config_json
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.rope import Rope, RopeScaling
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.registry import read_hf
 from tests.models.tiny import windows_of
 from tests.tables import each_row
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from models.config.fields import ModelConfigError
-from models.config.model_config import ModelConfig
-from models.config.rope import Rope, RopeScaling
-from models.registry import read_hf
+from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.rope import Rope, RopeScaling
+from jaxengine.models.registry import read_hf
 from tests.models.config.published import (
     APERTUS,
     COHERE,

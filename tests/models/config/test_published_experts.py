@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from models.config.attention import TemperatureTuning
-from models.config.experts import ExpertsConfig
-from models.config.fields import ModelConfigError
-from models.config.rope import Rope, RopeScaling
-from models.registry import read_hf
+from jaxengine.models.config.attention import TemperatureTuning
+from jaxengine.models.config.experts import ExpertsConfig
+from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.config.rope import Rope, RopeScaling
+from jaxengine.models.registry import read_hf
 from tests.models.config.test_published import in_transformers_5
 from tests.tables import each_row
 

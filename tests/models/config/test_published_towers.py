@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from models.config.fields import ModelConfigError
-from models.config.rope import Rope, RopeScaling
-from models.registry import read_hf
-from models.vision.glm4v import Glm4vTowerConfig
-from models.vision.moonvit import MoonVitTowerConfig
-from models.vision.pixtral import PixtralTowerConfig
-from models.vision.qwen2_vl import Qwen2_5VLTowerConfig, Qwen2VLTowerConfig
-from models.vision.qwen3_vl import Qwen3VLTowerConfig
+from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.config.rope import Rope, RopeScaling
+from jaxengine.models.registry import read_hf
+from jaxengine.models.vision.glm4v import Glm4vTowerConfig
+from jaxengine.models.vision.moonvit import MoonVitTowerConfig
+from jaxengine.models.vision.pixtral import PixtralTowerConfig
+from jaxengine.models.vision.qwen2_vl import Qwen2_5VLTowerConfig, Qwen2VLTowerConfig
+from jaxengine.models.vision.qwen3_vl import Qwen3VLTowerConfig
 from tests.tables import each_row
 
 TOKENS = {"vision_start_token_id": 151652, "image_token_id": 151655, "video_token_id": 151656}

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from models.config.fields import ModelConfigError
-from models.config.hf import read_config_json
-from models.config.state import StateSpace
-from models.registry import read_hf
+from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.config.hf import read_config_json
+from jaxengine.models.config.state import StateSpace
+from jaxengine.models.registry import read_hf
 from tests.models.conftest import CHECKPOINTS
 
 INFINITY = float("inf")

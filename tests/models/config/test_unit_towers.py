@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from models.config.fields import ModelConfigError
-from models.registry import read_hf
+from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.registry import read_hf
 from tests.models.config.published import GEMMA3_VISION
 from tests.tables import each_row
 

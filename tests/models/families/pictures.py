@@ -14,17 +14,17 @@ from flax import nnx
 
 from jaxengine.media.processor import Expanded, Processed
 from jaxengine.media.registry import processor_for
+from jaxengine.models.build import Build
+from jaxengine.models.cache import Cache, StateRows, pool_spec, state_rows
+from jaxengine.models.config.hf import read_config_json
+from jaxengine.models.forward_batch import ForwardBatch
+from jaxengine.models.layers.pictures import Pictures
+from jaxengine.models.registry import build_model, read_folder
+from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
+from jaxengine.models.weights.load import load_params
+from jaxengine.pallas_kernels.attention.op import RaggedBatch
+from jaxengine.pallas_kernels.kv.pages import alloc
 from jaxengine.tokens.tokenizer import Tokenizer
-from models.build import Build
-from models.cache import Cache, StateRows, pool_spec, state_rows
-from models.config.hf import read_config_json
-from models.forward_batch import ForwardBatch
-from models.layers.pictures import Pictures
-from models.registry import build_model, read_folder
-from models.weights.load import load_params
-from models.weights.safetensors import SafetensorsCheckpoint
-from pallas_kernels.attention.op import RaggedBatch
-from pallas_kernels.kv.pages import alloc
 from tests.fixtures.picture_cases import FPS, Prompt
 from tests.fixtures.picture_checkpoints import frames, golden_path, picture, whole_checkpoint
 

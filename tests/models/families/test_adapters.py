@@ -11,15 +11,15 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from models.build import Build
-from models.config.lora import LoraSpec
-from models.layers.lora import write_slot
-from models.lora import declared_pools
-from models.registry import build_model
-from models.weights.load import load_params
-from models.weights.lora_pools import slot_values, targets_of, with_pools
-from models.weights.peft import read_adapter
-from models.weights.safetensors import SafetensorsCheckpoint
+from jaxengine.models.build import Build
+from jaxengine.models.config.lora import LoraSpec
+from jaxengine.models.layers.lora import write_slot
+from jaxengine.models.lora import declared_pools
+from jaxengine.models.registry import build_model
+from jaxengine.models.weights.adapters.folder import read_adapter
+from jaxengine.models.weights.adapters.pools import slot_values, targets_of, with_pools
+from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
+from jaxengine.models.weights.load import load_params
 from tests.fixtures.adapters import JOINED, joined_changes, write_adapter
 from tests.fixtures.drawn_weights import checkpoint
 from tests.models.conftest import PagedRun, forward

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.build import Build
-from models.cache import group_layers, pool_spec
-from models.config.model_config import ModelConfig
-from models.families import llama
-from models.forward_batch import ForwardBatch
-from models.registry import build_model
-from pallas_kernels.attention.op import RaggedBatch
-from pallas_kernels.kv.pages import alloc, export_pages
+from jaxengine.models.build import Build
+from jaxengine.models.cache import group_layers, pool_spec
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.families import llama
+from jaxengine.models.forward_batch import ForwardBatch
+from jaxengine.models.registry import build_model
+from jaxengine.pallas_kernels.attention.op import RaggedBatch
+from jaxengine.pallas_kernels.kv.pages import alloc, export_pages
 from tests.models.tiny import TINY, with_attention, with_windows
 
 CONFIG = with_windows(TINY, *[None] * 6)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from models.config.hf import read_config_json
-from models.registry import MODELS, read_hf
+from jaxengine.models.config.hf import read_config_json
+from jaxengine.models.registry import MODELS, read_hf
 from tests.models.conftest import CHECKPOINTS, forward
 
 NAMES = sorted(path.parent.name for path in CHECKPOINTS.glob("*/golden.npz"))

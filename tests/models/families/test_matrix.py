@@ -10,11 +10,11 @@ import pytest
 
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.platforms import PLATFORMS
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.registry import read_folder
 from jaxengine.runner.devices import build_split, choose_devices
-from models.config.model_config import ModelConfig
-from models.registry import read_folder
-from sharding.layout import MeshLayout
-from sharding.stages import Stage
+from jaxengine.sharding.layout import MeshLayout
+from jaxengine.sharding.stages import Stage
 from tests.fixtures.drawn_weights import FOLDER
 from tests.models.families.matrix import MODES, is_not_split
 

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.build import Build
-from models.cache import pool_spec
-from models.forward_batch import ForwardBatch
-from models.layers.pictures import Pictures
-from models.registry import build_model
-from models.weights.load import load_params
-from models.weights.safetensors import SafetensorsCheckpoint
-from pallas_kernels.attention.op import RaggedBatch
-from pallas_kernels.kv.pages import alloc
-from sharding.stages import Stage
+from jaxengine.models.build import Build
+from jaxengine.models.cache import pool_spec
+from jaxengine.models.forward_batch import ForwardBatch
+from jaxengine.models.layers.pictures import Pictures
+from jaxengine.models.registry import build_model
+from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
+from jaxengine.models.weights.load import load_params
+from jaxengine.pallas_kernels.attention.op import RaggedBatch
+from jaxengine.pallas_kernels.kv.pages import alloc
+from jaxengine.sharding.stages import Stage
 from tests.fixtures.drawn_weights import checkpoint
 from tests.models.conftest import load_recorded
 

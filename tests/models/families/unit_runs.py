@@ -10,9 +10,9 @@ import numpy as np
 from flax import nnx
 
 from jaxengine.media.registry import PROCESSORS
+from jaxengine.models.config.hf import read_config_json
+from jaxengine.models.layers.pictures import Pictures
 from jaxengine.tokens.tokenizer import Tokenizer
-from models.config.hf import read_config_json
-from models.layers.pictures import Pictures
 from tests.fixtures.drawn_weights import checkpoint
 from tests.fixtures.unit_pictures import picture, write_checkpoint
 from tests.models.conftest import PagedRun, load_recorded

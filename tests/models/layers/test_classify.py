@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.build import Build
-from models.config.fields import ModelConfigError
-from models.config.pooler import LAST, Classifier, Pooler
-from models.layers.classify import LabelScores
-from models.layers.embedding import Embedding
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.config.pooler import LAST, Classifier, Pooler
+from jaxengine.models.layers.classify import LabelScores
+from jaxengine.models.layers.embedding import Embedding
 from tests.models.tiny import TINY
 
 RANDOM = np.random.default_rng(0)

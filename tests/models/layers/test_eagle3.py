@@ -11,19 +11,19 @@ import pytest
 from flax import nnx
 from safetensors.numpy import save_file
 
-from models.build import Build
-from models.cache import pool_spec
-from models.config.eagle3 import head_fields
-from models.config.fields import ModelConfigError
-from models.forward_batch import ForwardBatch
-from models.layers.eagle3 import Eagle3Source
-from models.layers.section import Capture
-from models.registry import build_eagle3, read_eagle3
-from models.weights.errors import ModelFileError
-from models.weights.load import load_params
-from models.weights.safetensors import SafetensorsCheckpoint
-from pallas_kernels.attention.op import RaggedBatch
-from pallas_kernels.kv.pages import alloc
+from jaxengine.models.build import Build
+from jaxengine.models.cache import pool_spec
+from jaxengine.models.config.eagle3 import head_fields
+from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.forward_batch import ForwardBatch
+from jaxengine.models.layers.eagle3 import Eagle3Source
+from jaxengine.models.layers.section import Capture
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.registry import build_eagle3, read_eagle3
+from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
+from jaxengine.models.weights.load import load_params
+from jaxengine.pallas_kernels.attention.op import RaggedBatch
+from jaxengine.pallas_kernels.kv.pages import alloc
 from tests.fixtures.drawn_weights import FOLDER, draw_all
 
 LAYERS = "eagle_aux_hidden_state_layer_ids"

@@ -7,15 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from models.build import Build
-from models.config.experts import ExpertsConfig
-from models.layers.expert_counts import _operands, expert_rows, routed
-from models.layers.moe import MixtureOfExperts
-from models.quantization.eight_bits import BLOCK, EightBits
-from models.quantization.online import Rounded
-from models.quantization.quantized import Quantized
-from models.quantization.stored import Activation
-from sharding.layout import ONE_DEVICE, RAGGED, MeshLayout
+from jaxengine.models.build import Build
+from jaxengine.models.config.experts import ExpertsConfig
+from jaxengine.models.layers.expert_counts import _operands, expert_rows, routed
+from jaxengine.models.layers.moe import MixtureOfExperts
+from jaxengine.models.quantization.eight_bits import BLOCK, EightBits
+from jaxengine.models.quantization.online import Rounded
+from jaxengine.models.quantization.quantized import Quantized
+from jaxengine.models.quantization.stored import Activation
+from jaxengine.sharding.layout import ONE_DEVICE, RAGGED, MeshLayout
 from tests.models.tiny import TINY
 
 EXPERTS = ExpertsConfig(num_experts=16, num_per_token=4, intermediate_size=256)

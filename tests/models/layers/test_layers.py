@@ -6,17 +6,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.build import Build
-from models.config.attention import TemperatureTuning
-from models.config.rope import Rope, RopeScaling, rope_frequencies
-from models.layers.attention import query_temperature
-from models.layers.embedding import Embedding
-from models.layers.linear import Linear
-from models.layers.mlp import MLP, GatedMLP, _rounded, relu_squared
-from models.layers.norm import HeadsRMSNorm, LayerNorm, OffsetLayerNorm, OffsetRMSNorm, RMSNorm, UnbiasedLayerNorm
-from models.layers.rope import apply_rope, rope_table
-from models.layers.rows import Rows
-from models.weights.declare import ParamDecl, Source, declare, declared_params
+from jaxengine.models.build import Build
+from jaxengine.models.config.attention import TemperatureTuning
+from jaxengine.models.config.rope import Rope, RopeScaling, rope_frequencies
+from jaxengine.models.layers.attention import query_temperature
+from jaxengine.models.layers.embedding import Embedding
+from jaxengine.models.layers.linear import Linear
+from jaxengine.models.layers.mlp import MLP, GatedMLP, _rounded, relu_squared
+from jaxengine.models.layers.norm import (
+    HeadsRMSNorm,
+    LayerNorm,
+    OffsetLayerNorm,
+    OffsetRMSNorm,
+    RMSNorm,
+    UnbiasedLayerNorm,
+)
+from jaxengine.models.layers.rope import apply_rope, rope_table
+from jaxengine.models.layers.rows import Rows
+from jaxengine.models.params.declare import ParamDecl, Source, declare, declared_params
 
 FLOAT32 = Build("float32")
 RNG = np.random.default_rng(0)

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.adapters import Adapters
-from models.build import Build
-from models.config.lora import LoraSpec
-from models.layers.linear import Linear
-from models.layers.lora import FLAT, GROUPED, groups_on, with_visits
-from models.layers.rows import Rows
-from models.lora import PoolArray
-from models.weights.declare import Source, parts_of
-from pallas_kernels.matmul.dense import matmul
+from jaxengine.models.adapters import Adapters
+from jaxengine.models.build import Build
+from jaxengine.models.config.lora import LoraSpec
+from jaxengine.models.layers.linear import Linear
+from jaxengine.models.layers.lora import FLAT, GROUPED, groups_on, with_visits
+from jaxengine.models.layers.rows import Rows
+from jaxengine.models.lora import PoolArray
+from jaxengine.models.params.declare import Source, parts_of
+from jaxengine.pallas_kernels.matmul.dense import matmul
 
 SPEC = LoraSpec(3, 4)
 AXES = ("embed", "heads")

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models.adapters import Adapters
-from models.build import Build
-from models.config.lora import LoraSpec
-from models.layers.moe import ExpertLoad, MixtureOfExperts
-from models.layers.rows import Rows
-from models.lora import PoolArray
+from jaxengine.models.adapters import Adapters
+from jaxengine.models.build import Build
+from jaxengine.models.config.lora import LoraSpec
+from jaxengine.models.layers.moe import ExpertLoad, MixtureOfExperts
+from jaxengine.models.layers.rows import Rows
+from jaxengine.models.lora import PoolArray
 from tests.models.layers.test_moe import ALL, CONFIG, tokens
 
 SPEC = LoraSpec(3, 4)

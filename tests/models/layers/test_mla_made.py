@@ -15,15 +15,15 @@ from jaxengine.check.programs import open_stages
 from jaxengine.check.shapes import model_config
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.config.platforms import PLATFORMS
-from models.build import Build
-from models.config.attention import Latent, LayerAttention
-from models.layers import mla, mla_made
-from models.layers.attention import StepInputs, attention_spec
-from models.layers.mla import LatentAttention
-from models.layers.rows import Rows
-from models.quantization.plain import PlainWeight
-from pallas_kernels.attention.op import RaggedBatch, attention_schedule
-from pallas_kernels.kv.pages import KVSpec, alloc, import_pages
+from jaxengine.models.build import Build
+from jaxengine.models.config.attention import Latent, LayerAttention
+from jaxengine.models.layers import mla, mla_made
+from jaxengine.models.layers.attention import StepInputs, attention_spec
+from jaxengine.models.layers.mla import LatentAttention
+from jaxengine.models.layers.rows import Rows
+from jaxengine.models.quantization.plain import PlainWeight
+from jaxengine.pallas_kernels.attention.op import RaggedBatch, attention_schedule
+from jaxengine.pallas_kernels.kv.pages import KVSpec, alloc, import_pages
 
 LATENT = Latent(kv_lora_rank=32, qk_nope_head_dim=3, qk_rope_head_dim=2, v_head_dim=1)
 ATTENTION = LayerAttention(num_heads=4, num_kv_heads=1, head_dim=34, rope=None, latent=LATENT)

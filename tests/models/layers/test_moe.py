@@ -18,21 +18,21 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from models.build import Build
-from models.config.experts import ExpertsConfig
-from models.config.fields import ModelConfigError
-from models.config.hf import read_config_json
-from models.config.model_config import ModelConfig
-from models.layers import expert_rows, moe
-from models.layers.mlp import GatedMLP
-from models.layers.moe import ExpertLoad, MixtureOfExperts
-from models.layers.rows import Rows
-from models.registry import build_model, read_hf
-from models.weights.declare import declared_params
-from pallas_kernels import registry
-from sharding.layout import MeshLayout
-from sharding.mesh import make_mesh
-from sharding.rules import logical_to_spec
+from jaxengine.models.build import Build
+from jaxengine.models.config.experts import ExpertsConfig
+from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.config.hf import read_config_json
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.layers import expert_rows, moe
+from jaxengine.models.layers.mlp import GatedMLP
+from jaxengine.models.layers.moe import ExpertLoad, MixtureOfExperts
+from jaxengine.models.layers.rows import Rows
+from jaxengine.models.params.declare import declared_params
+from jaxengine.models.registry import build_model, read_hf
+from jaxengine.pallas_kernels import registry
+from jaxengine.sharding.layout import MeshLayout
+from jaxengine.sharding.mesh import make_mesh
+from jaxengine.sharding.rules import logical_to_spec
 from tests.models.tiny import TINY
 
 ROOT = Path(__file__).parents[3]
@@ -339,7 +339,7 @@ def check_layouts(
     expert_rows._LEAST_ROWS = expert_rows._MOST_ROWS = block
     assert jax.device_count() == 8
     is_token = np.arange(NUM_TOKENS) % 5 > 0
-    assert registry._MODULES["grouped_matmul", "cpu"] == "matmul.grouped_xla"
+    assert registry._MODULES["grouped_matmul", "cpu"] == "matmul.cpu.grouped"
     everything = replace(CONFIG, experts=ALL)
     expected = {config: run(make_layer(config), tokens(), jnp.asarray(is_token)) for config in (CONFIG, everything)}
     registry._MODULES["grouped_matmul", "cpu"] = f"matmul.{grouped}"

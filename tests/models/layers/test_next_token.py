@@ -11,15 +11,15 @@ import pytest
 from flax import nnx
 from safetensors.numpy import save_file
 
-from models.build import Build
-from models.cache import pool_spec
-from models.forward_batch import ForwardBatch
-from models.layers.next_token import NextTokenSource
-from models.registry import build_next_token
-from models.weights.load import load_params
-from models.weights.safetensors import SafetensorsCheckpoint
-from pallas_kernels.attention.op import RaggedBatch
-from pallas_kernels.kv.pages import alloc
+from jaxengine.models.build import Build
+from jaxengine.models.cache import pool_spec
+from jaxengine.models.forward_batch import ForwardBatch
+from jaxengine.models.layers.next_token import NextTokenSource
+from jaxengine.models.registry import build_next_token
+from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
+from jaxengine.models.weights.load import load_params
+from jaxengine.pallas_kernels.attention.op import RaggedBatch
+from jaxengine.pallas_kernels.kv.pages import alloc
 from tests.fixtures.drawn_weights import FOLDER, draw, draw_all
 
 PAGE_SIZE, NUM_PAGES, TOLERANCE = 4, 12, 1e-4

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from models.weights.safetensors import SafetensorsCheckpoint
+from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from tests.fixtures.quantized_models import shapes_of
 from tests.models.quantization import readings
 from tests.models.quantization.readings import Tensors, algorithm_of

@@ -10,15 +10,15 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from models.build import Build
-from models.quantization.quantized import Quantized
-from models.quantization.rules import Quantization
-from models.quantization.stored import Activation
-from models.registry import build_model, read_folder, read_hf
-from models.weights.load import load_params
-from models.weights.safetensors import SafetensorsCheckpoint
-from pallas_kernels.matmul.rounding import FLOAT32, UE8M0
-from sharding.layout import MeshLayout
+from jaxengine.models.build import Build
+from jaxengine.models.quantization.quantized import Quantized
+from jaxengine.models.quantization.rules import Quantization
+from jaxengine.models.quantization.stored import Activation
+from jaxengine.models.registry import build_model, read_folder, read_hf
+from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
+from jaxengine.models.weights.load import load_params
+from jaxengine.pallas_kernels.matmul.rounding import FLOAT32, UE8M0
+from jaxengine.sharding.layout import MeshLayout
 from tests.fixtures.drawn_weights import checkpoint
 from tests.fixtures.quantized_models import CONFIG, FORMATS, write
 from tests.models.quantization.test_damage import COMPRESSED, Q, settings

@@ -8,13 +8,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from models.build import Build
-from models.config.fields import ModelConfigError
-from models.registry import build_model, read_hf
-from models.weights import load
-from models.weights.errors import ModelFileError
-from models.weights.load import load_params
-from models.weights.safetensors import SafetensorsCheckpoint
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.registry import build_model, read_hf
+from jaxengine.models.weights import load
+from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
+from jaxengine.models.weights.load import load_params
 from tests.fixtures.quantized_models import CONFIG, FORMATS, write
 from tests.models.weights.test_load import ArraySource
 from tests.tables import each_row

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.weights.safetensors import SafetensorsCheckpoint
-from pallas_kernels.matmul.microscaled import microscaled_rows
-from pallas_kernels.matmul.rounding import (
+from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
+from jaxengine.pallas_kernels.matmul.microscaled import microscaled_rows
+from jaxengine.pallas_kernels.matmul.rounding import (
     E4M3,
     E8M0,
     FLOAT32,

@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.build import Build
-from models.quantization.plain import PlainWeight
-from models.quantization.quantized import QuantizedWeight
-from models.quantization.registry import read_quantization, rounded
-from models.quantization.table import weight_rows, weight_table
-from models.registry import build_model, read_folder
-from models.weights.declare import declared_params
-from models.weights.load import load_params
-from models.weights.quantized import QuantizedSource
-from models.weights.safetensors import SafetensorsCheckpoint
-from sharding.layout import MeshLayout
+from jaxengine.models.build import Build
+from jaxengine.models.params.declare import declared_params
+from jaxengine.models.quantization.plain import PlainWeight
+from jaxengine.models.quantization.quantized import QuantizedWeight
+from jaxengine.models.quantization.registry import read_quantization, rounded
+from jaxengine.models.quantization.table import weight_rows, weight_table
+from jaxengine.models.registry import build_model, read_folder
+from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
+from jaxengine.models.weights.load import load_params
+from jaxengine.models.weights.views.quantized import QuantizedSource
+from jaxengine.sharding.layout import MeshLayout
 from tests.fixtures.drawn_weights import FOLDER
 from tests.fixtures.quantized_models import FORMATS, shapes_of, write
 from tests.models.quantization import readings
@@ -151,9 +151,9 @@ def test_what_people_are_told_of_tables_and_of_matrices_of_heads():
         ("fp8, dequantised", "matmul.batched"),
     ]
     assert told[0]["embed"] == ("as it is", "none: rows are looked up")
-    assert told[0]["lm_head"] == ("as it is", "matmul.dense_cpu")
+    assert told[0]["lm_head"] == ("as it is", "matmul.cpu.dense")
     tied = weight_rows([build_model(read_folder(FOLDER / "llama"), Build("float32"))], "cpu")
-    assert tied[0]["modules"] == "embed" and tied[0]["product"] == "matmul.dense_cpu"
+    assert tied[0]["modules"] == "embed" and tied[0]["product"] == "matmul.cpu.dense"
     assert weight_table(tied) == ""
     own = weight_rows(
         [build_model(replace(config, quantization=rounded("int8")), Build("float32"))], "cpu", prefix="x: "

@@ -11,15 +11,15 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from models.build import Build
-from models.config.fields import ModelConfigError
-from models.config.lora import LoraSpec
-from models.layers.delta_net import GatedDeltaNet
-from models.quantization.plain import PlainWeight
-from models.quantization.table import weight_rows
-from models.registry import build_model, read_folder
-from models.weights.lora_pools import targets_of
-from models.weights.peft import read_adapter
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.config.lora import LoraSpec
+from jaxengine.models.layers.delta_net import GatedDeltaNet
+from jaxengine.models.quantization.plain import PlainWeight
+from jaxengine.models.quantization.table import weight_rows
+from jaxengine.models.registry import build_model, read_folder
+from jaxengine.models.weights.adapters.folder import read_adapter
+from jaxengine.models.weights.adapters.pools import targets_of
 from tests.fixtures.adapters import write_adapter
 from tests.fixtures.drawn_weights import checkpoint
 from tests.fixtures.quantized_models import FORMATS, Tensors

@@ -15,17 +15,17 @@ from flax import nnx
 from jaxengine.checkpoint.model_source import ModelSource, open_model
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.config.platforms import PLATFORMS
-from models.build import Build
-from models.quantization.table import weight_rows
-from models.registry import build_model
-from models.weights.errors import ModelFileError
-from models.weights.gguf_dequant import FORMATS
-from models.weights.load import load_params
-from models.weights.quantized import QuantizedSource
-from models.weights.source import WeightSource
-from tests.models.weights.gguf_conversion import converted
-from tests.models.weights.gguf_conversion import tensor as plain_tensor
-from tests.models.weights.gguf_writer import Tensor
+from jaxengine.models.build import Build
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.params.source import WeightSource
+from jaxengine.models.quantization.table import weight_rows
+from jaxengine.models.registry import build_model
+from jaxengine.models.weights.gguf.dequant import FORMATS
+from jaxengine.models.weights.load import load_params
+from jaxengine.models.weights.views.quantized import QuantizedSource
+from tests.models.weights.gguf.gguf_conversion import converted
+from tests.models.weights.gguf.gguf_conversion import tensor as plain_tensor
+from tests.models.weights.gguf.gguf_writer import Tensor
 
 TYPES = {form.name: number for number, form in FORMATS.items()}
 QUANTISED = [form.name for form in FORMATS.values() if form.parts is not None]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from models.quantization.registry import ROUNDED
-from models.quantization.stored import StoredModule
-from models.weights.errors import ModelFileError
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.quantization.registry import ROUNDED
+from jaxengine.models.quantization.stored import StoredModule
 from tests.models.weights.test_load import ArraySource
 
 # Relative errors that normally distributed weights must have (root of the mean square): a step of 1 / 127 of the

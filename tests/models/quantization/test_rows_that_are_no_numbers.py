@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.quantization.eight_bits import CHANNEL, EightBits
-from models.quantization.quantized import Quantized
-from models.quantization.stored import Activation
-from models.weights.declare import Source
+from jaxengine.models.params.declare import Source
+from jaxengine.models.quantization.eight_bits import CHANNEL, EightBits
+from jaxengine.models.quantization.quantized import Quantized
+from jaxengine.models.quantization.stored import Activation
 
 
 @pytest.mark.parametrize("num_experts", [None, 2])

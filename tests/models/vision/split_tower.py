@@ -15,13 +15,13 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from models.build import Build
-from models.registry import build_model, read_folder
-from models.weights.load import load_params
-from models.weights.safetensors import SafetensorsCheckpoint
-from sharding.layout import MeshLayout
-from sharding.mesh import make_mesh
-from sharding.rules import logical_to_spec
+from jaxengine.models.build import Build
+from jaxengine.models.registry import build_model, read_folder
+from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
+from jaxengine.models.weights.load import load_params
+from jaxengine.sharding.layout import MeshLayout
+from jaxengine.sharding.mesh import make_mesh
+from jaxengine.sharding.rules import logical_to_spec
 
 
 def tower(folder: Path, layout: MeshLayout | None) -> nnx.Module:

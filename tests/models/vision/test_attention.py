@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.vision.attention import UNIT, segment_attention, window_attention, window_block
+from jaxengine.models.vision.attention import UNIT, segment_attention, window_attention, window_block
 
 HEADS, HEAD_DIM = 2, 8
 LONGEST = 16

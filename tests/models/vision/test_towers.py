@@ -14,18 +14,18 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from models.build import Build
-from models.config.hf import read_config_json
-from models.config.lora import LoraSpec
-from models.quantization.plain import PlainWeight
-from models.quantization.registry import read_quantization, rounded
-from models.registry import build_model, read_folder, read_hf
-from models.weights.compress import compress
-from models.weights.declare import declared_params
-from models.weights.errors import ModelFileError
-from models.weights.load import load_params
-from models.weights.safetensors import SafetensorsCheckpoint
-from sharding.layout import MeshLayout
+from jaxengine.models.build import Build
+from jaxengine.models.config.hf import read_config_json
+from jaxengine.models.config.lora import LoraSpec
+from jaxengine.models.params.declare import declared_params
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.quantization.plain import PlainWeight
+from jaxengine.models.quantization.registry import read_quantization, rounded
+from jaxengine.models.registry import build_model, read_folder, read_hf
+from jaxengine.models.weights.compress import compress
+from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
+from jaxengine.models.weights.load import load_params
+from jaxengine.sharding.layout import MeshLayout
 from tests.fixtures.picture_cases import PROMPTS
 from tests.fixtures.picture_checkpoints import whole_checkpoint
 

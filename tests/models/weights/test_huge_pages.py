@@ -12,8 +12,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from models.weights import huge_pages
-from models.weights.huge_pages import HugePages
+from jaxengine.models.weights import huge_pages
+from jaxengine.models.weights.huge_pages import HugePages
 from tests.models.weights.test_load import CONFIG, load, random_tensors
 
 DTYPES = (np.float32, ml_dtypes.bfloat16, np.int8, ml_dtypes.float8_e4m3fn, np.int32)

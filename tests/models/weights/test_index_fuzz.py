@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.build import Build
-from models.registry import build_model, read_folder
-from models.weights.errors import ModelFileError
-from models.weights.kv_scales import KVScales, KVShape
-from models.weights.load import load_params
-from models.weights.orbax import load_checkpoint, load_scales, save_checkpoint
-from models.weights.safetensors import SafetensorsCheckpoint
+from jaxengine.models.build import Build
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.registry import build_model, read_folder
+from jaxengine.models.weights.formats.orbax import load_checkpoint, load_scales, save_checkpoint
+from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
+from jaxengine.models.weights.load import load_params
+from jaxengine.models.weights.views.kv_scales import KVScales, KVShape
 from tests.models.damage import damaged_bytes, damaged_value
 
 

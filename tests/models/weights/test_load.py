@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.build import Build
-from models.config.attention import LayerAttention
-from models.config.model_config import ModelConfig
-from models.config.rope import Rope, RopeScaling
-from models.registry import build_model
-from models.weights.declare import ParamDecl, Source, declare, declared_params, parts_of
-from models.weights.dummy import dummy_params
-from models.weights.errors import ModelFileError
-from models.weights.load import load_params
-from models.weights.source import CheckpointNames
-from sharding.layout import MeshLayout
-from sharding.stages import Stage
+from jaxengine.models.build import Build
+from jaxengine.models.config.attention import LayerAttention
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.rope import Rope, RopeScaling
+from jaxengine.models.params.declare import ParamDecl, Source, declare, declared_params, parts_of
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.params.source import CheckpointNames
+from jaxengine.models.registry import build_model
+from jaxengine.models.weights.dummy import dummy_params
+from jaxengine.models.weights.load import load_params
+from jaxengine.sharding.layout import MeshLayout
+from jaxengine.sharding.stages import Stage
 from tests.models.tiny import with_attention
 
 pytestmark = pytest.mark.versions

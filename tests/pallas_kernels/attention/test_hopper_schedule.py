@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention.hopper.schedule import attention_schedule
-from pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
-from pallas_kernels.tuning import HopperAttention, Tuning
+from jaxengine.pallas_kernels.attention.hopper.schedule import attention_schedule
+from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
+from jaxengine.pallas_kernels.tuning import HopperAttention, Tuning
 
 SPEC = AttentionSpec(128, 1, 192, 128, 1.0, values_in_keys=True)
 

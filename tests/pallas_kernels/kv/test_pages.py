@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.kv.pages import (
+from jaxengine.pallas_kernels.kv.pages import (
     LAYOUTS,
     PER_TOKEN_LAYOUTS,
     KVSpec,
@@ -21,7 +21,7 @@ from pallas_kernels.kv.pages import (
     partition_spec,
     pool_shape,
 )
-from pallas_kernels.kv.update import kv_cache_update
+from jaxengine.pallas_kernels.kv.update import kv_cache_update
 from tests.pallas_kernels.checks import CHECKS, SLOTS
 from tests.pallas_kernels.implementations import CPU, GPU_XLA, IN_PROCESS, Implementation
 from tests.tables import each_row

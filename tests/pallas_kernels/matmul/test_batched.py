@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.matmul.batched import batched_matmul
+from jaxengine.pallas_kernels.matmul.batched import batched_matmul
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.matmul.dense import matmul
-from pallas_kernels.registry import KERNELS, kernel
+from jaxengine.pallas_kernels.matmul.dense import matmul
+from jaxengine.pallas_kernels.registry import KERNELS, kernel
 
 IMPLEMENTATIONS = {kernel(op, platform): platform for op, platform in KERNELS if op == "matmul"}
 

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.matmul import grouped_tiles
-from pallas_kernels.matmul.grouped import gated_matmul, grouped_matmul
-from pallas_kernels.matmul.grouped_xla import block_rows_of
-from pallas_kernels.matmul.quantized import quantized_grouped_matmul
-from pallas_kernels.registry import KERNELS, kernel
+from jaxengine.pallas_kernels.matmul.cpu.grouped import block_rows_of
+from jaxengine.pallas_kernels.matmul.grouped import gated_matmul, grouped_matmul
+from jaxengine.pallas_kernels.matmul.quantized import quantized_grouped_matmul
+from jaxengine.pallas_kernels.matmul.xla import grouped as grouped_tiles
+from jaxengine.pallas_kernels.registry import KERNELS, kernel
 
 IN, OUT = 40, 24
 # What rows of the registry run, each once; the kernel, which runs in its interpreter, is hopper_products'.

@@ -14,18 +14,18 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from models.weights.declare import ParamDecl, Source
-from models.weights.parts import order_of
-from pallas_kernels.matmul.grouped import grouped_matmul
-from pallas_kernels.matmul.hopper import grouped, lora_shape, quantized
-from pallas_kernels.matmul.hopper.grouped import Tiles, most_rows_of, most_tiles_of, tile_rows_of, tiles_of
-from pallas_kernels.matmul.hopper.shape import OUTPUTS, Shape, step_of, why_xla
-from pallas_kernels.matmul.lora import grouped_form, lora_product, lora_visits
-from pallas_kernels.matmul.nibbles import per_byte
-from pallas_kernels.matmul.quantized import product_of, quantized_matmul
-from pallas_kernels.mosaic_gpu import SHARED_MEMORY_BYTES
-from pallas_kernels.registry import plain_cards, platform_of
-from pallas_kernels.tuning import Card, HopperProducts, LoraTiles, card_of_trace, tuning_of
+from jaxengine.models.params.declare import ParamDecl, Source
+from jaxengine.models.weights.views.parts import order_of
+from jaxengine.pallas_kernels.matmul.grouped import grouped_matmul
+from jaxengine.pallas_kernels.matmul.hopper import grouped, lora_shape, quantized
+from jaxengine.pallas_kernels.matmul.hopper.grouped import Tiles, most_rows_of, most_tiles_of, tile_rows_of, tiles_of
+from jaxengine.pallas_kernels.matmul.hopper.shape import OUTPUTS, Shape, step_of, why_xla
+from jaxengine.pallas_kernels.matmul.lora import grouped_form, lora_product, lora_visits
+from jaxengine.pallas_kernels.matmul.nibbles import per_byte
+from jaxengine.pallas_kernels.matmul.quantized import product_of, quantized_matmul
+from jaxengine.pallas_kernels.mosaic_gpu import SHARED_MEMORY_BYTES
+from jaxengine.pallas_kernels.registry import plain_cards, platform_of
+from jaxengine.pallas_kernels.tuning import Card, HopperProducts, LoraTiles, card_of_trace, tuning_of
 from tests.pallas_kernels import lora_products
 from tests.pallas_kernels.hopper_products import GROUPS, PRODUCTS, hopper_grouped, hopper_product, silu_times
 from tests.pallas_kernels.implementations import IMPLEMENTATIONS
@@ -239,7 +239,7 @@ def test_what_is_left_to_xla_says_why(size, out, num_scales, codes, dtype, reaso
     given = size, out, num_scales, jnp.dtype(codes), jnp.dtype(dtype)
     assert reason in why_xla(*given) and bool(reason) == bool(why_xla(*given))
     told = product_of("quantized_matmul", "gpu", *given)
-    assert told == (f"matmul.quantized_xla: {why_xla(*given)}" if reason else "matmul.hopper.quantized")
+    assert told == (f"matmul.xla.quantized: {why_xla(*given)}" if reason else "matmul.hopper.quantized")
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_what_is_left_to_xla_says_why(size, out, num_scales, codes, dtype, reaso
 def test_matrices_of_groups_need_no_scales_of_groups(size, codes, reason):
     op = "grouped_matmul" if codes == "bfloat16" else "quantized_grouped_matmul"
     told = product_of(op, "gpu", size, 2048, 1, jnp.dtype(codes), jnp.bfloat16)
-    assert told == (f"matmul.grouped_tiles: {reason}" if reason else "matmul.hopper.grouped")
+    assert told == (f"matmul.xla.grouped: {reason}" if reason else "matmul.hopper.grouped")
 
 
 @pytest.mark.parametrize("tensor_memory", [False, True])

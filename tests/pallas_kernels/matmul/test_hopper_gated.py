@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from models.families.gpt_oss import clamped_swiglu
-from pallas_kernels.matmul.grouped import gated_matmul
-from pallas_kernels.matmul.hopper.gated import why_not_fused
-from pallas_kernels.matmul.quantized import quantized_gated_matmul
+from jaxengine.models.families.gpt_oss import clamped_swiglu
+from jaxengine.pallas_kernels.matmul.grouped import gated_matmul
+from jaxengine.pallas_kernels.matmul.hopper.gated import why_not_fused
+from jaxengine.pallas_kernels.matmul.quantized import quantized_gated_matmul
 from tests.pallas_kernels.hopper_products import GATED, hopper_gated, silu_times
 from tests.pallas_kernels.implementations import IMPLEMENTATIONS
 from tests.pallas_kernels.matmul.test_hopper import B200, H100, HERE, mesh_of

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.matmul.lora import LoraVisits, grouped_form, lora_product, lora_visits, tile_rows_of
-from pallas_kernels.matmul.tpu.lora import why_xla
-from pallas_kernels.registry import kernel
-from pallas_kernels.tuning import LoraTiles
+from jaxengine.pallas_kernels.matmul.lora import LoraVisits, grouped_form, lora_product, lora_visits, tile_rows_of
+from jaxengine.pallas_kernels.matmul.tpu.lora import why_xla
+from jaxengine.pallas_kernels.registry import kernel
+from jaxengine.pallas_kernels.tuning import LoraTiles
 from tests.pallas_kernels import lora_products
 from tests.pallas_kernels.implementations import CPU
 from tests.pallas_kernels.lora_products import MIXED, MORE, OF_XLA, PRODUCTS, QUICK, THOROUGH, Product, visits_of
@@ -75,7 +75,7 @@ def test_what_the_tpus_kernels_leave_to_xla():
     assert "multiply bfloat16" in why_xla(4096, (4096,), 16, jnp.float32)
     assert "rank 8 does not fill" in why_xla(4096, (4096,), 8, jnp.bfloat16)
     assert "4096 inputs and 688 outputs do not fill" in why_xla(4096, (688,), 16, jnp.bfloat16)
-    assert grouped_form("tpu", 4096, (688,), 16, jnp.bfloat16).startswith("matmul.lora_xla: 4096 inputs")
+    assert grouped_form("tpu", 4096, (688,), 16, jnp.bfloat16).startswith("matmul.xla.lora: 4096 inputs")
     assert [tile_rows_of(rows, LoraTiles()) for rows in (1, 8, 256, 320, 1536, 257)] == [1, 8, 256, 160, 256, 256]
 
 

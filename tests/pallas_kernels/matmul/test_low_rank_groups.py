@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.matmul import low_rank_groups
-from pallas_kernels.matmul.low_rank_groups import add_low_rank, tile_rows_of
+from jaxengine.pallas_kernels.matmul import low_rank_groups
+from jaxengine.pallas_kernels.matmul.low_rank_groups import add_low_rank, tile_rows_of
 
 
 def operands(rows, groups, size=6, rank=2, widths=(5, 3), dtype="float32"):

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.matmul.microscaled import microscaled_rows
-from pallas_kernels.matmul.rounding import E4M3, E8M0, FLOAT32, UE8M0
-from pallas_kernels.registry import KERNELS, kernel
+from jaxengine.pallas_kernels.matmul.microscaled import microscaled_rows
+from jaxengine.pallas_kernels.matmul.rounding import E4M3, E8M0, FLOAT32, UE8M0
+from jaxengine.pallas_kernels.registry import KERNELS, kernel
 from tests.pallas_kernels.implementations import IN_PROCESS
 from tests.pallas_kernels.microscaled import EIGHT, FOUR, ROWS, codes_and_ties, microscaled
 

@@ -12,14 +12,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import reference
-from pallas_kernels.matmul import quantized_cpu, quantized_groups_xla
-from pallas_kernels.matmul.quantized import CODES, quantized_gated_matmul, quantized_grouped_matmul, quantized_matmul
-from pallas_kernels.matmul.rounding import RoundedRows, dynamic_scales, largest_values, rounded_rows
-from pallas_kernels.matmul.tpu import quantized as tpu
-from pallas_kernels.matmul.tpu.grouped import sums_are_scaled
-from pallas_kernels.registry import KERNELS, kernel
-from pallas_kernels.tuning import TpuProducts
+from jaxengine.pallas_kernels import reference
+from jaxengine.pallas_kernels.matmul.cpu import quantized as quantized_cpu
+from jaxengine.pallas_kernels.matmul.quantized import (
+    CODES,
+    quantized_gated_matmul,
+    quantized_grouped_matmul,
+    quantized_matmul,
+)
+from jaxengine.pallas_kernels.matmul.rounding import RoundedRows, dynamic_scales, largest_values, rounded_rows
+from jaxengine.pallas_kernels.matmul.tpu import quantized as tpu
+from jaxengine.pallas_kernels.matmul.tpu.grouped import sums_are_scaled
+from jaxengine.pallas_kernels.matmul.xla import quantized_groups as quantized_groups_xla
+from jaxengine.pallas_kernels.registry import KERNELS, kernel
+from jaxengine.pallas_kernels.tuning import TpuProducts
 
 # Kernels, which run in their interpreters.
 ELSEWHERE = [(op, platform) for op in ("quantized_matmul", "quantized_grouped_matmul") for platform in ("gpu", "tpu")]

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.matmul.rounding import dynamic_scales, largest_values, rounded_rows, static_scales
+from jaxengine.pallas_kernels.matmul.rounding import dynamic_scales, largest_values, rounded_rows, static_scales
 from tests.pallas_kernels.matmul.test_quantized import DENSE, compiled, matrix_of
 
 

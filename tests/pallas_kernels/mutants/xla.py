@@ -20,7 +20,7 @@ _WRITE = (("update", "cpu", "float32", "scattered 40"),)
 _CODES = _on("fp8 e4m3 keys and values")
 _OF_TOKENS = _on("int8 of each token")
 _WRITE_SCALES = (("update", "cpu", "int8_per_token_head", "runs"),)
-_PAIRS, _LOOP, _SUMS = "matmul/nibbles", "matmul/quantized_cpu", "matmul/quantized_xla"
+_PAIRS, _LOOP, _SUMS = "matmul/nibbles", "matmul/cpu/quantized", "matmul/xla/quantized"
 _ROWS = "matmul/rounding"
 # Of tests.pallas_kernels.matmul.test_quantized.CASES, and ROUNDED.
 _ONE, _FOUR, _ZEROS, _MANY, _ROW = ((("quantized", "cpu", number),) for number in (2, 6, 4, 5, 9))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.state.rows import StateRows
+from jaxengine.pallas_kernels.state.rows import StateRows
 
 NUM_ROWS = 9  # of states
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from scheduler.extensions.pictures import EncoderRows, PictureOptions
-from scheduler.media import Media, MediaItem
-from scheduler.request import FinishReason
+from jaxengine.scheduler.extensions.pictures import EncoderRows, PictureOptions
+from jaxengine.scheduler.media import Media, MediaItem
+from jaxengine.scheduler.request import FinishReason
 from tests.scheduler.fake_device import VOCAB_SIZE
 from tests.scheduler.loop import Loop, check_output, make
 

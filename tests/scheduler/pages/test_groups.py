@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from scheduler.config import SchedulerConfig, most_pages
-from scheduler.pages.groups import PageTables, page_key
+from jaxengine.scheduler.config import SchedulerConfig, most_pages
+from jaxengine.scheduler.pages.groups import PageTables, page_key
 from tests.scheduler.loop import Loop, check_output, make, random_request
 from tests.tables import each_row
 

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from scheduler.pages.page_pool import PagePool
+from jaxengine.scheduler.pages.page_pool import PagePool
 
 NUM_PAGES = 12
 

@@ -11,17 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxengine.models.adapters import Adapters
+from jaxengine.models.cache import platform_of
+from jaxengine.models.layers.lora import FLAT, GROUPED, product_forms, write_slot
+from jaxengine.models.lora import declared_pools
+from jaxengine.models.weights.adapters.pools import AdapterTargets, Matrices, slot_shape, slot_values, targets_of
 from jaxengine.runner.extension import DeviceExtension, HostExtension, Kept, StageExtension, StageShape, StateChange
 from jaxengine.runner.program import Program, abstract_params, program_on
 from jaxengine.runner.programs.device_state import write_section
 from jaxengine.runner.programs.forward_pass import ForwardPass
 from jaxengine.runner.programs.state_changes import column_shapes
-from models.adapters import Adapters
-from models.cache import platform_of
-from models.layers.lora import FLAT, GROUPED, product_forms, write_slot
-from models.lora import declared_pools
-from models.weights.lora_pools import AdapterTargets, Matrices, slot_shape, slot_values, targets_of
-from scheduler.token_params import ADAPTER, FEW_ADAPTERS
+from jaxengine.scheduler.token_params import ADAPTER, FEW_ADAPTERS
 
 NAME, CHANGE = "adapters", "adapters"
 

@@ -1,7 +1,7 @@
 """The adapters that requests may name: read, kept in the host's memory, and brought to their slots on the devices.
 
 Files are read, and matrices sent, on a thread; between two steps one program puts them into the pools. Which adapter
-has which slot is the scheduler's affair (scheduler.extensions.adapters).
+has which slot is the scheduler's affair (jaxengine.scheduler.extensions.adapters).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from models.weights.errors import ModelFileError
-from models.weights.peft import AdapterWeights, read_adapter
-from scheduler.batch import ScheduledStep
-from scheduler.errors import RequestError, UnknownAdapterError, show_value
-from scheduler.extensions.adapters import AdapterSlots
-from scheduler.request import Adapter, Request
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.weights.adapters.folder import AdapterWeights, read_adapter
+from jaxengine.scheduler.batch import ScheduledStep
+from jaxengine.scheduler.errors import RequestError, UnknownAdapterError, show_value
+from jaxengine.scheduler.extensions.adapters import AdapterSlots
+from jaxengine.scheduler.request import Adapter, Request
 
 # Adapters that may be loaded, and names they may have.
 MAX_ADAPTERS, MAX_NAME = 65536, 256

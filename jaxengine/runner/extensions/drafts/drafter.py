@@ -18,8 +18,8 @@ from jaxengine.runner.program import Program
 from jaxengine.runner.programs.device_state import DeviceState
 from jaxengine.runner.programs.program_needs import foresee, held_by
 from jaxengine.runner.programs.step import Forwarded
-from scheduler.buckets import Bucket
-from sharding.rules import part_bytes
+from jaxengine.scheduler.buckets import Bucket
+from jaxengine.sharding.rules import part_bytes
 
 
 class Drafter(StageExtension):

@@ -10,20 +10,20 @@ from typing import Any, NamedTuple
 from jaxengine.checkpoint.model_source import ModelSource, find_model, open_model
 from jaxengine.config.engine_config import ConfigError, EngineConfig, ResolvedConfig
 from jaxengine.config.speculation import DRAFT_MODEL, EAGLE3, NAME, STORED, check_draft_model, check_head
+from jaxengine.models.build import Build
+from jaxengine.models.config.eagle3 import Eagle3Config
+from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.layers.decoder import Decoder
+from jaxengine.models.layers.eagle3 import Eagle3Source
+from jaxengine.models.layers.next_token import NextTokenSource
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.params.source import WeightSource
+from jaxengine.models.registry import build_eagle3, build_model, build_next_token, model_for_hf, read_eagle3
+from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.runner.extensions.drafts.programs import DraftPrograms, HeadPrograms
-from models.build import Build
-from models.config.eagle3 import Eagle3Config
-from models.config.fields import ModelConfigError
-from models.config.model_config import ModelConfig
-from models.layers.decoder import Decoder
-from models.layers.eagle3 import Eagle3Source
-from models.layers.next_token import NextTokenSource
-from models.registry import build_eagle3, build_model, build_next_token, model_for_hf, read_eagle3
-from models.weights.errors import ModelFileError
-from models.weights.safetensors import SafetensorsCheckpoint
-from models.weights.source import WeightSource
-from sharding.layout import MeshLayout
-from sharding.stages import Stage
+from jaxengine.sharding.layout import MeshLayout
+from jaxengine.sharding.stages import Stage
 
 
 class OpenedDraft(NamedTuple):

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxengine.config.engine_config import ResolvedConfig
+from jaxengine.models.cache import abstract_kv, device_kv, page_bytes_of_group, paged_groups
+from jaxengine.models.forward_batch import StepLayout
 from jaxengine.runner.extensions.drafts.head_step import (
     DraftHeadSpec,
     HeadState,
@@ -28,10 +30,8 @@ from jaxengine.runner.extensions.drafts.section import NAME, drafts_of
 from jaxengine.runner.extensions.drafts.step import DraftSpec, make_draft, make_extend
 from jaxengine.runner.program import Program, abstract_params, program_on
 from jaxengine.runner.programs.step_programs import StepPrograms
-from models.cache import abstract_kv, device_kv, page_bytes_of_group, paged_groups
-from models.forward_batch import StepLayout
-from scheduler.buckets import Bucket
-from sharding.rules import part_bytes, part_shape
+from jaxengine.scheduler.buckets import Bucket
+from jaxengine.sharding.rules import part_bytes, part_shape
 
 
 class DraftPrograms:

@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxengine.drafts.proposer import Drafts, Proposer
 from jaxengine.drafts.registry import proposer_of
+from jaxengine.models.layers.section import Capture
 from jaxengine.runner.extension import (
     EVERYWHERE,
     DeviceExtension,
@@ -34,8 +35,7 @@ from jaxengine.runner.programs.state_changes import own_slot
 from jaxengine.sampling.sampler import flags_of
 from jaxengine.sampling.state import SamplingState, set_row, write_slots, write_tokens
 from jaxengine.sampling.verification import assumed_tokens, only_tokens, verify
-from models.layers.section import Capture
-from scheduler.buckets import Bucket
+from jaxengine.scheduler.buckets import Bucket
 
 NAME, HISTORY_ROW = "drafts", "history row"
 

@@ -21,14 +21,14 @@ from flax import nnx
 from jax import lax
 
 from jaxengine.drafts.proposer import Drafts
+from jaxengine.models.cache import KVPages
+from jaxengine.models.forward_batch import HEADER, ForwardBatch, StepLayout
+from jaxengine.models.layers.attention import RaggedBatch
 from jaxengine.runner.programs.device_state import DeviceState, SlotState
 from jaxengine.runner.programs.forward_pass import ForwardPass, StepSpec
 from jaxengine.runner.programs.step import unpack, unpack_rows, with_last_tokens
 from jaxengine.sampling.sampler import SamplerFlags, flags_of, sample
-from models.cache import KVPages
-from models.forward_batch import HEADER, ForwardBatch, StepLayout
-from models.layers.attention import RaggedBatch
-from scheduler.buckets import Bucket
+from jaxengine.scheduler.buckets import Bucket
 
 
 @dataclass(frozen=True)

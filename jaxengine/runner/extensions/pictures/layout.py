@@ -16,11 +16,12 @@ import jax
 import numpy as np
 from flax import nnx
 
-from models.config.tower import TowerConfig
-from scheduler.extensions.pictures import Encode
-from sharding.collectives import gather_parts
+from jaxengine.models.config.tower import TowerConfig
+from jaxengine.scheduler.extensions.pictures import Encode
+from jaxengine.sharding.collectives import gather_parts
 
-# The column that says whose a patch is (models.config.tower): numbered within an item, and then within a call.
+# The column that says whose a patch is (jaxengine.models.config.tower): numbered within an item, and then within a
+# call.
 SEGMENT = "segment"
 # In the place of a size: the call that puts embeddings into the pool as they came.
 PLACE = 0

@@ -11,10 +11,10 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from jaxengine.models.causal_lm import CausalLM
 from jaxengine.runner.extensions.pictures.layout import PLACE, EncoderLayout, make_encode, place
 from jaxengine.runner.program import Program, abstract_params, program_on, shape_on
-from models.causal_lm import CausalLM
-from sharding.rules import logical_to_spec
+from jaxengine.sharding.rules import logical_to_spec
 
 _RANKS, _PICTURES = logical_to_spec(("batch",)), logical_to_spec(("pictures",))
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxengine.models.layers.pictures import Pictures
 from jaxengine.runner.extension import DeviceExtension, HostExtension, Kept, StageExtension, StageShape, StateChange
 from jaxengine.runner.extensions.pictures.layout import PLACE, EncoderInput, EncoderLayout, PlaceInput
 from jaxengine.runner.extensions.pictures.programs import EncoderPrograms
@@ -15,11 +16,10 @@ from jaxengine.runner.program import Program
 from jaxengine.runner.programs.device_state import write_section
 from jaxengine.runner.programs.forward_pass import ForwardPass
 from jaxengine.runner.programs.state_changes import column_shapes
-from models.layers.pictures import Pictures
-from scheduler.buckets import Bucket
-from scheduler.extensions.pictures import Encode
-from scheduler.media import EMBEDS
-from sharding.rules import part_bytes
+from jaxengine.scheduler.buckets import Bucket
+from jaxengine.scheduler.extensions.pictures import Encode
+from jaxengine.scheduler.media import EMBEDS
+from jaxengine.sharding.rules import part_bytes
 
 NAME, DELTAS = "pictures", "rope deltas"
 # Rows of the call that takes embeddings as they came; more take several.

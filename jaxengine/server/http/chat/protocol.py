@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
+from jaxengine.scheduler.errors import RequestError
 from jaxengine.server.http.fields import JsonObject, TemplateVariables, TextsByName, at_most
 from jaxengine.server.http.protocol import TEXT_REFUSED, RequestModel, TextRequest
-from scheduler.errors import RequestError
 
 MAX_MESSAGES = 10_000
 MAX_TOOLS = 128

@@ -15,17 +15,17 @@ from jaxengine.api.engine_client import EngineClient
 from jaxengine.parsers.events import ArgumentsDelta, Event, ReasoningDelta, ToolCallStart
 from jaxengine.parsers.message import MessageParser
 from jaxengine.parsers.registry import ReasoningFormat, ToolFormat, reasoning_format, tool_format
-from jaxengine.requests.media_inputs import READY
+from jaxengine.requests.media.inputs import READY
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import CompletionOutput, RequestOutput
 from jaxengine.requests.sampling_params import SamplingParams
-from jaxengine.requests.structured_outputs import StructuredOutputsParams
+from jaxengine.requests.structured.params import StructuredOutputsParams
+from jaxengine.scheduler.errors import RequestError
 from jaxengine.server.beam_search import beam_search
 from jaxengine.server.http.chat.prompt import ChatRenderer
 from jaxengine.server.http.chat.protocol import ChatRequest, renamed, text_of
 from jaxengine.server.http.chat.tool_choice import tool_use
 from jaxengine.server.options import ServerConfig
-from scheduler.errors import RequestError
 
 _LONG_TEXT = 20_000  # characters of one output that take some 40 milliseconds to parse
 

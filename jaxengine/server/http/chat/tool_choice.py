@@ -15,11 +15,11 @@ from jaxengine.parsers.call_grammar import CallGrammar, Schema
 from jaxengine.parsers.events import OutputParser
 from jaxengine.parsers.registry import ReasoningFormat, ToolFormat, call_ids
 from jaxengine.parsers.tool_forced import NamedToolParser, RequiredToolParser
-from jaxengine.requests.closed_objects import lists_all
-from jaxengine.requests.structured_outputs import StructuredOutputsParams
+from jaxengine.requests.structured.closed_objects import lists_all
+from jaxengine.requests.structured.params import StructuredOutputsParams
+from jaxengine.scheduler.errors import RequestError, show_value
 from jaxengine.server.http.chat.protocol import ChatRequest, Function, NamedTool, renamed
 from jaxengine.tokens.tokenizer import Tokenizer
-from scheduler.errors import RequestError, show_value
 
 # Schema for a function that declares no parameters.
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}

@@ -6,8 +6,8 @@ from typing import Annotated, Self
 
 from pydantic import SkipValidation, model_validator
 
+from jaxengine.scheduler.errors import RequestError
 from jaxengine.server.http.protocol import TEXT_REFUSED, TextRequest
-from scheduler.errors import RequestError
 
 
 class CompletionRequest(TextRequest):

@@ -14,6 +14,7 @@ from fastapi import APIRouter, Request, Response
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import CompletionOutput
+from jaxengine.scheduler.errors import RequestError
 from jaxengine.server.http.answers import answers
 from jaxengine.server.http.chat.run import ChatRun, ChatServer
 from jaxengine.server.http.errors import ApiError, messages_error_body
@@ -25,7 +26,6 @@ from jaxengine.server.http.models import choose_model
 from jaxengine.server.http.sse import answer, json_response, stream_events
 from jaxengine.server.names import served_names
 from jaxengine.server.options import ServerConfig
-from scheduler.errors import RequestError
 
 
 class _Message:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxengine.media.parts import PlacedPart
-from scheduler.errors import RequestError, show_value
+from jaxengine.scheduler.errors import RequestError, show_value
 
 ROLES = ("user", "assistant", "system")
 # Allowed blocks by role.

@@ -6,11 +6,11 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from jaxengine.scheduler.errors import RequestError
 from jaxengine.server.http.chat.protocol import MAX_NAME_CHARS, MAX_TOOLS, ChatRequest, Messages, renamed
 from jaxengine.server.http.fields import JsonObject, TemplateVariables, Texts, at_most
 from jaxengine.server.http.messages.input import read_messages
 from jaxengine.server.http.protocol import HINTS, REFUSED, ClosedModel, GenerationRequest, RequestModel
-from scheduler.errors import RequestError
 
 # Fields with the same name in a chat request.
 _SAME = {*GenerationRequest.model_fields, "chat_template_kwargs"} - {"model", "request_id"}

@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, SkipValidation, model_validator
 
-from jaxengine.requests.pooling_params import PoolingParams
+from jaxengine.requests.pooling.params import PoolingParams
+from jaxengine.scheduler.errors import RequestError
 from jaxengine.server.http.fields import Texts
 from jaxengine.server.http.protocol import HINTS, NamedRequest
-from scheduler.errors import RequestError
 
 # A list of texts, or of objects with a text, as Jina's and Cohere's clients send them.
 Documents = Annotated[list[str | dict[str, Any]], Field(fail_fast=True)]

@@ -11,15 +11,15 @@ from typing import Any
 
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.requests.options import RequestOptions
-from jaxengine.requests.pooling_outputs import STOP, PoolingOutput, PoolingRequestOutput
-from jaxengine.requests.pooling_params import PoolingParams
+from jaxengine.requests.pooling.outputs import STOP, PoolingOutput, PoolingRequestOutput
+from jaxengine.requests.pooling.params import PoolingParams
+from jaxengine.scheduler.errors import RequestError
 from jaxengine.server.http.errors import ApiError
 from jaxengine.server.http.interleave import interleave
 from jaxengine.server.http.pooling.protocol import InputBody, PoolingBody
 from jaxengine.server.http.protocol import usage
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.prompts import PromptEncoder, read_prompts
-from scheduler.errors import RequestError
 
 PooledAnswer = PoolingRequestOutput[PoolingOutput]
 

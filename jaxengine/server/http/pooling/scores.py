@@ -12,7 +12,8 @@ from fastapi import APIRouter, Request, Response
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.api.scoring import pair_prompt, pairs_of
 from jaxengine.requests.options import RequestOptions
-from jaxengine.requests.pooling_outputs import ScoringRequestOutput
+from jaxengine.requests.pooling.outputs import ScoringRequestOutput
+from jaxengine.scheduler.errors import RequestError
 from jaxengine.server.http.answers import answers
 from jaxengine.server.http.limits import JsonRoute
 from jaxengine.server.http.models import check_model
@@ -22,7 +23,6 @@ from jaxengine.server.http.pooling.run import PooledAnswer, PoolingServer, count
 from jaxengine.server.http.sse import answer, json_response
 from jaxengine.server.names import served_names
 from jaxengine.server.options import ServerConfig
-from scheduler.errors import RequestError
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:

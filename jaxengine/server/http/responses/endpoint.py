@@ -22,6 +22,7 @@ from jaxengine.api.engine_client import EngineClient, EngineDeadError
 from jaxengine.parsers.events import message_of
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.sampling_params import SamplingParams
+from jaxengine.scheduler.errors import OverloadedError, RequestError, show_value
 from jaxengine.server.http.answers import answers
 from jaxengine.server.http.chat.output import token_logprobs
 from jaxengine.server.http.chat.run import ChatRun, ChatServer
@@ -42,7 +43,6 @@ from jaxengine.server.http.sse import answer, encode_json, event, json_response,
 from jaxengine.server.names import served_names
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.stored.store import Responses, StoredResponse
-from scheduler.errors import OverloadedError, RequestError, show_value
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxengine.media.parts import PlacedPart
-from scheduler.errors import RequestError, show_value
+from jaxengine.scheduler.errors import RequestError, show_value
 
 ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = ("input_text", "output_text", "text")

@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from jaxengine.scheduler.errors import RequestError
 from jaxengine.server.http.chat.protocol import MAX_NAME_CHARS, MAX_TOOLS, ChatRequest, Messages, renamed
 from jaxengine.server.http.fields import JsonObject, TemplateVariables, TextsByName, at_most
 from jaxengine.server.http.protocol import REFUSED, ClosedModel, GenerationRequest, RequestModel
-from scheduler.errors import RequestError
 
 # Values of `include`.
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from jaxengine import LLM, SamplingParams
+from jaxengine.models.families.llama import LlamaForCausalLM
+from jaxengine.models.families.qwen2 import Qwen2ForCausalLM
 from jaxengine.runner.compile_watch import CompileWatch
 from jaxengine.runner.executables import cache
 from jaxengine.runner.executables.cache import ExecutableCache
-from models.families.llama import LlamaForCausalLM
-from models.families.qwen2 import Qwen2ForCausalLM
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS
 
 DEVICES = jax.devices()[:1]

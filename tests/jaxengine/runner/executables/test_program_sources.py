@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from jaxengine.models.cache import kernel_modules
 from jaxengine.runner.executables.program_sources import program_sources, source_digest
-from models.cache import kernel_modules
 
 ROOT = Path(__file__).parents[4]
-PACKAGES = ("jaxengine", "models", "pallas_kernels", "scheduler", "sharding")
-FAMILY = "models/families/qwen2.py"
+PACKAGES = ("jaxengine",)
+FAMILY = "jaxengine/models/families/qwen2.py"
 KERNELS = kernel_modules("cpu")
 
 
 @pytest.fixture
 def tree(tmp_path) -> Path:
-    """The five packages in a folder of their own, for a test to change."""
+    """The package in a folder of their own, for a test to change."""
     for package in PACKAGES:
         shutil.copytree(ROOT / package, tmp_path / package, ignore=lambda _, names: {"__pycache__"} & set(names))
     return tmp_path
@@ -49,14 +49,14 @@ def change_an_operator(path: Path) -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        "models/layers/norm.py",
-        "models/layers/mlp.py",
-        "models/families/llama.py",  # what the family is built on
-        "pallas_kernels/attention/xla/attend.py",
-        "pallas_kernels/attention/xla/schedule.py",
-        "pallas_kernels/kv/update_xla.py",
-        "pallas_kernels/matmul/grouped_xla.py",
-        "sharding/collectives.py",
+        "jaxengine/models/layers/norm.py",
+        "jaxengine/models/layers/mlp.py",
+        "jaxengine/models/families/llama.py",  # what the family is built on
+        "jaxengine/pallas_kernels/attention/xla/attend.py",
+        "jaxengine/pallas_kernels/attention/xla/schedule.py",
+        "jaxengine/pallas_kernels/kv/update_xla.py",
+        "jaxengine/pallas_kernels/matmul/cpu/grouped.py",
+        "jaxengine/sharding/collectives.py",
         "jaxengine/sampling/sampler.py",
         "jaxengine/sampling/token_choice.py",
         "jaxengine/runner/programs/step.py",
@@ -78,16 +78,16 @@ def test_the_familys_own_file_and_the_compilers_options_change_the_digest(tree, 
 
 def test_what_no_program_is_traced_from_leaves_the_digest(tree, before):
     for path in (
-        "models/weights/safetensors.py",
-        "models/weights/load.py",
-        "models/weights/gguf_header.py",
-        "models/weights/gguf.py",
-        "models/families/mixtral.py",
-        "models/registry.py",
-        "pallas_kernels/attention/tpu/kernel.py",
-        "pallas_kernels/attention/hopper/decode.py",
-        "pallas_kernels/reference.py",
-        "scheduler/scheduler.py",
+        "jaxengine/models/weights/formats/safetensors.py",
+        "jaxengine/models/weights/load.py",
+        "jaxengine/models/weights/gguf/header.py",
+        "jaxengine/models/weights/gguf/file.py",
+        "jaxengine/models/families/mixtral.py",
+        "jaxengine/models/registry.py",
+        "jaxengine/pallas_kernels/attention/tpu/kernel.py",
+        "jaxengine/pallas_kernels/attention/hopper/decode.py",
+        "jaxengine/pallas_kernels/reference.py",
+        "jaxengine/scheduler/scheduler.py",
         "jaxengine/engine/engine.py",
         "jaxengine/check/compile.py",
         "jaxengine/server/http/app.py",
@@ -111,32 +111,35 @@ def test_docstrings_comments_and_lines_leave_the_digest(tree, before):
 def test_every_platform_has_its_own_kernels():
     def kernels(platform):
         found = program_sources(ROOT, kernel_modules(platform))
-        return {str(path.relative_to(ROOT)) for path in found if "pallas_kernels/attention/" in str(path)}
+        return {str(path.relative_to(ROOT)) for path in found if "jaxengine/pallas_kernels/attention/" in str(path)}
 
-    assert "pallas_kernels/attention/xla/attend.py" in kernels("cpu")
-    assert "pallas_kernels/attention/tpu/kernel.py" in kernels("tpu")
-    hopper = {"pallas_kernels/attention/hopper/prefill_load.py", "pallas_kernels/attention/xla/attend.py"}
+    assert "jaxengine/pallas_kernels/attention/xla/attend.py" in kernels("cpu")
+    assert "jaxengine/pallas_kernels/attention/tpu/kernel.py" in kernels("tpu")
+    hopper = {
+        "jaxengine/pallas_kernels/attention/hopper/prefill_load.py",
+        "jaxengine/pallas_kernels/attention/xla/attend.py",
+    }
     assert hopper <= kernels("gpu") == kernels("gpu_xla")
     assert not any("/tpu/" in path or "/hopper/" in path for path in kernels("cpu"))
 
 
 def test_an_import_in_a_function_counts(tree, before):
-    (tree / "models/layers/added.py").write_text('"""New."""\n\nSCALE = 2\n')
-    with (tree / "models/layers/mlp.py").open("a") as file:
-        file.write("\n\ndef scale():\n    from models.layers import added\n\n    return added.SCALE\n")
+    (tree / "jaxengine/models/layers/added.py").write_text('"""New."""\n\nSCALE = 2\n')
+    with (tree / "jaxengine/models/layers/mlp.py").open("a") as file:
+        file.write("\n\ndef scale():\n    from jaxengine.models.layers import added\n\n    return added.SCALE\n")
     with_import = source_digest(tree, KERNELS, tree / FAMILY)
-    (tree / "models/layers/added.py").write_text('"""New."""\n\nSCALE = 3\n')
+    (tree / "jaxengine/models/layers/added.py").write_text('"""New."""\n\nSCALE = 3\n')
     assert len({before, with_import, source_digest(tree, KERNELS, tree / FAMILY)}) == 3
 
 
 def test_a_users_own_family_counts_with_what_it_imports(tree, tmp_path_factory):
     folder = tmp_path_factory.mktemp("user")
     family, helper, stranger = folder / "my_model.py", folder / "my_layers.py", folder / "other.py"
-    family.write_text("import my_layers\nfrom models.families.llama import LlamaForCausalLM\n")
+    family.write_text("import my_layers\nfrom jaxengine.models.families.llama import LlamaForCausalLM\n")
     helper.write_text("from jax import numpy\nSCALE = 1\n")
     stranger.write_text("X = 1\n")
     found = program_sources(tree, KERNELS, family)
-    assert {family, helper, tree / "models/families/llama.py"} <= set(found) and stranger not in found
+    assert {family, helper, tree / "jaxengine/models/families/llama.py"} <= set(found) and stranger not in found
     before = source_digest(tree, KERNELS, family)
     helper.write_text("from jax import numpy\nSCALE = 2\n")
     assert source_digest(tree, KERNELS, family) != before

@@ -18,9 +18,9 @@ from jaxengine.config.engine_config import EngineConfig
 from jaxengine.config.platforms import PLATFORMS
 from jaxengine.runner.devices import build_split
 from jaxengine.runner.extensions.build import step_programs
-from models.registry import read_folder
-from sharding.mesh import make_mesh
-from sharding.stages import Stage
+from jaxengine.models.registry import read_folder
+from jaxengine.sharding.mesh import make_mesh
+from jaxengine.sharding.stages import Stage
 
 folder, options = sys.argv[1], eval(sys.argv[2])
 model = read_folder(folder)

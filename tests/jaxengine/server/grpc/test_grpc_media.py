@@ -9,10 +9,10 @@ import pytest
 
 from jaxengine.media.messages import MediaReader
 from jaxengine.requests.inputs import InputProcessor
+from jaxengine.scheduler.errors import RequestError
 from jaxengine.server.grpc import inference_pb2 as pb
 from jaxengine.server.grpc.convert import RequestReader
 from jaxengine.server.options import ServerConfig
-from scheduler.errors import RequestError
 from tests.jaxengine.media.pictures import PIXELS, PNG, animation, data_url
 from tests.jaxengine.media.test_parts import Both
 

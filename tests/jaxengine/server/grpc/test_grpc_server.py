@@ -19,13 +19,13 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from jaxengine import __version__
 from jaxengine.api.engine_client import EngineDeadError, EngineDrainingError
 from jaxengine.config.engine_config import ConfigError
+from jaxengine.scheduler.errors import OverloadedError
 from jaxengine.server.grpc import admin_pb2, server
 from jaxengine.server.grpc import inference_pb2 as pb
 from jaxengine.server.grpc.admin_pb2_grpc import AdminStub
 from jaxengine.server.grpc.client import Client
 from jaxengine.server.grpc.inference_pb2_grpc import InferenceStub
 from jaxengine.server.grpc.server import ADMIN, INFERENCE
-from scheduler.errors import OverloadedError
 from tests.jaxengine.server.grpc.grpc_rig import certificates, connected, idle, refusal, request, serving
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING

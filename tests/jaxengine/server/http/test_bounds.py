@@ -10,6 +10,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from jaxengine.requests.prepared import verify_salt
+from jaxengine.scheduler.errors import RequestError
 from jaxengine.server.http.chat.protocol import ChatRequest
 from jaxengine.server.http.completions.protocol import CompletionRequest
 from jaxengine.server.http.errors import ApiError
@@ -17,7 +18,6 @@ from jaxengine.server.http.limits import MAX_CONTAINERS, read_json
 from jaxengine.server.http.messages.protocol import MessagesRequest
 from jaxengine.server.http.responses.protocol import ResponsesRequest
 from jaxengine.server.http.tokenize import DetokenizeRequest, TokenizeRequest
-from scheduler.errors import RequestError
 from tests.tables import each_row
 
 BASES: dict[type[BaseModel], dict[str, Any]] = {

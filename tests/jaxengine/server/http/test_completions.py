@@ -10,10 +10,10 @@ import pytest
 
 from jaxengine.api.engine_client import EngineDeadError, EngineDrainingError
 from jaxengine.requests.sampling_params import SamplingParams
+from jaxengine.scheduler.errors import OverloadedError
 from jaxengine.server.http.app import create_app
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.processes.sockets import cut_unread, listen
-from scheduler.errors import OverloadedError
 from tests.jaxengine.server.asgi_client import Connection, Recorder, http_client, idle, post
 from tests.jaxengine.server.scripted_engine import ScriptedEngine
 

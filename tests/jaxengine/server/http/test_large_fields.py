@@ -18,6 +18,7 @@ from jaxengine.requests.sampling_params import (
     MAX_TOKEN_IDS,
     SamplingParams,
 )
+from jaxengine.scheduler.errors import OverloadedError, RequestError, show_value
 from jaxengine.server.http import limits
 from jaxengine.server.http.app import create_app
 from jaxengine.server.http.chat.protocol import ChatRequest
@@ -30,7 +31,6 @@ from jaxengine.server.options import ServerConfig
 from jaxengine.server.prompts import MAX_DETOKENIZE
 from jaxengine.server.workers import Workers
 from jaxengine.tokens.tokenizer import Tokenizer
-from scheduler.errors import OverloadedError, RequestError, show_value
 from tests.jaxengine.server.asgi_client import Connection, post
 from tests.jaxengine.server.scripted_engine import ScriptedEngine
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from jaxengine.api.engine_client import EngineDeadError
+from jaxengine.scheduler.errors import OverloadedError, RequestError
 from jaxengine.server.link.messages import Load, Update
 from jaxengine.server.link.queue_limits import QueueLimits
 from jaxengine.server.link.remote_engine import _SILENT_SECONDS, _SILENT_STEPS, RemoteEngine
-from scheduler.errors import OverloadedError, RequestError
 
 
 def remote(*, eager: bool = False) -> Any:

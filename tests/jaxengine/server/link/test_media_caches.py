@@ -15,14 +15,14 @@ from jaxengine.config.errors import ConfigError
 from jaxengine.engine.extensions.pictures import MediaStats
 from jaxengine.media.embeds import Embeds
 from jaxengine.media.processor import Expanded, Processed
-from jaxengine.requests.media_inputs import MediaInputs
+from jaxengine.requests.media.inputs import MediaInputs
+from jaxengine.scheduler.media import EMBEDS
+from jaxengine.scheduler.token_params import TokenParams
 from jaxengine.server.link import messages, submit_messages
 from jaxengine.server.link.media_messages import MediaMessage, MissingMediaError
 from jaxengine.server.link.media_receiver import MediaReceiver
 from jaxengine.server.link.media_senders import KeySender, MediaSender
 from jaxengine.server.link.shared_media import Arena, SharedSender
-from scheduler.media import EMBEDS
-from scheduler.token_params import TokenParams
 
 # Of pictures of 8 x 8 pixels, as their processor makes them: 16 patches of 12 numbers, no columns, 16 rows.
 SIZE = 16 * 12 * 4 + 16 * 4

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from jaxengine.engine.output import EngineOutput
+from jaxengine.scheduler.batch import TokenRows, TokenScores
 from jaxengine.server.link import messages
 from jaxengine.server.link.messages import Update
-from scheduler.batch import TokenRows, TokenScores
 
 
 def _emitted(rows, scored):

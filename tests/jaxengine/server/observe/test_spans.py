@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, Sp
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from jaxengine.config.engine_config import ConfigError
-from jaxengine.requests.pooling_outputs import PoolingOutput, PoolingRequestOutput
+from jaxengine.requests.pooling.outputs import PoolingOutput, PoolingRequestOutput
 from jaxengine.server.http.app import create_app
 from jaxengine.server.observe.spans import TracedEngine, check_endpoint, traced
 from jaxengine.server.options import ServerConfig

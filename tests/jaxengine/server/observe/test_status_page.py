@@ -21,13 +21,13 @@ from starlette.responses import HTMLResponse
 
 from jaxengine.commands.cli import main
 from jaxengine.engine.status import MAX_CELLS, MAX_REQUESTS, page_map
+from jaxengine.scheduler.config import SchedulerConfig
+from jaxengine.scheduler.request import FinishReason, Request
+from jaxengine.scheduler.scheduler import Scheduler
+from jaxengine.scheduler.token_params import TokenParams
 from jaxengine.server.http.app import create_app
 from jaxengine.server.options import ServerConfig
 from jaxengine.version import __version__
-from scheduler.config import SchedulerConfig
-from scheduler.request import FinishReason, Request
-from scheduler.scheduler import Scheduler
-from scheduler.token_params import TokenParams
 from tests.jaxengine.server.asgi_client import http_client, idle
 
 CHROMIUM = shutil.which("chromium")

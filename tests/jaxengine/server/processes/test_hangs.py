@@ -15,9 +15,9 @@ import pytest
 from jaxengine.api.engine_client import EngineDeadError
 from jaxengine.config.encoder import EncoderOptions
 from jaxengine.engine.timeline import StepRecord, Timeline
+from jaxengine.scheduler.buckets import Bucket
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.processes.engine_process import EngineServer
-from scheduler.buckets import Bucket
 from tests.jaxengine.server.processes.test_processes import LONG, PROMPT, collect, connected, until
 from tests.jaxengine.server.server_process import is_alive
 

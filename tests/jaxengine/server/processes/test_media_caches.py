@@ -23,10 +23,10 @@ from jaxengine.api.llm import LLM
 from jaxengine.config.encoder import KEY_REPLICATED, OFF, PROCESSOR, SHARED_MEMORY
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
+from jaxengine.scheduler.errors import RequestError
 from jaxengine.server.link.remote_engine import RemoteEngine
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.processes.engine_process import EngineServer
-from scheduler.errors import RequestError
 from tests.fixtures.picture_checkpoints import picture, whole_checkpoint
 from tests.jaxengine.media.pictures import data_url, saved
 from tests.jaxengine.server.server_process import start_server

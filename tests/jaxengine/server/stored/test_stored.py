@@ -9,10 +9,10 @@ import json
 import pytest
 
 from jaxengine.api.engine_client import EngineDeadError
+from jaxengine.scheduler.errors import OverloadedError
 from jaxengine.server.stored import store as stores
 from jaxengine.server.stored.link import RemoteStore, StoreServer
 from jaxengine.server.stored.store import ResponseStore, StoredResponse
-from scheduler.errors import OverloadedError
 
 
 def stored(name, size=1, *, owner="me", running=False, status="completed"):

@@ -1,0 +1,192 @@
+"""Preprocesses a prompt's pictures and videos for the model's tower and assigns their positions in the prompt.
+
+Results are cached by digest, so that a repeated picture costs only its digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeGuard
+
+import numpy as np
+
+from jaxengine.config.engine_config import ResolvedConfig
+from jaxengine.media.embeds import Embeds
+from jaxengine.media.load import read_multi_modal_data
+from jaxengine.media.messages import MediaReader
+from jaxengine.media.parts import check_parts
+from jaxengine.media.processor import MediaProcessor, Processed, check_room
+from jaxengine.models.config.tower import TowerConfig
+from jaxengine.requests.media.cache import MediaCache, ProcessorCache
+from jaxengine.scheduler.errors import RequestError, show_value
+from jaxengine.scheduler.media import EMBEDS, Media, MediaItem
+
+DATA, OPTIONS = "multi_modal_data", "mm_processor_kwargs"
+# Key of a prompt's Media after preprocessing.
+READY = "media"
+_MAX_OPTIONS_CHARS = 16_384
+
+
+def has_media(prompt: Any) -> TypeGuard[Mapping[str, Any]]:
+    """Whether a prompt has pictures or videos that are not preprocessed yet."""
+    return isinstance(prompt, Mapping) and bool(prompt.get(DATA) or prompt.get(OPTIONS))
+
+
+class _Found(NamedTuple):
+    """A preprocessed item, whether it was cached (None without a cache), and a function that preprocesses it again."""
+
+    digest: bytes
+    made: Processed
+    cached: bool | None
+    make: Callable[[], Processed]
+    is_embedded: bool
+
+
+class MediaInputs:
+    """Preprocesses the media of one model's prompts.
+
+    Attributes:
+      processor: the model's media processor.
+      cache: cache of its results; None with mm_processor_cache_gb 0. If the engine is another process, the link to it
+        sets its own cache here.
+      reader: reader of conversations and files.
+    """
+
+    def __init__(self, processor: MediaProcessor, tower: TowerConfig, config: ResolvedConfig, hidden_size: int = 0):
+        """hidden_size: of the model, for embeddings that are given instead of pictures."""
+        self.processor = processor
+        size = config.mm_processor_cache_bytes
+        self.cache: MediaCache | None = ProcessorCache(size) if size else None
+        self.reader = MediaReader(processor, config)
+        self._tower, self._row_size = tower, tower.num_parts * hidden_size if hidden_size else 0
+        self._config = config
+
+    def made_ready(self, prompt: Mapping[str, Any], text: str | None, token_ids: Sequence[int]) -> dict[str, Any]:
+        """Returns a prompt, already tokenized, with a Media object instead of its files and arrays.
+
+        Raises RequestError; for too many items before anything is loaded.
+        """
+        parts = read_multi_modal_data(prompt.get(DATA) or {}, param=DATA)
+        check_parts(parts, self.processor, self._config)
+        values = self.reader.loader.load_now(parts) if parts else {}
+        token_ids, media = self.read(token_ids, values, prompt.get(OPTIONS))
+        kept = {name: value for name, value in prompt.items() if name not in (DATA, OPTIONS)}
+        return {**kept, "prompt": text, "prompt_token_ids": token_ids, READY: media}
+
+    def read(
+        self, token_ids: Sequence[int], values: Mapping[str, Sequence[Any]], options: Any
+    ) -> tuple[list[int], Media | None]:
+        """Returns the prompt with a placeholder for every embedding, and its Media (None without items).
+
+        values: loaded items by modality; options: mm_processor_kwargs. Raises RequestError.
+        """
+        options = self._options(options)
+        if not any(values.values()):
+            return list(token_ids), None
+        # One cache for the entire prompt: self.cache may be replaced meanwhile.
+        cache, found, seen = self.cache, {}, dict[bytes, _Found]()
+        room = self._config.max_model_len - 1
+        for modality, loaded in values.items():
+            digests = [digest_of(modality, value, options, self.processor.settings) for value in loaded]
+            for digest, value in zip(digests, loaded, strict=True):
+                if digest not in seen:
+                    seen[digest] = self._find(cache, digest, modality, value, options)
+                # Checked before the next item is preprocessed: items may need 1,000 times the memory of their files.
+                room -= seen[digest].made.num_rows
+                if room < 0:
+                    most = self._config.max_model_len - 1
+                    problem = f"{DATA} makes more embeddings than max_model_len has room for; allowed are {most}"
+                    raise RequestError(problem, param=DATA)
+            found[modality] = [seen[digest] for digest in digests]
+        made = {modality: [each.made for each in own] for modality, own in found.items()}
+        expanded = self.processor.expand(token_ids, made)
+        items = []
+        for positions, (modality, number) in zip(expanded.positions, expanded.order, strict=True):
+            each = found[modality][number]
+            arrays = each.made.patches, each.made.columns, each.made.rows
+            kind = EMBEDS if each.is_embedded else modality
+            item = MediaItem(kind, each.digest, positions, *arrays, each.cached)
+            items.append(item if cache is None else cache.item(item, each.made, each.make))
+        return expanded.token_ids, Media(tuple(items), expanded.rope_positions, expanded.rope_delta)
+
+    def _options(self, options: Any) -> dict[str, Any]:
+        if options is not None and not isinstance(options, Mapping):
+            problem = f"{OPTIONS} is {show_value(options)}; allowed is a dict of the processor's arguments"
+            raise RequestError(problem, param=OPTIONS, value=options)
+        chosen = {**(self._config.mm_processor_kwargs or {}), **(options or {})}
+        # Part of each item's digest.
+        if len(json.dumps(chosen, default=str)) > _MAX_OPTIONS_CHARS:
+            problem = f"{OPTIONS} is longer than the {_MAX_OPTIONS_CHARS} characters of JSON that are allowed"
+            raise RequestError(problem, param=OPTIONS)
+        return chosen
+
+    def _find(
+        self, cache: MediaCache | None, digest: bytes, modality: str, value: Any, options: Mapping[str, Any]
+    ) -> _Found:
+        """Takes an item from the cache, or preprocesses and caches it. Raises RequestError."""
+        kept = None if cache is None else cache.get(digest)
+        cached = None if cache is None else kept is not None
+
+        config = self._config
+
+        def make() -> Processed:
+            if isinstance(value, Embeds):
+                return self._embedded(value)
+            return self._filled_up(self.processor.process(modality, value, options, config.max_encoder_patches))
+
+        made = make() if kept is None else kept
+        if cache is not None and kept is None:
+            cache.put(digest, made)
+        self._check(modality, made, is_embedded=isinstance(value, Embeds))
+        return _Found(digest, made, cached, make, isinstance(value, Embeds))
+
+    def _embedded(self, given: Embeds) -> Processed:
+        """Makes an item of embeddings that the request gives. Raises RequestError."""
+        count, size = given.values.shape
+        if size != self._row_size:
+            parts = f", {self._tower.num_parts} parts of the hidden size" if self._tower.num_parts > 1 else ""
+            problem = f"{DATA}: embeddings of an image have {size} numbers each; allowed are {self._row_size}{parts}"
+            raise RequestError(problem, param=DATA, value=size)
+        grid = self.processor.grid_of(count, given.grid)
+        rows, no_columns = np.arange(count, dtype=np.int32), np.zeros((0, count), np.int32)
+        return Processed(given.values, no_columns, rows, count, grid)
+
+    def _check(self, modality: str, found: Processed, *, is_embedded: bool) -> None:
+        config = self._config
+        if not is_embedded:
+            check_room(modality, len(found.patches), config.max_encoder_patches)
+        if found.num_rows > config.num_encoder_rows:
+            problem = (
+                f"{DATA}: an item of {modality} makes {found.num_rows} embeddings; at most {config.num_encoder_rows} "
+                "are possible: give a smaller one, or raise encoder_cache_size"
+            )
+            raise RequestError(problem, param=DATA, value=found.num_rows)
+
+    def _filled_up(self, item: Processed) -> Processed:
+        """Pads an item with empty patches to a multiple of the tower's unit, at which every item begins."""
+        missing = -len(item.patches) % self._tower.unit
+        return item._replace(
+            patches=np.pad(item.patches, ((0, missing), (0, 0))),
+            columns=np.pad(item.columns, ((0, 0), (0, missing)), constant_values=-1),
+            rows=np.pad(item.rows, (0, missing // self._tower.merge), constant_values=-1),
+        )
+
+
+def digest_of(modality: str, value: Any, options: Mapping[str, Any], settings: str) -> bytes:
+    """SHA-256 of decoded pixels and of everything that affects their preprocessing.
+
+    value: an array, or a NamedTuple or dataclass of arrays and plain values.
+    """
+    digest = hashlib.sha256(json.dumps([modality, settings, options], sort_keys=True, default=str).encode())
+    parts: Sequence[Any] = [value]
+    if not isinstance(value, np.ndarray):
+        parts = list(value) if isinstance(value, tuple) else list(vars(value).values())
+    for part in parts:
+        if isinstance(part, np.ndarray):
+            digest.update(f"{part.dtype}{part.shape}".encode())
+            digest.update(np.ascontiguousarray(part).data)
+        else:
+            digest.update(repr(part).encode())
+    return digest.digest()

@@ -1,0 +1,1 @@
+"""Pooling requests: parameters and outputs."""

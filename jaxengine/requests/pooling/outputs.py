@@ -1,0 +1,126 @@
+"""Outputs of requests to a pooling model: vLLM's PoolingRequestOutput and its variants by task."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from jaxengine.scheduler.errors import RequestError
+
+Output = TypeVar("Output")
+STOP = "stop"
+
+
+@dataclass(slots=True)
+class PoolingOutput:
+    """data: f32[N], an embedding or the scores of labels."""
+
+    data: np.ndarray
+
+
+@dataclass(slots=True)
+class PoolingRequestOutput(Generic[Output]):
+    """The answer to a request to a pooling model.
+
+    Attributes:
+      num_cached_tokens: prompt tokens found in the prefix cache.
+      finished: always True, as there is one output.
+      finish_reason: "stop"; "abort" or "error" if there is no answer and `outputs` is empty.
+      stop_reason: details of "abort" or "error".
+    """
+
+    request_id: str
+    outputs: Output
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
+    finish_reason: str = STOP
+    stop_reason: int | str | None = None
+
+    def check(self) -> None:
+        """Raises RequestError if there is no answer."""
+        if self.finish_reason != STOP:
+            why = f"{self.finish_reason} ({self.stop_reason})" if self.stop_reason else self.finish_reason
+            raise RequestError(f"request {self.request_id!r} has no answer: {why}")
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """embedding: the vector, a list of floats."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class ClassificationOutput:
+    """probs: probability of each label; raw scores without use_activation."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    """score: similarity or relevance of two texts."""
+
+    score: float
+
+
+class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
+    """Output of `embed`, with `outputs.embedding`."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def from_base(output: PoolingRequestOutput[PoolingOutput]) -> EmbeddingRequestOutput:
+        return EmbeddingRequestOutput(*_rest(output, EmbeddingOutput(output.outputs.data.tolist())))
+
+
+class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
+    """Output of `classify`, with `outputs.probs`."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def from_base(output: PoolingRequestOutput[PoolingOutput]) -> ClassificationRequestOutput:
+        return ClassificationRequestOutput(*_rest(output, ClassificationOutput(output.outputs.data.tolist())))
+
+
+class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
+    """Output of `score`, with `outputs.score`."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def from_base(output: PoolingRequestOutput[PoolingOutput]) -> ScoringRequestOutput:
+        """Converts the output of a request whose data is a single score."""
+        return ScoringRequestOutput(*_rest(output, ScoringOutput(float(output.outputs.data.item()))))
+
+    @staticmethod
+    def of_pair(
+        first: PoolingRequestOutput[PoolingOutput], second: PoolingRequestOutput[PoolingOutput]
+    ) -> ScoringRequestOutput:
+        """Cosine similarity of two embeddings, 0 if one has no length; prompts are concatenated, as in vLLM."""
+        one, other = (each.outputs.data.astype(np.float64) for each in (first, second))
+        lengths = float(np.linalg.norm(one) * np.linalg.norm(other))
+        score = float(one @ other) / lengths if lengths else 0.0
+        return ScoringRequestOutput(
+            request_id=f"{first.request_id}_{second.request_id}",
+            outputs=ScoringOutput(score),
+            prompt_token_ids=first.prompt_token_ids + second.prompt_token_ids,
+            num_cached_tokens=first.num_cached_tokens + second.num_cached_tokens,
+        )
+
+
+def _rest(output: PoolingRequestOutput[PoolingOutput], outputs: Any) -> tuple[Any, ...]:
+    """The fields of an answer in order, with `outputs` replaced."""
+    return output.request_id, outputs, output.prompt_token_ids, output.num_cached_tokens

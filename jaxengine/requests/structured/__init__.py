@@ -1,0 +1,1 @@
+"""Structured outputs of a request: parameters and the JSON schemas they accept."""

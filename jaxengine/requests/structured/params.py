@@ -1,0 +1,280 @@
+"""vLLM's StructuredOutputsParams with its validation rules: the form that a request's text must have.
+
+All rules that depend on the values alone are here, such as sizes and nesting. Whether a grammar compiles is determined
+by a process that can be killed (jaxengine.grammars).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from jaxengine.requests.structured.closed_objects import forbid_additional_properties
+from jaxengine.requests.structured.json_schema import fit_for_grammar
+from jaxengine.scheduler.errors import RequestError, show_value
+from jaxengine.scheduler.token_params import Grammar
+
+MAX_SCHEMA_BYTES = 256 << 10
+MAX_NESTING = 64
+MAX_REGEX_BYTES = 10 << 10
+MAX_CHOICES = 10_000
+MAX_WHITESPACE_BYTES = 1 << 10
+MAX_WORDS, MAX_WORD_BYTES = 4, 256
+# Default white space between the parts of JSON: up to two blanks, or a line break with an indentation. With all that
+# JSON allows, a weak model might write blank lines until max_tokens, and never reach the next brace.
+WHITE_SPACE = r"[ \t]{0,2}|\r?\n[ \t]{0,40}"
+
+CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object")
+_JSON_OBJECT = '{"type":"object"}'
+_JSON_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern", "lenient")
+# Keywords whose values are data, not schemas.
+_DATA = frozenset(("const", "enum", "default", "examples"))
+
+
+def _refuse(name: str, value: Any, allowed: str) -> RequestError:
+    return RequestError(
+        f"structured_outputs.{name} must be {allowed}, got {show_value(value)}",
+        param="structured_outputs",
+        value=value,
+    )
+
+
+def _text(name: str, value: Any, at_most: int) -> str:
+    allowed = f"a string of 1 to {at_most} bytes of UTF-8"
+    if not isinstance(value, str) or not value or len(value) > at_most:
+        raise _refuse(name, value, allowed)
+    try:
+        size = len(value.encode())
+    except UnicodeEncodeError:  # a lone surrogate
+        raise _refuse(name, value, allowed) from None
+    if size > at_most:
+        raise _refuse(name, value, allowed)
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputsParams:
+    """Exactly one constraint, checked and normalised at construction. Field names and meanings are vLLM's.
+
+    Attributes:
+      json: a JSON schema, as a dict or as text; stored as text.
+      regex: pattern that the entire output must match, without look-around and back references.
+      choice: the allowed outputs; stored as a tuple.
+      grammar: a context-free grammar, in Lark's notation or GBNF.
+      json_object: True for any JSON object.
+      disable_any_whitespace: no white space between the parts of JSON.
+      disable_additional_properties: objects have only the properties that their schema lists, unless it says otherwise
+        and if that is safe (jaxengine.requests.structured.closed_objects); None: as in structured_outputs_config, True
+        by default.
+      lenient: ignore keywords of the schema that no grammar can enforce (not, contains, uniqueItems, ...), and read
+        oneOf as anyOf; otherwise the request is refused with the keyword's name.
+      whitespace_pattern: regex of the white space between the parts of JSON; None for up to two blanks, or a line break
+        with an indentation of up to 40.
+      reasoning_end: text that ends the reasoning, or a list of alternatives, each a text or a list of consecutive
+        texts. Text before it is free, text after it is constrained. None: all text is constrained.
+      reasoning_begin: text that begins the reasoning, for models that may omit it; None: every output begins with
+        reasoning. Only with reasoning_end.
+      structural_tag: not supported.
+
+    Raises:
+      RequestError: an invalid value, no constraint or several, or an option that would have no effect.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
+    lenient: bool = False
+    reasoning_end: str | Sequence[str | Sequence[str]] | None = None
+    reasoning_begin: str | None = None
+    structural_tag: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.structural_tag is not None:
+            raise _refuse("structural_tag", self.structural_tag, "None (not supported yet)")
+        if self.json_object is not None and not isinstance(self.json_object, bool):
+            raise _refuse("json_object", self.json_object, "True, or None")
+        for name in ("disable_any_whitespace", "lenient"):
+            if not isinstance(getattr(self, name), bool):
+                raise _refuse(name, getattr(self, name), "True or False")
+        if not isinstance(self.disable_additional_properties, bool | None):
+            raise _refuse("disable_additional_properties", self.disable_additional_properties, "True, False or None")
+        given = [name for name in CONSTRAINTS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise RequestError(
+                f"structured_outputs must have exactly one of {', '.join(CONSTRAINTS)}, got {given or 'none'}",
+                param="structured_outputs",
+                value=given,
+            )
+        if self.json is not None:
+            self._normalize("json", _schema(self.json))
+        if self.regex is not None:
+            _text("regex", self.regex, MAX_REGEX_BYTES)
+        if self.grammar is not None:
+            _text("grammar", self.grammar, MAX_SCHEMA_BYTES)
+        if self.choice is not None:
+            self._normalize("choice", _choices(self.choice))
+        if self.whitespace_pattern is not None:
+            _text("whitespace_pattern", self.whitespace_pattern, MAX_WHITESPACE_BYTES)
+            if self.disable_any_whitespace:
+                raise _refuse("whitespace_pattern", self.whitespace_pattern, "None with disable_any_whitespace")
+        for name in _JSON_OPTIONS:
+            if getattr(self, name) and given[0] not in ("json", "json_object"):
+                raise _refuse(name, getattr(self, name), "left out unless json or json_object is given")
+        if self.reasoning_end is not None:
+            self._normalize("reasoning_end", _ends("reasoning_end", self.reasoning_end))
+        if self.reasoning_begin is not None:
+            _text("reasoning_begin", self.reasoning_begin, MAX_WORD_BYTES)
+            if self.reasoning_end is None:
+                raise _refuse("reasoning_begin", self.reasoning_begin, "None without reasoning_end")
+
+    def _normalize(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)  # only called by __post_init__
+
+    @property
+    def kind(self) -> str:
+        """The given constraint, one of CONSTRAINTS."""
+        return next(name for name in CONSTRAINTS if getattr(self, name) not in (None, False))
+
+    def switched_on(self, names: Iterable[str]) -> StructuredOutputsParams:
+        """Applies the engine's defaults (structured_outputs_config) for JSON, unless the request contradicts them."""
+        if self.kind not in ("json", "json_object"):
+            return self
+        contradicted = {
+            "disable_any_whitespace": self.whitespace_pattern is not None,
+            "disable_additional_properties": self.disable_additional_properties is False,
+        }
+        chosen = [name for name in names if not contradicted.get(name)]
+        return replace(self, **dict.fromkeys(chosen, True)) if chosen else self
+
+    def compiled_from(self, reasoning_begin: Sequence[int] | None = None) -> Grammar:
+        """The grammar from which jaxengine.grammars computes masks.
+
+        reasoning_begin: token ids of reasoning_begin; None without it, empty if the model cannot write that text.
+        """
+        text, kind, options = str(getattr(self, self.kind)), self.kind, {}
+        if kind in ("json", "json_object"):
+            kind, text, options = "json", self._fitted_json(), self._guidance()
+        elif kind == "choice":
+            text = json.dumps(self.choice)
+        end = () if reasoning_begin == () else tuple(map(tuple, self.reasoning_end or ()))
+        begin = tuple(reasoning_begin or ())
+        return Grammar(kind=kind, text=text, options=options, reasoning_end=end, reasoning_begin=begin)
+
+    def in_lark(self) -> str:
+        """Body of a Lark rule equivalent to `json` or `json_object`."""
+        schema = json.loads(self._fitted_json())
+        if isinstance(schema, bool):
+            schema = {} if schema else {"not": {}}
+        return "%json " + json.dumps({**schema, "x-guidance": self._guidance()}, ensure_ascii=False)
+
+    def _fitted_json(self) -> str:
+        text = _JSON_OBJECT if self.json is None else fit_for_grammar(str(self.json), self.lenient)
+        return forbid_additional_properties(text) if self.disable_additional_properties else text
+
+    def _guidance(self) -> dict[str, Any]:
+        """llguidance's options for reading the schema."""
+        options: dict[str, Any] = {"lenient": True} if self.lenient else {}
+        if self.disable_any_whitespace:
+            return {**options, "whitespace_flexible": False}
+        return {**options, "whitespace_pattern": self.whitespace_pattern or WHITE_SPACE}
+
+
+def structured_outputs(name: str, value: Any) -> StructuredOutputsParams:
+    """The rule of SamplingParams.structured_outputs: a StructuredOutputsParams, or a dict of its fields."""
+    if isinstance(value, StructuredOutputsParams):
+        return value
+    known = {field.name for field in fields(StructuredOutputsParams)}
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise RequestError(
+            f"{name} must be a StructuredOutputsParams or a dict of its fields, got {show_value(value)}",
+            param=name,
+            value=value,
+        )
+    unknown = next((key for key in value if key not in known), None)
+    if unknown is not None:
+        raise RequestError(
+            f"{name} must be a dict of {', '.join(sorted(known))}, got the key {show_value(unknown)}",
+            param=name,
+            value=unknown,
+        )
+    return StructuredOutputsParams(**value)
+
+
+def _ends(name: str, value: Any) -> tuple[tuple[str, ...], ...]:
+    ends = _few(name, (value,) if isinstance(value, str) else value)
+    words = [_few(name, (end,) if isinstance(end, str) else end) for end in ends]
+    return tuple(tuple(_text(name, word, MAX_WORD_BYTES) for word in end) for end in words)
+
+
+def _few(name: str, value: Any) -> Any:
+    if not isinstance(value, (list, tuple)) or not 1 <= len(value) <= MAX_WORDS:
+        raise _refuse(name, value, f"a string, or a list of 1 to {MAX_WORDS} of strings or lists of strings")
+    return value
+
+
+def _choices(value: Any) -> tuple[str, ...]:
+    allowed = f"a list of 1 to {MAX_CHOICES} different strings, none of them empty"
+    if not isinstance(value, (list, tuple)) or not 1 <= len(value) <= MAX_CHOICES:
+        raise _refuse("choice", value, allowed)
+    total = 0
+    for text in value:
+        total += len(_text("choice", text, MAX_SCHEMA_BYTES).encode())
+    if len(set(value)) < len(value):
+        raise _refuse("choice", value, allowed)
+    if total > MAX_SCHEMA_BYTES:
+        raise _refuse("choice", value, f"strings of at most {MAX_SCHEMA_BYTES} bytes of UTF-8 altogether")
+    return tuple(value)
+
+
+def _schema(value: Any) -> str:
+    """Checks a schema; returns it as text."""
+    allowed = f"a JSON schema of at most {MAX_SCHEMA_BYTES} bytes, nested at most {MAX_NESTING} deep"
+    try:
+        if isinstance(value, str):
+            text = _text("json", value, MAX_SCHEMA_BYTES)
+            schema = json.loads(text, parse_constant=_no_constant)
+        else:
+            if not isinstance(value, Mapping):
+                raise _refuse("json", value, allowed)
+            text = json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+            schema = value
+    except RequestError:
+        raise
+    except (ValueError, TypeError, RecursionError) as error:
+        raise _refuse("json", value, f"{allowed} ({type(error).__name__})") from None
+    text = _text("json", text, MAX_SCHEMA_BYTES)
+    if not isinstance(schema, (Mapping, bool)):
+        raise _refuse("json", value, "a JSON schema, which is an object, true or false")
+    for depth, key, item in _items(schema):
+        if depth > MAX_NESTING:
+            raise _refuse("json", value, allowed)
+        if key in ("$ref", "$dynamicRef") and isinstance(item, str) and not item.startswith("#"):
+            raise _refuse("json", item, "a schema whose references are its own (#...); nothing is fetched")
+    return text
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _items(schema: Any) -> Iterator[tuple[int, str | None, Any]]:
+    """Yields (depth, key or None, value) of all nested values, without recursion."""
+    waiting: list[tuple[int, str | None, Any]] = [(0, None, schema)]
+    while waiting:
+        depth, key, value = waiting.pop()
+        yield depth, None if key in _DATA else key, value
+        if isinstance(value, Mapping):
+            inside = value.items()
+        elif isinstance(value, (list, tuple)):
+            inside = [(None, item) for item in value]
+        else:
+            continue
+        data = key in _DATA
+        waiting += [(depth + 1, "const" if data else name, item) for name, item in inside]

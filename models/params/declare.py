@@ -1,0 +1,174 @@
+"""Parameter declarations: shape, dtype, logical axes and checkpoint names of a weight, stated once where it is used.
+
+Sharding, loading, random initialisation and the memory plan all read this and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxengine.sharding.layout import MeshLayout
+
+_TOWER_LAYERS = ("tower", "layers")
+
+
+class Source(NamedTuple):
+    """A checkpoint tensor, [tensor_rows, ...], or some of its rows, and their contribution to a weight.
+
+    Attributes:
+      name: in Hugging Face's spelling, of a module if a scheme determines its tensors, else of a tensor.
+        "{layer}" stands for the number of the weight's layer in the model or its tower, "{expert}" for the index of the
+        expert.
+      rows: number of rows used of the tensor.
+      repeat: every `group` rows (a head's) are contributed that many times in succession.
+      padding: rows of zeros contributed after the tensor's.
+      first: the first row used.
+      tensor_rows: rows of the tensor if more than those used; its other rows belong to other sources.
+      stride: rows of the tensor from the beginning of one group to that of the next, where others lie between them.
+    """
+
+    name: str
+    rows: int
+    repeat: int = 1
+    group: int = 1
+    padding: int = 0
+    first: int = 0
+    tensor_rows: int | None = None
+    stride: int | None = None
+
+    @property
+    def num_contributed(self) -> int:
+        """Rows of the weight that come from this tensor."""
+        return self.rows * self.repeat + self.padding
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """List [first, end) of each run of used rows."""
+        if self.stride is None:
+            return [(self.first, self.first + self.rows)]
+        firsts = range(self.first, self.first + self.rows // self.group * self.stride, self.stride)
+        return [(first, first + self.group) for first in firsts]
+
+    def tensor(self, kind: str) -> Source:
+        """Return the same rows of one of the module's tensors: "weight", "bias"."""
+        return self._replace(name=f"{self.name}.{kind}")
+
+
+def parts_of(name: str, *rows: int) -> tuple[Source, ...]:
+    """Cut a tensor into consecutive parts of these numbers of rows: q, k and v of a checkpoint that joins them."""
+    firsts = [sum(rows[:index]) for index in range(len(rows))]
+    return tuple(
+        Source(name, count, first=first, tensor_rows=sum(rows)) for count, first in zip(rows, firsts, strict=True)
+    )
+
+
+@dataclass(frozen=True)
+class ParamDecl:
+    """Description of a weight in addition to shape and dtype. Equal for equal layers, so that one trace serves all of
+    them.
+
+    The sources' contributions are joined along their first axis, in this order, and then transposed if `transposed`: a
+    checkpoint keeps a linear weight as [out, in], ours is [in, out]. With `num_experts` the weight has a further, first
+    axis, and each of its entries comes from that expert's tensors.
+
+    Where the joined axis is split over n devices, each holds the n-th part of every source's contribution, one after
+    the other (q | k | v of its own heads). So the joined weight's order depends on the mesh; a part's does not.
+
+    Attributes:
+      axes: logical axes of the weight, as in jaxengine.sharding.rules.
+      init_std: scale of dummy weights; None means that all are `init_value`.
+      row_major: rows, or the matrices of a stack, are read one by one, so each is contiguous in memory. A TPU would
+        else choose another order where that saves padding, and then transpose the entire weight in every step.
+      transposed_on_gpu: columns of the matrix are contiguous on GPUs whose kernels read it so; elsewhere the order
+        follows `row_major`.
+    """
+
+    axes: tuple[str | None, ...]
+    sources: tuple[Source, ...]
+    transposed: bool = False
+    init_std: float | None = None
+    init_value: float = 1.0
+    num_experts: int | None = None
+    row_major: bool = False
+    transposed_on_gpu: bool = False
+
+    @property
+    def joined_axis(self) -> int:
+        """Axis of the weight along which the sources are joined."""
+        return len(self.axes) - 1 if self.transposed else int(self.num_experts is not None)
+
+
+@dataclass(frozen=True)
+class DeclaredParam:
+    """One weight of a built model: its path in the module tree and its declaration with all names resolved.
+
+    Attributes:
+      layer: number of its layer in the full model, None outside the layers.
+    """
+
+    path: tuple[Any, ...]
+    variable: nnx.Param
+    decl: ParamDecl
+    layer: int | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.variable.get_value().shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.variable.get_value().dtype
+
+    @property
+    def name(self) -> str:
+        return ".".join(str(part) for part in self.path)
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+    def most_parts(self, axis: int) -> int:
+        """Number that the parts of an axis must divide, for all to be equal: of each source, and without splitting
+        groups."""
+        if axis != self.decl.joined_axis:
+            return self.shape[axis]
+        return math.gcd(*(source.num_contributed // source.group for source in self.decl.sources))
+
+    def splits_over(self, mesh: MeshLayout) -> bool:
+        """Whether every device of the mesh gets an equal part."""
+        parts = (1 if name is None else mesh.num_shards(name) for name in self.decl.axes)
+        return all(self.most_parts(axis) % count == 0 for axis, count in enumerate(parts))
+
+    def source_shape(self, source: Source) -> tuple[int, ...]:
+        """Shape of one of its sources in the checkpoint."""
+        own = self.shape if self.decl.num_experts is None else self.shape[1:]
+        joined = own[::-1] if self.decl.transposed else own
+        return (source.tensor_rows or source.rows, *joined[1:])
+
+
+def declare(shape: tuple[int, ...], dtype: Any, decl: ParamDecl) -> nnx.Param:
+    """Declare a weight of a module, as zeros: real values come from jaxengine.models.weights."""
+    rows = sum(source.num_contributed for source in decl.sources)
+    if len(decl.axes) != len(shape) or shape[decl.joined_axis] != rows or decl.num_experts not in (None, shape[0]):
+        raise ValueError(f"declaration {decl} does not fit a weight of shape {shape}")
+    return nnx.Param(jnp.zeros(shape, dtype), decl=decl)
+
+
+def declared_params(model: Any) -> Iterator[DeclaredParam]:
+    """Iterate over the weights of a model (abstract or real) or of a part of one, in module order.
+
+    A model lists the layers of its stage, in order, as `layers` (jaxengine.models.causal_lm.CausalLM), and so does its
+    tower.
+    """
+    for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        decl: ParamDecl = param.get_metadata()["decl"]
+        layer = model.stage.layers[path[1]] if path[0] == "layers" else None
+        number = path[2] if path[:2] == _TOWER_LAYERS else layer
+        sources = tuple(source._replace(name=source.name.replace("{layer}", str(number))) for source in decl.sources)
+        yield DeclaredParam(path, param, replace(decl, sources=sources), layer)

@@ -1,0 +1,122 @@
+"""Safe opening of a model's files: inside of their folder, regular, of bounded size, and JSON of bounded depth.
+
+Models are untrusted. A link may expose other files of the host, a pipe or a device never ends, and a file that is read
+at once must fit in memory. Every fault is one ModelFileError.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jaxengine.models.params.errors import ModelFileError
+
+MAX_JSON_BYTES = 16 << 20
+# Most nested objects and lists; configurations have five, and code that walks them may be recursive.
+MAX_JSON_DEPTH = 64
+# Flags that neither wait for the other end of a pipe nor make a terminal the controlling one.
+_OPEN = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+
+
+def inside(folder: str | os.PathLike[str], name: str) -> Path:
+    """Resolve the file `name` of a model's folder; ModelFileError if it is elsewhere, by its spelling or by a link.
+
+    One kind of link out is legitimate: the Hugging Face cache keeps files in <model>/blobs, and
+    <model>/snapshots/<revision> holds links to them.
+    """
+    parts = Path(name).parts
+    if not parts or Path(name).is_absolute() or ".." in parts or "\\" in name or "\0" in name:
+        raise ModelFileError(folder, "file names must be relative and stay inside the folder", name)
+    try:
+        home, target = Path(folder).resolve(), (Path(folder) / name).resolve()
+    # RuntimeError: links in a circle, before Python 3.13; ValueError: no file can have such a name.
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ModelFileError(folder, f"cannot be resolved: {error}", name) from error
+    allowed = [home]
+    if home.parent.name == "snapshots":
+        allowed.append(home.parent.parent / "blobs")
+    if not any(target.is_relative_to(place) for place in allowed):
+        raise ModelFileError(folder, "links must not lead out of the folder", name)
+    return target
+
+
+def open_regular(path: str | os.PathLike[str]) -> tuple[int, int]:
+    """Open a regular file for reading: (descriptor, bytes); the caller closes it.
+
+    Raises ModelFileError for anything else; FileNotFoundError where there is nothing.
+    """
+    try:
+        descriptor = os.open(path, _OPEN)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: no file can have such a name
+        raise ModelFileError(path, f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise ModelFileError(path, "must be a regular file")
+    return descriptor, status.st_size
+
+
+def read_bytes(folder: str | os.PathLike[str], name: str, limit: int) -> bytes | None:
+    """Read a file of a model's folder, at most `limit` bytes; None where there is no such file."""
+    path = inside(folder, name)
+    try:
+        descriptor, size = open_regular(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    with open(descriptor, "rb") as file:
+        if size > limit:
+            raise ModelFileError(Path(folder) / name, f"must be at most {limit} bytes, got {size}")
+        try:
+            raw = file.read(size + 1)
+        except OSError as error:
+            raise ModelFileError(path, f"cannot be read: {error.strerror}") from None
+    if len(raw) != size:  # a file of /proc says that it is empty
+        raise ModelFileError(Path(folder) / name, f"has {size} bytes, but {len(raw)} or more were read")
+    return raw
+
+
+def read_text(folder: str | os.PathLike[str], name: str, limit: int) -> str | None:
+    """Read a file of UTF-8 text as `read_bytes` does."""
+    raw = read_bytes(folder, name, limit)
+    try:
+        return None if raw is None else raw.decode()
+    except UnicodeDecodeError:
+        raise ModelFileError(Path(folder) / name, "not UTF-8 text") from None
+
+
+def read_object(folder: str | os.PathLike[str], name: str, limit: int = MAX_JSON_BYTES) -> dict[str, Any] | None:
+    """Read the JSON object in a file of a model's folder; None where there is no such file."""
+    source = read_text(folder, name, limit)
+    return None if source is None else parse_object(Path(folder) / name, source)
+
+
+def parse_object(
+    path: str | os.PathLike[str], source: str, pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None
+) -> dict[str, Any]:
+    """Parse a JSON object of at most MAX_JSON_DEPTH levels; `path` is for the ModelFileError, `pairs_hook` as
+    json's."""
+    try:
+        value = json.loads(source, object_pairs_hook=pairs_hook)
+    except ModelFileError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise ModelFileError(path, f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ModelFileError(path, f"must hold a JSON object, got {type(value).__name__}")
+    level: list[Any] = [value]
+    for _ in range(MAX_JSON_DEPTH):
+        level = [
+            child
+            for each in level
+            for child in (each.values() if isinstance(each, dict) else each)
+            if isinstance(child, (dict, list))
+        ]
+        if not level:
+            return value
+    raise ModelFileError(path, f"holds JSON of more than {MAX_JSON_DEPTH} levels")

@@ -1,0 +1,103 @@
+"""WeightSource: interface between the parameter loader and checkpoint formats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+WHOLE = slice(None)
+_NONE: Mapping[str, float] = MappingProxyType({})
+
+
+class StackedExperts(NamedTuple):
+    """Storage of the matrices of all experts of a layer in one tensor, see jaxengine.models.weights.views.stacked.
+
+    interleaved: rows of gate and up alternate; otherwise all of gate come first.
+    out_first: a matrix is [out, in], as a linear layer's is; otherwise [in, out]. None where checkpoints differ and
+      their shapes decide, a square matrix counting as a linear layer's.
+    """
+
+    interleaved: bool = False
+    out_first: bool | None = False
+
+
+class CheckpointNames(NamedTuple):
+    """Differences between the tensors of a family's checkpoints and those that its model declares.
+
+    Attributes:
+      prefixes: pairs of a beginning of names and the model's replacement; the first match counts.
+      suffixes: the same for ends of names.
+      unused: beginnings of the names of other parts, which are not read.
+      tower: beginnings, in the model's names, of the vision tower: not read where the model is served without it.
+      constants: ends of the names of tensors that hold one number, which the model has in its code, and this number.
+      squeezed: ends of the names of tensors whose second axis, of one entry, the model leaves out.
+      flattened: ends of the names of tensors of more than two axes whose axes after the first are one in the model.
+      stacked_experts: storage of experts where they may be in one tensor; None for tensors per expert.
+      of_adapters: pairs of a part of module names in adapters made with other versions of transformers, and the model's
+        replacement.
+    """
+
+    prefixes: tuple[tuple[str, str], ...] = ()
+    suffixes: tuple[tuple[str, str], ...] = ()
+    unused: tuple[str, ...] = ()
+    tower: tuple[str, ...] = ()
+    constants: Mapping[str, float] = _NONE
+    squeezed: tuple[str, ...] = ()
+    flattened: tuple[str, ...] = ()
+    stacked_experts: StackedExperts | None = None
+    of_adapters: tuple[tuple[str, str], ...] = ()
+
+    def renamed(self, stored: str) -> str:
+        """Map the name of a tensor, or a module, of the checkpoint to the model's."""
+        name = renamed(stored, self.prefixes)
+        return next((name.removesuffix(old) + new for old, new in self.suffixes if name.endswith(old)), name)
+
+
+def renamed(name: str, prefixes: Iterable[tuple[str, str]]) -> str:
+    """Replace the beginning of a name; the first matching prefix counts."""
+    return next((new + name[len(old) :] for old, new in prefixes if name.startswith(old)), name)
+
+
+class WeightSource(Protocol):
+    """Named tensors that are read one at a time, entirely or in part.
+
+    Names and orientation are those of Hugging Face checkpoints: linear weights are [out, in], whatever the file's own
+    convention. Every method raises ModelFileError for an invalid file. `path` is for error messages.
+    """
+
+    @property
+    def path(self) -> str: ...
+
+    def names(self) -> Iterable[str]:
+        """List the names of all tensors of the checkpoint."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, known without reading it."""
+        ...
+
+    def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
+        """Read these rows (first axis) and columns (second axis) of a tensor, in a floating dtype; steps are 1.
+
+        The caller owns the array and releases it before the next read.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class WrappedSource:
+    """Base of WeightSources that are views of another one."""
+
+    def __init__(self, source: WeightSource):
+        self._source = source
+
+    @property
+    def path(self) -> str:
+        return self._source.path
+
+    def close(self) -> None:
+        self._source.close()

@@ -1,0 +1,133 @@
+"""Reader of PEFT adapters: a folder with adapter_config.json and adapter_model.safetensors.
+
+The files are untrusted: every field, count, name, shape and number is checked before any of it is used, and
+every fault is one ModelFileError. Unsupported features are refused by name. Matrices of experts are handled in
+jaxengine.models.weights.adapters.experts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.params.files import inside, read_object
+from jaxengine.models.weights.adapters.config import AdapterConfig
+from jaxengine.models.weights.adapters.experts import JoinedExperts, find_joined, is_transposed
+from jaxengine.models.weights.adapters.pools import AdapterTargets
+from jaxengine.models.weights.adapters.tensors import ENDS, AdapterTensors
+from jaxengine.models.weights.formats.safetensors import PICKLE_SUFFIXES, SafetensorsCheckpoint
+from jaxengine.models.weights.views.stacked import DOWN, GATE_UP
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_MAX_CONFIG_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterWeights:
+    """An adapter, read and checked.
+
+    Attributes:
+      rank: the largest rank of its matrices.
+      digest: SHA-256 of everything that affects its results.
+      matrices: by module of the model, A [r, in] and B [out, r] with the scale folded in, in the model's dtype.
+    """
+
+    path: str
+    rank: int
+    digest: bytes
+    matrices: Mapping[str, tuple[np.ndarray, np.ndarray]]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(a.nbytes + b.nbytes for a, b in self.matrices.values())
+
+
+def read_adapter(folder: str | os.PathLike[str], targets: AdapterTargets, max_rank: int, dtype: Any) -> AdapterWeights:
+    """Read an adapter for a model. Raises ModelFileError."""
+    folder, dtype = Path(folder), jnp.dtype(dtype)
+    raw = read_object(folder, CONFIG_FILE, _MAX_CONFIG_BYTES)
+    if raw is None:
+        raise ModelFileError(folder, f"has no {CONFIG_FILE}: name the folder that PEFT has saved")
+    config = AdapterConfig(folder / CONFIG_FILE, raw)
+    checkpoint = SafetensorsCheckpoint(_weights_file(folder))
+    try:
+        tensors = AdapterTensors(checkpoint, dtype)
+        stored, joined = _stored_modules(tensors, config, targets)
+        keys = {module: config.key_of(name) for module, name in stored.items()}
+        ranks = {key: config.rank_of(key) for key in (*keys.values(), *(each.key for each in joined))}
+        if (rank := max(ranks.values())) > max_rank:
+            raise ModelFileError(config.path, f"rank is {rank}; allowed is at most {max_rank} (max_lora_rank)", "r")
+        config.check_modules(stored, [each.key for each in joined], targets)
+        matrices: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        for module, name in stored.items():
+            size, out = targets.shapes[module]
+            rank_of_it, scale = ranks[keys[module]], config.scale_of(keys[module], ranks[keys[module]])
+            matrices[module] = tensors.read(name, (rank_of_it, size), (out, rank_of_it), scale)
+        transposed = is_transposed(tensors, joined, ranks)
+        for each in joined:
+            found = each.read(tensors, ranks[each.key], config.scale_of(each.key, ranks[each.key]), transposed)
+            if twice := next((module for module in found if module in matrices), None):
+                raise ModelFileError(checkpoint.path, f"stands for {twice}, as does another matrix", each.name)
+            matrices |= found
+        return AdapterWeights(str(folder), rank, _digest(matrices, dtype), matrices)
+    finally:
+        checkpoint.close()
+
+
+def _digest(matrices: Mapping[str, tuple[np.ndarray, np.ndarray]], dtype: np.dtype) -> bytes:
+    digest = hashlib.sha256()
+    for module, (a, b) in sorted(matrices.items()):
+        digest.update(f"{module} {a.shape} {b.shape} {dtype}\n".encode())
+        for matrix in (a, b):
+            digest.update(np.ascontiguousarray(matrix).view(np.uint8).data)
+    return digest.digest()
+
+
+def _weights_file(folder: Path) -> Path:
+    path = inside(folder, WEIGHTS_FILE)
+    if path.exists():
+        return path
+    if any(file.suffix in PICKLE_SUFFIXES for file in folder.iterdir()):
+        raise ModelFileError(folder, "holds pickle weights, which can run code and are never read: use safetensors")
+    raise ModelFileError(folder, f"has no {WEIGHTS_FILE}")
+
+
+def _stored_modules(
+    tensors: AdapterTensors, config: AdapterConfig, targets: AdapterTargets
+) -> tuple[dict[str, str], list[JoinedExperts]]:
+    """Find the modules with both matrices: a map from the model's names to the file's, and joined experts."""
+    path = tensors.path
+    stored: dict[str, str] = {}
+    joined, of_joined = find_joined(tensors, config, targets)
+    for name in tensors.modules:
+        if name in of_joined:
+            continue
+        module = targets.module(name)
+        if module not in targets.shapes:
+            raise ModelFileError(path, _why_not(module, targets), name)
+        if module in stored:
+            raise ModelFileError(path, f"stands for {module}, as does {stored[module]}", name)
+        stored[module] = name
+    for name, ends in tensors.modules.items():
+        if len(ends) != len(ENDS):
+            raise ModelFileError(path, f"has {min(ends)[1:]} of it and not the other matrix", name)
+    return stored, joined
+
+
+def _why_not(module: str, targets: AdapterTargets) -> str:
+    layer, _, rest = module.partition(".experts.")
+    if rest and (experts := targets.experts.get(f"{layer}.experts")) is not None:
+        modules = [*experts.joined[GATE_UP], *experts.joined[DOWN]]
+        names = ", ".join(name.rpartition(".")[2] for name in modules)
+        return f"experts must be 0 to {experts.num_experts - 1} and their matrices {names}: is it for another model?"
+    if module in targets.others:
+        return "the model has it, but adapters of it are not supported"
+    return "the model has no such module: the adapter is for another base model"

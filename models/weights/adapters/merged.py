@@ -1,0 +1,65 @@
+"""View of a checkpoint with an adapter merged into its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from jaxengine.models.params.source import WHOLE, StackedExperts, WeightSource, WrappedSource
+from jaxengine.models.weights.adapters.folder import AdapterWeights
+from jaxengine.models.weights.adapters.pools import AdapterTargets
+from jaxengine.models.weights.views.renamed import RenamedSource
+from jaxengine.models.weights.views.stacked import of_shapes
+
+
+class MergedSource(WrappedSource):
+    """WeightSource of W + B A for each matrix that an adapter changes, in float32, computed per part as it is read.
+
+    hidden_size: of the model, which determines the orientation of stacks of experts.
+    """
+
+    def __init__(self, source: WeightSource, adapter: AdapterWeights, targets: AdapterTargets, hidden_size: int):
+        super().__init__(source)
+        self._matrices = adapter.matrices
+        names = {stored: targets.names.renamed(stored) for stored in source.names()}
+        modules = {stored: name.removesuffix(".weight") for stored, name in names.items()}
+        self._changed = {stored: module for stored, module in modules.items() if module in self._matrices}
+        layers = {stored: name.rpartition(".") for stored, name in names.items()}
+        self._stacks = {
+            stored: (experts, experts.joined[part])
+            for stored, (layer, _, part) in layers.items()
+            if (experts := targets.experts.get(layer)) is not None and part in experts.joined
+        }
+        stacked = targets.names.stacked_experts
+        renamed = RenamedSource(source, targets.names)
+        self._stacked = StackedExperts() if stacked is None else of_shapes(stacked, renamed, hidden_size)
+
+    def names(self) -> Iterable[str]:
+        return self._source.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source.shape(name)
+
+    def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
+        array = self._source.read(name, rows, columns)
+        if name in self._stacks:
+            return array.astype(np.float32) + self._of_stack(name, rows, columns)
+        if name not in self._changed:
+            return array
+        a, b = self._matrices[self._changed[name]]
+        return array.astype(np.float32) + b[rows].astype(np.float32) @ a[:, columns].astype(np.float32)
+
+    def _of_stack(self, name: str, rows: slice, columns: slice) -> np.ndarray:
+        """Change of a stack of matrices, each [out, in] or [in, out]: for the experts `rows`, sliced to `columns`."""
+        experts, modules = self._stacks[name]
+        count, first, second = self._source.shape(name)
+        added = []
+        for expert in range(count)[rows]:
+            change = np.zeros((first, second) if self._stacked.out_first else (second, first), np.float32)
+            parts = experts.rows_of_parts(len(modules), len(change))
+            for module, own in zip(modules, parts, strict=True):
+                if (pair := self._matrices.get(module.replace("{expert}", str(expert)))) is not None:
+                    change[own] = pair[1].astype(np.float32) @ pair[0].astype(np.float32)
+            added.append((change if self._stacked.out_first else change.T)[columns])
+        return np.stack(added)

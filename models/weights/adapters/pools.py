@@ -1,0 +1,193 @@
+"""Conversion of an adapter's matrices to a slot of each pool, and creation of empty pools."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxengine.models.config.lora import LoraSpec
+from jaxengine.models.lora import DeclaredPool, PoolArray, declared_pools
+from jaxengine.models.params.declare import declared_params
+from jaxengine.models.params.source import CheckpointNames, StackedExperts
+from jaxengine.models.weights.views.parts import format_of, source_row, tensor_name
+from jaxengine.models.weights.views.stacked import DOWN, GATE_UP
+from jaxengine.sharding.rules import named_sharding
+
+# Module name to A [r, in] and B [out, r], scaled, in a checkpoint's orientation.
+Matrices = Mapping[str, tuple[np.ndarray, np.ndarray]]
+
+POOLS = "adapters of"  # prefix of the names of pools
+
+
+@dataclass(frozen=True)
+class ExpertTargets:
+    """Matrices of a layer's experts, which an adapter may have one by one or for all experts together.
+
+    Attributes:
+      joined: by GATE_UP and DOWN, transformers' names of the stacks, the modules in each, with "{expert}" in their
+      names.
+      interleaved: rows of gate and up alternate in the stack.
+    """
+
+    num_experts: int
+    joined: Mapping[str, tuple[str, ...]]
+    interleaved: bool
+
+    def rows_of_parts(self, parts: int, rows: int) -> list[slice]:
+        """Slices of the rows [out] of a stack's matrix for each of its modules."""
+        own = rows // parts
+        if self.interleaved:
+            return [slice(part, None, parts) for part in range(parts)]
+        return [slice(part * own, (part + 1) * own) for part in range(parts)]
+
+
+@dataclass(frozen=True)
+class AdapterTargets:
+    """Modules of a model that an adapter may change.
+
+    Attributes:
+      shapes: (inputs, outputs) of each checkpoint module that takes adapters, each expert's by itself.
+      experts: of each layer with experts, by the prefix of their names: "...mlp.experts".
+      others: modules of the model that take no adapters.
+      names: mapping from the checkpoint's names to the model's.
+    """
+
+    shapes: Mapping[str, tuple[int, int]]
+    experts: Mapping[str, ExpertTargets]
+    others: frozenset[str]
+    names: CheckpointNames
+
+    def module(self, stored: str) -> str:
+        """Map the name of a module, or of a layer's experts, in an adapter's file to the model's."""
+        name = self.names.renamed(stored)
+        if name in self.shapes or name in self.experts:
+            return name
+        for part, own in self.names.of_adapters:
+            if (other := name.replace(part, own)) in self.shapes or other in self.experts:
+                return other
+        return name
+
+    def is_expert(self, module: str) -> bool:
+        """Whether a module belongs to a single expert."""
+        return module.rsplit(".", 2)[0] in self.experts
+
+    def stored_names(self, module: str) -> list[str]:
+        """List the names that an adapter's file may have for a module."""
+        names = [module, *(module.replace(own, part) for part, own in self.names.of_adapters)]
+        return [*names, *(old + n[len(new) :] for n in names for old, new in self.names.prefixes if n.startswith(new))]
+
+
+def targets_of(models: Iterable[Any]) -> AdapterTargets:
+    """Collect the targets of the stages of one model, abstract or real."""
+    shapes: dict[str, tuple[int, int]] = {}
+    experts: dict[str, ExpertTargets] = {}
+    tensors: set[str] = set()
+    names = CheckpointNames()
+    for model in models:
+        names = model.checkpoint_names
+        for pool in declared_pools(model):
+            if pool.decl.num_experts is not None:
+                shapes |= _of_experts(pool, names.stacked_experts or StackedExperts(), experts)
+            elif pool.decl.part is None:
+                for source in pool.decl.sources:
+                    shapes[source.name] = pool.shape[1], source.tensor_rows or source.rows
+        for param in declared_params(model):
+            tensors |= {source.name.rpartition(".")[0] for source in param.decl.sources}
+    others = {name for name in tensors if "{expert}" not in name}
+    return AdapterTargets(shapes, experts, frozenset(others - shapes.keys()), names)
+
+
+def _of_experts(
+    pool: DeclaredPool, stacked: StackedExperts, found: dict[str, ExpertTargets]
+) -> dict[str, tuple[int, int]]:
+    """Shapes of the modules of a pool of experts; its layer's ExpertTargets are added to `found`."""
+    count, sources = pool.decl.num_experts, pool.decl.sources
+    if pool.decl.part is not None or count is None:
+        return {}
+    prefix = sources[0].name.partition(".{expert}.")[0]
+    before = found[prefix].joined if prefix in found else {}
+    joined = {**before, DOWN if len(sources) == 1 else GATE_UP: pool.decl.modules}
+    found[prefix] = ExpertTargets(count, joined, stacked.interleaved)
+    sizes = {source: (pool.shape[-1], source.tensor_rows or source.rows) for source in sources}
+    return {tensor_name(source, expert): size for source, size in sizes.items() for expert in range(count)}
+
+
+def with_pools(model: Any, params: nnx.State, mesh: Mesh | None) -> nnx.State:
+    """Combine loaded weights with zeroed adapter pools on the mesh, if the model has any, into its state."""
+    loaded = dict(nnx.to_flat_state(params))
+    state = []
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
+        if isinstance(variable, PoolArray):
+            like, axes = variable.get_value(), variable.get_metadata()["decl"].axes
+            sharding = None if mesh is None else named_sharding(mesh, axes)
+            state.append((path, variable.replace(jax.device_put(np.zeros(like.shape, like.dtype), sharding))))
+        else:
+            state.append((path, loaded[path]))
+    return nnx.from_flat_state(state)
+
+
+def abstract_leaves(model: Any, mesh: Mesh) -> list[tuple[str, jax.ShapeDtypeStruct]]:
+    """Name and shape, with sharding and layout, of each leaf of an abstract model's state on the mesh: weights and
+    pools."""
+    pools, params, leaves = {pool.index: pool for pool in declared_pools(model)}, declared_params(model), []
+    for index in range(len(nnx.to_flat_state(nnx.state(model)))):
+        if (pool := pools.get(index)) is not None:
+            name = f"{POOLS} {', '.join(pool.decl.modules)}"
+            leaf = jax.ShapeDtypeStruct(pool.shape, pool.dtype, sharding=named_sharding(mesh, pool.decl.axes))
+        else:
+            param = next(params)
+            stored = format_of(param.decl, named_sharding(mesh, param.decl.axes))
+            name, leaf = param.name, jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=stored)
+        leaves.append((name, leaf))
+    return leaves
+
+
+def slot_shape(pool: DeclaredPool, spec: LoraSpec) -> tuple[int, ...]:
+    """Shape of one adapter's part of a pool: [modules * rank, in] of a, [rank, out] of b; one slot of pools of
+    experts."""
+    if pool.decl.num_experts is not None:
+        return pool.shape[0], 1, *pool.shape[2:]
+    if pool.decl.part is None:
+        return len(pool.decl.modules) * spec.max_lora_rank, pool.shape[1]
+    return spec.max_lora_rank, pool.shape[1]
+
+
+def slot_values(pool: DeclaredPool, spec: LoraSpec, matrices: Matrices) -> np.ndarray:
+    """Values of one adapter's part of a pool, in its dtype; zeros for modules that the adapter does not change."""
+    values, rank = np.zeros(slot_shape(pool, spec), pool.dtype), spec.max_lora_rank
+    if pool.decl.num_experts is not None:
+        return _values_of_experts(pool, rank, matrices, values)
+    if pool.decl.part is None:
+        for index, module in enumerate(pool.decl.modules):
+            if module in matrices:
+                a = matrices[module][0]
+                values[index * rank : index * rank + len(a)] = a
+        return values
+    source = pool.decl.sources[pool.decl.part]
+    if source.name in matrices:
+        b = matrices[source.name][1]
+        rows = source_row(source, np.arange(source.rows * source.repeat))
+        values[: b.shape[1], : len(rows)] = b[rows].T
+    return values
+
+
+def _values_of_experts(pool: DeclaredPool, rank: int, matrices: Matrices, values: np.ndarray) -> np.ndarray:
+    """Fill in the values of `slot_values` for the experts that the adapter changes."""
+    sources = pool.decl.sources if pool.decl.part is None else (pool.decl.sources[pool.decl.part],)
+    for expert, own in enumerate(values[:, 0]):
+        for source in sources:
+            if (pair := matrices.get(tensor_name(source, expert))) is None:
+                continue
+            a, b = pair
+            if pool.decl.part is None:
+                first = pool.decl.modules.index(source.name) * rank
+                own[first : first + len(a)] = a
+            else:
+                own[: b.shape[1]] = b[source_row(source, np.arange(source.rows * source.repeat))].T
+    return values

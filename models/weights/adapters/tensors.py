@@ -1,0 +1,59 @@
+"""Tensors of an adapter's file, in pairs, by module."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
+
+PREFIX, ENDS = "base_model.model.", (".lora_A.weight", ".lora_B.weight")
+
+
+class AdapterTensors:
+    """Tensors of a file by module, under the file's names.
+
+    modules: for each module, which of ENDS are present.
+
+    Raises ModelFileError for a file that is empty, or holds other tensors.
+    """
+
+    def __init__(self, checkpoint: SafetensorsCheckpoint, dtype: np.dtype):
+        self.path, self.modules = checkpoint.path, dict[str, set[str]]()
+        self._checkpoint, self._dtype = checkpoint, dtype
+        for tensor in checkpoint.names():
+            end = next((end for end in ENDS if tensor.endswith(end)), None)
+            if end is None or not tensor.startswith(PREFIX):
+                what = f"a tensor must be called {PREFIX}NAME{ENDS[0]} or {ENDS[1]}: nothing else is supported"
+                raise ModelFileError(self.path, what, tensor)
+            self.modules.setdefault(tensor[len(PREFIX) : -len(end)], set()).add(end)
+        if not self.modules:
+            raise ModelFileError(self.path, "holds no matrices")
+
+    def shapes(self, module: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of A and B."""
+        a, b = (tuple(self._checkpoint.shape(f"{PREFIX}{module}{end}")) for end in ENDS)
+        return a, b
+
+    def read(self, module: str, a: tuple[int, ...], b: tuple[int, ...], scale: float) -> tuple[np.ndarray, np.ndarray]:
+        """Read A and B, which must have these shapes, B times the scale, in the model's dtype."""
+        names = [f"{PREFIX}{module}{end}" for end in ENDS]
+        first, second = (self._read(name, shape) for name, shape in zip(names, (a, b), strict=True))
+        return self._finite(module, first, 1.0), self._finite(module, second, scale)
+
+    def _read(self, tensor: str, shape: tuple[int, ...]) -> np.ndarray:
+        found = tuple(self._checkpoint.shape(tensor))
+        if found != shape:
+            raise ModelFileError(self.path, f"shape must be {shape}, got {found}", tensor)
+        array = self._checkpoint.read(tensor)
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ModelFileError(self.path, f"must hold floating-point numbers, got {array.dtype}", tensor)
+        return array.astype(np.float32, copy=False)
+
+    def _finite(self, name: str, matrix: np.ndarray, scale: float) -> np.ndarray:
+        with np.errstate(over="ignore", invalid="ignore"):
+            rounded = (matrix * np.float32(scale)).astype(self._dtype, copy=False)
+        if not np.isfinite(rounded.astype(np.float32, copy=False)).all():
+            raise ModelFileError(self.path, f"its matrices must be finite in {self._dtype}", name)
+        return rounded

@@ -1,0 +1,1 @@
+"""Checkpoint formats other than GGUF: safetensors and Orbax."""

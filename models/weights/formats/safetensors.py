@@ -1,0 +1,263 @@
+"""Safetensors checkpoints: one file, or shards listed by an index (format: github.com/huggingface/safetensors).
+
+The files are untrusted, so everything is checked before it is used: header, offsets, and that no path leaves
+the checkpoint's folder. Formats that are programs (pickle: .bin, .pt, .pth) are refused.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.params.files import inside, open_regular, parse_object, read_bytes
+from jaxengine.models.params.source import WHOLE
+
+MAX_HEADER_BYTES = 100 << 20
+MAX_RANK = 16
+MAX_SIZE = 2**63 - 1
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+DTYPES = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U64": np.dtype(np.uint64),
+    "U32": np.dtype(np.uint32),
+    "U16": np.dtype(np.uint16),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor of a file; `start` is counted from the beginning of the file, in bytes."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    start: int
+    num_bytes: int
+
+
+class SafetensorsCheckpoint:
+    """WeightSource over a checkpoint folder or one .safetensors file; headers are read at once, tensors on demand.
+
+    Only the bytes of the requested rows and columns of a tensor are read.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = os.fspath(path)
+        self._files: list[_SafetensorsFile] = []
+        self._where: dict[str, _SafetensorsFile] = {}
+        try:
+            self._open(Path(path))
+        except BaseException as error:
+            self.close()
+            if isinstance(error, OSError):  # a folder that may not be looked into
+                raise ModelFileError(self.path, f"cannot be read: {error.strerror}") from None
+            raise
+
+    def names(self) -> Iterable[str]:
+        return self._where.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._file(name).tensors[name].shape
+
+    @property
+    def bytes_read(self) -> int:
+        """Number of bytes read from all files so far, headers included."""
+        return sum(file.bytes_read for file in self._files)
+
+    def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
+        """Read these rows and columns in the dtype of the file, in newly allocated memory."""
+        return self._file(name).read(name, rows, columns)
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+
+    def _file(self, name: str) -> _SafetensorsFile:
+        if name not in self._where:
+            raise ModelFileError(self.path, "there is no such tensor", name)
+        return self._where[name]
+
+    def _open(self, path: Path) -> None:
+        if path.suffix in PICKLE_SUFFIXES:
+            raise ModelFileError(path, "pickle files can run code and are never read: convert to safetensors")
+        if not path.is_dir():
+            self._add(path)
+        elif (path / SINGLE_FILE).exists() or (path / SINGLE_FILE).is_symlink():
+            self._add(inside(path, SINGLE_FILE))
+        elif (path / INDEX_FILE).exists():
+            self._open_index(path)
+        elif any(child.suffix in PICKLE_SUFFIXES for child in path.iterdir()):
+            raise ModelFileError(path, "holds pickle weights, which can run code and are never read: use safetensors")
+        else:
+            raise ModelFileError(path, f"holds neither {SINGLE_FILE} nor {INDEX_FILE}")
+
+    def _add(self, path: Path) -> _SafetensorsFile:
+        file = _SafetensorsFile(path)
+        self._files.append(file)
+        self._where |= dict.fromkeys(file.tensors, file)
+        return file
+
+    def _open_index(self, folder: Path) -> None:
+        index_path = folder / INDEX_FILE
+        raw = read_bytes(folder, INDEX_FILE, MAX_HEADER_BYTES) or b""
+        weight_map = _parse_unique(index_path, raw).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ModelFileError(index_path, "must map tensor names to file names", "weight_map")
+        listed: dict[str, set[str]] = {}
+        for tensor, file_name in weight_map.items():
+            listed.setdefault(file_name, set()).add(tensor)
+        for file_name, names in listed.items():
+            file = self._add(inside(folder, file_name))
+            if differing := names ^ file.tensors.keys():
+                text = f"index and file {file_name!r} disagree about this tensor"
+                raise ModelFileError(index_path, text, min(differing))
+
+
+class _SafetensorsFile:
+    """One open file whose header has been checked: every byte after it belongs to exactly one tensor."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.bytes_read = 0
+        self._fd = -1
+        try:
+            self._fd, size = open_regular(path)
+            self.tensors = self._read_header(size)
+        except OSError as error:
+            raise ModelFileError(path, f"cannot be read: {error.strerror}") from error
+        except ModelFileError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def read(self, name: str, rows: slice, columns: slice) -> np.ndarray:
+        info = self.tensors[name]
+        spans = [part.indices(size)[:2] for part, size in zip((rows, columns), info.shape, strict=False)]
+        array = np.empty([end - start for start, end in spans] + list(info.shape[2:]), info.dtype)
+        if array.size == 0:
+            return array
+        # Bytes of a complete row, and the offset of the first byte to read.
+        row_bytes = info.num_bytes // info.shape[0] if spans else info.num_bytes
+        start = info.start + (spans[0][0] * row_bytes if spans else 0)
+        if len(spans) < 2 or spans[1] == (0, info.shape[1]):
+            self._fill(array.reshape(-1).view(np.uint8).data, start)
+        else:
+            start += spans[1][0] * (row_bytes // info.shape[1])
+            for number, row in enumerate(array.reshape(len(array), -1).view(np.uint8)):
+                self._fill(row.data, start + number * row_bytes)
+        return array
+
+    def _fill(self, view: memoryview, offset: int) -> None:
+        while len(view):
+            count = os.preadv(self._fd, [view], offset)
+            if count == 0:
+                raise ModelFileError(self.path, "the file ends before its data", f"byte {offset}")
+            self.bytes_read += count
+            view, offset = view[count:], offset + count
+
+    def _read_header(self, file_bytes: int) -> dict[str, TensorInfo]:
+        if file_bytes < 8:
+            raise ModelFileError(self.path, f"must be at least 8 bytes long, got {file_bytes}")
+        prefix = bytearray(8)
+        self._fill(memoryview(prefix), 0)
+        header_bytes = int.from_bytes(prefix, "little")
+        if header_bytes > MAX_HEADER_BYTES:
+            raise ModelFileError(self.path, f"header must be at most {MAX_HEADER_BYTES} bytes, got {header_bytes}")
+        if 8 + header_bytes > file_bytes:
+            raise ModelFileError(self.path, f"header of {header_bytes} bytes does not fit a file of {file_bytes}")
+        raw = bytearray(header_bytes)
+        self._fill(memoryview(raw), 8)
+        data_start = 8 + header_bytes
+        header = _parse_unique(self.path, bytes(raw))
+        header.pop("__metadata__", None)
+        tensors = {name: _tensor_info(self.path, name, entry, data_start) for name, entry in header.items()}
+        self._check_cover(tensors, data_start, file_bytes)
+        return tensors
+
+    def _check_cover(self, tensors: dict[str, TensorInfo], data_start: int, file_bytes: int) -> None:
+        position = data_start
+        for name, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
+            if info.start != position:
+                what = "overlaps the tensor before it" if info.start < position else "leaves a gap before it"
+                raise ModelFileError(self.path, f"data_offsets: the tensor {what}", name)
+            position += info.num_bytes
+        if position != file_bytes:
+            raise ModelFileError(self.path, f"the header describes {position} bytes, but the file has {file_bytes}")
+
+
+def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ModelFileError(path, "an entry must hold exactly dtype, shape and data_offsets", name)
+    code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(code, str) or code not in DTYPES:
+        raise ModelFileError(path, f"dtype must be one of {', '.join(DTYPES)}, got {_short(code)}", name)
+    if not _is_sizes(shape) or len(shape) > MAX_RANK:
+        text = f"shape must be a list of at most {MAX_RANK} integers from 0 to 2^63 - 1, got {_short(shape)}"
+        raise ModelFileError(path, text, name)
+    if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        text = f"data_offsets must be [begin, end] with 0 <= begin <= end < 2^63, got {_short(offsets)}"
+        raise ModelFileError(path, text, name)
+    if math.prod(max(size, 1) for size in shape) > MAX_SIZE // 8:  # numpy counts so, though a size be 0
+        raise ModelFileError(path, f"shape must have sizes with a product of at most 2^60, got {_short(shape)}", name)
+    num_bytes = math.prod(shape) * DTYPES[code].itemsize
+    if num_bytes != offsets[1] - offsets[0]:
+        raise ModelFileError(
+            path, f"{code} {shape} takes {num_bytes} bytes, but data_offsets span {offsets[1] - offsets[0]}", name
+        )
+    return TensorInfo(DTYPES[code], tuple(shape), data_start + offsets[0], num_bytes)
+
+
+def _short(value: Any) -> str:
+    return repr(value)[:100]
+
+
+def _is_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(n) is int and 0 <= n <= MAX_SIZE for n in value)
+
+
+def _without_duplicates(path: Path) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
+    """Make a hook for json that builds dicts and raises ModelFileError for a key that appears twice."""
+
+    def checked(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            seen: set[str] = set()
+            for name, _ in pairs:
+                if name in seen:
+                    raise ModelFileError(path, "a JSON key appears twice", name)
+                seen.add(name)
+        return found
+
+    return checked
+
+
+def _parse_unique(path: Path, raw: bytes) -> dict[str, Any]:
+    try:
+        source = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ModelFileError(path, f"not UTF-8 text: {error.reason}") from None
+    return parse_object(path, source, _without_duplicates(path))

@@ -1,0 +1,1 @@
+"""GGUF files: header, tensor layouts of architectures, blocks dequantised or kept as stored."""

@@ -1,0 +1,231 @@
+"""GGUF files as checkpoints: Hugging Face names and orientation over the tensors of a llama.cpp file.
+
+Owns the order of the query and key rows of llama files, stacked experts as tensors of their own, and matrices whose
+blocks are read as codes and scales. Differences between architectures are rows of gguf_layout; the header
+is read by gguf_header, block formats by gguf_dequant.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from io import FileIO
+from typing import Any
+
+import numpy as np
+
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.params.files import open_regular
+from jaxengine.models.params.source import WHOLE
+from jaxengine.models.quantization.gguf import CODES, SCALES, ZEROS
+from jaxengine.models.weights.gguf.dequant import BlockFormat, dequantize, split_blocks
+from jaxengine.models.weights.gguf.header import TensorInfo, read_header
+from jaxengine.models.weights.gguf.layout import LAYOUTS, K, Q
+
+# Bytes of the file dequantised at a time, in complete rows: large enough for numpy, small enough to stay in cache.
+CHUNK_BYTES = 1 << 18
+# A stacked tensor stands for as many names as it has experts: a few times what the largest models have.
+MAX_EXPERTS = 4096
+
+_HEADS_KEY = {Q: "attention.head_count", K: "attention.head_count_kv"}
+
+
+def unpermute_rows(array: np.ndarray, num_heads: int) -> np.ndarray:
+    """Convert query or key rows of a llama file to Hugging Face order: [num_heads * H, ...], any number of dimensions.
+
+    llama.cpp rotates neighbouring rows of a head, Hugging Face rows that are H/2 apart; its converter interleaves the
+    two halves of every head, and this undoes it.
+    """
+    head_dim = array.shape[0] // num_heads
+    split = array.reshape(num_heads, head_dim // 2, 2, *array.shape[1:])
+    return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(array.shape)
+
+
+class GGUFFile:
+    """WeightSource over one GGUF file. The header is checked on opening; tensors are read on demand.
+
+    Attributes:
+      path: as given, as text.
+      metadata: the file's key-values: Python scalars, strings, lists of strings, numpy arrays of numbers.
+      architecture: one of gguf_layout.LAYOUTS.
+
+    Raises ModelFileError for a file that is missing, not a regular file, inconsistent, of another architecture, or one
+    part of a split model. Reading is safe from several threads. A context manager; `close` may be called twice.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = os.fspath(path)
+        self._file: FileIO | None = None
+        try:
+            descriptor, size = open_regular(self.path)
+            self._file = FileIO(descriptor)
+            header = read_header(self.path, descriptor, size)
+            self.metadata = header.metadata
+            self.architecture = _architecture(self.path, header.metadata)
+            self._layout = LAYOUTS[self.architecture]
+            self._heads = {part: self._head_count(key) for part, key in _HEADS_KEY.items()}
+            self._tensors = self._named(header.tensors)
+            self._kept: dict[str, tuple[str, str]] = {}
+        except BaseException as error:
+            self.close()
+            if isinstance(error, ModelFileError) or not isinstance(error, (OSError, ValueError)):
+                raise
+            # ValueError: a path that holds a NUL byte.
+            raise ModelFileError(self.path, f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+    def __enter__(self) -> GGUFFile:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def names(self) -> Iterable[str]:
+        """List canonical names in the order of the file; tensors of kept matrices come last."""
+        kept = {weight for weight, _ in self._kept.values()}
+        return (*(name for name in self._tensors if name not in kept), *self._kept)
+
+    def formats(self) -> dict[str, BlockFormat]:
+        """Map each quantised matrix, by its module (the name without `.weight`), to its block format."""
+        matrices = (item for item in self._tensors.items() if item[0].endswith(".weight") and len(item[1].shape) == 2)
+        return {name.removesuffix(".weight"): info.format for name, info in matrices if info.format.parts is not None}
+
+    def keep(self, modules: Iterable[str]) -> None:
+        """Serve these matrices of `formats` as codes, scales and zeros instead of dequantised.
+
+        MODULE.weight [out, in] becomes MODULE.codes i8[out, in], MODULE.scales f32[out, n] and, where the format has
+        them, MODULE.zeros f32[out, n]: a weight is codes * scales - zeros.
+        """
+        formats = self.formats()
+        for module in modules:
+            for kind in (CODES, SCALES, ZEROS)[: 3 if formats[module].has_zeros else 2]:
+                self._kept[f"{module}.{kind}"] = f"{module}.weight", kind
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        weight, kind = self._kept.get(name, (name, None))
+        return _shape(self._info(weight), kind)
+
+    def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
+        """Read these rows and columns of [out, in]: float16 or bfloat16 where the file stores it, else float32."""
+        name, kind = self._kept.get(name, (name, None))
+        values = self._read(name, kind, rows, columns)
+        if self._layout.norm_offset and name.endswith("norm.weight"):
+            return values.astype(np.float32) - np.float32(self._layout.norm_offset)
+        return values
+
+    def _read(self, name: str, kind: str | None, rows: slice, columns: slice) -> np.ndarray:
+        info, num_heads = self._info(name), self._permuted_heads(name)
+        first, last, _ = rows.indices(info.shape[0])
+        if num_heads is None:
+            return self._read_rows(info, kind, first, last, columns)
+        head_dim = info.shape[0] // num_heads
+        first_head, last_head = first // head_dim, -(-last // head_dim)
+        stored = self._read_rows(info, kind, first_head * head_dim, last_head * head_dim, columns)
+        start = first_head * head_dim
+        return unpermute_rows(stored, last_head - first_head)[first - start : last - start]
+
+    def _read_rows(self, info: TensorInfo, kind: str | None, first: int, last: int, columns: slice) -> np.ndarray:
+        """Read rows in the order of the file: complete rows, at least one, and some at a time."""
+        if len(info.shape) == 1:  # blocks may cross entries, so this is one row
+            return _decoded(info, kind, self._bytes(info, 0, info.num_bytes)).reshape(-1)[first:last]
+        row_bytes = info.num_bytes // info.shape[0]
+        step = max(1, CHUNK_BYTES // row_bytes)
+        shape = _shape(info, kind)[1:]
+        start, stop, _ = columns.indices(shape[0])
+        values = np.empty((last - first, stop - start, *shape[1:]), _decoded(info, kind, b"").dtype)
+        for row in range(first, last, step):
+            count = min(step, last - row)
+            chunk = _decoded(info, kind, self._bytes(info, row * row_bytes, count * row_bytes))
+            values[row - first : row - first + count] = chunk.reshape(count, *shape)[:, columns]
+        return values
+
+    def _info(self, name: str) -> TensorInfo:
+        if name not in self._tensors:
+            raise ModelFileError(self.path, "no such tensor in the file", name)
+        return self._tensors[name]
+
+    def _bytes(self, info: TensorInfo, start: int, num_bytes: int) -> bytes:
+        if self._file is None or self._file.closed:
+            raise ModelFileError(self.path, "the file has been closed", info.name)
+        try:
+            data = os.pread(self._file.fileno(), num_bytes, info.start + start)
+        except OSError as error:
+            raise ModelFileError(self.path, f"cannot be read: {error.strerror}", info.name) from None
+        if len(data) != num_bytes:
+            raise ModelFileError(self.path, "the file became shorter while it was read", info.name)
+        return data
+
+    def _named(self, tensors: tuple[TensorInfo, ...]) -> dict[str, TensorInfo]:
+        named: dict[str, TensorInfo] = {}
+        for info in tensors:
+            for name, part in self._parts(info):
+                if name in named:
+                    raise ModelFileError(self.path, f"stands for {name}, as does {named[name].name}", info.name)
+                named[name] = part
+                heads = self._permuted_heads(name)
+                if heads is not None and info.shape[0] % (2 * heads):
+                    text = f"{info.shape[0]} rows are no even number for {heads} heads"
+                    raise ModelFileError(self.path, text, info.name)
+        return named
+
+    def _parts(self, info: TensorInfo) -> Iterable[tuple[str, TensorInfo]]:
+        """List the tensors that a tensor of the file represents: one, or one for each entry of its first axis."""
+        name = self._layout.canonical_name(info.name)
+        if "{expert}" not in name:
+            is_row = len(info.shape) == 1 and self._layout.is_row(info.name)
+            return [(name, replace(info, shape=(1, *info.shape)) if is_row else info)]
+        count, *shape = info.shape
+        if not shape or count > MAX_EXPERTS:
+            text = f"must be the matrices of at most {MAX_EXPERTS} experts, got {info.shape}"
+            raise ModelFileError(self.path, text, info.name)
+        size = info.num_bytes // count
+        each = replace(info, shape=tuple(shape), num_bytes=size)
+        named = ((name.replace("{expert}", str(expert)), expert * size) for expert in range(count))
+        return [(part, replace(each, start=info.start + offset)) for part, offset in named]
+
+    def _permuted_heads(self, name: str) -> int | None:
+        """Number of heads whose rows are permuted in this tensor; None when rows are in Hugging Face order."""
+        if not self._layout.permuted or not name.startswith("model.layers."):
+            return None
+        for part, heads in self._heads.items():
+            if name.endswith((f".{part}.weight", f".{part}.bias")):
+                return heads
+        return None
+
+    def _head_count(self, key: str) -> int:
+        # Files whose key and query heads are equally many may leave out the former.
+        key = f"{self.architecture}.{key}"
+        heads = self.metadata.get(key, self.metadata.get(f"{self.architecture}.{_HEADS_KEY[Q]}"))
+        if type(heads) is not int or heads < 1:
+            raise ModelFileError(self.path, f"must be a positive number, got {repr(heads)[:100]}", key)
+        return heads
+
+
+def _shape(info: TensorInfo, kind: str | None) -> tuple[int, ...]:
+    """Shape of a tensor, or of one part (codes, scales or zeros) of a kept matrix."""
+    return info.shape if kind in (None, CODES) else (info.shape[0], info.shape[1] // info.format.group)
+
+
+def _decoded(info: TensorInfo, kind: str | None, data: bytes) -> np.ndarray:
+    """Decode complete blocks to the tensor's values, or to one of their parts."""
+    return dequantize(info.format, data) if kind is None else getattr(split_blocks(info.format, data), kind)
+
+
+def _architecture(path: str, metadata: Mapping[str, Any]) -> str:
+    key = "general.architecture"
+    architecture = metadata.get(key)
+    if not isinstance(architecture, str) or architecture not in LAYOUTS:
+        near = difflib.get_close_matches(str(architecture)[:100], LAYOUTS, 1, 0.7)
+        nearest = f", the nearest is {near[0]}" if near else ""
+        text = f"architecture {repr(architecture)[:100]} is not supported{nearest}; supported: {', '.join(LAYOUTS)}"
+        raise ModelFileError(path, text, key)
+    parts = metadata.get("split.count", 1)
+    if type(parts) is not int or parts > 1:
+        text = "one part of a split model; join the parts with llama-gguf-split --merge"
+        raise ModelFileError(path, text, "split.count")
+    return architecture

@@ -1,0 +1,158 @@
+"""Names and storage of a model's tensors in llama.cpp: a row for each of its architectures.
+
+Taken from its converters (convert_hf_to_gguf.py, gguf-py/gguf/constants.py). Metadata is read by the family
+of the architecture, jaxengine.models.causal_lm.CausalLM.gguf_architecture.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+_NONE: Mapping[str, str] = MappingProxyType({})
+_GLOBAL = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{expert}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{expert}.up_proj",
+    "ffn_down_exps": "mlp.experts.{expert}.down_proj",
+}
+_LAYER_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_]+)\.(weight|bias)")
+_GLOBAL_TENSOR = re.compile(r"([a-z_]+)\.(weight|bias)")
+Q, K = "self_attn.q_proj", "self_attn.k_proj"
+_MIXTRAL = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.{expert}.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.{expert}.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.{expert}.w2",
+}
+_SHARED = {f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}
+_CORRECTION = {"exp_probs_b": "mlp.gate.e_score_correction_bias"}
+_HUNYUAN = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
+_LATENT = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.k_b_proj",
+    "attn_v_b": "self_attn.v_b_proj",
+}
+_LLAMA4 = {
+    "ffn_gate_inp": "feed_forward.router",
+    **{f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
+    **{f"ffn_{part}_exps": f"feed_forward.experts.{{expert}}.{part}_proj" for part in ("gate", "up", "down")},
+    **{f"ffn_{part}_shexp": f"feed_forward.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+}
+_POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_GEMMA = {**_POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
+
+
+class GGUFLayout(NamedTuple):
+    """Storage of the tensors of one architecture.
+
+    Attributes:
+      parts: modules of a layer's tensors where they differ from _LAYER. "{expert}" in a module: the tensor's first
+        axis is that of the experts.
+      permuted: rows of q and k are in the order in which llama.cpp rotates neighbours (see gguf.unpermute_rows).
+      norm_offset: number that the converter has added to the weights of norms.
+      bare: a layer's tensors whose checkpoint names have no `.weight` or `.bias`.
+      rows: a layer's vectors that represent a matrix of one row.
+    """
+
+    parts: Mapping[str, str] = _NONE
+    permuted: bool = False
+    norm_offset: float = 0.0
+    bare: Mapping[str, str] = _NONE
+    rows: frozenset[str] = frozenset()
+
+    def canonical_name(self, name: str) -> str:
+        """Map `blk.3.attn_q.weight` to `model.layers.3.self_attn.q_proj.weight`; an unknown name is returned
+        unchanged."""
+        if match := _LAYER_TENSOR.fullmatch(name):
+            layer, part, kind = match.groups()
+            if part in self.bare:
+                return f"model.layers.{layer}.{self.bare[part]}"
+            module = self.parts.get(part) or _LAYER.get(part)
+            return name if module is None else f"model.layers.{layer}.{module}.{kind}"
+        if match := _GLOBAL_TENSOR.fullmatch(name):
+            part, kind = match.groups()
+            return f"{_GLOBAL[part]}.{kind}" if part in _GLOBAL else name
+        return name
+
+    def is_row(self, name: str) -> bool:
+        """Whether a vector of this name is the single row of a matrix."""
+        match = _LAYER_TENSOR.fullmatch(name)
+        return match is not None and match[2] in self.rows
+
+
+# Layouts by general.architecture. A family reads each: jaxengine.models.registry.model_for_gguf.
+LAYOUTS: dict[str, GGUFLayout] = {
+    "llama": GGUFLayout(_MIXTRAL, permuted=True),
+    "qwen2": GGUFLayout(),
+    "qwen3": GGUFLayout(),
+    "qwen3moe": GGUFLayout(),
+    "qwen2moe": GGUFLayout(
+        {
+            "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+            **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+        },
+        rows=frozenset(("ffn_gate_inp_shexp",)),
+    ),
+    "olmoe": GGUFLayout(),
+    "minimax-m2": GGUFLayout(_MIXTRAL, bare={"exp_probs_b": "block_sparse_moe.e_score_correction_bias"}),
+    "hunyuan-moe": GGUFLayout(
+        {
+            **_HUNYUAN,
+            "ffn_gate_inp": "mlp.gate.wg",
+            **{f"ffn_{part}_shexp": f"mlp.shared_mlp.{part}_proj" for part in ("gate", "up", "down")},
+        }
+    ),
+    "dots1": GGUFLayout(_SHARED, bare=_CORRECTION),
+    "deepseek2": GGUFLayout({**_LATENT, **_SHARED}, bare=_CORRECTION),
+    "gpt-oss": GGUFLayout(
+        {"ffn_gate_inp": "mlp.router", "post_attention_norm": "post_attention_layernorm"},
+        bare={"attn_sinks": "self_attn.sinks"},
+    ),
+    "llama4": GGUFLayout(_LLAMA4),
+    "phi3": GGUFLayout({"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
+    "granite": GGUFLayout(permuted=True),
+    "minicpm": GGUFLayout(permuted=True),
+    "gemma": GGUFLayout(norm_offset=1.0),
+    "gemma2": GGUFLayout(_GEMMA, norm_offset=1.0),
+    "gemma3": GGUFLayout(_GEMMA, norm_offset=1.0),
+    "olmo2": GGUFLayout(_POST_NORMS),
+    "smollm3": GGUFLayout(permuted=True),
+    "cohere2": GGUFLayout(),
+    "exaone4": GGUFLayout(_POST_NORMS),
+    "starcoder2": GGUFLayout({"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}),
+    "nemotron": GGUFLayout(norm_offset=1.0),
+    "glm4": GGUFLayout(
+        {
+            "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+            "ffn_up": "mlp.gate_up_proj",
+        }
+    ),
+    "ernie4_5": GGUFLayout(),
+    "hunyuan-dense": GGUFLayout(_HUNYUAN),
+    "seed_oss": GGUFLayout({"post_attention_norm": "post_attention_layernorm"}),
+}

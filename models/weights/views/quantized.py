@@ -1,0 +1,150 @@
+"""View of a checkpoint with quantised matrices as the codes, scales and zeros that a model declares.
+
+Each module's tensors are interpreted by its scheme (jaxengine.models.quantization.stored); here their names are
+replaced by those that jaxengine.models.quantization.quantized declares, and everything that can be checked is, before
+anything is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxengine.models.causal_lm import CausalLM
+from jaxengine.models.params.declare import DeclaredParam, declared_params
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.params.source import WHOLE, WeightSource, WrappedSource
+from jaxengine.models.quantization.quantized import CODES, INPUT_SCALE, ORDER, PAIRS, SCALES, VALUES, ZEROS, Quantized
+from jaxengine.models.quantization.stored import StoredModule, dequantized, spread
+from jaxengine.models.weights.views.parts import tensor_name
+
+
+class QuantizedSource(WrappedSource):
+    """WeightSource for the checkpoint of a full model, some of whose modules are quantised.
+
+    Attributes:
+      modules: by name, the scheme and StoredModule of each quantised module.
+
+    Raises ModelFileError for a tensor that is missing, has another shape or holds numbers of another kind than its
+    format requires, and for scales that are not finite.
+    """
+
+    def __init__(self, source: WeightSource, model: CausalLM):
+        super().__init__(source)
+        self._present = frozenset(source.names())
+        self._names = dict.fromkeys(source.names())
+        self.modules: dict[str, tuple[Quantized, StoredModule]] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for param in declared_params(model):
+            self._add(param, model.build.scheme)
+        for param in declared_params(model):
+            self._check_alike(param)
+
+    def names(self) -> Iterable[str]:
+        return self._names.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name] if name in self._shapes else self._source.shape(name)
+
+    def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
+        if name not in self._shapes:
+            return self._source.read(name, rows, columns)
+        module_name, _, kind = name.rpartition(".")
+        scheme, module = self.modules[module_name]
+        if kind == CODES:
+            codes = scheme.stored.codes(module, rows, columns)
+            return codes if scheme.stored.dtype == "int4" else codes.astype(jnp.dtype(scheme.stored.dtype), copy=False)
+        if kind == PAIRS:
+            first, last, _ = columns.indices(self._shapes[name][1])
+            codes = scheme.stored.codes(module, rows, slice(2 * first, 2 * last)).view(np.uint8)
+            return (codes[:, 0::2] & 15) | codes[:, 1::2] << 4
+        if kind in (ORDER, INPUT_SCALE):
+            return self._of_inputs(name)[rows]
+        if kind == VALUES:
+            return self._dequantized(scheme, module, rows, columns)
+        scales, zeros = scheme.stored.scales(module, rows)
+        held = scales if kind == SCALES else zeros
+        assert held is not None
+        return spread(held, scheme.stored.group, module.shape[1], self._shapes[name][1])[:, columns]
+
+    def _add(self, param: DeclaredParam, scheme_of: Callable[[str], Any]) -> None:
+        for declared in param.decl.sources:
+            module_of, _, kind = declared.name.rpartition(".")
+            scheme = scheme_of(module_of)
+            if kind not in (VALUES, CODES, PAIRS, SCALES, ZEROS, ORDER, INPUT_SCALE):
+                continue
+            assert isinstance(scheme, Quantized)
+            shape = param.source_shape(declared)
+            for expert in range(param.decl.num_experts or 1):
+                name = tensor_name(declared, expert)
+                module_name = name.rpartition(".")[0]
+                if kind in (VALUES, CODES, PAIRS) and module_name not in self.modules:
+                    size = shape[1] * (2 if kind == PAIRS else 1)
+                    module = StoredModule(self._source, module_name, (shape[0], size), self._present)
+                    self.modules[module_name] = scheme, module
+                    self._exchange(scheme, module)
+                self._names[name] = None
+                self._shapes[name] = tuple(shape)
+
+    def _exchange(self, scheme: Quantized, module: StoredModule) -> None:
+        """Check a module's tensors and remove their names."""
+        stored = scheme.stored
+        for kind, shapes in {**stored.optional(module), **stored.tensors(module)}.items():
+            if not module.has(kind):
+                if kind in stored.tensors(module):
+                    text = f"a tensor of {stored.format} is missing"
+                    raise ModelFileError(self.path, text, module.tensor(kind))
+                continue
+            shape = tuple(self._source.shape(module.tensor(kind)))
+            if shape not in shapes:
+                allowed = " or ".join(map(str, shapes))
+                raise module.fail(kind, f"shape must be {allowed} for {stored.format}, got {shape}")
+            self._names.pop(module.tensor(kind), None)
+        stored.check(module)
+        if "weight" in stored.tensors(module) and len(stored.tensors(module)) == 1:
+            return  # rounded as it is read: there are no scales yet
+        with np.errstate(over="ignore", invalid="ignore"):  # the error below says it all
+            read = stored.scales(module, slice(0, module.shape[0]))
+        for held, what in zip(read, ("scales", "zeros"), strict=True):
+            if held is not None and (bad := int(np.sum(~np.isfinite(held)))):
+                raise ModelFileError(self.path, f"{bad} of {held.size} {what} are not finite numbers", module.name)
+
+    def _check_alike(self, param: DeclaredParam) -> None:
+        """Check that all modules of one product agree on data that is read from the first only: input order and static
+        scale."""
+        kinds = {declared.name.rpartition(".")[2] for declared in param.decl.sources}
+        if not kinds <= {CODES, PAIRS}:
+            return
+        for expert in range(param.decl.num_experts or 1):
+            names = [tensor_name(declared, expert).rpartition(".")[0] for declared in param.decl.sources]
+            for kind in (ORDER, INPUT_SCALE):
+                if f"{names[0]}.{kind}" not in self._shapes:
+                    continue
+                first = self._of_inputs(f"{names[0]}.{kind}")
+                # Devices take subnormal numbers for 0, and divide by it.
+                if kind == INPUT_SCALE and not (np.isfinite(first) & (first >= np.finfo(np.float32).tiny)).all():
+                    text = f"the scale of inputs must be finite and > 0, no subnormal number, got {first}"
+                    raise ModelFileError(self.path, text, names[0])
+                for name in names[1:]:
+                    if not np.array_equal(first, self._of_inputs(f"{name}.{kind}")):
+                        what = "order of inputs (g_idx)" if kind == ORDER else "static scale of inputs"
+                        text = f"is one product with {names[0]} and must have the same {what}"
+                        raise ModelFileError(self.path, text, name)
+
+    def _of_inputs(self, name: str) -> np.ndarray:
+        module_name, _, kind = name.rpartition(".")
+        scheme, module = self.modules[module_name]
+        if kind == ORDER:
+            return scheme.stored.order(module)
+        return scheme.stored.input_scale(module)
+
+    def _dequantized(self, scheme: Quantized, module: StoredModule, rows: slice, columns: slice) -> np.ndarray:
+        """Dequantise f32 [rows, columns] of a module."""
+        stored = scheme.stored
+        values = dequantized(stored.codes(module, rows, WHOLE), *stored.scales(module, rows), stored.group)
+        if stored.reordered:
+            values[:, stored.order(module)] = values.copy()
+        return values[:, columns]

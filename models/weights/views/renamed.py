@@ -1,0 +1,78 @@
+"""View of a checkpoint under its model's names for the tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import ml_dtypes
+import numpy as np
+
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.params.source import WHOLE, CheckpointNames, WeightSource, WrappedSource
+
+
+class RenamedSource(WrappedSource):
+    """WeightSource of a checkpoint that a CheckpointNames describes.
+
+    Raises ModelFileError where two tensors get one name, and where a constant has another value.
+    """
+
+    def __init__(self, source: WeightSource, names: CheckpointNames):
+        super().__init__(source)
+        self._squeezed, self._flattened = names.squeezed, names.flattened
+        self._stored: dict[str, str] = {}
+        for stored in source.names():
+            if stored.startswith(names.unused) or self._is_constant(stored, names):
+                continue
+            name = names.renamed(stored)
+            if name in self._stored:
+                raise ModelFileError(source.path, f"stands for {name}, as does {self._stored[name]}", stored)
+            self._stored[name] = stored
+
+    def _is_constant(self, stored: str, names: CheckpointNames) -> bool:
+        value = next((value for end, value in names.constants.items() if stored.endswith(end)), None)
+        if value is None:
+            return False
+        held = self._source.read(stored).astype(np.float32)
+        if held.size != 1 or held.item() not in (np.float32(value), np.float32(ml_dtypes.bfloat16(value))):
+            raise ModelFileError(self.path, f"must hold {value} and nothing else, got {held.ravel()[:4]}", stored)
+        return True
+
+    def names(self) -> Iterable[str]:
+        return self._stored.keys()
+
+    def stored_name(self, name: str) -> str:
+        """Name of a tensor in the checkpoint."""
+        return self._stored[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        shape = self._source.shape(self._stored[name])
+        if self._is_flattened(name, shape):
+            return shape[0], math.prod(shape[1:])
+        return (shape[0], *shape[2:]) if self._is_squeezed(name, shape) else shape
+
+    def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
+        stored = self._stored[name]
+        if self._is_squeezed(name, self._source.shape(stored)):
+            return self._source.read(stored, rows)[:, 0, columns]
+        if self._is_flattened(name, self._source.shape(stored)):
+            whole = self._source.read(stored, rows)
+            return whole.reshape(len(whole), -1)[:, columns]
+        return self._source.read(stored, rows, columns)
+
+    def _is_squeezed(self, name: str, shape: tuple[int, ...]) -> bool:
+        return len(shape) > 2 and shape[1] == 1 and name.endswith(self._squeezed)
+
+    def _is_flattened(self, name: str, shape: tuple[int, ...]) -> bool:
+        return len(shape) > 2 and name.endswith(self._flattened)
+
+
+# A pooling model that was saved without its head, as *Model, has names without the common prefix.
+_WITHOUT_HEAD = CheckpointNames(prefixes=(("lm_head.", "lm_head."), ("score.", "score."), ("", "model.")))
+
+
+def with_prefix(source: WeightSource) -> WeightSource:
+    """Return the checkpoint under names that begin with "model.", whether its own do or not."""
+    has_prefix = any(name.startswith("model.") for name in source.names())
+    return source if has_prefix else RenamedSource(source, _WITHOUT_HEAD)

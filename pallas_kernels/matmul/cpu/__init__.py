@@ -1,0 +1,1 @@
+"""Products whose instructions are chosen for XLA:CPU."""

@@ -1,0 +1,32 @@
+"""Quantised grouped products for the CPU: group after group, with some columns widened at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from jaxengine.pallas_kernels.matmul.cpu.grouped import over_groups
+from jaxengine.pallas_kernels.matmul.cpu.quantized import columns_product, widened_rows
+
+
+def quantized_grouped_matmul(
+    x: jax.Array,
+    x_scales: jax.Array | None,
+    codes: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array | None,
+    group_sizes: jax.Array,
+    *,
+    dtype: Any,
+    out_dtype: Any,
+) -> jax.Array:
+    """Product [M, out] in out_dtype, computed in float32 whatever `dtype`; the public operation has checked the
+    arguments."""
+    del dtype
+    wide = widened_rows(x, x_scales)
+
+    def matrix_of(group: jax.Array):
+        return lambda rows: columns_product(rows, codes, scales, zeros, group)
+
+    return over_groups(wide, codes.shape[2], group_sizes, matrix_of, out_dtype)

@@ -1,0 +1,1 @@
+"""Products in plain XLA, for every platform without a kernel of its own."""

@@ -1,0 +1,90 @@
+"""Grouped products for CUDA cards: plain XLA over tiles of rows, several tiles in one batched product.
+
+XLA:GPU (jax 0.10.2) turns jax.lax.ragged_dot into one product of [M, G * in] with all matrices: G times the operations
+and x once per matrix in memory. Here every group's rows are cut into tiles; a trip of a loop gathers the rows and the
+matrices of some tiles and multiplies them. The trip count follows the tiles of the groups, so that rows of no
+group cost nothing. A matrix is read, and written and read once more, for each of its tiles: a kernel would save that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxengine.pallas_kernels.zeros import zeros_in_layer
+
+_MIN_TILE, _MAX_TILE = 16, 1024  # rows: least of a tensor core, and enough to amortise reading a matrix
+_TRIP_BYTES = 64 << 20  # most bytes of the matrices that a trip gathers
+_TRIP_ROWS = 8192  # most rows of a trip
+
+
+def grouped_matmul(
+    x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, out_dtype: Any, transposed: bool = False
+) -> jax.Array:
+    """Product [M, out] in out_dtype; the public operation has checked the arguments.
+
+    transposed: each column of a matrix is contiguous in memory. Without it XLA would reorder all matrices.
+    """
+    matrices, axis = (jnp.swapaxes(w, 1, 2), 2) if transposed else (w, 1)
+
+    def multiply(row: jax.Array, group: jax.Array) -> jax.Array:
+        rows = x.at[row].get(mode="clip")
+        dims = ((2,), (axis,)), ((0,), (0,))
+        return lax.dot_general(rows, matrices[group], dims, preferred_element_type=jnp.float32)
+
+    matrix_bytes = w[0].size * w.dtype.itemsize
+    return over_tiles((x.shape[0], w.shape[2]), matrix_bytes, group_sizes, multiply, out_dtype)
+
+
+def over_tiles(
+    shape: tuple[int, int],
+    matrix_bytes: int,
+    group_sizes: jax.Array,
+    multiply: Callable[[jax.Array, jax.Array], jax.Array],
+    out_dtype: Any,
+) -> jax.Array:
+    """Compute the result [M, out] = `shape` tile by tile, each of rows of one group.
+
+    multiply: row numbers i32[n, tile], some past the end, and matrix numbers i32[n] to products f32[n, tile, out].
+    matrix_bytes: memory of one gathered matrix.
+    """
+    num_rows, num_groups = shape[0], group_sizes.size
+    tile, most_tiles = tile_rows_of(num_rows, num_groups), most_tiles_of(num_rows, num_groups)
+    trip = max(1, min(most_tiles, _TRIP_BYTES // matrix_bytes, _TRIP_ROWS // tile))
+    ends = jnp.cumsum(group_sizes)
+    tiles = -(-group_sizes // tile)
+    last_tiles = jnp.cumsum(tiles)
+
+    def add_trip(index, out):
+        numbers = index * trip + jnp.arange(trip, dtype=jnp.int32)
+        # Compared rather than searched: a search is a loop of its own. Tiles past the last one are of no group.
+        groups = jnp.sum(numbers[:, None] >= last_tiles, axis=1, dtype=jnp.int32)
+        group = jnp.minimum(groups, num_groups - 1)
+        first = (ends - group_sizes)[group] + (numbers - (last_tiles - tiles)[group]) * tile
+        row = first[:, None] + jnp.arange(tile, dtype=jnp.int32)
+        is_own = (row < ends[group][:, None]) & (groups < num_groups)[:, None]
+        y = multiply(row, group)
+        # A row of a tile that is not its group's gets an index of its own past the result, where it is dropped.
+        target = jnp.where(is_own, row, num_rows + jnp.arange(trip * tile, dtype=jnp.int32).reshape(trip, tile))
+        return out.at[target].set(y.astype(out_dtype), mode="drop", unique_indices=True)
+
+    out = zeros_in_layer(group_sizes, shape, out_dtype)
+    if most_tiles <= trip:
+        return add_trip(jnp.int32(0), out)
+    return lax.fori_loop(0, -(-last_tiles[-1] // trip), add_trip, out)
+
+
+def tile_rows_of(num_rows: int, num_groups: int) -> int:
+    """Rows of a tile: a power of two, at most the size of an average group, so that padding at most doubles the
+    rows."""
+    average = max(num_rows // num_groups, 1)
+    return min(max(1 << average.bit_length() - 1, _MIN_TILE), _MAX_TILE)
+
+
+def most_tiles_of(num_rows: int, num_groups: int) -> int:
+    """Upper bound of the number of tiles, however rows are spread over the groups."""
+    return min(num_rows, num_rows // tile_rows_of(num_rows, num_groups) + num_groups)

@@ -1,0 +1,19 @@
+"""Product with a quantised token table as a quantised product with its transpose.
+
+For platforms whose kernels read a matrix with each output's codes contiguous, as they are in the table.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from jaxengine.pallas_kernels.matmul.quantized import quantized_matmul
+
+
+def quantized_table_matmul(
+    x: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None, *, dtype: Any, out_dtype: Any
+) -> jax.Array:
+    """Product [M, V] in out_dtype; the public operation has checked the arguments."""
+    return quantized_matmul(x, codes.T, scales, zeros, dtype=dtype, out_dtype=out_dtype)

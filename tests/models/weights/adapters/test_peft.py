@@ -1,0 +1,182 @@
+"""Adapters' files: what PEFT writes is read, what is wrong is one error that names it."""
+
+from __future__ import annotations
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxengine.models.build import Build
+from jaxengine.models.config.lora import LoraSpec
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.registry import build_model, read_folder
+from jaxengine.models.weights.adapters.folder import read_adapter
+from jaxengine.models.weights.adapters.pools import targets_of
+from tests.conftest import TINY_CHECKPOINT
+from tests.fixtures.adapters import damaged, write_adapter
+
+Q = "model.layers.0.self_attn.q_proj"
+A, B = (f"base_model.model.{Q}.lora_{side}.weight" for side in "AB")
+
+
+@pytest.fixture(scope="module")
+def targets():
+    model = build_model(read_folder(TINY_CHECKPOINT), Build(jnp.float32, lora=LoraSpec(2, 16)))
+    return targets_of([model])
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_adapter(tmp_path / "adapter", TINY_CHECKPOINT, seed=1)
+
+
+def read(folder, targets, dtype=jnp.float32):
+    return read_adapter(folder, targets, 16, dtype)
+
+
+def test_what_takes_adapters(targets):
+    names = {name.rpartition(".")[2] for name in targets.shapes}
+    assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert len(targets.shapes) == 14 and targets.shapes[Q] == (64, 64)
+    assert {"model.embed_tokens", "model.norm"} <= targets.others
+
+
+def test_scales_are_folded_in(folder, targets):
+    tensors, adapter = load_file(folder / "adapter_model.safetensors"), read(folder, targets)
+    assert adapter.rank == 8 and len(adapter.matrices) == 14
+    np.testing.assert_array_equal(adapter.matrices[Q][0], tensors[A])
+    np.testing.assert_array_equal(adapter.matrices[Q][1], tensors[B] * np.float32(2))
+
+
+def test_the_first_pattern_that_fits_counts(folder, targets):
+    """As PEFT goes through them, whether they are names or expressions; many names cost little."""
+    config = json.loads((folder / "adapter_config.json").read_text())
+    others = {f"model.layers.{layer}.self_attn.q_proj": 3 for layer in range(2, 9000)}
+    for patterns, scale in (
+        ({"q_proj": 32, r"[a-z]_proj": 64}, 4),
+        ({r"[kq]_proj": 64, "q_proj": 32}, 8),
+        ({r"layers\.1\..*": 64, "self_attn.q_proj": 32, "q_proj": 8}, 4),
+        ({"proj": 64, "layers": 64}, 2),
+    ):
+        (folder / "adapter_config.json").write_text(json.dumps(config | {"alpha_pattern": patterns | others}))
+        b = load_file(folder / "adapter_model.safetensors")[B]
+        np.testing.assert_array_equal(read(folder, targets).matrices[Q][1], b * np.float32(scale))
+
+
+def test_no_layers_to_transform_are_all(folder, targets):
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"layers_to_transform": []}))
+    assert len(read(folder, targets).matrices) == 14
+
+
+def test_digests_tell_contents_apart(folder, targets):
+    before = read(folder, targets).digest
+    assert read(folder, targets).digest == before
+    tensors = load_file(folder / "adapter_model.safetensors")
+    tensors[A][3, 5] += 1e-3
+    save_file(tensors, folder / "adapter_model.safetensors")
+    assert read(folder, targets).digest != before
+    change_config(folder, lora_alpha=17)
+    assert read(folder, targets).digest != before
+
+
+def change_config(folder, **changes):
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({"peft_type": "IA3"}, "peft_type must be 'LORA', got 'IA3'"),
+        ({"r": 0}, "r must be a whole number of at least 1, got 0"),
+        ({"r": True}, "r must be a whole number"),
+        ({"r": 17}, r"rank is 17; allowed is at most 16 \(max_lora_rank\)"),
+        ({"r": 4}, r"shape must be \(4, \d+\), got \(8, \d+\)"),
+        ({"rank_pattern": {"q_proj": 32}}, "rank is 32; allowed is at most 16"),
+        ({"rank_pattern": {"q_proj": 4}}, r"shape must be \(4, 64\), got \(8, 64\)"),
+        ({"rank_pattern": {"(a+)+": 4}}, "rank_pattern must hold a regular expression with at most 4 repetitions"),
+        ({"lora_alpha": "x"}, "lora_alpha must be a number below 1e9"),
+        ({"lora_alpha": float("nan")}, "lora_alpha must be a number below 1e9"),
+        ({"use_dora": True}, "use_dora is True, which is not supported"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save is .*, which is not supported"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out is True, which is not supported"),
+        ({"bias": "all"}, "bias must be 'none', got 'all'"),
+        ({"lora_bias": True}, "lora_bias is True, which is not supported"),
+        ({"some_day": {"a": 1}}, "some_day is .*, which is not supported"),
+        ({"init_lora_weights": "pissa_niter_4"}, "which changes the base model"),
+        ({"use_rslora": 1}, "use_rslora must be true or false"),
+        ({"target_modules": []}, "target_modules must name what is changed"),
+        ({"target_modules": ["q_proj"]}, "target_modules does not name it"),
+        ({"target_modules": "(x*)*"}, "target_modules must hold a regular expression"),
+        ({"target_modules": ["q_proj", 3]}, "target_modules must hold names"),
+        ({"exclude_modules": ["q_proj"]}, "target_modules does not name it"),
+        ({"layers_to_transform": [0]}, "target_modules does not name it"),
+        (
+            {"rank_pattern": dict.fromkeys((f"q{n}+" for n in range(257)), 4)},
+            "at most 256 expressions that are no plain",
+        ),
+        ({"layers_to_transform": "0"}, "layers_to_transform must be whole numbers"),
+    ],
+)
+def test_a_configuration_that_is_wrong_is_named(folder, targets, changes, says):
+    change_config(folder, **changes)
+    with pytest.raises(ModelFileError, match=says):
+        read(folder, targets)
+
+
+def moved(old, new):
+    return damaged(lambda tensors: tensors.update({new: tensors.pop(old)}))
+
+
+def filled(name, value):
+    return damaged(lambda tensors: tensors[name].fill(value))
+
+
+@pytest.mark.parametrize(
+    "damage, says",
+    [
+        (damaged(lambda tensors: tensors.pop(B)), r"has lora_A.weight of it and not the other matrix"),
+        (damaged(lambda tensors: (tensors.pop(A), tensors.pop(B))), "the file has no matrices of it"),
+        (damaged(lambda tensors: tensors.clear()), "holds no matrices"),
+        (moved(A, "x"), "a tensor must be called"),
+        (moved(A, f"base_model.model.{Q}.lora_magnitude_vector"), "a tensor must be called"),
+        (moved(A, "base_model.model.lm_head.lora_A.weight"), "for another base model"),
+        (moved(A, "base_model.model.model.embed_tokens.lora_A.weight"), "adapters of it are not supported"),
+        (moved(A, "base_model.model.model.layers.0.mlp.experts.0.up_proj.lora_A.weight"), "for another base"),
+        (moved(A, "base_model.model.model.layers.7.mlp.up_proj.lora_A.weight"), "for another base model"),
+        (
+            damaged(lambda tensors: tensors.update({A: tensors[A][:, :-1].copy()})),
+            r"shape must be \(8, 64\), got \(8, 63\)",
+        ),
+        (damaged(lambda tensors: tensors.update({A: tensors[A].astype(np.int32)})), "must hold floating-point numbers"),
+        (filled(A, np.nan), "its matrices must be finite"),
+        (filled(B, np.inf), "its matrices must be finite"),
+        (lambda folder: (folder / "adapter_config.json").unlink(), "has no adapter_config.json"),
+        (lambda folder: (folder / "adapter_config.json").write_text("[1]"), "must hold a JSON object"),
+        (lambda folder: (folder / "adapter_model.safetensors").unlink(), "has no adapter_model.safetensors"),
+        (
+            lambda folder: (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin"),
+            "holds pickle weights",
+        ),
+        (
+            lambda folder: (folder / "adapter_model.safetensors").write_bytes(
+                (folder / "adapter_model.safetensors").read_bytes()[:-4]
+            ),
+            "the header describes",
+        ),
+    ],
+)
+def test_a_file_that_is_wrong_is_named(folder, targets, damage, says):
+    damage(folder)
+    with pytest.raises(ModelFileError, match=says):
+        read(folder, targets)
+
+
+def test_what_overflows_the_models_dtype_is_refused(folder, targets):
+    filled(B, 3e38)(folder)
+    with pytest.raises(ModelFileError, match="finite"):
+        read(folder, targets, jnp.bfloat16)

@@ -1,0 +1,299 @@
+"""Adapters of experts: one by one or all of a layer together, as PEFT writes both, and what is wrong with files."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jaxengine.models.build import Build
+from jaxengine.models.config.hf import read_config_json
+from jaxengine.models.config.lora import LoraSpec
+from jaxengine.models.layers.lora import write_slot
+from jaxengine.models.lora import declared_pools
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.registry import build_model, read_hf
+from jaxengine.models.weights.adapters.folder import read_adapter
+from jaxengine.models.weights.adapters.merged import MergedSource
+from jaxengine.models.weights.adapters.pools import slot_shape, slot_values, targets_of
+from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
+from tests.fixtures.adapters import damaged, joined_changes, merged, write_adapter
+from tests.fixtures.drawn_weights import checkpoint
+
+SPEC = LoraSpec(2, 8)
+LAYERS = ["model.layers.0.mlp.experts", "model.layers.2.mlp.experts"]  # of qwen3_moe, whose layer 1 is dense
+BOTH = {"gate_up_proj": (8, 64, 32), "down_proj": (8, 16, 64)}
+NAMES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+PREFIX = f"base_model.model.{LAYERS[0]}"
+A, BELOW_A = f"{PREFIX}.lora_A.weight", f"{PREFIX}.base_layer.lora_A.weight"
+B, BELOW_B = f"{PREFIX}.lora_B.weight", f"{PREFIX}.base_layer.lora_B.weight"
+
+
+@pytest.fixture(scope="module")
+def model_of(checkpoints):
+    def model_of(name):
+        return build_model(read_hf(read_config_json(checkpoints / name)), Build(jnp.float32, lora=SPEC))
+
+    return model_of
+
+
+@pytest.fixture(scope="module")
+def model(model_of):
+    return model_of("qwen3_moe")
+
+
+@pytest.fixture(scope="module")
+def targets(model):
+    return targets_of([model])
+
+
+def single(targets, *ends):
+    """Shapes of the modules of experts with these ends."""
+    return {name: shape[::-1] for name, shape in targets.shapes.items() if ".experts." in name and name.endswith(ends)}
+
+
+def together(folder, parts=None, layers=LAYERS, **changes):
+    names = [f"experts.{part}" for part in parts or BOTH]
+    options = {"target_modules": None, "target_parameters": names, "r": 4, "lora_alpha": 8, "seed": 1} | changes
+    return write_adapter(folder, {}, joined=dict.fromkeys(layers, parts or BOTH), **options)
+
+
+def test_what_takes_adapters(targets):
+    assert set(targets.experts) == set(LAYERS)
+    assert targets.shapes["model.layers.2.mlp.experts.7.down_proj"] == (16, 64)
+    assert targets.shapes["model.layers.0.mlp.experts.0.up_proj"] == (64, 16)
+    assert targets.shapes["model.layers.0.mlp.gate"] == (64, 8)
+    assert not any("{expert}" in name for name in (*targets.shapes, *targets.others))
+    assert {"model.embed_tokens", "model.norm"} <= targets.others
+
+
+def test_the_mlp_that_experts_share_takes_them_too(model_of):
+    shapes = targets_of([model_of("qwen2_moe")]).shapes
+    assert shapes["model.layers.0.mlp.shared_expert.down_proj"] == (24, 64)
+    assert shapes["model.layers.0.mlp.shared_expert_gate"] == (64, 1)
+    assert targets_of([model_of("glm4_moe")]).shapes["model.layers.1.mlp.shared_experts.up_proj"] == (64, 32)
+
+
+def test_experts_one_by_one_and_those_that_are_not_there(model, targets, tmp_path):
+    shapes = single(targets, "up_proj", "down_proj")
+    missing = "model.layers.0.mlp.experts.3.up_proj"
+    del shapes[missing]
+    options = {"target_modules": ["up_proj", "down_proj"], "exclude_modules": r"model\.layers\.1\..*"}
+    write_adapter(tmp_path, shapes, seed=1, r=4, **options)
+    tensors, matrices = load_file(tmp_path / "adapter_model.safetensors"), read(tmp_path, targets).matrices
+    assert set(matrices) == set(shapes)
+    pools = [pool for pool in declared_pools(model) if pool.decl.modules[-1] == f"{LAYERS[0]}.{{expert}}.up_proj"]
+    values = [slot_values(pool, SPEC, matrices)[:, 0] for pool in pools]
+    # Rows of gate, then of up, each filled up to the rank of the pool.
+    assert values[0].shape == (8, 16, 64) and values[1].shape == values[2].shape == (8, 8, 16)
+    assert not values[0][:, :8].any() and not values[1].any()
+    assert not values[0][3].any() and not values[2][3].any()
+    name = "base_model.model.model.layers.0.mlp.experts.5.up_proj"
+    np.testing.assert_array_equal(values[0][5, 8:12], tensors[f"{name}.lora_A.weight"])
+    np.testing.assert_array_equal(values[2][5, :4], tensors[f"{name}.lora_B.weight"].T * np.float32(4))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("parts", [BOTH, {"gate_up_proj": BOTH["gate_up_proj"]}, {"down_proj": BOTH["down_proj"]}])
+def test_experts_together(targets, tmp_path, parts, turned):
+    together(tmp_path, parts, turned=turned, rank_pattern={r".*\.gate_up_proj": 6}, alpha_pattern={"down_proj": 3})
+    found = read(tmp_path, targets)
+    assert found.rank == (6 if "gate_up_proj" in parts else 4)
+    assert len(found.matrices) == 16 * sum(len(NAMES[part]) for part in parts)
+    for layer in LAYERS:
+        for part, change in joined_changes(tmp_path, layer, parts, turned=turned).items():
+            pairs = [[found.matrices[f"{layer}.{expert}.{name}"] for name in NAMES[part]] for expert in range(8)]
+            ours = [np.concatenate([b @ a for a, b in each]) for each in pairs]
+            np.testing.assert_allclose(ours, change, rtol=1e-4, atol=1e-6)
+
+
+def test_gate_and_up_that_take_turns(model_of, tmp_path):
+    """gpt-oss, of which gate_up_proj is square here: down_proj tells which sides are inputs."""
+    layers, parts = [f"model.layers.{layer}.mlp.experts" for layer in range(3)], {"gate_up_proj": (6, 64, 64)}
+    targets, both = targets_of([model_of("gpt_oss")]), parts | {"down_proj": (6, 32, 64)}
+    for turned in (False, True):
+        together(tmp_path, both, layers, turned=turned)
+        matrices = read(tmp_path, targets).matrices
+        change = joined_changes(tmp_path, layers[2], both, turned=turned)["gate_up_proj"]
+        for first, name in enumerate(NAMES["gate_up_proj"]):
+            a, b = matrices[f"{layers[2]}.4.{name}"]
+            np.testing.assert_allclose(b @ a, change[4, first::2], rtol=1e-4, atol=1e-6)
+    together(tmp_path, parts, layers)
+    with pytest.raises(ModelFileError, match="gate_up_proj are square, and no others tell which of their sides"):
+        read(tmp_path, targets)
+
+
+def test_names_of_other_releases_of_transformers(model_of, tmp_path):
+    targets = targets_of([model_of("mixtral")])
+    layers = [f"model.layers.{layer}.mlp.experts" for layer in range(2)]
+    write_adapter(
+        tmp_path,
+        {f"model.layers.{layer}.mlp.gate": (8, 64) for layer in range(2)},
+        joined={layer: {"down_proj": (8, 16, 64)} for layer in layers},
+        target_modules=[],
+        target_parameters=["gate.weight", "down_proj"],
+        seed=1,
+    )
+    matrices = read(tmp_path, targets).matrices
+    assert "model.layers.1.block_sparse_moe.gate" in matrices and len(matrices) == 2 + 16
+
+
+def read(folder, targets):
+    return read_adapter(folder, targets, 8, jnp.float32)
+
+
+def configured(**changes):
+    def damage(folder):
+        path = folder / "adapter_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    "damage, says",
+    [
+        (damaged(lambda tensors: tensors.pop(B)), "has lora_A.weight of it and not the other matrix .at .*experts."),
+        (damaged(lambda tensors: (tensors.pop(BELOW_A), tensors.pop(BELOW_B))), "file has no matrices.*gate_up_proj"),
+        (damaged(lambda tensors: (tensors.pop(A), tensors.pop(B))), "file has no matrices of it .*experts.down_proj"),
+        (
+            damaged(lambda tensors: [tensors.pop(name) for name in (A, B, BELOW_A, BELOW_B)]),
+            "file has no matrices of it .at model.layers.0.mlp.experts.gate_up_proj",
+        ),
+        (
+            damaged(lambda tensors: tensors.update({A: tensors[A][:28].copy()})),
+            r"shape must be \(32, 16\) or \(32, 64\), got \(28, 16\) .at .*experts.lora_A.weight",
+        ),
+        (
+            damaged(lambda tensors: tensors.update({B: tensors[B][:, :28].copy()})),
+            r"shape must be \(64, 32\), got \(64, 28\) .at .*experts.lora_B.weight",
+        ),
+        (damaged(lambda tensors: tensors[A].fill(np.nan)), "its matrices must be finite"),
+        (damaged(lambda tensors: tensors.update({A: tensors[A].astype(np.int32)})), "must hold floating-point"),
+        (
+            damaged(lambda tensors: tensors.update({f"{PREFIX}.base_layer.base_layer.lora_A.weight": tensors[A]})),
+            "experts must be 0 to 7 .* .at .*experts.base_layer.base_layer",
+        ),
+        (configured(target_parameters=["experts.down_proj"]), "does not name as many .* .at .*base_layer"),
+        (configured(target_parameters=[]), "target_modules must name what is changed"),
+        (configured(target_parameters="down_proj"), "target_parameters must be a list of names"),
+        (configured(target_parameters=["gate_up_proj", "down_proj", "down_proj_bias"]), ".at down_proj_bias"),
+        (configured(r=9), "rank is 9; allowed is at most 8"),
+        (configured(rank_pattern={"gate_up_proj": 3}), r"shape must be \(24, 64\) or \(24, 32\), got \(32, 64\)"),
+        (
+            damaged(lambda tensors: tensors.update(of_module("model.layers.0.mlp.experts.2.up_proj", 64, 16))),
+            "target_modules does not name it",
+        ),
+        (
+            lambda folder: (
+                damaged(lambda tensors: tensors.update(of_module("model.layers.0.mlp.experts.2.up_proj", 64, 16)))(
+                    folder
+                ),
+                configured(target_modules=["up_proj"], exclude_modules=r"model\.layers\.1\..*")(folder),
+            ),
+            "stands for model.layers.0.mlp.experts.2.up_proj, as does another",
+        ),
+        (
+            damaged(lambda tensors: tensors.update(of_module("model.layers.0.mlp.experts.8.up_proj", 64, 16))),
+            "experts must be 0 to 7 and their matrices gate_proj, up_proj, down_proj",
+        ),
+        (
+            damaged(lambda tensors: tensors.update(of_module("model.layers.0.mlp.experts.2.w1", 64, 16))),
+            "experts must be 0 to 7",
+        ),
+        (
+            damaged(lambda tensors: tensors.update(of_module("model.layers.1.mlp.experts", 64, 16))),
+            "for another base model",
+        ),
+    ],
+)
+def test_a_file_that_is_wrong_is_named(targets, tmp_path, damage, says):
+    together(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(ModelFileError, match=says):
+        read(tmp_path, targets)
+
+
+def of_module(name, size, out):
+    prefix = f"base_model.model.{name}"
+    a, b = np.ones((4, size), np.float32), np.ones((out, 4), np.float32)
+    return {f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}
+
+
+def test_layers_of_experts_are_those_of_the_model(targets, tmp_path):
+    """Not the number of an expert, which is a number in a name too."""
+    shapes = {name: shape for name, shape in single(targets, "up_proj").items() if ".layers.2." in name}
+    write_adapter(tmp_path, shapes, seed=1, r=4, target_modules=["up_proj"], layers_to_transform=[2])
+    assert len(read(tmp_path, targets).matrices) == 8
+
+
+def test_a_slot_is_written_whole(model):
+    """What one adapter has of a pool is split over devices as the pool is, and fits into it."""
+    pools = list(declared_pools(model))
+    assert any(pool.decl.num_experts for pool in pools)
+    arrays, new = (
+        [jax.ShapeDtypeStruct(shape, pool.dtype) for pool, shape in zip(pools, shapes, strict=True)]
+        for shapes in ([pool.shape for pool in pools], [slot_shape(pool, SPEC) for pool in pools])
+    )
+    assert all(len(each.shape) == len(pool.decl.axes) for each, pool in zip(new, pools, strict=True))
+    slot = jax.ShapeDtypeStruct((), jnp.int32)
+    written = jax.eval_shape(partial(write_slot, pools, SPEC), arrays, slot, new)
+    assert [each.shape for each in written] == [each.shape for each in arrays]
+
+
+STACKS = {
+    "gpt_oss": ("mlp", "mlp.experts.gate_up_proj", (6, 64, 64), "mlp.experts.down_proj", (6, 32, 64)),
+    "granite_hybrid": (
+        "block_sparse_moe",
+        "block_sparse_moe.input_linear.weight",
+        (6, 64, 48),
+        "block_sparse_moe.output_linear.weight",
+        (6, 24, 64),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_a_stack_of_experts_with_an_adapter_in_it(model_of, tmp_path, name):
+    """In parts too, as devices read them."""
+    model, layer = model_of(name), "model.layers.1"
+    block, gate_up, of_gate_up, down, of_down = STACKS[name]
+    parts, prefix = {"gate_up_proj": of_gate_up, "down_proj": of_down}, f"{layer}.{block}.experts"
+    others = [f"model.layers.{number}.{block}.experts" for number in range(model.config.num_layers)]
+    together(tmp_path, parts, others)
+    targets, source = targets_of([model]), SafetensorsCheckpoint(checkpoint(name))
+    try:
+        found = MergedSource(source, read(tmp_path, targets), targets, 64)
+        assert list(found.names()) == list(source.names())
+        changes = joined_changes(tmp_path, prefix, parts)
+        for tensor, part in ((f"{layer}.{gate_up}", "gate_up_proj"), (f"{layer}.{down}", "down_proj")):
+            change = changes[part] if name == "granite_hybrid" else changes[part].swapaxes(1, 2)
+            before = source.read(tensor).astype(np.float64)
+            assert found.shape(tensor) == before.shape == change.shape
+            np.testing.assert_allclose(found.read(tensor), before + change, rtol=1e-5, atol=1e-5)
+            some = np.asarray(found.read(tensor, slice(2, 5), slice(7, 20)))
+            np.testing.assert_allclose(some, (before + change)[2:5, 7:20], rtol=1e-5, atol=1e-5)
+        norm = f"{layer}.input_layernorm.weight"
+        np.testing.assert_array_equal(found.read(norm), source.read(norm))
+    finally:
+        source.close()
+
+
+def test_experts_of_a_checkpoint_with_an_adapter_in_them(model_of, tmp_path):
+    source, names = SafetensorsCheckpoint(checkpoint("qwen2_moe")), ["gate_proj", "down_proj", "gate"]
+    write_adapter(tmp_path, checkpoint("qwen2_moe"), seed=1, r=4, target_modules=names)
+    targets = targets_of([model_of("qwen2_moe")])
+    try:
+        found = MergedSource(source, read(tmp_path, targets), targets, 64)
+        wanted = load_file(merged(tmp_path / "merged", checkpoint("qwen2_moe"), tmp_path) / "model.safetensors")
+        for name in found.names():
+            np.testing.assert_allclose(found.read(name), wanted[name], rtol=1e-5, atol=1e-6)
+        changed = [name for name in wanted if not np.array_equal(wanted[name], source.read(name))]
+        assert "model.layers.2.mlp.experts.5.gate_proj.weight" in changed and len(changed) == 2 * 15 + 2
+    finally:
+        source.close()

@@ -1,0 +1,400 @@
+"""Hugging Face checkpoints to GGUF files by the rules of llama.cpp's convert_hf_to_gguf.py, for tests.
+
+Written from those rules, with a table of names of its own: it must not share what gguf_layout gets wrong.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from tests.models.weights.gguf.gguf_writer import ARRAY, BOOL, F32, STRING, U32, Tensor, Value, gguf_bytes
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MixtralForCausalLM": "llama",
+    "Qwen3MoeForCausalLM": "qwen3moe",
+    "Phi3ForCausalLM": "phi3",
+    "GraniteForCausalLM": "granite",
+    "MiniCPMForCausalLM": "minicpm",
+    "SeedOssForCausalLM": "seed_oss",
+    "GemmaForCausalLM": "gemma",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3",
+    "Olmo2ForCausalLM": "olmo2",
+    "SmolLM3ForCausalLM": "smollm3",
+    "Cohere2ForCausalLM": "cohere2",
+    "Exaone4ForCausalLM": "exaone4",
+    "Starcoder2ForCausalLM": "starcoder2",
+    "NemotronForCausalLM": "nemotron",
+    "Glm4ForCausalLM": "glm4",
+    "Ernie4_5ForCausalLM": "ernie4_5",
+    "HunYuanDenseV1ForCausalLM": "hunyuan-dense",
+    "Qwen2MoeForCausalLM": "qwen2moe",
+    "OlmoeForCausalLM": "olmoe",
+    "Dots1ForCausalLM": "dots1",
+    "DeepseekV2ForCausalLM": "deepseek2",
+    "DeepseekV3ForCausalLM": "deepseek2",
+    "GptOssForCausalLM": "gpt-oss",
+    "Llama4ForCausalLM": "llama4",
+    "MiniMaxM2ForCausalLM": "minimax-m2",
+    "HunYuanMoEV1ForCausalLM": "hunyuan-moe",
+}
+PERMUTED = ("llama", "granite", "minicpm", "smollm3")
+NORMS_PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron")
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "gate_proj": "ffn_gate_exps",
+    "up_proj": "ffn_up_exps",
+    "down_proj": "ffn_down_exps",
+    "w1": "ffn_gate_exps",
+    "w3": "ffn_up_exps",
+    "w2": "ffn_down_exps",
+}
+POST_NORMS = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
+OWN_NAMES = {
+    **dict.fromkeys(["gemma2", "gemma3"], {**POST_NORMS, "pre_feedforward_layernorm": "ffn_norm"}),
+    **dict.fromkeys(["olmo2", "exaone4"], POST_NORMS),
+    "starcoder2": {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
+    "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
+    "glm4": {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"},
+    "hunyuan-dense": {"self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm"},
+}
+for _shared, _architectures in {
+    "mlp.shared_expert": ["qwen2moe"],
+    "mlp.shared_experts": ["dots1", "deepseek2"],
+    "feed_forward.shared_expert": ["llama4"],
+}.items():
+    for _architecture in _architectures:
+        OWN_NAMES[_architecture] = {f"{_shared}.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")}
+OWN_NAMES["qwen2moe"]["mlp.shared_expert_gate"] = "ffn_gate_inp_shexp"
+OWN_NAMES["deepseek2"] |= {
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.k_b_proj": "attn_k_b",
+    "self_attn.v_b_proj": "attn_v_b",
+}
+OWN_NAMES["gpt-oss"] = {"mlp.router": "ffn_gate_inp", "post_attention_layernorm": "post_attention_norm"}
+OWN_NAMES["hunyuan-moe"] = {
+    **OWN_NAMES["hunyuan-dense"],
+    "mlp.gate.wg": "ffn_gate_inp",
+    **{f"mlp.shared_mlp.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
+}
+OWN_NAMES["llama4"] |= {
+    "feed_forward.router": "ffn_gate_inp",
+    **{f"feed_forward.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+}
+# Called otherwise than `.weight` and `.bias` in checkpoints.
+BARE = {
+    "self_attn.sinks": "attn_sinks.weight",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "block_sparse_moe.e_score_correction_bias": "exp_probs_b.bias",
+}
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+_EXPERT = re.compile(
+    r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe|feed_forward)\.experts\.(\d+)\.(\w+)\.(weight|bias)"
+)
+_BARE = re.compile(rf"model\.layers\.(\d+)\.({'|'.join(map(re.escape, BARE))})")
+
+
+def tensor(name: str, values: np.ndarray) -> Tensor:
+    return name, values.shape[::-1], 0, values.astype("<f4").tobytes()
+
+
+def converted(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, np.ndarray],
+    store: Callable[[str, np.ndarray], Tensor] = tensor,
+) -> bytes:
+    """The file of a checkpoint with this config.json and these tensors, all in float32 unless `store` says otherwise.
+
+    store: llama.cpp's name of a tensor and its values -> what is written.
+    """
+    architecture = ARCHITECTURES[config["architectures"][0]]
+    names = {**NAMES, **OWN_NAMES.get(architecture, {})}
+    heads = {"self_attn.q_proj": config["num_attention_heads"], "self_attn.k_proj": config["num_key_value_heads"]}
+    written, experts = {}, {}
+    for name, values in _latents_apart(config, tensors).items():
+        if architecture in NORMS_PLUS_ONE and name.endswith("norm.weight"):
+            values = values + np.float32(1)
+        if match := _EXPERT.fullmatch(name):
+            layer, expert, part, kind = match.groups()
+            experts.setdefault(f"blk.{layer}.{names[part]}.{kind}", {})[int(expert)] = values
+        elif match := _BARE.fullmatch(name):
+            written[f"blk.{match[1]}.{BARE[match[2]]}"] = values
+        elif match := _LAYER.fullmatch(name):
+            layer, part, kind = match.groups()
+            if architecture in PERMUTED and part in heads:
+                values = permuted(values, heads[part])
+            # The base class writes every tensor squeezed.
+            written[f"blk.{layer}.{names[part]}.{kind}"] = values.squeeze()
+        else:
+            module, _, kind = name.rpartition(".")
+            written[f"{names[module]}.{kind}"] = values
+    written |= {name: np.stack([each[expert] for expert in sorted(each)]) for name, each in experts.items()}
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    for length in ("long", "short"):
+        if f"{length}_factor" in rope:
+            written[f"rope_factors_{length}.weight"] = np.asarray(rope[f"{length}_factor"], np.float32)
+    return gguf_bytes(metadata(architecture, config), [store(name, values) for name, values in written.items()])
+
+
+def _latents_apart(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """DeepseekV2Model.modify_tensors: kv_b_proj as two, of which that of keys is transposed."""
+    apart = {}
+    for name, values in tensors.items():
+        if not name.endswith(".kv_b_proj.weight"):
+            apart[name] = values
+            continue
+        by_head = values.reshape(config["num_attention_heads"], -1, values.shape[1])
+        keys, heads_values = np.split(by_head, [config["qk_nope_head_dim"]], axis=1)
+        apart[name.replace("kv_b", "k_b")] = np.ascontiguousarray(keys.swapaxes(1, 2))
+        apart[name.replace("kv_b", "v_b")] = np.ascontiguousarray(heads_values)
+    return apart
+
+
+def permuted(rows: np.ndarray, num_heads: int) -> np.ndarray:
+    """LlamaModel.permute."""
+    split = rows.reshape(num_heads, 2, rows.shape[0] // num_heads // 2, *rows.shape[1:])
+    return split.swapaxes(1, 2).reshape(rows.shape)
+
+
+_EPSILONS = {
+    "rms_norm_eps": "layer_norm_rms_epsilon",
+    **dict.fromkeys(["layer_norm_eps", "norm_epsilon", "norm_eps"], "layer_norm_epsilon"),
+}
+
+
+def metadata(architecture: str, config: Mapping[str, Any]) -> dict[str, Value]:
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)
+    own: dict[str, Value] = {
+        "block_count": (U32, config["num_hidden_layers"]),
+        "context_length": (U32, config["max_position_embeddings"]),
+        "embedding_length": (U32, config["hidden_size"]),
+        "feed_forward_length": (U32, config["intermediate_size"]),
+        "attention.head_count": (U32, config["num_attention_heads"]),
+        "attention.head_count_kv": (U32, config["num_key_value_heads"]),
+        **{f"attention.{key}": (F32, config[name]) for name, key in _EPSILONS.items() if name in config},
+        "rope.freq_base": (F32, rope.get("rope_theta") or config["rope_theta"]),
+        "rope.dimension_count": (U32, int(head_dim * rope.get("partial_rotary_factor", 1.0))),
+        "vocab_size": (U32, config["vocab_size"]),
+    }
+    if "head_dim" in config:
+        own |= {f"attention.{kind}_length": (U32, head_dim) for kind in ("key", "value")}
+    own |= _OWN_METADATA.get(architecture, lambda _: {})(config)
+    return {
+        "general.architecture": (STRING, architecture),
+        **{f"{architecture}.{key}": value for key, value in own.items()},
+        "tokenizer.ggml.tokens": (ARRAY, (STRING, [str(token) for token in range(config["vocab_size"])])),
+        "tokenizer.ggml.bos_token_id": (U32, config["bos_token_id"]),
+        "tokenizer.ggml.eos_token_id": (U32, config["eos_token_id"]),
+    }
+
+
+def _experts(config: Mapping[str, Any]) -> dict[str, Value]:
+    if "num_experts_per_tok" not in config:
+        return {}
+    experts: dict[str, Value] = {
+        "expert_count": (U32, config["num_local_experts"]),
+        "expert_used_count": (U32, config["num_experts_per_tok"]),
+    }
+    if "moe_intermediate_size" in config:
+        experts["expert_feed_forward_length"] = (U32, config["moe_intermediate_size"])
+    return experts
+
+
+def _shared_experts(config: Mapping[str, Any]) -> dict[str, Value]:
+    """DeepseekV2Model and Dots1Model."""
+    own: dict[str, Value] = {
+        "expert_count": (U32, config["n_routed_experts"]),
+        "expert_used_count": (U32, config["num_experts_per_tok"]),
+        "expert_feed_forward_length": (U32, config["moe_intermediate_size"]),
+        "expert_shared_count": (U32, config["n_shared_experts"]),
+        "expert_weights_scale": (F32, config["routed_scaling_factor"]),
+        "expert_weights_norm": (BOOL, config["norm_topk_prob"]),
+        "leading_dense_block_count": (U32, config["first_k_dense_replace"]),
+    }
+    if config["architectures"] != ["DeepseekV2ForCausalLM"]:
+        own["expert_gating_func"] = (U32, 2)
+    if config["n_group"]:
+        own["expert_group_count"] = (U32, config["n_group"])
+        own["expert_group_used_count"] = (U32, config["topk_group"])
+    return own
+
+
+def _yarn(rope: Mapping[str, Any]) -> dict[str, Value]:
+    if rope.get("rope_type") != "yarn":
+        return {}
+    return {
+        "rope.scaling.type": (STRING, "yarn"),
+        "rope.scaling.factor": (F32, rope["factor"]),
+        "rope.scaling.original_context_length": (U32, rope["original_max_position_embeddings"]),
+    }
+
+
+def _deepseek2(config: Mapping[str, Any]) -> dict[str, Value]:
+    rope, rank, rotated = config["rope_parameters"], config["kv_lora_rank"], config["qk_rope_head_dim"]
+    own: dict[str, Value] = {
+        "attention.head_count_kv": (U32, 1),
+        "attention.key_length": (U32, rank + rotated),
+        "attention.value_length": (U32, rank),
+        "attention.key_length_mla": (U32, config["qk_nope_head_dim"] + rotated),
+        "attention.value_length_mla": (U32, config["v_head_dim"]),
+        "attention.kv_lora_rank": (U32, rank),
+        "rope.dimension_count": (U32, rotated),
+    }
+    if config["q_lora_rank"] is not None:
+        own["attention.q_lora_rank"] = (U32, config["q_lora_rank"])
+    if "mscale_all_dim" in rope:
+        own["rope.scaling.yarn_log_multiplier"] = (F32, 0.1 * rope["mscale_all_dim"])
+    return own | _yarn(rope) | _shared_experts(config)
+
+
+def _qwen2moe(config: Mapping[str, Any]) -> dict[str, Value]:
+    size = config["shared_expert_intermediate_size"]
+    return {
+        **_experts({"num_local_experts": config["num_experts"], **config}),
+        "expert_shared_feed_forward_length": (U32, size),
+    }
+
+
+def _gpt_oss(config: Mapping[str, Any]) -> dict[str, Value]:
+    return {
+        **_experts({**config, "moe_intermediate_size": config["intermediate_size"]}),
+        **_yarn(config["rope_parameters"]),
+        "attention.sliding_window": (U32, config["sliding_window"]),
+    }
+
+
+def _llama4(config: Mapping[str, Any]) -> dict[str, Value]:
+    return {
+        **_experts({**config, "moe_intermediate_size": config["intermediate_size"]}),
+        "feed_forward_length": (U32, config["intermediate_size_mlp"]),
+        "interleave_moe_layer_step": (U32, config["interleave_moe_layer_step"]),
+    }
+
+
+def _minimax(config: Mapping[str, Any]) -> dict[str, Value]:
+    own = _experts({**config, "moe_intermediate_size": config["intermediate_size"]})
+    return {**own, "expert_gating_func": (U32, 2)}
+
+
+def _hunyuan_moe(config: Mapping[str, Any]) -> dict[str, Value]:
+    return {
+        **_hunyuan(config),
+        "expert_count": (U32, config["num_experts"]),
+        "expert_used_count": (U32, config["moe_topk"]),
+        "expert_feed_forward_length": (U32, config["intermediate_size"]),
+        "expert_shared_feed_forward_length": (U32, config["intermediate_size"]),
+        "expert_shared_count": (U32, 1),
+    }
+
+
+def _hunyuan(config: Mapping[str, Any]) -> dict[str, Value]:
+    rope, size = config["rope_parameters"], config["head_dim"]
+    base = rope["rope_theta"] * rope["alpha"] ** (size / (size - 2))
+    return {"rope.freq_base": (F32, base), "rope.scaling.type": (STRING, "none"), "rope.scaling.factor": (F32, 1.0)}
+
+
+def _phi3(config: Mapping[str, Any]) -> dict[str, Value]:
+    longest, original = config["max_position_embeddings"], config.get("original_max_position_embeddings")
+    own: dict[str, Value] = {"attention.sliding_window": (U32, config.get("sliding_window") or 0)}
+    if original is not None:
+        own["rope.scaling.original_context_length"] = (U32, original)
+        factor = np.sqrt(1 + np.log(longest / original) / np.log(original))
+        own["rope.scaling.attn_factor"] = (F32, factor if longest > original else 1.0)
+    return own
+
+
+def _granite(config: Mapping[str, Any]) -> dict[str, Value]:
+    return {
+        "attention.scale": (F32, config["attention_multiplier"]),
+        "embedding_scale": (F32, config["embedding_multiplier"]),
+        "residual_scale": (F32, config["residual_multiplier"]),
+        "logit_scale": (F32, config["logits_scaling"]),
+    }
+
+
+def _minicpm(config: Mapping[str, Any]) -> dict[str, Value]:
+    return {
+        "embedding_scale": (F32, config["scale_emb"]),
+        "residual_scale": (F32, config["scale_depth"] / config["num_hidden_layers"] ** 0.5),
+        "logit_scale": (F32, config["hidden_size"] / config["dim_model_base"]),
+    }
+
+
+def _gemma(config: Mapping[str, Any]) -> dict[str, Value]:
+    rope = (config.get("rope_parameters") or {}).get("full_attention", {})
+    scaling: dict[str, Value] = {}
+    if rope.get("rope_type") == "linear":
+        scaling = {"rope.scaling.type": (STRING, "linear"), "rope.scaling.factor": (F32, rope["factor"])}
+    caps = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
+    return {
+        "attention.sliding_window": (U32, config["sliding_window"]),
+        **{key: (F32, config[name]) for name, key in caps.items() if config.get(name)},
+        **scaling,
+    }
+
+
+def _cohere2(config: Mapping[str, Any]) -> dict[str, Value]:
+    return {
+        "attention.sliding_window": (U32, config["sliding_window"]),
+        "logit_scale": (F32, config["logit_scale"]),
+    }
+
+
+def _exaone4(config: Mapping[str, Any]) -> dict[str, Value]:
+    if config["sliding_window"] is None:
+        return {}
+    sliding = [kind == "sliding_attention" for kind in config["layer_types"]]
+    return {
+        "attention.sliding_window": (U32, config["sliding_window"]),
+        "attention.sliding_window_pattern": (ARRAY, (BOOL, sliding)),
+    }
+
+
+_OWN_METADATA = {
+    "gemma2": _gemma,
+    "gemma3": _gemma,
+    "cohere2": _cohere2,
+    "exaone4": _exaone4,
+    "llama": _experts,
+    "qwen3moe": _experts,
+    "qwen2moe": _qwen2moe,
+    "olmoe": lambda config: _experts({"num_local_experts": config["num_experts"], **config}),
+    "dots1": _shared_experts,
+    "deepseek2": _deepseek2,
+    "gpt-oss": _gpt_oss,
+    "llama4": _llama4,
+    "hunyuan-dense": _hunyuan,
+    "hunyuan-moe": _hunyuan_moe,
+    "minimax-m2": _minimax,
+    "phi3": _phi3,
+    "granite": _granite,
+    "minicpm": _minicpm,
+}

@@ -1,0 +1,174 @@
+"""GGUF files of every architecture that is read: the model and the weights of the checkpoint they were made from."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxengine.checkpoint.model_source import open_model
+from jaxengine.config.engine_config import EngineConfig
+from jaxengine.models.build import Build
+from jaxengine.models.config.hf import read_config_json
+from jaxengine.models.params.source import CheckpointNames, WeightSource
+from jaxengine.models.registry import MODELS, build_model, read_hf
+from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
+from jaxengine.models.weights.gguf.layout import LAYOUTS
+from jaxengine.models.weights.load import load_params
+from jaxengine.models.weights.views.renamed import RenamedSource
+from jaxengine.models.weights.views.stacked import StackedSource
+from tests.fixtures.drawn_weights import FOLDER, checkpoint, draw
+from tests.models.families.test_golden import assert_close, padded
+from tests.models.weights.gguf.gguf_conversion import ARCHITECTURES, converted
+
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
+# Recorded checkpoints, and changes to their config.json where the format cannot say all of it.
+CASES: dict[str, dict[str, Any]] = {
+    "mixtral": {"sliding_window": None},
+    "qwen3_moe": {"mlp_only_layers": [], "norm_topk_prob": True},
+    "phi3": {},
+    "phi3_longrope": {},
+    "granite": {},
+    "minicpm": {},
+    "seed_oss": {},
+    "gemma_untied": {},
+    "gemma2": {"query_pre_attn_scalar": 16},
+    "gemma3": {
+        "query_pre_attn_scalar": 12,
+        "layer_types": None,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    },
+    "olmo2_wide": {"rope_parameters": DEFAULT_ROPE},
+    "smollm3_untied": {"no_rope_layers": None, "no_rope_layer_interval": None},
+    "cohere2_wide": {"layer_types": None, "rope_parameters": DEFAULT_ROPE},
+    "exaone4": {"rope_parameters": DEFAULT_ROPE},
+    "exaone4_full": {},
+    "starcoder2": {"sliding_window": None},
+    "nemotron_tied": {"rope_parameters": DEFAULT_ROPE | {"partial_rotary_factor": 0.75}},
+    "glm4": {},
+    "ernie4_5": {},
+    "hunyuan_dense": {},
+    "qwen2_moe": {
+        "mlp_only_layers": [],
+        "norm_topk_prob": False,
+        "use_sliding_window": False,
+        "layer_types": None,
+    },
+    "olmoe": {"norm_topk_prob": False},
+    "dots1": {"layer_types": None, "sliding_window": None},
+    "minimax_m2": {},
+    "hunyuan_moe": {},
+    "deepseek_v2": {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7}},
+    "deepseek_v2_groups": {"attention_bias": False},
+    "deepseek_v3": {},
+    "gpt_oss": {"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+    "llama4": {
+        "attention_chunk_size": 8192,
+        "attn_scale": 0.1,
+        "floor_scale": 8192,
+        "layer_types": None,
+        "rope_parameters": DEFAULT_ROPE,
+    },
+}
+CHANGED_WEIGHTS = ("qwen3_moe", "qwen2_moe")
+
+
+def tensors_of(name: str, config: dict[str, Any]) -> dict[str, np.ndarray]:
+    source: WeightSource = SafetensorsCheckpoint(checkpoint(name))
+    architecture = config["architectures"][0]
+    if (stacked := MODELS[architecture].checkpoint_names.stacked_experts) is not None:
+        source = StackedSource(source, stacked, config["num_local_experts"])
+    if architecture == "DeepseekV2ForCausalLM" and not config["attention_bias"]:
+        biases = CheckpointNames(unused=tuple(each for each in source.names() if each.endswith(".bias")) or ("-",))
+        source = RenamedSource(source, biases)
+    tensors = {tensor: source.read(tensor) for tensor in source.names()}
+    source.close()
+    if name in CHANGED_WEIGHTS:  # layers that were dense have experts
+        shapes = {tensor: values.shape for tensor, values in tensors.items()}
+        first = {tensor: shape for tensor, shape in shapes.items() if tensor.startswith("model.layers.0.")}
+        for layer in range(config["num_hidden_layers"]):
+            of_layer = (f"model.layers.{layer}.", "model.layers.0.")
+            tensors = {tensor: values for tensor, values in tensors.items() if not tensor.startswith(of_layer[0])} | {
+                tensor.replace(*of_layer[::-1]): draw(tensor.replace(*of_layer[::-1]), shape)
+                for tensor, shape in first.items()
+            }
+    return tensors
+
+
+def approximately(value: Any) -> Any:
+    """A configuration to compare with: numbers of a GGUF file have float32's precision."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: approximately(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, tuple):
+        return [approximately(each) for each in value]
+    return pytest.approx(value, rel=1e-6) if isinstance(value, float) else value
+
+
+def exactly(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: exactly(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return [exactly(each) for each in value] if isinstance(value, tuple) else value
+
+
+@pytest.fixture
+def opened(tmp_path):
+    """name of a case -> its config.json, its tensors, and the opened GGUF file that was made of them."""
+    sources = []
+
+    def open_case(name: str):
+        config = {**read_config_json(FOLDER / name), **CASES[name]}
+        tensors = tensors_of(name, config)
+        (path := tmp_path / "model.gguf").write_bytes(converted(config, tensors))
+        sources.append(open_model(EngineConfig(model=str(path), skip_tokenizer_init=True)))
+        return config, tensors, sources[-1]
+
+    yield open_case
+    for source in sources:
+        source.close()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_model_and_its_weights(opened, name):
+    config, tensors, source = opened(name)
+    longest = config["max_position_embeddings"]
+    expected = read_hf(config).up_to(longest)
+    # What a window of the whole context or more keeps out is nothing.
+    windows = [layer.window if (layer.window or longest) < longest else None for layer in expected.attention]
+    layers = zip(expected.attention, windows, strict=True)
+    expected = dataclasses.replace(
+        expected, attention=tuple(dataclasses.replace(layer, window=window) for layer, window in layers)
+    )
+    assert exactly(source.config) == approximately(expected)
+    rope = {tensor for tensor in source.weights.names() if tensor.startswith("rope_")}
+    assert set(source.weights.names()) - rope == tensors.keys()
+    for tensor, values in tensors.items():
+        # Norms to which the format adds one lose some of float32's last bits.
+        atol = 2e-7 if LAYOUTS[ARCHITECTURES[config["architectures"][0]]].norm_offset else 0
+        np.testing.assert_allclose(source.weights.read(tensor), values, rtol=0, atol=atol, err_msg=tensor)
+    load_params(build_model(source.config, Build("float32")), source.weights)
+
+
+@pytest.mark.parametrize("name", ["phi3_longrope", "exaone4_full", "deepseek_v3"])
+def test_logits_are_the_recorded_ones(opened, recorded, paged_run, name):
+    _, _, source = opened(name)
+    model = build_model(source.config, Build("float32"))
+    nnx.update(model, load_params(model, source.weights))
+    golden = recorded(name)
+    for index, prompt in enumerate(golden.prompts):
+        logits = paged_run(model).step({"a": prompt}, num_tokens=padded(len(prompt)))["a"]
+        assert_close(logits, golden.logits[index])
+
+
+def test_every_layout_has_a_family_and_a_case():
+    families = {model.gguf_architecture for model in MODELS.values() if model.gguf_architecture}
+    assert {family.partition(" ")[0] for family in families} == set(LAYOUTS)
+    # Those of Llama and Qwen are in test_gguf.py.
+    cases = {read_hf(read_config_json(FOLDER / name)).architecture for name in CASES}
+    assert {ARCHITECTURES[case] for case in cases} | {"llama", "qwen2", "qwen3"} == set(LAYOUTS)

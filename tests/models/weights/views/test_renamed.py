@@ -1,0 +1,71 @@
+"""Checkpoints whose tensors have other names than the model's, hold other parts, or hold numbers that are code here."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.params.source import CheckpointNames
+from jaxengine.models.weights.views.renamed import RenamedSource
+from tests.models.weights.test_load import ArraySource
+
+NAMES = CheckpointNames(
+    prefixes=(("language_model.model.", "model."), ("model.language_model.", "model.")),
+    unused=("vision.",),
+    constants={".act_fn.beta": 0.3},
+)
+TENSORS = {name: np.full((2, 3), number, np.float32) for number, name in enumerate(("lm_head.weight", "vision.a"))}
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model.", "model."])
+def test_names_and_parts(prefix):
+    source = RenamedSource(ArraySource({**TENSORS, f"{prefix}norm.weight": np.arange(3.0)}), NAMES)
+    assert list(source.names()) == ["lm_head.weight", "model.norm.weight"] and source.path == "memory"
+    assert source.shape("lm_head.weight") == (2, 3) and source.shape("model.norm.weight") == (3,)
+    np.testing.assert_array_equal(source.read("model.norm.weight", slice(1, 3)), [1, 2])
+    np.testing.assert_array_equal(source.read("lm_head.weight", slice(0, 1), slice(0, 2)), [[0, 0]])
+
+
+def test_ends_of_names():
+    stored = {"model.moe.input.weight": np.ones((2, 3)), "moe.input.weight.scale": np.ones(2)}
+    names = CheckpointNames(prefixes=(("model.", "m."),), suffixes=(("input.weight", "experts.gate_up_proj"),))
+    source = RenamedSource(ArraySource(stored), names)
+    assert list(source.names()) == ["m.moe.experts.gate_up_proj", "moe.input.weight.scale"]
+    assert source.stored_name("m.moe.experts.gate_up_proj") == "model.moe.input.weight"
+
+
+def test_an_axis_of_one_is_left_out():
+    stored = {"conv1d.weight": np.arange(12.0).reshape(4, 1, 3), "conv2d.weight": np.ones((4, 1, 3))}
+    source = RenamedSource(ArraySource(stored), CheckpointNames(squeezed=("conv1d.weight",)))
+    assert source.shape("conv1d.weight") == (4, 3) and source.shape("conv2d.weight") == (4, 1, 3)
+    np.testing.assert_array_equal(source.read("conv1d.weight", slice(1, 3), slice(0, 2)), [[3, 4], [6, 7]])
+
+
+def test_axes_behind_the_first_are_joined():
+    stored = {"patch_embed.weight": np.arange(24.0).reshape(4, 1, 3, 2), "patch_embed.bias": np.ones(4)}
+    source = RenamedSource(ArraySource(stored), CheckpointNames(flattened=("patch_embed.weight", "patch_embed.bias")))
+    assert source.shape("patch_embed.weight") == (4, 6) and source.shape("patch_embed.bias") == (4,)
+    np.testing.assert_array_equal(source.read("patch_embed.weight", slice(1, 3), slice(4, 6)), [[10, 11], [16, 17]])
+
+
+def test_two_tensors_of_one_name_are_refused():
+    twice = {"model.norm.weight": np.ones(3), "language_model.model.norm.weight": np.ones(3)}
+    with pytest.raises(ModelFileError, match=r"stands for model\.norm\.weight, as does model\.norm"):
+        RenamedSource(ArraySource(twice), NAMES)
+
+
+def test_constants_are_compared():
+    for held in (np.full(1, 0.3, np.float32), np.full((), 0.3, np.float32), np.full((), 0.3, ml_dtypes.bfloat16)):
+        assert list(RenamedSource(Scalars({"mlp.act_fn.beta": held}), NAMES).names()) == []
+    for held in (np.full(1, 0.31), np.full(2, 0.3, np.float32)):
+        with pytest.raises(ModelFileError, match=r"must hold 0\.3 and nothing else, got .*act_fn\.beta"):
+            RenamedSource(Scalars({"mlp.act_fn.beta": held}), NAMES)
+
+
+class Scalars(ArraySource):
+    """Tensors without axes too."""
+
+    def read(self, name, rows=slice(None), columns=slice(None)):
+        return np.asarray(self.tensors[name])

@@ -1,0 +1,183 @@
+"""Checkpoints that stack the experts of a layer, as they are and in MXFP4."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.params.source import StackedExperts
+from jaxengine.models.registry import build_model, read_folder, read_hf
+from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
+from jaxengine.models.weights.load import load_params
+from jaxengine.models.weights.views.stacked import FP4, StackedSource, mxfp4_values, of_shapes
+from tests.fixtures.drawn_weights import checkpoint
+
+FIXTURES = Path(__file__).parents[3] / "fixtures"
+EXPERTS, SIZE, FFN = 3, 64, 32
+PREFIX = "model.layers.0.mlp.experts"
+
+
+def test_mxfp4_is_read_as_transformers_does():
+    with np.load(FIXTURES / "mxfp4.npz") as recorded:
+        values = mxfp4_values(recorded["blocks"], recorded["scales"])
+        np.testing.assert_array_equal(values.swapaxes(1, 2).view(np.int16), recorded["bits"])
+
+
+def stacks(rng: np.random.Generator, *, mxfp4: bool) -> dict[str, np.ndarray]:
+    biases = {
+        f"{PREFIX}.gate_up_proj_bias": rng.standard_normal((EXPERTS, 2 * FFN)),
+        f"{PREFIX}.down_proj_bias": rng.standard_normal((EXPERTS, SIZE)),
+    }
+    biases = {name: values.astype(np.float32) for name, values in biases.items()}
+    if mxfp4:
+        made = {}
+        for name, rows, columns in (("gate_up_proj", 2 * FFN, SIZE), ("down_proj", SIZE, FFN)):
+            made[f"{PREFIX}.{name}_blocks"] = rng.integers(0, 256, (EXPERTS, rows, columns // 32, 16), np.uint8)
+            made[f"{PREFIX}.{name}_scales"] = rng.integers(118, 126, (EXPERTS, rows, columns // 32), np.uint8)
+        return made | biases
+    return biases | {
+        f"{PREFIX}.gate_up_proj": rng.standard_normal((EXPERTS, SIZE, 2 * FFN)).astype(np.float32),
+        f"{PREFIX}.down_proj": rng.standard_normal((EXPERTS, FFN, SIZE)).astype(np.float32),
+    }
+
+
+def plain(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Stacks in MXFP4 as stacks of numbers, by the format's definition."""
+    made = {name: values for name, values in tensors.items() if not name.endswith(("_blocks", "_scales"))}
+    for name in tensors:
+        if name.endswith("_blocks"):
+            stem, blocks = name.removesuffix("_blocks"), tensors[name]
+            halves = np.stack([FP4[blocks & 15], FP4[blocks >> 4]], axis=-1).reshape(*blocks.shape[:3], 32)
+            scaled = halves * 2.0 ** (tensors[f"{stem}_scales"].astype(np.float64)[..., None] - 127)
+            matrix = scaled.reshape(*blocks.shape[:2], -1).swapaxes(1, 2)
+            made[stem] = np.ascontiguousarray(matrix, np.float32)
+    return made
+
+
+@pytest.mark.parametrize("mxfp4", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_parts_of_a_stack(tmp_path, mxfp4, interleaved):
+    """Rows and columns of every expert's matrices, as devices that share them ask for."""
+    tensors = stacks(np.random.default_rng(0), mxfp4=mxfp4)
+    save_file(tensors | {"lm_head.weight": np.ones((2, 2), np.float32)}, tmp_path / "model.safetensors")
+    stacked = plain(tensors)
+    source = StackedSource(SafetensorsCheckpoint(tmp_path), StackedExperts(interleaved), EXPERTS)
+    assert len(list(source.names())) == 6 * EXPERTS + 1
+    assert source.shape("lm_head.weight") == source.read("lm_head.weight").shape == (2, 2)
+    for expert in range(EXPERTS):
+        gate_up, bias = (stacked[f"{PREFIX}.gate_up_proj{end}"][expert] for end in ("", "_bias"))
+        halves = [slice(0, None, 2), slice(1, None, 2)] if interleaved else [slice(0, FFN), slice(FFN, None)]
+        for module, own in zip(("gate_proj", "up_proj"), halves, strict=True):
+            name = f"{PREFIX}.{expert}.{module}"
+            assert source.shape(f"{name}.weight") == (FFN, SIZE) and source.shape(f"{name}.bias") == (FFN,)
+            for rows, columns in ((slice(None), slice(None)), (slice(5, 13), slice(None)), (slice(None), slice(7, 40))):
+                part = source.read(f"{name}.weight", rows, columns)
+                np.testing.assert_array_equal(part.astype(np.float32), gate_up[:, own].T[rows, columns])
+                np.testing.assert_array_equal(source.read(f"{name}.bias", rows), bias[own][rows])
+        name = f"{PREFIX}.{expert}.down_proj"
+        down = source.read(f"{name}.weight", slice(3, 60), slice(1, 32)).astype(np.float32)
+        np.testing.assert_array_equal(down, stacked[f"{PREFIX}.down_proj"][expert].T[3:60, 1:32])
+        np.testing.assert_array_equal(source.read(f"{name}.bias"), stacked[f"{PREFIX}.down_proj_bias"][expert])
+
+
+def test_stacks_of_matrices_as_linear_layers_have_them(tmp_path):
+    """The same parts of the same matrices, whichever way round they lie."""
+    tensors = stacks(np.random.default_rng(0), mxfp4=False)
+    turned = {
+        name: np.ascontiguousarray(values.swapaxes(1, 2)) if values.ndim == 3 else values
+        for name, values in tensors.items()
+    }
+    sources = []
+    for name, held, stacked in (("in", tensors, StackedExperts()), ("out", turned, StackedExperts(out_first=True))):
+        (tmp_path / name).mkdir()
+        save_file(held, tmp_path / name / "model.safetensors")
+        checkpoint = SafetensorsCheckpoint(tmp_path / name)
+        assert of_shapes(StackedExperts(out_first=None), checkpoint, SIZE) == stacked
+        sources.append(StackedSource(checkpoint, stacked, EXPERTS))
+    one, other = sources
+    assert list(one.names()) == list(other.names())
+    for name in one.names():
+        assert one.shape(name) == other.shape(name)
+        parts = [(slice(None), slice(None)), (slice(3, 20), slice(1, 9))]
+        for rows, columns in parts if len(one.shape(name)) == 2 else [(slice(2, 5), slice(None))]:
+            np.testing.assert_array_equal(one.read(name, rows, columns), other.read(name, rows, columns), err_msg=name)
+
+
+def test_a_whole_checkpoint_in_mxfp4(tmp_path):
+    """Its weights, kept quantised, are those of the same numbers stored as they are."""
+    folder, rng = checkpoint("gpt_oss"), np.random.default_rng(0)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if re.search(r"experts\.\w+_proj$", name)]:
+        experts, columns, rows = tensors.pop(name).shape
+        tensors[f"{name}_blocks"] = rng.integers(0, 256, (experts, rows, columns // 32, 16), np.uint8)
+        tensors[f"{name}_scales"] = rng.integers(118, 126, (experts, rows, columns // 32), np.uint8)
+    raw = json.loads((folder / "config.json").read_text())
+    quantized = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    loaded = []
+    for name, held, config in (
+        ("quantized", tensors, raw | {"quantization_config": quantized}),
+        ("plain", plain(tensors), raw),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        save_file(held, tmp_path / name / "model.safetensors")
+        model = build_model(read_folder(tmp_path / name), Build(jnp.float32))
+        loaded.append(load_params(model, SafetensorsCheckpoint(tmp_path / name)))
+    for quantized, plain_weights in zip(*(state["layers"].values() for state in loaded), strict=True):
+        for name in ("gate_up", "down"):
+            held, values = quantized["mlp"].pop(name), plain_weights["mlp"].pop(name)["values"][...]
+            assert (held["codes"][...].dtype, held["scales"][...].shape[1]) == (jnp.int8, values.shape[1] // 32)
+            scales = np.repeat(held["scales"][...], 32, axis=1)
+            np.testing.assert_array_equal(held["codes"][...].astype(jnp.float32) * scales, values)
+    jax.tree.map(np.testing.assert_array_equal, *loaded)
+    tensors["model.layers.0.mlp.experts.down_proj_scales"][1, 2] = 255
+    save_file(tensors, tmp_path / "quantized" / "model.safetensors")
+    model = build_model(read_folder(tmp_path / "quantized"), Build(jnp.float32))
+    with pytest.raises(
+        ModelFileError, match="255 stands for no number .at model.layers.0.mlp.experts.1.down_proj.scales"
+    ):
+        load_params(model, SafetensorsCheckpoint(tmp_path / "quantized"))
+    with pytest.raises(ModelConfigError, match="quant_method must be .* or 'mxfp4', got 'mxfp6'"):
+        read_hf(raw | {"quantization_config": {"quant_method": "mxfp6"}})
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("gate_up_proj", np.zeros((4, SIZE, FFN)), "a stack of the matrices or biases of 3 experts"),
+        ("gate_up_proj", np.zeros((3, SIZE)), "a stack of the matrices"),
+        ("gate_up_proj", np.zeros((3, SIZE, 9)), "gate and up must be equally many rows, got 9"),
+        (
+            "gate_up_proj_what",
+            np.zeros((3, SIZE, 8)),
+            "is no tensor of stacked experts that is read: these are gate_up",
+        ),
+        ("down_proj_blocks", np.zeros((3, SIZE, 1, 16), np.uint8), "MXFP4 must have blocks"),
+        ("down_proj_blocks", np.zeros((3, SIZE, 1, 8), np.uint8), "MXFP4 must have blocks"),
+        ("down_proj_bias", np.zeros((3, SIZE, 1)), "a stack of the matrices"),
+    ],
+)
+def test_stacks_of_other_shapes(tmp_path, name, values, message):
+    save_file({f"{PREFIX}.{name}": values}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelFileError, match=message):
+        StackedSource(SafetensorsCheckpoint(tmp_path), StackedExperts(), EXPERTS)
+
+
+def test_mxfp4_of_another_kind(tmp_path):
+    tensors = stacks(np.random.default_rng(0), mxfp4=True)
+    tensors[f"{PREFIX}.down_proj_scales"] = tensors[f"{PREFIX}.down_proj_scales"].astype(ml_dtypes.bfloat16)
+    save_file(tensors, tmp_path / "model.safetensors")
+    source = StackedSource(SafetensorsCheckpoint(tmp_path), StackedExperts(), EXPERTS)
+    with pytest.raises(ModelFileError, match="MXFP4 must be stored as U8, got uint8 and bfloat16"):
+        source.read(f"{PREFIX}.0.down_proj.weight")
