@@ -7,6 +7,6 @@ no models, requests or layers, and sees of a device mesh only the shards that sh
 
 if __name__ != "jaxengine.pallas_kernels":
     raise ImportError(
-        f"{__name__!r} is jaxengine's own folder; import jaxengine.pallas_kernels. If you meant another package, rename it, or take "
-        f"the checkout of jaxengine off sys.path"
+        f"{__name__!r} is jaxengine's own folder; import jaxengine.pallas_kernels. If you meant another package, "
+        "rename it, or take the checkout of jaxengine off sys.path"
     )

@@ -2,6 +2,6 @@
 
 if __name__ != "jaxengine.scheduler":
     raise ImportError(
-        f"{__name__!r} is jaxengine's own folder; import jaxengine.scheduler. If you meant another package, rename it, or take "
-        f"the checkout of jaxengine off sys.path"
+        f"{__name__!r} is jaxengine's own folder; import jaxengine.scheduler. If you meant another package, rename it, "
+        "or take the checkout of jaxengine off sys.path"
     )

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+# Packages are folders of the repository; all but the first are linked into it and imported as jaxengine.NAME.
 PACKAGES = ("jaxengine", "pallas_kernels", "sharding", "scheduler", "models")
 MAX_LINES, MAX_FUNCTION, MAX_METHODS = 500, 60, 20
 # Larger ones, to be made smaller.
@@ -24,12 +25,6 @@ LARGE = {
     "jaxengine.grammars.grammar_worker.GrammarWorker",
     "jaxengine.grammars.request_masks.RequestMasks",
     "jaxengine.media.processors.units.UnitProcessor",
-    "jaxengine.runner.extensions.adapters.store.AdapterStore",
-    "jaxengine.runner.model_runner.ModelRunner",
-    "jaxengine.runner.programs.step_programs.StepPrograms",
-    "jaxengine.runner.stage_runner.StageRunner",
-    "jaxengine.sampling.sampler.sample",
-    "jaxengine.server.link.remote_engine.RemoteEngine",
     "jaxengine.models.layers.mla_made.attend_made",
     "jaxengine.models.layers.mla_made.made_rows",
     "jaxengine.pallas_kernels.attention.hopper.latent._attend",
@@ -39,10 +34,16 @@ LARGE = {
     "jaxengine.pallas_kernels.matmul.hopper.quantized.multiply",
     "jaxengine.pallas_kernels.matmul.hopper.shape.Shape",
     "jaxengine.pallas_kernels.matmul.tpu.grouped._body",
+    "jaxengine.runner.extensions.adapters.store.AdapterStore",
+    "jaxengine.runner.model_runner.ModelRunner",
+    "jaxengine.runner.programs.step_programs.StepPrograms",
+    "jaxengine.runner.stage_runner.StageRunner",
+    "jaxengine.sampling.sampler.sample",
     "jaxengine.scheduler.pages.groups.PageTables",
     "jaxengine.scheduler.rank.Rank",
     "jaxengine.scheduler.results.take",
     "jaxengine.scheduler.scheduler.Scheduler",
+    "jaxengine.server.link.remote_engine.RemoteEngine",
 }
 
 # Distributions whose module has another name.
@@ -61,9 +62,9 @@ MODULES = {
 
 # package -> prefixes of our own modules it may import, itself aside.
 ARROWS = {
-    "jaxengine": ("scheduler", "models", "sharding"),
-    "scheduler": ("jaxengine.models.forward_batch", "jaxengine.models.adapters", "jaxengine.models._names"),
-    "models": ("pallas_kernels", "sharding"),
+    "jaxengine": ("jaxengine.scheduler", "jaxengine.models", "jaxengine.sharding"),
+    "scheduler": ("jaxengine.models.forward_batch", "jaxengine.models.adapters"),
+    "models": ("jaxengine.pallas_kernels", "jaxengine.sharding"),
     "pallas_kernels": (),
     "sharding": (),
 }
@@ -92,11 +93,19 @@ def sources() -> dict[str, tuple[Path, ast.Module]]:
     found = {}
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
-            if PEER_SCRIPTS not in path.parents:
-                parts = path.relative_to(ROOT).with_suffix("").parts
-                name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-                found[name] = (path, ast.parse(path.read_text(), str(path)))
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            if PEER_SCRIPTS in path.parents or (package == "jaxengine" and parts[1] in PACKAGES):
+                continue
+            parts = parts if package == "jaxengine" else ("jaxengine", *parts)
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            found[name] = (path, ast.parse(path.read_text(), str(path)))
     return found
+
+
+def package_of(name: str) -> str:
+    """The one of PACKAGES that a dotted name of ours is in."""
+    second = [*name.split("."), ""][1]
+    return second if second in PACKAGES else "jaxengine"
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
@@ -125,17 +134,35 @@ def where(path: Path, line: int) -> str:
 
 def test_the_packages_are_here():
     hatch = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]
-    assert sorted(hatch["build"]["targets"]["wheel"]["packages"]) == sorted(PACKAGES)
-    assert {name.partition(".")[0] for name in sources()} == set(PACKAGES)
+    assert hatch["build"]["targets"]["wheel"]["packages"] == ["jaxengine"]
+    assert {package_of(name) for name in sources()} == set(PACKAGES)
+    for package in PACKAGES[1:]:
+        assert (ROOT / "jaxengine" / package).resolve() == ROOT / package
+
+
+@pytest.mark.parametrize("package", PACKAGES[1:])
+def test_a_package_has_one_name(package):
+    """The folders lie on sys.path of whoever starts Python in a checkout; no module is imported under two names."""
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        f"import jaxengine.{package}\n"
+        f"try: import {package}\n"
+        f"except ImportError as error: print(error)\n"
+        f"assert {package!r} not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{package!r} is jaxengine's own folder; import jaxengine.{package}")
 
 
 def test_imports_follow_the_arrows():
     wrong = []
     for module, (path, tree) in sources().items():
-        package = module.partition(".")[0]
+        package = package_of(module)
         for name, line in imports(tree):
-            top = name.partition(".")[0]
-            if top in PACKAGES and top != package and not allowed(name, ARROWS[package]):
+            is_ours, target = name.partition(".")[0] == "jaxengine", package_of(name)
+            assert name.partition(".")[0] not in PACKAGES[1:], f"{where(path, line)}: {name} is jaxengine.{name}"
+            if is_ours and target != package and not allowed(name, ARROWS[package]):
                 wrong.append(f"{where(path, line)}: {package} must not import {name}")
     assert not wrong, "\n".join(wrong)
 
@@ -146,10 +173,10 @@ def test_outside_imports_are_declared_and_fit_the_room():
     declared = required.union(*map(import_names, project["optional-dependencies"].values()))
     wrong, used = [], set()
     for module, (path, tree) in sources().items():
-        room = OUTSIDE[module.partition(".")[0]]
+        room = OUTSIDE[package_of(module)]
         for name, line in imports(tree):
             top = name.partition(".")[0]
-            if top in PACKAGES or top in sys.stdlib_module_names:
+            if top == "jaxengine" or top in sys.stdlib_module_names:
                 continue
             used.add(top)
             if top not in (declared if room is None else room & declared):
@@ -209,7 +236,7 @@ def test_every_module_says_what_it_owns():
 @pytest.mark.parametrize("package", ["scheduler", "jaxengine"])
 def test_light_packages_import_without_jax(package):
     if package == "scheduler":
-        names = [name for name in sources() if name.partition(".")[0] == "scheduler"]
+        names = [name for name in sources() if package_of(name) == "scheduler"]
         names += ["jaxengine.models.forward_batch", "jaxengine.models.adapters"]
     else:
         names = ["jaxengine", "jaxengine.commands.cli", "jaxengine.config.engine_config"]

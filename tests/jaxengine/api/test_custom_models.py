@@ -45,7 +45,8 @@ def renamed(**members: Any) -> type:
         (
             "LlamaForCausalLM",
             type("LlamaForCausalLM", (OwnForCausalLM,), {}),
-            "architecture is 'LlamaForCausalLM'; allowed: a name that is free; jaxengine.models.families.llama has this one$",
+            "architecture is 'LlamaForCausalLM'; allowed: a name that is free; "
+            "jaxengine.models.families.llama has this one$",
         ),
         (
             "OwnForCausalLM",
