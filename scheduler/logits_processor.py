@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 import re
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, ClassVar, NamedTuple
-
-import numpy as np
 
 from jaxengine.scheduler.errors import RequestError, show_value
 from jaxengine.scheduler.token_params import MAX_PROCESSORS
@@ -41,9 +40,9 @@ class Column:
     values: tuple[float | int | bool, ...] | None = None
 
     @property
-    def dtype(self) -> np.dtype:
+    def dtype(self) -> str:
         """float32, int32 or bool."""
-        return np.dtype({bool: np.bool_, int: np.int32, float: np.float32}[type(self.default)])
+        return {bool: "bool", int: "int32", float: "float32"}[type(self.default)]
 
     @property
     def allowed(self) -> str:
@@ -73,8 +72,7 @@ class Column:
 
     def word(self, value: float | int | bool) -> int:
         """The 32 bits of a value, as an int32."""
-        dtype = np.int32 if self.dtype == np.bool_ else self.dtype
-        return int(np.array(value, dtype).view(np.int32))
+        return struct.unpack("<i", struct.pack("<f" if isinstance(self.default, float) else "<i", value))[0]
 
     @property
     def _limits(self) -> tuple[float, float]:

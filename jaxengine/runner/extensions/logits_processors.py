@@ -121,9 +121,9 @@ def _processed(each: type[LogitsProcessor], logits: jax.Array, columns: Mapping[
     return found
 
 
-def _typed(words: jax.Array, dtype: np.dtype) -> jax.Array:
+def _typed(words: jax.Array, dtype: str) -> jax.Array:
     """Values of a column, of their 32 bits."""
-    return words > 0 if dtype == np.bool_ else lax.bitcast_convert_type(words, dtype)
+    return words > 0 if dtype == "bool" else lax.bitcast_convert_type(words, np.dtype(dtype))
 
 
 def _write_rows(state: DeviceState, slots: jax.Array, words: jax.Array) -> DeviceState:

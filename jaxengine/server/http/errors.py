@@ -75,7 +75,7 @@ def as_api_error(error: Exception) -> ApiError:
         case UnknownAdapterError():
             return ApiError(404, str(error), param=error.param)
         case RequestError():
-            return ApiError(400, str(error), param=error.param)
+            return ApiError(400, _in_http(str(error)), param=None if error.param is None else _in_http(error.param))
         case RequestValidationError():
             return _invalid(error)
         case EngineDrainingError():
@@ -171,3 +171,8 @@ def _want(problem: dict[str, Any]) -> str:
     where = f"{'.'.join(inside)[:100]}: " if inside else ""
     said = problem["msg"].removeprefix("Value error, ")
     return where + said[:1].lower() + said[1:]
+
+
+def _in_http(text: str) -> str:
+    """A field's name, or a message that begins with it, as HTTP spells the field (vLLM's names)."""
+    return text.replace("extra_args", "vllm_xargs", 1) if text.startswith("extra_args") else text
