@@ -23,13 +23,13 @@ def app():
 
 
 async def test_vllm_xargs_reach_the_processor(app):
-    plain = await post(app, "/v1/completions", BODY)
-    limited = await post(app, "/v1/completions", {**BODY, "vllm_xargs": {"max_repeats": 1}})
+    plain = await post(app, "/v1/completions", **BODY)
+    limited = await post(app, "/v1/completions", **BODY, vllm_xargs={"max_repeats": 1})
     ids = [answer.json["choices"][0]["token_ids"] for answer in (plain, limited)]
     assert len(set(ids[0])) < 12 and len(set(ids[1])) == 12
 
 
 async def test_an_error_names_the_field_of_http(app):
-    wrong = await post(app, "/v1/completions", {**BODY, "vllm_xargs": {"max_repeats": -1}})
+    wrong = await post(app, "/v1/completions", **BODY, vllm_xargs={"max_repeats": -1})
     assert (wrong.status, wrong.error["param"]) == (400, "vllm_xargs.max_repeats")
     assert wrong.error["message"] == "vllm_xargs.max_repeats must be an int from 0 to 1000, got -1"
