@@ -108,6 +108,7 @@ class MaxRepeats(LogitsProcessor):
         limit = columns["max_repeats"]
         return jnp.where((limit > 0) & (vocab.output_counts >= limit), -jnp.inf, logits)
 
+
 llm = LLM(model, logits_processors=[MaxRepeats])
 llm.generate(prompt, SamplingParams(extra_args={{"max_repeats": 2}}))
 ```
