@@ -76,6 +76,11 @@ class TokenParams:
         """Whether some bad word has several tokens, so that the ones before decide whether the next is one's last."""
         return any(len(word) > 1 for word in self.bad_words)
 
+    @property
+    def computes_prompt(self) -> bool:
+        """Whether no token of the prompt may come from the prefix cache."""
+        return self.reads_prompt or self.prompt_logprobs is not None
+
     @cached_property
     def features(self) -> int:
         """Which optional parts of a step a request with these parameters needs."""

@@ -63,6 +63,7 @@ class InputProcessor:
         self.generation_defaults = generation_defaults
         self.pooling = pooling
         self.media = media
+        self._structured_defaults = config.structured_outputs_config.chosen
         self._origin = origin
         self._num_requests = 0
 
@@ -254,7 +255,7 @@ class InputProcessor:
 
         Takes long if there are any: do not call it on an event loop.
         """
-        if not has_media(prompt):
+        if isinstance(prompt, str) or not has_media(prompt):
             return prompt
         if self.media is None:
             name = DATA if prompt.get(DATA) else OPTIONS
@@ -302,7 +303,7 @@ class InputProcessor:
         return Request(
             request_id=request_id,
             prompt_token_ids=np.array(token_ids, np.int32),
-            params=params.token_params(bad_words, self.config.structured_outputs_config.chosen, reasoning_begin),
+            params=params.token_params(bad_words, self._structured_defaults, reasoning_begin),
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             eos_token_ids=eos,
             stop_token_ids=tuple(dict.fromkeys((*eos, *params.stop_token_ids))),
