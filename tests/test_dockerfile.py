@@ -26,6 +26,7 @@ def steps() -> list[tuple[str, str]]:
 def test_what_the_wheel_is_made_of_is_copied(steps):
     copied = {word for name, rest in steps if name == "COPY" and "--from" not in rest for word in rest.split()[:-1]}
     wheel = set(PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"])
+    wheel |= {path.resolve().name for path in (ROOT / "jaxengine").iterdir() if path.is_symlink()}
     wanted = {*wheel, "pyproject.toml", PROJECT["project"]["readme"], *PROJECT["project"]["license-files"]}
     assert copied == wanted and all((ROOT / name).exists() for name in copied)
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
