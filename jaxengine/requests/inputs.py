@@ -63,9 +63,13 @@ class InputProcessor:
         self.generation_defaults = generation_defaults
         self.pooling = pooling
         self.media = media
-        self._structured_defaults = config.structured_outputs_config.chosen
         self._origin = origin
         self._num_requests = 0
+
+    @cached_property
+    def _structured_defaults(self) -> tuple[str, ...]:
+        """Switches of structured_outputs_config that hold for every request."""
+        return self.config.structured_outputs_config.chosen
 
     def default_sampling_params(self) -> SamplingParams:
         """vLLM's defaults, overridden by the model's generation_config.json."""
