@@ -97,7 +97,8 @@ class StepPrograms:
         self._params_tree = jax.tree.structure(params)
         settings = config.max_logprobs, config.logprobs_mode
         self._epilogue_spec = EpilogueSpec(self._graph, self._params_tree, *settings, self.extensions)
-        self.description = repr((model.config, model.build, self.groups, self.layout, *settings))
+        own = tuple(each.description for each in extensions if each.description)
+        self.description = repr((model.config, model.build, self.groups, self.layout, *settings, *own))
 
     def extension(self, name: str) -> Any:
         """The capability of this name; KeyError without it."""
