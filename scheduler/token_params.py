@@ -16,6 +16,7 @@ from functools import cached_property
 # scheduler's to set.
 RANDOM, TRUNCATION, PENALTIES, BIAS, MASK, LOGPROBS, PROMPT_LOGPROBS, LAST_TOKEN = (1 << bit for bit in range(8))
 ADAPTER, FEW_ADAPTERS = 1 << 8, 1 << 9
+HIDDEN_STATES = 1 << 10
 # Features that act on prompt tokens whose successor is known.
 PROMPT_FEATURES = PROMPT_LOGPROBS
 # Entries of a token's logprobs at most: whatever samples sorts out as many as an engine may be asked for.
@@ -53,6 +54,7 @@ class TokenParams:
       bad_words: token sequences that the request must not complete.
       grammar: what its output must keep to.
       reads_prompt: every token of the prompt is to be computed, none taken from the prefix cache: pooling reads it.
+      capabilities: features that no other field asks for.
     """
 
     temperature: float = 1.0
@@ -70,6 +72,7 @@ class TokenParams:
     bad_words: tuple[tuple[int, ...], ...] = ()
     grammar: Grammar | None = None
     reads_prompt: bool = False
+    capabilities: int = 0
 
     @cached_property
     def has_long_bad_words(self) -> bool:
@@ -91,4 +94,4 @@ class TokenParams:
             (PROMPT_LOGPROBS, self.prompt_logprobs is not None),
             (LAST_TOKEN, self.grammar is not None or self.has_long_bad_words),
         )
-        return sum(feature for feature, needed in wanted if needed)
+        return self.capabilities | sum(feature for feature, needed in wanted if needed)

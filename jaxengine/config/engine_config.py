@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from jaxengine.config.capture import read_capture_layers, settle_capture
 from jaxengine.config.chat_template import read_chat_template
 from jaxengine.config.compilation_config import CompilationConfig
 from jaxengine.config.encoder import EncoderOptions, check_encoder, settle_encoder
@@ -51,6 +52,7 @@ _READERS = {
     "speculative_config": SpeculativeConfig.read,
     "hf_overrides": read_hf_overrides,
     "chat_template": read_chat_template,
+    "capture_layers": read_capture_layers,
     **READERS,
 }
 
@@ -135,6 +137,8 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
       speculative_config: drafts to verify in each step, a dict of method ("ngram", "draft_model", "mtp", "eagle3",
         "grammar"), num_speculative_tokens (1 to 7), and depending on the method prompt_lookup_max and
         prompt_lookup_min, or model. Output tokens are the same as without it.
+      capture_layers: layers whose hidden states requests may ask for (return_hidden_states), counted as transformers
+        does: 0 is the embeddings, n what layer n gives, and -1, the last, is taken after the final norm.
       disable_log_stats: no periodic log line, no progress bars at start-up.
     """
 
@@ -191,6 +195,7 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
     pooler_config: PoolerConfig | None = None
     hf_overrides: Mapping[str, Any] | None = None
     speculative_config: SpeculativeConfig | None = None
+    capture_layers: tuple[int, ...] | None = None
     disable_log_stats: bool = False
 
     def __post_init__(self):
@@ -290,6 +295,7 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
             compilation_config=self.compilation_config.divided(mesh.attn),
             block_size=self.block_size or platform.page_size,
             **settle_snapshots(chosen, model, max_num_seqs),
+            **settle_capture(chosen, model),
             gpu_memory_utilization=self.gpu_memory_utilization or platform.memory_utilization,
             default_seq_tokens=platform.seq_tokens if self.gpu_memory_utilization is None else None,
             max_logprobs=vocab_size if self.max_logprobs == -1 else min(self.max_logprobs, vocab_size),

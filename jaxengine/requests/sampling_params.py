@@ -20,7 +20,7 @@ from typing import Any
 
 from jaxengine.requests.structured.params import StructuredOutputsParams, structured_outputs
 from jaxengine.scheduler.errors import RequestError, show_value
-from jaxengine.scheduler.token_params import MAX_LOGPROBS, TokenParams
+from jaxengine.scheduler.token_params import HIDDEN_STATES, MAX_LOGPROBS, TokenParams
 
 _log = logging.getLogger(__name__)
 
@@ -192,6 +192,7 @@ _RULES: dict[str, Rule] = {
     "allowed_token_ids": _optional(_allowed_token_ids),
     "bad_words": _texts(MAX_BAD_WORDS, MAX_BAD_WORDS_CHARS),
     "structured_outputs": _optional(structured_outputs),
+    "return_hidden_states": _flag,
 }
 
 
@@ -231,6 +232,8 @@ class SamplingParams:
       allowed_token_ids: sample only these tokens.
       bad_words: words that are not generated, neither at the beginning of a text nor after a space.
       structured_outputs: the form that the text must have.
+      return_hidden_states: return the hidden states of the engine's capture_layers at every token, as in SGLang; the
+        prompt is then computed whole.
 
     Raises:
       RequestError: an invalid value, fields that contradict each other, or an unsupported field.
@@ -261,6 +264,7 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] = ()
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
+    return_hidden_states: bool = False
     # Not supported yet: any other value than the default is refused.
     stream_interval: int | None = None
     prompt_logprob_token_ids: Sequence[int] | None = None
@@ -323,6 +327,8 @@ class SamplingParams:
             allowed_token_ids=None if allowed is None else tuple(allowed),
             bad_words=tuple(map(tuple, bad_words)),
             grammar=None if shape is None else shape.switched_on(json_switches).compiled_from(reasoning_begin),
+            reads_prompt=self.return_hidden_states,
+            capabilities=HIDDEN_STATES if self.return_hidden_states else 0,
         )
 
     def clone(self) -> SamplingParams:

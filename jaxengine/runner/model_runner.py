@@ -72,6 +72,11 @@ class ModelRunner:
         for own in [each for stage in stages for each in stage.extensions.values() if each.models]:
             self.weight_rows += weight_rows(list(own.models), products, prefix=f"{own.prefix}: ")
         self._endings = {bucket: self.last.programs.last_epilogue(bucket) for bucket in self.buckets}
+        self._sizes = {
+            (name, bucket): each.size_of(self.buckets, bucket)
+            for name, each in self.epilogues.items()
+            for bucket in self.buckets
+        }
         self._has_bias = np.zeros(self.num_ranks * config.max_num_seqs, np.bool_)
         found = {each.name: each for stage in reversed(stages) for each in stage.programs.extensions}
         self.extensions: dict[str, Any] = {}
@@ -158,7 +163,7 @@ class ModelRunner:
     def run_epilogue(self, name: str, pending: PendingStep) -> Any:
         """Dispatches an epilogue on what the forward pass dispatched last has left; its output. The other processes do
         the same."""
-        size, forwarded = self.epilogues[name].size_of(self.buckets, pending.bucket), pending.forwarded
+        size, forwarded = self._sizes[name, pending.bucket], pending.forwarded
         assert size is not None and forwarded is not None
         return self.peers.call(name, (), lambda: self.last.run_epilogue(name, size, forwarded))
 
