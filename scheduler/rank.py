@@ -252,10 +252,10 @@ class Rank:
         slots = ready.nonzero()[0] if self.config.num_micro_batches == 1 else self._next_share(ready, num_in_flight)
         pages, computed = self.pages, s.num_computed[slots]
         needy = slots[computed == pages.num_columns[slots] * self.config.page_size]
-        if len(needy) * pages.num_groups > self.pool.num_free:
+        if len(needy) and len(needy) * pages.num_groups > self.pool.num_free:
             for slot in needy.tolist():  # what it gives back may have other owners: then nothing is free by that
                 pages.give_back(slot, int(s.num_computed[slot]))
-        while len(needy) * pages.num_groups > self.pool.num_free:
+        while len(needy) and len(needy) * pages.num_groups > self.pool.num_free:
             self._preempt(s.last_in_line())
             needy = needy[s.active[needy]]
         if len(needy):

@@ -306,11 +306,10 @@ class InputProcessor:
     ) -> Request:
         room = self.config.max_model_len - len(token_ids)
         eos = () if params.ignore_eos else self.eos_token_ids()
-        switches = self.config.structured_outputs_config.chosen
         return Request(
             request_id=request_id,
             prompt_token_ids=np.array(token_ids, np.int32),
-            params=params.token_params(bad_words, switches, reasoning_begin, self._processors),
+            params=params.token_params(bad_words, self._structured_defaults, reasoning_begin, self._processors),
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             eos_token_ids=eos,
             stop_token_ids=tuple(dict.fromkeys((*eos, *params.stop_token_ids))),
