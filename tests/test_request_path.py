@@ -77,7 +77,7 @@ NAMED = {
     ),
     "scores": (
         r"prompt_logprobs|prompt_scores|score_prompts",
-        "jaxengine/api/core.py jaxengine/requests/output_processor.py scheduler/token_params.py",
+        "jaxengine/requests/output_processor.py scheduler/token_params.py",
     ),
 }
 

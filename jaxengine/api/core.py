@@ -169,7 +169,7 @@ class EngineCore:
         return self.engine.timeline.last(seconds, list(self.engine.scheduler.requests))
 
     def _process(self, result: EngineOutput) -> list[AnyOutput]:
-        if result.is_empty:
+        if not any(vars(result).values()):  # most steps bring nothing that a caller waits for
             return []
         for request, error in result.refused:
             request_id, siblings = self._processor.forget(request)

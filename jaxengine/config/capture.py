@@ -17,7 +17,7 @@ NAME = "capture_layers"
 
 def read_capture_layers(value: Any) -> tuple[int, ...]:
     """Read the option as given: a list of integers, or text like "0,5,-1". Raises ConfigError."""
-    numbers = value.tolist() if isinstance(value, np.ndarray) else value
+    numbers: Any = value.tolist() if isinstance(value, np.ndarray) else value
     if isinstance(value, str):
         words = [word.strip() for word in value.strip("[]() ").split(",")]
         numbers = [int(word) if word.lstrip("-").isdecimal() else word for word in words]

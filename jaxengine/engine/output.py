@@ -57,8 +57,3 @@ class EngineOutput:
     first_tokens: list[Request] = field(default_factory=list)
     finished: list[Request] = field(default_factory=list)
     refused: list[tuple[Request, RequestError]] = field(default_factory=list)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing is to be told to any caller."""
-        return not (self.emitted or self.finished or self.first_tokens or self.found or self.prompt_scores or self.refused)

@@ -30,6 +30,7 @@ from jaxengine.requests.prepared import PROMPT_KEYS, PreparedRequest, Prompt, ve
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams, verify_bad_word_tokens
 from jaxengine.requests.structured.params import StructuredOutputsParams
 from jaxengine.scheduler.errors import RequestError, show_value
+from jaxengine.scheduler.logits_processor import LogitsProcessor
 from jaxengine.scheduler.request import POOLED, Request
 from jaxengine.tokens.tokenizer import Tokenizer
 
@@ -65,13 +66,17 @@ class InputProcessor:
         self.pooling = pooling
         self.media = media
         self._origin = origin
-        self._processors = processor_classes(config.logits_processors)
         self._num_requests = 0
 
     @cached_property
     def _structured_defaults(self) -> tuple[str, ...]:
         """Switches of structured_outputs_config that hold for every request."""
         return self.config.structured_outputs_config.chosen
+
+    @cached_property
+    def _processors(self) -> list[type[LogitsProcessor]]:
+        """The engine's logits processors."""
+        return processor_classes(self.config.logits_processors)
 
     def default_sampling_params(self) -> SamplingParams:
         """vLLM's defaults, overridden by the model's generation_config.json."""

@@ -331,7 +331,7 @@ class SamplingParams:
         bad_words: token ids of that field. json_switches, reasoning_begin: see StructuredOutputsParams.
         processors: of the engine. Raises RequestError for extra_args that they do not have.
         """
-        own = read_extra_args(self.extra_args, processors)
+        own = read_extra_args(self.extra_args, processors) if self.extra_args or processors else {}
         shape, allowed = self.structured_outputs, self.allowed_token_ids
         assert shape is None or isinstance(shape, StructuredOutputsParams)
         return TokenParams(
