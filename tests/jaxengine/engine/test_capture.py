@@ -28,7 +28,8 @@ from tests.fixtures.drawn_weights import checkpoint
 from tests.models.conftest import load_recorded
 from tests.tables import each_row
 
-LAYERS, LENGTH = (0, 1, -1), {"max_model_len": 64}
+LAYERS = (0, 1, -1)
+OPTIONS: dict[str, Any] = TINY_OPTIONS | {"max_model_len": 64}
 CPU = PLATFORMS["cpu"]
 TOLERANCE = 1e-4
 PAGE_SIZE = 4
@@ -42,9 +43,7 @@ def recorded():
 @pytest.fixture(scope="module")
 def llm(executables_dir):
     folder = str(checkpoint("llama"))
-    return LLM(
-        **TINY_OPTIONS | LENGTH | {"model": folder, "capture_layers": LAYERS, "compile_cache_dir": executables_dir}
-    )
+    return LLM(**OPTIONS | {"model": folder, "capture_layers": LAYERS, "compile_cache_dir": executables_dir})
 
 
 def expected(model, token_ids) -> np.ndarray:
@@ -99,7 +98,7 @@ def test_layers_are_counted_as_transformers_counts_them(recorded, executables_di
         "capture_layers": streams,
         "compile_cache_dir": executables_dir,
     }
-    (output,) = generate(LLM(**TINY_OPTIONS | LENGTH | options), [tokens], params(1, return_hidden_states=True))
+    (output,) = generate(LLM(**OPTIONS | options), [tokens], params(1, return_hidden_states=True))
     wanted = wanted.reshape(len(tokens), len(streams), -1).copy()
     assert streams[-1] == recorded.config.num_layers
     wanted[:, -1] = recorded.model.norm(wanted[:, -1])  # the recorder leaves the final norm out, transformers does not
