@@ -32,12 +32,14 @@ if TYPE_CHECKING:
     from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
     from jaxengine.requests.structured.params import StructuredOutputsParams
     from jaxengine.scheduler.errors import OverloadedError, RequestError
+    from jaxengine.scheduler.logits_processor import Column, LogitsProcessor, VocabColumns
 
 __all__ = [
     "LLM",
     "AsyncLLM",
     "BeamSearchParams",
     "ClassificationRequestOutput",
+    "Column",
     "CompilationConfig",
     "CompletionOutput",
     "ConfigError",
@@ -46,6 +48,7 @@ __all__ = [
     "EngineConfig",
     "EngineDeadError",
     "LoRARequest",
+    "LogitsProcessor",
     "Logprob",
     "ModelConfigError",
     "ModelFileError",
@@ -61,6 +64,7 @@ __all__ = [
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
+    "VocabColumns",
     "register_model",
 ]
 
@@ -69,6 +73,7 @@ _HOMES = {
     "AsyncLLM": "jaxengine.api.async_llm",
     "BeamSearchParams": "jaxengine.requests.beam_search",
     "ClassificationRequestOutput": "jaxengine.requests.pooling.outputs",
+    "Column": "jaxengine.scheduler.logits_processor",
     "CompilationConfig": "jaxengine.config.engine_config",
     "CompletionOutput": "jaxengine.requests.outputs",
     "ConfigError": "jaxengine.config.engine_config",
@@ -77,6 +82,7 @@ _HOMES = {
     "EngineConfig": "jaxengine.config.engine_config",
     "EngineDeadError": "jaxengine.api.engine_client",
     "LoRARequest": "jaxengine.requests.lora",
+    "LogitsProcessor": "jaxengine.scheduler.logits_processor",
     "Logprob": "jaxengine.requests.outputs",
     "ModelConfigError": "jaxengine.models.config.fields",
     "ModelFileError": "jaxengine.models.params.errors",
@@ -92,6 +98,7 @@ _HOMES = {
     "StructuredOutputsParams": "jaxengine.requests.structured.params",
     "TextPrompt": "jaxengine.requests.prepared",
     "TokensPrompt": "jaxengine.requests.prepared",
+    "VocabColumns": "jaxengine.scheduler.logits_processor",
     "register_model": "jaxengine.api.custom_models",
 }
 

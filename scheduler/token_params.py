@@ -16,6 +16,8 @@ from functools import cached_property
 # scheduler's to set.
 RANDOM, TRUNCATION, PENALTIES, BIAS, MASK, LOGPROBS, PROMPT_LOGPROBS, LAST_TOKEN = (1 << bit for bit in range(8))
 ADAPTER, FEW_ADAPTERS = 1 << 8, 1 << 9
+# One of a user's own logits processors: the first one's bit, shifted by its number. Bits of an int32.
+PROCESSOR, MAX_PROCESSORS = 1 << 10, 20
 # Features that act on prompt tokens whose successor is known.
 PROMPT_FEATURES = PROMPT_LOGPROBS
 # Entries of a token's logprobs at most: whatever samples sorts out as many as an engine may be asked for.
@@ -52,6 +54,8 @@ class TokenParams:
       logit_bias: what is added to the logits of tokens, by id.
       bad_words: token sequences that the request must not complete.
       grammar: what its output must keep to.
+      processors: values of all columns of each logits processor that the request uses, by its number.
+      uses_counts: one of these counts tokens.
       reads_prompt: every token of the prompt is to be computed, none taken from the prefix cache: pooling reads it.
     """
 
@@ -69,12 +73,19 @@ class TokenParams:
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
     grammar: Grammar | None = None
+    processors: Mapping[int, tuple[float | int | bool, ...]] = field(default_factory=dict)
+    uses_counts: bool = False
     reads_prompt: bool = False
 
     @cached_property
     def has_long_bad_words(self) -> bool:
         """Whether some bad word has several tokens, so that the ones before decide whether the next is one's last."""
         return any(len(word) > 1 for word in self.bad_words)
+
+    @property
+    def computes_prompt(self) -> bool:
+        """Whether no token of the prompt may come from the prefix cache."""
+        return self.reads_prompt or self.prompt_logprobs is not None
 
     @cached_property
     def features(self) -> int:
@@ -84,11 +95,12 @@ class TokenParams:
         wanted = (
             (RANDOM, self.temperature > 0),
             (TRUNCATION, self.top_k > 0 or self.top_p < 1 or self.min_p > 0),
-            (PENALTIES, penalties),
+            (PENALTIES, penalties or self.uses_counts),
             (BIAS, biased),
             (MASK, self.grammar is not None),
             (LOGPROBS, self.logprobs is not None),
             (PROMPT_LOGPROBS, self.prompt_logprobs is not None),
             (LAST_TOKEN, self.grammar is not None or self.has_long_bad_words),
         )
-        return sum(feature for feature, needed in wanted if needed)
+        own = sum(PROCESSOR << number for number in self.processors)
+        return sum(feature for feature, needed in wanted if needed) + own

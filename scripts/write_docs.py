@@ -94,6 +94,40 @@ The column "where" says which interfaces have the field: **P** Python, **C** `/v
 
 Not supported yet, and refused when set: {refused}.
 
+## Logits processors
+
+A parameter of your own is a class with declared columns and a function of the logits, traced by JAX:
+
+```python
+class MaxRepeats(LogitsProcessor):
+    columns = {{"max_repeats": Column(0, "times that a token may occur; 0 for no limit", low=0, high=1000)}}
+    uses_counts = True
+
+    @staticmethod
+    def process(logits, columns, vocab):
+        limit = columns["max_repeats"]
+        return jnp.where((limit > 0) & (vocab.output_counts >= limit), -jnp.inf, logits)
+
+llm = LLM(model, logits_processors=[MaxRepeats])
+llm.generate(prompt, SamplingParams(extra_args={{"max_repeats": 2}}))
+```
+
+`jaxengine serve --logits-processors module:Class` imports the class in every process of the server, so the module must
+be on `PYTHONPATH`; a request has the parameters in `vllm_xargs`. gRPC has no field for them. Unlike vLLM's, `process`
+is compiled into the samplers at start and takes arrays of JAX:
+
+- `logits` f32[S, C], a row for each token to choose, after masks and `logit_bias`, before penalties and temperature.
+  With tensor parallelism each device has C = V / n tokens of the vocabulary.
+- `columns`: the parameters of the rows, [S, 1] each; float, int and bool defaults make f32, i32 and bool.
+- `vocab.token_ids` i32[C]: the ids of these tokens. `vocab.output_counts` i32[S, C] and `vocab.in_prompt` bool[S, C]:
+  what the output and the prompt have of them, if the class sets `uses_counts`.
+
+A row whose request does not name one of the class's parameters keeps its logits, and forbidden tokens stay forbidden.
+A step without such a row skips the processor. The result must depend on these arguments alone: then draws are
+reproducible by their seed, and drafts change no token. The file of a class, and the files beside it that it imports,
+are part of the key of compiled programs; the programs of a class that is made inside a function are not kept on disk.
+`examples/logits_processor.py` runs one.
+
 ## structured_outputs
 
 A `StructuredOutputsParams` or a dict of its fields. Give exactly one of `json`, `regex`, `choice`, `grammar` and

@@ -182,7 +182,8 @@ ROOMS = {
     ),
     "jaxengine.runner.extensions": (
         "jaxengine.sharding jaxengine.models.config jaxengine.models jaxengine.models.layers jaxengine.scheduler "
-        "jaxengine.scheduler.pages jaxengine.sampling jaxengine.runner:base jaxengine.runner.programs"
+        "jaxengine.scheduler.pages jaxengine.sampling jaxengine.config jaxengine.runner:base "
+        "jaxengine.runner.executables jaxengine.runner.programs"
     ),
     "jaxengine.runner.extensions.adapters": (
         "jaxengine.models.params jaxengine.models jaxengine.models.layers jaxengine.models.weights.adapters "

@@ -18,6 +18,7 @@ from jaxengine.config.encoder import EncoderOptions, check_encoder, settle_encod
 from jaxengine.config.errors import ConfigError
 from jaxengine.config.extensions import extension_options
 from jaxengine.config.kv_cache import KV_CACHE_DTYPES, check_scales, kv_dtype
+from jaxengine.config.logits_processors import processor_classes, read_processors, source_file
 from jaxengine.config.lora import LoraOptions, check_lora, check_lora_model
 from jaxengine.config.multimodal import READERS, MediaOptions
 from jaxengine.config.option_names import chosen_options
@@ -50,6 +51,7 @@ _READERS = {
     "pooler_config": PoolerConfig.read,
     "speculative_config": SpeculativeConfig.read,
     "hf_overrides": read_hf_overrides,
+    "logits_processors": read_processors,
     "chat_template": read_chat_template,
     **READERS,
 }
@@ -135,6 +137,8 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
       speculative_config: drafts to verify in each step, a dict of method ("ngram", "draft_model", "mtp", "eagle3",
         "grammar"), num_speculative_tokens (1 to 7), and depending on the method prompt_lookup_max and
         prompt_lookup_min, or model. Output tokens are the same as without it.
+      logits_processors: classes of your own that change logits, or their names, module:Class; see
+        docs/sampling_params.md.
       disable_log_stats: no periodic log line, no progress bars at start-up.
     """
 
@@ -191,6 +195,7 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
     pooler_config: PoolerConfig | None = None
     hf_overrides: Mapping[str, Any] | None = None
     speculative_config: SpeculativeConfig | None = None
+    logits_processors: tuple[str, ...] = dataclasses.field(default=(), metadata={"nargs": "+"})
     disable_log_stats: bool = False
 
     def __post_init__(self):
@@ -297,6 +302,9 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
         )
         chosen.update(settle_encoder(chosen, model, platform, pictures))
         check_speculation(chosen, model)
+        # What a class without a file of its own does is not known to the next process.
+        if any(source_file(each) is None for each in processor_classes(self.logits_processors)):
+            chosen["compile_cache_dir"] = ""
         return ResolvedConfig(**chosen)
 
     def mesh_layout(self, model: ModelConfig) -> MeshLayout:

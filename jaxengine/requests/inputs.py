@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxengine.checkpoint.model_source import ModelSource
 from jaxengine.config.engine_config import ConfigError, ResolvedConfig
+from jaxengine.config.logits_processors import processor_classes
 from jaxengine.config.pooling_model import PoolingModel
 from jaxengine.media.load import MultiModalData
 from jaxengine.media.messages import MediaReader
@@ -64,7 +65,13 @@ class InputProcessor:
         self.pooling = pooling
         self.media = media
         self._origin = origin
+        self._processors = processor_classes(config.logits_processors)
         self._num_requests = 0
+
+    @cached_property
+    def _structured_defaults(self) -> tuple[str, ...]:
+        """Switches of structured_outputs_config that hold for every request."""
+        return self.config.structured_outputs_config.chosen
 
     def default_sampling_params(self) -> SamplingParams:
         """vLLM's defaults, overridden by the model's generation_config.json."""
@@ -254,7 +261,7 @@ class InputProcessor:
 
         Takes long if there are any: do not call it on an event loop.
         """
-        if not has_media(prompt):
+        if isinstance(prompt, str) or not has_media(prompt):
             return prompt
         if self.media is None:
             name = DATA if prompt.get(DATA) else OPTIONS
@@ -299,10 +306,11 @@ class InputProcessor:
     ) -> Request:
         room = self.config.max_model_len - len(token_ids)
         eos = () if params.ignore_eos else self.eos_token_ids()
+        switches = self.config.structured_outputs_config.chosen
         return Request(
             request_id=request_id,
             prompt_token_ids=np.array(token_ids, np.int32),
-            params=params.token_params(bad_words, self.config.structured_outputs_config.chosen, reasoning_begin),
+            params=params.token_params(bad_words, switches, reasoning_begin, self._processors),
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             eos_token_ids=eos,
             stop_token_ids=tuple(dict.fromkeys((*eos, *params.stop_token_ids))),

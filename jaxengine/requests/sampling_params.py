@@ -20,6 +20,7 @@ from typing import Any
 
 from jaxengine.requests.structured.params import StructuredOutputsParams, structured_outputs
 from jaxengine.scheduler.errors import RequestError, show_value
+from jaxengine.scheduler.logits_processor import LogitsProcessor, read_extra_args
 from jaxengine.scheduler.token_params import MAX_LOGPROBS, TokenParams
 
 _log = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ MAX_BAD_WORDS_CHARS = 32 * MAX_BAD_WORDS_TOKENS
 MAX_STOP_CHARS = 16384
 # Entries of a list of token ids; no vocabulary is larger.
 MAX_TOKEN_IDS = 2**20
+MAX_EXTRA_ARGS = 256
 GREEDY_BELOW = 1e-5
 MIN_TEMPERATURE = 0.01
 # Keeps logits finite in float32 after any multiplication.
@@ -158,6 +160,12 @@ def _logit_bias(name: str, value: Any) -> dict[int, float]:
     return {token_id(name, key): bias(name, number) for key, number in value.items()}
 
 
+def _extra_args(name: str, value: Any) -> dict[str, Any] | None:
+    if not isinstance(value, Mapping) or len(value) > MAX_EXTRA_ARGS or not all(isinstance(key, str) for key in value):
+        raise _refuse(name, value, f"None or a dict of at most {MAX_EXTRA_ARGS} names")
+    return dict(value) or None
+
+
 def _output_kind(name: str, value: Any) -> RequestOutputKind:
     if not isinstance(value, RequestOutputKind):
         raise _refuse(name, value, "RequestOutputKind.CUMULATIVE, DELTA or FINAL_ONLY")
@@ -192,6 +200,7 @@ _RULES: dict[str, Rule] = {
     "allowed_token_ids": _optional(_allowed_token_ids),
     "bad_words": _texts(MAX_BAD_WORDS, MAX_BAD_WORDS_CHARS),
     "structured_outputs": _optional(structured_outputs),
+    "extra_args": _optional(_extra_args),
 }
 
 
@@ -231,6 +240,7 @@ class SamplingParams:
       allowed_token_ids: sample only these tokens.
       bad_words: words that are not generated, neither at the beginning of a text nor after a space.
       structured_outputs: the form that the text must have.
+      extra_args: parameters of the engine's logits_processors, by name.
 
     Raises:
       RequestError: an invalid value, fields that contradict each other, or an unsupported field.
@@ -261,6 +271,7 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] = ()
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
+    extra_args: Mapping[str, Any] | None = None
     # Not supported yet: any other value than the default is refused.
     stream_interval: int | None = None
     prompt_logprob_token_ids: Sequence[int] | None = None
@@ -268,7 +279,6 @@ class SamplingParams:
     logprob_token_ids: Sequence[int] | None = None
     flat_logprobs: bool = False
     logits_processors: Any = None
-    extra_args: Mapping[str, Any] | None = None
     skip_reading_prefix_cache: bool | None = None
     thinking_token_budget: int | None = None
     repetition_detection: Any = None
@@ -310,11 +320,14 @@ class SamplingParams:
         bad_words: Iterable[Iterable[int]] = (),
         json_switches: Iterable[str] = (),
         reasoning_begin: Sequence[int] | None = None,
+        processors: Sequence[type[LogitsProcessor]] = (),
     ) -> TokenParams:
         """Parameters that the engine needs.
 
         bad_words: token ids of that field. json_switches, reasoning_begin: see StructuredOutputsParams.
+        processors: of the engine. Raises RequestError for extra_args that they do not have.
         """
+        own = read_extra_args(self.extra_args, processors)
         shape, allowed = self.structured_outputs, self.allowed_token_ids
         assert shape is None or isinstance(shape, StructuredOutputsParams)
         return TokenParams(
@@ -322,6 +335,8 @@ class SamplingParams:
             logit_bias=self.logit_bias or {},
             allowed_token_ids=None if allowed is None else tuple(allowed),
             bad_words=tuple(map(tuple, bad_words)),
+            processors=own,
+            uses_counts=any(processors[number].uses_counts for number in own),
             grammar=None if shape is None else shape.switched_on(json_switches).compiled_from(reasoning_begin),
         )
 
@@ -330,6 +345,8 @@ class SamplingParams:
         mine = copy.copy(self)
         if self.logit_bias is not None:  # all other fields are immutable
             object.__setattr__(mine, "logit_bias", dict(self.logit_bias))
+        if self.extra_args is not None:
+            object.__setattr__(mine, "extra_args", dict(self.extra_args))
         return mine
 
     def clone_with(self, **changes: Any) -> SamplingParams:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -107,6 +107,11 @@ class EpilogueSpec:
     logprobs_mode: str
     extensions: tuple[DeviceExtension, ...] = field(default=(), repr=False)
 
+    def process(self, tokens: TokenState) -> Callable[..., jax.Array] | None:
+        """What changes logits besides the sampler's own parameters (jaxengine.sampling.sampler); None for nothing."""
+        found = [each.process for each in self.extensions if each.process is not None]
+        return partial(found[0], tokens) if found else None
+
 
 @dataclass(frozen=True)
 class StageShape:
@@ -170,6 +175,8 @@ class DeviceExtension:
       least_columns: columns that a page table must have for it.
       more_masks: masks of a replica beside one for each slot.
       counts_slots: `memory` counts its section of SlotState.
+      description: static things that its shapes do not tell; part of the key of stored programs.
+      process: (TokenState, logits, slots, counts, features) -> logits, inside samplers; None without one.
     """
 
     name: ClassVar[str]
@@ -177,6 +184,8 @@ class DeviceExtension:
     least_columns = 0
     more_masks = 0
     counts_slots = False
+    description: str = ""
+    process: Callable[..., jax.Array] | None = None
 
     def __init__(self, shape: StageShape):
         self.shape = shape

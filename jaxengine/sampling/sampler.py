@@ -22,7 +22,10 @@ from jaxengine.sampling.logprobs import TokenLogprobs, no_logprobs, token_logpro
 from jaxengine.sampling.state import NEUTRAL, RowParams, SamplingState
 from jaxengine.sampling.token_choice import draw, draw_keys, lowest_kept
 from jaxengine.sampling.top_tokens import best_token, first_id, vocab_size
-from jaxengine.scheduler.token_params import BIAS, LOGPROBS, MASK, PENALTIES, RANDOM, TRUNCATION
+from jaxengine.scheduler.token_params import BIAS, LOGPROBS, MASK, PENALTIES, PROCESSOR, RANDOM, TRUNCATION
+
+# (logits f32[S, V / n], slots i32[S], counts i32[S, V / n], features=i32[]) -> logits.
+Process = Callable[..., jax.Array]
 
 
 class SamplerFlags(NamedTuple):
@@ -34,6 +37,7 @@ class SamplerFlags(NamedTuple):
     any_bias: jax.Array
     any_mask: jax.Array
     any_logprobs: jax.Array
+    features: jax.Array | None = None  # i32[], of the step: for `process`
 
 
 # The feature of requests behind each flag.
@@ -49,7 +53,7 @@ FLAG_FEATURES = {
 
 def flags_of(features: jax.Array) -> SamplerFlags:
     """The flags of a batch; features: i32[], the union of what its requests need (jaxengine.scheduler.token_params)."""
-    return SamplerFlags(**{flag: features & feature > 0 for flag, feature in FLAG_FEATURES.items()})
+    return SamplerFlags(**{flag: features & feature > 0 for flag, feature in FLAG_FEATURES.items()}, features=features)
 
 
 class SampleOutput(NamedTuple):
@@ -75,6 +79,7 @@ def sample(
     assumed: jax.Array | None = None,
     only: jax.Array | None = None,
     is_guided: jax.Array | None = None,
+    process: Process | None = None,
 ) -> SampleOutput:
     """Chooses one token per row of logits f32[S, V].
 
@@ -84,7 +89,8 @@ def sample(
     (config.LOGPROBS_MODES): the raw ones report the given logits, the processed ones those that were drawn from,
     temperature and truncation included. assumed i32[S, k]: output tokens of each row that `token_counts` does not have
     yet, -1 for none. only i32[S]: where it is >= 0 the one token that a row may have, whatever its slot's mask says.
-    is_guided bool[S]: rows with masks of their own, those behind the slots' in their order.
+    is_guided bool[S]: rows with masks of their own, those behind the slots' in their order. process: logits processors
+    of a user's own, which run between bias and penalties where `flags.features` has one of them.
     """
     rows = RowParams(
         *(
@@ -127,6 +133,13 @@ def sample(
         drawn = draw(adjusted, best, kept_from, temperature, draw_keys(seeds, positions))
         return jnp.where(rows.temperature[:, 0] > 0, drawn, greedy_ids), kept_from
 
+    features = None if process is None else flags.features
+    own = None if process is None or features is None else partial(process, features=features)
+
+    def changes() -> jax.Array:
+        changed = flags.any_bias | flags.any_penalties
+        return changed if own is None else changed | (features >= PROCESSOR)
+
     def choose_any() -> tuple[jax.Array, TokenLogprobs | None]:
         # Not in each branch that wants them: XLA:TPU would bring the table of all slots into VMEM for the branches, and
         # take it out again where their other operands need the room.
@@ -135,13 +148,13 @@ def sample(
             masks = jnp.where(only[:, None] >= 0, _only_rows(only - first_id(logits), masks.shape[1]), masks)
         masked = partial(_masked, logits, masks)
         adjusted = lax.cond(
-            flags.any_bias | flags.any_penalties,
-            lambda: _adjust(masked(), state, token_counts, slots, rows, assumed),
+            changes(),
+            lambda: _adjust(masked(), state, token_counts, slots, rows, assumed, own),
             lambda: lax.cond(flags.any_mask, masked, lambda: logits),
         )
         return choose(adjusted, lambda *known: lax.cond(flags.any_random, draw_random, draw_none, *known))
 
-    adjusts = flags.any_bias | flags.any_penalties | flags.any_mask
+    adjusts = changes() | flags.any_mask
     # Greedy steps read the logits once: a conditional that gives [S, V] copies them even where nothing is adjusted.
     token_ids, scores = lax.cond(adjusts | flags.any_random, choose_any, lambda: choose(logits, draw_none))
     return SampleOutput(token_ids, *(score(lambda: logits, token_ids) if scores is None else scores))
@@ -182,15 +195,19 @@ def _adjust(
     slots: jax.Array,
     rows: RowParams,
     assumed: jax.Array | None,
+    process: Callable[..., jax.Array] | None,
 ) -> jax.Array:
-    """Bias, then penalties: repetition (Keskar et al. 2019) over prompt and output, OpenAI's two over the output. Rows
-    without them keep their logits bit for bit."""
+    """Bias, then a user's own processors, then penalties: repetition (Keskar et al. 2019) over prompt and output,
+    OpenAI's two over the output. Rows without them keep their logits bit for bit.
+    """
     logits = logits + _state_rows(state.logit_bias, slots)
     counts = _state_rows(token_counts, slots)
     if assumed is not None:
         columns = assumed - first_id(counts)
         columns = jnp.where((assumed >= 0) & (columns >= 0), columns, counts.shape[1])
         counts = counts.at[jnp.arange(len(counts))[:, None], columns].add(2, mode="drop")
+    if process is not None:
+        logits = process(logits, slots, counts)
     times = counts >> 1
     repeated = jnp.where(logits > 0, logits / rows.repetition_penalty, logits * rows.repetition_penalty)
     logits = jnp.where(counts > 0, repeated, logits)

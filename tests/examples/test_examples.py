@@ -26,6 +26,7 @@ TINY = Path(__file__).resolve().parents[1] / "fixtures" / "models" / "llama"
 TESTED = {"offline_batch", "chat", "structured_output", "streaming", "openai_tools", "grpc_client"} | {
     "custom_model",
     "hidden_states",
+    "logits_processor",
 }
 
 
@@ -130,6 +131,12 @@ def test_custom_model(run, monkeypatch):
     )
     assert tokens == same and len(tokens) == 6
     assert lower != scores and all(low <= high for low, high in zip(lower, scores, strict=True))
+
+
+def test_logits_processor(run):
+    lines = run("logits_processor", str(TINY)).splitlines()
+    plain, limited = (ast.literal_eval(line.rpartition(": ")[2]) for line in lines)
+    assert len(plain) == len(limited) == 12 and len(set(plain)) < 12 and len(set(limited)) == 12
 
 
 def test_hidden_states(run):

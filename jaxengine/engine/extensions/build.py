@@ -59,6 +59,7 @@ class Extensions:
             "drafts": has_drafts,
             "structured": has_drafts and tokenizer is not None,  # it tells which tokens must come
             "pictures": "pictures" in runner.extensions,
+            "logits_processors": bool(runner.config.logits_processors) and "pooling" not in runner.extensions,
         }
         for name in (name for name, is_started in started.items() if is_started):
             self.require(name)
@@ -155,6 +156,11 @@ class Extensions:
         guided = speculation.guides(config.pipeline_parallel_size, config.max_in_flight)
         return Drafts(speculation, guided=guided)
 
+    def _logits_processors(self) -> LoopExtension:
+        from jaxengine.engine.extensions.logits_processors import LogitsProcessors
+
+        return LogitsProcessors()
+
     def _pictures(self) -> LoopExtension:
         from jaxengine.engine.extensions.pictures import Pictures
 
@@ -193,6 +199,7 @@ class Extensions:
 _MAKERS: dict[str, Callable[[Extensions], LoopExtension]] = {
     "adapters": Extensions._adapters,
     "drafts": Extensions._drafts,
+    "logits_processors": Extensions._logits_processors,
     "pictures": Extensions._pictures,
     "pooling": Extensions._pooling,
     "scores": Extensions._scores,

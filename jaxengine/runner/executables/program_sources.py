@@ -35,6 +35,11 @@ def source_digest(root: Path, modules: Iterable[str], family: Path | None = None
     return digest.hexdigest()
 
 
+def file_digest(root: Path, file: Path) -> str:
+    """The same of a user's own file and all that it imports of ours and beside it."""
+    return source_digest(root, (), file)
+
+
 def program_sources(root: Path, modules: Iterable[str], family: Path | None = None) -> list[Path]:
     """The files that the programs can have been traced from.
 

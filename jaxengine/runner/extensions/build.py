@@ -46,6 +46,10 @@ def extensions_of(shape: StageShape) -> Iterator[DeviceExtension]:
 
         yield ScoresExtension(shape)
         yield StructuredExtension(shape)
+    if config.logits_processors and shape.samples:
+        from jaxengine.runner.extensions.logits_processors import ProcessorsExtension
+
+        yield ProcessorsExtension(shape)
 
 
 def step_programs(model: CausalLM, config: ResolvedConfig, platform: Platform, mesh: Mesh) -> StepPrograms:

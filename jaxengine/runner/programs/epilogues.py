@@ -66,6 +66,7 @@ def choose(
             flags,
             max_logprobs=spec.max_logprobs,
             logprobs_mode=spec.logprobs_mode,
+            process=spec.process(tokens),
             **more,
         )
 

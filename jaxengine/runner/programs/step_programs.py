@@ -97,7 +97,8 @@ class StepPrograms:
         self._params_tree = jax.tree.structure(params)
         settings = config.max_logprobs, config.logprobs_mode
         self._epilogue_spec = EpilogueSpec(self._graph, self._params_tree, *settings, self.extensions)
-        self.description = repr((model.config, model.build, self.groups, self.layout, *settings))
+        own = tuple(each.description for each in extensions if each.description)
+        self.description = repr((model.config, model.build, self.groups, self.layout, *settings, *own))
 
     def extension(self, name: str) -> Any:
         """The capability of this name; KeyError without it."""
@@ -106,7 +107,7 @@ class StepPrograms:
     @property
     def windows(self) -> tuple[int | None, ...]:
         """Of the cache groups with pages: keys that must stay for a token, None for all: those that it sees, and those
-        that one sees which comes in its place where drafts before it turn out to be wrong."""
+        that one sees which comes in its place where tokens before it turn out to be wrong."""
         windows = (group.window for group in paged_groups(self.groups))
         return tuple(None if window is None else window + self._slack for window in windows)
 

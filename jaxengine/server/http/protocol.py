@@ -45,7 +45,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "stream_interval": (1,),
     "thinking_token_budget": (-1,),
     "use_beam_search": (False,),
-    "vllm_xargs": ({},),
     "watermarking": (False,),
     # Earlier names of structured_outputs: ignoring them would give unconstrained answers.
     **{f"guided_{name}": () for name in ("choice", "grammar", "json", "regex", "whitespace_pattern")},
@@ -76,7 +75,7 @@ logger = logging.getLogger(__name__)
 _SAMPLING_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 # A beam search samples nothing, and has no output before its end.
 _NOT_WITH_BEAMS = sorted(
-    {*_SAMPLING_FIELDS, "stream", "echo", "top_logprobs", "response_format", "tools"}
+    {*_SAMPLING_FIELDS, "vllm_xargs", "stream", "echo", "top_logprobs", "response_format", "tools"}
     - {"n", "max_tokens", "temperature", "ignore_eos", "include_stop_str_in_output"}
 )
 
@@ -229,6 +228,7 @@ class GenerationRequest(NamedRequest):
     skip_special_tokens: bool | None = None
     logit_bias: JsonObject | None = None
     structured_outputs: Annotated[JsonObject, at_most(MAX_OPTIONS)] | None = None
+    vllm_xargs: Annotated[JsonObject, at_most(MAX_OPTIONS)] | None = None
     stream: bool | None = None
 
 
@@ -322,6 +322,7 @@ class TextRequest(GenerationRequest):
         given = {name: getattr(self, name) for name in type(self).model_fields if name in _SAMPLING_FIELDS}
         given["logit_bias"] = self._logit_bias(inputs.model_config.vocab_size)
         given["structured_outputs"] = self._structure()
+        given["extra_args"] = self.vllm_xargs
         given["output_kind"] = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         given = {name: value for name, value in given.items() if value is not None}
         return SamplingParams(**{**inputs.generation_defaults, **given, **changes})

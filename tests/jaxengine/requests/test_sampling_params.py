@@ -85,6 +85,7 @@ WRONG = {
     ),
     "allowed_token_ids": st.one_of(NO_IDS, st.just([])),
     "bad_words": texts_outside(MAX_BAD_WORDS),
+    "extra_args": st.one_of(st.just("a"), st.just([1]), st.just({1: 2}), st.just({str(i): i for i in range(257)})),
     "structured_outputs": st.one_of(
         NO_NUMBERS, st.just("json"), st.dictionaries(st.integers() | st.just("schema"), st.just("a"), min_size=1)
     ),
@@ -96,7 +97,6 @@ NOT_BUILT = {
     "logprob_token_ids": [3],
     "flat_logprobs": True,
     "logits_processors": [len],
-    "extra_args": {},
     "skip_reading_prefix_cache": False,
     "thinking_token_budget": 10,
     "repetition_detection": object(),

@@ -42,6 +42,7 @@ SAMPLING = {
     "skip_special_tokens": False,
     "logit_bias": {"7": 1},
     "structured_outputs": {"regex": "a+"},
+    "vllm_xargs": {"favour": 1.5},
     "priority": 3,
     "cache_salt": "salt",
     "timeout": 9,

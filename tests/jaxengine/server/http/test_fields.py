@@ -93,6 +93,10 @@ CASES: dict[str, Case] = {
             as_param("top_p", 0.9),
         ]
     ),
+    "vllm_xargs": Case(
+        {"favour": 1.5},
+        lambda before, after: (before.params.extra_args, after.params.extra_args) == (None, {"favour": 1.5}),
+    ),
     "add_special_tokens": Case(False, lambda before, after: (before.special, after.special) == ([True], [False])),
     # Only n is allowed, which asks for nothing.
     "best_of": Case(2, lambda before, after: after.answer.error["param"] == "best_of"),

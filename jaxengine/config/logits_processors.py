@@ -1,0 +1,74 @@
+"""The option logits_processors: classes of a user's own, or the names of some, MODULE:CLASS.
+
+A config holds names, which every process of an engine can be told. A class that was given is found again under its
+name in this process; another process imports the module.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxengine.config.errors import ConfigError
+from jaxengine.scheduler.errors import show_value
+from jaxengine.scheduler.logits_processor import LogitsProcessor, check_processors
+
+# Classes that were given as such, by their names.
+_GIVEN: dict[str, type[LogitsProcessor]] = {}
+
+OPTION = "logits_processors"
+
+
+def read_processors(value: Any) -> Any:
+    """Normalises the option to a tuple of names. Raises ConfigError for what is neither a processor nor its name."""
+    if isinstance(value, (str, type)):
+        value = [value]
+    if not isinstance(value, Sequence):
+        raise ConfigError(OPTION, value, "a list of classes, or of their names, module:Class")
+    names = tuple(_name_of(each) for each in value)
+    if problem := check_processors(processor_classes(names)):
+        raise ConfigError.because(OPTION, problem, "see docs/sampling_params.md")
+    return names
+
+
+def processor_classes(names: Sequence[str]) -> list[type[LogitsProcessor]]:
+    """The classes of these names. Raises ConfigError for one that cannot be imported."""
+    return [_GIVEN[name] if name in _GIVEN else _imported(name) for name in names]
+
+
+def source_file(processor: type) -> Path | None:
+    """The file that says all of a processor; None for a class made in a function or without a file."""
+    if "<locals>" in processor.__qualname__:
+        return None
+    try:
+        file = inspect.getsourcefile(processor)
+    except (OSError, TypeError):
+        return None
+    return Path(file) if file is not None and Path(file).is_file() else None
+
+
+def _name_of(each: Any) -> str:
+    if isinstance(each, str):
+        return each
+    if not isinstance(each, type) or not issubclass(each, LogitsProcessor):
+        raise ConfigError(OPTION, each, "subclasses of jaxengine.LogitsProcessor, or their names, module:Class")
+    name = f"{each.__module__}:{each.__qualname__}"
+    _GIVEN[name] = each
+    return name
+
+
+def _imported(name: str) -> type[LogitsProcessor]:
+    module, _, qualname = name.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in qualname.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        problem = f"{OPTION} has {show_value(name)}, which cannot be imported: {error}"
+        raise ConfigError.because(OPTION, problem, "give module:Class of a module on sys.path (PYTHONPATH)") from error
+    if not isinstance(found, type) or not issubclass(found, LogitsProcessor):
+        raise ConfigError(OPTION, name, "names of subclasses of jaxengine.LogitsProcessor")
+    return found

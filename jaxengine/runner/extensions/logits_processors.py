@@ -1,0 +1,134 @@
+"""logits_processors: functions of a user's own inside the samplers, and the parameters that they read, by slot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxengine.config.logits_processors import processor_classes, source_file
+from jaxengine.runner.executables.program_sources import file_digest
+from jaxengine.runner.extension import EVERYWHERE, DeviceExtension, HostExtension, Kept, StageShape, StateChange
+from jaxengine.runner.programs.device_state import DeviceState, TokenState
+from jaxengine.runner.programs.state_changes import own_slot
+from jaxengine.sampling.state import write_slots
+from jaxengine.sampling.top_tokens import first_id
+from jaxengine.scheduler.logits_processor import LogitsProcessor, VocabColumns
+from jaxengine.scheduler.token_params import PROCESSOR
+
+NAME, COLUMN_ROWS = "logits_processors", "processor columns"
+# Slots whose parameters one message brings.
+NUM_ROWS = 8
+
+
+class ProcessorsExtension(DeviceExtension):
+    """Its section of TokenState is i32[R, 1 + columns]: which processors a slot uses, a bit each, and the 32 bits of
+    each parameter. Samplers only read it.
+    """
+
+    name = NAME
+
+    def __init__(self, shape: StageShape):
+        super().__init__(shape)
+        self.processors = processor_classes(shape.config.logits_processors)
+        self.width = 1 + sum(len(each.columns) for each in self.processors)
+
+    def tokens(self) -> Kept:
+        return Kept((self.shape.num_slots, self.width), jnp.int32)
+
+    @property
+    def description(self) -> str:
+        """The names and sources of the processors: part of the key of every stored program."""
+        root = Path(__file__).parents[3]
+        files = [source_file(each) for each in self.processors]
+        sources = [None if file is None else file_digest(root, file) for file in files]
+        return repr((self.shape.config.logits_processors, sources, [dict(each.columns) for each in self.processors]))
+
+    @property
+    def changes(self) -> Mapping[str, StateChange]:
+        shapes = [((NUM_ROWS,), np.int32, EVERYWHERE), ((NUM_ROWS, self.width), np.int32, EVERYWHERE)]
+        return {COLUMN_ROWS: StateChange(_write_rows, shapes)}
+
+    def process(
+        self, tokens: TokenState, logits: jax.Array, slots: jax.Array, counts: jax.Array, features: jax.Array
+    ) -> jax.Array:
+        """The logits f32[S, V / n] as the processors leave them. Those that no row uses are skipped.
+
+        slots: i32[S]; counts: i32[S, V / n], as TokenState.token_counts; features: i32[], of the step.
+        """
+        rows = tokens.sections[NAME].at[slots].get(mode="fill", fill_value=0)
+        token_ids = first_id(logits) + jnp.arange(logits.shape[1], dtype=jnp.int32)
+        at = 1
+        for number, each in enumerate(self.processors):
+            columns = {}
+            for name, column in each.columns.items():
+                columns[name], at = _typed(rows[:, at : at + 1], column.dtype), at + 1
+            told = (counts >> 1, counts & 1 > 0) if each.uses_counts else (None, None)
+            vocab = VocabColumns(token_ids, *told)
+            is_used = rows[:, :1] >> number & 1 > 0
+            logits = lax.cond(
+                features & (PROCESSOR << number) > 0,
+                lambda logits, each=each, columns=columns, vocab=vocab, is_used=is_used: jnp.where(
+                    is_used & (logits > -jnp.inf), _processed(each, logits, columns, vocab), logits
+                ),
+                lambda logits: logits,
+                logits,
+            )
+        return logits
+
+    def on_host(self, runner: Any) -> HostExtension:
+        return SlotColumns(runner, self)
+
+
+class SlotColumns(HostExtension):
+    """Sets the parameters of slots."""
+
+    def __init__(self, runner: Any, extension: ProcessorsExtension):
+        super().__init__(runner)
+        self._processors, self._width = extension.processors, extension.width
+
+    def words(self, values: Mapping[int, tuple[float | int | bool, ...]]) -> np.ndarray:
+        """i32[1 + columns] of a request. values: of all columns of the processors that it uses, by their numbers."""
+        words = [sum(1 << number for number in values)]
+        for number, each in enumerate(self._processors):
+            columns = list(each.columns.values())
+            own = values.get(number) or [column.default for column in columns]
+            words += [column.word(value) for column, value in zip(columns, own, strict=True)]
+        return np.array(words, np.int64).astype(np.int32)
+
+    def set_columns(self, rows: list[tuple[int, np.ndarray | None]]) -> None:
+        """Sets the words of slots; None for a slot that uses no processor."""
+        nowhere = self.runner.num_ranks * self.runner.config.max_num_seqs
+        for first in range(0, len(rows), NUM_ROWS):
+            slots, words = np.full(NUM_ROWS, nowhere, np.int32), np.zeros((NUM_ROWS, self._width), np.int32)
+            for index, (slot, own) in enumerate(rows[first : first + NUM_ROWS]):
+                slots[index] = slot
+                words[index] = 0 if own is None else own
+            self.runner.change_state(COLUMN_ROWS, slots, words)
+
+
+def _processed(each: type[LogitsProcessor], logits: jax.Array, columns: Mapping[str, Any], vocab: VocabColumns) -> Any:
+    """What a processor returns, as it must be. Raises ValueError for another shape or dtype, when an engine starts."""
+    found = each.process(logits, columns, vocab)
+    if getattr(found, "shape", None) != logits.shape or found.dtype != logits.dtype:
+        got = f"{getattr(found, 'dtype', type(found).__name__)}{list(getattr(found, 'shape', ()))}"
+        raise ValueError(f"{each.__name__}.process must return float32{list(logits.shape)}, got {got}")
+    return found
+
+
+def _typed(words: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Values of a column, of their 32 bits."""
+    return words > 0 if dtype == np.bool_ else lax.bitcast_convert_type(words, dtype)
+
+
+def _write_rows(state: DeviceState, slots: jax.Array, words: jax.Array) -> DeviceState:
+    assert state.tokens is not None
+    section, own = state.tokens.sections[NAME], own_slot(state, slots)
+    columns = [write_slots(section[:, at], own, words[:, at]) for at in range(section.shape[1])]
+    sections = {**state.tokens.sections, NAME: jnp.stack(columns, axis=1)}
+    return state._replace(tokens=state.tokens._replace(sections=sections))

@@ -1,0 +1,174 @@
+"""LogitsProcessor: sampling parameters of a user's own, and the traced function that reads them.
+
+A class declares columns, one for each parameter, and how logits change. The columns are checked and numbered here,
+without jax; jaxengine.runner.extensions.logits_processors keeps them on the devices and runs the functions.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from jaxengine.scheduler.errors import RequestError, show_value
+from jaxengine.scheduler.token_params import MAX_PROCESSORS
+
+_NAME = re.compile("[a-z][a-z0-9_]*")
+_INT32 = -(2**31), 2**31 - 1
+_FLOAT = (-1e20, 1e20)
+
+
+@dataclass(frozen=True)
+class Column:
+    """One parameter of a request.
+
+    Attributes:
+      default: value of requests without it; its type, float, int or bool, is the parameter's: f32, i32 or bool.
+      doc: what it does, for documentation.
+      low, high: limits, both allowed; None for those of the type.
+      values: the only values allowed; None for all within the limits.
+    """
+
+    default: float | int | bool
+    doc: str = ""
+    low: float | None = None
+    high: float | None = None
+    values: tuple[float | int | bool, ...] | None = None
+
+    @property
+    def dtype(self) -> np.dtype:
+        """float32, int32 or bool."""
+        return np.dtype({bool: np.bool_, int: np.int32, float: np.float32}[type(self.default)])
+
+    @property
+    def allowed(self) -> str:
+        """The values that are allowed, in words."""
+        if self.values is not None:
+            return "one of " + ", ".join(map(repr, self.values))
+        if isinstance(self.default, bool):
+            return "True or False"
+        low, high = self._limits
+        return f"an int from {low} to {high}" if isinstance(self.default, int) else f"a number from {low:g} to {high:g}"
+
+    def read(self, name: str, value: Any) -> float | int | bool:
+        """Checks a value; name: for messages. Raises RequestError with the value and what is allowed."""
+        if not self._allows(value):
+            raise RequestError(f"{name} must be {self.allowed}, got {show_value(value)}", param=name, value=value)
+        return type(self.default)(value)
+
+    def _allows(self, value: Any) -> bool:
+        kind = type(self.default)
+        if isinstance(value, bool) or kind is bool:
+            right = isinstance(value, bool) and kind is bool
+        else:
+            # NaN is in no range.
+            right = isinstance(value, Integral if kind is int else Real)
+            right = right and self._limits[0] <= value <= self._limits[1]  # pyright: ignore[reportOperatorIssue]
+        return right and (self.values is None or value in self.values)
+
+    def word(self, value: float | int | bool) -> int:
+        """The 32 bits of a value, as an int32."""
+        dtype = np.int32 if self.dtype == np.bool_ else self.dtype
+        return int(np.array(value, dtype).view(np.int32))
+
+    @property
+    def _limits(self) -> tuple[float, float]:
+        least, most = _INT32 if isinstance(self.default, int) else _FLOAT
+        return least if self.low is None else self.low, most if self.high is None else self.high
+
+
+class VocabColumns(NamedTuple):
+    """What a processor knows of the C tokens of the logits that a device has, all of them or its part.
+
+    Attributes:
+      token_ids: i32[C], consecutive.
+      output_counts: i32[S, C], times that each is in the output of a row, drafts in front of the position included;
+        None for a processor without `uses_counts`.
+      in_prompt: bool[S, C]; None likewise.
+    """
+
+    token_ids: Any
+    output_counts: Any = None
+    in_prompt: Any = None
+
+
+class LogitsProcessor:
+    """Parameters of requests and how they change logits. A subclass is registered with
+    `LLM(..., logits_processors=[...])`, and compiled into the engine's samplers when it starts.
+
+    Attributes:
+      columns: the parameters by name. A request that gives one in `SamplingParams(extra_args={name: value})` uses the
+        processor; the others of its columns then have their defaults.
+      uses_counts: count the tokens of the requests that use it.
+    """
+
+    columns: ClassVar[Mapping[str, Column]]
+    uses_counts: ClassVar[bool] = False
+
+    @staticmethod
+    def process(logits: Any, columns: Any, vocab: VocabColumns) -> Any:
+        """Returns the logits of rows, f32[S, C], changed. Traced by JAX; pure.
+
+        Runs after masks and logit_bias, before penalties and temperature. Rows whose requests do not use the processor
+        keep their logits, and forbidden tokens (-inf) stay forbidden, whatever it returns.
+
+        Args:
+          logits: f32[S, C]. With a vocabulary that n devices split, C is V / n.
+          columns: name -> [S, 1], each row's value.
+          vocab: the tokens of the C columns.
+        """
+        raise NotImplementedError
+
+
+def check_processors(processors: Sequence[type[LogitsProcessor]]) -> str | None:
+    """Returns what is wrong with processors of one engine, None for nothing."""
+    if len(processors) > MAX_PROCESSORS:
+        return f"{len(processors)} processors; at most {MAX_PROCESSORS} are allowed"
+    seen: dict[str, str] = {}
+    for each in processors:
+        columns = getattr(each, "columns", None)
+        if not isinstance(columns, Mapping) or not columns:
+            return f"{each.__name__}.columns is {show_value(columns)}; it must be a dict from name to Column"
+        if each.process is LogitsProcessor.process:
+            return f"{each.__name__} has no function process"
+        for name, column in columns.items():
+            if not isinstance(name, str) or not _NAME.fullmatch(name):
+                return f"{each.__name__} has the column {show_value(name)}; names are lower case letters, digits and _"
+            if name in seen:
+                return f"{seen[name]} and {each.__name__} both have the column {name!r}"
+            seen[name] = each.__name__
+            if not isinstance(column, Column) or type(column.default) not in (bool, int, float):
+                return f"{each.__name__}.columns[{name!r}] is {show_value(column)}; it must be a Column of a number"
+            if isinstance(column.default, float) and not math.isfinite(column.default):
+                return f"{each.__name__}.columns[{name!r}] has the default {column.default}, which is not finite"
+    return None
+
+
+def read_extra_args(
+    given: Mapping[str, Any] | None, processors: Sequence[type[LogitsProcessor]]
+) -> dict[int, tuple[float | int | bool, ...]]:
+    """Checks a request's extra_args for an engine with these processors.
+
+    Returns the values of all columns of each processor that the request uses, by the processor's number. Raises
+    RequestError for a name that no processor has, and for a value that is not allowed.
+    """
+    found: dict[int, tuple[float | int | bool, ...]] = {}
+    known = [name for each in processors for name in each.columns]
+    for name in given or ():
+        if name not in known:
+            allowed = ", ".join(known) if known else "none: the engine was started without logits_processors"
+            raise RequestError(
+                f"extra_args has {show_value(name)}; allowed are {allowed}", param="extra_args", value=name
+            )
+    for number, each in enumerate(processors):
+        if given and not given.keys().isdisjoint(each.columns):
+            found[number] = tuple(
+                column.read(f"extra_args.{name}", given[name]) if name in given else column.default
+                for name, column in each.columns.items()
+            )
+    return found
