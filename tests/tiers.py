@@ -20,6 +20,7 @@ TIER_OF = {
     "tests/": "unit",
     "tests/test_imports.py": "server",
     "tests/test_no_recompile.py": "engine",
+    "tests/test_packaging.py": "server",
     "tests/test_request_path.py": "engine",
     "tests/test_workloads.py": "engine",
     "tests/examples/": "engine",

@@ -16,12 +16,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from numbers import Integral, Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxengine.requests.structured.params import StructuredOutputsParams, structured_outputs
 from jaxengine.scheduler.errors import RequestError, show_value
-from jaxengine.scheduler.logits_processor import LogitsProcessor, read_extra_args
 from jaxengine.scheduler.token_params import HIDDEN_STATES, MAX_LOGPROBS, TokenParams
+
+if TYPE_CHECKING:
+    from jaxengine.scheduler.logits_processor import LogitsProcessor
 
 _log = logging.getLogger(__name__)
 
@@ -331,7 +333,11 @@ class SamplingParams:
         bad_words: token ids of that field. json_switches, reasoning_begin: see StructuredOutputsParams.
         processors: of the engine. Raises RequestError for extra_args that they do not have.
         """
-        own = read_extra_args(self.extra_args, processors) if self.extra_args or processors else {}
+        own: dict[int, tuple[float | int | bool, ...]] = {}
+        if self.extra_args or processors:
+            from jaxengine.scheduler.logits_processor import read_extra_args  # it needs numpy
+
+            own = read_extra_args(self.extra_args, processors)
         shape, allowed = self.structured_outputs, self.allowed_token_ids
         assert shape is None or isinstance(shape, StructuredOutputsParams)
         return TokenParams(
