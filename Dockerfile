@@ -22,7 +22,14 @@ RUN useradd --uid 1000 --create-home jaxengine && install -d -o jaxengine -m 700
 ENV PATH=/opt/jaxengine/bin:$PATH \
     JAXENGINE_CACHE_DIR=/cache/executables \
     HF_HOME=/cache/huggingface
+LABEL org.opencontainers.image.title="jaxengine" \
+      org.opencontainers.image.description="LLM inference and serving engine in Python on JAX/XLA" \
+      org.opencontainers.image.source="https://github.com/jaxengine/jaxengine" \
+      org.opencontainers.image.licenses="Apache-2.0"
 USER 1000
 EXPOSE 8000
+# Start-up loads the model and compiles. For another port than the default one, or TLS, give `docker run` a --health-cmd.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=30m --retries=6 \
+  CMD ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:8000/health', timeout=4)"]
 ENTRYPOINT ["jaxengine"]
 CMD ["serve", "--host", "0.0.0.0"]

@@ -1,4 +1,4 @@
-# Two commands for a fresh machine with Python 3.11-3.13 and make: `make demo` and `make test`.
+# Two commands for a fresh machine with Python 3.11 or newer and make: `make demo` and `make test`.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -127,8 +127,8 @@ clean:
 
 # An environment of another Python version is made anew; one that already holds packages of this version is kept.
 check-python:
-	@case '$(VERSION)' in 3.11|3.12|3.13) ;; *) \
-	  echo "jaxengine needs Python 3.11, 3.12 or 3.13; '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo not there)." >&2; \
+	@case '$(VERSION)' in 3.1[1-9]|3.[2-9][0-9]) ;; *) \
+	  echo "jaxengine needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo not there)." >&2; \
 	  echo "Name another one, for example: make test PYTHON=python3.12" >&2; exit 1;; esac
 	@if ! $(BIN)/python -c 'import sys; sys.exit("%d.%d" % sys.version_info[:2] != "$(VERSION)")' 2>/dev/null; then \
 	  echo "Creating $(VENV) with Python $(VERSION)"; $(PYTHON) -m venv --clear $(VENV); fi

@@ -55,7 +55,7 @@ class StepLayout:
     slot's number of computed tokens and -1 goes on from the one kept on the device; `sample` is 1 when the row ends at
     its last known token, 2 when moreover each token behind its first is the only one allowed in its place, 3 when these
     are guesses and each place has a mask of its own; `next_token` is the prompt token after the chunk, -1 where there
-    is none. A token id of -1 stands for the slot's last sampled token, or for a draft that the device has made. Slots
+    is none. A token id of -1 stands for the slot's last sampled token, or for one that the device proposes. Slots
     are the rank's own; padding rows carry max_num_seqs, which no slot has. Of the page tables of G cache groups an
     entry names the row group * max_num_seqs + slot, and padding G * max_num_seqs. Then come `sections`, fields that
     optional parts of the engine have added to the bucket's messages; -1 fills what they leave open.

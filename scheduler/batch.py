@@ -33,8 +33,8 @@ class ScheduledBatch:
       slots, num_scheduled, start, sample, epochs: i32/i64/bool[n]; see `jaxengine.models.forward_batch.StepLayout`.
       num_rows: n.
       num_tokens: sum of num_scheduled.
-      num_decode: leading rows whose first token is the one sampled last; others of theirs are drafts.
-      decode_token_ids: the decodes' tokens, i32, -1 where the device is to take the one it knows or a draft of its own;
+      num_decode: leading rows whose first token is the one sampled last; others of theirs may turn out to be wrong.
+      decode_token_ids: the decodes' tokens, i32, -1 where the device takes the one it knows, or one it proposes;
         None where all are such.
       token_ids: for each row after the decodes, its i32 token ids.
       next_tokens: for each row after the decodes, the known token that follows its chunk, or -1.
@@ -75,6 +75,7 @@ class ScheduledStep:
       expired: requests ended in this step because their deadline had passed, or because they could not be taken in.
       num_rows, num_tokens: of all ranks.
       features: union over the ranks, which all take the same branches.
+      has_sections: some rank fills message sections of extensions.
       width: the most tokens that a decode has, over all ranks; of more than 1 the step has no other rows.
     """
 
@@ -84,18 +85,16 @@ class ScheduledStep:
     num_rows: int = field(init=False)
     num_tokens: int = field(init=False)
     features: int = field(init=False)
-
-    @property
-    def sections(self) -> tuple[str, ...]:
-        """Names of the message sections that some rank fills, in order."""
-        return tuple(sorted({name for batch in self.batches for name in batch.message}))
+    has_sections: bool = field(init=False)
 
     def __post_init__(self):
         self.num_rows = self.num_tokens = self.features = 0
+        self.has_sections = False
         for batch in self.batches:
             self.num_rows += batch.num_rows
             self.num_tokens += batch.num_tokens
             self.features |= batch.features
+            self.has_sections |= bool(batch.message)
 
 
 class TokenScores(NamedTuple):

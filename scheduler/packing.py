@@ -73,7 +73,7 @@ class Packer:
                 num_rows,
                 mixed=max([batch.num_tokens - batch.num_rows for batch in batches]) > 0,
                 prompt=step.features & PROMPT_FEATURES > 0,
-                sections=bool(step.sections),
+                sections=step.has_sections,
             )
         layout = self.layouts[bucket]
         buffer = self._empty[bucket].copy()

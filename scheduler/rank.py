@@ -177,7 +177,8 @@ class Rank:
         # Long chunks come last: the model may attend to their keys in another form (jaxengine.models.layers.mla_made).
         prefills = sorted(self._prefills, key=lambda chunk: chunk[1])
         num_decode, num_rows = len(decodes), len(decodes) + len(prefills)
-        slots, counts, start, sample = decodes, *(column[:num_rows] for column in self._decode_columns)
+        ones, unset, chosen = self._decode_columns
+        slots, counts, start, sample = decodes, ones[:num_rows], unset[:num_rows], chosen[:num_rows]
         if prefills:
             tail = np.array(prefills, np.int64)
             slots, counts, start, sample = np.concatenate([decodes, tail[:, 0]]), *map(np.copy, (counts, start, sample))
@@ -187,7 +188,7 @@ class Rank:
             decode_token_ids = s.last_token_ids(decodes)
             s.last_step[slots] = self._num_steps
         token_ids, next_tokens, unused = [], [], PROMPT_FEATURES
-        admitted = {request.slot for request in self._admitted}
+        admitted = {request.slot for request in self._admitted} if prefills else ()
         for row, (slot, count) in enumerate(prefills, num_decode):
             known, computed = s.known[slot], int(s.num_computed[slot])
             assert known is not None
@@ -206,7 +207,7 @@ class Rank:
             sample=sample,
             epochs=s.epoch[slots],
             num_rows=num_rows,
-            num_tokens=num_decode + sum([count for _, count in prefills]),
+            num_tokens=int(counts.sum()) if prefills else num_decode,
             num_decode=num_decode,
             decode_token_ids=decode_token_ids,
             token_ids=token_ids,
@@ -251,10 +252,10 @@ class Rank:
         slots = ready.nonzero()[0] if self.config.num_micro_batches == 1 else self._next_share(ready, num_in_flight)
         pages, computed = self.pages, s.num_computed[slots]
         needy = slots[computed == pages.num_columns[slots] * self.config.page_size]
-        if len(needy) * pages.num_groups > self.pool.num_free:
+        if len(needy) and len(needy) * pages.num_groups > self.pool.num_free:
             for slot in needy.tolist():  # what it gives back may have other owners: then nothing is free by that
                 pages.give_back(slot, int(s.num_computed[slot]))
-        while len(needy) * pages.num_groups > self.pool.num_free:
+        while len(needy) and len(needy) * pages.num_groups > self.pool.num_free:
             self._preempt(s.last_in_line())
             needy = needy[s.active[needy]]
         if len(needy):
@@ -336,7 +337,7 @@ class Rank:
         if not self.config.enable_prefix_caching:
             return self.pages.lookup(())
         hashes = request.extend_page_hashes(known, self.config.page_size)
-        if request.params.prompt_logprobs is not None or request.params.reads_prompt:
+        if request.params.computes_prompt:
             return self.pages.lookup(())
         return self.pages.lookup(hashes[: (len(known) - 1) // self.config.page_size])
 

@@ -1,6 +1,6 @@
 """Takes in what the steps of one rank sampled, and tells who is to be ended by it.
 
-The tokens of a step are handled as arrays; where a row's drafts were right it has several, one behind the other.
+The tokens of a step are handled as arrays; where a row has several, they follow each other.
 Knows nothing of pages or of what runs next.
 """
 
@@ -55,7 +55,7 @@ class Results:
         """Adds to `result` and returns who is to be ended.
 
         token_ids: i32[>= rows], or i32[>= rows, W] of which each row has as many as `counts` i32[>= rows] says, at
-        least one; fewer than it was scheduled where drafts were wrong.
+        least one; fewer than were scheduled where some were wrong.
         """
         s, width = self._slots, 1 if counts is None else token_ids.shape[1]
         # A decode always chooses, and never a request's first token.

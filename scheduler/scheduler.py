@@ -42,6 +42,7 @@ class Scheduler:
 
     Attributes:
       ranks: pages and slots.
+      num_pages: of all ranks.
       num_preemptions, num_prefix_queries, num_prefix_hits: over all ranks; the latter two in tokens.
       extensions: the optional capabilities that take part.
     """
@@ -49,6 +50,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig):
         self.config = config
         self.ranks = [Rank(config, index) for index in range(config.num_ranks)]
+        self.num_pages = sum(rank.pool.num_pages for rank in self.ranks)
         self.num_preemptions = 0
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0
@@ -75,7 +77,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + len(self._held)
+        return self._waiting.size + len(self._held)
 
     @property
     def is_fair(self) -> bool:
@@ -105,11 +107,6 @@ class Scheduler:
     @property
     def num_unfinished(self) -> int:
         return len(self._requests)
-
-    @property
-    def num_pages(self) -> int:
-        """Pages of all ranks."""
-        return sum(rank.pool.num_pages for rank in self.ranks)
 
     @property
     def num_free_pages(self) -> int:
@@ -216,7 +213,7 @@ class Scheduler:
             for request in rank.preempted:
                 self._requeue(request)
         self._release_ready()
-        if len(self._waiting):
+        if self._waiting.size:
             num_held = len(self._held)
             expired += self._admit(now)
             if len(self._held) > num_held:

@@ -16,8 +16,9 @@ from functools import cached_property
 # scheduler's to set.
 RANDOM, TRUNCATION, PENALTIES, BIAS, MASK, LOGPROBS, PROMPT_LOGPROBS, LAST_TOKEN = (1 << bit for bit in range(8))
 ADAPTER, FEW_ADAPTERS = 1 << 8, 1 << 9
+HIDDEN_STATES = 1 << 10
 # One of a user's own logits processors: the first one's bit, shifted by its number. Bits of an int32.
-PROCESSOR, MAX_PROCESSORS = 1 << 10, 20
+PROCESSOR, MAX_PROCESSORS = 1 << 11, 20
 # Features that act on prompt tokens whose successor is known.
 PROMPT_FEATURES = PROMPT_LOGPROBS
 # Entries of a token's logprobs at most: whatever samples sorts out as many as an engine may be asked for.
@@ -57,6 +58,7 @@ class TokenParams:
       processors: values of all columns of each logits processor that the request uses, by its number.
       uses_counts: one of these counts tokens.
       reads_prompt: every token of the prompt is to be computed, none taken from the prefix cache: pooling reads it.
+      capabilities: features that no other field asks for.
     """
 
     temperature: float = 1.0
@@ -76,11 +78,17 @@ class TokenParams:
     processors: Mapping[int, tuple[float | int | bool, ...]] = field(default_factory=dict)
     uses_counts: bool = False
     reads_prompt: bool = False
+    capabilities: int = 0
 
     @cached_property
     def has_long_bad_words(self) -> bool:
         """Whether some bad word has several tokens, so that the ones before decide whether the next is one's last."""
         return any(len(word) > 1 for word in self.bad_words)
+
+    @property
+    def computes_prompt(self) -> bool:
+        """Whether no token of the prompt may come from the prefix cache."""
+        return self.reads_prompt or self.prompt_logprobs is not None
 
     @cached_property
     def features(self) -> int:
@@ -98,4 +106,4 @@ class TokenParams:
             (LAST_TOKEN, self.grammar is not None or self.has_long_bad_words),
         )
         own = sum(PROCESSOR << number for number in self.processors)
-        return sum(feature for feature, needed in wanted if needed) + own
+        return self.capabilities | own | sum(feature for feature, needed in wanted if needed)

@@ -1,4 +1,4 @@
-"""Which of our files one request runs through, in the order in which it reaches them.
+"""Files of ours that one request runs through, and the calls of a decode step.
 
     python -m scripts.request_path
 
@@ -11,35 +11,64 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def files_of_a_request() -> list[str]:
-    """Paths of source files, relative to the tree, of one greedy request of four tokens to the embedded model."""
+class Paths(NamedTuple):
+    """Paths are relative to the tree, in the order in which they are reached.
+
+    Attributes:
+      request: source files of one greedy request to the embedded model.
+      step: those of a decode step of it in the middle.
+      num_calls: calls of ours in that step.
+      modules: names of our modules that the process has imported.
+    """
+
+    request: list[str]
+    step: list[str]
+    num_calls: int
+    modules: list[str]
+
+
+def trace() -> Paths:
+    """Traces a request of twelve tokens that runs alone."""
     from jaxengine import LLM, SamplingParams
 
     llm = LLM(max_num_seqs=2, max_num_batched_tokens=32, max_model_len=128, disable_log_stats=True)
-    seen: dict[str, None] = {}
+    home, calls, steps, depth = f"{ROOT / 'jaxengine'}/", [], [], 0
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal depth
+        code = frame.f_code
+        if event not in ("call", "return") or not code.co_filename.startswith(home):
+            return
+        is_step = code.co_qualname == "EngineCore.step"
         if event == "call":
-            seen.setdefault(frame.f_code.co_filename)
+            if is_step:
+                steps.append([])
+                depth += 1
+            calls.append(code.co_filename)
+            if depth:
+                steps[-1].append(code.co_filename)
+        elif is_step:
+            depth -= 1
 
-    params = SamplingParams(max_tokens=4, temperature=0)
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
     llm.generate("The capital of France is", params, use_tqdm=False)
     sys.setprofile(note)
     try:
         llm.generate("The capital of Spain is", params, use_tqdm=False)
     finally:
         sys.setprofile(None)
-    packages = f"{ROOT / 'jaxengine'}/"
-    return [str(Path(name).relative_to(ROOT)) for name in seen if name.startswith(packages)]
+    middle = steps[len(steps) // 2]
+    request, step = ([str(Path(name).relative_to(ROOT)) for name in dict.fromkeys(each)] for each in (calls, middle))
+    return Paths(request, step, len(middle), sorted(name for name in sys.modules if name.startswith("jaxengine.")))
 
 
 if __name__ == "__main__":
-    found = files_of_a_request()
-    for path in found:
-        print(f"{len((ROOT / path).read_text().splitlines()):5}  {path}")
-    print(f"{len(found)} files")
+    found = trace()
+    for path in found.request:
+        print(f"{len((ROOT / path).read_text().splitlines()):5}  {path}{'  (step)' * (path in found.step)}")
+    print(f"{len(found.request)} files; a decode step: {len(found.step)} files, {found.num_calls} calls")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxengine.commands.cli import build_parser
+from jaxengine.server.options import ServerConfig
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -26,6 +27,7 @@ def steps() -> list[tuple[str, str]]:
 def test_what_the_wheel_is_made_of_is_copied(steps):
     copied = {word for name, rest in steps if name == "COPY" and "--from" not in rest for word in rest.split()[:-1]}
     wheel = set(PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"])
+    wheel |= {path.resolve().name for path in (ROOT / "jaxengine").iterdir() if path.is_symlink()}
     wanted = {*wheel, "pyproject.toml", PROJECT["project"]["readme"], *PROJECT["project"]["license-files"]}
     assert copied == wanted and all((ROOT / name).exists() for name in copied)
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
@@ -48,6 +50,20 @@ def test_the_command_exists(steps):
 
 def test_it_does_not_run_as_root(steps):
     assert steps[-1][0] == "CMD" and dict(steps)["USER"] == "1000"
+
+
+def test_its_health_is_asked_where_the_server_answers(steps):
+    rest = dict(steps)
+    *_, source = json.loads(rest["HEALTHCHECK"].partition("CMD ")[2])
+    assert f"'http://127.0.0.1:{rest['EXPOSE']}/health'" in source
+    assert ServerConfig().port == int(rest["EXPOSE"])
+
+
+def test_its_labels_are_those_of_the_project(steps):
+    labels = dict(re.findall(r'org\.opencontainers\.image\.(\w+)="([^"]*)"', dict(steps)["LABEL"]))
+    project = PROJECT["project"]
+    assert labels.pop("description")
+    assert labels == {"title": project["name"], "source": project["urls"]["Source"], "licenses": project["license"]}
 
 
 def test_the_manifests_name_the_image_that_is_built():

@@ -20,6 +20,8 @@ TIER_OF = {
     "tests/": "unit",
     "tests/test_imports.py": "server",
     "tests/test_no_recompile.py": "engine",
+    "tests/test_packaging.py": "server",
+    "tests/test_request_path.py": "engine",
     "tests/test_workloads.py": "engine",
     "tests/examples/": "engine",
     "tests/benchmarks/test_expert_tiles.py": "kernels",

@@ -169,6 +169,8 @@ class EngineCore:
         return self.engine.timeline.last(seconds, list(self.engine.scheduler.requests))
 
     def _process(self, result: EngineOutput) -> list[AnyOutput]:
+        if not any(vars(result).values()):  # most steps bring nothing that a caller waits for
+            return []
         for request, error in result.refused:
             request_id, siblings = self._processor.forget(request)
             for sibling in siblings:

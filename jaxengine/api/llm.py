@@ -126,7 +126,9 @@ class LLM:
         """
         batch = _as_batch(prompts)
         params = self._params_for(len(batch), sampling_params)
-        loras = [load_first(self.core, self._lock, each) for each in one_for_each(len(batch), lora_request)]
+        loras: list[str | None] = [None] * len(batch)
+        if lora_request is not None:
+            loras = [load_first(self.core, self._lock, each) for each in one_for_each(len(batch), lora_request)]
         options = options_for(len(batch), priority, client, loras)
         return self._answer(batch, params, options, use_tqdm)
 
@@ -365,11 +367,12 @@ class LLM:
                     if call.error is not None:
                         raise call.error
                     num_ended = len(call.outputs)
-                    tokens = count_tokens(islice(call.outputs.values(), shown, None), tokens)
-                if num_ended > shown:
+                    if use_tqdm:
+                        tokens = count_tokens(islice(call.outputs.values(), shown, None), tokens)
+                if num_ended > shown and use_tqdm:
                     bar.postfix = speed_text(*tokens, time.monotonic() - start)
                     bar.update(num_ended - shown)
-                    shown = num_ended
+                shown = num_ended
 
     def _step(self) -> None:
         """Runs one step and hands its outputs and rejected requests to the calls that own them."""

@@ -149,5 +149,8 @@ class PeerProcess:
         return json.loads(line)
 
     def _failed(self) -> PeerError:
+        # Its answers end before its last words are written.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(10)
         lines = self._log.read_text(errors="replace").strip().splitlines()
         return PeerError(f"{self.peer.name} {self.variant} ended: {lines[-1] if lines else 'no message'} ({self._log})")

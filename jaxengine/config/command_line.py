@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import json
 import os
 import re
@@ -86,8 +87,9 @@ def class_texts(cls: type) -> dict[str, str]:
 
 def field_texts(docstring: str) -> dict[str, str]:
     """Maps each field to its text in the docstring's `Attributes:` section."""
-    section = docstring.partition("Attributes:\n")[2].partition("\n\n")[0]
-    entries = re.split(r"^ {6}(\w+): ", section, flags=re.MULTILINE)
+    # From Python 3.13 on the compiler takes the indentation away.
+    section = inspect.cleandoc(docstring).partition("Attributes:\n")[2].partition("\n\n")[0]
+    entries = re.split(r"^ {2}(\w+): ", section, flags=re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in zip(entries[1::2], entries[2::2], strict=True)}
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from jaxengine.config.capture import read_capture_layers, settle_capture
 from jaxengine.config.chat_template import read_chat_template
 from jaxengine.config.compilation_config import CompilationConfig
 from jaxengine.config.encoder import EncoderOptions, check_encoder, settle_encoder
@@ -53,6 +54,7 @@ _READERS = {
     "hf_overrides": read_hf_overrides,
     "logits_processors": read_processors,
     "chat_template": read_chat_template,
+    "capture_layers": read_capture_layers,
     **READERS,
 }
 
@@ -139,6 +141,8 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
         prompt_lookup_min, or model. Output tokens are the same as without it.
       logits_processors: classes of your own that change logits, or their names, module:Class; see
         docs/sampling_params.md.
+      capture_layers: layers whose hidden states requests may ask for (return_hidden_states), counted as transformers
+        does: 0 is the embeddings, n what layer n gives, and -1, the last, is taken after the final norm.
       disable_log_stats: no periodic log line, no progress bars at start-up.
     """
 
@@ -196,6 +200,7 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
     hf_overrides: Mapping[str, Any] | None = None
     speculative_config: SpeculativeConfig | None = None
     logits_processors: tuple[str, ...] = dataclasses.field(default=(), metadata={"nargs": "+"})
+    capture_layers: tuple[int, ...] | None = None
     disable_log_stats: bool = False
 
     def __post_init__(self):
@@ -295,6 +300,7 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
             compilation_config=self.compilation_config.divided(mesh.attn),
             block_size=self.block_size or platform.page_size,
             **settle_snapshots(chosen, model, max_num_seqs),
+            **settle_capture(chosen, model),
             gpu_memory_utilization=self.gpu_memory_utilization or platform.memory_utilization,
             default_seq_tokens=platform.seq_tokens if self.gpu_memory_utilization is None else None,
             max_logprobs=vocab_size if self.max_logprobs == -1 else min(self.max_logprobs, vocab_size),

@@ -30,6 +30,7 @@ from jaxengine.requests.prepared import PROMPT_KEYS, PreparedRequest, Prompt, ve
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams, verify_bad_word_tokens
 from jaxengine.requests.structured.params import StructuredOutputsParams
 from jaxengine.scheduler.errors import RequestError, show_value
+from jaxengine.scheduler.logits_processor import LogitsProcessor
 from jaxengine.scheduler.request import POOLED, Request
 from jaxengine.tokens.tokenizer import Tokenizer
 
@@ -65,8 +66,17 @@ class InputProcessor:
         self.pooling = pooling
         self.media = media
         self._origin = origin
-        self._processors = processor_classes(config.logits_processors)
         self._num_requests = 0
+
+    @cached_property
+    def _structured_defaults(self) -> tuple[str, ...]:
+        """Switches of structured_outputs_config that hold for every request."""
+        return self.config.structured_outputs_config.chosen
+
+    @cached_property
+    def _processors(self) -> list[type[LogitsProcessor]]:
+        """The engine's logits processors."""
+        return processor_classes(self.config.logits_processors)
 
     def default_sampling_params(self) -> SamplingParams:
         """vLLM's defaults, overridden by the model's generation_config.json."""
@@ -256,7 +266,7 @@ class InputProcessor:
 
         Takes long if there are any: do not call it on an event loop.
         """
-        if not has_media(prompt):
+        if isinstance(prompt, str) or not has_media(prompt):
             return prompt
         if self.media is None:
             name = DATA if prompt.get(DATA) else OPTIONS
@@ -301,11 +311,10 @@ class InputProcessor:
     ) -> Request:
         room = self.config.max_model_len - len(token_ids)
         eos = () if params.ignore_eos else self.eos_token_ids()
-        switches = self.config.structured_outputs_config.chosen
         return Request(
             request_id=request_id,
             prompt_token_ids=np.array(token_ids, np.int32),
-            params=params.token_params(bad_words, switches, reasoning_begin, self._processors),
+            params=params.token_params(bad_words, self._structured_defaults, reasoning_begin, self._processors),
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             eos_token_ids=eos,
             stop_token_ids=tuple(dict.fromkeys((*eos, *params.stop_token_ids))),

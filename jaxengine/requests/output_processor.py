@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from jaxengine.engine.output import EngineOutput, PromptScores, TokenScores
 from jaxengine.requests.detokenizer import IncrementalDetokenizer
+from jaxengine.requests.found_rows import FoundRows
 from jaxengine.requests.outputs import (
     CompletionOutput,
     PositionLogprobs,
@@ -44,6 +45,7 @@ class _Sequence:
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     num_sent: int = 0
+    found: dict[str, FoundRows] = field(default_factory=dict)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -74,6 +76,7 @@ class _Sequence:
         if self.detokenizer is not None:
             text = self.detokenizer.delta() if kind is RequestOutputKind.DELTA else self.detokenizer.text
         scored = self.group.params.logprobs is not None
+        num_fed = len(self.group.prompt_token_ids) + len(self.token_ids) - 1
         return CompletionOutput(
             index=self.index,
             text=text,
@@ -82,6 +85,7 @@ class _Sequence:
             logprobs=self.logprobs[first:] if scored else None,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            **{name: rows.take(num_fed, kind is RequestOutputKind.DELTA) for name, rows in self.found.items()},
         )
 
     def _hides(self, token_id: int) -> bool:
@@ -172,6 +176,9 @@ class OutputProcessor:
             if (sequence := self._sequences.get(request.tag)) is not None:
                 metrics = sequence.group.metrics
                 metrics.first_token_time = metrics.first_token_time or now
+        for each in step.found:
+            if (sequence := self._sequences.get(each.request.tag)) is not None:
+                sequence.found.setdefault(each.name, FoundRows()).add(each.rows)
         for prompt_scores in step.prompt_scores:
             self._score_prompt(prompt_scores)
         for emitted in step.emitted:

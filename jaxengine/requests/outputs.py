@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
@@ -86,6 +88,9 @@ class CompletionOutput:
       logprobs: one dict per token, from token id to Logprob; None unless requested.
       finish_reason: "stop", "length", "abort" or "error"; None while running.
       stop_reason: the stop string or stop token id that was met; None otherwise, and for the end-of-sequence token.
+      hidden_states: [tokens, layers, hidden size] of the engine's capture_layers, in the dtype of the model: one row
+        for each token of the prompt, then one for each output token but the last, which was chosen and not fed to the
+        model. Everything so far, or only what is new (RequestOutputKind.DELTA); None unless requested.
     """
 
     index: int
@@ -95,6 +100,7 @@ class CompletionOutput:
     logprobs: list[PositionLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    hidden_states: np.ndarray | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -105,6 +111,9 @@ class CompletionOutput:
         if later.logprobs is not None:
             self.logprobs = [*(self.logprobs or ()), *later.logprobs]
         self.cumulative_logprob = later.cumulative_logprob
+        if later.hidden_states is not None:
+            parts = [each for each in (self.hidden_states, later.hidden_states) if each is not None]
+            self.hidden_states = np.concatenate(parts)
         self.finish_reason = later.finish_reason
         self.stop_reason = later.stop_reason
 

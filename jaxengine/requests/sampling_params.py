@@ -16,12 +16,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from numbers import Integral, Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxengine.requests.structured.params import StructuredOutputsParams, structured_outputs
 from jaxengine.scheduler.errors import RequestError, show_value
-from jaxengine.scheduler.logits_processor import LogitsProcessor, read_extra_args
-from jaxengine.scheduler.token_params import MAX_LOGPROBS, TokenParams
+from jaxengine.scheduler.token_params import HIDDEN_STATES, MAX_LOGPROBS, TokenParams
+
+if TYPE_CHECKING:
+    from jaxengine.scheduler.logits_processor import LogitsProcessor
 
 _log = logging.getLogger(__name__)
 
@@ -201,6 +203,7 @@ _RULES: dict[str, Rule] = {
     "bad_words": _texts(MAX_BAD_WORDS, MAX_BAD_WORDS_CHARS),
     "structured_outputs": _optional(structured_outputs),
     "extra_args": _optional(_extra_args),
+    "return_hidden_states": _flag,
 }
 
 
@@ -241,6 +244,8 @@ class SamplingParams:
       bad_words: words that are not generated, neither at the beginning of a text nor after a space.
       structured_outputs: the form that the text must have.
       extra_args: parameters of the engine's logits_processors, by name.
+      return_hidden_states: return the hidden states of the engine's capture_layers at every token, as in SGLang; the
+        prompt is then computed whole.
 
     Raises:
       RequestError: an invalid value, fields that contradict each other, or an unsupported field.
@@ -272,6 +277,7 @@ class SamplingParams:
     bad_words: Sequence[str] = ()
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
     extra_args: Mapping[str, Any] | None = None
+    return_hidden_states: bool = False
     # Not supported yet: any other value than the default is refused.
     stream_interval: int | None = None
     prompt_logprob_token_ids: Sequence[int] | None = None
@@ -327,7 +333,11 @@ class SamplingParams:
         bad_words: token ids of that field. json_switches, reasoning_begin: see StructuredOutputsParams.
         processors: of the engine. Raises RequestError for extra_args that they do not have.
         """
-        own = read_extra_args(self.extra_args, processors)
+        own: dict[int, tuple[float | int | bool, ...]] = {}
+        if self.extra_args or processors:
+            from jaxengine.scheduler.logits_processor import read_extra_args  # it needs numpy
+
+            own = read_extra_args(self.extra_args, processors)
         shape, allowed = self.structured_outputs, self.allowed_token_ids
         assert shape is None or isinstance(shape, StructuredOutputsParams)
         return TokenParams(
@@ -338,6 +348,8 @@ class SamplingParams:
             processors=own,
             uses_counts=any(processors[number].uses_counts for number in own),
             grammar=None if shape is None else shape.switched_on(json_switches).compiled_from(reasoning_begin),
+            reads_prompt=self.return_hidden_states,
+            capabilities=HIDDEN_STATES if self.return_hidden_states else 0,
         )
 
     def clone(self) -> SamplingParams:

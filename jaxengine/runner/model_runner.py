@@ -71,7 +71,8 @@ class ModelRunner:
         self.weight_rows = weight_rows([stage.programs.model for stage in stages], products)
         for own in [each for stage in stages for each in stage.extensions.values() if each.models]:
             self.weight_rows += weight_rows(list(own.models), products, prefix=f"{own.prefix}: ")
-        self._endings = {bucket: self.last.programs.last_epilogue(bucket) for bucket in self.buckets}
+        endings = {bucket: self.last.programs.last_epilogue(bucket) for bucket in self.buckets}
+        self._endings = {bucket: (name, self._size(name, bucket)) for bucket, name in endings.items()}
         self._has_bias = np.zeros(self.num_ranks * config.max_num_seqs, np.bool_)
         found = {each.name: each for stage in reversed(stages) for each in stage.programs.extensions}
         self.extensions: dict[str, Any] = {}
@@ -143,7 +144,7 @@ class ModelRunner:
         """Dispatches the forward pass whose message this is, i32[ranks, size]; the other processes do the same."""
         # Engines of several processes have no wide buckets (jaxengine.config.speculation).
         sizes = {"num_tokens": bucket.num_tokens, "num_seqs": bucket.num_seqs}
-        forwarded = self.peers.call("forward", (message,), lambda: self.run_forward(bucket, message), **sizes)
+        forwarded = self._everywhere("forward", (message,), lambda: self.run_forward(bucket, message), **sizes)
         return PendingStep(bucket, forwarded, self.fetch, self.last.given)
 
     def sample(self, pending: PendingStep) -> None:
@@ -152,19 +153,32 @@ class ModelRunner:
 
         Before the next forward pass: that takes its tokens.
         """
-        pending.sampled = self.run_epilogue(self._endings[pending.bucket], pending)
+        pending.sampled = self._run_epilogue(*self._endings[pending.bucket], pending)
         pending.forwarded = None
 
     def run_epilogue(self, name: str, pending: PendingStep) -> Any:
         """Dispatches an epilogue on what the forward pass dispatched last has left; its output. The other processes do
         the same."""
-        size, forwarded = self.epilogues[name].size_of(self.buckets, pending.bucket), pending.forwarded
-        assert size is not None and forwarded is not None
-        return self.peers.call(name, (), lambda: self.last.run_epilogue(name, size, forwarded))
+        return self._run_epilogue(name, self._size(name, pending.bucket), pending)
+
+    def _size(self, name: str, bucket: Bucket) -> int:
+        """Rows of the epilogue of a name that serves a bucket."""
+        size = self.epilogues[name].size_of(self.buckets, bucket)
+        assert size is not None
+        return size
+
+    def _run_epilogue(self, name: str, size: int, pending: PendingStep) -> Any:
+        forwarded = pending.forwarded
+        assert forwarded is not None
+        return self._everywhere(name, (), lambda: self.last.run_epilogue(name, size, forwarded))
+
+    def _everywhere(self, op: str, arrays: Sequence[np.ndarray], function: Callable[[], Any], **fields: Any) -> Any:
+        """Calls `function`, which dispatches what `op` names; the other processes, if there are any, do the same."""
+        return function() if self.peers is ALONE else self.peers.call(op, arrays, function, **fields)
 
     def change_state(self, name: str, *arguments: Any) -> None:
         """Runs a state change on the stages that have it; the other processes do the same."""
-        self.peers.call(
+        self._everywhere(
             "change", arguments, lambda: [stage.change_state(name, *arguments) for stage in self.stages], name=name
         )
 
@@ -212,7 +226,7 @@ class ModelRunner:
 
     def fetch(self, array: jax.Array) -> np.ndarray:
         """A result; waits for it."""
-        return self.peers.run(lambda: np.asarray(array))
+        return np.asarray(array) if self.peers is ALONE else self.peers.run(lambda: np.asarray(array))
 
     def _padded(self, row: np.ndarray) -> np.ndarray:
         """A row over the vocabulary as the sampler counts it."""

@@ -205,7 +205,8 @@ class StageRunner:
         own = self.programs.epilogues[name]
         if (name, size) not in self._epilogues:  # enforce_eager
             self.compile_epilogue(name, size)
-        values = {"params": self.params, **self._state._asdict(), **forwarded.fields()}
+        left = {"rows": forwarded.rows, "logits": forwarded.logits, **forwarded.sections}
+        values = {"params": self.params, **self._state._asdict(), **left}
         *changed, output = self._epilogues[name, size](*[values[argument] for argument in own.arguments])
         self._state = self._state._replace(**dict(zip(own.changes, changed, strict=True)))
         if "tokens" in own.changes:

@@ -138,7 +138,7 @@ def sample(
 
     def changes() -> jax.Array:
         changed = flags.any_bias | flags.any_penalties
-        return changed if own is None or features is None else changed | (features >= PROCESSOR)
+        return changed if features is None else changed | (features >= PROCESSOR)
 
     def choose_any() -> tuple[jax.Array, TokenLogprobs | None]:
         # Not in each branch that wants them: XLA:TPU would bring the table of all slots into VMEM for the branches, and

@@ -46,6 +46,10 @@ class Capture(Section):
         if count in self.counts:
             self._found[count] = x
 
+    def after(self, count: int) -> jax.Array:
+        """[T, D], those of one of the counts."""
+        return self._found[count]
+
     def joined(self) -> jax.Array:
         """[T, n * D], those of the n counts side by side."""
         return jnp.concatenate([self._found[count] for count in self.counts], axis=-1)

@@ -28,6 +28,7 @@ class PageTables:
     Attributes:
       pool: where pages come from.
       table: i32[G, max_num_seqs, columns], -1 where a slot holds no page.
+      num_groups: cache groups.
       num_columns: i32[max_num_seqs], columns that a slot has taken.
       snapshots: states of prefixes; None where none are kept.
       deltas: entries written since `take_deltas`: rows (group * max_num_seqs + slot), columns, pages.
@@ -50,6 +51,7 @@ class PageTables:
         pad = 1 + max(behind, default=0)
         places = np.full((groups, slots, pad + config.max_pages_per_seq), -1, np.int32)
         self.table, self._places, self._width, self._pad = places[..., pad:], places.ravel(), places.shape[-1], pad
+        self.num_groups = groups
         self.num_columns = np.zeros(slots, np.int32)
         # Of the groups with windows: columns whose pages a slot holds, the last ones.
         self._held = np.zeros((len(self._windowed), slots), np.int32)
@@ -58,10 +60,6 @@ class PageTables:
         # A slot's first row is its own number; those of groups with windows stand in front.
         order = [group for group, _ in self._windowed] + self._whole
         self._first_rows = slots * np.array(order, np.int64)[:, None]
-
-    @property
-    def num_groups(self) -> int:
-        return len(self.table)
 
     @property
     def num_held(self) -> np.ndarray:

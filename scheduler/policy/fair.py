@@ -35,18 +35,19 @@ class FairQueue:
     is the clients with requests and those that received more than the ones that wait.
 
     Attributes:
-      num_tokens: prompt tokens of those in line.
+      size: requests in line.
+      num_tokens: their prompt tokens.
     """
 
     def __init__(self, num_ranks: int = 1, max_num_seqs: int = 1):
         self.num_tokens = 0
-        self._num_waiting = 0
+        self.size = 0
         # Whose request runs in a slot, a client's number.
         self._owner = np.zeros((num_ranks, max_num_seqs), np.int64)
         self._forget_all()
 
     def __len__(self) -> int:
-        return self._num_waiting
+        return self.size
 
     def __iter__(self) -> Iterator[Request]:
         """In no particular order."""
@@ -71,7 +72,7 @@ class FairQueue:
         begins, level = self._head[number] == _NOBODY, self._level()
         self._lines[number].push(request)
         self._head[number] = min(self._head[number], request.arrival_index)
-        self._num_waiting += 1
+        self.size += 1
         self.num_tokens += request.num_prompt_tokens
         self._last = None
         if begins:
@@ -80,7 +81,7 @@ class FairQueue:
 
     def first(self) -> Request | None:
         """The next request in line, left in place; None when nobody waits."""
-        if not self._num_waiting:
+        if not self.size:
             return None
         waiting = np.flatnonzero(self._head != _NOBODY)
         least = waiting[self._service[waiting] == self._service[waiting].min()]
@@ -93,7 +94,7 @@ class FairQueue:
         line.remove(request)
         head = line.first()
         self._head[number] = _NOBODY if head is None else head.arrival_index
-        self._num_waiting -= 1
+        self.size -= 1
         self.num_tokens -= request.num_prompt_tokens
         if head is None:
             self._last = number
@@ -123,7 +124,7 @@ class FairQueue:
 
     def _level(self) -> int:
         """What a client's counter is at least, once it waits."""
-        if self._num_waiting:
+        if self.size:
             return int(self._service[self._head != _NOBODY].min())
         return 0 if self._last is None else int(self._service[self._last])
 
@@ -150,7 +151,7 @@ class FairQueue:
             self._free.append(number)
 
     def _forget_if_idle(self) -> None:
-        if not self._num_waiting and not self._running.any():
+        if not self.size and not self._running.any():
             self._forget_all()
 
     def _forget_all(self) -> None:

@@ -14,7 +14,8 @@ class WaitingQueue:
     A request removed from the middle leaves its heap entry behind, which is dropped when it reaches the top.
 
     Attributes:
-      num_tokens: prompt tokens of those in line.
+      size: requests in line.
+      num_tokens: their prompt tokens.
     """
 
     def __init__(self, policy: str = "fcfs"):
@@ -22,10 +23,10 @@ class WaitingQueue:
         self._heap: list[tuple[int, int, int, Request]] = []
         self._entries: dict[Request, int] = {}
         self._num_pushed = 0
-        self.num_tokens = 0
+        self.size = self.num_tokens = 0
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return self.size
 
     def __iter__(self) -> Iterator[Request]:
         """In no particular order."""
@@ -33,6 +34,7 @@ class WaitingQueue:
 
     def push(self, request: Request) -> None:
         self._num_pushed += 1
+        self.size += 1
         self.num_tokens += request.num_prompt_tokens
         self._entries[request] = self._num_pushed
         priority = request.priority if self._by_priority else 0
@@ -54,6 +56,7 @@ class WaitingQueue:
     def remove(self, request: Request) -> None:
         """Takes a request out, wherever it stands."""
         del self._entries[request]
+        self.size -= 1
         self.num_tokens -= request.num_prompt_tokens
         if len(self._heap) > 64 + 2 * len(self._entries):
             self._heap = [entry for entry in self._heap if self._entries.get(entry[3]) == entry[2]]

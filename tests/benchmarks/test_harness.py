@@ -54,7 +54,7 @@ def test_commands_are_found_in_texts():
         ["memory"],
     ]
     found = named()
-    assert len(found["benchmarks/README.md"]) > 20 and found["README.md"] and found["docs/lora.md"]
+    assert len(found["benchmarks/README.md"]) > 20 and found["docs/architecture.md"] and found["docs/lora.md"]
     assert ["gpu_check", "--platform", "cpu", "--tiny"] in found["scripts/gpu_check"]
     assert {name for lines in found.values() for name, *_ in lines} >= set(BENCHMARKS)
 

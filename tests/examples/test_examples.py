@@ -11,6 +11,7 @@ import json
 import re
 import runpy
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,12 +20,15 @@ import pytest
 import jaxengine
 from jaxengine import AsyncLLM
 from jaxengine.models.registry import MODELS
+from tests.conftest import TINY_OPTIONS
 from tests.fast_compile import fast_compile
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TINY = Path(__file__).resolve().parents[1] / "fixtures" / "models" / "llama"
+OPTIONS = TINY_OPTIONS | {"max_model_len": 64}
 TESTED = {"offline_batch", "chat", "structured_output", "streaming", "openai_tools", "grpc_client"} | {
     "custom_model",
+    "forward_pass",
     "hidden_states",
     "logits_processor",
 }
@@ -139,12 +143,28 @@ def test_logits_processor(run):
     assert len(plain) == len(limited) == 12 and len(set(plain)) < 12 and len(set(limited)) == 12
 
 
-def test_hidden_states(run):
+def test_forward_pass(run):
     with np.load(TINY / "golden.npz", allow_pickle=False) as golden:
         prompt, logits = golden["token_ids_0"].tolist(), golden["logits_0"]
-    hidden, *layers = run("hidden_states", str(TINY), ",".join(map(str, prompt))).splitlines()
+    hidden, *layers = run("forward_pass", str(TINY), ",".join(map(str, prompt))).splitlines()
     best = int(logits[-1].argmax())
     assert hidden == f"hidden ({len(prompt)}, 64), logits ({len(prompt)}, 128), best next token {best}"
     assert [line.partition(":")[0] for line in layers] == ["after layer 1"]
     norms = ast.literal_eval(layers[0].rpartition(": |x| of each token ")[2])
     assert len(norms) == len(prompt) and min(norms) > 0
+
+
+def test_hidden_states(run, monkeypatch, executables_dir):
+    monkeypatch.setattr(jaxengine, "LLM", partial(jaxengine.LLM, **OPTIONS, compile_cache_dir=executables_dir))
+    with np.load(TINY / "golden.npz", allow_pickle=False) as golden:
+        prompt, logits = golden["token_ids_0"].tolist(), golden["logits_0"]
+    shape, *tokens = run("hidden_states", str(TINY), ",".join(map(str, prompt))).splitlines()
+    assert shape == f"({len(prompt) + 3}, 3, 64) float32: tokens, layers, hidden size"
+    known = [int(line.split()[1].rstrip(":")) for line in tokens]
+    assert (
+        known[: len(prompt)] == prompt
+        and known[len(prompt)] == int(logits[-1].argmax())
+        and len(known) == len(prompt) + 3
+    )
+    norms = [ast.literal_eval(line.partition(": |x| of each layer ")[2]) for line in tokens]
+    assert all(len(each) == 3 and min(each) > 0 for each in norms)

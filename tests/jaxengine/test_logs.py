@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import logging
 import os
 import re
@@ -12,7 +13,10 @@ from tqdm import tqdm
 
 from jaxengine import LLM
 from jaxengine.logs import log_to_stderr, only_warnings
+from jaxengine.pallas_kernels.attention.hopper import attend
+from jaxengine.pallas_kernels.matmul.hopper import quantized
 from jaxengine.server.processes.api_process import is_news
+from tests.test_architecture import sources, where
 
 
 @pytest.fixture
@@ -30,6 +34,8 @@ def start(monkeypatch):
     engine.setLevel(level)
 
 
+# Modules that hold other packages' loggers to silence them.
+CONFIGURES = {"jaxengine.models.weights.formats.orbax"}
 LINE = r"INFO \d\d-\d\d \d\d:\d\d:\d\d \[test_logs.py:\d+\] "
 
 
@@ -54,6 +60,30 @@ def test_of_other_packages_only_warnings_are_shown(start, capsys):
     logging.root.warning("yes")
     said = capsys.readouterr().err
     assert said.endswith("yes\n") and "no" not in said
+
+
+def test_kernels_say_that_they_run_as_plain_xla(start, capsys):
+    start()
+    for log_once in (attend._log_once, quantized.log_once):
+        log_once.__wrapped__("a reason")  # said once in a process
+    said = capsys.readouterr().err
+    assert re.search(r"^WARNING .*\[attend.py:\d+\] attention runs as plain XLA .*: a reason$", said, re.MULTILINE)
+    assert re.search(r"^INFO .*\[quantized.py:\d+\] a quantised product runs as plain XLA .*: a reason$", said, re.M)
+
+
+def test_every_logger_that_writes_is_below_the_engines():
+    """A module's logger has its module's name, under which `log_to_stderr` shows it; others are only configured."""
+    wrong, own = [], 0
+    for module, (path, tree) in sources().items():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Assign) or "getLogger" not in ast.unparse(node.value):
+                continue
+            if ast.unparse(node.value) == "logging.getLogger(__name__)" and module.startswith("jaxengine."):
+                own += 1
+            elif module not in CONFIGURES:
+                wrong.append(f"{where(path, node.lineno)}: {ast.unparse(node.value)}")
+    assert not wrong, "\n".join(wrong)
+    assert own > 30
 
 
 def test_an_error_keeps_its_stack(start, capsys):

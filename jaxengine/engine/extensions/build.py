@@ -13,7 +13,7 @@ from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.scheduler.config import SchedulerConfig
 from jaxengine.scheduler.errors import RequestError
 from jaxengine.scheduler.request import Request
-from jaxengine.scheduler.token_params import LOGPROBS, MASK, PROMPT_LOGPROBS
+from jaxengine.scheduler.token_params import HIDDEN_STATES, LOGPROBS, MASK, PROMPT_LOGPROBS
 
 if TYPE_CHECKING:
     from jaxengine.engine.extensions.adapters import Adapters
@@ -90,6 +90,8 @@ class Extensions:
             self.require("structured")
         if features & (LOGPROBS | PROMPT_LOGPROBS):
             self.require("scores")
+        if features & HIDDEN_STATES:
+            self.require("capture")
         for each in self.active:
             each.prepare(request)
 
@@ -147,6 +149,13 @@ class Extensions:
 
         return Adapters(self._runner)
 
+    def _capture(self) -> LoopExtension:
+        if "capture" not in self._runner.extensions:
+            raise RequestError("the engine was started without capture_layers", param="return_hidden_states")
+        from jaxengine.engine.extensions.capture import HiddenStates
+
+        return HiddenStates()
+
     def _drafts(self) -> LoopExtension:
         from jaxengine.engine.extensions.drafts import Drafts
 
@@ -198,6 +207,7 @@ class Extensions:
 
 _MAKERS: dict[str, Callable[[Extensions], LoopExtension]] = {
     "adapters": Extensions._adapters,
+    "capture": Extensions._capture,
     "drafts": Extensions._drafts,
     "logits_processors": Extensions._logits_processors,
     "pictures": Extensions._pictures,

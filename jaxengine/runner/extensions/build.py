@@ -40,6 +40,10 @@ def extensions_of(shape: StageShape) -> Iterator[DeviceExtension]:
         from jaxengine.runner.extensions.pooling import PoolingExtension
 
         yield PoolingExtension(shape)
+    if config.capture_layers is not None:
+        from jaxengine.runner.extensions.capture import CaptureExtension
+
+        yield CaptureExtension(shape)
     if shape.samples:
         from jaxengine.runner.extensions.scores import ScoresExtension
         from jaxengine.runner.extensions.structured import StructuredExtension

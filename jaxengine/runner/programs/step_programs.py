@@ -107,7 +107,7 @@ class StepPrograms:
     @property
     def windows(self) -> tuple[int | None, ...]:
         """Of the cache groups with pages: keys that must stay for a token, None for all: those that it sees, and those
-        that one sees which comes in its place where drafts before it turn out to be wrong."""
+        that one sees which comes in its place where tokens before it turn out to be wrong."""
         windows = (group.window for group in paged_groups(self.groups))
         return tuple(None if window is None else window + self._slack for window in windows)
 

@@ -37,6 +37,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1.0, 1),
     "logprob_token_ids": (),
     "repetition_detection": (),
+    "return_hidden_states": (False,),
     "return_mm_kwargs": (True,),
     "return_token_offsets": (False,),
     "return_weight_versions": (False,),

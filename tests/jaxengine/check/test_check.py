@@ -63,7 +63,7 @@ def compiler(model, tmp_path):
     def make(target: str = "cpu", *, model: str = folder, **options):
         (tmp_path / "log").touch()
         (tmp_path / "dumps").mkdir(exist_ok=True)
-        request = compile.Request(
+        request = compile.CompileRequest(
             target=target,
             model=model,
             options=OPTIONS | options,
@@ -196,7 +196,7 @@ def test_memory_is_planned_for_all_layers(compiler, monkeypatch):
     assert made.stages[0].weight_bytes == one.weight_bytes < plan.of_all.weights == three.weight_bytes
     assert plan.of_all.kv_bytes == 100 * three.page_bytes == 3 * 100 * one.page_bytes
     assert plan.of_all.programs > plan.held
-    told = made._told(plan.of_all, made.whole[0])
+    told = made._plan_row(plan.of_all, made.whole[0])
     assert told["layers"] == 3 and told["num_requests"] == round(100 / plan.of_all.pages_per_seq, 1)
     assert "3 layers in" in report.summary(
         [{"target": "cpu", "failures": [], "step": True, "plan": told}], {"cpu": 1.0}

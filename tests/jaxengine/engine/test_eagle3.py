@@ -246,8 +246,8 @@ def test_engines_without_heads_say_why():
     [
         ({"target_size": 32}, "reads hidden states of 32 numbers, and LlamaForCausalLM has 64"),
         ({"vocab_size": 299}, "has a vocabulary of 299 tokens, and LlamaForCausalLM one of 300"),
-        ({"streams": (2, 1, -1)}, r"behind \[2, 1, -1\] layers, and LlamaForCausalLM has 2 layers"),
-        ({"streams": (0, 3)}, r"behind \[0, 3\] layers"),
+        ({"streams": (2, 1, -1)}, r"after \[2, 1, -1\] layers, and LlamaForCausalLM has 2 layers"),
+        ({"streams": (0, 3)}, r"after \[0, 3\] layers"),
     ],
 )
 def test_heads_of_other_models_are_refused(changed, said):

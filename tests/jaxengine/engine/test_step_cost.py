@@ -99,13 +99,13 @@ def test_many_stop_token_ids_do_not_widen_the_table_of_all():
     many = tuple(range(10, 10 + WIDE_VOCAB))
     known = np.array([1, 2], np.int32)
     requests = [make_request(stop_token_ids=(7,) if index else many) for index in range(256)]
-    taken = np.array([slots.take(request, known, 0, 1002, 0) for request in requests])
+    taken = np.array([slots.take(request, known, 0, 1002) for request in requests])
     token_ids = np.full(256, 7, np.int32)
     assert slots.are_stops(taken, token_ids).tolist() == [False] + [True] * 255
     assert slots.are_stops(taken[::-1], token_ids + 5).tolist() == [False] * 255 + [True]
     assert allocated(lambda: slots.are_stops(taken, token_ids)) < 256 * (STOP_COLUMNS + 8) * 8
     slots.release(int(taken[0]))
-    slots.take(make_request(stop_token_ids=(7,)), known, 0, 1002, 0)
+    slots.take(make_request(stop_token_ids=(7,)), known, 0, 1002)
     assert slots.are_stops(taken, token_ids).all()
 
 
@@ -113,7 +113,7 @@ def test_only_columns_of_stop_ids_in_use_are_compared():
     slots, known = Slots(4), np.array([1, 2], np.int32)
 
     def take(*ids):
-        return slots.take(make_request(stop_token_ids=ids), known, 0, 1002, 0)
+        return slots.take(make_request(stop_token_ids=ids), known, 0, 1002)
 
     taken = np.array([take(), take(7), take(5, 6, 7), take(7, 8)])
     for token, stops in ((7, [False, True, True, True]), (6, [False, False, True, False]), (9, [False] * 4)):

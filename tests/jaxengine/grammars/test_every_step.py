@@ -89,7 +89,8 @@ def test_late_masks_hold_up_nobody(chat_llm, chat_options, alone, async_scheduli
     llm = chat_llm if async_scheduling else LLM(**chat_options, async_scheduling=False)
     held = []
     hold = llm.core.engine.scheduler.hold
-    monkeypatch.setattr(llm.core.engine.scheduler, "hold", lambda request: (held.append(request), hold(request)))
+    scheduler = llm.core.engine.scheduler
+    monkeypatch.setattr(scheduler, "hold", lambda request, wait: (held.append(request), hold(request, wait)))
     tokens, steps = run(llm, requests)
     assert held and tokens == {name: alone[name] for name in requests}
     assert max(steps["plain 0"], steps["plain 1"]) <= 1.1

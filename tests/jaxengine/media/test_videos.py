@@ -105,7 +105,7 @@ def test_frames_of_python(tmp_path):
         ([PIXELS, PIXELS[:4]], "frames of 8 x 6 and 8 x 4 pixels; all must have one size"),
         (
             (FRAMES, {"speed": 2}),
-            "says 'speed' in addition to its frames; allowed are fps, frames_indices, total_num_frames",
+            "has 'speed' in addition to its frames; allowed are fps, frames_indices, total_num_frames",
         ),
         ((FRAMES, {"fps": 0}), "an fps that is not a number above 0"),
         ((FRAMES, {"frames_indices": [0, 1]}), "frames_indices that are not 3 rising"),

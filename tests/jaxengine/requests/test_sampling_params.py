@@ -67,6 +67,7 @@ WRONG = {
     "seed": st.one_of(NO_INTS, ints_outside(-INT64, INT64 - 1)),
     "stop": texts_outside(MAX_STOP_STRINGS),
     "stop_token_ids": NO_IDS,
+    "return_hidden_states": NO_FLAGS,
     "ignore_eos": NO_FLAGS,
     "max_tokens": st.one_of(NO_INTS, ints_outside(1, 2**31 - 1)),
     "min_tokens": st.one_of(NO_INTS, st.none(), ints_outside(0, 2**31 - 1)),

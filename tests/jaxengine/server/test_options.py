@@ -69,7 +69,7 @@ def test_a_port_that_is_taken_and_a_host_that_is_not_here():
             reserve_port("127.0.0.1", port)
     with pytest.raises(ConfigError, match="host 'no.such.host.invalid' is not an address .*; give 127.0.0.1 for"):
         listen("no.such.host.invalid", 0)
-    with pytest.raises(ConfigError, match="give --host an address that this machine has; 192.0.2.1 is none"):
+    with pytest.raises(ConfigError, match="give --host an address that this machine has; 192.0.2.1 is not one"):
         listen("192.0.2.1", 0)
 
 

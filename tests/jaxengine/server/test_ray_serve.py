@@ -136,6 +136,7 @@ def test_a_killed_replica_costs_no_request_that_had_not_begun(url, two, tokens):
     assert killed == asyncio.run(ask_all(kill=False))
 
 
+@pytest.mark.thorough("tests/jaxengine/cluster has engines over two hosts, and the tests above replicas")
 def test_an_engine_over_two_hosts_is_one_replica(url, chat_options, tokens):
     from ray import serve
 

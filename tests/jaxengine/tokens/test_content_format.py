@@ -118,7 +118,7 @@ def test_continuing_a_message_with_a_picture(tokenizer):
     options = {"continue_final_message": True}
     for template, end in ((QWEN, "<|image_pad|>What?"), (CHATML, "<image>\nWhat?"), (LLAVA, "<image>\nWhat?")):
         assert render(tokenizer, [{"role": "user", "content": [IMAGE, TEXT]}], template, **options).endswith(end)
-    with pytest.raises(RequestError, match="no text in the last message to continue"):
+    with pytest.raises(RequestError, match="the last message has no text to continue"):
         render(tokenizer, [{"role": "user", "content": [TEXT, IMAGE]}], QWEN, **options)
 
 

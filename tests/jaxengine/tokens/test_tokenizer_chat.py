@@ -191,7 +191,7 @@ def test_a_message_with_tool_calls_needs_no_content(chatml):
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "now", "arguments": {}}}]}
     text = chatml.apply_chat_template([call], chat_template="{{ messages[0] | tojson }}")
     assert json.loads(text) == {"role": "assistant", "tool_calls": call["tool_calls"]}
-    with pytest.raises(RequestError, match="no text in the last message") as refusal:
+    with pytest.raises(RequestError, match="the last message has no text") as refusal:
         chatml.apply_chat_template([call], add_generation_prompt=False, continue_final_message=True)
     assert refusal.value.param == "continue_final_message"
 

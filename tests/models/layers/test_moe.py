@@ -329,7 +329,7 @@ LAYOUTS_OF_ALL = {
 
 
 def check_layouts(
-    names: Sequence[str] = (*LAYOUTS, *LAYOUTS_OF_ALL), grouped: str = "grouped_xla", block: int = 8, step: int = 1
+    names: Sequence[str] = (*LAYOUTS, *LAYOUTS_OF_ALL), grouped: str = "cpu.grouped", block: int = 8, step: int = 1
 ) -> None:
     """Run in a process with eight devices: the same result as one device, exchanging no more than it must.
 
@@ -378,7 +378,7 @@ _BY_ENGINES = pytest.mark.thorough("an engine shares them in test_parallel_token
     [
         pytest.param("", marks=_BY_ENGINES, id="cpu"),
         pytest.param(
-            "('tp 4, 2 kv heads', 'ep of tp 4', 'ep of dp 2, tp 2'), 'grouped_tiles', 128", marks=_BY_ENGINES, id="gpu"
+            "('tp 4, 2 kv heads', 'ep of tp 4', 'ep of dp 2, tp 2'), 'xla.grouped', 128", marks=_BY_ENGINES, id="gpu"
         ),
         pytest.param("('ep of tp 4',), step=8", id="filled up"),
     ],

@@ -61,8 +61,8 @@ def test_a_tpu_has_one_kernel():
         (jnp.zeros((2, 32), jnp.int8), {}, "x must be bfloat16 or float32"),
         (jnp.zeros((2, 32)), {"dtype": "int8"}, "dtype must be of"),
         (jnp.zeros((2, 32)), {"kind": FLOAT32}, "kind of"),
-        (jnp.zeros((2, 32)), {"kind": E4M3}, r"whole must be float32 \[1, 1\] or \(2, 1\), got None"),
-        (jnp.zeros((2, 32)), {"kind": E4M3, "whole": jnp.ones((3, 1))}, r"got float32 \(3, 1\)"),
+        (jnp.zeros((2, 32)), {"kind": E4M3}, r"global_scale must be float32 \[1, 1\] or \(2, 1\), got None"),
+        (jnp.zeros((2, 32)), {"kind": E4M3, "global_scale": jnp.ones((3, 1))}, r"got float32 \(3, 1\)"),
     ],
 )
 def test_what_does_not_fit_together(x, changed, message):

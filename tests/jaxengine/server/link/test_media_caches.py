@@ -309,7 +309,7 @@ def test_what_cannot_be_sent_is_not_taken_for_sent(make):
     pair.send(picture(0))
     prepared = pair.prepare(picture(0))
     pair.sender.reset()
-    with pytest.raises(RuntimeError, match="not made again"):
+    with pytest.raises(RuntimeError, match="not recomputed"):
         pair.sender.message(1, prepared.requests[0].media)
 
 

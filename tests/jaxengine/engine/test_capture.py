@@ -1,0 +1,221 @@
+"""Hidden states of chosen layers: those of the model's own forward pass, whatever else runs and however it is split."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxengine import LLM, ConfigError, RequestError, SamplingParams
+from jaxengine.config.engine_config import EngineConfig
+from jaxengine.config.platforms import PLATFORMS
+from jaxengine.models.cache import pool_spec
+from jaxengine.models.forward_batch import ForwardBatch
+from jaxengine.models.layers.section import Capture
+from jaxengine.models.registry import read_folder
+from jaxengine.pallas_kernels.attention.op import RaggedBatch
+from jaxengine.pallas_kernels.kv.pages import alloc
+from jaxengine.requests.outputs import CompletionOutput
+from jaxengine.requests.sampling_params import RequestOutputKind
+from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS, use_scheduler
+from tests.fixtures.drawn_weights import checkpoint
+from tests.models.conftest import load_recorded
+from tests.tables import each_row
+
+LAYERS = (0, 1, -1)
+OPTIONS: dict[str, Any] = TINY_OPTIONS | {"max_model_len": 64}
+CPU = PLATFORMS["cpu"]
+TOLERANCE = 1e-4
+PAGE_SIZE = 4
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    return load_recorded("llama")
+
+
+@pytest.fixture(scope="module")
+def llm(executables_dir):
+    folder = str(checkpoint("llama"))
+    return LLM(**OPTIONS | {"model": folder, "capture_layers": LAYERS, "compile_cache_dir": executables_dir})
+
+
+def expected(model, token_ids) -> np.ndarray:
+    """[T, L, D] of a sequence, from one forward pass without the engine."""
+    count = len(token_ids)
+    num_pages = -(-count // PAGE_SIZE)
+    number = jnp.arange(count, dtype=jnp.int32)
+    one = jnp.int32(1)
+    ends, table = jnp.array([0, count], jnp.int32), jnp.arange(num_pages, dtype=jnp.int32)[None]
+    ragged = RaggedBatch(ends, ends[1:], table, number, one, one * (count == 1))
+    capture = Capture([0, 1])
+    batch = ForwardBatch(jnp.asarray(token_ids, jnp.int32), number, ends[1:] - 1, (ragged,), {"capture": capture})
+    graph, state = nnx.split(model)
+    pool = alloc(pool_spec(model.cache_groups(PAGE_SIZE, "float32", hybrid=False), num_pages))
+    hidden, _ = nnx.merge(graph, state)(batch, pool)
+    return np.stack([capture.after(0), capture.after(1), hidden], axis=1)
+
+
+def assert_same(found, wanted) -> None:
+    assert found.shape == wanted.shape and found.dtype == np.float32
+    for layer in range(wanted.shape[1]):
+        assert np.abs(found[:, layer] - wanted[:, layer]).max() <= TOLERANCE * np.abs(wanted[:, layer]).max()
+
+
+def params(max_tokens=8, **fields) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0, "ignore_eos": True, "max_tokens": max_tokens} | fields)
+
+
+def generate(llm, prompts, params):
+    prompts = [{"prompt_token_ids": list(map(int, prompt))} for prompt in prompts]
+    return [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def fed(prompt, output: CompletionOutput) -> list[int]:
+    """The tokens that the model was given."""
+    return [*map(int, prompt), *output.token_ids[:-1]]
+
+
+def some_prompts(count=12):
+    rng = np.random.default_rng(3)
+    shared = rng.integers(3, 120, 12).tolist()
+    return [shared * (index % 2) + rng.integers(3, 120, int(rng.integers(1, 22))).tolist() for index in range(count)]
+
+
+def test_layers_are_counted_as_transformers_counts_them(recorded, executables_dir):
+    with np.load(TINY_CHECKPOINT / "eagle3.npz") as golden:
+        tokens, wanted = golden["token_ids"], golden["streams"]
+    layers = json.loads((TINY_CHECKPOINT / "eagle3.json").read_text())["config"]
+    streams = (layers.get("eagle_config") or layers)["eagle_aux_hidden_state_layer_ids"]
+    options: dict[str, Any] = {
+        "model": str(checkpoint("llama")),
+        "capture_layers": streams,
+        "compile_cache_dir": executables_dir,
+    }
+    (output,) = generate(LLM(**OPTIONS | options), [tokens], params(1, return_hidden_states=True))
+    wanted = wanted.reshape(len(tokens), len(streams), -1).copy()
+    assert streams[-1] == recorded.config.num_layers
+    wanted[:, -1] = recorded.model.norm(wanted[:, -1])  # the recorder leaves the final norm out, transformers does not
+    assert_same(output.hidden_states, wanted)
+
+
+def test_hidden_states_are_those_of_the_model_in_any_batch(llm, recorded):
+    """Prompts of several chunks, some with a cached prefix, together with requests that ask for none."""
+    use_scheduler(llm)
+    prompts = some_prompts()
+    asked = [params(index % 7 + 1, return_hidden_states=bool(index % 3)) for index in range(len(prompts))]
+    outputs = generate(llm, prompts, asked)
+    again = generate(llm, prompts, asked)  # prefixes are cached now
+    for index, (prompt, first, second) in enumerate(zip(prompts, outputs, again, strict=True)):
+        assert first.token_ids == second.token_ids
+        if not index % 3:
+            assert first.hidden_states is None and second.hidden_states is None
+            continue
+        wanted = expected(recorded.model, fed(prompt, first))
+        assert_same(first.hidden_states, wanted)
+        assert_same(second.hidden_states, wanted)
+    assert llm.core.engine.extensions.by_name["capture"].is_idle
+    metrics = {each.name: getattr(each, "value", 0) for each in llm.get_metrics()}
+    assert metrics["vllm:prefix_cache_hits"] > 0 and metrics["jaxengine:compilations_since_ready"] == 0
+
+
+def test_a_preempted_request_returns_each_position_once(llm, recorded):
+    scheduler = use_scheduler(llm, num_pages=40)
+    prompts = some_prompts(8)
+    outputs = generate(llm, prompts, params(30, return_hidden_states=True))
+    assert scheduler.num_preemptions > 2
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert_same(output.hidden_states, expected(recorded.model, fed(prompt, output)))
+    use_scheduler(llm)
+
+
+def test_pieces_of_a_stream_make_the_whole(llm):
+    """What ends a request is known a step late; rows of steps that had been dispatched by then are left out."""
+    use_scheduler(llm)
+    core, prompt = llm.core, some_prompts(1)[0]
+    (whole,) = generate(llm, [prompt], params(return_hidden_states=True))
+    stop = whole.token_ids[5]
+    count = whole.token_ids.index(stop) + 1
+    for kind in (RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE):
+        asked = params(return_hidden_states=True, output_kind=kind, stop_token_ids=[stop])
+        core.add(core.inputs.prepare({"prompt_token_ids": prompt}, asked, request_id="piece"))
+        pieces = []
+        while core.has_unfinished:
+            pieces += [output.outputs[0] for output in core.step()]
+        assert sum(len(each.token_ids) for each in pieces) >= count
+        joined = pieces[0]
+        for each in pieces[1:]:
+            assert each.hidden_states is not None
+            if kind is RequestOutputKind.DELTA:
+                assert len(each.hidden_states) == len(each.token_ids) == 1
+                joined._append(each)
+            else:
+                joined = each
+        assert joined.token_ids == whole.token_ids[:count]
+        np.testing.assert_array_equal(joined.hidden_states, whole.hidden_states[: len(prompt) + count - 1])
+
+
+def test_each_of_n_outputs_has_its_own(llm, recorded):
+    use_scheduler(llm)
+    prompt = some_prompts(1)[0]
+    asked = params(temperature=1.0, n=3, seed=1, return_hidden_states=True)
+    (output,) = llm.generate([{"prompt_token_ids": prompt}], asked, use_tqdm=False)
+    assert len({tuple(each.token_ids) for each in output.outputs}) > 1
+    for each in output.outputs:
+        assert_same(each.hidden_states, expected(recorded.model, fed(prompt, each)))
+
+
+CODE = """
+import sys
+from jaxengine import LLM, SamplingParams
+llm = LLM(**eval(sys.argv[1]))
+llm.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=2, temperature=0), use_tqdm=False)
+print(*sorted(name for name in sys.modules if name.endswith("extensions.capture")))
+"""
+
+
+def test_an_engine_without_the_option_imports_nothing_of_it(tiny_options):
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, repr(tiny_options)], capture_output=True, text=True, timeout=300, check=True
+    )
+    assert done.stdout.strip() == ""
+
+
+def test_an_engine_without_the_option_refuses_the_field(make_llm):
+    with pytest.raises(RequestError, match="started without capture_layers") as refused:
+        generate(make_llm(), [[5, 6]], params(return_hidden_states=True))
+    assert refused.value.param == "return_hidden_states"
+
+
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 2}
+
+
+@each_row(
+    "options, said",
+    [
+        ({"capture_layers": [0, 3]}, "capture_layers is 3; .*0 .the embeddings. to 2"),
+        ({"capture_layers": [-4]}, "capture_layers is -4; .*-3 to -1"),
+        ({"capture_layers": [2, -1]}, "capture_layers is .*different layers"),
+        ({"capture_layers": []}, "capture_layers is .*at least one integer"),
+        ({"capture_layers": [True]}, "capture_layers is .*at least one integer"),
+        ({"capture_layers": "last"}, "capture_layers is .*at least one integer"),
+        ({"capture_layers": "0,1", "speculative_config": DRAFTS}, "capture_layers is given, but speculative_config"),
+        ({"capture_layers": [0], "pipeline_parallel_size": 2}, "capture_layers is given, but pipeline_parallel_size"),
+        ({"capture_layers": [0], "nnodes": 2, "tensor_parallel_size": 2}, "capture_layers is given, but nnodes"),
+    ],
+)
+def test_what_cannot_be_captured_is_one_error(options, said):
+    with pytest.raises(ConfigError, match=said):
+        EngineConfig.from_options(skip_tokenizer_init=True, **options).resolved(read_folder(TINY_CHECKPOINT), CPU)
+
+
+def test_layers_are_read_from_the_end_and_from_text():
+    for given in ([0, -1], "0,-1", "[0, -1]", np.array([0, -1])):
+        config = EngineConfig.from_options(capture_layers=given).resolved(read_folder(TINY_CHECKPOINT), CPU)
+        assert config.capture_layers == (0, 2)
