@@ -133,8 +133,10 @@ def where(path: Path, line: int) -> str:
 
 
 def test_the_packages_are_here():
-    hatch = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]
-    assert hatch["build"]["targets"]["wheel"]["packages"] == ["jaxengine"]
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    assert tool["hatch"]["build"]["targets"]["wheel"]["packages"] == ["jaxengine"]
+    # pyright follows no link inside a folder: without its own entry a package would not be checked.
+    assert set(tool["pyright"]["include"]) == {"jaxengine", *(f"jaxengine/{package}" for package in PACKAGES[1:])}
     assert {package_of(name) for name in sources()} == set(PACKAGES)
     for package in PACKAGES[1:]:
         assert (ROOT / "jaxengine" / package).resolve() == ROOT / package
