@@ -59,7 +59,7 @@ class Extensions:
             "drafts": has_drafts,
             "structured": has_drafts and tokenizer is not None,  # it tells which tokens must come
             "pictures": "pictures" in runner.extensions,
-            "logits_processors": bool(runner.config.logits_processors) and "pooling" not in runner.extensions,
+            "logits_processors": "logits_processors" in runner.extensions,
         }
         for name in (name for name, is_started in started.items() if is_started):
             self.require(name)
