@@ -233,6 +233,16 @@ class GenerationRequest(NamedRequest):
     stream: bool | None = None
 
 
+class ConversationRequest(GenerationRequest):
+    """Fields of every request whose answer may begin with reasoning.
+
+    Attributes:
+      stop_in_reasoning: look for `stop` in the reasoning too; default: only in the answer.
+    """
+
+    stop_in_reasoning: bool | None = None
+
+
 class TextRequest(GenerationRequest):
     """Fields that completions and chat completions share.
 
