@@ -250,7 +250,7 @@ async def test_reasoning_may_be_left_out(scripted):
     client, _ = scripted(THOUGHT, reasoning_parser="qwen3")
     answer = await client.chat.completions.create(model="tiny", messages=HI, extra_body={"include_reasoning": False})
     assert answer.choices[0].message.content == "\n\nYes."
-    assert not hasattr(answer.choices[0].message, "reasoning")
+    assert answer.choices[0].message.reasoning is None
     assert answer.usage.completion_tokens_details.reasoning_tokens > 0
 
 
