@@ -87,9 +87,8 @@ ENVIRONMENT_ALLOWED: dict[str, str] = {
 PEER_SCRIPTS = ROOT / "jaxengine" / "bench" / "peer_scripts"
 
 
-@cache
-def sources() -> dict[str, tuple[Path, ast.Module]]:
-    """Dotted module name -> (file, syntax tree) of everything in the five packages but the peers' scripts."""
+def files() -> dict[str, Path]:
+    """Dotted module name -> file of everything in the five packages but the peers' scripts."""
     found = {}
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
@@ -98,8 +97,14 @@ def sources() -> dict[str, tuple[Path, ast.Module]]:
                 continue
             parts = parts if package == "jaxengine" else ("jaxengine", *parts)
             name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-            found[name] = (path, ast.parse(path.read_text(), str(path)))
+            found[name] = path
     return found
+
+
+@cache
+def sources() -> dict[str, tuple[Path, ast.Module]]:
+    """Dotted module name -> (file, syntax tree) of `files`."""
+    return {name: (path, ast.parse(path.read_text(), str(path))) for name, path in files().items()}
 
 
 def package_of(name: str) -> str:

@@ -53,7 +53,8 @@ class ToolFormat:
         call. None: calls are separate from the answer, and only the answer is constrained by a grammar.
       forced_grammar: yields rules for entire outputs, with the top rule `start`, when a call is required; None: a
         required call is written as our own JSON.
-      typed: values are plain text, whose types are in the schemas.
+      typed: the parser needs the functions: values are plain text, whose types are in the schemas, or a function's name
+        tells a call.
       special_tokens: calls are marked with special tokens, which detokenised text must include.
       stop_words: tokens that end an output, in addition to those of the model's configuration.
       template: words of a chat template, all of which must occur for "auto" to select the format.
@@ -133,6 +134,7 @@ def _section(models: str, words: tool_sections.SectionWords, template: tuple[str
         partial(tool_sections.SectionToolParser, words=words),
         models,
         partial(tool_sections.grammar, words=words),
+        typed=True,
         special_tokens=True,
         template=template,
     )

@@ -9,7 +9,7 @@ The words of the section may be missing, and text may surround it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from jaxengine.parsers.call_grammar import CallGrammar, literal
@@ -19,6 +19,8 @@ from jaxengine.parsers.markers import Marker, Opening
 from jaxengine.parsers.states import StateParser
 
 _MAX_HEAD = 512
+# The end of a call's own id.
+_NUMBERED = re.compile(r":\d+$")
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,9 @@ class SectionWords:
     Attributes:
       section: words around all calls. others: alternative words that begin the section.
       begin, middle, end: words before a call's head, between head and arguments, and after the arguments.
-      head: pattern of the head, with the group `name` of the function and optionally `id` of the call.
+      head: pattern of the head, with the group `name` of the function.
+      around: patterns of what the head may have before and after the name of one of the request's functions, if the
+        head is the model's id of the call; None: it has only the name.
       fence: text that may precede `end`.
       kind, rest: for grammars, what the head has before the name, as words, and after it, in Lark's notation.
     """
@@ -38,10 +42,25 @@ class SectionWords:
     middle: str
     end: str
     head: re.Pattern[str]
+    around: tuple[str, str] | None = None
     others: tuple[str, ...] = ()
     fence: str = ""
     kind: tuple[str, ...] = ()
     rest: str = ""
+
+    def call(self, head: str, functions: Collection[str]) -> tuple[str, str | None] | None:
+        """Returns (function, the model's id of the call or None) by the call's head; None if it is none.
+
+        The name in the head's usual form counts first, then any other part of it that is one of the functions.
+        """
+        found, whole = self.head.fullmatch(head), head.strip()
+        name = None if found is None else found["name"]
+        own_id = whole if self.around is not None and _NUMBERED.search(whole) else None
+        if self.around is not None and name not in functions:
+            before, after = self.around
+            fitting = [each for each in functions if re.fullmatch(before + re.escape(each) + after, whole)]
+            name = max(fitting, key=len, default=name)
+        return None if name is None else (name, own_id)
 
 
 DEEPSEEK_V3 = SectionWords(
@@ -67,7 +86,8 @@ KIMI_K2 = SectionWords(
     begin="<|tool_call_begin|>",
     middle="<|tool_call_argument_begin|>",
     end="<|tool_call_end|>",
-    head=re.compile(r"\s*(?P<id>(?:functions\.)?(?P<name>[^\s:]+)(?::\d+)?)\s*"),
+    head=re.compile(r"\s*(?:functions\.)?(?P<name>[^\s:]+)(?::\d+)?\s*"),
+    around=(r"(?:functions?[.:])?", r"(?:[:_.-]\w*)?"),
     kind=("functions.",),
     rest='":" /[0-9]{1,3}/',
 )
@@ -88,8 +108,9 @@ def grammar(calls: CallGrammar, words: SectionWords) -> Iterator[str]:
 
 
 class SectionToolParser(StateParser):
-    def __init__(self, new_id: Iterable[str], words: SectionWords):
+    def __init__(self, new_id: Iterable[str], functions: Collection[str], words: SectionWords):
         super().__init__(new_id)
+        self._functions = functions
         self._words = words
         self._outside = Marker(words.begin, *words.section, *words.others)
         self._next = Opening(words.begin)
@@ -150,7 +171,7 @@ class SectionToolParser(StateParser):
         plain, read, word = self._middle.read(text[at : at + self._room], 0)
         self._head.append(plain)
         self._room -= read
-        if word == self._words.middle and self._words.head.fullmatch("".join(self._head)):
+        if word == self._words.middle and self._words.call("".join(self._head), self._functions):
             self._head.append(word)
             self._opening, self._state = Opening("{", self._words.end), self._before_object
         elif word or not self._room:
@@ -163,10 +184,9 @@ class SectionToolParser(StateParser):
             self._reject("".join(self._head) + self._opening.held)
         if not found:
             return at
-        head = self._words.head.fullmatch("".join(self._head[:-1]))
-        assert head is not None
-        own_id = head.groupdict().get("id") or ""
-        self._out.start(head["name"], own_id if ":" in own_id else None)
+        call = self._words.call("".join(self._head[:-1]), self._functions)
+        assert call is not None
+        self._out.start(*call)
         self._in_section = True
         if self._opening.held.endswith("{"):
             self._scanner, self._state = JsonScanner(), self._arguments

@@ -11,9 +11,11 @@ import pytest
 
 from jaxengine.parsers.events import ParsedMessage, message_of
 from jaxengine.parsers.registry import TOOL_PARSERS
+from jaxengine.parsers.tool_sections import KIMI_K2
 from tests.jaxengine.parsers.bare_outputs import BARE_FORMATS
 from tests.jaxengine.parsers.outputs import FORMATS as WORDED
 from tests.jaxengine.parsers.outputs import FUNCTIONS, common
+from tests.tables import each_row
 
 FORMATS = WORDED | BARE_FORMATS
 NUM_CUTS, NUM_CUTS_THOROUGH = 350, 10_000
@@ -112,3 +114,30 @@ def test_a_string_goes_out_as_it_comes():
 def test_the_models_own_ids():
     text = FORMATS["kimi_k2"].write([("now", {}), ("weather", {})])
     assert [call.id for call in parse("kimi_k2", [text]).tool_calls] == ["functions.now:0", "functions.weather:1"]
+
+
+@each_row(
+    "head, functions, name, own_id",
+    [
+        ("functions.now:0", ("now",), "now", "functions.now:0"),
+        ("now:0", ("now",), "now", "now:0"),
+        ("functions.now", ("now",), "now", None),
+        ("now", ("now",), "now", None),
+        ("functions.now_0", ("now",), "now", None),
+        ("functions.now:call_1", ("now",), "now", None),
+        ("functions:now:1", ("now",), "now", "functions:now:1"),
+        ("functions.now_0:2", ("now", "now_0"), "now_0", "functions.now_0:2"),
+        # Names with the words of the format in them.
+        ("functions.clock:now:0", ("clock:now",), "clock:now", "functions.clock:now:0"),
+        ("functions.now:0", ("functions.now",), "functions.now", "functions.now:0"),
+        ("functions.now", ("functions.now",), "functions.now", None),
+        ("functions.functions.now:0", ("functions.now", "now"), "functions.now", "functions.functions.now:0"),
+        ("functions.other:0", ("now",), "other", "functions.other:0"),
+    ],
+)
+def test_heads_of_kimi_name_a_function_of_the_request(head, functions, name, own_id):
+    assert KIMI_K2.call(f" {head}\n", functions) == (name, own_id)
+
+
+def test_a_head_without_a_function_is_no_call():
+    assert KIMI_K2.call("two words", ("now",)) is None
