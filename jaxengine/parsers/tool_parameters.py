@@ -19,11 +19,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from jaxengine.parsers.call_grammar import CallGrammar, Schema, definitions, literal
+from jaxengine.parsers.argument_forms import ArgumentForm, argument_forms
+from jaxengine.parsers.call_grammar import CallGrammar, Schema, literal
 from jaxengine.parsers.events import Event
 from jaxengine.parsers.markers import Marker, Opening
 from jaxengine.parsers.states import StateParser
 from jaxengine.parsers.typed_text import as_json, types_of
+from jaxengine.schema_references import SchemaDocument
 
 _MAX_NAME = 256
 # Types by the text after a parameter's name, for formats that state there whether its value is a string.
@@ -87,20 +89,20 @@ def grammar(calls: CallGrammar, words: ParameterWords) -> Iterator[str]:
     A string is only constrained if its schema lists values.
     """
     line = literal("\n") if words.lines else ""
-    one = f"({' | '.join(f'call_{at}' for at in range(len(calls.functions)))})"
+    forms = [(name, form) for name, schema in calls.functions.items() for form in argument_forms(schema)]
+    one = f"({' | '.join(f'call_{at}' for at in range(len(forms)))})"
     inside = f"{one} ({line} {one})*" if calls.many else one
     if words.section is None:
         yield f"calls: {inside}"
     else:
         opening, closing = map(calls.word, words.section)
         yield f'calls: {opening} "\\n" {inside} "\\n" {closing}'
-    for at, (name, schema) in enumerate(calls.functions.items()):
-        properties = dict(schema.get("properties") or {})
+    for at, (name, form) in enumerate(forms):
         parts = [calls.word(words.call[0]), literal(name + words.call[1]), line]
-        for number, parameter in enumerate(properties):
+        for number, parameter in enumerate(form.places):
             rule = f"parameter_{at}_{number}"
-            parts.append(rule if parameter in schema.get("required", ()) else f"{rule}?")
-            yield from _parameter(calls, words, schema, parameter, rule)
+            parts.append(rule if parameter in form.required else f"{rule}?")
+            yield from _parameter(calls, words, form, parameter, rule)
         yield f"call_{at}: {' '.join(parts)} {calls.word(words.call[2])}"
     end = words.parameter[2]
     if calls.token_id(end) is None:
@@ -109,20 +111,19 @@ def grammar(calls: CallGrammar, words: ParameterWords) -> Iterator[str]:
         yield f"text: /(?s:.*)/ {calls.word(end)}"
 
 
-def _parameter(calls: CallGrammar, words: ParameterWords, function: Schema, name: str, rule: str) -> Iterator[str]:
+def _parameter(calls: CallGrammar, words: ParameterWords, form: ArgumentForm, name: str, rule: str) -> Iterator[str]:
     begin, middle, end = map(calls.word, words.parameter)
-    types, schema = types_of(function, name), function["properties"][name]
+    types, texts = form.types(name), form.texts(name)
     line = literal("\n") if words.lines else ""
     said = literal(f"{_SAYS_STRING}{'true' if 'string' in types else 'false'}") if words.says_string else ""
     head = f"{begin} {literal(name)} {said} {middle} {calls.word(words.value) if words.value else ''} {line}"
-    listed = schema.get("enum") if isinstance(schema, Mapping) else None
-    if isinstance(listed, list) and listed and all(isinstance(each, str) and each for each in listed):
-        yield f"{rule}: {head} ({' | '.join(map(literal, listed))}) {line} {end} {line}"
+    if texts:
+        yield f"{rule}: {head} ({' | '.join(map(literal, texts))}) {line} {end} {line}"
     elif "string" in types:
         yield f"{rule}: {head} text {line}"
     else:
         yield f"{rule}: {head} {rule}_value {line} {end} {line}"
-        yield f"{rule}_value: {calls.json({**schema, **definitions(function)})}"
+        yield f"{rule}_value: {calls.json(form.schema(name))}"
 
 
 class ParameterToolParser(StateParser):
@@ -143,7 +144,7 @@ class ParameterToolParser(StateParser):
         self._in_section = False
         self._word: list[str] = []
         self._room = 0
-        self._schema: Schema | None = None
+        self._schema = SchemaDocument(None)
         self._num_parameters = 0
         self._types: frozenset[str] = frozenset()
         self._value: list[str] = []
@@ -209,7 +210,8 @@ class ParameterToolParser(StateParser):
         if word and _NAME.fullmatch(name) and name.isprintable():
             self._out.start(name)
             self._out.arguments("{")
-            self._schema, self._num_parameters, self._in_section = self._functions.get(name), 0, True
+            self._schema = SchemaDocument(self._functions.get(name))
+            self._num_parameters, self._in_section = 0, True
             self._next_part(word)
         else:
             self._out.content(self._held + written + word)

@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxengine.parsers.call_grammar import CallGrammar, Schema
+from jaxengine.parsers.call_grammar import CallGrammar, Schema, call_schema
 from jaxengine.parsers.events import OutputParser
 from jaxengine.parsers.registry import ReasoningFormat, ToolFormat, call_ids
 from jaxengine.parsers.tool_forced import NamedToolParser, RequiredToolParser
 from jaxengine.requests.structured.closed_objects import lists_all
 from jaxengine.requests.structured.params import StructuredOutputsParams
-from jaxengine.scheduler.errors import RequestError, show_value
+from jaxengine.scheduler.errors import RequestError
+from jaxengine.schema_references import Place, SchemaDocument, UnresolvedError, moved, with_definitions
 from jaxengine.server.http.chat.protocol import ChatRequest, Function, NamedTool, renamed
 from jaxengine.tokens.tokenizer import Tokenizer
 
@@ -81,7 +82,7 @@ def tool_use(
             param="tool_choice",
         )
     read = ToolUse(
-        lambda: tool_format.open({each.name: _arguments_schema(each) for each in functions}),
+        lambda: tool_format.open({each.name: each.parameters or {} for each in functions}),
         special_tokens=tool_format.special_tokens,
         stop_words=tool_format.stop_words,
         in_own_way=True,
@@ -155,38 +156,31 @@ def _rules(
         raise RequestError(f"tools cannot be called by a grammar: {error}", param="tools") from None
 
 
-def _arguments_schema(function: Function) -> dict[str, Any]:
-    """Schema of a function's arguments: no other parameters than listed, unless its schema says otherwise or requires
-    others.
+def _arguments(function: Function, definitions: dict[str, Any]) -> dict[str, Any]:
+    """Schema of a function's arguments, whose references are to the definitions: no other parameters than listed,
+    unless its schema says otherwise or requires others. Raises RequestError.
     """
-    schema = dict(function.parameters or _NO_ARGUMENTS)
+    given = function.parameters or _NO_ARGUMENTS
+    document = SchemaDocument(given)
+    schema = dict(given)
     if lists_all(schema) and not _COMBINING & schema.keys():
+        # Not where the schema refers to its root: what applies in addition may have other properties.
         schema["additionalProperties"] = False
-    return schema
+    try:
+        return moved(Place(schema, document.root.base), document, definitions)
+    except UnresolvedError as error:
+        raise RequestError(f"tools have a function whose parameters cannot be used: {error}", param="tools") from None
+
+
+def _arguments_schema(function: Function) -> dict[str, Any]:
+    """Schema of a function's arguments, as a document of its own. Raises RequestError."""
+    definitions: dict[str, Any] = {}
+    return with_definitions(_arguments(function, definitions), definitions)
 
 
 def _calls_schema(functions: Sequence[Function], at_most: int | None) -> dict[str, Any]:
     """Schema of a list of calls, for RequiredToolParser. Raises RequestError."""
     definitions: dict[str, Any] = {}
-    calls = []
-    for function in functions:
-        parameters = _arguments_schema(function)
-        # References in a schema are relative to its root, which is ours here.
-        for word in ("$defs", "definitions"):
-            own = parameters.pop(word, {})
-            if not isinstance(own, dict):
-                raise RequestError(f"tools have a function whose {word} is not an object", param="tools")
-            for name, schema in own.items():
-                if definitions.setdefault(word, {}).setdefault(name, schema) != schema:
-                    problem = f"tools have different definitions of {show_value(name)} in {word}"
-                    raise RequestError(problem, param="tools")
-        calls.append(
-            {
-                "type": "object",
-                "properties": {"name": {"const": function.name}, "parameters": parameters},
-                "required": ["name", "parameters"],
-                "additionalProperties": False,
-            }
-        )
-    schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, **definitions}
+    calls = [call_schema(each.name, "parameters", _arguments(each, definitions)) for each in functions]
+    schema = with_definitions({"type": "array", "minItems": 1, "items": {"anyOf": calls}}, definitions)
     return schema if at_most is None else {**schema, "maxItems": at_most}
