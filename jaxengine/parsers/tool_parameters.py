@@ -8,8 +8,8 @@
   </function>
   </tool_call>
 
-The function's schema determines the type of a text (typed_text). A string is emitted as it arrives, other values when
-complete. A section may hold several calls, its words may be missing, and other text may be anywhere outside.
+The function's schema determines the type of a text, and parameter_json writes it. A section may hold several
+calls, its words may be missing, and other text may be anywhere outside.
 
 A value may contain the words of the format. Its own closing word ends it if the next parameter, the end of the call or
 the end of the output follows. The closing word may be missing: then the next parameter that the function has ends it,
@@ -18,7 +18,6 @@ or the end of the call or of the section, if the next call or the end of the out
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,18 +25,16 @@ from dataclasses import dataclass
 from jaxengine.parsers.call_grammar import CallGrammar, Schema, definitions, literal
 from jaxengine.parsers.events import Event
 from jaxengine.parsers.markers import Marker, Opening
+from jaxengine.parsers.parameter_json import ParameterJson
 from jaxengine.parsers.states import StateParser
-from jaxengine.parsers.typed_text import as_json, types_of
+from jaxengine.parsers.typed_text import types_of
 
 _MAX_NAME = 256
 # Types by the text after a parameter's name, for formats that state there whether its value is a string.
 _STRING = frozenset(("string",))
-_OBJECT = frozenset(("object",))
 _NO_STRING = frozenset(("object", "array", "boolean", "integer", "number", "null"))
 _NAME = re.compile(r"[^\s<>{}\"]+")
 _SAYS_STRING = '" string="'
-# Parameters in which a model may put all arguments as an object, although the function has no parameter of that name.
-_WRAPPERS = ("arguments", "input")
 
 
 @dataclass(frozen=True)
@@ -69,10 +66,7 @@ class ParameterWords:
         return (self.parameter[2], self.call[2], self.parameter[0], *(self.section or ())[1:])
 
     def may_follow(self, end: str, names: Iterable[str]) -> Sequence[str | tuple[str, ...]]:
-        """Returns what must follow one of `value_ends` that does end a value; [] if anything may.
-
-        names: the parameters that may be next, empty if unknown.
-        """
+        """Returns what must follow one of `value_ends` that does end a value. names: parameters that may be next."""
         if end == self.parameter[0]:
             after = (_SAYS_STRING,) if self.says_string else (self.parameter[1], *filter(None, [self.value]))
             return [(name, *after) for name in names]
@@ -151,6 +145,15 @@ def _parameter(calls: CallGrammar, words: ParameterWords, function: Schema, name
         yield f"{rule}_value: {calls.json({**schema, **definitions(function)})}"
 
 
+def starts(name: str, words: ParameterWords) -> Iterator[tuple[str, ...]]:
+    """Yields the beginnings of calls of a function, see CallStarts.words."""
+    begin, middle, end = words.call
+    for after in (middle,) if middle else (words.parameter[0], end):
+        yield (begin, name, after)
+        if words.section:
+            yield (words.section[0], begin, name, after)
+
+
 class ParameterToolParser(StateParser):
     def __init__(self, new_id: Iterable[str], functions: Mapping[str, Schema], words: ParameterWords):
         super().__init__(new_id)
@@ -160,7 +163,7 @@ class ParameterToolParser(StateParser):
         self._outside = Marker(words.call[0], *sections)
         self._next = Opening(words.call[0])
         self._call_name = Marker(*([words.call[1]] if words.call[1] else [words.parameter[0], words.call[2]]))
-        self._inside = self._new_inside()
+        self._inside = Opening()
         self._name = Marker(words.parameter[1])
         self._before_value = Opening(words.value)
         self._value_end = Marker(*words.value_ends)
@@ -172,12 +175,7 @@ class ParameterToolParser(StateParser):
         self._word: list[str] = []
         self._room = 0
         self._schema: Schema | None = None
-        self._names: set[str] = set()
-        # The value of a parameter that may be a wrapper around all arguments; None if there is none.
-        self._wrapped: str | None = None
-        self._types: frozenset[str] = frozenset()
-        self._value: list[str] = []
-        self._begins = self._own_line = self._is_wrapper = False
+        self._arguments: ParameterJson | None = None
         self._state = self._content
 
     def finish(self) -> list[Event]:
@@ -189,32 +187,25 @@ class ParameterToolParser(StateParser):
             self._out.content(self._next.held)
         elif self._state == self._in_call_name:
             self._out.content(self._held + "".join(self._word) + self._call_name.take())
-        elif self._state == self._between:
-            self._end_arguments()
-            self._out.content(self._inside.held)
-        elif self._state == self._in_name:
-            self._spell_wrapped()
-            self._out.arguments(self._name_json().removesuffix('"'))
-        elif self._state == self._to_value:
-            self._spell_wrapped()
-            self._out.arguments(self._name_json())
-        elif self._state in (self._in_value, self._after_value):
-            self._cut_value()
+        elif self._arguments is not None:
+            self._cut_call(self._arguments)
         return self._out.finish()
 
-    def _cut_value(self) -> None:
-        """Ends an output that ends in a value, or after a word that may end one."""
-        if self._state == self._after_value and self._end_word != self._words.parameter[0]:
-            self._end_value()
-            self._end_arguments()
+    def _cut_call(self, arguments: ParameterJson) -> None:
+        """Ends an output that ends inside a call. A word that may end a value ends it, unless it begins another."""
+        if self._state == self._between:
+            arguments.end()
+            self._out.content(self._inside.held)
+        elif self._state in (self._in_name, self._to_value):
+            arguments.cut_name(self._name_and_types()[0], self._state == self._to_value)
+        elif self._state == self._after_value and self._end_word != self._words.parameter[0]:
+            arguments.end_value(self._end_word == self._words.parameter[2])
+            arguments.end()
             self._out.content(self._after_end.held)
-            return
-        self._add(self._end_word + self._after_end.held if self._state == self._after_value else self._value_end.take())
-        text = _without_breaks("".join(self._value), self._own_line)
-        if self._is_wrapper:
-            (name,) = self._names
-            self._out.arguments(f"{json.dumps(name)}: ")
-        self._out.arguments(_escaped(text) if self._is_streamed else text)
+        else:
+            is_open = self._state == self._in_value
+            arguments.add(self._value_end.take() if is_open else self._end_word + self._after_end.held)
+            arguments.cut_value()
 
     def _content(self, text: str, at: int) -> int:
         plain, at, word = self._outside.read(text, at)
@@ -253,8 +244,8 @@ class ParameterToolParser(StateParser):
         name = written.strip()
         if word and _NAME.fullmatch(name) and name.isprintable():
             self._out.start(name)
-            self._out.arguments("{")
-            self._schema, self._names, self._in_section = self._functions.get(name), set(), True
+            self._arguments = ParameterJson(self._out, self._functions.get(name), self._words.verbatim)
+            self._in_section = True
             self._next_part(word)
         else:
             self._out.content(self._held + written + word)
@@ -262,20 +253,21 @@ class ParameterToolParser(StateParser):
             self._content(self._call_name.take(), 0)
         return at + read
 
-    def _new_inside(self) -> Opening:
-        return Opening(self._words.parameter[0], self._words.call[2])
+    def _end_call(self) -> None:
+        assert self._arguments is not None
+        self._arguments.end()
+        self._arguments, self._state = None, self._content
 
     def _next_part(self, word: str) -> None:
         """Selects the state inside a call, after one of its words."""
         if word == self._words.parameter[0]:
             self._word, self._state = [], self._in_name
         elif word == self._words.call[2]:
-            self._end_arguments()
-            self._state = self._content
+            self._end_call()
             if self._words.section:
                 self._next, self._state = Opening(self._words.call[0], self._words.section[1]), self._after_call
         else:
-            self._inside, self._state = self._new_inside(), self._between
+            self._inside, self._state = Opening(self._words.parameter[0], self._words.call[2]), self._between
 
     def _after_call(self, text: str, at: int) -> int:
         """State after a call. White space before the next call, or before the end of the section, is dropped."""
@@ -294,8 +286,7 @@ class ParameterToolParser(StateParser):
         if found:
             self._next_part(self._inside.held.lstrip())
         elif found is False:  # neither: the call ends here
-            self._end_arguments()
-            self._state = self._content
+            self._end_call()
             self._content(self._inside.held, 0)
         return at
 
@@ -316,123 +307,53 @@ class ParameterToolParser(StateParser):
             return at
         self._begin_value()
         if not found:
-            self._replay(self._before_value.held)
+            self._read(self._before_value.held)
         return at
 
     def _begin_value(self) -> None:
-        self._spell_wrapped()
+        assert self._arguments is not None
+        self._arguments.begin(*self._name_and_types())
+        self._state = self._in_value
+
+    def _name_and_types(self) -> tuple[str, frozenset[str] | None]:
+        """The name of the current parameter, and the types that the format states of its value, if any."""
         name, _, says_string = "".join(self._word).strip().partition(_SAYS_STRING)
-        self._types = types_of(self._schema, name)
-        if self._words.says_string and says_string:
-            self._types = _STRING if says_string == "true" else _NO_STRING
-        properties = self._properties()
-        self._is_wrapper = name in _WRAPPERS and bool(properties) and name not in properties and not self._names
-        if not self._is_wrapper:
-            self._out.arguments(f"{self._name_json()}: " + ('"' if self._is_streamed else ""))
-        self._names.add(name)
-        self._value, self._begins, self._own_line, self._state = [], True, False, self._in_value
-
-    @property
-    def _is_streamed(self) -> bool:
-        return self._types == _STRING and not self._is_wrapper
-
-    def _properties(self) -> Schema:
-        properties = (self._schema or {}).get("properties")
-        return properties if isinstance(properties, Mapping) else {}
-
-    def _name_json(self) -> str:
-        name = "".join(self._word).strip()
-        name = name.partition('"')[0] if self._words.says_string else name
-        return f"{', ' if self._names else ''}{json.dumps(name, ensure_ascii=False)}"
+        if not self._words.says_string:
+            return "".join(self._word).strip(), None
+        return name.partition('"')[0], {"": None, "true": _STRING}.get(says_string, _NO_STRING)
 
     def _in_value(self, text: str, at: int) -> int:
+        assert self._arguments is not None
         plain, at, word = self._value_end.read(text, at)
-        self._add(plain)
-        if not word:
-            return at
-        following = self._words.may_follow(word, self._properties().keys() - self._names)
-        self._end_word, self._after_end, self._state = word, Opening(*following), self._after_value
-        if word == self._words.parameter[0] and not self._properties():
-            self._turn_from_value()
+        self._arguments.add(plain)
+        if word:
+            names = self._arguments.may_be_next
+            following = self._words.may_follow(word, names or ())
+            self._end_word, self._after_end, self._state = word, Opening(*following), self._after_value
+            if word == self._words.parameter[0] and names is None:
+                self._turn_from_value()
         return at
 
     def _after_value(self, text: str, at: int) -> int:
         """State after a word that ends the value if something certain follows, and is part of the value otherwise."""
+        assert self._arguments is not None
         at, found = self._after_end.read(text, at)
         if found:
             self._turn_from_value()
         elif found is False:
             self._state = self._in_value
-            self._add(self._end_word)
-            self._replay(self._after_end.held)
+            self._arguments.add(self._end_word)
+            self._read(self._after_end.held)
         return at
 
     def _turn_from_value(self) -> None:
         """Ends the value and reads on after its end."""
-        self._end_value()
+        assert self._arguments is not None
+        is_closed = self._end_word == self._words.parameter[2]
+        self._arguments.end_value(is_closed)
         if self._end_word == (self._words.section or ("", ""))[1]:
-            self._end_arguments()
-            self._in_section, self._state = False, self._content
+            self._end_call()
+            self._in_section = False
         else:
-            self._next_part(self._end_word if self._end_word != self._words.parameter[2] else "")
-        self._replay(self._after_end.held)
-
-    def _end_value(self) -> None:
-        # Where the closing word is missing, the line break after it follows the value.
-        missing = self._end_word != self._words.parameter[2]
-        held = _without_breaks("".join(self._value), self._own_line + missing)
-        if self._is_wrapper:
-            self._wrapped = held
-        else:
-            self._out.arguments(_escaped(held) + '"' if self._is_streamed else as_json(held, self._types))
-
-    def _end_arguments(self) -> None:
-        """Ends the arguments of a call. A wrapper that is the only one stands for what it contains."""
-        if self._wrapped is not None:
-            inner = as_json(self._wrapped.strip(), _OBJECT)
-            if inner.startswith("{") and json.loads(inner).keys() <= self._properties().keys():
-                self._wrapped = None
-                self._out.arguments(inner[1:-1])
-        self._spell_wrapped()
-        self._out.arguments("}")
-
-    def _spell_wrapped(self) -> None:
-        """Emits the value of a parameter that turned out to be no wrapper."""
-        if self._wrapped is not None:
-            (name,) = self._names
-            self._out.arguments(f"{json.dumps(name)}: {as_json(self._wrapped, self._types)}")
-            self._wrapped = None
-
-    def _replay(self, text: str) -> None:
-        """Reads text that was held."""
-        at = 0
-        while at < len(text):
-            at = self._state(text, at)
-
-    def _add(self, text: str) -> None:
-        """Adds text to the current value; emits it if the value is a string, except for line breaks at its end that may
-        belong to the format.
-        """
-        if not text:
-            return
-        if self._begins:
-            self._begins, self._own_line = False, text.startswith("\n") and not self._words.verbatim
-            text = text[self._own_line :]
-        self._value.append(text)
-        if self._is_streamed:
-            said = "".join(self._value)
-            now = _without_breaks(said, 2)
-            self._out.arguments(_escaped(now))
-            self._value = [said[len(now) :]]
-
-
-def _without_breaks(text: str, most: int) -> str:
-    """Removes up to `most` line breaks from the end of a text."""
-    for _ in range(most):
-        text = text.removesuffix("\n")
-    return text
-
-
-def _escaped(text: str) -> str:
-    """Escapes text for use within a JSON string."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]
+            self._next_part("" if is_closed else self._end_word)
+        self._read(self._after_end.held)
