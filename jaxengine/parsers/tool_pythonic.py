@@ -55,6 +55,11 @@ def grammar(calls: CallGrammar, words: tuple[str, str] = ("", ""), brackets: boo
         yield from _keywords(calls, at, form)
 
 
+def starts(name: str, words: tuple[str, str], brackets: bool = True) -> Iterator[tuple[str, ...]]:
+    """Yields the beginning of a call of a function between words, see CallStarts.words."""
+    yield (words[0], *(["["] if brackets else []), name, "(")
+
+
 def _keywords(calls: CallGrammar, at: int, form: ArgumentForm) -> Iterator[str]:
     """Yields rules first_<at>_<n>, arguments from the n-th on of which none was written before, and rest_<at>_<n>, the
     same with a comma before them.

@@ -30,6 +30,7 @@ class SectionWords:
       begin, middle, end: words before a call's head, between head and arguments, and after the arguments.
       head: pattern of the head, with the group `name` of the function and optionally `id` of the call.
       fence: text that may precede `end`.
+      numbered: the name is followed by the call's number, which may be missing, as may `kind`.
       kind, rest: for grammars, what the head has before the name, as words, and after it, in Lark's notation.
     """
 
@@ -40,6 +41,7 @@ class SectionWords:
     head: re.Pattern[str]
     others: tuple[str, ...] = ()
     fence: str = ""
+    numbered: bool = False
     kind: tuple[str, ...] = ()
     rest: str = ""
 
@@ -68,6 +70,7 @@ KIMI_K2 = SectionWords(
     middle="<|tool_call_argument_begin|>",
     end="<|tool_call_end|>",
     head=re.compile(r"\s*(?P<id>(?:functions\.)?(?P<name>[^\s:]+)(?::\d+)?)\s*"),
+    numbered=True,
     kind=("functions.",),
     rest='":" /[0-9]{1,3}/',
 )
@@ -85,6 +88,16 @@ def grammar(calls: CallGrammar, words: SectionWords) -> Iterator[str]:
         named.append(" ".join([*kind, literal(name), words.rest, calls.word(words.middle), arguments]))
     yield f"call: {calls.word(words.begin)} ({' | '.join(named)}) {calls.word(words.end)}"
     yield from calls.arguments()
+
+
+def starts(name: str, words: SectionWords) -> Iterator[tuple[str, ...]]:
+    """Yields the beginnings of calls of a function, see CallStarts.words."""
+    heads = [(*words.kind, name, words.middle)]
+    if words.numbered:
+        heads = [(prefix + name + after,) for prefix in ("", *words.kind) for after in (":", words.middle)]
+    for head in heads:
+        yield (words.begin, *head)
+        yield from ((section, words.begin, *head) for section in (words.section[0], *words.others))
 
 
 class SectionToolParser(StateParser):

@@ -152,7 +152,7 @@ class ChatRun:
     def _open_parser(self) -> MessageParser:
         reasoning = None
         if self._reasoning is not None:
-            reasoning = self._reasoning.open(self.prompt["prompt"], self._continued, calls=self._tools.in_own_way)
+            reasoning = self._reasoning.open(self.prompt["prompt"], self._continued, calls=self._tools.calls)
         return MessageParser(reasoning, None if self._tools.open is None else self._tools.open())
 
     @property

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxengine.parsers.call_grammar import CallGrammar, Schema, call_schema
+from jaxengine.parsers.call_start import CallStarts
 from jaxengine.parsers.events import OutputParser
 from jaxengine.parsers.registry import ReasoningFormat, ToolFormat, call_ids
 from jaxengine.parsers.tool_forced import NamedToolParser, RequiredToolParser
@@ -39,7 +40,7 @@ class ToolUse:
       special_tokens: calls are marked with special tokens, which detokenised text must include.
       stop_words: tokens that end an output.
       is_whole: the structure covers the entire output, including reasoning.
-      in_own_way: calls are in the model's own format.
+      calls: calls that are in the model's own format, None if they are not.
     """
 
     open: Callable[[], OutputParser] | None = None
@@ -48,7 +49,7 @@ class ToolUse:
     special_tokens: bool = False
     stop_words: tuple[str, ...] = ()
     is_whole: bool = False
-    in_own_way: bool = False
+    calls: CallStarts | None = None
 
 
 def tool_use(
@@ -85,7 +86,7 @@ def tool_use(
         lambda: tool_format.open({each.name: each.parameters or {} for each in functions}),
         special_tokens=tool_format.special_tokens,
         stop_words=tool_format.stop_words,
-        in_own_way=True,
+        calls=tool_format.call_starts([each.name for each in functions]),
     )
     answer = None if body.response_format is None else body.response_format.structured_outputs()
     if answer is None:
@@ -114,12 +115,12 @@ def _forced_in_own_way(
     assert tool_format.forced_grammar is not None
     rules = _rules(tool_format.forced_grammar, body, functions, tokenizer, switches)
     return ToolUse(
-        lambda: tool_format.open({}),
+        lambda: tool_format.open({each.name: _arguments_schema(each) for each in functions}),
         {"grammar": "\n".join(rules)},
         special_tokens=tool_format.special_tokens,
         stop_words=tool_format.stop_words,
         is_whole=True,
-        in_own_way=True,
+        calls=tool_format.call_starts([each.name for each in functions]),
     )
 
 
