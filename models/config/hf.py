@@ -149,13 +149,18 @@ def hf_fields(
 
 
 def text_fields(fields: ConfigFields) -> ConfigFields:
-    """Fields of the language model in a multimodal configuration: `text_config`, and outer fields that it leaves
-    out."""
+    """Fields of the language model in a multimodal configuration: `text_config`, with what is said outside of it.
+
+    `tie_word_embeddings` outside counts only where text_config leaves it out: there transformers 5 writes the default
+    of the wrapper's class.
+    """
     text = fields.mapping("text_config")
     if text is None:
         raise fields.fail("text_config", "a mapping")
     _check_outer_rope(fields, text)
-    outer = ("quantization_config", "tie_word_embeddings", "bos_token_id", "eos_token_id")
+    outer = ["quantization_config", "bos_token_id", "eos_token_id"]
+    if not ConfigFields(text).has("tie_word_embeddings"):
+        outer.append("tie_word_embeddings")
     return ConfigFields({**text, **{name: fields.value(name) for name in outer if fields.has(name)}})
 
 
