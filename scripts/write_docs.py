@@ -206,6 +206,14 @@ call of one of the request's tools ends it, as in vLLM, and the call streams. Re
 a call, without the name of such a tool, goes on. Without a server, `reasoning_end` and `reasoning_begin` of
 [structured_outputs](sampling_params.md#structured_outputs) do the same.
 
+**Reasoning and stop strings.** With a reasoning parser, `stop` (`stop_sequences` in /v1/messages) is looked for only in
+the answer, which begins at the first character that is not white space after the reasoning; a stop string may begin in
+that white space, but not in the reasoning. `"stop_in_reasoning": true` in a request of /v1/chat/completions,
+/v1/responses or /v1/messages looks for it everywhere, for example to stop at `</think>`. An output without reasoning is
+an answer from its beginning. Of gpt-oss the answer is the message of the channel final. Stop token ids and the end of
+sequence end an output anywhere. /v1/completions, gRPC and Python have no parser and look for `stop` everywhere, unless
+`stop_after` of Python's [SamplingParams](sampling_params.md) names the words around the reasoning.
+
 ## --tool-call-parser
 
 | name | models | words of the chat template, for `auto` |

@@ -230,8 +230,8 @@ ROOMS = {
     "jaxengine.requests.pooling": "jaxengine.scheduler jaxengine.config",
     "jaxengine.requests": (
         "jaxengine.models.config jaxengine.scheduler jaxengine.tokens jaxengine.config jaxengine.media "
-        "jaxengine.checkpoint jaxengine.media:registry jaxengine.engine jaxengine.requests.structured "
-        "jaxengine.requests.media jaxengine.requests.pooling"
+        "jaxengine.checkpoint jaxengine.media:registry jaxengine.parsers jaxengine.engine "
+        "jaxengine.requests.structured jaxengine.requests.media jaxengine.requests.pooling"
     ),
     "jaxengine.api": (
         "jaxengine.models.config jaxengine.models.quantization jaxengine.models jaxengine.models:registry "

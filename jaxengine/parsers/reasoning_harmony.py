@@ -30,6 +30,10 @@ class HarmonyFormat:
         """Implements registry.ReasoningFormat.waits_for. A constraint may be written between the two words."""
         return {} if continued else {"reasoning_end": ((f"{CHANNEL}final", MESSAGE),)}
 
+    def answers_after(self, prompt: str, continued: str = "", *, calls: bool = True) -> dict[str, Any] | None:
+        """Implements registry.ReasoningFormat.answers_after. Calls and remarks before them are not the answer."""
+        return self.waits_for(prompt, continued) or None
+
 
 class HarmonyReasoningParser:
     """functions: names of the request's functions."""

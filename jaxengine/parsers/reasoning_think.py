@@ -62,6 +62,14 @@ class ThinkFormat:
         # Calls that end the reasoning are not constrained either: no answer follows them.
         return {"reasoning_end": self.ends, "reasoning_begin": None if inside else self.begins[0]}
 
+    def answers_after(self, prompt: str, continued: str = "", *, calls: bool = True) -> dict[str, Any] | None:
+        """Implements registry.ReasoningFormat.answers_after. Even after an end word in the prompt, an output may begin
+        with an opening word.
+        """
+        inside = self._begins_inside(prompt, continued)
+        ends = (*self.ends, *(self.calls if calls else ()))
+        return {"reasoning_end": ends, "reasoning_begin": None if inside else self.begins}
+
     def _begins_inside(self, prompt: str, continued: str) -> bool | None:
         """Whether an output begins inside reasoning, by the words before it or else by `always`.
 

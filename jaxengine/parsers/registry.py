@@ -113,6 +113,10 @@ class ReasoningFormat(Protocol):
         """
         ...
 
+    def answers_after(self, prompt: str, continued: str = "", *, calls: bool = True) -> dict[str, Any] | None:
+        """The fields of stop_after for such an output; None if all of it is the answer. calls: as in `open`."""
+        ...
+
 
 @dataclass(frozen=True)
 class ReasoningRow:

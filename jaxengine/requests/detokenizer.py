@@ -8,6 +8,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 
+from jaxengine.requests.stop_after import AnswerStops, StopAfter
 from jaxengine.requests.stop_strings import StopStrings
 from jaxengine.tokens.tokenizer import Tokenizer
 
@@ -24,6 +25,7 @@ class IncrementalDetokenizer:
       spaces_between_special_tokens: False joins adjacent added tokens without the space that some decoders insert; no
         effect for byte-level vocabularies.
       stop: strings that end the text when they appear in it. They may span tokens.
+      stop_after: the words around reasoning, in which they are not looked for.
       include_stop_str_in_output: the text then ends after the stop string, not before it.
       prompt_tail_ids: last ids of the prompt, which determine in some decoders whether the text begins with a space.
     """
@@ -35,6 +37,7 @@ class IncrementalDetokenizer:
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
         stop: tuple[str, ...] = (),
+        stop_after: StopAfter | None = None,
         include_stop_str_in_output: bool = False,
         prompt_tail_ids: Sequence[int] = (),
     ):
@@ -43,7 +46,10 @@ class IncrementalDetokenizer:
         else:
             join = not skip_special_tokens and not spaces_between_special_tokens
             self._decoder = _WindowDecoder(tokenizer, skip_special_tokens, join, prompt_tail_ids)
-        self._stop = StopStrings(stop, keep=include_stop_str_in_output) if stop else None
+        self._stop: StopStrings | AnswerStops | None = None
+        if stop:
+            stops = StopStrings(stop, keep=include_stop_str_in_output)
+            self._stop = stops if stop_after is None else AnswerStops(stops, stop_after)
         self._settled: list[str] = []
         self._num_taken = 0
 
@@ -56,10 +62,11 @@ class IncrementalDetokenizer:
 
     def finish(self) -> str | None:
         """Ends the text: releases held text, an incomplete character as U+FFFD. Returns the same as `append`."""
-        met = self._take(self._decoder.flush(), True)
-        if self._stop is not None:
-            self._settle(self._stop.release())
-        return met
+        self._take(self._decoder.flush(), True)
+        if self._stop is None:
+            return None
+        self._settle(self._stop.release())
+        return self._stop.met
 
     @property
     def text(self) -> str:

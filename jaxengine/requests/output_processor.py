@@ -255,6 +255,7 @@ class OutputProcessor:
             skip_special_tokens=params.skip_special_tokens,
             spaces_between_special_tokens=params.spaces_between_special_tokens,
             stop=tuple(params.stop),
+            stop_after=params.stop_after,  # pyright: ignore[reportArgumentType]  # a dict was converted
             include_stop_str_in_output=params.include_stop_str_in_output,
             prompt_tail_ids=prompt_ids[-8:],
         )

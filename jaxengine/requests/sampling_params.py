@@ -18,6 +18,7 @@ from enum import Enum
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
+from jaxengine.requests.stop_after import StopAfter, stop_after
 from jaxengine.requests.structured.params import StructuredOutputsParams, structured_outputs
 from jaxengine.scheduler.errors import RequestError, show_value
 from jaxengine.scheduler.token_params import HIDDEN_STATES, MAX_LOGPROBS, TokenParams
@@ -187,6 +188,7 @@ _RULES: dict[str, Rule] = {
         _read_as(_int(-_INT64_MAX - 1, _INT64_MAX, "None or an int of 64 bits (-1 means None)"), -1, None)
     ),
     "stop": _texts(MAX_STOP_STRINGS, MAX_STOP_CHARS),
+    "stop_after": _optional(stop_after),
     "stop_token_ids": _token_ids,
     "ignore_eos": _flag,
     "max_tokens": _optional(_int(1, _INT32_MAX, "an int >= 1, or None for the rest of the context")),
@@ -227,6 +229,8 @@ class SamplingParams:
       min_p: sample from tokens with at least this share of the likeliest token's probability.
       seed: makes a request's samples reproducible in any batch; without it the engine's seed determines them.
       stop: texts that end the output, which contains them only with include_stop_str_in_output.
+      stop_after: the words around reasoning, in which `stop` is not looked for: a dict with reasoning_end and, for
+        models that may omit reasoning, reasoning_begin.
       stop_token_ids: tokens that end the output, in addition to the model's own.
       ignore_eos: continue after the model's end-of-sequence tokens.
       max_tokens: limit of the output, in tokens.
@@ -261,6 +265,7 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int | None = None
     stop: Sequence[str] = ()
+    stop_after: StopAfter | Mapping[str, Any] | None = None
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     max_tokens: int | None = 16

@@ -14,7 +14,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from jaxengine.api.engine_client import EngineDeadError, EngineDrainingError
-from jaxengine.scheduler.errors import OverloadedError, RequestError, UnknownAdapterError
+from jaxengine.scheduler.errors import OverloadedError, RequestError, UnknownAdapterError, show_value
 from jaxengine.server.observe.scrub import scrub
 
 logger = logging.getLogger(__name__)
@@ -41,9 +41,9 @@ def status_of(error: Exception, field: str | None) -> Status:
         milliseconds = math.ceil(1000 * error.retry_after)
         return grpc.StatusCode.RESOURCE_EXHAUSTED, public(str(error)), (("retry-after-ms", str(milliseconds)),)
     if isinstance(error, UnknownAdapterError):
-        return grpc.StatusCode.NOT_FOUND, public(str(error)), ()
+        return grpc.StatusCode.NOT_FOUND, public(str(error), show_value(error.value)), ()
     if isinstance(error, RequestError):
-        return _bad_request(public(str(error)), field)
+        return _bad_request(public(str(error), show_value(error.value)), field)
     if isinstance(error, EngineDrainingError):
         return grpc.StatusCode.UNAVAILABLE, "the server is shutting down", ()
     if isinstance(error, EngineDeadError):
@@ -52,9 +52,9 @@ def status_of(error: Exception, field: str | None) -> Status:
     return grpc.StatusCode.INTERNAL, "internal error", ()
 
 
-def public(text: str) -> str:
-    """The message in the form that may leave the server: scrubbed, ASCII, of limited length."""
-    text = scrub(text).encode("ascii", "backslashreplace").decode()
+def public(text: str, kept: str = "") -> str:
+    """The message in the form that may leave the server: scrubbed (kept: see `scrub`), ASCII, of limited length."""
+    text = scrub(text, kept).encode("ascii", "backslashreplace").decode()
     return text if len(text) <= MAX_MESSAGE else text[:MAX_MESSAGE] + "..."
 
 

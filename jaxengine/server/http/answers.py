@@ -21,6 +21,16 @@ class Answer(BaseModel):
     """A JSON object of a response."""
 
 
+class NullBody(Answer):
+    """Keys of vLLM's complete answers that are null here (protocol.NULL_BODY)."""
+
+    service_tier: None
+    system_fingerprint: None
+    kv_transfer_params: None
+    ec_transfer_params: None
+    metrics: None
+
+
 class ErrorDetail(Answer):
     message: str
     type: str

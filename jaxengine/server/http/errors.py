@@ -55,13 +55,21 @@ class ApiError(HTTPException):
       status_code: HTTP status.
       detail: message for the caller.
       param: the field at fault, as the caller spells it.
+      kept: what the message quotes of the caller's texts; no path is removed from it.
     """
 
     def __init__(
-        self, status_code: int, message: str, *, param: str | None = None, headers: dict[str, str] | None = None
+        self,
+        status_code: int,
+        message: str,
+        *,
+        param: str | None = None,
+        headers: dict[str, str] | None = None,
+        kept: str = "",
     ):
         super().__init__(status_code, message, headers)
         self.param = param
+        self.kept = kept
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -73,9 +81,10 @@ def as_api_error(error: Exception) -> ApiError:
             retry_after = {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
             return ApiError(429, str(error), param=error.param, headers=retry_after)
         case UnknownAdapterError():
-            return ApiError(404, str(error), param=error.param)
+            return ApiError(404, str(error), param=error.param, kept=show_value(error.value))
         case RequestError():
-            return ApiError(400, _in_http(str(error)), param=None if error.param is None else _in_http(error.param))
+            param = None if error.param is None else _in_http(error.param)
+            return ApiError(400, _in_http(str(error)), param=param, kept=show_value(error.value))
         case RequestValidationError():
             return _invalid(error)
         case EngineDrainingError():
@@ -91,7 +100,7 @@ def error_body(error: ApiError) -> dict[str, Any]:
     """OpenAI's form, with vLLM's values of `type` and the HTTP status as `code`."""
     fallback = "BadRequestError" if error.status_code < 500 else "InternalServerError"
     body = {
-        "message": scrub(error.detail),
+        "message": scrub(error.detail, error.kept),
         "type": _TYPES.get(error.status_code, fallback),
         "param": error.param,
         "code": error.status_code,
@@ -103,7 +112,7 @@ def messages_error_body(error: ApiError) -> dict[str, Any]:
     """Anthropic's form."""
     fallback = "invalid_request_error" if error.status_code < 500 else "api_error"
     kind = _MESSAGES_TYPES.get(error.status_code, fallback)
-    return {"type": "error", "error": {"type": kind, "message": scrub(error.detail)}}
+    return {"type": "error", "error": {"type": kind, "message": scrub(error.detail, error.kept)}}
 
 
 def error_response(error: ApiError) -> Response:
@@ -162,7 +171,8 @@ def _invalid(error: RequestValidationError) -> ApiError:
     wants = " or ".join(dict.fromkeys(_want(problem) for problem in about))
     if problems[0]["type"] == "missing":
         return ApiError(400, f"{name} is missing", param=name)
-    return ApiError(400, f"{name} is not valid: {wants}, got {show_value(problems[0].get('input'))}", param=name)
+    shown = show_value(problems[0].get("input"))
+    return ApiError(400, f"{name} is not valid: {wants}, got {shown}", param=name, kept=shown)
 
 
 def _want(problem: dict[str, Any]) -> str:

@@ -19,9 +19,8 @@ from jaxengine.server.options import ServerConfig
 def check_model(name: str | None, served: tuple[str, ...]) -> str:
     """The model name for the response. Raises ApiError for a model that is not served."""
     if name is not None and name not in served:
-        raise ApiError(
-            404, f"the model {show_value(name)} does not exist; this server has {', '.join(served)}", param="model"
-        )
+        shown = f"the model {show_value(name)} does not exist; this server has {', '.join(served)}"
+        raise ApiError(404, shown, param="model", kept=shown)
     return name or served[0]
 
 
@@ -33,7 +32,23 @@ async def choose_model(engine: EngineClient, name: str | None, served: tuple[str
     return check_model(name, served), None
 
 
+_PERMISSION = {
+    "object": "model_permission",
+    "allow_create_engine": False,
+    "allow_sampling": True,
+    "allow_logprobs": True,
+    "allow_search_indices": False,
+    "allow_view": True,
+    "allow_fine_tuning": False,
+    "organization": "*",
+    "group": None,
+    "is_blocking": False,
+}
+
+
 class ModelCard(Answer):
+    """permission: what OpenAI once said of a model, the same for every model and key here, as in vLLM."""
+
     id: str
     object: Literal["model"]
     created: int
@@ -41,6 +56,7 @@ class ModelCard(Answer):
     root: str
     parent: str | None
     max_model_len: int
+    permission: list[dict[str, Any]]
 
 
 class ModelList(Answer):
@@ -62,6 +78,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
             "root": root,
             "parent": parent,
             "max_model_len": engine.inputs.config.max_model_len,
+            "permission": [{"id": f"modelperm-{name}", "created": created, **_PERMISSION}],
         }
 
     async def adapter_cards() -> list[dict[str, Any]]:

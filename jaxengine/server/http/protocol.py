@@ -73,6 +73,11 @@ HINTS = frozenset(
 
 logger = logging.getLogger(__name__)
 
+# Keys that vLLM's complete answers always have, and that are null here: clients read them as attributes. A stream has
+# only keys with a meaning, as vLLM's has: clients take a key for a value.
+NULL_BODY = dict.fromkeys(("service_tier", "system_fingerprint", "kv_transfer_params", "ec_transfer_params", "metrics"))
+NULL_CHOICE = dict.fromkeys(("token_ids", "routed_experts"))
+
 _SAMPLING_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 # A beam search samples nothing, and has no output before its end.
 _NOT_WITH_BEAMS = sorted(
@@ -231,6 +236,16 @@ class GenerationRequest(NamedRequest):
     structured_outputs: Annotated[JsonObject, at_most(MAX_OPTIONS)] | None = None
     vllm_xargs: Annotated[JsonObject, at_most(MAX_OPTIONS)] | None = None
     stream: bool | None = None
+
+
+class ConversationRequest(GenerationRequest):
+    """Fields of every request whose answer may begin with reasoning.
+
+    Attributes:
+      stop_in_reasoning: look for `stop` in the reasoning too; default: only in the answer.
+    """
+
+    stop_in_reasoning: bool | None = None
 
 
 class TextRequest(GenerationRequest):

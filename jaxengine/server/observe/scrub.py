@@ -2,16 +2,47 @@
 
 from __future__ import annotations
 
+import os
 import re
+from functools import cache
 
 MAX_MESSAGE_CHARS = 2000
 # Exception texts may contain file paths, object addresses (CVE-2026-22778) and source lines.
 _TRACEBACK = re.compile(r"Traceback \(most recent call last\).*|File \"[^\"]*\", line \d+.*", re.DOTALL)
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
-_PATH = re.compile(r"(?<![\w:/.])(?:[A-Za-z]:\\|/)(?:[\w.+@~\-]+[/\\])+[\w.+@~\-]*")
+# Not in the middle of a word, an address or a pointer (#/properties/x).
+_PATH = re.compile(r"(?:(?<=file://)|(?<![\w:/.#]))(?:[A-Za-z]:\\|/)(?:[\w.+@~\-]+[/\\])+[\w.+@~\-]*")
+# Folders at the root of a file system; this machine's own are added.
+_USUAL = frozenset(
+    (
+        *("bin", "boot", "dev", "etc", "home", "lib", "lib64", "media", "mnt", "opt", "proc", "root", "run", "sbin"),
+        *("srv", "sys", "tmp", "usr", "var", "Applications", "Library", "System", "Users", "Volumes", "private"),
+    )
+)
 
 
-def scrub(message: str) -> str:
-    """Removes tracebacks, file paths and object addresses from a message, and bounds its length."""
-    message = _PATH.sub("<path>", _ADDRESS.sub("<address>", _TRACEBACK.sub("<traceback>", message[:100_000])))
+def scrub(message: str, kept: str = "") -> str:
+    """Removes tracebacks, file paths and object addresses from a message, and bounds its length.
+
+    A path is absolute and begins with a folder at the root of this machine's file system, or with a drive. Whether the
+    rest exists is not looked up: the caller could ask in this way. Other texts with slashes stay as they are.
+
+    kept: what the caller wrote or may see, as the message quotes it; paths in it stay.
+    """
+
+    def replace(found: re.Match[str]) -> str:
+        path = found.group()
+        own = not path.startswith("/") or path.split("/")[1] in _roots()
+        return "<path>" if own and path not in kept else path
+
+    message = _ADDRESS.sub("<address>", _TRACEBACK.sub("<traceback>", message[:100_000]))
+    message = _PATH.sub(replace, message)
     return message if len(message) <= MAX_MESSAGE_CHARS else message[:MAX_MESSAGE_CHARS] + "..."
+
+
+@cache
+def _roots() -> frozenset[str]:
+    try:
+        return _USUAL | {*os.listdir("/")}
+    except OSError:
+        return _USUAL

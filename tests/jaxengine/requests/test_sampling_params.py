@@ -66,6 +66,7 @@ WRONG = {
     "min_p": st.one_of(NO_FLOATS, st.none(), floats_outside(0, 1)),
     "seed": st.one_of(NO_INTS, ints_outside(-INT64, INT64 - 1)),
     "stop": texts_outside(MAX_STOP_STRINGS),
+    "stop_after": st.sampled_from(["x", ["x"], {}, {"reasoning_begin": "x"}, {"reasoning_end": "x", "y": 1}]),
     "stop_token_ids": NO_IDS,
     "return_hidden_states": NO_FLAGS,
     "ignore_eos": NO_FLAGS,

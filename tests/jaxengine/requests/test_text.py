@@ -68,6 +68,15 @@ def test_stop_strings_cut_the_text(smollm, answer, kind, include):
     assert scheduler.num_free_pages == scheduler.num_pages
 
 
+def test_stop_strings_may_end_only_what_follows_the_reasoning(smollm, answer):
+    text = answer.outputs[0].text
+    first, second = text.split()[:2]
+    params = GREEDY.clone_with(stop=" ", stop_after={"reasoning_end": f"{first} {second}"})
+    output = smollm.chat(QUESTION, params, use_tqdm=False)[0].outputs[0]
+    third = text.split()[2]
+    assert (output.text, output.stop_reason) == (f"{first} {second} {third}", " ")
+
+
 def test_min_tokens_holds_stop_strings_back(smollm, answer):
     stop = answer.outputs[0].text[:5]
     params = GREEDY.clone_with(stop=stop, min_tokens=12)

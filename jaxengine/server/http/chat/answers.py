@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from jaxengine.server.http.answers import ABSENT, Answer, PromptLogprobs, TokenLogprob, Usage
+from jaxengine.server.http.answers import ABSENT, Answer, NullBody, PromptLogprobs, TokenLogprob, Usage
 
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
 
@@ -28,8 +28,11 @@ class ChatMessage(Answer):
     role: str
     content: str | None
     refusal: None
-    reasoning: str = ABSENT
-    reasoning_content: str = ABSENT
+    annotations: None
+    audio: None
+    function_call: None
+    reasoning: str | None
+    reasoning_content: str | None
     tool_calls: list[ToolCall] = ABSENT
 
 
@@ -39,10 +42,11 @@ class ChatChoice(Answer):
     logprobs: ChoiceLogprobs | None
     finish_reason: FinishReason
     stop_reason: int | str | None
-    token_ids: list[int] = ABSENT
+    token_ids: list[int] | None
+    routed_experts: None
 
 
-class ChatCompletion(Answer):
+class ChatCompletion(NullBody):
     id: str
     object: Literal["chat.completion"]
     created: int
@@ -51,7 +55,7 @@ class ChatCompletion(Answer):
     usage: Usage
     prompt_logprobs: PromptLogprobs | None
     prompt_token_ids: list[int] | None
-    prompt_text: str = ABSENT
+    prompt_text: str | None
 
 
 class FunctionDelta(Answer):
@@ -80,7 +84,7 @@ class ChatChunkChoice(Answer):
     logprobs: ChoiceLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: int | str | None = ABSENT
-    token_ids: list[int] = ABSENT
+    token_ids: list[int] | None = ABSENT
 
 
 class ChatCompletionChunk(Answer):
@@ -90,5 +94,5 @@ class ChatCompletionChunk(Answer):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage = ABSENT
-    prompt_token_ids: list[int] = ABSENT
-    prompt_text: str = ABSENT
+    prompt_token_ids: list[int] | None = ABSENT
+    prompt_text: str | None = ABSENT

@@ -22,7 +22,7 @@ from jaxengine.server.http.chat.protocol import ChatRequest, text_of
 from jaxengine.server.http.chat.run import ChatRun, ChatServer
 from jaxengine.server.http.limits import JsonRoute
 from jaxengine.server.http.models import choose_model
-from jaxengine.server.http.protocol import usage
+from jaxengine.server.http.protocol import NULL_BODY, usage
 from jaxengine.server.http.sse import answer, event, json_response, stream_events
 from jaxengine.server.names import served_names
 from jaxengine.server.options import ServerConfig
@@ -61,9 +61,8 @@ class _ChatCompletion:
         async with contextlib.aclosing(self._run.pieces()) as pieces:
             output, outputs = await anext(pieces)
         choices = [self._writer.whole(*piece) for piece in outputs]
-        # Clients read these even if they are not requested.
-        unasked = {"prompt_logprobs": None, "prompt_token_ids": None}
-        body = {**self._head, "choices": choices, "usage": self._usage(), **unasked, **self._about_prompt(output)}
+        about = {**NULL_BODY, "prompt_logprobs": None, **self._about_prompt(output)}
+        body = {**self._head, "choices": choices, "usage": self._usage(), **about}
         if output.prompt_logprobs is not None:
             body["prompt_logprobs"] = self._writer.prompt_logprobs(output.prompt_logprobs)
         return json_response(body)
@@ -92,12 +91,11 @@ class _ChatCompletion:
             yield event({**self._head, "choices": [], "usage": self._usage()})
 
     def _about_prompt(self, output: RequestOutput) -> dict[str, Any]:
-        about: dict[str, Any] = {}
-        if self._body.return_token_ids:
-            about["prompt_token_ids"] = output.prompt_token_ids
-        if self._body.return_prompt_text:
-            about["prompt_text"] = self._run.prompt["prompt"]
-        return about
+        body = self._body
+        return {
+            "prompt_token_ids": output.prompt_token_ids if body.return_token_ids else None,
+            "prompt_text": self._run.prompt["prompt"] if body.return_prompt_text else None,
+        }
 
     def _usage(self, num_tokens: int | None = None) -> dict[str, Any]:
         """Usage counts. num_tokens: completion tokens, if not all of the engine's so far."""

@@ -8,8 +8,10 @@ from typing import Any
 
 from jaxengine.parsers.events import ArgumentsDelta, ContentDelta, Event, ReasoningDelta, ToolCallStart, message_of
 from jaxengine.requests.outputs import CompletionOutput, Logprob, PositionLogprobs
-from jaxengine.server.http.protocol import json_logprob, json_position
+from jaxengine.server.http.protocol import NULL_CHOICE, json_logprob, json_position
 from jaxengine.tokens.tokenizer import Tokenizer
+
+_NULL_MESSAGE = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning", "reasoning_content"))
 
 
 class ChatChoiceWriter:
@@ -49,7 +51,7 @@ class ChatChoiceWriter:
             content = ""
         if self._before:
             content = self._before + (content or "")
-        message: dict[str, Any] = {"role": self._role, "content": content, "refusal": None}
+        message: dict[str, Any] = {"role": self._role, "content": content, **_NULL_MESSAGE}
         if parsed.reasoning is not None:
             message |= _reasoning(parsed.reasoning)
         if parsed.tool_calls:
@@ -58,7 +60,7 @@ class ChatChoiceWriter:
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                 for call in parsed.tool_calls
             ]
-        return self._choice(output, "message", message)
+        return {**NULL_CHOICE, **self._choice(output, "message", message)}
 
     def opening(self, index: int) -> list[dict[str, Any]]:
         """The first choices of a stream for output `index`."""
@@ -102,7 +104,7 @@ class ChatChoiceWriter:
             "finish_reason": "tool_calls" if reason == "stop" and output.index in self._calling else reason,
             "stop_reason": output.stop_reason,
         }
-        return {**choice, "token_ids": output.token_ids} if self._with_token_ids else choice
+        return {**choice, "token_ids": output.token_ids if self._with_token_ids else None}
 
 
 def token_logprobs(

@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from jaxengine.scheduler.errors import RequestError
 from jaxengine.server.http.fields import JsonObject, TemplateVariables, TextsByName, at_most
-from jaxengine.server.http.protocol import TEXT_REFUSED, RequestModel, TextRequest
+from jaxengine.server.http.protocol import TEXT_REFUSED, ConversationRequest, RequestModel, TextRequest
 
 MAX_MESSAGES = 10_000
 MAX_TOOLS = 128
@@ -62,8 +62,8 @@ class Thinking(RequestModel):
     type: Literal["enabled", "disabled"]
 
 
-class ChatRequest(TextRequest):
-    """Fields in addition to TextRequest's; None is the default.
+class ChatRequest(TextRequest, ConversationRequest):
+    """Fields in addition to those of its bases; None is the default.
 
     Attributes:
       messages: dicts with role and content; content is a text, or a list of parts: text, image_url and video_url with

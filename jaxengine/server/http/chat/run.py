@@ -109,11 +109,21 @@ class ChatRun:
         if self._beams is not None and READY in self.prompt:
             problem = "use_beam_search is only allowed without pictures and videos"
             raise RequestError(problem, param="use_beam_search")
+        self._read_around_reasoning()
+
+    def _read_around_reasoning(self) -> None:
+        """Leaves the reasoning free of what the request says of the answer: its form, and the texts that end it."""
+        if self._reasoning is None:
+            return
+        prompt, continued = self.prompt["prompt"], self._continued
+        if self.params.stop and not self.body.stop_in_reasoning:
+            after = self._reasoning.answers_after(prompt, continued, calls=self._tools.in_own_way)
+            self.params = self.params.clone_with(stop_after=after)
         structure = self.params.structured_outputs
-        if self._reasoning is None or self._tools.is_whole or not isinstance(structure, StructuredOutputsParams):
+        if self._tools.is_whole or not isinstance(structure, StructuredOutputsParams):
             return
         if structure.reasoning_end is None:
-            waits = self._reasoning.waits_for(self.prompt["prompt"], self._continued)
+            waits = self._reasoning.waits_for(prompt, continued)
             self.params = self.params.clone_with(structured_outputs=replace(structure, **waits))
 
     async def pieces(self) -> AsyncGenerator[tuple[RequestOutput, list[Piece]], None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from jaxengine.server.http.answers import ABSENT, Answer, PromptLogprobs, Usage
+from jaxengine.server.http.answers import ABSENT, Answer, NullBody, PromptLogprobs, Usage
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -22,8 +22,8 @@ class CompletionChunkChoice(Answer):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: int | str | None
-    token_ids: list[int] = ABSENT
-    prompt_token_ids: list[int] = ABSENT
+    token_ids: list[int] | None
+    prompt_token_ids: list[int] | None
 
 
 class CompletionChoice(Answer):
@@ -32,12 +32,13 @@ class CompletionChoice(Answer):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
     stop_reason: int | str | None
-    token_ids: list[int] = ABSENT
+    token_ids: list[int] | None
+    routed_experts: None
     prompt_logprobs: PromptLogprobs | None
     prompt_token_ids: list[int] | None
 
 
-class Completion(Answer):
+class Completion(NullBody):
     id: str
     object: Literal["text_completion"]
     created: int

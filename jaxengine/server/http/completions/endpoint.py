@@ -25,7 +25,7 @@ from jaxengine.server.http.completions.protocol import CompletionRequest
 from jaxengine.server.http.interleave import interleave
 from jaxengine.server.http.limits import JsonRoute
 from jaxengine.server.http.models import choose_model
-from jaxengine.server.http.protocol import usage
+from jaxengine.server.http.protocol import NULL_BODY, NULL_CHOICE, usage
 from jaxengine.server.http.sse import answer, event, json_response, stream_events
 from jaxengine.server.names import served_names
 from jaxengine.server.options import ServerConfig
@@ -105,9 +105,8 @@ class _Completion:
             async for prompt, output in outputs:
                 choices += [writer.choice(prompt, output, each) for each in output.outputs]
         choices.sort(key=lambda choice: choice["index"])
-        # Clients read these even if they are not requested.
-        choices = [{"prompt_logprobs": None, "prompt_token_ids": None, **choice} for choice in choices]
-        return json_response({**self._head, "choices": choices, "usage": self._usage()})
+        choices = [{**NULL_CHOICE, "prompt_logprobs": None, **choice} for choice in choices]
+        return json_response({**self._head, "choices": choices, "usage": self._usage(), **NULL_BODY})
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yields the response as server-sent events."""

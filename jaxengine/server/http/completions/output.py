@@ -53,10 +53,9 @@ class ChoiceWriter:
         }
         if body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = [json_position(each) for each in output.prompt_logprobs or ()]
-        if body.return_token_ids:
-            choice["token_ids"] = completion.token_ids
-            if begins:
-                choice["prompt_token_ids"] = output.prompt_token_ids
+        shown = bool(body.return_token_ids)
+        choice["token_ids"] = completion.token_ids if shown else None
+        choice["prompt_token_ids"] = output.prompt_token_ids if shown and begins else None
         return choice
 
     @staticmethod

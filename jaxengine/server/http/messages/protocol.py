@@ -10,10 +10,10 @@ from jaxengine.scheduler.errors import RequestError
 from jaxengine.server.http.chat.protocol import MAX_NAME_CHARS, MAX_TOOLS, ChatRequest, Messages, renamed
 from jaxengine.server.http.fields import JsonObject, TemplateVariables, Texts, at_most
 from jaxengine.server.http.messages.input import read_messages
-from jaxengine.server.http.protocol import HINTS, REFUSED, ClosedModel, GenerationRequest, RequestModel
+from jaxengine.server.http.protocol import HINTS, REFUSED, ClosedModel, ConversationRequest, RequestModel
 
 # Fields with the same name in a chat request.
-_SAME = {*GenerationRequest.model_fields, "chat_template_kwargs"} - {"model", "request_id"}
+_SAME = {*ConversationRequest.model_fields, "chat_template_kwargs"} - {"model", "request_id"}
 # Field of the chat request -> its name here.
 _NAMES = {
     "max_completion_tokens": "max_tokens",
@@ -128,7 +128,7 @@ class Conversation(RequestModel):
         return ["thinking.budget_tokens"] if budget else []
 
 
-class MessagesRequest(Conversation, GenerationRequest):
+class MessagesRequest(Conversation, ConversationRequest):
     """Anthropic's fields, and vLLM's further sampling fields; None is the default.
 
     Attributes:

@@ -49,6 +49,7 @@ class Listed(Answer, Generic[Entry]):
 
 class Document(Answer):
     text: str
+    multi_modal: None
 
 
 class Ranked(Answer):

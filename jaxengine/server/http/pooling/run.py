@@ -92,7 +92,7 @@ class PoolingServer:
         return token_ids[:keep] if body.truncation_side == "right" else token_ids[-keep:]
 
 
-def counts(answers: Sequence[PooledAnswer]) -> dict[str, Any]:
+def counts(answers: Sequence[PoolingRequestOutput[Any]]) -> dict[str, Any]:
     """OpenAI's token counts."""
     cached = sum(answer.num_cached_tokens for answer in answers)
     return usage(sum(len(answer.prompt_token_ids) for answer in answers), 0, cached)

@@ -19,7 +19,7 @@ from jaxengine.server.http.limits import JsonRoute
 from jaxengine.server.http.models import check_model
 from jaxengine.server.http.pooling.answers import Listed, Ranking, Scored
 from jaxengine.server.http.pooling.protocol import PoolingBody, RerankRequest, ScoreRequest
-from jaxengine.server.http.pooling.run import PooledAnswer, PoolingServer, counts
+from jaxengine.server.http.pooling.run import PoolingServer, counts
 from jaxengine.server.http.sse import answer, json_response
 from jaxengine.server.names import served_names
 from jaxengine.server.options import ServerConfig
@@ -36,8 +36,9 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         pairs = _limited(pairs_of(*body.texts()), config)
 
         async def whole() -> Response:
-            scores, given = await _scores(server, pairs, body, name, body.options(request, config))
-            data = [{"index": index, "object": "score", "score": each} for index, each in enumerate(scores)]
+            given = await _scores(server, pairs, body, name, body.options(request, config))
+            scores = enumerate(each.outputs.score for each in given)
+            data = [{"index": index, "object": "score", "score": score} for index, score in scores]
             head = {"id": name, "object": "list", "created": int(time.time()), "model": model}
             return json_response({**head, "data": data, "usage": counts(given)})
 
@@ -53,11 +54,13 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         pairs = _limited([(body.query, document) for document in documents], config)
 
         async def whole() -> Response:
-            scores, given = await _scores(server, pairs, body, name, body.options(request, config))
+            given = await _scores(server, pairs, body, name, body.options(request, config))
+            scores = [each.outputs.score for each in given]
             best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or len(scores)]
             results: list[dict[str, Any]] = []
             for index in best:
-                shown = {} if body.return_documents is False else {"document": {"text": documents[index]}}
+                document = {"text": documents[index], "multi_modal": None}
+                shown = {} if body.return_documents is False else {"document": document}
                 results.append({"index": index, **shown, "relevance_score": scores[index]})
             return json_response({"id": name, "model": model, "results": results, "usage": counts(given)})
 
@@ -79,14 +82,16 @@ def _limited(pairs: list[tuple[str, str]], config: ServerConfig) -> list[tuple[s
 
 async def _scores(
     server: PoolingServer, pairs: Sequence[tuple[str, str]], body: PoolingBody, name: str, options: RequestOptions
-) -> tuple[list[float], list[PooledAnswer]]:
-    """The score of each pair, and the engine's answers used for them. Raises RequestError."""
+) -> list[ScoringRequestOutput]:
+    """The score of each pair, with the tokens of both texts: those of a text that is in several pairs count in each,
+    although an embedder computes it once. Raises RequestError.
+    """
     inputs, params = server.engine.inputs, body.pooling_params()
     if inputs.require_pooling().task != "embed":
         prompts = await asyncio.to_thread(lambda: [pair_prompt(inputs, *pair) for pair in pairs])
         given = await server.answers(await server.encode_texts(prompts, body, params), params, body, name, options)
-        return [ScoringRequestOutput.from_base(each).outputs.score for each in given], given
+        return [ScoringRequestOutput.from_base(each) for each in given]
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
     given = await server.answers(await server.encode_texts(texts, body, params), params, body, name, options)
     found = dict(zip(texts, given, strict=True))
-    return [ScoringRequestOutput.of_pair(found[one], found[other]).outputs.score for one, other in pairs], given
+    return [ScoringRequestOutput.of_pair(found[one], found[other]) for one, other in pairs]

@@ -93,6 +93,10 @@ class ResponseAnswer(Answer):
     incomplete_details: IncompleteDetails | None
     instructions: str | None
     max_output_tokens: int | None
+    max_tool_calls: None
+    prompt: None
+    input_messages: None
+    output_messages: None
     metadata: dict[str, str]
     parallel_tool_calls: bool
     previous_response_id: str | None

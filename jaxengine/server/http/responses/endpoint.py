@@ -164,6 +164,8 @@ def _head(body: ResponsesRequest, response_id: str, model: str, store: bool, par
         "incomplete_details": None,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
+        # Null as in vLLM: none of these is taken.
+        **dict.fromkeys(("max_tool_calls", "prompt", "input_messages", "output_messages")),
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,

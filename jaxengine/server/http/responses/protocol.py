@@ -10,13 +10,13 @@ from pydantic import Field, model_validator
 from jaxengine.scheduler.errors import RequestError
 from jaxengine.server.http.chat.protocol import MAX_NAME_CHARS, MAX_TOOLS, ChatRequest, Messages, renamed
 from jaxengine.server.http.fields import JsonObject, TemplateVariables, TextsByName, at_most
-from jaxengine.server.http.protocol import REFUSED, ClosedModel, GenerationRequest, RequestModel
+from jaxengine.server.http.protocol import REFUSED, ClosedModel, ConversationRequest, RequestModel
 
 # Values of `include`.
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
 Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 # Fields with the same name in a chat request.
-_SAME = {*GenerationRequest.model_fields, "chat_template_kwargs", "mm_processor_kwargs", "parallel_tool_calls"} - {
+_SAME = {*ConversationRequest.model_fields, "chat_template_kwargs", "mm_processor_kwargs", "parallel_tool_calls"} - {
     "model",
     "request_id",
 }
@@ -72,7 +72,7 @@ class Reasoning(ClosedModel):
     generate_summary: None = None
 
 
-class ResponsesRequest(GenerationRequest):
+class ResponsesRequest(ConversationRequest):
     """OpenAI's fields, and vLLM's further sampling fields; None stands for the default.
 
     Attributes:

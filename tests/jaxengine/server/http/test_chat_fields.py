@@ -78,6 +78,7 @@ CHAT = {
     "parallel_tool_calls": (False, {"tools": TOOLS}),
     "reasoning_effort": "low",
     "thinking": True,
+    "stop_in_reasoning": (True, {"stop": ["x"]}),
     "include_reasoning": False,
     "add_generation_prompt": False,
     "continue_final_message": (True, {"messages": ANSWER}),
@@ -104,6 +105,7 @@ RESPONSES = {
     "parallel_tool_calls": (False, {"tools": FUNCTIONS}),
     "truncation": ("auto", {"input": "word " * 300, "max_output_tokens": 9}),
     "metadata": {"a": "b"},
+    "stop_in_reasoning": (True, {"stop": ["x"]}),
     "reasoning": {"effort": "low"},
     "chat_template_kwargs": {"mood": "!"},
 }

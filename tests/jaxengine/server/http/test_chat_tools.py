@@ -13,6 +13,7 @@ from jaxengine.server.options import ServerConfig
 from tests.jaxengine.server.asgi_client import post
 from tests.jaxengine.server.openai_client import openai_client
 from tests.jaxengine.server.scripted_engine import ScriptedEngine
+from tests.tables import each_row
 
 PATH = "/v1/chat/completions"
 HI = [{"role": "user", "content": "Hi"}]
@@ -251,7 +252,7 @@ async def test_reasoning_may_be_left_out(scripted):
     client, _ = scripted(THOUGHT, reasoning_parser="qwen3")
     answer = await client.chat.completions.create(model="tiny", messages=HI, extra_body={"include_reasoning": False})
     assert answer.choices[0].message.content == "\n\nYes."
-    assert not hasattr(answer.choices[0].message, "reasoning")
+    assert answer.choices[0].message.reasoning is None
     assert answer.usage.completion_tokens_details.reasoning_tokens > 0
 
 
@@ -262,6 +263,30 @@ async def test_reasoning_that_a_message_has_begun(scripted):
         model="tiny", messages=messages, extra_body={"continue_final_message": True}
     )
     assert (answer.choices[0].message.reasoning, answer.choices[0].message.content) == ("more.", "Yes.")
+
+
+@each_row(
+    "parser, fields, words",
+    [
+        ("qwen3", {"stop": ["x"]}, ((("</think>",),), ("<think>",))),
+        ("deepseek_r1", {"stop": ["x"]}, ((("</think>",),), None)),
+        ("qwen3", {"stop": ["x"], "stop_in_reasoning": False}, ((("</think>",),), ("<think>",))),
+        ("qwen3", {"stop": ["x"], "stop_in_reasoning": True}, None),
+        ("kimi_k2", {"stop": ["x"]}, ((("</think>",),), ("<think>",))),
+        (
+            "kimi_k2",
+            {"stop": ["x"], "tools": [NOW]},
+            ((("</think>",), ("<|tool_calls_section_begin|>",)), ("<think>",)),
+        ),
+        ("qwen3", {}, None),
+        (None, {"stop": ["x"]}, None),
+    ],
+)
+async def test_stop_strings_wait_for_the_end_of_reasoning(scripted, parser, fields, words):
+    client, engine = scripted(THOUGHT, reasoning_parser=parser, **{**AUTO, "tool_call_parser": "kimi_k2"})
+    await client.chat.completions.create(model="tiny", messages=HI, extra_body=fields)
+    after = engine.calls[-1][1].stop_after
+    assert (None if after is None else (after.reasoning_end, after.reasoning_begin)) == words
 
 
 ANSWER = {"type": "json_schema", "json_schema": {"schema": {"enum": [7]}, "name": "a"}}

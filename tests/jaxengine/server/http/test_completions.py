@@ -44,6 +44,8 @@ async def test_an_answer_is_what_the_engine_says(app, chat_engine):
         "logprobs": None,
         "finish_reason": "length",
         "stop_reason": None,
+        "token_ids": None,
+        "routed_experts": None,
         "prompt_logprobs": None,
         "prompt_token_ids": None,
     }
@@ -86,7 +88,7 @@ async def test_a_stream_joined_is_the_whole_answer(app, extra):
         if "return_token_ids" in extra:
             assert sum((part["token_ids"] for part in parts), []) == expected["token_ids"]
             assert parts[0]["prompt_token_ids"] == expected["prompt_token_ids"]
-            assert all("prompt_token_ids" not in part for part in parts[1:])
+            assert all(part["prompt_token_ids"] is None for part in parts[1:])
 
 
 async def test_prompts_are_scored_as_evaluations_ask_for_it(app):

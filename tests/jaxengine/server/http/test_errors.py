@@ -293,19 +293,40 @@ async def test_fields_that_nobody_knows_are_named(app, caplog):
     assert len(many.headers["x-unknown-fields"]) < 200
 
 
-@pytest.mark.parametrize(
-    ("message", "told"),
+@each_row(
+    "message, told",
     [
         ("no file /home/user/model/config.json here", "no file <path> here"),
+        ("cannot open '/usr/lib/python3/site.py': it", "cannot open '<path>': it"),
+        (f"{__file__}:3 says", "<path>:3 says"),
+        ("file:///home/user/model is bad", "file://<path> is bad"),
         ("<Thing at 0x7f3a2b1c4d50>", "<Thing at <address>>"),
         (r"C:\Users\me\x.txt is bad", "<path> is bad"),
         ('failed: Traceback (most recent call last):\n  File "/a/b.py", line 3\nX', "failed: <traceback>"),
-        ("temperature must be from 0 to 2, got 1/3", "temperature must be from 0 to 2, got 1/3"),
+        ("temperature must be from 0 to 2, got 1/3", None),
+        ("Pointer '#/properties/x' does not exist", None),
+        ("Pointer '#/home/x' and '/properties/x/items' do not exist", None),
+        ("there is no /v1/foo, but /v1/completions", None),
+        ("https://example.com/home/a.png cannot be read", None),
+        ("application/json or text/plain", None),
         ("a" * 5000, "a" * 2000 + "..."),
     ],
 )
 def test_messages_do_not_show_the_server_from_inside(message, told):
-    assert scrub(message) == told
+    assert scrub(message) == (message if told is None else told)
+
+
+def test_what_the_caller_wrote_is_shown_as_it_is():
+    assert scrub("no /home/me/a in /home/you/b", "'/home/me/a'") == "no /home/me/a in <path>"
+
+
+async def test_errors_show_the_callers_texts_and_the_served_names(chat_engine):
+    app = create_app(chat_engine, ServerConfig(served_model_name=("/home/models/tiny",)))
+    unknown = await post(app, PATH, prompt="a", model="/home/me/tiny")
+    assert unknown.status == 404
+    assert "'/home/me/tiny' does not exist; this server has /home/models/tiny" in unknown.error["message"]
+    wrong = await post(app, PATH, prompt="a", max_tokens="/home/me/tokens")
+    assert wrong.status == 400 and "'/home/me/tokens'" in wrong.error["message"]
 
 
 async def test_nobody_waits_for_a_parser(app):

@@ -126,7 +126,7 @@ CASES: dict[str, Case] = {
     "return_token_ids": Case(
         True,
         lambda before, after: (
-            "token_ids" not in before.choice
+            before.choice["token_ids"] is None
             and len(after.choice["token_ids"]) == 3
             and after.choice["prompt_token_ids"] == after.prompt["prompt_token_ids"]
         ),

@@ -274,6 +274,7 @@ FIELDS = {
     "tool_choice": ({"type": "none"}, {"tools": TOOLS}),
     "thinking": {"type": "enabled", "budget_tokens": 1024},
     "output_config": {"effort": "low"},
+    "stop_in_reasoning": (True, {"stop_sequences": ["x"]}),
     "chat_template_kwargs": {"mood": "good"},
 }
 

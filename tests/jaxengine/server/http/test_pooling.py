@@ -148,7 +148,7 @@ async def test_labels(scoring_app):
 
 
 @pytest.mark.parametrize("path", ["/score", "/v1/score"])
-async def test_scores_of_pairs(scoring_app, path):
+async def test_scores_of_pairs(scoring_app, app, path):
     golden = sigmoid(GOLDENS["one_label"])[:, 0]
     split = [text.split(" ", 2) for text in TEXTS if len(text.split()) > 2]
     queries, documents = [f"{one} {two} " for one, two, _ in split], [rest for *_, rest in split]
@@ -158,6 +158,10 @@ async def test_scores_of_pairs(scoring_app, path):
         found = [entry["score"] for entry in answer.json["data"]]
         np.testing.assert_allclose(found, expected, atol=1e-4)
         assert {entry["object"] for entry in answer.json["data"]} == {"score"}
+    # A text that is in several pairs is computed once and counts in each, as in vLLM.
+    for text_1, text_2, num_tokens in (("w5 w9", ["w6", "w6"], 2 * (3 + 2)), (["w5", "w5"], ["w5", "w6 w7"], 9)):
+        answer = await post(app, path, text_1=text_1, text_2=text_2)
+        assert (answer.json["usage"]["prompt_tokens"], answer.json["usage"]["total_tokens"]) == (num_tokens,) * 2
     both = await post(scoring_app, path, text_1="w5", text_2="w6", documents="w7")
     assert both.status == 400 and "give text_1 and text_2 or queries and documents" in both.error["message"]
     many = await post(scoring_app, path, text_1="w5 ", text_2=["w6"] * 9)
