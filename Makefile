@@ -20,8 +20,8 @@ DEV    := $(VENV)/.installed-dev-$(VERSION)
 # The compilers live apart: with libtpu or the CUDA plugin installed, jax looks for their devices at every start.
 CHECK  := $(VENV)/check
 CHECK_STAMP := $(CHECK)/.installed-$(VERSION)
-# A file's tests stay in one process: they share engines. Three on two cores, for servers are waited for.
-PYTEST_JOBS ?= -n 3 --dist loadfile --no-loadscope-reorder
+# A file's tests stay in one process: they share engines.
+PYTEST_JOBS ?= -n 2 --dist loadfile --no-loadscope-reorder
 CHECK_ARGS ?= --targets v5e,v6e,v5p,tpu7x,sm_90,sm_100 --model smollm2-135m
 # Kernels and forward passes. Two layers tell of an unrolled model what all of them would; four devices of one kind show
 # what these exchange.

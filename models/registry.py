@@ -16,7 +16,7 @@ from jaxengine.models.causal_lm import CausalLM
 from jaxengine.models.config.eagle3 import Eagle3Config, head_fields, read_head
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.gguf import GGUFConfig, RopeFactors, gguf_family
-from jaxengine.models.config.hf import CONFIG_FILE, hf_architecture, read_config_json
+from jaxengine.models.config.hf import CONFIG_FILE, hf_architecture, read_config_json, with_one_rope
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.pooler import Pooler
 from jaxengine.models.families.apertus import ApertusForCausalLM
@@ -197,7 +197,7 @@ def _unsupported(architecture: str, known: Iterable[str]) -> str:
 
 def read_hf(raw: Mapping[str, Any], pooler: Pooler | None = None) -> ModelConfig:
     """Read the ModelConfig of a Hugging Face config.json. Raises ModelConfigError."""
-    fields = ConfigFields(raw)
+    fields = ConfigFields(with_one_rope(ConfigFields(raw).raw))
     model = model_for_hf(hf_architecture(fields))
     if pooler is not None and not fields.boolean("is_causal", True):
         raise fields.fail("is_causal", "true or absent: tokens see only those before them")
@@ -263,7 +263,7 @@ def read_eagle3(folder: Path, model: ModelConfig) -> Eagle3Config:
     `read_folder`."""
     raw = read_config_json(folder)
     try:
-        fields = head_fields(raw)
+        fields = head_fields(with_one_rope(raw))
         return read_head(fields, LlamaForCausalLM.read_hf(fields), model)
     except ModelConfigError as error:
         raise ModelFileError(folder / CONFIG_FILE, str(error)) from error

@@ -32,11 +32,12 @@ class Paths(NamedTuple):
     modules: list[str]
 
 
-def trace() -> Paths:
-    """Traces a request of twelve tokens that runs alone."""
+def trace(**options: Any) -> Paths:
+    """Traces a request of twelve tokens that runs alone. options: of the engine, beside a small plan of its steps."""
     from jaxengine import LLM, SamplingParams
 
-    llm = LLM(max_num_seqs=2, max_num_batched_tokens=32, max_model_len=128, disable_log_stats=True)
+    small = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "max_model_len": 128, "disable_log_stats": True}
+    llm = LLM(**small | options)
     home, calls, steps, depth = f"{ROOT / 'jaxengine'}/", [], [], 0
 
     def note(frame: FrameType, event: str, argument: Any) -> None:

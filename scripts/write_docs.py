@@ -194,15 +194,16 @@ the most words. The log says which. If none matches, the log says so and the par
 **Tool calls** stream as they are generated. Text that only resembles a call is content, and nothing that the model
 writes is lost except the format's own markup. Where arguments are plain text (XML), the parameter's schema decides the
 type: a string stays a string whatever it looks like. A forced call (`tool_choice` "required", or a function's name)
-follows a JSON schema in every format; gpt-oss writes it in its own format.
+follows a JSON schema in every format; gpt-oss writes it in its own format. gpt-oss may also address one of the
+request's tools without the prefix `functions.`.
 
 **Reasoning and structured output.** With a reasoning parser, structured output and forced calls begin where the
 reasoning ends. Until then the model is unconstrained, and its tokens are the same as without structured output. A model
 that may skip reasoning either opens its reasoning or follows the structure at once. If the prompt has already closed
 the reasoning, as templates do when thinking is switched off, the structure applies from the first token. An output that
-ends during reasoning has no content. `qwen3` with tool calls is an exception, because Qwen3.5 may call a tool without
-closing its reasoning: calls at the end of such an output are returned as calls, and from the first `<tool_call>` in the
-reasoning nothing is streamed until it ends. Without a server, `reasoning_end` and `reasoning_begin` of
+ends during reasoning has no content, but some models call a tool without closing their reasoning: the beginning of a
+call of one of the request's tools ends it, as in vLLM, and the call streams. Reasoning that only mentions the words of
+a call, without the name of such a tool, goes on. Without a server, `reasoning_end` and `reasoning_begin` of
 [structured_outputs](sampling_params.md#structured_outputs) do the same.
 
 **Reasoning and stop strings.** With a reasoning parser, `stop` (`stop_sequences` in /v1/messages) is looked for only in

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -15,6 +17,8 @@ import pytest
 from tests import tiers
 from tests.durations import NUM_SHOWN, RECORD, Durations, growth, recorded
 from tests.fast_compile import fast_compile
+from tests.jaxengine.server.server_process import ServerProcess, start_server
+from tests.kept import Kept, file_ended
 
 TINY_CHECKPOINT = Path(__file__).parent / "fixtures" / "models" / "llama"
 
@@ -44,6 +48,9 @@ SMOLLM_OPTIONS = {
 
 FIGURE = "figure"
 MAPS = Path("/proc/self/maps")
+RESIDENT = Path("/proc/self/statm")
+MAX_RESIDENT_BYTES = 2 << 30
+LONG = 40.0  # seconds
 _num_tests = 0
 _durations = Durations()
 
@@ -105,12 +112,14 @@ def pytest_collection_modifyitems(config, items):
     config.hook.pytest_deselected(items=[item for item in items if not is_selected(item)])
     items[:] = filter(is_selected, items)
     # Long files first, so that no process is left alone with one; interpreted kernels, which take both cores, last.
+    # The others by folder, whose files share engines and servers.
     seconds = recorded()
 
     def place(item) -> tuple[bool, bool, float, str]:
         file = item.nodeid.partition("::")[0]
         is_interpreted = "outcomes" in getattr(item, "fixturenames", ())
-        return is_interpreted, not file.startswith(DEFAULT_MODEL_FILES), -seconds.get(file, 0.0), file
+        long = seconds.get(file, 0.0)
+        return is_interpreted, not file.startswith(DEFAULT_MODEL_FILES), -long if long >= LONG else 0.0, file
 
     items.sort(key=place)
 
@@ -138,20 +147,29 @@ def pytest_xdist_make_scheduler(config, log):
     return FilesOfOneEngine(config, log)
 
 
+@pytest.hookimpl(trylast=True)  # when the file's own fixtures have ended
 def pytest_runtest_teardown(item, nextitem):
     """Between files, or at worst within one, forgets compiled programs before there are too many of them.
 
     Each is a few dozen mappings of memory, of which Linux lets a process have 65,530; the compiler dies of one more.
+    All together they are several GiB after some hundred files, and a machine runs more than one process of tests.
     """
     global _num_tests
     _num_tests += 1
     ends_file = nextitem is None or nextitem.path != item.path
+    if ends_file:
+        file_ended()
     jax = sys.modules.get("jax")
     if jax is not None and (ends_file or _num_tests % 50 == 0) and MAPS.exists():
         with MAPS.open("rb") as maps:
             count = sum(1 for _ in maps)
-        if count > (20_000 if ends_file else 40_000):
+        if count > (20_000 if ends_file else 40_000) or (ends_file and _resident_bytes() > MAX_RESIDENT_BYTES):
             jax.clear_caches()
+            gc.collect()
+
+
+def _resident_bytes() -> int:
+    return int(RESIDENT.read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -270,47 +288,55 @@ def make_llm(tiny_options):
     """Engines of the tiny model by options, made once each."""
     from jaxengine import LLM
 
-    made = {}
+    made = Kept(LLM.shutdown)
 
     def make(**changes):
-        key = repr(sorted(changes.items()))
-        if key not in made:
-            made[key] = LLM(**{**tiny_options, **changes})
-        return made[key]
+        return made.get(repr(sorted(changes.items())), lambda: LLM(**{**tiny_options, **changes}))
 
-    return make
+    yield make
+    made.end_all()
 
 
 @pytest.fixture(scope="session")
-def smollm(executables_dir):
-    """The default model with its real weights, float32."""
+def _smollms():
     from jaxengine import LLM
 
-    return LLM(**SMOLLM_OPTIONS, compile_cache_dir=executables_dir)
+    made = Kept(LLM.shutdown)
+    yield made
+    made.end_all()
+
+
+@pytest.fixture(scope="module")
+def smollm(_smollms, executables_dir):
+    """The default model with its real weights, float32: one engine for all files that follow each other."""
+    from jaxengine import LLM
+
+    return _smollms.get("smollm", lambda: LLM(**SMOLLM_OPTIONS, compile_cache_dir=executables_dir))
 
 
 @pytest.fixture(scope="session")
-def make_smollm_server(smollm, executables_dir):
-    """`jaxengine serve` of the default model by its options, started once each; ended with the session.
+def _smollm_servers():
+    made = Kept(ServerProcess.remove)
+    yield made
+    made.end_all()
+
+
+@pytest.fixture(scope="module")
+def make_smollm_server(smollm, _smollm_servers, executables_dir):
+    """`jaxengine serve` of the default model by its options, started once each.
 
     smollm is asked for first, so that the compiled steps are there.
     """
     from jaxengine.checkpoint.default_model import default_model_path
-    from tests.jaxengine.server.server_process import start_server
 
     options = {**SMOLLM_OPTIONS, "model": str(default_model_path()), "compile_cache_dir": executables_dir}
     options |= {"served_model_name": ["smollm"], "enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
-    made = {}
 
     def make(**changes):
         key = repr(sorted(changes.items()))
-        if key not in made:
-            made[key] = start_server({**options, "grpc_port": 0}, **changes)
-        return made[key]
+        return _smollm_servers.get(key, lambda: start_server({**options, "grpc_port": 0}, **changes))
 
-    yield make
-    for server in made.values():
-        server.remove()
+    return make
 
 
 @pytest.fixture(scope="session")
@@ -334,8 +360,11 @@ def make_pooling_llm(pooling_folder, pooling_options):
     """Engines of these models by name and options, made once each."""
     from jaxengine import LLM
 
-    @functools.cache
-    def make(name, *changes):
-        return LLM(pooling_folder(name), **{**pooling_options, **dict(changes)})
+    made = Kept(LLM.shutdown)
 
-    return make
+    def make(name, *changes):
+        options = {**pooling_options, **dict(changes)}
+        return made.get((name, changes), lambda: LLM(pooling_folder(name), **options))
+
+    yield make
+    made.end_all()

@@ -9,12 +9,14 @@ import json
 import re
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
 
 from scripts.request_path import Paths
+from tests.jaxengine.server.conftest import chat_model
+
+__all__ = ["chat_model"]
 
 ROOT = Path(__file__).resolve().parents[1]
 NUM_CALLS = 85
@@ -82,30 +84,31 @@ NAMED = {
 }
 
 
-@cache
-def traced() -> Paths:
-    code = "import json; from scripts.request_path import trace; print(json.dumps(trace()))"
+@pytest.fixture(scope="module")
+def traced(chat_model, executables_dir) -> Paths:
+    options = {"model": chat_model, "load_format": "dummy", "dtype": "float32", "compile_cache_dir": executables_dir}
+    code = f"import json; from scripts.request_path import trace; print(json.dumps(trace(**{options!r})))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-2000:]
     return Paths(*json.loads(done.stdout.splitlines()[-1]))
 
 
 @pytest.mark.parametrize(("kind", "named"), [("request", REQUEST), ("step", STEP)])
-def test_files_that_are_entered(kind, named):
-    entered, expected = set(getattr(traced(), kind)), {f"jaxengine/{name}" for name in named.split()}
+def test_files_that_are_entered(traced, kind, named):
+    entered, expected = set(getattr(traced, kind)), {f"jaxengine/{name}" for name in named.split()}
     assert not entered - expected, f"a plain {kind} enters these as well: {sorted(entered - expected)}"
     # Other processors run layers as one program.
     unused = expected - entered - {"jaxengine/runner/executables/layer_chain.py"}
     assert not unused, f"a plain {kind} does not enter these any more, take them off: {sorted(unused)}"
 
 
-def test_calls_of_a_decode_step():
-    assert traced().num_calls <= NUM_CALLS
+def test_calls_of_a_decode_step(traced):
+    assert traced.num_calls <= NUM_CALLS
 
 
-def test_capabilities_that_were_not_started_are_not_imported():
+def test_capabilities_that_were_not_started_are_not_imported(traced):
     """The runner's scores and structured belong to programs that every engine compiles at start."""
-    own = [name for name in traced().modules if ".extensions." in name]
+    own = [name for name in traced.modules if ".extensions." in name]
     floors = {
         "jaxengine.engine.extensions.build",
         "jaxengine.runner.extensions.build",

@@ -19,6 +19,7 @@ APART = {
         "jaxengine.version",
         "jaxengine.logs",
         "jaxengine.paths",
+        "jaxengine.schema_references",
     ),
     "jaxengine:main": ("jaxengine.__main__",),
     "jaxengine.engine:loop": (
@@ -171,7 +172,7 @@ ROOMS = {
         "jaxengine.models.weights jaxengine.tokens jaxengine.config"
     ),
     "jaxengine.media:registry": "jaxengine.models.config jaxengine.media:what jaxengine.media.processors",
-    "jaxengine.parsers": "jaxengine.config",
+    "jaxengine.parsers": "jaxengine:base jaxengine.config",
     "jaxengine.runner:base": (
         "jaxengine.sharding jaxengine.models jaxengine.scheduler jaxengine.sampling jaxengine.config"
     ),
@@ -222,7 +223,7 @@ ROOMS = {
     "jaxengine.engine:loop": (
         "jaxengine.scheduler jaxengine.scheduler:loop jaxengine.runner jaxengine.engine jaxengine.engine.extensions"
     ),
-    "jaxengine.requests.structured": "jaxengine.scheduler",
+    "jaxengine.requests.structured": "jaxengine.scheduler jaxengine:base",
     "jaxengine.requests.media": (
         "jaxengine.models.config jaxengine.scheduler jaxengine.config jaxengine.media:what jaxengine.media"
     ),
@@ -272,7 +273,7 @@ ROOMS = {
         "jaxengine.scheduler jaxengine:base jaxengine.requests jaxengine.api jaxengine.server jaxengine.server.observe"
     ),
     "jaxengine.server.http.chat": (
-        "jaxengine.scheduler jaxengine.tokens jaxengine.parsers jaxengine.requests.structured "
+        "jaxengine.scheduler jaxengine:base jaxengine.tokens jaxengine.parsers jaxengine.requests.structured "
         "jaxengine.requests.media jaxengine.requests jaxengine.api jaxengine.server jaxengine.server.http"
     ),
     "jaxengine.server.http.completions": (

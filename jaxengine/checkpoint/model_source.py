@@ -14,10 +14,11 @@ from typing import Any
 from jaxengine.checkpoint.default_model import GENERATION_DEFAULTS, default_model_path
 from jaxengine.checkpoint.hub_model import OTHER_FILES, download_model, from_hub
 from jaxengine.checkpoint.pooling import pooling_of_gguf, read_pooling
+from jaxengine.checkpoint.stored_head import with_stored_head
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.multimodal import MODALITIES
 from jaxengine.config.pooling_model import PoolingModel
-from jaxengine.models.config.fields import MAX_HEAD_DIM, ModelConfigError
+from jaxengine.models.config.fields import MAX_HEAD_DIM, ConfigFields, ModelConfigError
 from jaxengine.models.config.gguf import RopeFactors
 from jaxengine.models.config.hf import CONFIG_FILE, read_config_json
 from jaxengine.models.config.model_config import ModelConfig
@@ -184,6 +185,8 @@ def _open_gguf(path: Path, config: EngineConfig, keep_tables: bool) -> ModelSour
         quantization, kept = read_formats(file.formats(), partial(build_model, model), keep_tables=keep_tables)
         model = replace(model, quantization=quantization)
         file.keep(kept)
+    if config.generation_config not in ("auto", "vllm"):
+        model = _with_generation_ends(model, path, config)
     weights = None if config.load_format == "dummy" else SplitLatentSource(file)
     return ModelSource(path, model, weights, _generation_defaults(None, config), pooling=pooling)
 
@@ -218,6 +221,7 @@ def _open_folder(path: Path, config: EngineConfig) -> ModelSource:
             longest = min(model.max_position_embeddings, pooling.sentence.max_seq_length)
             model = replace(model, max_position_embeddings=longest)
     weights = None if config.load_format == "dummy" else path if converted else SafetensorsCheckpoint(path)
+    model = with_stored_head(_with_generation_ends(model, path, config), raw, weights)
     if pooling is not None and isinstance(weights, SafetensorsCheckpoint):
         weights = with_prefix(weights)
     return ModelSource(path, model, weights, _generation_defaults(path, config), pooling=pooling)
@@ -247,6 +251,24 @@ def _what_to_name(path: Path) -> str:
     if inside:
         return f"name the model inside, {str(path / inside[0])!r}"
     return f"name a folder with {CONFIG_FILE}, tokenizer.json and *.safetensors, or a GGUF file"
+
+
+def _with_generation_ends(model: ModelConfig, path: Path, config: EngineConfig) -> ModelConfig:
+    """Returns the model with the ids of generation_config.json that end an answer, in addition to those it has.
+
+    The file is the one in the folder that the option generation_config names, else the model's, as in vLLM, whatever
+    the tokenizer is. Raises ModelFileError.
+    """
+    named = config.generation_config not in ("auto", "vllm")
+    folder = Path(config.generation_config).expanduser() if named else path
+    fields = ConfigFields(read_object(folder, GENERATION) or {})
+    try:
+        ends = fields.token_ids("eos_token_id")
+        if any(end >= model.vocab_size for end in ends):
+            raise fields.fail("eos_token_id", f"token ids below vocab_size, {model.vocab_size}")
+    except ModelConfigError as error:
+        raise ModelFileError(folder / GENERATION, str(error)) from error
+    return replace(model, eos_token_ids=tuple(dict.fromkeys((*model.eos_token_ids, *ends))))
 
 
 def _generation_defaults(path: Path | None, config: EngineConfig) -> dict[str, Any]:

@@ -62,6 +62,7 @@ SAMPLING_OPTIONS = (
     "skip_special_tokens",
     "spaces_between_special_tokens",
     "logit_bias",
+    "extra_args",
     "allowed_token_ids",
     "bad_words",
     "structured_outputs",

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from jaxengine.api.llm import LLM
 from jaxengine.checkpoint.model_source import open_model
+from jaxengine.checkpoint.stored_head import say_head
 from jaxengine.commands.new_folder import new_folder
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.models.build import Build
@@ -48,7 +49,7 @@ def quantize(config: EngineConfig, name: str, folder: Path, text: str | None = N
     # The pooling files of sentence-transformers are in subfolders.
     names += [str(file.relative_to(source.path)) for file in source.path.glob("[0-9]_*/config.json")]
     files = {name: inside(source.path, name) for name in names}
-    raw = read_config_json(source.path)
+    raw = say_head(read_config_json(source.path), source.config.tie_word_embeddings)
     model = build_model(replace(source.config, quantization=rounded(name)), Build("float32"))
     try:
         with new_folder(folder) as part, ProgressBar("Rounding", "tensor", not config.disable_log_stats) as bar:

@@ -41,20 +41,16 @@ class SlotRows:
 
         The tokens that its choices depend on are known (`is_behind`).
         """
-        params: list[tuple[int, np.ndarray]] = []
-        for batch in step.batches:
-            for request in batch.admitted:
-                if request.slot >= 0:  # it may have been aborted since
-                    params.append((self.number(request), param_words(request.params, request.seed)))
-                    self._begin(request)
-        if params:
-            self._runner.set_params(params)
+        if admitted := self.admitted(step):
+            self._begin(admitted)
         if step.features & BIAS:
+            changed = []
             for request, _ in self.sampling(step, BIAS):
                 before = self._biases[self.number(request)]
                 forbidden = self._forbidden(request, before.bias)
                 if forbidden != before.forbidden:
-                    self._set_bias(request, before.bias, forbidden)
+                    changed.append((self.number(request), self._bias_row(request, before.bias, forbidden)))
+            self._runner.set_biases(changed)
 
     def is_behind(self, step: ScheduledStep) -> bool:
         """Whether a bias of this step depends on a token that is still being computed."""
@@ -94,22 +90,27 @@ class SlotRows:
                 return bool(np.isfinite(bias.row(forbidden)[allowed]).any())
         return True
 
-    def _begin(self, request: Request) -> None:
-        """Counts and bias of a request that has just got its slot."""
-        slot, features = self.number(request), request.params.features
-        if features & PENALTIES:
-            self._runner.set_token_counts(slot, request.prompt_token_ids, self._scheduler.output_token_ids(request))
-        self._biases.pop(slot, None)
-        if features & BIAS:
-            bias = TokenBias(request, self._runner.vocab_size)
-            self._set_bias(request, bias, self._forbidden(request, bias))
-        else:
-            self._runner.set_bias(slot, None)
+    def _begin(self, requests: list[Request]) -> None:
+        """Parameters, counts and biases of requests that have just got their slots: one message for each kind."""
+        params, counts, biases = [], [], []
+        for request in requests:
+            slot, features = self.number(request), request.params.features
+            params.append((slot, param_words(request.params, request.seed)))
+            if features & PENALTIES:
+                counts.append((slot, request.prompt_token_ids, self._scheduler.output_token_ids(request)))
+            self._biases.pop(slot, None)
+            row = None
+            if features & BIAS:
+                bias = TokenBias(request, self._runner.vocab_size)
+                row = self._bias_row(request, bias, self._forbidden(request, bias))
+            biases.append((slot, row))
+        self._runner.set_params(params)
+        self._runner.set_token_counts(counts)
+        self._runner.set_biases(biases)
 
-    def _set_bias(self, request: Request, bias: TokenBias, forbidden: Forbidden) -> None:
-        slot = self.number(request)
-        self._biases[slot] = _SlotBias(request, bias, forbidden)
-        self._runner.set_bias(slot, bias.row(forbidden))
+    def _bias_row(self, request: Request, bias: TokenBias, forbidden: Forbidden) -> np.ndarray:
+        self._biases[self.number(request)] = _SlotBias(request, bias, forbidden)
+        return bias.row(forbidden)
 
     def _forbidden(self, request: Request, bias: TokenBias) -> Forbidden:
         """What is forbidden to the token that the step being dispatched samples."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 Schema = Mapping[str, Any]
-_DEFINITIONS = ("$defs", "definitions")
 
 
 @dataclass(frozen=True)
@@ -51,21 +50,14 @@ class CallGrammar:
         return " | ".join(f'{literal(begin)} arguments_{at} "}}"' for at, begin in enumerate(begins))
 
 
-def call_schema(name: str, key: str, schema: Schema) -> dict[str, Any]:
-    """Schema of {"name": name, key: arguments}, given the arguments' schema, whose definitions move to the root."""
-    rest = {word: value for word, value in schema.items() if word not in _DEFINITIONS}
+def call_schema(name: str, key: str, arguments: Any) -> dict[str, Any]:
+    """Return the schema of {"name": name, key: arguments}, given that of the arguments."""
     return {
         "type": "object",
-        "properties": {"name": {"const": name}, key: rest},
+        "properties": {"name": {"const": name}, key: arguments},
         "required": ["name", key],
         "additionalProperties": False,
-        **definitions(schema),
     }
-
-
-def definitions(schema: Schema) -> dict[str, Any]:
-    """Definitions of a schema, to which its references point relative to the root."""
-    return {word: schema[word] for word in _DEFINITIONS if word in schema}
 
 
 def literal(text: str) -> str:

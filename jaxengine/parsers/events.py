@@ -56,6 +56,15 @@ class OutputParser(Protocol):
         ...
 
 
+class ReasoningParser(OutputParser, Protocol):
+    """An OutputParser that separates reasoning from content, which may contain calls."""
+
+    @property
+    def late_ends(self) -> tuple[str, ...]:
+        """The words that end reasoning, if a call has ended it without one of them; such a word may still come."""
+        ...
+
+
 class Collector:
     """Collects events, numbers the calls, and drops white space between calls."""
 

@@ -10,6 +10,7 @@ reasoning_harmony interpret them.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from jaxengine.parsers.markers import Marker, Opening
@@ -22,6 +23,8 @@ _MAX_HEADER = 512
 _CHANNEL_NAME = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _FUNCTIONS = "functions."
+# Tools of gpt-oss's own, which it addresses without the prefix of functions.
+_OWN_TOOLS = ("python", "browser", "container")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +38,17 @@ class Header:
         found = _CHANNEL_NAME.search(self.text)
         return "" if found is None else found.group(1)
 
-    @property
-    def function(self) -> str | None:
-        """Name of the function that the message calls; None for other messages."""
+    def function(self, functions: Collection[str]) -> str | None:
+        """Name of the function that the message calls; None for other messages.
+
+        functions: names of the request's functions, whose prefix the model may omit.
+        """
         found = _RECIPIENT.search(self.text)
-        if found is None or not found.group(1).startswith(_FUNCTIONS):
-            return None
-        name = found.group(1).removeprefix(_FUNCTIONS)
-        return name if name and name.isprintable() else None
+        recipient = "" if found is None else found.group(1)
+        if recipient.startswith(_FUNCTIONS):
+            name = recipient.removeprefix(_FUNCTIONS)
+            return name if name and name.isprintable() else None
+        return recipient if recipient in functions and recipient.partition(".")[0] not in _OWN_TOOLS else None
 
     @property
     def is_said(self) -> bool:

@@ -54,32 +54,38 @@ class Marker:
 
 
 class Opening:
-    """Checks whether a text begins, after white space, with one of some words. No word may be a prefix of another.
+    """Checks whether a text begins with one of some words, or sequences of words. White space may precede any word.
 
-    Attributes:
-      held: all text read so far.
+    No word or sequence may be a prefix of another.
     """
 
-    def __init__(self, *words: str):
-        self._words = words
-        self._word = ""
-        self._space: list[str] = []
+    def __init__(self, *choices: str | tuple[str, ...]):
+        # Each choice that still fits, with the index of its next word and the position in it.
+        self._fitting = [((choice,) if isinstance(choice, str) else choice, 0, 0) for choice in choices]
+        self._read: list[str] = []
 
     def read(self, text: str, at: int) -> tuple[int, bool | None]:
-        """Reads `text` from `at`; returns (new position, whether it begins with a word; None while undecided)."""
+        """Reads `text` from `at`; returns (new position, whether it begins with a choice; None while undecided)."""
         while at < len(text):
-            char = text[at]
-            if any(word.startswith(self._word + char) for word in self._words):
-                self._word += char
-                if self._word in self._words:
-                    return at + 1, True
-            elif not self._word and char.isspace():
-                self._space.append(char)
-            else:
+            stepped = [_step(words, index, offset, text[at]) for words, index, offset in self._fitting]
+            if not any(stepped):
                 return at, False
+            self._fitting = [each for each in stepped if each is not None]
+            self._read.append(text[at])
             at += 1
+            if any(index == len(words) for words, index, _ in self._fitting):
+                return at, True
         return at, None
 
     @property
     def held(self) -> str:
-        return "".join(self._space) + self._word
+        """All text read so far."""
+        return "".join(self._read)
+
+
+def _step(words: tuple[str, ...], index: int, offset: int, char: str) -> tuple[tuple[str, ...], int, int] | None:
+    """Returns the state after a character: words, index of the next one, position in it; None if it does not fit."""
+    word = words[index]
+    if word[offset : offset + 1] == char:
+        return (words, index, offset + 1) if offset + 1 < len(word) else (words, index + 1, 0)
+    return (words, index, offset) if not offset and char.isspace() else None

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from jaxengine.parsers.events import ContentDelta, Event, OutputParser
+from jaxengine.parsers.events import ContentDelta, Event, OutputParser, ReasoningParser
+from jaxengine.parsers.markers import Marker
 
 
 class MessageParser:
     """Combines a reasoning and a tool parser; None for a model that writes no reasoning, or calls no tools."""
 
-    def __init__(self, reasoning: OutputParser | None, tools: OutputParser | None):
+    def __init__(self, reasoning: ReasoningParser | None, tools: OutputParser | None):
         self._reasoning = reasoning
         self._tools = tools
+        self._late_end: LateEnd | None = None
 
     def feed(self, text: str) -> list[Event]:
         events: list[Event] = [ContentDelta(text)] if text else []
@@ -20,12 +22,69 @@ class MessageParser:
 
     def finish(self) -> list[Event]:
         events = self._call_tools([] if self._reasoning is None else self._reasoning.finish())
-        return events if self._tools is None else [*events, *self._tools.finish()]
+        if self._tools is not None:
+            events += self._without_late_end(self._tools.finish())
+        if self._late_end is not None and (text := self._late_end.take()):
+            events.append(ContentDelta(text))
+        return events
 
     def _call_tools(self, events: list[Event]) -> list[Event]:
+        if self._reasoning is not None and self._reasoning.late_ends and self._late_end is None:
+            self._late_end = LateEnd(self._reasoning.late_ends)
         if self._tools is None:
             return events
         found: list[Event] = []
         for event in events:
-            found += self._tools.feed(event.text) if isinstance(event, ContentDelta) else [event]
+            if isinstance(event, ContentDelta):
+                found += self._without_late_end(self._tools.feed(event.text))
+            else:
+                found.append(event)
         return found
+
+    def _without_late_end(self, events: list[Event]) -> list[Event]:
+        if self._late_end is None:
+            return events
+        found: list[Event] = []
+        for event in events:
+            text = self._late_end.read(event.text) if isinstance(event, ContentDelta) else self._late_end.take()
+            found += [ContentDelta(text)] if text else []
+            found += [] if isinstance(event, ContentDelta) else [event]
+        return found
+
+
+class LateEnd:
+    """Removes the first word that ends reasoning from the content after a call that has ended the reasoning already.
+
+    White space around the word goes with it if nothing else precedes the word.
+    """
+
+    def __init__(self, words: tuple[str, ...]):
+        self._end: Marker | None = Marker(*words)
+        # White space before any other content; None after that.
+        self._space: list[str] | None = []
+
+    def read(self, text: str) -> str:
+        """Reads a piece; returns what is certain of the content without the word."""
+        if self._end is None:
+            return self._released(text)
+        plain, at, word = self._end.read(text, 0)
+        plain = self._released(plain)
+        if not word:
+            return plain
+        self._end = None
+        if self._space is not None:
+            self._space = []
+        return plain + self._released(text[at:])
+
+    def take(self) -> str:
+        """Returns held text that is no beginning of the word after all."""
+        return "" if self._end is None else self._released(self._end.take())
+
+    def _released(self, text: str) -> str:
+        if self._space is None:
+            return text
+        self._space.append(text)
+        if not text or text.isspace():
+            return ""
+        text, self._space = "".join(self._space), None
+        return text

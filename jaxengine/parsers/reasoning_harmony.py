@@ -6,9 +6,11 @@ line break.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
-from jaxengine.parsers.events import ContentDelta, Event, OutputParser, ReasoningDelta
+from jaxengine.parsers.call_start import CallStarts
+from jaxengine.parsers.events import ContentDelta, Event, ReasoningDelta, ReasoningParser
 from jaxengine.parsers.harmony import CHANNEL, MESSAGE, STOP_WORDS, Body, End, HarmonyReader, Header, Part
 
 
@@ -20,9 +22,9 @@ class HarmonyFormat:
     holds_calls = True
     stop_words = STOP_WORDS
 
-    def open(self, prompt: str, continued: str = "", *, calls: bool = True) -> OutputParser:
+    def open(self, prompt: str, continued: str = "", *, calls: CallStarts | None = None) -> ReasoningParser:
         """Implements registry.ReasoningFormat.open."""
-        return HarmonyReasoningParser()
+        return HarmonyReasoningParser(() if calls is None else calls.functions)
 
     def waits_for(self, prompt: str, continued: str = "") -> dict[str, Any]:
         """Implements registry.ReasoningFormat.waits_for. A constraint may be written between the two words."""
@@ -34,9 +36,15 @@ class HarmonyFormat:
 
 
 class HarmonyReasoningParser:
-    def __init__(self) -> None:
+    """functions: names of the request's functions."""
+
+    late_ends = ()
+
+    def __init__(self, functions: Collection[str]) -> None:
+        self._functions = functions
         self._reader = HarmonyReader()
         self._header: Header | None = None
+        self._is_call = False
         self._said: set[type] = set()
 
     def feed(self, text: str) -> list[Event]:
@@ -57,8 +65,8 @@ class HarmonyReasoningParser:
 
     def _event(self, part: Part) -> ContentDelta | ReasoningDelta:
         if isinstance(part, Header):
-            self._header = part
-            if part.function is not None:
+            self._header, self._is_call = part, part.function(self._functions) is not None
+            if self._is_call:
                 return ContentDelta(part.text)
             kind = ContentDelta if part.is_said else ReasoningDelta
             again = kind in self._said
@@ -67,7 +75,7 @@ class HarmonyReasoningParser:
         header = self._header
         if isinstance(part, End):
             self._header = None
-            return ContentDelta(part.word if header is not None and header.function is not None else "")
-        if isinstance(part, Body) and header is not None and header.function is None and not header.is_said:
+            return ContentDelta(part.word if header is not None and self._is_call else "")
+        if isinstance(part, Body) and header is not None and not self._is_call and not header.is_said:
             return ReasoningDelta(part.text)
         return ContentDelta(part.text)

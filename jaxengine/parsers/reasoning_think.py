@@ -1,14 +1,20 @@
 """Parser of reasoning between <think> ... </think>, or other words, at the beginning of an output.
 
 The opening word may be in the prompt already. Later occurrences belong to the answer.
+
+A model may call a tool without the word that ends its reasoning. As in vLLM the beginning of a call ends the reasoning:
+waiting for an end word would hold the call back until the output ends. Unlike vLLM, which takes any opening word of a
+call for one, it must be the beginning of a call of a function that the request has, so reasoning may speak of calls. An
+end word after the call is removed, see message.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from jaxengine.parsers.events import ContentDelta, Event, OutputParser, ReasoningDelta
+from jaxengine.parsers.call_start import CallStarts
+from jaxengine.parsers.events import ContentDelta, Event, ReasoningDelta, ReasoningParser
 from jaxengine.parsers.markers import Marker, Opening
 
 # Characters at the end of a prompt in which the words around reasoning are searched.
@@ -21,9 +27,7 @@ class ThinkFormat:
 
     Attributes:
       begins, ends: words around reasoning, and alternative spellings; the model writes the first one.
-      calls: words that end reasoning too, and belong to the following text.
-      closing_call: words around calls. If the output ends with calls, the reasoning ended before them, even without an
-        end word. From the first such word on text is held until the end of the output.
+      calls: words around calls that reasoning never mentions: they end it without a look at the call.
       answer: words around the answer, if there are any.
       always: an output begins with reasoning, with or without the opening word in prompt or output.
       shown: reasoning stays in the content, between <think> and the end word.
@@ -33,7 +37,6 @@ class ThinkFormat:
     begins: tuple[str, ...] = ("<think>",)
     ends: tuple[str, ...] = ("</think>",)
     calls: tuple[str, ...] = ()
-    closing_call: tuple[str, str] | None = None
     answer: tuple[str, str] | None = None
     always: bool = False
     shown: bool = False
@@ -42,13 +45,13 @@ class ThinkFormat:
     holds_calls = False
     stop_words = ()
 
-    def open(self, prompt: str, continued: str = "", *, calls: bool = True) -> OutputParser:
+    def open(self, prompt: str, continued: str = "", *, calls: CallStarts | None = None) -> ReasoningParser:
         """Implements registry.ReasoningFormat.open."""
         inside = bool(self._begins_inside(prompt, continued))
         if self.shown:
             # The beginning of a continued answer has the word already, or should not have it.
             return ShownParser(self.begins[0] if inside and not continued else "")
-        parser = ThinkParser(self if calls else replace(self, calls=(), closing_call=None), inside)
+        parser = ThinkParser(self, inside, calls)
         return parser if self.answer is None else AnswerParser(parser, *self.answer)
 
     def waits_for(self, prompt: str, continued: str = "") -> dict[str, Any]:
@@ -87,71 +90,96 @@ def _end_of_last(text: str, word: str) -> int:
 
 
 class ThinkParser:
-    """Splits one output into reasoning and content. inside: the output begins with reasoning, with or without opening
-    word.
+    """Splits one output into reasoning and content.
+
+    words, calls: what ends reasoning; calls None: no calls do. inside: the output begins with reasoning, with or
+    without opening word.
     """
 
-    def __init__(self, words: ThinkFormat, inside: bool):
+    def __init__(self, words: ThinkFormat, inside: bool, calls: CallStarts | None):
         self._inside = inside
-        self._kept = words.calls
-        self._opening: Opening | None = Opening(*words.begins)
-        self._call, self._call_end = words.closing_call or ("", "")
-        self._end = Marker(*words.ends, *words.calls, *filter(None, (self._call,)))
-        self._last_end = Marker(*words.ends, *words.calls)
-        # Text from the first call in the reasoning on.
-        self._waiting: list[str] | None = None
+        self._kept = () if calls is None else words.calls
+        self._starts = [each for each in (() if calls is None else calls.words) if each[0] not in self._kept]
+        self._ends = words.ends
+        self._opening = Opening(*words.begins)
+        self._end = Marker(*words.ends, *self._kept, *dict.fromkeys(each[0] for each in self._starts))
+        # A word that may begin a call, and the text after it that decides.
+        self._word, self._call = "", Opening()
+        self._reasoning: list[str] = []
+        self._content: list[str] = []
+        self._state = self._first
+        self.late_ends: tuple[str, ...] = ()
 
     def feed(self, text: str) -> list[Event]:
-        at = 0
-        reasoning, content = [], ""
-        if self._opening is not None:
-            at, found = self._opening.read(text, at)
-            if found is None:
-                return []
-            if not found:
-                # The held text may also be the beginning of an end word.
-                text, at = self._opening.held + text[at:], 0
-            self._inside, self._opening = self._inside or found, None
-        while self._inside and at < len(text):
-            plain, at, word = self._end.read(text, at)
-            (reasoning if self._waiting is None else self._waiting).append(plain)
-            if word and word == self._call:
-                self._waiting, self._end = [word], self._last_end
-            elif word:
-                reasoning += self._waiting or ()
-                self._inside, self._waiting, content = False, None, word if word in self._kept else ""
-        if not self._inside:
-            content += text[at:]
-        return _events("".join(reasoning), content)
+        self._read(text)
+        return self._take()
 
     def finish(self) -> list[Event]:
-        held = self._end.take() if self._opening is None else self._opening.held
-        if self._waiting is not None:
-            held = "".join(self._waiting) + held
-            at = self._closing_calls(held)
-            return _events(held[:at], held[at:])
-        return _events(held, "") if self._inside else _events("", held)
+        if self._state == self._first:
+            (self._reasoning if self._inside else self._content).append(self._opening.held)
+        elif self._state == self._thoughts:
+            self._reasoning.append(self._end.take())
+        elif self._state == self._after_word:
+            self._reasoning += [self._word, self._call.held]
+        return self._take()
 
-    def _closing_calls(self, text: str) -> int:
-        """Start of the calls, one after another, that end a text; its length if there are none."""
-        at, end = len(text), len(text.rstrip())
-        while text.endswith(self._call_end, 0, end):
-            last = end - len(self._call_end)
-            begin = text.rfind(self._call, 0, last)
-            inner = text[begin + len(self._call) : last]
-            # A call is an object or a tag.
-            if begin < 0 or self._call_end in inner or not inner.lstrip().startswith(("{", "<")):
-                break
-            at = end = begin
-            while end and text[end - 1].isspace():
-                end -= 1
+    def _take(self) -> list[Event]:
+        reasoning, content = "".join(self._reasoning), "".join(self._content)
+        self._reasoning, self._content = [], []
+        return _events(reasoning, content)
+
+    def _read(self, text: str) -> None:
+        at = 0
+        while at < len(text):
+            at = self._state(text, at)
+
+    def _first(self, text: str, at: int) -> int:
+        """State at the output's start, where reasoning may be opened."""
+        at, found = self._opening.read(text, at)
+        if found is not None:
+            self._state = self._thoughts if self._inside or found else self._answer
+        if found is False:
+            self._read(self._opening.held)  # it may also be the beginning of an end word
         return at
+
+    def _thoughts(self, text: str, at: int) -> int:
+        plain, at, word = self._end.read(text, at)
+        self._reasoning.append(plain)
+        if word in self._ends:
+            self._state = self._answer
+        elif word in self._kept:
+            self._end_by_call(word)
+        elif word:
+            self._word, self._state = word, self._after_word
+            self._call = Opening(*(each[1:] for each in self._starts if each[0] == word))
+        return at
+
+    def _after_word(self, text: str, at: int) -> int:
+        """State after a word that ends the reasoning if a call of one of the functions begins with it."""
+        at, found = self._call.read(text, at)
+        if found:
+            self._end_by_call(self._word + self._call.held)
+        elif found is False:
+            self._reasoning.append(self._word)
+            self._state = self._thoughts
+            self._read(self._call.held)
+        return at
+
+    def _end_by_call(self, text: str) -> None:
+        self._content.append(text)
+        self.late_ends, self._state = self._ends, self._answer
+
+    def _answer(self, text: str, at: int) -> int:
+        self._content.append(text[at:])
+        return len(text)
 
 
 class ShownParser:
     """Leaves reasoning in the content. before: the opening word if the prompt has it, which is prepended to
     the output.
     """
+
+    late_ends = ()
 
     def __init__(self, before: str):
         self._before = before
@@ -170,12 +198,16 @@ class AnswerParser:
     Text after them is content too, unless it is white space.
     """
 
-    def __init__(self, inner: OutputParser, begin: str, end: str):
+    def __init__(self, inner: ReasoningParser, begin: str, end: str):
         self._inner = inner
         self._opening = Opening(begin)
         self._end = Marker("\n" + end, end)
         self._space: list[str] = []
         self._state = self._before
+
+    @property
+    def late_ends(self) -> tuple[str, ...]:
+        return self._inner.late_ends
 
     def feed(self, text: str) -> list[Event]:
         return self._unwrap(self._inner.feed(text))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import string
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -22,7 +22,8 @@ from jaxengine.parsers import (
     tool_sections,
 )
 from jaxengine.parsers.call_grammar import CallGrammar, Schema
-from jaxengine.parsers.events import OutputParser
+from jaxengine.parsers.call_start import CallStarts, listed_starts
+from jaxengine.parsers.events import OutputParser, ReasoningParser
 from jaxengine.parsers.harmony import STOP_WORDS
 from jaxengine.parsers.reasoning_harmony import HarmonyFormat
 from jaxengine.parsers.reasoning_think import ThinkFormat
@@ -53,6 +54,7 @@ class ToolFormat:
         call. None: calls are separate from the answer, and only the answer is constrained by a grammar.
       forced_grammar: yields rules for entire outputs, with the top rule `start`, when a call is required; None: a
         required call is written as our own JSON.
+      starts: yields the beginnings of calls of a function, see CallStarts.words; None: they are not words.
       typed: the parser needs the functions: values are plain text, whose types are in the schemas, or a function's name
         tells a call.
       special_tokens: calls are marked with special tokens, which detokenised text must include.
@@ -65,6 +67,7 @@ class ToolFormat:
     grammar: Callable[[CallGrammar], Iterator[str]] | None
     forced_grammar: Callable[[CallGrammar], Iterator[str]] | None = None
     ids: Callable[[], Iterator[str]] = call_ids
+    starts: Callable[[str], Iterator[tuple[str, ...]]] | None = None
     typed: bool = False
     special_tokens: bool = False
     stop_words: tuple[str, ...] = ()
@@ -73,6 +76,11 @@ class ToolFormat:
     def open(self, functions: Mapping[str, Schema]) -> OutputParser:
         """Creates a parser for one output. functions: schemas of arguments, by function name."""
         return self.parser(self.ids(), functions) if self.typed else self.parser(self.ids())
+
+    def call_starts(self, functions: Collection[str]) -> CallStarts:
+        """Returns the beginnings of calls of these functions."""
+        words = () if self.starts is None else tuple(words for name in functions for words in self.starts(name))
+        return CallStarts(functions, words)
 
 
 class ReasoningFormat(Protocol):
@@ -90,11 +98,12 @@ class ReasoningFormat(Protocol):
     @property
     def holds_calls(self) -> bool: ...
 
-    def open(self, prompt: str, continued: str = "", *, calls: bool = True) -> OutputParser:
+    def open(self, prompt: str, continued: str = "", *, calls: CallStarts | None = None) -> ReasoningParser:
         """Creates a parser for one output that follows `prompt`; `continued`: the beginning of the answer that it
         continues.
 
-        calls: whether a parser of the model's own tool calls follows; if not, none of their words end reasoning.
+        calls: what a following parser of the model's own tool calls will find; None: no parser follows, and no call
+        ends reasoning.
         """
         ...
 
@@ -125,6 +134,7 @@ def _json_list(models: str, begins: tuple[str, ...], end: str = "", bare: bool =
         partial(tool_json_list.JsonListToolParser, begins=begins, end=end, bare=bare),
         models,
         partial(tool_json_list.grammar, begins=begins, end=end),
+        starts=partial(listed_starts, begins),
         **fields,
     )
 
@@ -135,6 +145,7 @@ def _section(models: str, words: tool_sections.SectionWords, template: tuple[str
         models,
         partial(tool_sections.grammar, words=words),
         typed=True,
+        starts=partial(tool_sections.starts, words=words),
         special_tokens=True,
         template=template,
     )
@@ -145,6 +156,7 @@ def _parameters(models: str, words: tool_parameters.ParameterWords, template: tu
         partial(tool_parameters.ParameterToolParser, words=words),
         models,
         partial(tool_parameters.grammar, words=words),
+        starts=partial(tool_parameters.starts, words=words),
         typed=True,
         special_tokens=True,
         template=template,
@@ -156,6 +168,7 @@ def _pythonic(models: str, words: tuple[str, str], brackets: bool = True, **fiel
         partial(tool_pythonic.PythonicToolParser, words=words, brackets=brackets),
         models,
         partial(tool_pythonic.grammar, words=words, brackets=brackets),
+        starts=partial(tool_pythonic.starts, words=words, brackets=brackets),
         **fields,
     )
 
@@ -165,6 +178,7 @@ def _objects(models: str, begin: str, end: str, space: str, **fields: Any) -> To
         partial(tool_hermes.HermesToolParser, begin=begin, end=end),
         models,
         partial(tool_hermes.grammar, begin=begin, end=end, space=space),
+        starts=partial(tool_hermes.starts, begin=begin),
         **fields,
     )
 
@@ -181,6 +195,7 @@ TOOL_PARSERS: dict[str, ToolFormat] = {
         tool_hermes.HermesToolParser,
         "Hermes 2 and 3, Qwen2.5, Qwen3",
         tool_hermes.grammar,
+        starts=tool_hermes.starts,
         template=("<tool_call>", '"arguments'),
     ),
     "llama3_json": _LLAMA3("Llama 3.1, 3.2", special_tokens=True, template=("Environment: ipython", '"parameters"')),
@@ -189,6 +204,7 @@ TOOL_PARSERS: dict[str, ToolFormat] = {
         tool_mistral.MistralToolParser,
         "Mistral, Ministral, Magistral, Devstral",
         tool_mistral.grammar,
+        starts=tool_mistral.starts,
         ids=short_call_ids,
         special_tokens=True,
         template=("[TOOL_CALLS]",),
@@ -199,6 +215,7 @@ TOOL_PARSERS: dict[str, ToolFormat] = {
         "gpt-oss",
         None,
         tool_harmony.forced_grammar,
+        typed=True,
         special_tokens=True,
         stop_words=STOP_WORDS,
         template=("<|channel|>", "<|message|>", "commentary"),
@@ -248,8 +265,6 @@ TOOL_PARSERS: dict[str, ToolFormat] = {
 }
 
 _THINK = ThinkFormat()
-# Qwen3.5 sometimes calls a tool without the word that ends reasoning.
-_QWEN3 = ThinkFormat(closing_call=("<tool_call>", "</tool_call>"))
 # The second opening word is the prompt's when reasoning is disabled.
 _SEED = ThinkFormat(("<seed:think>", "<seed:think><seed:cot_budget_reflect>"), ("</seed:think>",), special_tokens=True)
 _GRANITE = ThinkFormat(
@@ -259,7 +274,7 @@ _GRANITE = ThinkFormat(
 REASONING_PARSERS: dict[str, ReasoningRow] = {
     "deepseek_r1": ReasoningRow(ThinkFormat(always=True), "DeepSeek R1, QwQ", ("<｜Assistant｜><think>",)),
     "deepseek_v3": ReasoningRow(_THINK, "DeepSeek V3.1, V3.2", ("<｜Assistant｜>", "</think>", "thinking")),
-    "qwen3": ReasoningRow(_QWEN3, "Qwen3 and others that open <think> themselves or in the prompt", ("</think>",)),
+    "qwen3": ReasoningRow(_THINK, "Qwen3 and others that open <think> themselves or in the prompt", ("</think>",)),
     "glm45": ReasoningRow(_THINK, "GLM-4.5, GLM-4.6", ("</think>", "<|assistant|>", "/nothink")),
     "glm47": ReasoningRow(_THINK, "GLM-4.7"),
     "mistral": ReasoningRow(

@@ -20,7 +20,11 @@ class StateParser:
         self._out = Collector(new_id)
 
     def feed(self, text: str) -> list[Event]:
+        self._read(text)
+        return self._out.take()
+
+    def _read(self, text: str) -> None:
+        """Reads a text, which may have been held, from the current state on."""
         at = 0
         while at < len(text):
             at = self._state(text, at)
-        return self._out.take()

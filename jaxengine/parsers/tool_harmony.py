@@ -1,12 +1,14 @@
 """Parser of tool calls of gpt-oss: messages to functions.NAME with JSON arguments, in OpenAI's harmony format.
 
+The model may omit the prefix of a function that the request has.
+
 Bodies of messages to the user are content. Other messages (reasoning, calls of built-in tools) are content as written;
 a preceding reasoning parser removes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from jaxengine.parsers.call_grammar import CallGrammar, literal
 from jaxengine.parsers.events import Collector, Event
@@ -44,10 +46,14 @@ def forced_grammar(calls: CallGrammar) -> Iterator[str]:
 
 
 class HarmonyToolParser:
-    def __init__(self, new_id: Iterable[str]):
+    """functions: names of the request's functions."""
+
+    def __init__(self, new_id: Iterable[str], functions: Collection[str]):
         self._out = Collector(new_id)
+        self._functions = functions
         self._reader = HarmonyReader()
-        self._header: Header | None = None
+        self._header = Header("")
+        self._function: str | None = None
         self._is_blank = True
 
     def feed(self, text: str) -> list[Event]:
@@ -70,23 +76,21 @@ class HarmonyToolParser:
                 self._end(part.word)
 
     def _begin(self, header: Header) -> None:
-        self._header, self._is_blank = header, True
-        if header.function is not None:
-            self._out.start(header.function)
+        self._header, self._function, self._is_blank = header, header.function(self._functions), True
+        if self._function is not None:
+            self._out.start(self._function)
         elif not header.is_said:
             self._out.content(header.text)
 
     def _add(self, text: str) -> None:
-        assert self._header is not None
-        if self._header.function is None:
+        if self._function is None:
             self._out.content(text)
         else:
             self._is_blank &= text.isspace()
             self._out.arguments(text)
 
     def _end(self, word: str) -> None:
-        assert self._header is not None
-        if self._header.function is not None:
+        if self._function is not None:
             self._out.arguments("{}" if self._is_blank else "")
         elif not self._header.is_said:
             self._out.content(word)

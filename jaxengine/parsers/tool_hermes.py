@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from jaxengine.parsers.call_grammar import CallGrammar, literal
+from jaxengine.parsers.call_start import object_start
 from jaxengine.parsers.events import Event
 from jaxengine.parsers.json_call import JsonCall, Progress
 from jaxengine.parsers.markers import Marker, Opening
@@ -23,6 +24,11 @@ def grammar(calls: CallGrammar, begin: str = BEGIN, end: str = END, space: str =
     yield "calls: " + calls.listed("call", "\n")
     yield f"call: {calls.word(begin)} {between}({calls.objects('arguments')}) {between}{calls.word(end) if end else ''}"
     yield from calls.arguments()
+
+
+def starts(name: str, begin: str = BEGIN) -> Iterator[tuple[str, ...]]:
+    """Yields the beginning of a call of a function, see CallStarts.words."""
+    yield (begin, *object_start(name))
 
 
 class HermesToolParser(StateParser):

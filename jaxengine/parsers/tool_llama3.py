@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from jaxengine.parsers.call_grammar import CallGrammar, call_schema
 from jaxengine.parsers.events import Event
 from jaxengine.parsers.json_call import JsonCall, Progress
 from jaxengine.parsers.json_call_list import JsonCallList
 from jaxengine.parsers.states import StateParser
+from jaxengine.schema_references import SchemaDocument, moved, with_definitions
 
 _TAG = "<|python_tag|>"
 _KEYS = ("parameters", "arguments")
@@ -26,7 +28,10 @@ def grammar(calls: CallGrammar) -> Iterator[str]:
     yield f"calls: {calls.word(_TAG)}? {calls.listed('call', '; ')}"
     # One rule up to the last brace: the lexer cannot backtrack before the brace, which may begin an answer too.
     for at, (name, schema) in enumerate(calls.functions.items()):
-        yield f"call_{at}: {calls.json(call_schema(name, 'parameters', schema))}"
+        definitions: dict[str, Any] = {}
+        document = SchemaDocument(schema)
+        call = call_schema(name, "parameters", moved(document.root, document, definitions))
+        yield f"call_{at}: {calls.json(with_definitions(call, definitions))}"
     yield f"call: {' | '.join(f'call_{at}' for at in range(len(calls.functions)))}"
 
 

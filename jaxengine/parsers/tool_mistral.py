@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from jaxengine.parsers.call_grammar import CallGrammar, literal
+from jaxengine.parsers.call_start import listed_starts
 from jaxengine.parsers.events import Event
 from jaxengine.parsers.json_call import Progress
 from jaxengine.parsers.json_call_list import JsonCallList
@@ -34,6 +35,12 @@ def grammar(calls: CallGrammar) -> Iterator[str]:
     yield f"calls: {'call+' if calls.many else 'call'}"
     named = [f"{literal(name)} {own_id} {calls.word(_ARGS)} arguments_{at}" for at, name in enumerate(calls.functions)]
     yield f"call: {begin} ({' | '.join(named)})"
+
+
+def starts(name: str) -> Iterator[tuple[str, ...]]:
+    """Yields the beginnings of calls of a function, see CallStarts.words."""
+    yield from ((_BEGIN, name, after) for after in ("{", _ARGS, _CALL_ID))
+    yield from listed_starts((_BEGIN,), name)
 
 
 class MistralToolParser(StateParser):

@@ -8,22 +8,26 @@
   </function>
   </tool_call>
 
-The function's schema determines the type of a text (typed_text). A string is emitted as it arrives, other values when
-complete. A section may hold several calls, its words may be missing, and other text may be anywhere outside.
+The function's schema determines the type of a text, and parameter_json writes it. A section may hold several
+calls, its words may be missing, and other text may be anywhere outside.
+
+A value may contain the words of the format. Its own closing word ends it if the next parameter, the end of the call or
+the end of the output follows. The closing word may be missing: then the next parameter that the function has ends it,
+or the end of the call or of the section, if the next call or the end of the output follows.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxengine.parsers.call_grammar import CallGrammar, Schema, definitions, literal
+from jaxengine.parsers.argument_forms import ArgumentForm, argument_forms
+from jaxengine.parsers.call_grammar import CallGrammar, Schema, literal
 from jaxengine.parsers.events import Event
 from jaxengine.parsers.markers import Marker, Opening
+from jaxengine.parsers.parameter_json import ParameterJson
 from jaxengine.parsers.states import StateParser
-from jaxengine.parsers.typed_text import as_json, types_of
 
 _MAX_NAME = 256
 # Types by the text after a parameter's name, for formats that state there whether its value is a string.
@@ -56,6 +60,21 @@ class ParameterWords:
     says_string: bool = False
     verbatim: bool = False
 
+    @property
+    def value_ends(self) -> tuple[str, ...]:
+        """The words that may end a value."""
+        return (self.parameter[2], self.call[2], self.parameter[0], *(self.section or ())[1:])
+
+    def may_follow(self, end: str, names: Iterable[str]) -> Sequence[str | tuple[str, ...]]:
+        """Returns what must follow one of `value_ends` that does end a value. names: parameters that may be next."""
+        if end == self.parameter[0]:
+            after = (_SAYS_STRING,) if self.says_string else (self.parameter[1], *filter(None, [self.value]))
+            return [(name, *after) for name in names]
+        if end == self.parameter[2]:
+            return [self.parameter[0], self.call[2], *(self.section or ())[1:]]
+        begins = [self.call[0], *(self.section or ())[:1]]
+        return [*begins, *(self.section or ())[1:]] if end == self.call[2] else begins
+
 
 _FUNCTION = ("<function=", ">", "</function>")
 _PARAMETER = ("<parameter=", ">", "</parameter>")
@@ -65,6 +84,7 @@ MINIMAX_M2 = ParameterWords(
     ('<invoke name="', '">', "</invoke>"),
     ('<parameter name="', '">', "</parameter>"),
     ("<minimax:tool_call>", "</minimax:tool_call>"),
+    verbatim=True,
 )
 DEEPSEEK_V32 = ParameterWords(
     ('<｜DSML｜invoke name="', '">', "</｜DSML｜invoke>"),
@@ -87,20 +107,20 @@ def grammar(calls: CallGrammar, words: ParameterWords) -> Iterator[str]:
     A string is only constrained if its schema lists values.
     """
     line = literal("\n") if words.lines else ""
-    one = f"({' | '.join(f'call_{at}' for at in range(len(calls.functions)))})"
+    forms = [(name, form) for name, schema in calls.functions.items() for form in argument_forms(schema)]
+    one = f"({' | '.join(f'call_{at}' for at in range(len(forms)))})"
     inside = f"{one} ({line} {one})*" if calls.many else one
     if words.section is None:
         yield f"calls: {inside}"
     else:
         opening, closing = map(calls.word, words.section)
         yield f'calls: {opening} "\\n" {inside} "\\n" {closing}'
-    for at, (name, schema) in enumerate(calls.functions.items()):
-        properties = dict(schema.get("properties") or {})
+    for at, (name, form) in enumerate(forms):
         parts = [calls.word(words.call[0]), literal(name + words.call[1]), line]
-        for number, parameter in enumerate(properties):
+        for number, parameter in enumerate(form.places):
             rule = f"parameter_{at}_{number}"
-            parts.append(rule if parameter in schema.get("required", ()) else f"{rule}?")
-            yield from _parameter(calls, words, schema, parameter, rule)
+            parts.append(rule if parameter in form.required else f"{rule}?")
+            yield from _parameter(calls, words, form, parameter, rule)
         yield f"call_{at}: {' '.join(parts)} {calls.word(words.call[2])}"
     end = words.parameter[2]
     if calls.token_id(end) is None:
@@ -109,20 +129,28 @@ def grammar(calls: CallGrammar, words: ParameterWords) -> Iterator[str]:
         yield f"text: /(?s:.*)/ {calls.word(end)}"
 
 
-def _parameter(calls: CallGrammar, words: ParameterWords, function: Schema, name: str, rule: str) -> Iterator[str]:
+def _parameter(calls: CallGrammar, words: ParameterWords, form: ArgumentForm, name: str, rule: str) -> Iterator[str]:
     begin, middle, end = map(calls.word, words.parameter)
-    types, schema = types_of(function, name), function["properties"][name]
+    types, texts = form.types(name), form.texts(name)
     line = literal("\n") if words.lines else ""
     said = literal(f"{_SAYS_STRING}{'true' if 'string' in types else 'false'}") if words.says_string else ""
     head = f"{begin} {literal(name)} {said} {middle} {calls.word(words.value) if words.value else ''} {line}"
-    listed = schema.get("enum") if isinstance(schema, Mapping) else None
-    if isinstance(listed, list) and listed and all(isinstance(each, str) and each for each in listed):
-        yield f"{rule}: {head} ({' | '.join(map(literal, listed))}) {line} {end} {line}"
+    if texts:
+        yield f"{rule}: {head} ({' | '.join(map(literal, texts))}) {line} {end} {line}"
     elif "string" in types:
         yield f"{rule}: {head} text {line}"
     else:
         yield f"{rule}: {head} {rule}_value {line} {end} {line}"
-        yield f"{rule}_value: {calls.json({**schema, **definitions(function)})}"
+        yield f"{rule}_value: {calls.json(form.schema(name))}"
+
+
+def starts(name: str, words: ParameterWords) -> Iterator[tuple[str, ...]]:
+    """Yields the beginnings of calls of a function, see CallStarts.words."""
+    begin, middle, end = words.call
+    for after in (middle,) if middle else (words.parameter[0], end):
+        yield (begin, name, after)
+        if words.section:
+            yield (words.section[0], begin, name, after)
 
 
 class ParameterToolParser(StateParser):
@@ -134,20 +162,18 @@ class ParameterToolParser(StateParser):
         self._outside = Marker(words.call[0], *sections)
         self._next = Opening(words.call[0])
         self._call_name = Marker(*([words.call[1]] if words.call[1] else [words.parameter[0], words.call[2]]))
-        self._inside = self._new_inside()
+        self._inside = Opening()
         self._name = Marker(words.parameter[1])
         self._before_value = Opening(words.value)
-        self._value_end = Marker(words.parameter[2], words.call[2])
+        self._value_end = Marker(*words.value_ends)
+        # The word that may end a value, and the text after it that decides.
+        self._end_word, self._after_end = "", Opening()
         # The text as written, while it is not known to be a call.
         self._held = ""
         self._in_section = False
         self._word: list[str] = []
         self._room = 0
-        self._schema: Schema | None = None
-        self._num_parameters = 0
-        self._types: frozenset[str] = frozenset()
-        self._value: list[str] = []
-        self._begins = self._own_line = False
+        self._arguments: ParameterJson | None = None
         self._state = self._content
 
     def finish(self) -> list[Event]:
@@ -159,17 +185,25 @@ class ParameterToolParser(StateParser):
             self._out.content(self._next.held)
         elif self._state == self._in_call_name:
             self._out.content(self._held + "".join(self._word) + self._call_name.take())
-        elif self._state == self._between:
-            self._out.arguments("}")
-            self._out.content(self._inside.held)
-        elif self._state == self._in_name:
-            self._out.arguments(self._name_json().removesuffix('"'))
-        elif self._state == self._to_value:
-            self._out.arguments(self._name_json())
-        elif self._state == self._in_value:
-            self._add(self._value_end.take())
-            self._out.arguments(self._without_line("".join(self._value)) if self._types != _STRING else "")
+        elif self._arguments is not None:
+            self._cut_call(self._arguments)
         return self._out.finish()
+
+    def _cut_call(self, arguments: ParameterJson) -> None:
+        """Ends an output that ends inside a call. A word that may end a value ends it, unless it begins another."""
+        if self._state == self._between:
+            arguments.end()
+            self._out.content(self._inside.held)
+        elif self._state in (self._in_name, self._to_value):
+            arguments.cut_name(self._name_and_types()[0], self._state == self._to_value)
+        elif self._state == self._after_value and self._end_word != self._words.parameter[0]:
+            arguments.end_value(self._end_word == self._words.parameter[2])
+            arguments.end()
+            self._out.content(self._after_end.held)
+        else:
+            is_open = self._state == self._in_value
+            arguments.add(self._value_end.take() if is_open else self._end_word + self._after_end.held)
+            arguments.cut_value()
 
     def _content(self, text: str, at: int) -> int:
         plain, at, word = self._outside.read(text, at)
@@ -208,8 +242,8 @@ class ParameterToolParser(StateParser):
         name = written.strip()
         if word and _NAME.fullmatch(name) and name.isprintable():
             self._out.start(name)
-            self._out.arguments("{")
-            self._schema, self._num_parameters, self._in_section = self._functions.get(name), 0, True
+            self._arguments = ParameterJson(self._out, self._functions.get(name), self._words.verbatim)
+            self._in_section = True
             self._next_part(word)
         else:
             self._out.content(self._held + written + word)
@@ -217,20 +251,21 @@ class ParameterToolParser(StateParser):
             self._content(self._call_name.take(), 0)
         return at + read
 
-    def _new_inside(self) -> Opening:
-        return Opening(self._words.parameter[0], self._words.call[2])
+    def _end_call(self) -> None:
+        assert self._arguments is not None
+        self._arguments.end()
+        self._arguments, self._state = None, self._content
 
     def _next_part(self, word: str) -> None:
         """Selects the state inside a call, after one of its words."""
         if word == self._words.parameter[0]:
             self._word, self._state = [], self._in_name
         elif word == self._words.call[2]:
-            self._out.arguments("}")
-            self._state = self._content
+            self._end_call()
             if self._words.section:
                 self._next, self._state = Opening(self._words.call[0], self._words.section[1]), self._after_call
         else:
-            self._inside, self._state = self._new_inside(), self._between
+            self._inside, self._state = Opening(self._words.parameter[0], self._words.call[2]), self._between
 
     def _after_call(self, text: str, at: int) -> int:
         """State after a call. White space before the next call, or before the end of the section, is dropped."""
@@ -249,8 +284,7 @@ class ParameterToolParser(StateParser):
         if found:
             self._next_part(self._inside.held.lstrip())
         elif found is False:  # neither: the call ends here
-            self._out.arguments("}")
-            self._state = self._content
+            self._end_call()
             self._content(self._inside.held, 0)
         return at
 
@@ -271,53 +305,53 @@ class ParameterToolParser(StateParser):
             return at
         self._begin_value()
         if not found:
-            self._in_value(self._before_value.held, 0)
+            self._read(self._before_value.held)
         return at
 
     def _begin_value(self) -> None:
-        name, _, says_string = "".join(self._word).strip().partition(_SAYS_STRING)
-        self._types = types_of(self._schema, name)
-        if self._words.says_string and says_string:
-            self._types = _STRING if says_string == "true" else _NO_STRING
-        self._out.arguments(f"{self._name_json()}: ")
-        self._num_parameters += 1
-        if self._types == _STRING:
-            self._out.arguments('"')
-        self._value, self._begins, self._own_line, self._state = [], True, False, self._in_value
+        assert self._arguments is not None
+        self._arguments.begin(*self._name_and_types())
+        self._state = self._in_value
 
-    def _name_json(self) -> str:
-        name = "".join(self._word).strip()
-        name = name.partition('"')[0] if self._words.says_string else name
-        return f"{', ' if self._num_parameters else ''}{json.dumps(name, ensure_ascii=False)}"
+    def _name_and_types(self) -> tuple[str, frozenset[str] | None]:
+        """The name of the current parameter, and the types that the format states of its value, if any."""
+        name, _, says_string = "".join(self._word).strip().partition(_SAYS_STRING)
+        if not self._words.says_string:
+            return "".join(self._word).strip(), None
+        return name.partition('"')[0], {"": None, "true": _STRING}.get(says_string, _NO_STRING)
 
     def _in_value(self, text: str, at: int) -> int:
+        assert self._arguments is not None
         plain, at, word = self._value_end.read(text, at)
-        self._add(plain)
+        self._arguments.add(plain)
         if word:
-            held = self._without_line("".join(self._value))
-            self._out.arguments(_escaped(held) + '"' if self._types == _STRING else as_json(held, self._types))
-            self._next_part(word if word == self._words.call[2] else "")
+            names = self._arguments.may_be_next
+            following = self._words.may_follow(word, names or ())
+            self._end_word, self._after_end, self._state = word, Opening(*following), self._after_value
+            if word == self._words.parameter[0] and names is None:
+                self._turn_from_value()
         return at
 
-    def _add(self, text: str) -> None:
-        """Adds text to the current value; emits it if the value is a string."""
-        if not text:
-            return
-        if self._begins:
-            self._begins, self._own_line = False, text.startswith("\n") and not self._words.verbatim
-            text = text[self._own_line :]
-        self._value.append(text)
-        if self._types == _STRING:
-            said = "".join(self._value)
-            now = self._without_line(said)
-            self._out.arguments(_escaped(now))
-            self._value = [said[len(now) :]]
+    def _after_value(self, text: str, at: int) -> int:
+        """State after a word that ends the value if something certain follows, and is part of the value otherwise."""
+        assert self._arguments is not None
+        at, found = self._after_end.read(text, at)
+        if found:
+            self._turn_from_value()
+        elif found is False:
+            self._state = self._in_value
+            self._arguments.add(self._end_word)
+            self._read(self._after_end.held)
+        return at
 
-    def _without_line(self, text: str) -> str:
-        """Removes the line break at the end of a value if it belongs to the format."""
-        return text.removesuffix("\n") if self._own_line else text
-
-
-def _escaped(text: str) -> str:
-    """Escapes text for use within a JSON string."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]
+    def _turn_from_value(self) -> None:
+        """Ends the value and reads on after its end."""
+        assert self._arguments is not None
+        is_closed = self._end_word == self._words.parameter[2]
+        self._arguments.end_value(is_closed)
+        if self._end_word == (self._words.section or ("", ""))[1]:
+            self._end_call()
+            self._in_section = False
+        else:
+            self._next_part("" if is_closed else self._end_word)
+        self._read(self._after_end.held)

@@ -10,7 +10,8 @@ import json
 from collections.abc import Iterable, Iterator
 from enum import Enum, auto
 
-from jaxengine.parsers.call_grammar import CallGrammar, Schema, definitions, literal
+from jaxengine.parsers.argument_forms import ArgumentForm, argument_forms
+from jaxengine.parsers.call_grammar import CallGrammar, literal
 from jaxengine.parsers.events import Collector, Event
 from jaxengine.parsers.markers import Marker
 from jaxengine.parsers.python_scan import PythonScanner, Reading
@@ -47,27 +48,32 @@ def grammar(calls: CallGrammar, words: tuple[str, str] = ("", ""), brackets: boo
     begin, end = (calls.word(word) if word else "" for word in words)
     inside = f'"[" {calls.listed("call", ", ")} "]"' if brackets else calls.listed("call", "\n")
     yield f"calls: {begin} {inside} {end}"
-    names = (f"{literal(name + '(')} first_{at}_0 {literal(')')}" for at, name in enumerate(calls.functions))
+    forms = [(name, form) for name, schema in calls.functions.items() for form in argument_forms(schema)]
+    names = (f"{literal(name + '(')} first_{at}_0 {literal(')')}" for at, (name, _) in enumerate(forms))
     yield f"call: {' | '.join(names)}"
-    for at, schema in enumerate(calls.functions.values()):
-        yield from _keywords(calls, at, schema)
+    for at, (_, form) in enumerate(forms):
+        yield from _keywords(calls, at, form)
 
 
-def _keywords(calls: CallGrammar, at: int, schema: Schema) -> Iterator[str]:
+def starts(name: str, words: tuple[str, str], brackets: bool = True) -> Iterator[tuple[str, ...]]:
+    """Yields the beginning of a call of a function between words, see CallStarts.words."""
+    yield (words[0], *(["["] if brackets else []), name, "(")
+
+
+def _keywords(calls: CallGrammar, at: int, form: ArgumentForm) -> Iterator[str]:
     """Yields rules first_<at>_<n>, arguments from the n-th on of which none was written before, and rest_<at>_<n>, the
     same with a comma before them.
     """
-    properties = dict(schema.get("properties") or {})
-    for number, (name, value) in enumerate(properties.items()):
+    for number, name in enumerate(form.places):
         if not name.isidentifier():
             raise ValueError(f"the parameter {name!r} cannot be named in Python's notation")
-        left_out = name not in schema.get("required", ())
+        left_out = name not in form.required
         this, later = f"{at}_{number}", f"{at}_{number + 1}"
-        yield f"value_{this}: {calls.json({**value, **definitions(schema)} if isinstance(value, dict) else {})}"
+        yield f"value_{this}: {calls.json(form.schema(name))}"
         yield f"first_{this}: {literal(name + '=')} value_{this} rest_{later}{f' | first_{later}' if left_out else ''}"
         yield f"rest_{this}: {literal(f', {name}=')} value_{this} rest_{later}{f' | rest_{later}' if left_out else ''}"
-    yield f'first_{at}_{len(properties)}: ""'
-    yield f'rest_{at}_{len(properties)}: ""'
+    yield f'first_{at}_{len(form.places)}: ""'
+    yield f'rest_{at}_{len(form.places)}: ""'
 
 
 class PythonicToolParser:

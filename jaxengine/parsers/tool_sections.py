@@ -31,9 +31,10 @@ class SectionWords:
       section: words around all calls. others: alternative words that begin the section.
       begin, middle, end: words before a call's head, between head and arguments, and after the arguments.
       head: pattern of the head, with the group `name` of the function.
-      around: patterns of what the head may have before and after the name of one of the request's functions, if the
-        head is the model's id of the call; None: it has only the name.
+      around: patterns of what the head may have before and after the name of one of the request's functions; None:
+        nothing but what `head` says.
       fence: text that may precede `end`.
+      numbered: the head is the call's id: the name is followed by a number, which may be missing, as may `kind`.
       kind, rest: for grammars, what the head has before the name, as words, and after it, in Lark's notation.
     """
 
@@ -45,6 +46,7 @@ class SectionWords:
     around: tuple[str, str] | None = None
     others: tuple[str, ...] = ()
     fence: str = ""
+    numbered: bool = False
     kind: tuple[str, ...] = ()
     rest: str = ""
 
@@ -55,7 +57,7 @@ class SectionWords:
         """
         found, whole = self.head.fullmatch(head), head.strip()
         name = None if found is None else found["name"]
-        own_id = whole if self.around is not None and _NUMBERED.search(whole) else None
+        own_id = whole if self.numbered and _NUMBERED.search(whole) else None
         if self.around is not None and name not in functions:
             before, after = self.around
             fitting = [each for each in functions if re.fullmatch(before + re.escape(each) + after, whole)]
@@ -88,6 +90,7 @@ KIMI_K2 = SectionWords(
     end="<|tool_call_end|>",
     head=re.compile(r"\s*(?:functions\.)?(?P<name>[^\s:]+)(?::\d+)?\s*"),
     around=(r"(?:functions?[.:])?", r"(?:[:_.-]\w*)?"),
+    numbered=True,
     kind=("functions.",),
     rest='":" /[0-9]{1,3}/',
 )
@@ -105,6 +108,16 @@ def grammar(calls: CallGrammar, words: SectionWords) -> Iterator[str]:
         named.append(" ".join([*kind, literal(name), words.rest, calls.word(words.middle), arguments]))
     yield f"call: {calls.word(words.begin)} ({' | '.join(named)}) {calls.word(words.end)}"
     yield from calls.arguments()
+
+
+def starts(name: str, words: SectionWords) -> Iterator[tuple[str, ...]]:
+    """Yields the beginnings of calls of a function, see CallStarts.words."""
+    heads = [(*words.kind, name, words.middle)]
+    if words.numbered:
+        heads = [(prefix + name + after,) for prefix in ("", *words.kind) for after in (":", words.middle)]
+    for head in heads:
+        yield (words.begin, *head)
+        yield from ((section, words.begin, *head) for section in (words.section[0], *words.others))
 
 
 class SectionToolParser(StateParser):

@@ -3,57 +3,55 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Any
 
-from jaxengine.parsers.call_grammar import Schema, definitions
+from jaxengine.parsers.call_grammar import Schema
 from jaxengine.parsers.python_scan import PythonScanner, Reading
+from jaxengine.schema_references import Place, SchemaDocument, mapping
 
 _TYPES = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
-_COMBINING = ("anyOf", "oneOf", "allOf")
-# Limit of subschemas per parameter: schemas refer to each other, and to themselves.
-_MAX_SCHEMAS = 256
+# Names that tools' schemas have for these types, in lower case: Python's, OpenAPI's and those of databases.
+_TYPE_NAMES = {
+    **dict.fromkeys(("object", "dict", "map", "struct"), "object"),
+    **dict.fromkeys(("array", "list", "tuple", "set"), "array"),
+    **dict.fromkeys(("string", "str", "text", "char", "varchar"), "string"),
+    **dict.fromkeys(("boolean", "bool"), "boolean"),
+    **dict.fromkeys(("integer", "int", "int32", "int64", "long", "short", "uint"), "integer"),
+    **dict.fromkeys(("number", "float", "double", "float32", "float64", "decimal"), "number"),
+    **dict.fromkeys(("null", "none", "nonetype"), "null"),
+}
 
 
-def types_of(function: Schema | None, name: str) -> frozenset[str]:
-    """The JSON types that a parameter of a function may have; only "string" if its schema gives none.
+def types_of(document: SchemaDocument, name: str) -> frozenset[str]:
+    """Return the JSON types that a parameter of a function may have; only "string" if its schema gives none.
 
-    function: schema of the arguments, None if unknown.
+    document: the schema of the arguments.
     """
-    function = function or {}
-    properties = function.get("properties")
-    defined = definitions(function)
-    waiting: list[Any] = [properties.get(name)] if isinstance(properties, Mapping) else []
+    rules = list(document.applicable(document.root))
+    places = [each.inside(named[name]) for each in rules if name in (named := mapping(each.schema, "properties"))]
+    others = "additionalProperties"
+    return types_at(document, places or [each.inside(each.schema[others]) for each in rules if others in each.schema])
+
+
+def types_at(document: SchemaDocument, places: Iterable[Place]) -> frozenset[str]:
+    """Return the JSON types of the values of some schemas; only "string" if they give none."""
     found: set[str] = set()
-    for _ in range(_MAX_SCHEMAS):
-        if not waiting:
-            break
-        schema = waiting.pop()
-        if isinstance(schema, Mapping):
-            found |= _own_types(schema)
-            waiting += [each for word in _COMBINING for each in _list(schema.get(word))]
-            waiting.append(_referred(schema.get("$ref"), defined))
+    for place in places:
+        for each in document.applicable(place):
+            found |= _own_types(each.schema)
     return frozenset(found) or frozenset(("string",))
 
 
 def _own_types(schema: Schema) -> set[str]:
     kind = schema.get("type")
-    found = {each for each in (*_list(kind), kind) if isinstance(each, str)}
+    found = {_TYPE_NAMES.get(each.lower(), each) for each in (*_list(kind), kind) if isinstance(each, str)}
     values = [*_list(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
     return found or {_TYPES.get(type(value), "null") for value in values}
 
 
 def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
-
-
-def _referred(reference: Any, defined: Schema) -> Any:
-    """Resolves a reference "#/$defs/name"; None for other references."""
-    parts = reference.split("/") if isinstance(reference, str) else []
-    if len(parts) != 3 or parts[0] != "#":
-        return None
-    named = defined.get(parts[1])
-    return named.get(parts[2]) if isinstance(named, Mapping) else None
 
 
 def as_json(text: str, types: frozenset[str]) -> str:

@@ -24,13 +24,15 @@ from jaxengine.runner.memory import MemoryPlan, StageNeeds, plan_memory, return_
 from jaxengine.runner.peers import ALONE, Peers
 from jaxengine.runner.programs.pending_step import PendingStep
 from jaxengine.runner.programs.state_changes import (
-    BIAS_ROW,
-    COUNTS_ROW,
+    BIAS_ROWS,
+    COUNTS_ROWS,
     NUM_COLUMN_ROWS,
     NUM_DELTAS,
+    NUM_LONG_ROWS,
     NUM_PARAM_ROWS,
     PAGE_DELTAS,
     PARAMETERS,
+    rows_name,
 )
 from jaxengine.runner.programs.step import Forwarded
 from jaxengine.runner.stage_runner import StageRunner
@@ -39,6 +41,9 @@ from jaxengine.scheduler.buckets import Bucket
 from jaxengine.scheduler.packing import StepInput, delta_chunks
 
 Progress = Callable[[int, int, str], None]
+
+# Fewer long rows are cheaper one by one: a message of many is padded.
+MIN_LONG_ROWS = 3
 
 
 class ModelRunner:
@@ -192,19 +197,37 @@ class ModelRunner:
                 slots[index], words[index] = slot, own_words
             self.change_state(PARAMETERS, slots, words)
 
-    def set_bias(self, slot: int, row: np.ndarray | None) -> None:
-        """Sets a slot's additive logit bias, f32[V]; None for no bias."""
-        if row is None and not self._has_bias[slot]:
-            return
-        self._has_bias[slot] = row is not None
-        row = np.zeros(self.vocab_size, np.float32) if row is None else row
-        self.change_state(BIAS_ROW, np.int32(slot), self._padded(row))
+    def set_biases(self, biases: list[tuple[int, np.ndarray | None]]) -> None:
+        """Sets additive logit biases of slots, f32[V]; None for no bias."""
+        rows = []
+        for slot, row in biases:
+            if row is not None or self._has_bias[slot]:
+                self._has_bias[slot] = row is not None
+                rows.append((slot, self._padded(np.zeros(0, np.float32) if row is None else row)))
+        self.change_rows(BIAS_ROWS, rows)
 
-    def set_token_counts(self, slot: int, prompt: np.ndarray, output: np.ndarray) -> None:
-        """Tells penalties what a slot's prompt and output hold so far."""
-        counts = 2 * np.bincount(output, minlength=self.vocab_size).astype(np.int32)
-        counts[prompt] |= 1
-        self.change_state(COUNTS_ROW, np.int32(slot), self._padded(counts))
+    def set_token_counts(self, sequences: list[tuple[int, np.ndarray, np.ndarray]]) -> None:
+        """Tells penalties what slots' prompts and outputs hold so far: (slot, prompt, output)."""
+        rows = []
+        for slot, prompt, output in sequences:
+            counts = 2 * np.bincount(output, minlength=self.vocab_size).astype(np.int32)
+            counts[prompt] |= 1
+            rows.append((slot, self._padded(counts)))
+        self.change_rows(COUNTS_ROWS, rows)
+
+    def change_rows(self, name: str, rows: list[tuple[int, np.ndarray]]) -> None:
+        """Replaces long rows of slots, in as few launches as pay: see `state_changes.long_rows`."""
+        for first in range(0, len(rows), NUM_LONG_ROWS):
+            chunk = rows[first : first + NUM_LONG_ROWS]
+            if len(chunk) < MIN_LONG_ROWS:
+                for slot, row in chunk:
+                    self.change_state(rows_name(name, 1), np.array([slot], np.int32), row[None])
+                continue
+            slots = np.full(NUM_LONG_ROWS, len(self._has_bias), np.int32)
+            slots[: len(chunk)] = [slot for slot, _ in chunk]
+            values = np.zeros((NUM_LONG_ROWS, len(chunk[0][1])), chunk[0][1].dtype)
+            values[: len(chunk)] = [row for _, row in chunk]
+            self.change_state(rows_name(name, NUM_LONG_ROWS), slots, values)
 
     def set_column(self, name: str, known: np.ndarray, slots: list[int], values: list[int]) -> None:
         """Tells the devices the values that differ from what they know of these slots."""

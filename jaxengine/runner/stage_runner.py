@@ -29,6 +29,10 @@ from jaxengine.sharding.rules import named_sharding, part_bytes
 
 logger = logging.getLogger(__name__)
 
+# XLA:CPU waits for ever when many more launches than this are in flight on several devices of one process, and its
+# threads are fewer than twice the devices.
+MAX_LAUNCHES_AHEAD = 16
+
 
 class StageRunner:
     """Compiles on demand, allocates when told the number of pages (`plan_pool`, `allocate`), then only executes.
@@ -50,6 +54,7 @@ class StageRunner:
         self._cache_dir = cache_dir
         self._backend = programs.mesh.devices.flat[0].platform
         devices = list(programs.mesh.devices.flat)
+        self._several_on_cpu, self._num_changes = self._backend == "cpu" and len(devices) > 1, 0
         self._several_processes = len({device.process_index for device in devices}) > 1
         if self._several_processes and devices[0].platform != "cpu" and cache_dir != "":
             logger.info("compiled steps over several processes are not kept on disk: tried on the CPU only")
@@ -216,8 +221,12 @@ class StageRunner:
 
     def change_state(self, name: str, *arguments: Any) -> None:
         """Runs a state change, if this stage has it."""
-        if name in self._changes:
-            self._state = self._changes[name](self._state, *arguments)
+        if name not in self._changes:
+            return
+        self._state = self._changes[name](self._state, *arguments)
+        self._num_changes += 1
+        if self._several_on_cpu and self._num_changes % MAX_LAUNCHES_AHEAD == 0:
+            jax.block_until_ready(self._state)
 
     @property
     def slots(self) -> SlotState:

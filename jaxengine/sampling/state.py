@@ -139,17 +139,22 @@ def _two_at_least(num_slots: int, slots: jax.Array, *others: jax.Array) -> list[
     return [jnp.pad(slots, (0, 1), constant_values=num_slots), *(jnp.pad(other, (0, 1)) for other in others)]
 
 
-def set_row(array: jax.Array, slot: jax.Array, row: jax.Array) -> jax.Array:
-    """array [R, V] with row [V] at slot; unchanged when slot >= R."""
-    # Not a scatter: XLA CPU copies the whole operand of a one-row scatter.
-    current = lax.dynamic_index_in_dim(array, slot, keepdims=False)
-    row = jnp.where(slot < array.shape[0], row, current)
-    return lax.dynamic_update_index_in_dim(array, row, slot, axis=0)
+def set_rows(array: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
+    """array [R, V] with rows [n, V] at slots i32[n], the later one where two are equal; those >= R change nothing."""
+
+    def write(index: jax.typing.ArrayLike, array: jax.Array) -> jax.Array:
+        # Not a scatter: XLA CPU copies the whole operand of a one-row scatter.
+        slot = slots[index]
+        current = lax.dynamic_index_in_dim(array, slot, keepdims=False)
+        row = jnp.where(slot < array.shape[0], rows[index], current)
+        return lax.dynamic_update_index_in_dim(array, row, slot, axis=0)
+
+    return write(0, array) if len(rows) == 1 else lax.fori_loop(0, len(rows), write, array)
 
 
-def set_bias_row(state: SamplingState, slot: jax.Array, row: jax.Array) -> SamplingState:
-    """Replaces logit_bias[slot] by row f32[V]; nothing happens when slot >= R."""
-    return state._replace(logit_bias=set_row(state.logit_bias, slot, row))
+def set_bias_rows(state: SamplingState, slots: jax.Array, rows: jax.Array) -> SamplingState:
+    """Replaces logit_bias[slots] by rows f32[n, V]; see set_rows."""
+    return state._replace(logit_bias=set_rows(state.logit_bias, slots, rows))
 
 
 def set_mask_rows(state: SamplingState, numbers: jax.Array, rows: jax.Array) -> SamplingState:

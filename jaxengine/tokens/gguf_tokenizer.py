@@ -14,6 +14,7 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.params.gguf_ends import listed_ends, named_turn_ends, unique
 from jaxengine.tokens.special_tokens import SpecialTokens
 
 # tokenizer.ggml.token_type
@@ -150,7 +151,11 @@ def special_tokens(values: Mapping[str, Any], path: str) -> SpecialTokens:
         ids[name] = number = metadata.get(key, int)
         if number is not None and not 0 <= number < size:
             raise metadata.fail(f"must be from 0 to {size - 1}, got {number}", key)
-    ends = tuple(end for end in (ids["eot"], ids["eom"]) if end is not None)
+    ends = [end for end in (ids["eot"], ids["eom"]) if end is not None]
+    listed = listed_ends(values)
+    if not all(type(number) is int and 0 <= number < size for number in listed):
+        raise metadata.fail(f"must be ids from 0 to {size - 1}, got {str(listed)[:100]}", "eos_token_ids")
+    ends = unique((*ends, *listed, *named_turn_ends(values)))
     return SpecialTokens(ids["bos"], ids["eos"], ids["unknown"], ids["padding"], ends)
 
 

@@ -21,6 +21,7 @@ from jaxengine.tokens.gguf_tokenizer import build_tokenizer, chat_template_of, s
 from jaxengine.tokens.hf_tokenizer import read_hf_tokenizer
 from jaxengine.tokens.rust_errors import is_panic, rust_errors
 from jaxengine.tokens.special_tokens import SpecialTokens
+from jaxengine.tokens.template_end import template_end
 from jaxengine.tokens.template_renderer import TemplateRenderer
 
 if TYPE_CHECKING:
@@ -82,11 +83,17 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], *, path: str = "GGUF metadata") -> Tokenizer:
-        """Builds a tokenizer from a GGUF file's `tokenizer.*` metadata; `path` is for errors. Raises ModelFileError."""
+        """Builds a tokenizer from a GGUF file's `tokenizer.*` metadata; `path` is for errors. Raises ModelFileError.
+
+        Such files seldom name every token that ends an answer, so the chat template's is among them.
+        """
         with rust_errors(path):
-            return cls(
+            tokenizer = cls(
                 build_tokenizer(metadata, path), special_tokens(metadata, path), chat_template_of(metadata, path)
             )
+        if (end := template_end(tokenizer)) is not None and end not in tokenizer.eos_token_ids:
+            tokenizer.eos_token_ids += (end,)
+        return tokenizer
 
     @classmethod
     def from_hf_folder(cls, path: str | os.PathLike[str]) -> Tokenizer:

@@ -15,6 +15,7 @@ from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.rope import Rope, RopeScaling
+from jaxengine.models.params.gguf_ends import END_KEYS, EOS_LIST, listed_ends, named_turn_ends, unique
 
 MIXTRAL = "llama with experts"
 DEEPSEEK_V3 = "deepseek2 with sigmoid scores"
@@ -99,8 +100,7 @@ def gguf_fields(
     head_dim = _head_dim(fields, hidden_size, num_heads)
     max_positions = fields.integer("context_length")
     bos = general.token_ids("tokenizer.ggml.bos_token_id")
-    # A chat model may end its turn with a token of its own: all of them stop generation.
-    eos = [i for name in ("eos", "eot", "eom") for i in general.token_ids(f"tokenizer.ggml.{name}_token_id")]
+    vocab_size = fields.integer("vocab_size", None) or _vocab_size(general)
     scaling = _rope_scaling(fields, max_positions, gguf.rope_factors, yarn)
     rotary_dim = _rotary_dim(fields, head_dim, partial_rotary)
     theta = fields.number("rope.freq_base", 10000.0)
@@ -113,7 +113,7 @@ def gguf_fields(
         **attention,
     )
     return {
-        "vocab_size": fields.integer("vocab_size", None) or _vocab_size(general),
+        "vocab_size": vocab_size,
         "hidden_size": hidden_size,
         "intermediate_size": fields.integer("feed_forward_length"),
         "rms_norm_eps": fields.number(eps),
@@ -122,7 +122,7 @@ def gguf_fields(
         "tie_word_embeddings": gguf.tie_word_embeddings,
         "experts": experts,
         "bos_token_id": bos[0] if bos else None,
-        "eos_token_ids": tuple(dict.fromkeys(eos)),
+        "eos_token_ids": _ends(metadata, vocab_size),
     }
 
 
@@ -176,6 +176,13 @@ def gguf_shared_experts(fields: ConfigFields, *, scoring_func: str) -> ExpertsCo
         routed_scaling_factor=fields.number("expert_weights_scale", 1.0),
         shared_intermediate_size=size * fields.integer("expert_shared_count", 0, minimum=0),
     )
+
+
+def _ends(metadata: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
+    """Read all tokens that end an answer. A chat model may end its turn with a token of its own."""
+    general = ConfigFields({**metadata, EOS_LIST: listed_ends(metadata)})
+    ids = [number for key in (*END_KEYS, EOS_LIST) for number in general.token_ids(key)]
+    return unique((*ids, *(number for number in named_turn_ends(metadata) if number < vocab_size)))
 
 
 def _vocab_size(general: ConfigFields) -> int:

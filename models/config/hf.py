@@ -5,6 +5,7 @@ Owns the fields that all families share. Only data is read: `auto_map` and every
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,8 @@ from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.rope import Rope, RopeScaling
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import read_object
+
+logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.json"
 # ModelOpt's file of quantization settings, read where config.json has none.
@@ -34,6 +37,42 @@ def read_config_json(folder: Path | str) -> dict[str, Any]:
     if "quantization_config" not in raw and (settings := read_object(folder, QUANTIZATION_FILE)) is not None:
         raw = {**raw, "quantization_config": {"quant_method": "modelopt", **settings}}
     return raw
+
+
+def with_one_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json that says rope once where `rope_scaling` stands beside `rope_parameters`: as transformers 5
+    takes it, in `rope_parameters`.
+
+    Such a file comes of the YaRN recipe of model cards, followed in a folder that transformers 5 wrote. `rope_scaling`
+    replaces `rope_parameters`, with `rope_theta` in it; where that has a mapping for each kind of layers, it adds to
+    the one for FULL layers. Configurations inside, such as text_config, are treated alike.
+
+    Raises ModelConfigError if one of both is not a mapping.
+    """
+    inner = {name: value for name, value in raw.items() if name.endswith("_config") and isinstance(value, Mapping)}
+    return _merge_ropes(raw) | {name: _merge_ropes(value) for name, value in inner.items()}
+
+
+def _merge_ropes(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Apply `with_one_rope` to one mapping of fields, without those inside."""
+    fields, merged = ConfigFields(raw), dict(raw)
+    if not fields.has("rope_parameters") or not fields.has("rope_scaling"):
+        return merged
+    old, new = fields.mapping("rope_parameters"), fields.mapping("rope_scaling")
+    del merged["rope_scaling"]
+    if not old or not new:
+        return merged | {"rope_parameters": old or new}
+    if isinstance(full := old.get(FULL), Mapping):
+        kept = {name: value for name, value in full.items() if name not in ("rope_type", "type")}
+        return merged | {"rope_parameters": {**old, FULL: {**kept, **new}}}
+    theta = old.get("rope_theta")
+    if theta is not None and new.get("rope_theta", raw.get("rope_theta")) != theta:
+        logger.warning(
+            "config.json: rope_scaling replaces rope_parameters, as in transformers, and its rope_theta, %r, is lost. "
+            "Add rope_theta to rope_scaling to keep it.",
+            theta,
+        )
+    return merged | {"rope_parameters": new}
 
 
 def hf_architecture(fields: ConfigFields) -> str:
@@ -110,13 +149,30 @@ def hf_fields(
 
 
 def text_fields(fields: ConfigFields) -> ConfigFields:
-    """Fields of the language model in a multimodal configuration: `text_config`, and outer fields that it leaves
-    out."""
+    """Fields of the language model in a multimodal configuration: `text_config`, with what is said outside of it.
+
+    `tie_word_embeddings` outside counts only where text_config leaves it out: there transformers 5 writes the default
+    of the wrapper's class.
+    """
     text = fields.mapping("text_config")
     if text is None:
         raise fields.fail("text_config", "a mapping")
-    outer = ("quantization_config", "tie_word_embeddings", "bos_token_id", "eos_token_id")
+    _check_outer_rope(fields, text)
+    outer = ["quantization_config", "bos_token_id", "eos_token_id"]
+    if not ConfigFields(text).has("tie_word_embeddings"):
+        outer.append("tie_word_embeddings")
     return ConfigFields({**text, **{name: fields.value(name) for name in outer if fields.has(name)}})
+
+
+def _check_outer_rope(fields: ConfigFields, text: Mapping[str, Any]) -> None:
+    """Raise ModelConfigError where rope is scaled outside of text_config, which nobody reads, and not so inside."""
+    own = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    for name in ("rope_parameters", "rope_scaling"):
+        outer = ConfigFields(fields.mapping(name) or {})
+        kind = outer.text("rope_type", None) or outer.text("type", "default")
+        differs = not isinstance(own, Mapping) or any(own.get(key) != value for key, value in outer.raw.items())
+        if kind not in ("default", "mrope") and differs:
+            raise fields.fail(name, "in text_config, whose rope it scales, or absent")
 
 
 def read_head_dim(fields: ConfigFields, default: int | None = None) -> int:

@@ -13,15 +13,16 @@ from tests.jaxengine.engine.test_logits_processors import CASES, LLM, OPTIONS, T
 from tests.jaxengine.engine.test_logits_processors import generate, greedy
 
 found = []
-for sizes in ({}, {"tensor_parallel_size": 2}, {"tensor_parallel_size": 2, "data_parallel_size": 2}):
+for sizes in ({}, {"tensor_parallel_size": 2, "data_parallel_size": 2}):
     llm = LLM(str(TINY), logits_processors=[Favour, MaxRepeats], **OPTIONS, **sizes)
     found.append([each.token_ids for each in generate(llm, [greedy(case) for case in (None, *CASES)])])
 assert len(set(map(tuple, found[0]))) == 1 + len(CASES), found[0]
-assert found[0] == found[1] == found[2], found
+assert found[0] == found[1], found
 """
 
 
 def test_tokens_are_those_of_one_device():
-    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    flags = os.environ.get("XLA_FLAGS", "")  # those of fast_compile
+    env = {**os.environ, "XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count=4"}
     done = subprocess.run([sys.executable, "-c", CODE], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -66,9 +66,11 @@ class Drafts(LoopExtension):
         """Tells the devices the tokens that new requests begin with, where drafts are made of these."""
         loop, drafts = self.loop, self.loop.runner.extension(NAME)
         if drafts.keeps_history:
+            histories = []
             for request in loop.rows.admitted(step):
                 known = request.prompt_token_ids, loop.scheduler.output_token_ids(request)
-                drafts.set_history(loop.rows.number(request), np.concatenate(known))
+                histories.append((loop.rows.number(request), np.concatenate(known)))
+            drafts.set_histories(histories)
 
     def of_newest(self, request: Request, num_output: int) -> Sequence[int] | None:
         """Returns the drafts that a request with a grammar has in the step dispatched last, after so many tokens of

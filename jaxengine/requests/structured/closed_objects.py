@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import unquote
+
+from jaxengine.schema_references import REFERENCES, SchemaDocument, UnresolvedError
 
 # Keywords that mention other properties than those listed, or depend on them.
 _NEEDS_OTHERS = frozenset(
@@ -22,7 +23,6 @@ _OWN = _NEEDS_OTHERS | frozenset(
     ("properties", "patternProperties", "required", "maxProperties", "items", "prefixItems", "additionalItems")
     + ("unevaluatedItems", "contains")
 )
-_REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 # Keywords whose subschemas' applicability is not analysed here.
 _UNCLEAR = ("not", "if", "then", "else", "contains", "unevaluatedProperties", "dependentSchemas", "dependencies")
 
@@ -78,14 +78,14 @@ def _closable(root: Any) -> Iterator[dict[str, Any]]:
 
 def _num_rules(schema: dict[str, Any]) -> int:
     """Number of schemas that apply to the same value."""
-    count = bool(_OWN & schema.keys()) + sum(word in schema for word in (*_REFERENCES, "anyOf", "oneOf", "not", "if"))
+    count = bool(_OWN & schema.keys()) + sum(word in schema for word in (*REFERENCES, "anyOf", "oneOf", "not", "if"))
     return count + len(_listed(schema, "allOf"))
 
 
 def _parts(schema: dict[str, Any], alone: bool, root: Any) -> Iterator[tuple[Any, bool]]:
     """Yields subschemas, each with whether it alone applies to its value. Raises _UnclearError."""
     alone = alone and _num_rules(schema) == 1
-    for word in _REFERENCES:
+    for word in REFERENCES:
         if word in schema:
             yield _resolved(schema[word], root), alone
     for word in ("allOf", "anyOf"):
@@ -133,16 +133,10 @@ def _resolved(reference: Any, root: Any) -> Any:
     """The schema at a JSON pointer. Raises _UnclearError."""
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
         raise _UnclearError(f"{reference} is not a pointer")
-    found = root
-    for step in reference.split("/")[1:]:
-        key = unquote(step).replace("~1", "/").replace("~0", "~")
-        if isinstance(found, dict) and key in found:
-            found = found[key]
-        elif isinstance(found, list) and key.isdecimal() and int(key) < len(found):
-            found = found[int(key)]
-        else:
-            raise _UnclearError(f"{reference} points nowhere")
-    return found
+    try:
+        return SchemaDocument(root).resolve(reference).schema
+    except UnresolvedError as error:
+        raise _UnclearError(str(error)) from None
 
 
 def _listed(schema: dict[str, Any], word: str) -> list[Any]:

@@ -11,18 +11,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from jaxengine.schema_references import SCHEMA, SCHEMAS, SCHEMAS_BY_NAME, SchemaDocument, UnresolvedError
+
 # Formats that the grammar enforces, by llguidance's documentation.
 _FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
-_SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_SCHEMAS = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
-_SCHEMA = ("items", "additionalProperties", "additionalItems", "unevaluatedProperties", "unevaluatedItems") + (
-    "not",
-    "if",
-    "then",
-    "else",
-    "contains",
-    "propertyNames",
-)
 # Look-around, word boundaries and back references, which the grammar's automata do not support.
 _BEYOND_REGULAR = re.compile(r"\(\?<?[=!]|(?<!\\)(?:\\\\)*\\[bB1-9]")
 # A uuid of one version, pydantic's format names "uuid1" to "uuid8".
@@ -44,23 +36,23 @@ def fit_for_grammar(text: str, lenient: bool) -> str:
 
 class _Fitting:
     def __init__(self, root: Any, lenient: bool):
-        self._root = root
+        self._document = SchemaDocument(root)
         self._lenient = lenient
 
     def schema(self, schema: Any) -> Any:
         if not isinstance(schema, dict):
             return schema
         fitted = dict(schema)
-        for word in _SCHEMAS_BY_NAME:
+        for word in SCHEMAS_BY_NAME:
             if isinstance(fitted.get(word), dict):
                 fitted[word] = {name: self.schema(each) for name, each in fitted[word].items()}
-        for word in _SCHEMA:
+        for word in SCHEMA:
             if isinstance(fitted.get(word), dict):
                 fitted[word] = self.schema(fitted[word])
         if isinstance(fitted.get("anyOf"), list):
             # Dropping unsupported branches only narrows the choice.
             fitted["anyOf"] = [each for each in fitted["anyOf"] if not _is_beyond(each)] or fitted["anyOf"]
-        for word in _SCHEMAS:
+        for word in SCHEMAS:
             if isinstance(fitted.get(word), list):
                 fitted[word] = [self.schema(each) for each in fitted[word]]
         if self._lenient and _is_beyond(fitted):
@@ -100,13 +92,13 @@ class _Fitting:
             schema["additionalProperties"] = False
 
     def _resolved(self, schema: Any) -> Any:
-        """Resolves a reference to a definition of the root; other schemas are returned as they are."""
-        reference = schema.get("$ref") if isinstance(schema, dict) and len(schema) == 1 else None
-        place = re.fullmatch(r"#/(\$defs|definitions)/([^/~%]+)", reference) if isinstance(reference, str) else None
-        if place is None or not isinstance(self._root, dict):
+        """Resolves a schema that is only a reference; others, and references to nowhere, are returned as they are."""
+        if not isinstance(schema, dict) or schema.keys() != {"$ref"}:
             return schema
-        found = self._root.get(place.group(1))
-        return found.get(place.group(2), schema) if isinstance(found, dict) else schema
+        try:
+            return self._document.resolve(schema["$ref"]).schema
+        except UnresolvedError:
+            return schema
 
 
 def _is_beyond(schema: Any) -> bool:

@@ -23,7 +23,12 @@ import jaxlib.version
 from jaxengine.models.cache import kernel_modules, platform_of
 from jaxengine.runner.executables.executable_files import ExecutableFiles, file_name
 from jaxengine.runner.executables.layer_chain import Executable, compile_parts, load, serialize
-from jaxengine.runner.executables.program_sources import source_digest
+from jaxengine.runner.executables.program_sources import (
+    known_sources,
+    learn_sources,
+    num_known_sources,
+    source_digest,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +90,7 @@ class ExecutableCache:
             logger.warning("compiled steps of %s are not kept: its source is not in a file", family.__name__)
             directory = ""
         self._files = ExecutableFiles(directory)
+        self._know_sources()
 
     def get(
         self,
@@ -157,6 +163,16 @@ class ExecutableCache:
         environment = (*_environment(self._devices[0], self._family), *_compiler_options())
         structure = str(jax.tree.structure((arguments, results)))
         return file_name(repr((environment, devices, name, donate, shapes, structure, description)))
+
+    def _know_sources(self) -> None:
+        """Digest the sources, with what an earlier process knew of them."""
+        file = file_name(f"sources {sys.version}")  # an AST is written otherwise by another Python
+        if not num_known_sources():
+            learn_sources(self._files.read(file) or b"")
+        count = num_known_sources()
+        _environment(self._devices[0], self._family)
+        if num_known_sources() > count and self._files.can_keep():
+            self._files.write(file, known_sources())
 
     def _load(self, name: str, file: str, in_tree: Any, out_tree: Any) -> Executable | None:
         payload = self._files.read(file)

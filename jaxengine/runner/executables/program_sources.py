@@ -4,14 +4,21 @@ Owns the walk over imports, from the step programs, the model's family and the k
 can have been traced from. A file that no import leads to (a loader, another family, the server) is not in it, and
 docstrings, comments and the places of lines do not count. A family may be a user's own file, outside of jaxengine:
 then its neighbours count as well as it does. Reads sources and runs none; knows nothing of jax.
+
+Parsing some two hundred files takes more than a second, reading them a hundredth of that: what is parsed once is known
+by a digest of its bytes, in this process and, with `known_sources` and `learn_sources`, in later ones.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
+import functools
 import hashlib
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 _PACKAGE = "jaxengine"
 # What builds the programs, and what says how they are compiled.
@@ -25,14 +32,44 @@ _PROGRAMS = (
 _BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")  # where a statement keeps other statements
 
 
+class _Source(NamedTuple):
+    """What a file says.
+
+    Attributes:
+      digest: of its syntax tree without docstrings.
+      imports: (module, name taken from it or "") of each import.
+    """
+
+    digest: str
+    imports: list[tuple[str, str]]
+
+
+_known: dict[str, _Source] = {}  # by the SHA-256 of a file's bytes
+
+
 def source_digest(root: Path, modules: Iterable[str], family: Path | None = None) -> str:
     """A digest of `program_sources`, equal for sources that differ in docstrings, comments and layout only."""
     digest = hashlib.sha256()
-    for path, tree in sorted(_sources(root, modules, family).items()):
-        _drop_docstrings(tree)
+    for path, source in sorted(_sources(root, modules, family).items()):
         name = path.relative_to(root) if path.is_relative_to(root) else path.name
-        digest.update(f"{name}\0{ast.dump(tree)}\0".encode())
+        digest.update(f"{name}\0{source.digest}\0".encode())
     return digest.hexdigest()
+
+
+def known_sources() -> bytes:
+    """What this process knows of sources, for `learn_sources` of one that runs the same Python."""
+    return json.dumps(_known).encode()
+
+
+def learn_sources(known: bytes) -> None:
+    """Take over what `known_sources` returned; what is damaged is left."""
+    with contextlib.suppress(ValueError, TypeError, AttributeError):
+        for content, (digest, imports) in json.loads(known).items():
+            _known.setdefault(content, _Source(digest, [(module, name) for module, name in imports]))
+
+
+def num_known_sources() -> int:
+    return len(_known)
 
 
 def file_digest(root: Path, file: Path) -> str:
@@ -53,32 +90,44 @@ def program_sources(root: Path, modules: Iterable[str], family: Path | None = No
     return sorted(_sources(root, modules, family))
 
 
-def _sources(root: Path, modules: Iterable[str], family: Path | None) -> dict[Path, ast.Module]:
-    found: dict[Path, ast.Module] = {}
-    waiting = [path for name in (*_PROGRAMS, *modules) if (path := _own_file(root, name))]
+def _sources(root: Path, modules: Iterable[str], family: Path | None) -> dict[Path, _Source]:
+    found: dict[Path, _Source] = {}
+    own_file = functools.cache(functools.partial(_own_file, root))
+    waiting = [path for name in (*_PROGRAMS, *modules) if (path := own_file(name))]
     waiting += [] if family is None else [family]
     while waiting:
         path = waiting.pop()
         if path not in found:
-            found[path] = ast.parse(path.read_bytes(), str(path))
-            waiting += _imported(root, path, found[path])
+            found[path] = _source(path)
+            waiting += _imported(root, path, found[path], own_file)
     for path in [*found]:
         # Importing a module runs its packages' own files. What their functions import on demand belongs to others.
         folder = path.parent
         while (package := folder / "__init__.py").is_file():
             if package not in found:
-                found[package] = ast.parse(package.read_bytes(), str(package))
+                found[package] = _source(package)
             folder = folder.parent
     return found
 
 
-def _imported(root: Path, path: Path, tree: ast.Module) -> Iterator[Path]:
+def _source(path: Path) -> _Source:
+    content = path.read_bytes()
+    key = hashlib.sha256(content).hexdigest()
+    if key not in _known:
+        tree = ast.parse(content, str(path))
+        imports = list(_names(tree))
+        _drop_docstrings(tree)
+        _known[key] = _Source(hashlib.sha256(ast.dump(tree).encode()).hexdigest(), imports)
+    return _known[key]
+
+
+def _imported(root: Path, path: Path, source: _Source, own_file: Callable[[str], Path | None]) -> Iterator[Path]:
     """The files that the source at `path` imports: ours, and for a user's own file those beside it."""
     own = path.is_relative_to(root) and path.relative_to(root).parts[0] == _PACKAGE
-    for name, attribute in _names(tree):
+    for name, attribute in source.imports:
         found = None
         for wanted in (f"{name}.{attribute}", name) if attribute else (name,):
-            found = found or _own_file(root, wanted) or (None if own else _file_beside(path, wanted))
+            found = found or own_file(wanted) or (None if own else _file_beside(path, wanted))
         if found is not None:
             yield found
 

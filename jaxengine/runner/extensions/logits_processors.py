@@ -23,7 +23,7 @@ from jaxengine.scheduler.token_params import PROCESSOR
 
 NAME, COLUMN_ROWS = "logits_processors", "processor columns"
 # Slots whose parameters one message brings.
-NUM_ROWS = 8
+NUM_ROWS = 64
 
 
 class ProcessorsExtension(DeviceExtension):

@@ -21,18 +21,36 @@ from jaxengine.sharding.rules import logical_to_spec
 
 # Entries of one message that brings page-table entries outside a step, and requests whose parameters one brings.
 NUM_DELTAS = 1024
-NUM_PARAM_ROWS = 8
+NUM_PARAM_ROWS = 64
 # Slots of which one brings a number.
 NUM_COLUMN_ROWS = 64
 
-PAGE_DELTAS, PARAMETERS, BIAS_ROW, COUNTS_ROW = "page deltas", "parameters", "bias row", "counts row"
+# Long rows of slots, such as those over the vocabulary, come alone or so many at once.
+NUM_LONG_ROWS = 8
 
-_VOCAB = logical_to_spec(("sampled_vocab",))
+PAGE_DELTAS, PARAMETERS, BIAS_ROWS, COUNTS_ROWS = "page deltas", "parameters", "bias rows", "counts rows"
+
+_ROWS_VOCAB = logical_to_spec((None, "sampled_vocab"))
 
 
 def column_shapes() -> list[Shape]:
     """The arguments of a change that brings a number of some slots: slots and values."""
     return [((NUM_COLUMN_ROWS,), np.int32, EVERYWHERE)] * 2
+
+
+def long_rows(name: str, function: Callable, length: int, dtype: Any, spec: Any) -> dict[str, StateChange]:
+    """A change that replaces rows of slots, one and NUM_LONG_ROWS at once, for `ModelRunner.change_rows`.
+
+    function: (DeviceState, slots i32[n], rows [n, length]) -> DeviceState. spec: of the rows' second axis.
+    """
+    sizes = 1, NUM_LONG_ROWS
+    shapes = ([((size,), np.int32, EVERYWHERE), ((size, length), dtype, spec)] for size in sizes)
+    return {rows_name(name, size): StateChange(function, own) for size, own in zip(sizes, shapes, strict=True)}
+
+
+def rows_name(name: str, size: int) -> str:
+    """The name of the change that brings so many long rows."""
+    return f"{name}, {size} at once"
 
 
 def own_slot(state: DeviceState, slots: jax.Array) -> jax.Array:
@@ -45,9 +63,9 @@ def _write_deltas(state: DeviceState, deltas: jax.Array) -> DeviceState:
     return state._replace(slots=write_page_deltas(state.slots, deltas))
 
 
-def _set_counts(state: DeviceState, slot: jax.Array, row: jax.Array) -> DeviceState:
+def _set_counts(state: DeviceState, slots: jax.Array, rows: jax.Array) -> DeviceState:
     assert state.tokens is not None
-    counts = sampling_state.set_row(state.tokens.token_counts, own_slot(state, slot), row)
+    counts = sampling_state.set_rows(state.tokens.token_counts, own_slot(state, slots), rows)
     return state._replace(tokens=state.tokens._replace(token_counts=counts))
 
 
@@ -66,15 +84,11 @@ def state_changes(vocab_size: int | None) -> dict[str, StateChange]:
     if vocab_size is None:
         return changes
 
-    def row_of_vocab(dtype: Any) -> list[Shape]:
-        return [((), np.int32, EVERYWHERE), ((vocab_size,), dtype, _VOCAB)]
-
     params: list[Shape] = [
         ((NUM_PARAM_ROWS,), np.int32, EVERYWHERE),
         ((NUM_PARAM_ROWS, len(NEUTRAL)), np.int32, EVERYWHERE),
     ]
-    return changes | {
-        PARAMETERS: StateChange(_on_sampling(sampling_state.write_params), params),
-        BIAS_ROW: StateChange(_on_sampling(sampling_state.set_bias_row), row_of_vocab(np.float32)),
-        COUNTS_ROW: StateChange(_set_counts, row_of_vocab(np.int32)),
-    }
+    changes[PARAMETERS] = StateChange(_on_sampling(sampling_state.write_params), params)
+    set_biases = _on_sampling(sampling_state.set_bias_rows)
+    biases = long_rows(BIAS_ROWS, set_biases, vocab_size, np.float32, _ROWS_VOCAB)
+    return changes | biases | long_rows(COUNTS_ROWS, _set_counts, vocab_size, np.int32, _ROWS_VOCAB)

@@ -49,13 +49,12 @@ class AdminService:
         inputs = self._engine.inputs
         name, *aliases = self._model_names
         tokenizer = inputs.tokenizer
-        ends = () if tokenizer is None else tokenizer.eos_token_ids
         return pb.ModelInfo(
             model_id=inputs.config.model or name,
             served_model_name=name,
             served_model_aliases=aliases,
             vocab_size=inputs.model_config.vocab_size,
-            eos_token_ids=list(dict.fromkeys((*ends, *inputs.model_config.eos_token_ids))),
+            eos_token_ids=list(inputs.eos_token_ids()),
             supports_text_input=tokenizer is not None,
             supports_token_ids_input=True,
         )

@@ -64,6 +64,27 @@ def test_generation_config_gives_defaults(tmp_path):
         open_model(EngineConfig(model=str(folder)))
 
 
+def test_ends_of_generation_config_are_the_models(tmp_path):
+    folder, other = copy(tmp_path), tmp_path / "other"
+    shutil.copytree(folder, other)
+    own = open_model(EngineConfig(model=str(folder))).config.eos_token_ids
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+
+    def ends(**options):
+        return open_model(EngineConfig(model=str(folder), **options)).config.eos_token_ids
+
+    for options in ({}, {"skip_tokenizer_init": True}, {"tokenizer": str(other)}, {"generation_config": "vllm"}):
+        assert ends(**options) == (*own, 7, 9), options
+    (other / "generation_config.json").write_text(json.dumps({"eos_token_id": 11}))
+    assert ends(generation_config=str(other)) == (*own, 11)
+    (other / "generation_config.json").write_text(json.dumps({"temperature": 0.5}))
+    assert ends(generation_config=str(other)) == own
+    for wrong in ([7, 1 << 20], True, "7", [-1]):
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": wrong}))
+        with pytest.raises(ModelFileError, match="generation_config.json: eos_token_id must be"):
+            ends(skip_tokenizer_init=True)
+
+
 def test_defaults_of_another_folder_and_of_the_user_go_before_the_models(tmp_path):
     folder, other = copy(tmp_path), tmp_path / "other"
     other.mkdir()

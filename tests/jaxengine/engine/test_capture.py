@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import jax.numpy as jnp
@@ -169,22 +167,6 @@ def test_each_of_n_outputs_has_its_own(llm, recorded):
     assert len({tuple(each.token_ids) for each in output.outputs}) > 1
     for each in output.outputs:
         assert_same(each.hidden_states, expected(recorded.model, fed(prompt, each)))
-
-
-CODE = """
-import sys
-from jaxengine import LLM, SamplingParams
-llm = LLM(**eval(sys.argv[1]))
-llm.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=2, temperature=0), use_tqdm=False)
-print(*sorted(name for name in sys.modules if name.endswith("extensions.capture")))
-"""
-
-
-def test_an_engine_without_the_option_imports_nothing_of_it(tiny_options):
-    done = subprocess.run(
-        [sys.executable, "-c", CODE, repr(tiny_options)], capture_output=True, text=True, timeout=300, check=True
-    )
-    assert done.stdout.strip() == ""
 
 
 def test_an_engine_without_the_option_refuses_the_field(make_llm):

@@ -26,7 +26,7 @@ OPTIONS = {
     "max_logprobs": -1,
     "logprobs_mode": "raw_logits",
     "disable_log_stats": True,
-    "enforce_eager": True,
+    "compilation_config": {"cudagraph_capture_sizes": [], "prefill_sizes": []},
 }
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 PROMPT = {"prompt_token_ids": [5, 6, 7, 8]}

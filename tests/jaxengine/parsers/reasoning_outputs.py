@@ -192,15 +192,16 @@ THINKING: dict[str, Thinking] = {
             # The thinking-only models' template, which has the word.
             Thought("Okay.\n</think>\n\nHi!", "Okay.\n", "\n\nHi!", prompt=IM + "<think>\n"),
             Thought("Okay.", "Okay.", prompt=IM + "<think>\n"),
-            Thought(f"<think>\n{HERMES_CALL}\n</think>\n\nHi", f"\n{HERMES_CALL}\n", "\n\nHi"),
-            # Thoughts that end with a call, and no word between; and some that do not.
+            # Thoughts that a call ends, and some that speak of calls.
+            Thought(f"<think>\n{HERMES_CALL}\n</think>\n\nHi", "\n", "\n\nHi", (NOW,)),
             Thought(f"<think>\nSo.\n{HERMES_CALL}", "\nSo.\n", None, (NOW,)),
             Thought(f"<think>So.{HERMES_CALL}\n{HERMES_CALL}\n", "So.", None, (NOW, NOW)),
             Thought(f"So.\n\n{HERMES_CALL}", "So.\n\n", None, (NOW,), prompt=IM + "<think>\n"),
-            Thought(f"<think>I'd write {HERMES_CALL} then", f"I'd write {HERMES_CALL} then"),
-            Thought(f"<think>\n{HERMES_CALL[:-4]}", f"\n{HERMES_CALL[:-4]}"),
+            Thought(f"<think>I write {HERMES_CALL} then", "I write ", " then", (NOW,)),
+            Thought(f"<think>\n{HERMES_CALL[:-14]}", "\n", None, (NOW,)),
+            Thought(f"<think>\n{HERMES_CALL[:20]}", f"\n{HERMES_CALL[:20]}"),
             Thought("<think>In <tool_call> tags, 1 <", "In <tool_call> tags, 1 <"),
-            Thought(f"<think>\n{HERMES_CALL}</think>{HERMES_CALL}", f"\n{HERMES_CALL}", None, (NOW,)),
+            Thought(f"<think>\n{HERMES_CALL}</think>{HERMES_CALL}", "\n", None, (NOW, NOW)),
             Thought("<think>\n\n</think>\n\nHi /no_think", "\n\n", "\n\nHi /no_think"),
             Thought("<thinking>Hm.</thinking>Hi", None, "<thinking>Hm.</thinking>Hi"),
             Thought("</think>Hi", None, "</think>Hi"),
@@ -318,9 +319,8 @@ THINKING: dict[str, Thinking] = {
         IM + "<think>",
         odd=(
             Thought("Hm.</think>\n\n<function_calls>now()</function_calls>", "Hm.", None, (NOW,)),
-            Thought(
-                "I'd call <function_calls>now()</function_calls>", "I'd call <function_calls>now()</function_calls>"
-            ),
+            Thought("I'd call <function_calls>now()</function_calls>", "I'd call ", None, (NOW,)),
+            Thought("I'd call <function_calls>then()</func", "I'd call <function_calls>then()</func"),
         ),
     ),
     "kimi_k2": Thinking(
@@ -346,6 +346,7 @@ THINKING: dict[str, Thinking] = {
     "minimax_m2_append_think": MINIMAX,
 }
 
+WRITE: Call = ("tools.write-file", {})
 HEAD, NEXT, SAID = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant", "<|channel|>final<|message|>"
 NOW_CALL = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}<|call|>"
 HARMONY = (
@@ -375,6 +376,16 @@ HARMONY = (
     Thought(f"{HEAD}Hm.{NEXT} to=functions.now<|channel|>commentary json<|message|>{{}}<|call|>", "Hm.", None, (NOW,)),
     Thought(f"{HEAD}Hm.{NEXT}{NOW_CALL.removesuffix('<|call|>')}", "Hm.", None, (NOW,)),
     Thought("<|channel|>analysis to=python code<|message|>print(1)<|call|>", "print(1)"),
+    # Without the prefix, on any channel, and with the recipient in front of it: a call of the request's functions.
+    Thought(f"{HEAD}Hm.{NEXT}{NOW_CALL.replace('functions.', '')}", "Hm.", None, (NOW,)),
+    Thought(f"{HEAD}Hm.{NEXT}<|channel|>analysis to=now<|message|>{{}}<|call|>", "Hm.", None, (NOW,)),
+    Thought(f"{HEAD}Hm.{NEXT}<|channel|>analysis to=functions.now code<|message|>{{}}<|call|>", "Hm.", None, (NOW,)),
+    Thought(f"{HEAD}Hm.{NEXT} to=now<|channel|>commentary json<|message|>{{}}<|call|>", "Hm.", None, (NOW,)),
+    Thought("to=now<|channel|>analysis<|message|>{}<|call|>", None, None, (NOW,)),
+    Thought("<|channel|>commentary to=tools.write-file <|constrain|>json<|message|>{}", None, None, (WRITE,)),
+    Thought(f"{HEAD}Hm.{NEXT}<|channel|>commentary to=nowhere<|message|>{{}}<|call|>", "Hm.\n{}"),
+    Thought("<|channel|>commentary to=assistant<|message|>{}<|call|>", "{}"),
+    Thought("<|channel|>analysis to=browser.search code<|message|>{}<|call|>", "{}"),
     Thought(f"{HEAD}I'd write to=functions.now <|constrain|> there{NEXT}{SAID}Hi")._replace(
         reasoning="I'd write to=functions.now <|constrain|> there", content="Hi"
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from functools import cache
 
@@ -11,11 +12,13 @@ import tokenizers
 
 from jaxengine.checkpoint.default_model import default_model_path
 from jaxengine.models.weights.gguf.file import GGUFFile
+from jaxengine.parsers.argument_forms import argument_forms
 from jaxengine.parsers.call_grammar import CallGrammar
 from jaxengine.parsers.events import message_of
 from jaxengine.parsers.registry import TOOL_PARSERS
 from jaxengine.requests.structured.params import StructuredOutputsParams
 from jaxengine.tokens.tokenizer import Tokenizer
+from tests.tables import each_row
 
 WEATHER = {
     "type": "object",
@@ -291,3 +294,80 @@ def test_a_forced_call_of_harmony(vocabulary):
         assert taken(backend, matcher, text) == (False, False)
     with pytest.raises(ValueError, match=r"no token <\|call\|>"):
         list(row.forced_grammar(call_grammar(backend, words[:-1])))
+
+
+# What schema libraries write: the root by reference, a type at its first use, a schema that contains itself.
+POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
+ENDS = {"start": POINT, "end": {"$ref": "#/properties/start"}}
+SELF = {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}
+NAMED = {"start": POINT, "end": {"$ref": "#/definitions/Line/properties/start"}, "next": {"$ref": "#/definitions/Line"}}
+REFERRING = {
+    "pointers": {"properties": {**ENDS, **SELF}, "additionalProperties": False},
+    "root by reference": {
+        "$ref": "#/definitions/Line",
+        "definitions": {"Line": {"type": "object", "properties": NAMED, "additionalProperties": False}},
+    },
+    "root in parts": {
+        "allOf": [{"$ref": "#/$defs/Ends"}, {"properties": {"next": {"$ref": "#/$defs/Next"}}}],
+        "$defs": {
+            "Ends": {"properties": {"start": POINT, "end": {"$ref": "#/$defs/Ends/properties/start"}}},
+            "Next": {"type": "object", "properties": {"end": POINT}},
+        },
+    },
+}
+CALLS = {
+    "hermes": '<tool_call>\n{{"name": "f", "arguments": {{"{}": {}}}}}\n</tool_call>',
+    "llama3_json": '<|python_tag|>{{"name": "f", "parameters": {{"{}": {}}}}}',
+    "pythonic": "[f({}={})]",
+    "qwen3_coder": "<tool_call>\n<function=f>\n<parameter={}>\n{}\n</parameter>\n</function>\n</tool_call>",
+}
+
+
+@each_row(("kind", "root"), itertools.product(CALLS, REFERRING))
+def test_references_keep_their_targets(vocabulary, kind, root):
+    backend, tokens = vocabulary(("<|python_tag|>",))
+    calls = call_grammar(backend, ("<|python_tag|>",), {"f": REFERRING[root]})
+    matcher = matcher_of(tokens, ["start: calls", *TOOL_PARSERS[kind].grammar(calls)])
+    for name, value, allowed in (
+        ("end", '{"x": 3}', True),
+        ("end", '{"x": "3"}', False),
+        ("end", '{"y": 3}', False),
+        ("next", '{"end": {"x": 3}}', True),
+        ("next", '{"end": {"x": null}}', False),
+    ):
+        assert taken(backend, matcher, CALLS[kind].format(name, value))[1] == allowed, (name, value)
+
+
+def test_arguments_that_are_alternatives(vocabulary):
+    """Each combination by itself; a schema that contains itself, or doubles itself again and again, ends."""
+    backend, tokens = vocabulary(())
+    either = {
+        "anyOf": [
+            {"properties": {"a": {"const": "one"}}, "required": ["a"]},
+            {"$ref": "#/$defs/B"},
+            {"type": "null"},
+        ],
+        "$defs": {"B": {"properties": {"b": {"type": "integer"}, "c": {"$ref": "#/$defs/C"}}, "required": ["b"]}},
+    }
+    either["$defs"]["C"] = {"enum": ["on", "off"]}
+    calls = call_grammar(backend, (), {"f": either})
+    matcher = matcher_of(tokens, ["start: calls", *TOOL_PARSERS["seed_oss"].grammar(calls)])
+    a, b, c = (f"<parameter={name}>{{}}</parameter>".format for name in "abc")
+    for inside, allowed in (
+        (a("one"), True),
+        (a("two"), False),
+        (b("1"), True),
+        (b("1") + c("off"), True),
+        (b("1") + c("of"), False),
+        (c("on"), False),
+        (a("one") + b("1"), False),
+        ("", False),
+    ):
+        text = f"<seed:tool_call>\n<function=f>{inside}</function>\n</seed:tool_call>"
+        assert taken(backend, matcher, text)[1] == allowed, inside
+    twice = {f"{at}": {"allOf": [{"$ref": f"#/$defs/{at + 1}"}] * 2} for at in range(30)}
+    circle = {"$ref": "#/$defs/0", "$defs": {**twice, "30": {"properties": {"a": {"type": "integer"}}, "$ref": "#"}}}
+    (form,) = argument_forms(circle)
+    assert form.schema("a") == {"type": "integer"}
+    with pytest.raises(ValueError, match="at most 64 combinations"):
+        argument_forms({"allOf": [{"anyOf": [{"required": ["a"]}, {"required": ["b"]}]} for _ in range(30)]})

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxengine.config.engine_config import ConfigError
+from jaxengine.parsers.call_start import CallStarts
 from jaxengine.parsers.events import message_of
 from jaxengine.parsers.message import MessageParser
 from jaxengine.parsers.reasoning_think import ThinkFormat
@@ -20,7 +21,7 @@ PROMPT = "user: hi\nassistant:"
 
 
 def parse(name: str, pieces, prompt: str = PROMPT, tools=None):
-    parser = MessageParser(REASONING_PARSERS[name].format.open(prompt), tools)
+    parser = MessageParser(REASONING_PARSERS[name].format.open(prompt, calls=CallStarts(())), tools)
     events = [event for piece in pieces for event in parser.feed(piece)]
     return message_of([*events, *parser.finish()])
 
@@ -109,7 +110,7 @@ HARMONY = ["<|start|>assistant", "<|channel|>", "<|message|>", "<|end|>", "analy
 def test_cuts_do_not_matter_and_nothing_is_lost(name, data):
     row = REASONING_PARSERS[name].format
     thinks = isinstance(row, ThinkFormat)
-    words = [*row.begins, *row.ends, *row.calls, *(row.closing_call or row.answer or ())] if thinks else HARMONY
+    words = [*row.begins, *row.ends, *row.calls, *(row.answer or ())] if thinks else HARMONY
     pieces = data.draw(st.lists(st.sampled_from([*words, *[word[:4] for word in words], "<", "[", "\n", " ", "x"])))
     text = "".join(pieces)
     whole = parse(name, [text])
@@ -172,12 +173,39 @@ def test_harmony_through_both_parsers():
     )
     for pieces in ([text], text):
         ids = map(str, itertools.count())
-        message = parse("openai_gptoss", pieces, tools=TOOL_PARSERS["openai"].parser(ids))
+        message = parse("openai_gptoss", pieces, tools=TOOL_PARSERS["openai"].parser(ids, ()))
         assert (message.reasoning, message.content) == ("Hm.", "I look.")
         assert [(each.name, each.arguments) for each in message.tool_calls] == [("f", '{"a": 1}')]
 
 
-def test_calls_inside_reasoning_are_thoughts():
+@each_row(
+    ("recipient", "called"),
+    [
+        ("python", None),
+        ("browser.search", None),
+        ("container.exec", None),
+        ("weather", "weather"),
+        ("weathers", None),
+        ("functions.python", "python"),
+        ("functions.browser.search", "browser.search"),
+        ("functions.anything", "anything"),
+        ("functions.", None),
+    ],
+)
+def test_harmonys_own_tools_are_never_functions_without_the_prefix(recipient, called):
+    functions = ("weather", "python", "browser.search", "container.exec")
+    text = f"<|start|>assistant to={recipient}<|channel|>commentary <|constrain|>json<|message|>{{}}<|call|>"
+    for size in (len(text), 1, 3):
+        tools = TOOL_PARSERS["openai"].open(dict.fromkeys(functions, {}))
+        format = REASONING_PARSERS["openai_gptoss"].format
+        parser = MessageParser(format.open("", calls=CallStarts(functions)), tools)
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        message = message_of([*(event for piece in pieces for event in parser.feed(piece)), *parser.finish()])
+        assert [call.name for call in message.tool_calls] == ([called] if called else [])
+        assert (message.reasoning, message.content) == (None if called else "{}", None)
+
+
+def test_calls_of_no_function_inside_reasoning_are_thoughts():
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     ids = map(str, itertools.count())
     message = parse("qwen3", [f"<think>{call}</think>\n\n{call}"], tools=TOOL_PARSERS["hermes"].parser(ids))

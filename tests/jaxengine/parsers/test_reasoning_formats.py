@@ -20,8 +20,9 @@ NUM_CUTS, NUM_CUTS_THOROUGH = 200, 10_000
 
 
 def parse(name: str, pieces, output: Thought, *, calls: bool = True) -> ParsedMessage:
-    reasoning = REASONING_PARSERS[name].format.open(output.prompt or "", output.continued)
     row, ids = TOOL_PARSERS[tools(name)], map(str, itertools.count())
+    starts = row.call_starts(FUNCTIONS) if calls else None
+    reasoning = REASONING_PARSERS[name].format.open(output.prompt or "", output.continued, calls=starts)
     reader = row.parser(ids, FUNCTIONS) if row.typed else row.parser(ids)
     parser = MessageParser(reasoning, reader if calls else None)
     events = [event for piece in pieces for event in parser.feed(piece)]
@@ -62,29 +63,83 @@ def test_cuts_do_not_matter(name, thorough):
         assert parse(name, cut(text, places), output, calls=calls) == whole, (text, places, output)
 
 
-CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+CALLS = [("now", {}), ("weather", {"city": "a</think>b", "n": 3})]
+# Formats whose tool parser has words before a call, and a reasoning parser that goes with it.
+THINKING_TOOLS = [
+    *((name, tools(name)) for name in REASONING_PARSERS if TOOL_PARSERS[tools(name)].starts is not None),
+    ("qwen3", "qwen3_coder"),
+    ("deepseek_v3", "deepseek_v32"),
+]
 
 
-@pytest.mark.parametrize(
-    ("text", "reasoning", "content"),
-    [
-        (f"So.\n{CALL}", "So.\n", CALL),
-        (f"So.\n{CALL}\n{CALL}\n", "So.\n", f"{CALL}\n{CALL}\n"),
-        (f"I write <tool_call> tags. Now.\n{CALL}", "I write <tool_call> tags. Now.\n", CALL),
-        (f"{CALL} No, better:\n{CALL}", f"{CALL} No, better:\n", CALL),
-        ("I wrap it in <tool_call> and </tool_call>", "I wrap it in <tool_call> and </tool_call>", None),
-        ("</tool_call>", "</tool_call>", None),
-        (f"So.\n{CALL} and", f"So.\n{CALL} and", None),
-    ],
-)
-def test_only_calls_that_an_output_ends_with_end_qwen3s_thoughts(text, reasoning, content):
-    for pieces in ([f"<think>{text}"], f"<think>{text}"):
-        message = parse("qwen3", pieces, Thought("", ""), calls=False)
-        assert (message.reasoning, message.content) == (reasoning, content)
+def thought(name: str, kind: str, thoughts: str) -> ParsedMessage:
+    """What is in thoughts that have no end, the same however they are cut."""
+    row, format = TOOL_PARSERS[kind], REASONING_PARSERS[name].format
+    assert isinstance(format, ThinkFormat)
+    messages = []
+    for size in (len(thoughts), 1, 3):
+        parser = MessageParser(
+            format.open(format.begins[0], calls=row.call_starts(FUNCTIONS)),
+            row.parser(map(str, itertools.count()), *([FUNCTIONS] if row.typed else [])),
+        )
+        pieces = [thoughts[at : at + size] for at in range(0, len(thoughts), size)]
+        messages.append(message_of([*(event for piece in pieces for event in parser.feed(piece)), *parser.finish()]))
+        assert messages[0] == messages[-1], (size, thoughts)
+    return messages[0]
+
+
+@pytest.mark.parametrize(("name", "kind"), THINKING_TOOLS)
+def test_a_call_ends_thoughts(name, kind):
+    written = FORMATS[kind].write(CALLS)
+    for thoughts in ("Hm.\n", f"I could use {written[:12]} here, as {written[:12]}.\n", written[:12] * 2 + "\n"):
+        message = thought(name, kind, thoughts + written)
+        found = [(call.name, json.loads(call.arguments)) for call in message.tool_calls]
+        if REASONING_PARSERS[name].format.shown:  # thoughts and calls are content
+            assert found[-2:] == CALLS
+        else:
+            assert (message.reasoning, message.content, found) == (thoughts, None, CALLS)
+
+
+@pytest.mark.parametrize(("name", "kind"), THINKING_TOOLS)
+def test_thoughts_may_speak_of_calls(name, kind):
+    """Words without a function of the request end nothing, nor does half a beginning at the end of the output."""
+    format = REASONING_PARSERS[name].format
+    unknown = FORMATS[kind].write([("nowhere", {}), ("no", {})])
+    if format.shown or any(word in unknown for word in format.calls):
+        return
+    end = format.ends[0]
+    written = FORMATS[kind].write(CALLS[:1])
+    half = written[: written.index("now") + 2]
+    for thoughts in (f"I could write {unknown} then.", f"{half} is what I might write", half):
+        message = thought(name, kind, thoughts)
+        assert (message.reasoning, message.content, message.tool_calls) == (thoughts, None, [])
+        message = thought(name, kind, f"{thoughts}{end}Hi")
+        assert (message.reasoning, message.content, message.tool_calls) == (thoughts, "Hi", [])
+
+
+@pytest.mark.parametrize(("name", "kind"), [("glm45", "glm45"), ("qwen3", "hermes"), ("minimax_m2", "minimax_m2")])
+def test_the_word_that_ends_thoughts_may_come_after_the_call(name, kind):
+    written = FORMATS[kind].write(CALLS)
+    for after, content in (
+        ("</think>", None),
+        ("\n</think>\n\n", None),
+        ("\n</think>\n\nDone.", "\n\nDone."),
+        (" So.</think> Done.", " So. Done."),
+        ("</think>a</think>b", "a</think>b"),
+        ("</thin", "</thin"),
+    ):
+        message = thought(name, kind, f"Hm.{written}{after}")
+        assert (message.reasoning, message.content) == ("Hm.", content), after
+        assert [(call.name, json.loads(call.arguments)) for call in message.tool_calls] == CALLS
+    message = thought(name, kind, f"Hm.{written}</think>\n{written}")
+    assert message.content is None and len(message.tool_calls) == 4
 
 
 def test_where_calls_are_not_read_none_end_thoughts():
-    for name, call in (("qwen3", CALL), ("kimi_k2", "<|tool_calls_section_begin|>x")):
-        parser = REASONING_PARSERS[name].format.open("", calls=False)
-        message = message_of([*parser.feed(f"<think>So.{call}"), *parser.finish()])
-        assert (message.reasoning, message.content) == (f"So.{call}", None)
+    for name, kind in THINKING_TOOLS:
+        format = REASONING_PARSERS[name].format
+        assert isinstance(format, ThinkFormat)
+        text = f"So.{FORMATS[kind].write([('now', {})])}"
+        parser = format.open(format.begins[0])
+        message = message_of([*parser.feed(text), *parser.finish()])
+        assert format.shown or (message.reasoning, message.content) == (text, None)

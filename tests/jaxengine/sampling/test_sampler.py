@@ -279,7 +279,7 @@ def test_padding_rows_read_no_state_and_change_nothing():
     hostile = [SamplingParams(temperature=2.0, repetition_penalty=1e20, top_k=1)] * NUM_SLOTS
     state = state_of(300, *hostile, bias=np.full((NUM_SLOTS, 300), np.nan))
     state = sampling_state.write_params(state, jnp.array([0]), sampling_state.param_words(SamplingParams(), 3)[None])
-    state = sampling_state.set_bias_row(state, jnp.int32(0), jnp.zeros(300))
+    state = sampling_state.set_bias_rows(state, jnp.array([0]), jnp.zeros((1, 300)))
     logits = rng.normal(0, 2, (4, 300)).astype(np.float32)
     settings = {"counts": np.full((NUM_SLOTS, 300), 3), "logprobs_mode": "processed_logits"}
     got = run(logits, state, [NUM_SLOTS, 0, NUM_SLOTS + 7, NUM_SLOTS], 11, **settings)
@@ -358,12 +358,12 @@ def test_writes_beyond_the_last_slot_are_dropped():
     words = sampling_state.param_words(SamplingParams(temperature=1.5, top_k=2), 8)
     beyond = jnp.array([NUM_SLOTS, NUM_SLOTS + 3])
     written = sampling_state.write_params(state, beyond, jnp.stack([words] * 2))
-    written = sampling_state.set_bias_row(written, jnp.int32(NUM_SLOTS), jnp.ones(6))
+    written = sampling_state.set_bias_rows(written, jnp.array([NUM_SLOTS]), jnp.ones((1, 6)))
     for before, after in zip(jax.tree.leaves(state), jax.tree.leaves(written), strict=True):
         np.testing.assert_array_equal(before, after)
     counts = jnp.full((NUM_SLOTS, 6), 3)
     np.testing.assert_array_equal(
-        sampling_state.set_row(counts, jnp.int32(NUM_SLOTS + 1), jnp.ones(6, jnp.int32)), counts
+        sampling_state.set_rows(counts, jnp.array([NUM_SLOTS + 1]), jnp.ones((1, 6), jnp.int32)), counts
     )
 
 

@@ -13,10 +13,16 @@ from jaxengine.sampling import state as sampling_state
 def test_rows_are_replaced():
     state = sampling_state.init_state(4, 6)
     bias, counts = jnp.arange(6, dtype=jnp.float32), jnp.arange(6, 12)
-    changed = sampling_state.set_bias_row(state, jnp.int32(2), bias)
+    changed = sampling_state.set_bias_rows(state, jnp.array([2]), bias[None])
     np.testing.assert_array_equal(changed.logit_bias, np.zeros((4, 6)) + (np.arange(4) == 2)[:, None] * bias)
-    changed = sampling_state.set_row(jnp.zeros((4, 6), jnp.int32), jnp.int32(3), counts)
+    changed = sampling_state.set_rows(jnp.zeros((4, 6), jnp.int32), jnp.array([3]), counts[None])
     np.testing.assert_array_equal(changed, np.zeros((4, 6)) + (np.arange(4) == 3)[:, None] * counts)
+
+
+def test_of_rows_for_one_slot_the_last_one_stays_and_others_than_slots_change_nothing():
+    rows = np.arange(1, 31, dtype=np.float32).reshape(5, 6)
+    changed = sampling_state.set_rows(jnp.zeros((4, 6)), jnp.array([3, 4, 1, 3, 7]), jnp.asarray(rows))
+    np.testing.assert_array_equal(changed, [np.zeros(6), rows[2], np.zeros(6), rows[3]])
 
 
 def test_mask_rows_are_replaced():
@@ -44,8 +50,9 @@ def test_slots_are_written(dtype):
     [
         (sampling_state.count_tokens, [((64, 4096), jnp.int32), ((1,), jnp.int32), ((1,), jnp.int32), ((1,), bool)]),
         (sampling_state.count_tokens, [((64, 4096), jnp.int32), ((8,), jnp.int32), ((8,), jnp.int32), ((8,), bool)]),
-        (sampling_state.set_row, [((64, 4096), jnp.int32), ((), jnp.int32), ((4096,), jnp.int32)]),
-        (sampling_state.set_bias_row, [((), jnp.int32), ((4096,), jnp.float32)]),
+        (sampling_state.set_rows, [((64, 4096), jnp.int32), ((1,), jnp.int32), ((1, 4096), jnp.int32)]),
+        (sampling_state.set_rows, [((64, 4096), jnp.int32), ((8,), jnp.int32), ((8, 4096), jnp.int32)]),
+        (sampling_state.set_bias_rows, [((1,), jnp.int32), ((1, 4096), jnp.float32)]),
         (sampling_state.set_mask_rows, [((16,), jnp.int32), ((16, 128), jnp.int32)]),
         (sampling_state.write_params, [((2,), jnp.int32), ((2, 9), jnp.int32)]),
     ],
@@ -53,7 +60,7 @@ def test_slots_are_written(dtype):
 def test_changes_happen_in_place(change, arguments):
     """Donated, no change of the state makes a second copy of its [R, V] arrays."""
     arguments = [jax.ShapeDtypeStruct(*one) for one in arguments]
-    if change in (sampling_state.set_bias_row, sampling_state.set_mask_rows, sampling_state.write_params):
+    if change in (sampling_state.set_bias_rows, sampling_state.set_mask_rows, sampling_state.write_params):
         arguments.insert(0, jax.eval_shape(lambda: sampling_state.init_state(64, 4096)))
     compiled = jax.jit(change, donate_argnums=0).lower(*arguments).compile()
     assert compiled.memory_analysis().temp_size_in_bytes <= 4 * 4096 + 4096

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
+
+from tests.jaxengine.server.server_process import ServerProcess, start_server
+from tests.kept import Kept
 
 # Compiles in seconds. The pool is small enough for preemption when several long requests meet.
 CHAT_OPTIONS = {
@@ -72,27 +76,19 @@ def chat_engine(chat_options):
 
 @pytest.fixture(scope="session")
 def make_server(chat_options):
-    """`jaxengine serve` processes by options of EngineConfig and ServerConfig; all are ended with the session.
+    """`jaxengine serve` processes by options of EngineConfig and ServerConfig, ended when no file uses them.
 
     The same options give the same server, unless it has ended. `fresh=True` gives one that nobody else has.
     """
-    from tests.jaxengine.server.server_process import start_server
-
-    made, started = {}, []
+    made = Kept(ServerProcess.remove, lambda server: server.process.poll() is None)
+    numbers = itertools.count()
 
     def make(*, fresh: bool = False, **changes):
-        key = repr(sorted(changes.items()))
-        if not fresh and key in made and made[key].process.poll() is None:
-            return made[key]
-        running = start_server({**chat_options, "grpc_port": 0}, **changes)
-        started.append(running)
-        if not fresh:
-            made[key] = running
-        return running
+        key = next(numbers) if fresh else repr(sorted(changes.items()))
+        return made.get(key, lambda: start_server({**chat_options, "grpc_port": 0}, **changes))
 
     yield make
-    for running in started:
-        running.remove()
+    made.end_all()
 
 
 @pytest.fixture(scope="session")

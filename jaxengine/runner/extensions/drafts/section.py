@@ -31,13 +31,13 @@ from jaxengine.runner.programs.device_state import DeviceState, SlotState, Token
 from jaxengine.runner.programs.epilogues import choose, remember, stack_results
 from jaxengine.runner.programs.forward_pass import ForwardPass, SampledRows
 from jaxengine.runner.programs.pending_step import PendingStep
-from jaxengine.runner.programs.state_changes import own_slot
+from jaxengine.runner.programs.state_changes import long_rows, own_slot
 from jaxengine.sampling.sampler import flags_of
-from jaxengine.sampling.state import SamplingState, set_row, write_slots, write_tokens
+from jaxengine.sampling.state import SamplingState, set_rows, write_slots, write_tokens
 from jaxengine.sampling.verification import assumed_tokens, only_tokens, verify
 from jaxengine.scheduler.buckets import Bucket
 
-NAME, HISTORY_ROW = "drafts", "history row"
+NAME, HISTORY_ROWS = "drafts", "history rows"
 
 
 class DraftRows(NamedTuple):
@@ -104,8 +104,9 @@ class DraftsExtension(DeviceExtension):
 
     @property
     def changes(self) -> Mapping[str, StateChange]:
-        shapes = [((), np.int32, EVERYWHERE), ((self.shape.config.max_model_len,), np.int32, EVERYWHERE)]
-        return {HISTORY_ROW: StateChange(_set_history, shapes)} if self.keeps_history else {}
+        if not self.keeps_history:
+            return {}
+        return long_rows(HISTORY_ROWS, _set_history, self.shape.config.max_model_len, np.int32, EVERYWHERE)
 
     @property
     def epilogues(self) -> Mapping[str, Epilogue]:
@@ -218,12 +219,12 @@ class SlotHistory(HostExtension):
             return None
         return self.runner.fetch(own.token_ids).reshape(self.runner.num_ranks, -1, pending.bucket.width - 1)
 
-    def set_history(self, slot: int, tokens: np.ndarray) -> None:
-        """Tells what drafts are made of: the tokens i32[n] that a slot begins with."""
+    def set_histories(self, histories: list[tuple[int, np.ndarray]]) -> None:
+        """Tells what drafts are made of: slots and the tokens i32[n] that they begin with."""
         if self.keeps_history:
-            row = np.zeros(self.runner.config.max_model_len, np.int32)
-            row[: len(tokens)] = tokens
-            self.runner.change_state(HISTORY_ROW, np.int32(slot), row)
+            length = self.runner.config.max_model_len
+            rows = [(slot, np.pad(tokens, (0, length - len(tokens)))) for slot, tokens in histories]
+            self.runner.change_rows(HISTORY_ROWS, rows)
 
 
 def drafts_of(shape: StageShape, bucket: Bucket) -> Drafts:
@@ -294,7 +295,7 @@ def _draft_rows(step: ForwardPass) -> DraftRows:
     return DraftRows(token_ids, counts, is_forced, rows.sample == 3)
 
 
-def _set_history(state: DeviceState, slot: jax.Array, row: jax.Array) -> DeviceState:
+def _set_history(state: DeviceState, slots: jax.Array, rows: jax.Array) -> DeviceState:
     assert state.tokens is not None
-    history = set_row(state.tokens.sections[NAME], own_slot(state, slot), row)
+    history = set_rows(state.tokens.sections[NAME], own_slot(state, slots), rows)
     return state._replace(tokens=state.tokens._replace(sections={**state.tokens.sections, NAME: history}))

@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxengine.parsers.call_grammar import CallGrammar, Schema
+from jaxengine.parsers.call_grammar import CallGrammar, Schema, call_schema
+from jaxengine.parsers.call_start import CallStarts
 from jaxengine.parsers.events import OutputParser
 from jaxengine.parsers.registry import ReasoningFormat, ToolFormat, call_ids
 from jaxengine.parsers.tool_forced import NamedToolParser, RequiredToolParser
 from jaxengine.requests.structured.closed_objects import lists_all
 from jaxengine.requests.structured.params import StructuredOutputsParams
-from jaxengine.scheduler.errors import RequestError, show_value
+from jaxengine.scheduler.errors import RequestError
+from jaxengine.schema_references import Place, SchemaDocument, UnresolvedError, moved, with_definitions
 from jaxengine.server.http.chat.protocol import ChatRequest, Function, NamedTool, renamed
 from jaxengine.tokens.tokenizer import Tokenizer
 
@@ -38,7 +40,7 @@ class ToolUse:
       special_tokens: calls are marked with special tokens, which detokenised text must include.
       stop_words: tokens that end an output.
       is_whole: the structure covers the entire output, including reasoning.
-      in_own_way: calls are in the model's own format.
+      calls: calls that are in the model's own format, None if they are not.
     """
 
     open: Callable[[], OutputParser] | None = None
@@ -47,7 +49,7 @@ class ToolUse:
     special_tokens: bool = False
     stop_words: tuple[str, ...] = ()
     is_whole: bool = False
-    in_own_way: bool = False
+    calls: CallStarts | None = None
 
 
 def tool_use(
@@ -81,10 +83,10 @@ def tool_use(
             param="tool_choice",
         )
     read = ToolUse(
-        lambda: tool_format.open({each.name: _arguments_schema(each) for each in functions}),
+        lambda: tool_format.open({each.name: each.parameters or {} for each in functions}),
         special_tokens=tool_format.special_tokens,
         stop_words=tool_format.stop_words,
-        in_own_way=True,
+        calls=tool_format.call_starts([each.name for each in functions]),
     )
     answer = None if body.response_format is None else body.response_format.structured_outputs()
     if answer is None:
@@ -113,12 +115,12 @@ def _forced_in_own_way(
     assert tool_format.forced_grammar is not None
     rules = _rules(tool_format.forced_grammar, body, functions, tokenizer, switches)
     return ToolUse(
-        lambda: tool_format.open({}),
+        lambda: tool_format.open({each.name: _arguments_schema(each) for each in functions}),
         {"grammar": "\n".join(rules)},
         special_tokens=tool_format.special_tokens,
         stop_words=tool_format.stop_words,
         is_whole=True,
-        in_own_way=True,
+        calls=tool_format.call_starts([each.name for each in functions]),
     )
 
 
@@ -155,38 +157,31 @@ def _rules(
         raise RequestError(f"tools cannot be called by a grammar: {error}", param="tools") from None
 
 
-def _arguments_schema(function: Function) -> dict[str, Any]:
-    """Schema of a function's arguments: no other parameters than listed, unless its schema says otherwise or requires
-    others.
+def _arguments(function: Function, definitions: dict[str, Any]) -> dict[str, Any]:
+    """Schema of a function's arguments, whose references are to the definitions: no other parameters than listed,
+    unless its schema says otherwise or requires others. Raises RequestError.
     """
-    schema = dict(function.parameters or _NO_ARGUMENTS)
+    given = function.parameters or _NO_ARGUMENTS
+    document = SchemaDocument(given)
+    schema = dict(given)
     if lists_all(schema) and not _COMBINING & schema.keys():
+        # Not where the schema refers to its root: what applies in addition may have other properties.
         schema["additionalProperties"] = False
-    return schema
+    try:
+        return moved(Place(schema, document.root.base), document, definitions)
+    except UnresolvedError as error:
+        raise RequestError(f"tools have a function whose parameters cannot be used: {error}", param="tools") from None
+
+
+def _arguments_schema(function: Function) -> dict[str, Any]:
+    """Schema of a function's arguments, as a document of its own. Raises RequestError."""
+    definitions: dict[str, Any] = {}
+    return with_definitions(_arguments(function, definitions), definitions)
 
 
 def _calls_schema(functions: Sequence[Function], at_most: int | None) -> dict[str, Any]:
     """Schema of a list of calls, for RequiredToolParser. Raises RequestError."""
     definitions: dict[str, Any] = {}
-    calls = []
-    for function in functions:
-        parameters = _arguments_schema(function)
-        # References in a schema are relative to its root, which is ours here.
-        for word in ("$defs", "definitions"):
-            own = parameters.pop(word, {})
-            if not isinstance(own, dict):
-                raise RequestError(f"tools have a function whose {word} is not an object", param="tools")
-            for name, schema in own.items():
-                if definitions.setdefault(word, {}).setdefault(name, schema) != schema:
-                    problem = f"tools have different definitions of {show_value(name)} in {word}"
-                    raise RequestError(problem, param="tools")
-        calls.append(
-            {
-                "type": "object",
-                "properties": {"name": {"const": function.name}, "parameters": parameters},
-                "required": ["name", "parameters"],
-                "additionalProperties": False,
-            }
-        )
-    schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, **definitions}
+    calls = [call_schema(each.name, "parameters", _arguments(each, definitions)) for each in functions]
+    schema = with_definitions({"type": "array", "minItems": 1, "items": {"anyOf": calls}}, definitions)
     return schema if at_most is None else {**schema, "maxItems": at_most}

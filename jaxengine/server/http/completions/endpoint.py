@@ -100,7 +100,7 @@ class _Completion:
     async def whole(self) -> Response:
         """Returns the complete response."""
         choices = []
-        writer = ChoiceWriter(self.body, self._engine.inputs.tokenizer, self.body.names_tokens_by_id(self._config))
+        writer = self._writer()
         async with contextlib.aclosing(self.outputs()) as outputs:
             async for prompt, output in outputs:
                 choices += [writer.choice(prompt, output, each) for each in output.outputs]
@@ -110,7 +110,7 @@ class _Completion:
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yields the response as server-sent events."""
-        writer = ChoiceWriter(self.body, self._engine.inputs.tokenizer, self.body.names_tokens_by_id(self._config))
+        writer = self._writer()
         last, always = self.body.usage_in_stream(self._config)
         async with contextlib.aclosing(self.outputs()) as outputs:
             async for prompt, output in outputs:
@@ -120,6 +120,10 @@ class _Completion:
                 yield b"".join(event({**self._head, "choices": [choice], **counts}) for choice in shown)
         if last:
             yield event({**self._head, "choices": [], "usage": self._usage()})
+
+    def _writer(self) -> ChoiceWriter:
+        by_id = self.body.names_tokens_by_id(self._config)
+        return ChoiceWriter(self.body, self.params, self._engine.inputs.tokenizer, by_id)
 
     def _generate(self, index: int) -> AsyncIterator[RequestOutput]:
         request_id = self.id if len(self._prompts) == 1 else f"{self.id}-{index}"

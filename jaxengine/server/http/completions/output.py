@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxengine.requests.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from jaxengine.requests.sampling_params import SamplingParams
+from jaxengine.server.http.completions.offsets import OutputOffsets, prompt_offsets
 from jaxengine.server.http.protocol import json_logprob, json_position
 from jaxengine.tokens.tokenizer import Tokenizer
 
@@ -16,33 +18,39 @@ if TYPE_CHECKING:
 class ChoiceWriter:
     """Writes the choices of one request; in a stream, the new parts."""
 
-    def __init__(self, body: CompletionRequest, tokenizer: Tokenizer | None, as_token_ids: bool):
-        """as_token_ids: tokens are written as token_id:N."""
+    def __init__(
+        self, body: CompletionRequest, params: SamplingParams, tokenizer: Tokenizer | None, as_token_ids: bool
+    ):
+        """params: those that the text is made with. as_token_ids: tokens are written as token_id:N."""
         self._body = body
+        self._params = params
         self._as_token_ids = as_token_ids
         self._tokenizer = tokenizer
         self._n = body.n or 1
-        self._text_lengths: dict[int, int] = {}
+        self._offsets: dict[int, OutputOffsets] = {}
 
     def choice(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
         """JSON of a choice. The n answers of prompt p have indices p * n to p * n + n - 1."""
         body = self._body
         index = prompt_index * self._n + completion.index
-        begins = index not in self._text_lengths
-        text, token_ids, logprobs = completion.text, completion.token_ids, completion.logprobs
+        begins = index not in self._offsets
+        prompt, prompt_ids = self._prompt_text(output) if begins and body.echo else "", output.prompt_token_ids
+        if begins:
+            self._offsets[index] = OutputOffsets(self._tokenizer, self._params, prompt_ids, len(prompt))
+        text, token_ids, logprobs = prompt + completion.text, completion.token_ids, completion.logprobs
+        offsets = [] if logprobs is None else self._offsets[index].of(token_ids)
         if begins and body.echo:
-            text = self._prompt_text(output) + text
-            token_ids = [*output.prompt_token_ids, *token_ids]
+            token_ids = [*prompt_ids, *token_ids]
             if logprobs is not None:
                 logprobs = [*(output.prompt_logprobs or ()), *logprobs]
+                offsets = [*prompt_offsets(self._tokenizer, prompt, prompt_ids), *offsets]
         choice: dict[str, Any] = {
             "index": index,
             "text": text,
-            "logprobs": None if logprobs is None else self._legacy_logprobs(index, token_ids, logprobs),
+            "logprobs": None if logprobs is None else self._legacy_logprobs(token_ids, logprobs, offsets),
             "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason,
         }
-        self._text_lengths.setdefault(index, 0)
         if body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = [json_position(each) for each in output.prompt_logprobs or ()]
         shown = bool(body.return_token_ids)
@@ -62,18 +70,13 @@ class ChoiceWriter:
         return self._tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
 
     def _legacy_logprobs(
-        self, index: int, token_ids: Sequence[int], positions: Sequence[PositionLogprobs | None]
+        self, token_ids: Sequence[int], positions: Sequence[PositionLogprobs | None], offsets: list[int]
     ) -> dict[str, Any]:
-        offset = self._text_lengths.get(index, 0)
-        tokens, values, tops, offsets = [], [], [], []
+        tokens, values, tops = [], [], []
         for token_id, position in zip(token_ids, positions, strict=True):
-            token = self._name(token_id, position)
-            tokens.append(token)
-            offsets.append(offset)
-            offset += len(token)
+            tokens.append(self._name(token_id, position))
             values.append(None if position is None else json_logprob(position[token_id].logprob))
             tops.append(None if position is None else self._tops(position))
-        self._text_lengths[index] = offset
         return {"text_offset": offsets, "token_logprobs": values, "tokens": tokens, "top_logprobs": tops}
 
     def _tops(self, position: PositionLogprobs) -> dict[str, float]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxengine.models.cache import kernel_modules
+from jaxengine.runner.executables import program_sources as program_sources_module
 from jaxengine.runner.executables.program_sources import program_sources, source_digest
 
 ROOT = Path(__file__).parents[4]
@@ -151,3 +152,12 @@ def test_among_other_packages_only_ours_are_followed(tree):
         (tree / name / "__init__.py").write_text("X = 1\n")
     tops = {path.relative_to(tree).parts[0] for path in program_sources(tree, KERNELS, tree / FAMILY)}
     assert tops == set(PACKAGES)
+
+
+def test_a_later_process_knows_what_an_earlier_one_parsed(before, monkeypatch):
+    known = program_sources_module.known_sources()
+    monkeypatch.setattr(program_sources_module, "_known", {})
+    program_sources_module.learn_sources(b"{damaged")
+    program_sources_module.learn_sources(known)
+    monkeypatch.setattr(ast, "parse", None)
+    assert source_digest(ROOT, KERNELS, ROOT / FAMILY) == before

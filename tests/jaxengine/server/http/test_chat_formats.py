@@ -73,6 +73,20 @@ async def test_harmony(harmony, choice, stream):
         assert ('"now ' in grammar) == (choice == "required")
 
 
+async def test_calls_of_the_requests_tools_need_no_prefix_and_end_thoughts(harmony, scripted):
+    thinking = {**AUTO, "tool_call_parser": "glm45", "reasoning_parser": "glm45"}
+    for client in (
+        harmony(HARMONY_CALL.replace("functions.", ""))[0],
+        scripted(
+            "<think>Hm.<tool_call>weather<arg_key>city</arg_key><arg_value>Zürich</arg_value></tool_call>", **thinking
+        )[0],
+    ):
+        (choice,) = (await client.chat.completions.create(**ASK)).choices
+        (call,) = choice.message.tool_calls
+        assert (choice.message.reasoning, choice.finish_reason) == ("Hm.", "tool_calls")
+        assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Zürich"})
+
+
 async def test_harmonys_answer_keeps_to_a_schema_beside_tools(harmony):
     client, engine, _ = harmony("<|channel|>final<|message|>7")
     (choice,) = (await client.chat.completions.create(**ASK, response_format=ANSWER)).choices

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from jaxengine.config.engine_config import ConfigError
+from jaxengine.schema_references import SchemaDocument
 from jaxengine.server.http.app import create_app
 from jaxengine.server.options import ServerConfig
 from tests.jaxengine.server.asgi_client import post
@@ -25,6 +26,7 @@ CALLS = (
     '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
 )
 FORCED = '[{"name": "weather", "parameters": {"city": "Zürich"}}, {"name": "now", "parameters": {}}]'
+KINDS = ["string", "number"]
 THOUGHT = "<think>Hm, ü.</think>\n\nYes."
 
 
@@ -339,21 +341,29 @@ async def test_what_is_wrong_is_named(chat_engine, fields, param):
     assert answer.status == 400 and answer.error["param"] == param, answer.error
 
 
-async def test_definitions_of_several_tools_must_agree(scripted):
+async def test_references_of_a_forced_call_are_those_of_its_function(scripted):
+    """Also where two functions have different definitions of one name, and where a schema refers to its root."""
     client, engine = scripted(FORCED)
 
-    def tool(name: str, kind: str):
-        schema = {"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"type": kind}}}
-        return {"type": "function", "function": {"name": name, "parameters": schema}}
+    def tool(name: str, **schema):
+        return {"type": "function", "function": {"name": name, "parameters": {"type": "object", **schema}}}
 
-    ask = {"model": "tiny", "messages": HI, "tool_choice": "required"}
-    await client.chat.completions.create(**ask, tools=[tool("f", "string"), tool("g", "string")])
-    schema = schema_asked_for(engine)
-    assert schema["$defs"] == {"A": {"type": "string"}}
-    assert all("$defs" not in each["properties"]["parameters"] for each in schema["items"]["anyOf"])
+    link = {"c": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}, "d": {"$ref": "#/properties/c"}}
+    tools = [tool(kind, properties={"a": {"$ref": "#/$defs/A"}}, **{"$defs": {"A": {"type": kind}}}) for kind in KINDS]
+    tools.append(tool("link", properties=link))
+    ask = {"model": "tiny", "messages": HI}
+    await client.chat.completions.create(**ask, tools=tools, tool_choice="required")
+    document = SchemaDocument(schema_asked_for(engine))
+    *first, last = (each["properties"]["parameters"] for each in document.root.schema["items"]["anyOf"])
+    assert [document.resolve(each["properties"]["a"]["$ref"]).schema["type"] for each in first] == KINDS
+    root = document.resolve(last["properties"]["c"]["anyOf"][0]["$ref"]).schema
+    assert root["properties"] == last["properties"]
+    assert document.resolve(last["properties"]["d"]["$ref"]).schema == last["properties"]["c"]
     app = create_app(engine, ServerConfig(served_model_name="tiny"))
-    answer = await post(app, PATH, **ask, tools=[tool("f", "string"), tool("g", "number")])
-    assert answer.error["param"] == "tools"
+    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+        wrong = tool("f", properties={"a": {"$ref": "#/$defs/Nowhere"}})
+        answer = await post(app, PATH, **ask, tools=[wrong], tool_choice=choice)
+        assert answer.error["param"] == "tools" and "#/$defs/Nowhere" in answer.error["message"]
 
 
 @pytest.mark.parametrize("option", ["tool_call_parser", "reasoning_parser"])

@@ -1,0 +1,69 @@
+"""Whether a checkpoint has an output head of its own, where its configuration says otherwise.
+
+transformers 5 writes a class default of `tie_word_embeddings` at the top level of a wrapper, whatever its text_config
+says, and fine-tunes with a head of their own keep the base model's word. So the weights are looked at, as transformers
+5 does: a head that differs from the embedding is not tied.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.params.source import WeightSource
+from jaxengine.models.registry import model_for_hf
+from jaxengine.models.weights.formats.orbax import read_layout
+from jaxengine.models.weights.load import EMBEDDING, HEAD
+
+logger = logging.getLogger(__name__)
+
+TIED = "tie_word_embeddings"
+# Rows of head and embedding that are compared. The loader compares all of those that it takes for equal.
+MAX_ROWS = 256
+
+
+def with_stored_head(model: ModelConfig, raw: Mapping[str, Any], weights: WeightSource | Path | None) -> ModelConfig:
+    """Return the config with `tie_word_embeddings` as the weights are.
+
+    raw: the config.json. weights: as in ModelSource. Raises ModelFileError.
+    """
+    if weights is None or model.pooler is not None:
+        return model
+    if isinstance(weights, Path):
+        has_head = any(name.startswith("lm_head.") for name in read_layout(weights)["weights"])
+        return replace(model, tie_word_embeddings=not has_head)
+    names = model_for_hf(model.architecture).checkpoint_names
+    stored = {names.renamed(name): name for name in weights.names()}
+    if not model.tie_word_embeddings:
+        # Any tensor of the head counts, since quantised ones have other names.
+        has_head = any(name.startswith("lm_head.") for name in stored)
+        return model if has_head or raw.get(TIED) is not True else replace(model, tie_word_embeddings=True)
+    if HEAD not in stored or EMBEDDING not in stored or _look_equal(weights, stored[HEAD], stored[EMBEDDING]):
+        return model
+    logger.warning(
+        "%s: %s differs from %s, so they are not tied, though %s is true", weights.path, HEAD, EMBEDDING, TIED
+    )
+    return replace(model, tie_word_embeddings=False)
+
+
+def say_head(raw: dict[str, Any], tied: bool) -> dict[str, Any]:
+    """Return a config.json that says whether head and embedding are tied, where it is read first."""
+    if isinstance(text := raw.get("text_config"), Mapping):
+        return {**raw, TIED: tied, "text_config": {**text, TIED: tied}}
+    return {**raw, TIED: tied}
+
+
+def _look_equal(weights: WeightSource, first: str, second: str) -> bool:
+    """Whether rows all over two matrices are equal. Matrices of other shapes count as equal: the loader says so."""
+    shape = weights.shape(first)
+    if shape != weights.shape(second) or len(shape) != 2 or 0 in shape:
+        return True
+    rows = np.unique(np.linspace(0, shape[0] - 1, MAX_ROWS).astype(int)).tolist()
+    spans = [slice(row, row + 1) for row in rows]
+    return all(np.array_equal(weights.read(first, span), weights.read(second, span)) for span in spans)

@@ -1,0 +1,31 @@
+"""Beginnings of calls, by which a reasoning parser recognises a call in reasoning that the model did not end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CallStarts:
+    """Calls that the tool parser after a reasoning parser will find.
+
+    Attributes:
+      functions: names of the request's functions.
+      words: beginnings of their calls, each a sequence of words between which white space may stand.
+    """
+
+    functions: Collection[str]
+    words: tuple[tuple[str, ...], ...] = ()
+
+
+def object_start(name: str) -> tuple[str, ...]:
+    """Returns the words with which {"name": name, ...} begins."""
+    return ("{", '"name"', ":", json.dumps(name, ensure_ascii=False))
+
+
+def listed_starts(begins: Collection[str], name: str) -> Iterator[tuple[str, ...]]:
+    """Yields the beginnings of a JSON list of calls after one of some words."""
+    for begin in begins:
+        yield (begin, "[", *object_start(name))

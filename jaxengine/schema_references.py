@@ -1,0 +1,240 @@
+"""References within JSON schemas: their targets, and schemas that are moved into other schemas.
+
+A reference is relative to the document that contains it, so a schema that moves into another one loses its targets.
+`moved` copies a schema with its targets as definitions of the new document.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+from urllib.parse import unquote, urljoin
+
+# Keywords whose values are schemas by name, lists of schemas, and schemas. All others are data, or have no effect.
+SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
+SCHEMAS = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
+SCHEMA = (
+    *("items", "additionalProperties", "additionalItems", "unevaluatedProperties", "unevaluatedItems", "contains"),
+    *("propertyNames", "contentSchema", "not", "if", "then", "else"),
+)
+REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+DEFINITIONS = ("$defs", "definitions")
+_ANCHORS = ("$anchor", "$dynamicAnchor")
+# Keywords that a moved schema loses: they have no effect without references to them.
+_NOT_MOVED = frozenset((*DEFINITIONS, *_ANCHORS, "$id", "$schema", "$recursiveAnchor"))
+_APPLIED = ("anyOf", "oneOf", "allOf")
+_APPLIED_IF = ("then", "else")
+# Limit of schemas that apply to one value: schemas refer to each other, and to themselves.
+_MAX_APPLICABLE = 256
+# Copies of deeper schemas are incomplete; StructuredOutputsParams refuses a schema long before.
+_MAX_DEPTH = 64
+_INDEX = re.compile("[0-9]{1,9}")
+
+
+class UnresolvedError(ValueError):
+    """A reference has no target within its document."""
+
+
+class Place(NamedTuple):
+    """A schema, and the URI that references within it are relative to ("" without `$id`)."""
+
+    schema: Any
+    base: str = ""
+
+    def inside(self, schema: Any) -> Place:
+        """The place of a part of this schema."""
+        own = schema.get("$id") if isinstance(schema, Mapping) else None
+        if not isinstance(own, str) or own.startswith("#"):
+            return Place(schema, self.base)
+        return Place(schema, _joined(self.base, own.partition("#")[0]))
+
+    def subschemas(self) -> Iterator[Place]:
+        """Yields the schemas that this schema directly contains."""
+        if isinstance(self.schema, Mapping):
+            for word in SCHEMAS_BY_NAME:
+                yield from map(self.inside, mapping(self.schema, word).values())
+            for word in SCHEMAS:
+                yield from self.listed(word)
+            yield from (self.inside(self.schema[word]) for word in SCHEMA if word in self.schema)
+
+    def listed(self, word: str) -> list[Place]:
+        """The places of a keyword's list of schemas; [] without such a list."""
+        found = self.schema.get(word) if isinstance(self.schema, Mapping) else None
+        return [self.inside(each) for each in found] if isinstance(found, list) else []
+
+
+def mapping(schema: Any, word: str) -> Mapping[str, Any]:
+    """The object that a keyword has as its value; {} if it has none."""
+    found = schema.get(word) if isinstance(schema, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
+
+
+class SchemaDocument:
+    """A JSON schema that references are resolved in."""
+
+    def __init__(self, root: Any):
+        self.root = Place(None).inside(root)
+
+    def resolve(self, reference: Any, base: str | None = None) -> Place:
+        """Return the place that a reference points to: a JSON pointer ("#/properties/a"), an anchor ("#a") or either
+        after the `$id` of a part of the document.
+
+        base: URI that the reference is relative to; None for the root's. Raises UnresolvedError.
+        """
+        base = self.root.base if base is None else base
+        if not isinstance(reference, str):
+            raise UnresolvedError(f"the reference {reference!r} is no string")
+        uri, _, fragment = reference.partition("#")
+        uri, fragment = _joined(base, uri), unquote(fragment)
+        place = self.root if uri == self.root.base else self._named.get(uri)
+        if fragment and not fragment.startswith("/"):
+            place = self._named.get(f"{uri}#{fragment}")
+        elif place is not None:
+            place = _pointed(place, fragment)
+        if place is None:
+            raise UnresolvedError(f"the reference {reference!r} points to no part of its schema")
+        return place
+
+    def applicable(self, place: Place, always: bool = False) -> Iterator[Place]:
+        """Yields the schemas that may apply to the same value as `place`, itself first: by reference, as alternatives
+        or in addition. References without a target are skipped.
+
+        always: only the schemas that apply in any case.
+        """
+        waiting, seen = [place], set[int]()
+        while waiting and len(seen) < _MAX_APPLICABLE:
+            place = waiting.pop(0)
+            if not isinstance(place.schema, Mapping) or id(place.schema) in seen:
+                continue
+            seen.add(id(place.schema))
+            yield place
+            for word in ("allOf",) if always else _APPLIED:
+                waiting += place.listed(word)
+            if not always:
+                waiting += [place.inside(place.schema[word]) for word in _APPLIED_IF if word in place.schema]
+            waiting += self.referred(place, strict=False)
+
+    def referred(self, place: Place, strict: bool = True) -> list[Place]:
+        """Targets of a schema's own references. Raises UnresolvedError if `strict`; otherwise skips those without."""
+        found = []
+        for word in REFERENCES:
+            if word in place.schema:
+                try:
+                    found.append(self.resolve(place.schema[word], place.base))
+                except UnresolvedError:
+                    if strict:
+                        raise
+        return found
+
+    @cached_property
+    def _named(self) -> dict[str, Place]:
+        """Places by `$id`, as a URI, and by anchor, as URI#anchor."""
+        named: dict[str, Place] = {}
+        waiting = [self.root]
+        while waiting:
+            place = waiting.pop()
+            if isinstance(place.schema, Mapping):
+                if isinstance(own := place.schema.get("$id"), str):
+                    named.setdefault(f"{place.base}{own}" if own.startswith("#") else place.base, place)
+                for word in _ANCHORS:
+                    if isinstance(anchor := place.schema.get(word), str):
+                        named.setdefault(f"{place.base}#{anchor}", place)
+                waiting += place.subschemas()
+        return named
+
+
+def _joined(base: str, uri: str) -> str:
+    """Resolves a URI; text that is none stays as it is."""
+    try:
+        return urljoin(base, uri) if uri else base
+    except ValueError:
+        return uri
+
+
+def _pointed(place: Place, pointer: str) -> Place | None:
+    """Follows a JSON pointer; None if it points nowhere."""
+    for step in pointer.split("/")[1:]:
+        found, key = place.schema, step.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, Mapping) and key in found:
+            place = place.inside(found[key])
+        elif isinstance(found, list) and _INDEX.fullmatch(key) and int(key) < len(found):
+            place = place.inside(found[int(key)])
+        else:
+            return None
+    return place
+
+
+def moved(place: Place, document: SchemaDocument, definitions: dict[str, Any]) -> Any:
+    """Copy a schema of one document for use in another.
+
+    definitions: `$defs` of the other document, which may have those of several; the targets of references are added
+    under new names. Other definitions stay behind, as do the anchors and `$id`s. Raises UnresolvedError.
+    """
+    mover = _Mover(document, definitions)
+    copy = mover.copy(place)
+    while mover.waiting:
+        name, target = mover.waiting.pop()
+        definitions[name] = mover.copy(target)
+    return copy
+
+
+def self_contained(document: SchemaDocument, *places: Place) -> dict[str, Any]:
+    """Copy schemas, all of which apply to one value, as a document of their own. Raises UnresolvedError."""
+    definitions: dict[str, Any] = {}
+    copies = [moved(place, document, definitions) for place in places]
+    copy = copies[0] if len(copies) == 1 else {"allOf": copies}
+    return with_definitions(copy if isinstance(copy, dict) else {}, definitions)
+
+
+def with_definitions(schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
+    """The schema with `$defs`, if there are any."""
+    return {**schema, "$defs": definitions} if definitions else schema
+
+
+@dataclass
+class _Mover:
+    """Copies schemas of a document. waiting: names of definitions that are referred to, and what they copy."""
+
+    document: SchemaDocument
+    definitions: dict[str, Any]
+    waiting: list[tuple[str, Place]] = field(default_factory=list)
+    _names: dict[int, str] = field(default_factory=dict)
+
+    def copy(self, place: Place, depth: int = 0) -> Any:
+        schema = place.schema
+        if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+            return schema
+
+        def inner(part: Any) -> Any:
+            return self.copy(place.inside(part), depth + 1)
+
+        copy = {word: value for word, value in schema.items() if word not in _NOT_MOVED}
+        for word in SCHEMAS_BY_NAME:
+            if word in copy and (named := mapping(schema, word)):
+                copy[word] = {name: inner(part) for name, part in named.items()}
+        for word in SCHEMAS:
+            if isinstance(listed := schema.get(word), list):
+                copy[word] = [inner(part) for part in listed]
+        for word in SCHEMA:
+            if isinstance(part := schema.get(word), Mapping):
+                copy[word] = inner(part)
+        for word in REFERENCES:
+            # Within one document, a dynamic reference is the same as any other.
+            if word in schema:
+                target = self.document.resolve(copy.pop(word), place.base)
+                copy["$ref" if word == "$ref" or "$ref" not in schema else word] = self._name(target)
+        return copy
+
+    def _name(self, target: Place) -> str:
+        """The new reference to a target. Raises UnresolvedError."""
+        if not isinstance(target.schema, Mapping | bool):
+            raise UnresolvedError(f"a reference of the schema points to {type(target.schema).__name__}, not a schema")
+        name = self._names.get(id(target.schema))
+        if name is None:
+            name = self._names[id(target.schema)] = str(len(self.definitions))
+            self.definitions[name] = True  # keeps the name until the copy is made
+            self.waiting.append((name, target))
+        return f"#/$defs/{name}"

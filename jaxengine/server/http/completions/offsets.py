@@ -1,0 +1,62 @@
+"""Offsets of tokens in the text of a completion, in characters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxengine.requests.detokenizer import IncrementalDetokenizer
+from jaxengine.requests.sampling_params import SamplingParams
+from jaxengine.tokens.tokenizer import Tokenizer
+
+
+class OutputOffsets:
+    """Where the tokens of a growing output begin.
+
+    Each token of a character has the offset of that character, and a token that the text leaves out the offset of what
+    follows. Tokens of a stop string have the offsets that they would have without it, since a stream has sent them
+    before the string is complete.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, params: SamplingParams, prompt_token_ids: Sequence[int], first: int
+    ):
+        """tokenizer: None for an output without text. first: the offset of the output."""
+        self._offset = first
+        self._detokenizer: IncrementalDetokenizer | None = None
+        if tokenizer is not None and params.detokenize:
+            self._detokenizer = IncrementalDetokenizer(
+                tokenizer,
+                skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
+                prompt_tail_ids=prompt_token_ids[-8:],
+            )
+
+    def of(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the offsets of the next tokens."""
+        return [self._append(token_id) for token_id in token_ids]
+
+    def _append(self, token_id: int) -> int:
+        begin = self._offset
+        if self._detokenizer is not None:
+            self._detokenizer.append([token_id])
+            self._offset += len(self._detokenizer.delta())
+        return begin
+
+
+def prompt_offsets(tokenizer: Tokenizer | None, text: str, token_ids: Sequence[int]) -> list[int]:
+    """Return where the tokens of a prompt begin in its text.
+
+    Special tokens count if the text contains them; those that the tokenizer adds do not.
+    """
+    if tokenizer is None:
+        return [0] * len(token_ids)
+    detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
+    offsets, offset = [], 0
+    for token_id in token_ids:
+        offsets.append(min(offset, len(text)))
+        if token_id in tokenizer.all_special_ids:
+            if not text.startswith(tokenizer.backend.id_to_token(token_id) or "", offset):
+                continue
+        detokenizer.append([token_id])
+        offset += len(detokenizer.delta())
+    return offsets

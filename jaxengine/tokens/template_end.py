@@ -1,0 +1,75 @@
+"""The token that a chat template writes after an assistant's message: it ends the model's turn."""
+
+from __future__ import annotations
+
+import re
+from itertools import takewhile
+from typing import Any
+
+from jaxengine.models.params.gguf_ends import TURN_ENDS
+from jaxengine.scheduler.errors import OverloadedError, RequestError
+
+_USER, _ANSWER = "What is the number of the house?", "It has the number 4096."
+# Tokens that many templates contain and that end no turn: no reason to render a template.
+_NO_ENDS = frozenset(
+    (
+        *("<|im_start|>", "<start_of_turn>", "<|start_header_id|>", "<|end_header_id|>", "<|python_tag|>"),
+        *("<|user|>", "<|assistant|>", "<|system|>", "<|START_OF_TURN_TOKEN|>", "<|start|>", "<|turn>"),
+        *("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
+    )
+)
+
+
+def template_end(tokenizer: Any) -> int | None:
+    """Return the id of the token with which the tokenizer's chat template ends an assistant's message.
+
+    None where it writes none, or one that begins a turn, and where it fails. tokenizer: a
+    jaxengine.tokens.tokenizer.Tokenizer with a template, which cannot be named here: it calls this.
+    """
+    tokens = {token.content: at for at, token in tokenizer.backend.get_added_tokens_decoder().items()}
+    if not _may_find_more(tokenizer, tokens):
+        return None
+    messages = [{"role": "user", "content": _USER}, {"role": "assistant", "content": _ANSWER}]
+    try:
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=False)
+    except (RequestError, OverloadedError):
+        return None
+    bos = None if tokenizer.bos_token_id is None else tokenizer.backend.id_to_token(tokenizer.bos_token_id)
+    end = _end_in(text, [token for token in tokens if token], bos)
+    return None if end is None else tokens[end]
+
+
+def _may_find_more(tokenizer: Any, tokens: dict[str, int]) -> bool:
+    """Whether a template may write an end that is not known already.
+
+    Rendering takes a process, so it is left out for templates with a known end and no unknown token.
+    """
+    source = tokenizer.chat_template
+    if not isinstance(source, str):
+        return False
+    written = {token for token in tokens if token and token in source}
+    known = {token for token, at in tokens.items() if at in tokenizer.eos_token_ids}
+    has_end = bool(written & known) or "eos_token" in source
+    bos = {token for token, at in tokens.items() if at == tokenizer.bos_token_id}
+    return not has_end or bool(written - known - TURN_ENDS - _NO_ENDS - bos)
+
+
+def _end_in(text: str, tokens: list[str], bos: str | None) -> str | None:
+    """The token after _ANSWER in a rendered conversation, unless it begins a turn."""
+    at = text.rfind(_ANSWER)
+    if at < 0:
+        return None
+    pattern = re.compile("|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True)))
+    tail = text[at + len(_ANSWER) :].lstrip()
+    match = pattern.match(tail)
+    if match is None or (end := match.group()) in _NO_ENDS or end == bos:
+        return None
+    before = [(found.group(), found.end()) for found in pattern.finditer(text[:at])]
+    # A role's own token directly before the answer begins its turn.
+    if before and before[-1][0] == end and not text[before[-1][1] : at].strip():
+        return None
+    if pattern.sub("", tail).strip():  # the name of a role, after a token that begins a turn
+        to_user = takewhile(lambda each: each[1] <= text.find(_USER), before)
+        starts = [token for token, _ in before if token != bos][:1] + [token for token, _ in [*to_user][-1:]]
+        return None if end in (*starts, before[-1][0] if before else None) else end
+    return end

@@ -1,0 +1,53 @@
+"""Tokens of a GGUF file that end an assistant's turn, by their names.
+
+Files of chat models often name the base model's end of text alone, which the model never writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+EOS_LIST = "tokenizer.ggml.eos_token_ids"
+# Keys of one id each, in the order in which they count.
+END_KEYS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+# Values of tokenizer.ggml.token_type.
+CONTROL, USER_DEFINED = 3, 4
+# Ends of turns and of messages with tool calls, as llama.cpp has them, and of further families.
+TURN_ENDS = frozenset(
+    (
+        *("<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>"),
+        *("<EOT>", "_<EOT>", "[EOT]", "<|EOT|>", "<end_of_utterance>", "<|end_of_turn|>", "<|END_OF_TURN_TOKEN|>"),
+        *("[|endofturn|]", "<|endofturn|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>"),
+    )
+)
+# With one of these the end of a message, `<|end|>`, ends no turn: an answer has several messages.
+_MESSAGE_END, _MANY_MESSAGES = "<|end|>", ("<|return|>", "<|calls|>", "<|flush|>")
+
+
+def named_turn_ends(metadata: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the ids of the control and user-defined tokens of a file's vocabulary that end a turn.
+
+    Empty for metadata without a vocabulary. Without types every token counts.
+    """
+    tokens, types = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
+    if not isinstance(tokens, list):
+        return ()
+    found = {token: at for at, token in enumerate(tokens) if isinstance(token, str) and token in TURN_ENDS}
+    if types is not None and len(types) == len(tokens):
+        found = {token: at for token, at in found.items() if int(types[at]) in (CONTROL, USER_DEFINED)}
+    if any(name in found for name in _MANY_MESSAGES):
+        found.pop(_MESSAGE_END, None)
+    return tuple(sorted(found.values()))
+
+
+def listed_ends(metadata: Mapping[str, Any]) -> list[Any]:
+    """Return what stands under EOS_LIST as a list, whose entries are not checked; empty where there is nothing."""
+    listed: Any = metadata.get(EOS_LIST)
+    listed = listed.tolist() if hasattr(listed, "tolist") else listed
+    return [] if listed is None else listed if isinstance(listed, list) else [listed]
+
+
+def unique(ids: Iterable[int]) -> tuple[int, ...]:
+    """Return each id once, in the order of the first."""
+    return tuple(dict.fromkeys(ids))

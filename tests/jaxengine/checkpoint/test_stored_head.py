@@ -1,0 +1,110 @@
+"""Whether head and embedding are one: what text_config says, what its wrapper says, and what the weights are."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxengine.checkpoint.model_source import open_model
+from jaxengine.checkpoint.stored_head import MAX_ROWS, say_head, with_stored_head
+from jaxengine.config.engine_config import EngineConfig
+from jaxengine.models.config.hf import read_config_json
+from jaxengine.models.params.source import WHOLE
+from jaxengine.models.registry import MODELS, read_hf
+from tests.fixtures.drawn_weights import FOLDER, checkpoint
+from tests.tables import each_row
+
+TIED = "tie_word_embeddings"
+WRAPPERS = sorted(folder.name for folder in FOLDER.iterdir() if folder.name.endswith("_vision"))
+# Outside, inside of text_config, result; None where nothing is said and the family's default counts.
+SAID = ((True, False, False), (False, True, True), (True, None, True), (False, None, False), (True, True, True))
+
+
+def said(raw: dict, outside: bool | None, inside: bool | None) -> dict:
+    text = {name: value for name, value in raw["text_config"].items() if name != TIED}
+    raw = {name: value for name, value in raw.items() if name != TIED} | {"text_config": text}
+    text.update({} if inside is None else {TIED: inside})
+    raw.update({} if outside is None else {TIED: outside})
+    return raw
+
+
+@each_row("name", WRAPPERS)
+def test_text_config_goes_before_its_wrapper(name: str):
+    raw = json.loads((FOLDER / name / "config.json").read_text())
+    for outside, inside, result in SAID:
+        assert read_hf(said(raw, outside, inside)).tie_word_embeddings == result, (outside, inside)
+
+
+def test_every_wrapper_is_recorded():
+    recorded = {read_config_json(FOLDER / name)["architectures"][0] for name in WRAPPERS}
+    assert recorded == {name for name in MODELS if name.endswith("ForConditionalGeneration")}
+
+
+class Weights:
+    """WeightSource of these arrays."""
+
+    path = "weights"
+
+    def __init__(self, tensors):
+        self.tensors = tensors
+
+    def names(self):
+        return self.tensors
+
+    def shape(self, name):
+        return self.tensors[name].shape
+
+    def read(self, name, rows=WHOLE, columns=WHOLE):
+        return self.tensors[name][rows, columns]
+
+    def close(self):
+        raise AssertionError("it stays open")
+
+
+ROWS = np.arange(4 * MAX_ROWS * 2, dtype=np.float32).reshape(4 * MAX_ROWS, 2)
+EMBEDDING, HEAD = "model.language_model.embed_tokens.weight", "lm_head.weight"
+OLD_EMBEDDING, OLD_HEAD = "language_model.model.embed_tokens.weight", "language_model.lm_head.weight"
+
+
+@each_row(
+    "outside,inside,tensors,result",
+    [
+        (True, False, {EMBEDDING: ROWS, HEAD: ROWS + 1}, False),
+        (True, False, {EMBEDDING: ROWS, HEAD: ROWS}, False),
+        (True, False, {EMBEDDING: ROWS}, True),  # transformers ties them, and nothing else can be done
+        (True, False, {EMBEDDING: ROWS, "lm_head.weight_packed": ROWS}, False),
+        (False, False, {EMBEDDING: ROWS}, False),  # refused when it is loaded: a tensor is missing
+        (None, False, {EMBEDDING: ROWS}, False),
+        (True, None, {EMBEDDING: ROWS, HEAD: ROWS + 1}, False),
+        (False, True, {OLD_EMBEDDING: ROWS, OLD_HEAD: ROWS + 1}, False),
+        (True, True, {OLD_EMBEDDING: ROWS, OLD_HEAD: ROWS.astype(np.float16)}, True),
+        (True, True, {EMBEDDING: ROWS}, True),
+        (True, True, {EMBEDDING: ROWS, HEAD: ROWS[:5]}, True),  # refused when it is loaded: another shape
+    ],
+)
+def test_weights_decide(outside, inside, tensors, result):
+    raw = said(read_config_json(FOLDER / "mistral3_vision"), outside, inside)
+    assert with_stored_head(read_hf(raw), raw, Weights(tensors)).tie_word_embeddings == result
+
+
+def test_a_written_config_says_what_was_loaded():
+    for name in ("mistral3_vision", "llama"):
+        for tied in (True, False):
+            assert read_hf(say_head(read_config_json(FOLDER / name), tied)).tie_word_embeddings == tied
+
+
+@pytest.mark.parametrize("differs", [True, False])
+def test_fine_tune_with_a_head_of_its_own(tmp_path: Path, differs: bool, caplog):
+    shutil.copytree(checkpoint("llama"), folder := tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    save_file({**tensors, HEAD: embedding + differs}, folder / "model.safetensors")
+    source = open_model(EngineConfig(model=str(folder), skip_tokenizer_init=True))
+    source.close()
+    assert source.config.tie_word_embeddings != differs
+    assert ("so they are not tied" in caplog.text) == differs
