@@ -117,7 +117,7 @@ class ChatRun:
             return
         prompt, continued = self.prompt["prompt"], self._continued
         if self.params.stop and not self.body.stop_in_reasoning:
-            after = self._reasoning.answers_after(prompt, continued, calls=self._tools.in_own_way)
+            after = self._reasoning.answers_after(prompt, continued, calls=self._tools.calls is not None)
             self.params = self.params.clone_with(stop_after=after)
         structure = self.params.structured_outputs
         if self._tools.is_whole or not isinstance(structure, StructuredOutputsParams):
