@@ -55,6 +55,7 @@ SAMPLING_OPTIONS = (
     "frequency_penalty",
     "repetition_penalty",
     "stop",
+    "stop_after",
     "stop_token_ids",
     "include_stop_str_in_output",
     "ignore_eos",

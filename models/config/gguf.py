@@ -213,11 +213,27 @@ def _rotary_dim(fields: ConfigFields, head_dim: int, partial_rotary: bool) -> in
     return rotary_dim
 
 
+def _scaling_kind(fields: ConfigFields) -> tuple[str, float | None]:
+    """Read the kind of rope scaling and its factor; None for a file without one.
+
+    As in llama.cpp a factor without a kind is linear, `rope.scale_linear` is its old name, and 0 means none.
+    """
+    names = ("rope.scaling.factor", "rope.scale_linear")
+    name = next((name for name in names if fields.has(name)), names[0])
+    factor = None if fields.value(name, None) == 0 else fields.number(name, None)
+    unsaid = "none" if factor is None or factor == 1.0 else "linear"
+    return fields.text("rope.scaling.type", unsaid), factor
+
+
 def _rope_scaling(
     fields: ConfigFields, max_positions: int, tensors: RopeFactors, yarn: Mapping[str, Any]
 ) -> RopeScaling | None:
-    kind = fields.text("rope.scaling.type", "none")
+    kind, factor = _scaling_kind(fields)
     if tensors.long or tensors.short:
+        if kind == "linear" and not fields.has("rope.scaling.type"):
+            raise ModelConfigError(
+                f"a linear rope factor, {factor}, with tensors of longrope's factors is not supported"
+            )
         if kind not in ("none", "longrope") or tensors.factors:
             raise fields.fail("rope.scaling.type", "longrope or absent with tensors rope_factors_short and _long only")
         return RopeScaling(
@@ -235,7 +251,9 @@ def _rope_scaling(
         return RopeScaling("factors", factors=tensors.factors)
     if kind == "none":
         return None
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": fields.number("rope.scaling.factor")}
+    if factor is None:
+        factor = fields.number("rope.scaling.factor")
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
         if fields.has("rope.scaling.yarn_log_multiplier") and "attention_factor" not in yarn:
             raise fields.fail("rope.scaling.yarn_log_multiplier", "absent")

@@ -39,8 +39,14 @@ from jaxengine.models.weights.views.quantized import QuantizedSource
 from jaxengine.models.weights.views.renamed import RenamedSource
 from jaxengine.models.weights.views.stacked import StackedSource, of_shapes
 
-# Tensors that some checkpoints store and no model reads: they follow from the configuration.
-IGNORABLE_SUFFIXES = (".rotary_emb.inv_freq",)
+# Tensors that some checkpoints store and no model reads: tables of rope, which follow from the configuration, and
+# scales of queries and of attention's weights, which are for attention in 8 bits.
+IGNORABLE_SUFFIXES = (
+    *(f".rotary_emb.{name}" for name in ("inv_freq", "original_inv_freq", "cos_cached", "sin_cached")),
+    ".rotary_pos_emb.inv_freq",
+    *(f".self_attn.{name}" for name in ("q_scale", "attn.q_scale", "q_proj.q_scale", "q_proj.output_scale")),
+    *(f".self_attn.{name}" for name in ("prob_scale", "attn.prob_scale", "prob_output_scale")),
+)
 ROPE_FACTORS, ROPE_LONG, ROPE_SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"

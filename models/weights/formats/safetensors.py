@@ -6,9 +6,10 @@ the checkpoint's folder. Formats that are programs (pickle: .bin, .pt, .pth) are
 
 from __future__ import annotations
 
+import logging
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import inside, open_regular, parse_object, read_bytes
 from jaxengine.models.params.source import WHOLE
 
+logger = logging.getLogger(__name__)
+
+MAX_SHOWN = 8
 MAX_HEADER_BYTES = 100 << 20
 MAX_RANK = 16
 MAX_SIZE = 2**63 - 1
@@ -123,14 +127,38 @@ class SafetensorsCheckpoint:
         weight_map = _parse_unique(index_path, raw).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise ModelFileError(index_path, "must map tensor names to file names", "weight_map")
-        listed: dict[str, set[str]] = {}
-        for tensor, file_name in weight_map.items():
-            listed.setdefault(file_name, set()).add(tensor)
-        for file_name, names in listed.items():
-            file = self._add(inside(folder, file_name))
-            if differing := names ^ file.tensors.keys():
-                text = f"index and file {file_name!r} disagree about this tensor"
-                raise ModelFileError(index_path, text, min(differing))
+        files = {name: self._add(inside(folder, name)) for name in dict.fromkeys(weight_map.values())}
+        self._where = _placed(index_path, weight_map, files)
+
+
+def _placed(
+    index_path: Path, weight_map: Mapping[str, str], files: Mapping[str, _SafetensorsFile]
+) -> dict[str, _SafetensorsFile]:
+    """Map each tensor of the files to the one that it is read from, as the index says where several have it.
+
+    An index that is slightly off counts as far as it can, as in transformers, and a warning says where it is off.
+    Raises ModelFileError for a tensor in several files none of which the index names.
+    """
+    holders: dict[str, list[str]] = {}
+    for file_name, file in files.items():
+        for tensor in file.tensors:
+            holders.setdefault(tensor, []).append(file_name)
+    chosen, wrong = {}, []
+    for tensor, names in holders.items():
+        listed = weight_map.get(tensor)
+        if listed not in names:
+            if len(names) > 1:
+                text = f"the tensor is in {' and '.join(names[:3])}, and the index names {listed or 'none'} for it"
+                raise ModelFileError(index_path, text, tensor)
+            wrong.append(
+                f"{tensor} is in {names[0]}, not in {listed}" if listed else f"{tensor} of {names[0]} is left out"
+            )
+        chosen[tensor] = files[listed if listed in names else names[0]]
+    wrong += [f"{tensor} is not in {name}" for tensor, name in weight_map.items() if tensor not in holders]
+    if wrong:
+        more = f", and {len(wrong) - MAX_SHOWN} more" if len(wrong) > MAX_SHOWN else ""
+        logger.warning("%s differs from its files: %s%s", index_path, "; ".join(wrong[:MAX_SHOWN]), more)
+    return chosen
 
 
 class _SafetensorsFile:

@@ -12,7 +12,9 @@ from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.rope import Rope, RopeScaling
 from jaxengine.models.registry import read_gguf
 from tests.models.tiny import windows_of
+from tests.tables import each_row
 
+YARN = {"rope_type": "yarn", "factor": 4.0}
 SHARED = {
     "block_count": 2,
     "embedding_length": 64,
@@ -75,6 +77,33 @@ def test_rope_scaling():
     assert read_gguf(yarn).attention[1].rope.scaling.original_max_position_embeddings == 128
     explicit = read_gguf(metadata(), rope_factors=RopeFactors((1.0,) * 6 + (4.0, 8.0)))
     assert explicit.attention[0].rope.scaling == RopeScaling("factors", factors=(1.0,) * 6 + (4.0, 8.0))
+
+
+@each_row(
+    "fields,expected",
+    [
+        ({"rope.scaling.factor": 4.0}, RopeScaling("linear", 4.0)),
+        ({"rope.scale_linear": 4.0}, RopeScaling("linear", 4.0)),
+        ({"rope.scaling.factor": 2.0, "rope.scale_linear": 4.0}, RopeScaling("linear", 2.0)),
+        ({"rope.scaling.type": "linear", "rope.scale_linear": 4.0}, RopeScaling("linear", 4.0)),
+        ({"rope.scaling.type": "yarn", "rope.scale_linear": 4.0}, RopeScaling.from_hf(YARN, 512)),
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, None),
+        ({"rope.scaling.factor": np.float32(1.0)}, None),
+        ({"rope.scale_linear": 0.0}, None),
+    ],
+)
+def test_rope_factor_as_llama_cpp_takes_it(fields, expected):
+    raw = metadata() | {f"llama.{name}": value for name, value in fields.items()}
+    assert read_gguf(raw).attention[0].rope == Rope(16, scaling=expected)
+
+
+def test_rope_factor_beside_tensors_is_refused():
+    raw = metadata() | {"llama.rope.scaling.factor": 4.0}
+    for factors in (RopeFactors((1.0,) * 8), RopeFactors(short=(1.0,) * 8, long=(2.0,) * 8)):
+        with pytest.raises(ModelConfigError, match="linear.*not supported"):
+            read_gguf(raw, rope_factors=factors)
+    with pytest.raises(ModelConfigError, match="rope.scale_linear must be a finite number > 0, got -1"):
+        read_gguf(metadata() | {"llama.rope.scale_linear": -1.0})
 
 
 def test_sliding_window_shorter_than_the_context_counts():

@@ -133,7 +133,12 @@ def test_layers_that_predict_further_tokens_are_not_read():
 
 def test_unused_tensor():
     tensors = random_tensors(CONFIG)
-    load(tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32)})
+    for name in (
+        *("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", "k_scale", "v_scale"),
+        *("q_scale", "attn.q_scale", "prob_scale", "attn.prob_scale", "q_proj.output_scale", "prob_output_scale"),
+    ):
+        load(tensors | {f"model.layers.0.self_attn.{name}": np.zeros(4, np.float32)})
+    load(tensors | {"model.rotary_emb.inv_freq": np.zeros(4, np.float32)})
     with pytest.raises(ModelFileError, match="no use for this tensor.*layers.2.mlp"):
         load(tensors | {"model.layers.2.mlp.up_proj.weight": np.zeros((48, 32), np.float32)})
 

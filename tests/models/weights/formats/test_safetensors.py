@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
 
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
@@ -201,10 +202,64 @@ def test_index_paths_stay_in_the_folder(sharded, name):
         SafetensorsCheckpoint(sharded)
 
 
-def test_index_that_disagrees_with_its_files(sharded):
-    rewrite_index(sharded, lambda weight_map: weight_map.pop("lm_head.weight"))
-    with pytest.raises(ModelFileError, match="disagree about this tensor.*lm_head.weight"):
+HEAD, NORM = "lm_head.weight", "model.norm.weight"
+
+
+def test_index_that_is_slightly_off(sharded, caplog):
+    path = sharded / "model.safetensors.index.json"
+    whole = path.read_text()
+    files = json.loads(whole)["weight_map"]
+    of_head = files[HEAD]
+    other = next(name for name in files.values() if name != of_head)
+    expected = {name: SafetensorsCheckpoint(sharded).read(name) for name in files}
+    assert not caplog.text
+
+    def off(change) -> str:
+        """Change the index, check that all tensors are read, and return what is logged."""
+        caplog.clear()
+        path.write_text(whole)
+        rewrite_index(sharded, change)
+        checkpoint = SafetensorsCheckpoint(sharded)
+        assert checkpoint.names() == expected.keys()
+        for name, array in expected.items():
+            np.testing.assert_array_equal(checkpoint.read(name), array)
+        return caplog.text
+
+    assert f"{HEAD} of {of_head} is left out" in off(lambda listed: listed.pop(HEAD))
+    assert f"{HEAD} is in {of_head}, not in {other}" in off(lambda listed: listed.update({HEAD: other}))
+    assert f"more.weight is not in {other}" in off(lambda listed: listed.update({"more.weight": other}))
+    many = off(lambda listed: listed.update({f"more.{number}": other for number in range(20)}))
+    assert f"more.7 is not in {other}, and 12 more" in many and "more.8" not in many
+    path.write_text(json.dumps(json.loads(whole) | {"metadata": {"total_size": 7}}))
+    caplog.clear()
+    SafetensorsCheckpoint(sharded).close()
+    assert not caplog.text  # nobody needs the size
+
+
+def test_tensor_in_several_files(sharded):
+    path = sharded / "model.safetensors.index.json"
+    whole = path.read_text()
+    files = json.loads(whole)["weight_map"]
+    other = next(name for name in files.values() if name != files[HEAD])
+    tensors = load_file(sharded / other)
+    third = np.full((128, 64), 3, np.float32)
+    save_file({**tensors, HEAD: third}, sharded / other)
+    assert (SafetensorsCheckpoint(sharded).read(HEAD) != third).any()  # as the index says
+    rewrite_index(sharded, lambda listed: listed.update({HEAD: other}))
+    assert (SafetensorsCheckpoint(sharded).read(HEAD) == third).all()
+    rewrite_index(sharded, lambda listed: listed.pop(HEAD))
+    with pytest.raises(ModelFileError, match="the tensor is in .* and .*, and the index names none for it.*lm_head"):
         SafetensorsCheckpoint(sharded)
+
+
+def test_needed_tensor_that_is_in_no_file(sharded, caplog):
+    name = json.loads((sharded / "model.safetensors.index.json").read_text())["weight_map"][NORM]
+    tensors = load_file(sharded / name)
+    save_file({each: array for each, array in tensors.items() if each != NORM}, sharded / name)
+    checkpoint = SafetensorsCheckpoint(sharded)
+    assert f"{NORM} is not in {name}" in caplog.text and NORM not in checkpoint.names()
+    with pytest.raises(ModelFileError, match="there is no such tensor.*model.norm.weight"):
+        checkpoint.read(NORM)
 
 
 def test_index_that_lists_an_absent_file(sharded):
