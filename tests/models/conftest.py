@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxengine.checkpoint.stored_head import with_stored_head
 from jaxengine.models.adapters import Adapters
 from jaxengine.models.build import Build
 from jaxengine.models.cache import Cache, StateRows, pool_spec, state_rows
@@ -34,10 +35,11 @@ NUM_SLOTS = 4  # of states; those of sequences, and what nobody has written, hol
 
 @cache
 def load_recorded(name: str) -> SimpleNamespace:
-    config = read_hf(read_config_json(CHECKPOINTS / name))
+    raw = read_config_json(CHECKPOINTS / name)
+    source = SafetensorsCheckpoint(checkpoint(WEIGHTS_OF.get(name, name)))
+    config = with_stored_head(read_hf(raw), raw, source)
     config = config.up_to(config.max_position_embeddings)
     model = build_model(config, Build("float32"))
-    source = SafetensorsCheckpoint(checkpoint(WEIGHTS_OF.get(name, name)))
     nnx.update(model, load_params(model, source))
     source.close()
     with np.load(CHECKPOINTS / name / "golden.npz", allow_pickle=False) as golden:
