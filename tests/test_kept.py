@@ -1,4 +1,4 @@
-"""What tests share is ended when nobody uses it."""
+"""Engines and servers that tests share are ended when no file uses them."""
 
 from __future__ import annotations
 

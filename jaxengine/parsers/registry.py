@@ -114,7 +114,10 @@ class ReasoningFormat(Protocol):
         ...
 
     def answers_after(self, prompt: str, continued: str = "", *, calls: bool = True) -> dict[str, Any] | None:
-        """The fields of stop_after for such an output; None if all of it is the answer. calls: as in `open`."""
+        """The fields of stop_after for such an output; None if all of it is the answer.
+
+        calls: whether a parser of the model's own tool calls follows.
+        """
         ...
 
 

@@ -8,8 +8,9 @@ messages; of requests only the sampling parameters of a slot.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import jax
@@ -189,13 +190,7 @@ class ModelRunner:
 
     def set_params(self, rows: list[tuple[int, np.ndarray]]) -> None:
         """Stores sampling parameters: (slot, words), the latter as `param_words` gives them."""
-        for first in range(0, len(rows), NUM_PARAM_ROWS):
-            chunk = rows[first : first + NUM_PARAM_ROWS]
-            slots = np.full(NUM_PARAM_ROWS, len(self._has_bias), np.int32)
-            words = np.zeros((NUM_PARAM_ROWS, len(NEUTRAL)), np.int32)
-            for index, (slot, own_words) in enumerate(chunk):
-                slots[index], words[index] = slot, own_words
-            self.change_state(PARAMETERS, slots, words)
+        self.change_slots(PARAMETERS, rows, NUM_PARAM_ROWS, len(NEUTRAL))
 
     def set_biases(self, biases: list[tuple[int, np.ndarray | None]]) -> None:
         """Sets additive logit biases of slots, f32[V]; None for no bias."""
@@ -203,31 +198,32 @@ class ModelRunner:
         for slot, row in biases:
             if row is not None or self._has_bias[slot]:
                 self._has_bias[slot] = row is not None
-                rows.append((slot, self._padded(np.zeros(0, np.float32) if row is None else row)))
-        self.change_rows(BIAS_ROWS, rows)
+                rows.append((slot, np.zeros(0, np.float32) if row is None else row))
+        self.change_rows(BIAS_ROWS, rows, self.last.programs.vocab_size)
 
     def set_token_counts(self, sequences: list[tuple[int, np.ndarray, np.ndarray]]) -> None:
         """Tells penalties what slots' prompts and outputs hold so far: (slot, prompt, output)."""
-        rows = []
-        for slot, prompt, output in sequences:
-            counts = 2 * np.bincount(output, minlength=self.vocab_size).astype(np.int32)
-            counts[prompt] |= 1
-            rows.append((slot, self._padded(counts)))
-        self.change_rows(COUNTS_ROWS, rows)
+        rows = ((slot, self._counts(prompt, output)) for slot, prompt, output in sequences)
+        self.change_rows(COUNTS_ROWS, rows, self.last.programs.vocab_size)
 
-    def change_rows(self, name: str, rows: list[tuple[int, np.ndarray]]) -> None:
-        """Replaces long rows of slots, in as few launches as pay: see `state_changes.long_rows`."""
-        for first in range(0, len(rows), NUM_LONG_ROWS):
-            chunk = rows[first : first + NUM_LONG_ROWS]
-            if len(chunk) < MIN_LONG_ROWS:
-                for slot, row in chunk:
-                    self.change_state(rows_name(name, 1), np.array([slot], np.int32), row[None])
-                continue
-            slots = np.full(NUM_LONG_ROWS, len(self._has_bias), np.int32)
-            slots[: len(chunk)] = [slot for slot, _ in chunk]
-            values = np.zeros((NUM_LONG_ROWS, len(chunk[0][1])), chunk[0][1].dtype)
-            values[: len(chunk)] = [row for _, row in chunk]
-            self.change_state(rows_name(name, NUM_LONG_ROWS), slots, values)
+    def change_rows(self, name: str, rows: Iterable[tuple[int, np.ndarray]], width: int) -> None:
+        """Replaces long rows of slots, in as few launches as pay: see `state_changes.long_rows`, and `change_slots`."""
+        rows = iter(rows)
+        while chunk := list(islice(rows, NUM_LONG_ROWS)):
+            size = NUM_LONG_ROWS if len(chunk) >= MIN_LONG_ROWS else 1
+            self.change_slots(rows_name(name, size), chunk, size, width)
+
+    def change_slots(self, name: str, rows: Sequence[tuple[int, np.ndarray]], size: int, width: int) -> None:
+        """Runs a change that takes `size` slots and their rows [size, width], as often as it takes for all rows.
+
+        rows: (slot, row), each row padded with zeros to the width; all have one dtype.
+        """
+        for first in range(0, len(rows), size):
+            slots = np.full(size, len(self._has_bias), np.int32)
+            values = np.zeros((size, width), rows[0][1].dtype)
+            for index, (slot, row) in enumerate(rows[first : first + size]):
+                slots[index], values[index, : len(row)] = slot, row
+            self.change_state(name, slots, values)
 
     def set_column(self, name: str, known: np.ndarray, slots: list[int], values: list[int]) -> None:
         """Tells the devices the values that differ from what they know of these slots."""
@@ -251,9 +247,11 @@ class ModelRunner:
         """A result; waits for it."""
         return np.asarray(array) if self.peers is ALONE else self.peers.run(lambda: np.asarray(array))
 
-    def _padded(self, row: np.ndarray) -> np.ndarray:
-        """A row over the vocabulary as the sampler counts it."""
-        return np.pad(row, (0, self.last.programs.vocab_size - len(row)))
+    def _counts(self, prompt: np.ndarray, output: np.ndarray) -> np.ndarray:
+        """i32[V]: twice how often each token is in the output, and one more for those of the prompt."""
+        counts = 2 * np.bincount(output, minlength=self.vocab_size).astype(np.int32)
+        counts[prompt] |= 1
+        return counts
 
     def _plan_memory(self, needs: Sequence[StageNeeds]) -> MemoryPlan:
         """The plan of the stage with the least room."""

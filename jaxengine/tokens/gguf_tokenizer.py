@@ -14,7 +14,7 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from jaxengine.models.params.errors import ModelFileError
-from jaxengine.models.params.gguf_ends import listed_ends, named_turn_ends, unique
+from jaxengine.models.params.gguf_ends import listed_ends, named_turn_ends
 from jaxengine.tokens.special_tokens import SpecialTokens
 
 # tokenizer.ggml.token_type
@@ -155,7 +155,7 @@ def special_tokens(values: Mapping[str, Any], path: str) -> SpecialTokens:
     listed = listed_ends(values)
     if not all(type(number) is int and 0 <= number < size for number in listed):
         raise metadata.fail(f"must be ids from 0 to {size - 1}, got {str(listed)[:100]}", "eos_token_ids")
-    ends = unique((*ends, *listed, *named_turn_ends(values)))
+    ends = tuple(dict.fromkeys((*ends, *listed, *named_turn_ends(values))))
     return SpecialTokens(ids["bos"], ids["eos"], ids["unknown"], ids["padding"], ends)
 
 

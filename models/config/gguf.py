@@ -15,7 +15,7 @@ from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.rope import Rope, RopeScaling
-from jaxengine.models.params.gguf_ends import END_KEYS, EOS_LIST, listed_ends, named_turn_ends, unique
+from jaxengine.models.params.gguf_ends import END_KEYS, EOS_LIST, listed_ends, named_turn_ends
 
 MIXTRAL = "llama with experts"
 DEEPSEEK_V3 = "deepseek2 with sigmoid scores"
@@ -182,7 +182,8 @@ def _ends(metadata: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
     """Read all tokens that end an answer. A chat model may end its turn with a token of its own."""
     general = ConfigFields({**metadata, EOS_LIST: listed_ends(metadata)})
     ids = [number for key in (*END_KEYS, EOS_LIST) for number in general.token_ids(key)]
-    return unique((*ids, *(number for number in named_turn_ends(metadata) if number < vocab_size)))
+    named = (number for number in named_turn_ends(metadata) if number < vocab_size)
+    return tuple(dict.fromkeys((*ids, *named)))
 
 
 def _vocab_size(general: ConfigFields) -> int:

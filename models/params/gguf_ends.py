@@ -5,7 +5,7 @@ Files of chat models often name the base model's end of text alone, which the mo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 EOS_LIST = "tokenizer.ggml.eos_token_ids"
@@ -46,8 +46,3 @@ def listed_ends(metadata: Mapping[str, Any]) -> list[Any]:
     listed: Any = metadata.get(EOS_LIST)
     listed = listed.tolist() if hasattr(listed, "tolist") else listed
     return [] if listed is None else listed if isinstance(listed, list) else [listed]
-
-
-def unique(ids: Iterable[int]) -> tuple[int, ...]:
-    """Return each id once, in the order of the first."""
-    return tuple(dict.fromkeys(ids))

@@ -171,7 +171,7 @@ class ExecutableCache:
             learn_sources(self._files.read(file) or b"")
         count = num_known_sources()
         _environment(self._devices[0], self._family)
-        if num_known_sources() > count and self._files.can_keep():
+        if num_known_sources() > count:
             self._files.write(file, known_sources())
 
     def _load(self, name: str, file: str, in_tree: Any, out_tree: Any) -> Executable | None:

@@ -33,7 +33,7 @@ _BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")  # where a statem
 
 
 class _Source(NamedTuple):
-    """What a file says.
+    """Content of a source file, as far as programs depend on it.
 
     Attributes:
       digest: of its syntax tree without docstrings.
@@ -57,18 +57,19 @@ def source_digest(root: Path, modules: Iterable[str], family: Path | None = None
 
 
 def known_sources() -> bytes:
-    """What this process knows of sources, for `learn_sources` of one that runs the same Python."""
+    """Return the sources that this process has parsed, for `learn_sources` in one that runs the same Python."""
     return json.dumps(_known).encode()
 
 
 def learn_sources(known: bytes) -> None:
-    """Take over what `known_sources` returned; what is damaged is left."""
+    """Take over what `known_sources` returned, as far as it is not damaged."""
     with contextlib.suppress(ValueError, TypeError, AttributeError):
         for content, (digest, imports) in json.loads(known).items():
             _known.setdefault(content, _Source(digest, [(module, name) for module, name in imports]))
 
 
 def num_known_sources() -> int:
+    """Return how many sources this process knows."""
     return len(_known)
 
 

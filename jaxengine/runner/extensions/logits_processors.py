@@ -103,13 +103,9 @@ class SlotColumns(HostExtension):
 
     def set_columns(self, rows: list[tuple[int, np.ndarray | None]]) -> None:
         """Sets the words of slots; None for a slot that uses no processor."""
-        nowhere = self.runner.num_ranks * self.runner.config.max_num_seqs
-        for first in range(0, len(rows), NUM_ROWS):
-            slots, words = np.full(NUM_ROWS, nowhere, np.int32), np.zeros((NUM_ROWS, self._width), np.int32)
-            for index, (slot, own) in enumerate(rows[first : first + NUM_ROWS]):
-                slots[index] = slot
-                words[index] = 0 if own is None else own
-            self.runner.change_state(COLUMN_ROWS, slots, words)
+        none = np.zeros(0, np.int32)
+        own = [(slot, none if words is None else words) for slot, words in rows]
+        self.runner.change_slots(COLUMN_ROWS, own, NUM_ROWS, self._width)
 
 
 def _processed(each: type[LogitsProcessor], logits: jax.Array, columns: Mapping[str, Any], vocab: VocabColumns) -> Any:

@@ -22,13 +22,19 @@ class Answer(BaseModel):
 
 
 class NullBody(Answer):
-    """Keys of vLLM's complete answers that are null here (protocol.NULL_BODY)."""
+    """Keys that vLLM's complete answers always have, and that are null here: clients read them as attributes.
+
+    A stream has only keys with a meaning, as vLLM's has: clients take a key for a value.
+    """
 
     service_tier: None
     system_fingerprint: None
     kv_transfer_params: None
     ec_transfer_params: None
     metrics: None
+
+
+NULL_BODY = dict.fromkeys(NullBody.model_fields)
 
 
 class ErrorDetail(Answer):

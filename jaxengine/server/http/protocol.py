@@ -73,9 +73,7 @@ HINTS = frozenset(
 
 logger = logging.getLogger(__name__)
 
-# Keys that vLLM's complete answers always have, and that are null here: clients read them as attributes. A stream has
-# only keys with a meaning, as vLLM's has: clients take a key for a value.
-NULL_BODY = dict.fromkeys(("service_tier", "system_fingerprint", "kv_transfer_params", "ec_transfer_params", "metrics"))
+# Keys that every choice of vLLM's complete answers has, and that are null here: see answers.NullBody.
 NULL_CHOICE = dict.fromkeys(("token_ids", "routed_experts"))
 
 _SAMPLING_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))

@@ -1,4 +1,4 @@
-"""What a step's new requests bring to the devices goes there in a few launches, however many requests there are."""
+"""Launches that bring the parameters, biases and counts of a step's new requests to the devices: few for many."""
 
 from __future__ import annotations
 

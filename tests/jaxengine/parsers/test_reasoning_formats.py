@@ -73,7 +73,7 @@ THINKING_TOOLS = [
 
 
 def thought(name: str, kind: str, thoughts: str) -> ParsedMessage:
-    """What is in thoughts that have no end, the same however they are cut."""
+    """Return the message of thoughts that have no end, which is the same however the text is cut."""
     row, format = TOOL_PARSERS[kind], REASONING_PARSERS[name].format
     assert isinstance(format, ThinkFormat)
     messages = []

@@ -222,9 +222,7 @@ class SlotHistory(HostExtension):
     def set_histories(self, histories: list[tuple[int, np.ndarray]]) -> None:
         """Tells what drafts are made of: slots and the tokens i32[n] that they begin with."""
         if self.keeps_history:
-            length = self.runner.config.max_model_len
-            rows = [(slot, np.pad(tokens, (0, length - len(tokens)))) for slot, tokens in histories]
-            self.runner.change_rows(HISTORY_ROWS, rows)
+            self.runner.change_rows(HISTORY_ROWS, histories, self.runner.config.max_model_len)
 
 
 def drafts_of(shape: StageShape, bucket: Bucket) -> Drafts:

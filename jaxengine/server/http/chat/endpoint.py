@@ -15,14 +15,14 @@ from fastapi import APIRouter, Request, Response
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import RequestOutput
-from jaxengine.server.http.answers import Error, answers
+from jaxengine.server.http.answers import NULL_BODY, Error, answers
 from jaxengine.server.http.chat.answers import ChatCompletion, ChatCompletionChunk
 from jaxengine.server.http.chat.output import ChatChoiceWriter
 from jaxengine.server.http.chat.protocol import ChatRequest, text_of
 from jaxengine.server.http.chat.run import ChatRun, ChatServer
 from jaxengine.server.http.limits import JsonRoute
 from jaxengine.server.http.models import choose_model
-from jaxengine.server.http.protocol import NULL_BODY, usage
+from jaxengine.server.http.protocol import usage
 from jaxengine.server.http.sse import answer, event, json_response, stream_events
 from jaxengine.server.names import served_names
 from jaxengine.server.options import ServerConfig

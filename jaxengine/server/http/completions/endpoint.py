@@ -18,14 +18,14 @@ from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import CompletionOutput, RequestOutput
 from jaxengine.requests.sampling_params import SamplingParams
 from jaxengine.server.beam_search import beam_search
-from jaxengine.server.http.answers import Error, answers
+from jaxengine.server.http.answers import NULL_BODY, Error, answers
 from jaxengine.server.http.completions.answers import Completion, CompletionChunk
 from jaxengine.server.http.completions.output import ChoiceWriter
 from jaxengine.server.http.completions.protocol import CompletionRequest
 from jaxengine.server.http.interleave import interleave
 from jaxengine.server.http.limits import JsonRoute
 from jaxengine.server.http.models import choose_model
-from jaxengine.server.http.protocol import NULL_BODY, NULL_CHOICE, usage
+from jaxengine.server.http.protocol import NULL_CHOICE, usage
 from jaxengine.server.http.sse import answer, event, json_response, stream_events
 from jaxengine.server.names import served_names
 from jaxengine.server.options import ServerConfig
