@@ -91,7 +91,7 @@ def make_server(chat_options):
     made.end_all()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # a file's own request for it: one that no file uses has ended
 def server(make_server):
     """A server with one API process, HTTP and gRPC: base_url, grpc_address, pid, engine_pid, api_pids."""
     return make_server()

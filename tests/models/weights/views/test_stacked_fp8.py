@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jaxengine.checkpoint.stored_head import with_stored_head
 from jaxengine.models.build import Build
 from jaxengine.models.config.hf import read_config_json
 from jaxengine.models.params.errors import ModelFileError
@@ -61,7 +62,8 @@ def raw_config(name: str, tensors: dict[str, np.ndarray], block: tuple[int, int]
 
 
 def loaded(raw, tensors: dict[str, np.ndarray]):
-    return load_params(build_model(read_hf(raw), Build("float32")), ArraySource(tensors))
+    source = ArraySource(tensors)
+    return load_params(build_model(with_stored_head(read_hf(raw), raw, source), Build("float32")), source)
 
 
 def stacks_of(name: str, tensors: dict[str, np.ndarray], number: int) -> list[str]:
