@@ -8,9 +8,9 @@ import contextlib
 import copy
 import logging
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from os import PathLike
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from jax.sharding import Mesh
 
@@ -18,7 +18,9 @@ from jaxengine.api.adapters import load_adapter
 from jaxengine.api.core import AnyOutput, EngineCore
 from jaxengine.api.engine_client import EngineDeadError
 from jaxengine.api.output_stream import OutputStream
+from jaxengine.api.weights import read_new, weight_info, weights_of
 from jaxengine.config.engine_config import EngineConfig
+from jaxengine.engine.extensions.weights import KVMode, PauseMode, Weights, WeightUpdate
 from jaxengine.requests.inputs import InputProcessor
 from jaxengine.requests.lora import LoRARequest
 from jaxengine.requests.options import RequestOptions
@@ -28,12 +30,18 @@ from jaxengine.requests.pooling.params import PoolingParams
 from jaxengine.requests.prepared import Prompt
 from jaxengine.requests.run_in_thread import make_ready
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
+from jaxengine.runner.weight_update import Renamed
 from jaxengine.scheduler.errors import RequestError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+# How often it is asked whether a pause is there.
+_SETTLE_SECONDS = 0.002
 
 
 class _Reader:
@@ -223,6 +231,10 @@ class AsyncLLM:
 
     async def utility(self, name: str, *arguments: Any) -> Any:
         """Calls a function of `EngineCore.utilities` between two steps. Raises RequestError, EngineDeadError."""
+        return await self._between_steps(lambda: self.core.utility(name, *arguments))
+
+    async def _between_steps(self, function: Callable[[], _T]) -> _T:
+        """Calls a function on the engine's thread; returns its result, or raises its error or EngineDeadError."""
         loop, future = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 
         def settle(method: Callable[[Any], None], value: Any) -> None:
@@ -233,7 +245,7 @@ class AsyncLLM:
             try:
                 if self._dead is not None:
                     raise self._dead
-                outcome = future.set_result, self.core.utility(name, *arguments)
+                outcome = future.set_result, function()
             except Exception as error:
                 outcome = future.set_exception, error
             with contextlib.suppress(RuntimeError):  # the caller's event loop is gone
@@ -241,6 +253,52 @@ class AsyncLLM:
 
         self._run_command(call)
         return await future
+
+    async def update_weights(
+        self,
+        params: Any,
+        *,
+        version: int | str | None = None,
+        mode: PauseMode = "keep",
+        kv: KVMode = "recompute",
+        mapping: Mapping[str, Renamed] | None = None,
+        strict: bool = True,
+    ) -> WeightUpdate:
+        """As `LLM.update_weights`; requests that arrive while the engine is paused wait."""
+        weights = await self._weights()
+        weights.check(version, mode, kv)
+        new = await asyncio.to_thread(read_new, self.core, params, mapping, strict)
+        was_paused = await self.is_paused()
+        try:
+            await self.pause_generation(mode)
+            return await self._between_steps(lambda: weights.switch(new, version, kv))
+        finally:
+            if not was_paused:
+                await self.resume_generation()
+
+    async def pause_generation(self, mode: PauseMode = "keep") -> None:
+        """As `LLM.pause_generation`."""
+        weights = await self._weights()
+        await self._between_steps(lambda: weights.pause(mode))
+        while not await self._between_steps(weights.settle):
+            await asyncio.sleep(_SETTLE_SECONDS)
+
+    async def resume_generation(self) -> None:
+        """Ends a pause."""
+        weights = await self._weights()
+        await self._between_steps(weights.resume)
+
+    async def is_paused(self) -> bool:
+        """Whether requests wait for `resume_generation`."""
+        weights = await self._weights()
+        return await self._between_steps(lambda: weights.is_paused)
+
+    async def weight_info(self, checksum: bool = False) -> dict[str, Any]:
+        """As `LLM.weight_info`."""
+        return await self._between_steps(lambda: weight_info(self.core, checksum))
+
+    async def _weights(self) -> Weights:
+        return await self._between_steps(lambda: weights_of(self.core))
 
     def text_spans(self) -> list[tuple[float, float, int]]:
         """Periods in which tokens were turned into text: (start, end, outputs), seconds of time.monotonic; the latest,

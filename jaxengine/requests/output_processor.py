@@ -21,6 +21,7 @@ from jaxengine.requests.outputs import (
     RequestMetrics,
     RequestOutput,
     position_logprobs,
+    weight_spans,
 )
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.scheduler.request import FinishReason, Request
@@ -85,6 +86,7 @@ class _Sequence:
             logprobs=self.logprobs[first:] if scored else None,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            weight_versions=weight_spans(self.request.weight_versions, len(self.token_ids)),
             **{name: rows.take(num_fed, kind is RequestOutputKind.DELTA) for name, rows in self.found.items()},
         )
 

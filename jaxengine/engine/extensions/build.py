@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jaxengine.engine.extensions.adapters import Adapters
     from jaxengine.engine.extensions.drafts import Drafts
     from jaxengine.engine.extensions.pictures import MediaStats, Pictures
+    from jaxengine.engine.extensions.weights import Weights
     from jaxengine.runner.extensions.adapters.store import AdapterStore
 
 
@@ -121,6 +122,10 @@ class Extensions:
         """The adapters that requests may name. Raises RequestError where the engine has no room for any."""
         return cast("Adapters", self.require("adapters")).store
 
+    def weight_versions(self) -> Weights:
+        """What pauses the engine and replaces its weights."""
+        return cast("Weights", self.require("weights"))
+
     def media_stats(self) -> MediaStats | None:
         """What is counted of pictures; None for an engine that sees none."""
         found = self.by_name.get("pictures")
@@ -204,6 +209,11 @@ class Extensions:
         )
         return Structured(masks, drafts)
 
+    def _weights(self) -> LoopExtension:
+        from jaxengine.engine.extensions.weights import Weights
+
+        return Weights()
+
 
 _MAKERS: dict[str, Callable[[Extensions], LoopExtension]] = {
     "adapters": Extensions._adapters,
@@ -214,4 +224,5 @@ _MAKERS: dict[str, Callable[[Extensions], LoopExtension]] = {
     "pooling": Extensions._pooling,
     "scores": Extensions._scores,
     "structured": Extensions._structured,
+    "weights": Extensions._weights,
 }

@@ -1,0 +1,152 @@
+"""Weights that are replaced while requests run: pauses, versions, and what becomes of keys and values.
+
+A switch lies between two steps with none in flight, so that each token belongs to one version, and nothing compiles:
+executables take weights as arguments.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from typing import Any, Literal, NamedTuple, get_args
+
+from jaxengine.engine.extension import NO_EVENTS, Events, Loop, LoopExtension
+from jaxengine.runner.weight_update import NewWeights
+from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.extensions.intake import Intake
+from jaxengine.scheduler.request import FinishReason, Request
+
+# What becomes of the requests that are there: they stay where they are, run to their end, or end at once.
+PauseMode = Literal["keep", "wait", "abort"]
+# What becomes of keys and values that earlier weights made: running requests go on with them, or are computed again;
+# `drop` also gives up the cached prefixes, which nobody finds either way, at once.
+KVMode = Literal["keep", "recompute", "drop"]
+Version = int | str
+
+
+class WeightUpdate(NamedTuple):
+    """A switch to new weights.
+
+    Attributes:
+      version: the new weights'.
+      leaves: arrays that were replaced; num_bytes: of these, over all devices of this process.
+      load_seconds: that reading and placing took, while steps went on; switch_seconds: between two steps.
+    """
+
+    version: Version
+    leaves: int
+    num_bytes: int
+    load_seconds: float
+    switch_seconds: float
+
+
+class Weights(LoopExtension):
+    """Pauses the engine and switches its weights.
+
+    Attributes:
+      version: of the weights that the next step will use.
+    """
+
+    def __init__(self) -> None:
+        self.version: Version = 0
+        self._num_switches = 0
+        self._intake = Intake()
+        self._aborts = False
+
+    def attach(self, loop: Loop) -> None:
+        super().attach(loop)
+        loop.scheduler.extensions.append(self._intake)
+        for request in loop.scheduler.requests:
+            self.prepare(request)
+
+    def prepare(self, request: Request) -> None:
+        request.weight_versions = [(self.version, 0)]
+
+    def pause(self, mode: PauseMode) -> None:
+        """Begins a pause. Steps must go on until `settle` says that it is there.
+
+        Raises RequestError for another mode.
+        """
+        _among("mode", mode, get_args(PauseMode))
+        scheduler = self.loop.scheduler
+        if mode == "keep":
+            scheduler.paused = True
+            return
+        self._intake.close(1 + max((each.arrival_index for each in scheduler.requests), default=-1))
+        self._aborts = mode == "abort"
+
+    def resume(self) -> None:
+        """Ends a pause, or the beginning of one."""
+        self.loop.scheduler.paused = False
+        self._intake.open()
+        self._aborts = False
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether requests wait for `resume`."""
+        return self.loop.scheduler.paused or self._intake.first is not None
+
+    def settle(self) -> bool:
+        """Whether the pause is there: no step is in flight, and nobody is left for whom it waits."""
+        if self.loop.in_flight or not (self.loop.scheduler.paused or not self._earlier()):
+            return False
+        self.loop.scheduler.paused = True
+        return True
+
+    def poll(self) -> Events:
+        if not self._aborts:
+            return NO_EVENTS
+        self._aborts = False
+        return Events(ended=[(request, FinishReason.ABORT, None) for request in self._earlier()])
+
+    def check(self, version: Version | None, mode: PauseMode, kv: KVMode) -> None:
+        """Raises RequestError for an argument of an update that is not allowed."""
+        _among("mode", mode, get_args(PauseMode))
+        _among("kv", kv, get_args(KVMode))
+        if isinstance(version, bool) or not isinstance(version, int | str | None):
+            raise RequestError(f"version is {version!r}; allowed: an integer or a text", param="version", value=version)
+
+    def switch(self, new: NewWeights, version: Version | None = None, kv: KVMode = "recompute") -> WeightUpdate:
+        """Replaces the weights while the engine is paused. version: None counts on from the last number.
+
+        Raises RequestError for an invalid argument, and nothing has changed then.
+        """
+        self.check(version, "keep", kv)
+        version = self._next_version(version)
+        assert self.settle(), "weights are replaced between two steps"
+        start, scheduler = time.monotonic(), self.loop.scheduler
+        if kv != "keep":
+            scheduler.preempt_all()
+        self._num_switches += 1
+        # Not the version: its caller may use a name again for other weights.
+        scheduler.replace_weights(hashlib.sha256(self._num_switches.to_bytes(8, "big")).digest())
+        new.put(self.loop.runner)
+        if kv == "drop":
+            scheduler.reset_prefix_cache()
+        for extension in scheduler.extensions:
+            extension.reset_cache()
+        self.version = version
+        for request in scheduler.requests:
+            num_output = len(scheduler.output_token_ids(request))
+            if request.weight_versions[-1][1] == num_output:
+                request.weight_versions.pop()
+            request.weight_versions.append((version, num_output))
+        return WeightUpdate(version, new.num_leaves, new.num_bytes, new.seconds, time.monotonic() - start)
+
+    def status(self) -> dict[str, Any]:
+        return {"weights": {"version": self.version, "switches": self._num_switches, "paused": self.is_paused}}
+
+    def _next_version(self, version: Version | None) -> Version:
+        if version is None:
+            return self.version + 1 if isinstance(self.version, int) else self._num_switches + 1
+        return version
+
+    def _earlier(self) -> list[Request]:
+        """Requests that do not wait for the pause to end."""
+        first = self._intake.first
+        return [each for each in self.loop.scheduler.requests if first is None or each.arrival_index < first]
+
+
+def _among(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise RequestError(f"{name} is {value!r}; allowed: {', '.join(allowed)}", param=name, value=value)
