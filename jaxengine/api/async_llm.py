@@ -293,6 +293,29 @@ class AsyncLLM:
         weights = await self._weights()
         return await self._between_steps(lambda: weights.is_paused)
 
+    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """As `LLM.sleep`."""
+        weights = await self._weights()
+        weights.check_sleep(level, mode)
+        await self.pause_generation(mode)
+        await self._between_steps(lambda: weights.sleep(level))
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """As `LLM.wake_up`."""
+        weights = await self._weights()
+
+        def wake() -> None:
+            weights.wake(tags)
+            if not weights.asleep:
+                weights.resume()
+
+        await self._between_steps(wake)
+
+    async def is_sleeping(self) -> bool:
+        """Whether weights or pages are not on the devices."""
+        weights = await self._weights()
+        return await self._between_steps(lambda: bool(weights.asleep))
+
     async def weight_info(self, checksum: bool = False) -> dict[str, Any]:
         """As `LLM.weight_info`."""
         return await self._between_steps(lambda: weight_info(self.core, checksum))

@@ -388,6 +388,36 @@ class LLM:
         with self._lock:
             return weights_of(self.core).is_paused
 
+    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Gives up device memory until `wake_up`; compiled programs stay. Requests of other threads wait.
+
+        level: 1 gives up weights, which host memory keeps, and pages; 2 gives up weights without a copy, so that
+          `update_weights` must bring new ones; 0 pauses alone. mode: as of `pause_generation`; requests that "keep"
+          keeps are computed again. Raises RequestError for another level or mode.
+        """
+        with self._lock:
+            weights_of(self.core).check_sleep(level, mode)
+        self.pause_generation(mode)
+        with self._lock:
+            weights_of(self.core).sleep(level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Puts back what `sleep` gave up, and lets requests run once all is there.
+
+        tags: "weights", "kv_cache" or both, the latter by default. Raises RequestError for another tag, and for
+        weights that were given up at level 2 and not replaced.
+        """
+        with self._lock:
+            weights = weights_of(self.core)
+            weights.wake(tags)
+            if not weights.asleep:
+                weights.resume()
+
+    def is_sleeping(self) -> bool:
+        """Whether weights or pages are not on the devices."""
+        with self._lock:
+            return bool(weights_of(self.core).asleep)
+
     @property
     def weight_version(self) -> int | str:
         """Version of the weights: 0 until `update_weights` replaces them."""

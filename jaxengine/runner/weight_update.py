@@ -27,6 +27,7 @@ from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.load import load_params
 from jaxengine.models.weights.views.parts import num_parts
 from jaxengine.runner.model_runner import ModelRunner
+from jaxengine.runner.sleep import Absent
 from jaxengine.runner.stage_runner import StageRunner
 from jaxengine.scheduler.errors import RequestError
 from jaxengine.sharding.rules import part_bytes
@@ -114,6 +115,9 @@ def read_weights(
         first = (error.where or "", error.what)
         raise WeightUpdateError(f"the weights stay as they are: {error}", [first, *error.others]) from error
     new = NewWeights(found, time.monotonic() - start)
+    for stage, own in zip(runner.stages, found, strict=True):
+        if any(isinstance(each, Absent) and index not in own for index, each in enumerate(stage.params)):
+            raise WeightUpdateError("the engine sleeps: until its weights are back it takes all of them, strict=True")
     if not new.num_leaves:
         raise WeightUpdateError("params has no tensor of this model")
     return new

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 from jaxengine.engine.extension import NO_EVENTS, Events, Loop, LoopExtension
+from jaxengine.runner import sleep
 from jaxengine.runner.weight_update import NewWeights
 from jaxengine.scheduler.errors import RequestError
 from jaxengine.scheduler.extensions.intake import Intake
@@ -22,6 +24,9 @@ PauseMode = Literal["keep", "wait", "abort"]
 # `drop` also gives up the cached prefixes, which nobody finds either way, at once.
 KVMode = Literal["keep", "recompute", "drop"]
 Version = int | str
+# What sleeps: given up and put back apart from each other.
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+SLEEP_LEVELS = (0, 1, 2)
 
 
 class WeightUpdate(NamedTuple):
@@ -52,6 +57,7 @@ class Weights(LoopExtension):
         self._num_switches = 0
         self._intake = Intake()
         self._aborts = False
+        self._asleep: set[str] = set()
 
     def attach(self, loop: Loop) -> None:
         super().attach(loop)
@@ -76,7 +82,10 @@ class Weights(LoopExtension):
         self._aborts = mode == "abort"
 
     def resume(self) -> None:
-        """Ends a pause, or the beginning of one."""
+        """Ends a pause, or the beginning of one. Raises RequestError while the engine sleeps."""
+        if self._asleep:
+            parts = " and ".join(sorted(self._asleep))
+            raise RequestError(f"the engine sleeps without its {parts}; wake_up brings them back", param="tags")
         self.loop.scheduler.paused = False
         self._intake.open()
         self._aborts = False
@@ -125,6 +134,7 @@ class Weights(LoopExtension):
             scheduler.reset_prefix_cache()
         for extension in scheduler.extensions:
             extension.reset_cache()
+        self._asleep.discard(WEIGHTS)
         self.version = version
         for request in scheduler.requests:
             num_output = len(scheduler.output_token_ids(request))
@@ -133,8 +143,52 @@ class Weights(LoopExtension):
             request.weight_versions.append((version, num_output))
         return WeightUpdate(version, new.num_leaves, new.num_bytes, new.seconds, time.monotonic() - start)
 
+    @property
+    def asleep(self) -> set[str]:
+        """What is not on the devices now."""
+        return set(self._asleep)
+
+    def check_sleep(self, level: int, mode: PauseMode) -> None:
+        """Raises RequestError for an argument of a sleep that is not allowed."""
+        _among("level", level, SLEEP_LEVELS)
+        _among("mode", mode, get_args(PauseMode))
+
+    def sleep(self, level: int) -> None:
+        """Gives up device memory while the engine is paused. Running requests are computed again after `wake`.
+
+        level: 0 gives up nothing; 1 the pools, and the weights, which host memory keeps; 2 the weights without a copy.
+        Raises RequestError for another one.
+        """
+        _among("level", level, SLEEP_LEVELS)
+        assert self.settle(), "an engine falls asleep between two steps"
+        if level == 0:
+            return
+        scheduler, runner = self.loop.scheduler, self.loop.runner
+        if KV_CACHE not in self._asleep:
+            scheduler.preempt_all()
+            scheduler.reset_prefix_cache()
+            for extension in scheduler.extensions:
+                extension.reset_cache()
+            sleep.release_pools(runner)
+        sleep.release_weights(runner, keep=level == 1)
+        self._asleep = {WEIGHTS, KV_CACHE}
+
+    def wake(self, tags: Sequence[str] | None = None) -> None:
+        """Puts back what these tags name, by default all. Weights of level 2 must be given to `switch` first.
+
+        Raises RequestError for another tag, and for weights that nobody has.
+        """
+        for tag in tags or ():
+            _among("tags", tag, (WEIGHTS, KV_CACHE))
+        wanted = self._asleep & set(tags if tags is not None else (WEIGHTS, KV_CACHE))
+        if WEIGHTS in wanted and not sleep.restore_weights(self.loop.runner):
+            raise RequestError("the weights were given up at level 2: give new ones by update_weights", param="tags")
+        if KV_CACHE in wanted:
+            sleep.allocate_pools(self.loop.runner)
+        self._asleep -= wanted
+
     def status(self) -> dict[str, Any]:
-        return {"weights": {"version": self.version, "switches": self._num_switches, "paused": self.is_paused}}
+        return {"weights": {"version": self.version, "switches": self._num_switches, "paused": self.is_paused, "asleep": sorted(self._asleep)}}
 
     def _next_version(self, version: Version | None) -> Version:
         if version is None:
@@ -147,6 +201,6 @@ class Weights(LoopExtension):
         return [each for each in self.loop.scheduler.requests if first is None or each.arrival_index < first]
 
 
-def _among(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise RequestError(f"{name} is {value!r}; allowed: {', '.join(allowed)}", param=name, value=value)
+def _among(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    if isinstance(value, bool) or value not in allowed:
+        raise RequestError(f"{name} is {value!r}; allowed: {', '.join(map(str, allowed))}", param=name, value=value)
