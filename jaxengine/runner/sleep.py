@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxengine.models.lora import declared_pools
 from jaxengine.models.weights.huge_pages import HugePages
 from jaxengine.runner.memory import return_free_memory
 from jaxengine.runner.model_runner import ModelRunner
@@ -37,14 +38,14 @@ class Absent(NamedTuple):
 
 
 def release_weights(runner: ModelRunner, *, keep: bool) -> None:
-    """Gives up the weights' memory on the devices. keep: copies stay in host memory.
+    """Gives up the weights' memory on the devices. keep: copies stay in host memory; those of adapters always do.
 
     Arrays that somebody else holds too, as a trainer does that gave them, keep their memory.
     """
     for stage in runner.stages:
-        for index, array in enumerate(stage.params):
-            stage.params[index] = _absent(array, keep)
-            del array
+        adapters = {pool.index for pool in declared_pools(stage.programs.model)}
+        for index in range(len(stage.params)):
+            stage.params[index] = _absent(stage.params[index], keep or index in adapters)
     return_free_memory()
 
 

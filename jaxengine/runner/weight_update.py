@@ -27,10 +27,9 @@ from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.load import load_params
 from jaxengine.models.weights.views.parts import num_parts
 from jaxengine.runner.model_runner import ModelRunner
-from jaxengine.runner.sleep import Absent
+from jaxengine.runner.sleep import Absent, are_present
 from jaxengine.runner.stage_runner import StageRunner
 from jaxengine.scheduler.errors import RequestError
-from jaxengine.sharding.rules import part_bytes
 
 # A Hugging Face name for a trainer's, or that name, an order of axes (None: as it is), and a function of the array.
 Renamed = str | tuple[str, Sequence[int] | None] | tuple[str, Sequence[int] | None, Callable[[Any], Any]]
@@ -116,7 +115,7 @@ def read_weights(
         raise WeightUpdateError(f"the weights stay as they are: {error}", [first, *error.others]) from error
     new = NewWeights(found, time.monotonic() - start)
     for stage, own in zip(runner.stages, found, strict=True):
-        if any(isinstance(each, Absent) and index not in own for index, each in enumerate(stage.params)):
+        if any(isinstance(each, Absent) and not each.host and index not in own for index, each in enumerate(stage.params)):
             raise WeightUpdateError("the engine sleeps: until its weights are back it takes all of them, strict=True")
     if not new.num_leaves:
         raise WeightUpdateError("params has no tensor of this model")
@@ -124,12 +123,19 @@ def read_weights(
 
 
 def checksums(runner: ModelRunner) -> dict[str, str]:
-    """SHA-256 of each weight's bytes by its name, in the order in which they lie on devices; adapters are left out."""
+    """SHA-256 of each weight's bytes by its name, in its logical order; adapters are left out.
+
+    Raises RequestError while the weights are not on the devices.
+    """
+    if not are_present(runner):
+        raise RequestError("the engine sleeps: its weights are not on the devices", param="checksum")
     found = {}
     for stage in runner.stages:
-        for (name, _), array in zip(_leaves(stage), stage.params, strict=True):
-            found[name] = hashlib.sha256(np.ascontiguousarray(np.asarray(array)).tobytes()).hexdigest()
-    return {name: found[name] for stage in runner.stages for name in _names(stage)}
+        names = {param.name for param in declared_params(stage.programs.model)}
+        for (name, _), array in zip(abstract_leaves(stage.programs.model, stage.programs.mesh), stage.params, strict=True):
+            if name in names:
+                found[name] = hashlib.sha256(np.ascontiguousarray(np.asarray(array)).tobytes()).hexdigest()
+    return found
 
 
 def _source(params: Any, mapping: Mapping[str, Renamed] | None) -> WeightSource:
@@ -226,14 +232,6 @@ def _moved(array: jax.Array, old: jax.Array) -> jax.Array:
     host = np.asarray(array)
     placed = jax.make_array_from_callback(old.shape, old.sharding, lambda index: host[index])
     return placed if placed.format == old.format else jax.device_put(placed, old.format)
-
-
-def _leaves(stage: StageRunner) -> list[tuple[str, jax.ShapeDtypeStruct]]:
-    return abstract_leaves(stage.programs.model, stage.programs.mesh)
-
-
-def _names(stage: StageRunner) -> list[str]:
-    return [param.name for param in declared_params(stage.programs.model)]
 
 
 def _refuse_mapping(mapping: Any) -> None:
