@@ -30,6 +30,7 @@ from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.sleep import Absent, are_present
 from jaxengine.runner.stage_runner import StageRunner
 from jaxengine.scheduler.errors import RequestError
+from jaxengine.sharding.rules import part_bytes
 
 # A Hugging Face name for a trainer's, or that name, an order of axes (None: as it is), and a function of the array.
 Renamed = str | tuple[str, Sequence[int] | None] | tuple[str, Sequence[int] | None, Callable[[Any], Any]]
@@ -65,7 +66,8 @@ class NewWeights:
     @property
     def num_bytes(self) -> int:
         """Bytes on all devices of this process."""
-        return sum(shard.data.nbytes for new in self._stages for each in new.values() for shard in each.addressable_shards)
+        arrays = [each for new in self._stages for each in new.values()]
+        return sum(part_bytes(each) * len(each.sharding.addressable_devices) for each in arrays)
 
     def put(self, runner: ModelRunner) -> None:
         """Has the next step use them."""
