@@ -166,7 +166,7 @@ class Request:
         """Continues the digest chain over every full page of `token_ids` and returns it.
 
         A page's digest is SHA-256 over its parent's digest and its token ids, so equal digests mean equal prefixes;
-        the first parent carries the weights, the adapter and the cache salt, and a page with embeddings what they are of.
+        the first parent carries weights, adapter and cache salt, and a page with embeddings what they are of.
         """
         hashes = self.page_hashes
         first, last = len(hashes), len(token_ids) // page_size

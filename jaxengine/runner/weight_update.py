@@ -21,7 +21,7 @@ from jaxengine.models.params.declare import declared_params
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import WeightSource
 from jaxengine.models.weights.adapters.pools import abstract_leaves
-from jaxengine.models.weights.formats.arrays import ArraySource
+from jaxengine.models.weights.formats.arrays import ArraySource, FiniteSource
 from jaxengine.models.weights.formats.orbax import LAYOUT_FILE, load_checkpoint
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.load import load_params
@@ -32,6 +32,8 @@ from jaxengine.runner.stage_runner import StageRunner
 from jaxengine.scheduler.errors import RequestError
 from jaxengine.sharding.rules import part_bytes
 
+# Faults that the text of an error names.
+MAX_SHOWN = 10
 # A Hugging Face name for a trainer's, or that name, an order of axes (None: as it is), and a function of the array.
 Renamed = str | tuple[str, Sequence[int] | None] | tuple[str, Sequence[int] | None, Callable[[Any], Any]]
 
@@ -46,6 +48,13 @@ class WeightUpdateError(RequestError):
     def __init__(self, message: str, faults: Sequence[tuple[str, str]] = ()):
         super().__init__(message, param="params")
         self.faults = [*faults]
+
+    @classmethod
+    def of(cls, faults: Sequence[tuple[str, str]]) -> WeightUpdateError:
+        """The error of at least one fault; names the first ones."""
+        shown = "; ".join(f"{name}: {text}" for name, text in faults[:MAX_SHOWN])
+        more = f"; and {len(faults) - MAX_SHOWN} more" if len(faults) > MAX_SHOWN else ""
+        return cls(f"the weights stay as they are: {shown}{more}", faults)
 
 
 class NewWeights:
@@ -113,11 +122,12 @@ def read_weights(
             finally:
                 source.close()
     except ModelFileError as error:
-        first = (error.where or "", error.what)
-        raise WeightUpdateError(f"the weights stay as they are: {error}", [first, *error.others]) from error
+        raise WeightUpdateError.of([(error.where or error.path, error.what), *error.others]) from error
     new = NewWeights(found, time.monotonic() - start)
     for stage, own in zip(runner.stages, found, strict=True):
-        if any(isinstance(each, Absent) and not each.host and index not in own for index, each in enumerate(stage.params)):
+        if any(
+            isinstance(each, Absent) and not each.host and index not in own for index, each in enumerate(stage.params)
+        ):
             raise WeightUpdateError("the engine sleeps: until its weights are back it takes all of them, strict=True")
     if not new.num_leaves:
         raise WeightUpdateError("params has no tensor of this model")
@@ -134,7 +144,9 @@ def checksums(runner: ModelRunner) -> dict[str, str]:
     found = {}
     for stage in runner.stages:
         names = {param.name for param in declared_params(stage.programs.model)}
-        for (name, _), array in zip(abstract_leaves(stage.programs.model, stage.programs.mesh), stage.params, strict=True):
+        for (name, _), array in zip(
+            abstract_leaves(stage.programs.model, stage.programs.mesh), stage.params, strict=True
+        ):
             if name in names:
                 found[name] = hashlib.sha256(np.ascontiguousarray(np.asarray(array)).tobytes()).hexdigest()
     return found
@@ -167,13 +179,12 @@ def _renamed(pairs: Iterable[Any], mapping: Mapping[str, Renamed]) -> Iterable[t
         array = array if axes is None else np.transpose(np.asarray(array), tuple(axes))
         yield target, function[0](array) if function else array
     if unused:
-        text = "mapping names tensors that params does not have: " + ", ".join(sorted(unused)[:10])
-        raise WeightUpdateError(text, [(name, "is not in params") for name in sorted(unused)])
+        raise WeightUpdateError.of([(name, "is named by mapping and not in params") for name in sorted(unused)])
 
 
 def _of_stage(stage: StageRunner, source: WeightSource, strict: bool) -> dict[int, jax.Array]:
     programs = stage.programs
-    return _by_index(stage, load_params(programs.model, source, mesh=programs.mesh, partial=not strict))
+    return _by_index(stage, load_params(programs.model, FiniteSource(source), mesh=programs.mesh, partial=not strict))
 
 
 def _by_index(stage: StageRunner, state: nnx.State) -> dict[int, jax.Array]:
@@ -184,6 +195,8 @@ def _by_index(stage: StageRunner, state: nnx.State) -> dict[int, jax.Array]:
         if path in loaded:
             new[index] = array = loaded[path]
             old = stage.params[index]
+            if not _is_finite(array):
+                raise WeightUpdateError.of([(_text(path), "has numbers that are not finite")])
             assert (array.shape, array.dtype, array.format) == (old.shape, old.dtype, old.format), path
     jax.block_until_ready(list(new.values()))
     return new
@@ -217,9 +230,7 @@ def _own_tree(runner: ModelRunner, stage: StageRunner, tree: Any, strict: bool) 
         else:
             new[index] = array if array.format == old.format else _moved(array, old)
     if faults:
-        (name, text), *others = faults
-        more = f", and {len(others)} more do not fit" if others else ""
-        raise WeightUpdateError(f"the weights stay as they are: {name} {text}{more}", faults)
+        raise WeightUpdateError.of(faults)
     return new
 
 
@@ -238,7 +249,9 @@ def _moved(array: jax.Array, old: jax.Array) -> jax.Array:
 
 def _refuse_mapping(mapping: Any) -> None:
     if mapping:
-        raise WeightUpdateError("mapping renames tensors by name; this form of params has the engine's or its own names")
+        raise WeightUpdateError(
+            "mapping renames tensors by name; this form of params has the engine's or its own names"
+        )
 
 
 def _text(path: tuple[Any, ...]) -> str:

@@ -10,17 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxengine.models.params.errors import ModelFileError
-from jaxengine.models.params.source import WHOLE
+from jaxengine.models.params.source import WHOLE, WrappedSource
 
 PATH = "the given arrays"
 
 
 class ArraySource:
-    """Tensors by name. Each is copied to host memory when it is read, and only the one read last is kept there.
-
-    Every read checks that floating-point numbers are finite: a trainer whose run has diverged is told so, and its
-    weights are not served.
-    """
+    """Tensors by name. Each is copied to host memory when it is read, and only the one read last is kept there."""
 
     path = PATH
 
@@ -30,7 +26,9 @@ class ArraySource:
         Raises ModelFileError for a name that comes twice and for a value that is not an array.
         """
         pairs = [*(tensors.items() if isinstance(tensors, Mapping) else tensors)]
-        twice = [(str(name), "is given twice") for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+        twice = [
+            (str(name), "is given twice") for name, count in Counter(name for name, _ in pairs).items() if count > 1
+        ]
         no_arrays = [
             (str(name), f"must be an array, got {type(array).__name__}")
             for name, array in pairs
@@ -50,7 +48,7 @@ class ArraySource:
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
         if self._newest is None or self._newest[0] != name:
-            self._newest = name, _on_host(name, self._tensors[name])
+            self._newest = name, np.asarray(self._tensors[name])
         array = self._newest[1]
         return array[(rows, columns)[: array.ndim]]
 
@@ -59,8 +57,17 @@ class ArraySource:
         self._tensors = {}
 
 
-def _on_host(name: str, array: Any) -> np.ndarray:
-    host = np.asarray(array)
-    if jnp.issubdtype(host.dtype, jnp.floating) and not np.isfinite(host).all():
-        raise ModelFileError(PATH, "has numbers that are not finite", name)
-    return host
+class FiniteSource(WrappedSource):
+    """View of a source that refuses floating-point numbers which are not finite."""
+
+    def names(self) -> Iterable[str]:
+        return self._source.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source.shape(name)
+
+    def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
+        array = self._source.read(name, rows, columns)
+        if jnp.issubdtype(array.dtype, jnp.floating) and not np.isfinite(array).all():
+            raise ModelFileError(self.path, "has numbers that are not finite", name)
+        return array

@@ -15,8 +15,8 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from jaxengine import LLM, AsyncLLM, RequestError, SamplingParams
-from jaxengine.models.registry import build_model, read_folder
 from jaxengine.models.build import Build
+from jaxengine.models.registry import build_model, read_folder
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.load import load_params
 from jaxengine.requests.outputs import WeightSpan
@@ -118,7 +118,7 @@ def test_all_or_none(llm, expected, change, at, fault):
 def test_every_fault_is_listed(llm):
     tensors = changed(1) | {"one": np.zeros(1), "two": np.zeros(1), EMBED: np.zeros((3, 3), np.float32)}
     del tensors[NORM]
-    with pytest.raises(WeightUpdateError, match="and 3 more") as error:
+    with pytest.raises(WeightUpdateError, match="one: .*; two: ") as error:
         llm.update_weights(tensors)
     assert {name for name, _ in error.value.faults} == {"one", "two", EMBED, NORM}
     pairs = [*changed(1).items(), (NORM, stored()[NORM])]
@@ -156,7 +156,7 @@ def test_names_and_axes_of_a_trainer(llm, expected):
     given["params/" + NORM] = given["params/" + NORM] * 2
     llm.update_weights(given.items(), mapping=mapping)
     assert tokens_of(llm) == expected[3]
-    with pytest.raises(WeightUpdateError, match="does not have: elsewhere"):
+    with pytest.raises(WeightUpdateError, match="elsewhere: is named by mapping"):
         llm.update_weights(tensors, mapping={"elsewhere": NORM})
 
 
@@ -171,7 +171,9 @@ def test_the_engines_own_tree_is_not_copied(llm, expected, tmp_path):
     held = {id(each) for each in llm.core.runner.stages[0].params}
     assert all(id(variable.get_value()) in held for _, variable in nnx.to_flat_state(state))
     path, variable = nnx.to_flat_state(state)[0]
-    broken = nnx.from_flat_state([(path, variable.replace(variable.get_value() * np.nan)), *nnx.to_flat_state(state)[1:]])
+    broken = nnx.from_flat_state(
+        [(path, variable.replace(variable.get_value() * np.nan)), *nnx.to_flat_state(state)[1:]]
+    )
     with pytest.raises(WeightUpdateError, match="finite"):
         llm.update_weights(broken)
     assert tokens_of(llm) == expected[2]
@@ -230,9 +232,7 @@ def test_every_token_of_a_crowd_is_that_of_its_weights(tiny_options, llm):
             pieces.setdefault(int(span.version) % 4, []).append((known, output.token_ids[span.start : span.end]))
     for seed, own in pieces.items():
         llm.update_weights(changed(seed))
-        outputs = llm.generate(
-            [known for known, _ in own], [greedy(len(piece)) for _, piece in own], use_tqdm=False
-        )
+        outputs = llm.generate([known for known, _ in own], [greedy(len(piece)) for _, piece in own], use_tqdm=False)
         assert [each.outputs[0].token_ids for each in outputs] == [piece for _, piece in own]
 
 
@@ -241,7 +241,10 @@ def test_keys_and_values_may_be_kept(llm, expected):
     llm.update_weights(changed(0))
     core = llm.core
     core.add(core.inputs.prepare(PROMPTS[0], greedy(), request_id="kept"))
-    while not (running := [*core.engine.scheduler.requests]) or len(core.engine.scheduler.output_token_ids(running[0])) < 4:
+    while (
+        not (running := [*core.engine.scheduler.requests])
+        or len(core.engine.scheduler.output_token_ids(running[0])) < 4
+    ):
         core.step()
     computed = core.engine.scheduler.ranks[0].slots.num_computed.max()
     llm.update_weights(changed(1), version="next", kv="keep")
@@ -263,6 +266,7 @@ def test_a_pause(tiny_options, mode, reason):
     async def run() -> None:
         engine = AsyncLLM(**tiny_options)
         try:
+
             async def last(request_id: str) -> Any:
                 async for output in engine.generate(PROMPTS[0], greedy(60), request_id):
                     newest = output
