@@ -8,7 +8,7 @@ import contextlib
 import copy
 import logging
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -18,9 +18,8 @@ from jaxengine.api.adapters import load_adapter
 from jaxengine.api.core import AnyOutput, EngineCore
 from jaxengine.api.engine_client import EngineDeadError
 from jaxengine.api.output_stream import OutputStream
-from jaxengine.api.weights import read_new, weight_info, weights_of
+from jaxengine.api.weights import AsyncWeightMethods
 from jaxengine.config.engine_config import EngineConfig
-from jaxengine.engine.extensions.weights import KVMode, PauseMode, Weights, WeightUpdate
 from jaxengine.requests.inputs import InputProcessor
 from jaxengine.requests.lora import LoRARequest
 from jaxengine.requests.options import RequestOptions
@@ -30,7 +29,6 @@ from jaxengine.requests.pooling.params import PoolingParams
 from jaxengine.requests.prepared import Prompt
 from jaxengine.requests.run_in_thread import make_ready
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
-from jaxengine.runner.weight_update import Renamed
 from jaxengine.scheduler.errors import RequestError
 
 if TYPE_CHECKING:
@@ -39,9 +37,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-
-# How often it is asked whether a pause is there.
-_SETTLE_SECONDS = 0.002
 
 
 class _Reader:
@@ -58,7 +53,7 @@ class _Reader:
             logger.debug("an output came after its event loop was closed")
 
 
-class AsyncLLM:
+class AsyncLLM(AsyncWeightMethods):
     """Streams outputs of many requests at once.
 
     Args:
@@ -231,9 +226,9 @@ class AsyncLLM:
 
     async def utility(self, name: str, *arguments: Any) -> Any:
         """Calls a function of `EngineCore.utilities` between two steps. Raises RequestError, EngineDeadError."""
-        return await self._between_steps(lambda: self.core.utility(name, *arguments))
+        return await self.between_steps(lambda: self.core.utility(name, *arguments))
 
-    async def _between_steps(self, function: Callable[[], _T]) -> _T:
+    async def between_steps(self, function: Callable[[], _T]) -> _T:
         """Calls a function on the engine's thread; returns its result, or raises its error or EngineDeadError."""
         loop, future = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 
@@ -253,75 +248,6 @@ class AsyncLLM:
 
         self._run_command(call)
         return await future
-
-    async def update_weights(
-        self,
-        params: Any,
-        *,
-        version: int | str | None = None,
-        mode: PauseMode = "keep",
-        kv: KVMode = "recompute",
-        mapping: Mapping[str, Renamed] | None = None,
-        strict: bool = True,
-    ) -> WeightUpdate:
-        """As `LLM.update_weights`; requests that arrive while the engine is paused wait."""
-        weights = await self._weights()
-        weights.check(version, mode, kv)
-        new = await asyncio.to_thread(read_new, self.core, params, mapping, strict)
-        was_paused = await self.is_paused()
-        try:
-            await self.pause_generation(mode)
-            return await self._between_steps(lambda: weights.switch(new, version, kv))
-        finally:
-            if not was_paused:
-                await self.resume_generation()
-
-    async def pause_generation(self, mode: PauseMode = "keep") -> None:
-        """As `LLM.pause_generation`."""
-        weights = await self._weights()
-        await self._between_steps(lambda: weights.pause(mode))
-        while not await self._between_steps(weights.settle):
-            await asyncio.sleep(_SETTLE_SECONDS)
-
-    async def resume_generation(self) -> None:
-        """Ends a pause."""
-        weights = await self._weights()
-        await self._between_steps(weights.resume)
-
-    async def is_paused(self) -> bool:
-        """Whether requests wait for `resume_generation`."""
-        weights = await self._weights()
-        return await self._between_steps(lambda: weights.is_paused)
-
-    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        """As `LLM.sleep`."""
-        weights = await self._weights()
-        weights.check_sleep(level, mode)
-        await self.pause_generation(mode)
-        await self._between_steps(lambda: weights.sleep(level))
-
-    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """As `LLM.wake_up`."""
-        weights = await self._weights()
-
-        def wake() -> None:
-            weights.wake(tags)
-            if not weights.asleep:
-                weights.resume()
-
-        await self._between_steps(wake)
-
-    async def is_sleeping(self) -> bool:
-        """Whether weights or pages are not on the devices."""
-        weights = await self._weights()
-        return await self._between_steps(lambda: bool(weights.asleep))
-
-    async def weight_info(self, checksum: bool = False) -> dict[str, Any]:
-        """As `LLM.weight_info`."""
-        return await self._between_steps(lambda: weight_info(self.core, checksum))
-
-    async def _weights(self) -> Weights:
-        return await self._between_steps(lambda: weights_of(self.core))
 
     def text_spans(self) -> list[tuple[float, float, int]]:
         """Periods in which tokens were turned into text: (start, end, outputs), seconds of time.monotonic; the latest,

@@ -18,9 +18,8 @@ from jaxengine.api.adapters import load_first
 from jaxengine.api.core import EngineCore
 from jaxengine.api.fair_lock import FairLock
 from jaxengine.api.progress import count_tokens, speed_text
-from jaxengine.api.weights import read_new, weight_info, weights_of
+from jaxengine.api.weights import WeightMethods
 from jaxengine.config.engine_config import EngineConfig
-from jaxengine.engine.extensions.weights import KVMode, PauseMode, WeightUpdate
 from jaxengine.engine.metric_types import Histogram, Metric
 from jaxengine.requests.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, candidates
 from jaxengine.requests.lora import LoRARequest, one_for_each
@@ -36,7 +35,6 @@ from jaxengine.requests.pooling.outputs import (
 from jaxengine.requests.pooling.params import PoolingParams
 from jaxengine.requests.prepared import Prompt, is_token_ids
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
-from jaxengine.runner.weight_update import Renamed
 from jaxengine.scheduler.errors import RequestError
 
 if TYPE_CHECKING:
@@ -56,7 +54,7 @@ class _Call:
     error: RequestError | None = None
 
 
-class LLM:
+class LLM(WeightMethods):
     """A model in this process that answers batches of prompts.
 
     Several threads may call it: their requests are batched together, and each step is run by one of the waiting
@@ -319,115 +317,6 @@ class LLM:
         """Drops cached pictures and videos, both preprocessed and encoded; running requests keep theirs."""
         with self._lock:
             self.core.utility("reset_mm_cache")
-
-    def update_weights(
-        self,
-        params: Any,
-        *,
-        version: int | str | None = None,
-        mode: PauseMode = "keep",
-        kv: KVMode = "recompute",
-        mapping: Mapping[str, Renamed] | None = None,
-        strict: bool = True,
-    ) -> WeightUpdate:
-        """Replaces the model's weights between two steps, all of them or none; compiles nothing.
-
-        Reading and placing happen beside the old weights, while other threads' requests go on. Matrices that were
-        rounded when the engine loaded them are rounded again; weights of drafts and adapters stay.
-
-        Args:
-          params: tensors by Hugging Face name, as a mapping or as pairs; a folder with safetensors or in device layout;
-            or the engine's own tree (nnx.State, nnx.Module), whose arrays are not copied where they lie as the
-            engine's do.
-          version: of the new weights, as `weight_version` and outputs tell it; None counts on.
-          mode: whether running requests go on ("keep"), are waited for ("wait") or end ("abort"). What arrives
-            meanwhile waits in each case.
-          kv: what becomes of keys and values that the old weights made: running requests are computed again
-            ("recompute"), or go on with them ("keep"); "drop" is "recompute", and blanks cached prefixes at once.
-            No request finds pages that other weights have made.
-          mapping: from names in params to Hugging Face names, or (name, order of axes or None, function or none).
-          strict: False leaves weights as they are for which params has no tensor.
-        Raises WeightUpdateError, whose `faults` list every tensor that is missing, unknown, given twice, of a wrong
-        shape or not finite; RequestError; EngineDeadError. The old weights stay then.
-        """
-        with self._lock:
-            weights = weights_of(self.core)
-            weights.check(version, mode, kv)
-        new = read_new(self.core, params, mapping, strict)
-        was_paused = self.is_paused()
-        try:
-            self.pause_generation(mode)
-            with self._lock:
-                return weights.switch(new, version, kv)
-        finally:
-            if not was_paused:
-                self.resume_generation()
-
-    def pause_generation(self, mode: PauseMode = "keep") -> None:
-        """Lets no request run until `resume_generation`; those of other threads wait.
-
-        mode: what becomes of running requests: "keep" stops them where they are, "wait" lets them end first, "abort"
-          ends them. Raises RequestError for another one.
-        """
-        with self._lock:
-            weights = weights_of(self.core)
-            weights.pause(mode)
-        while True:
-            with self._lock:
-                if weights.settle():
-                    return
-                self._step()
-
-    def resume_generation(self) -> None:
-        """Ends a pause."""
-        with self._lock:
-            weights_of(self.core).resume()
-
-    def is_paused(self) -> bool:
-        """Whether requests wait for `resume_generation`."""
-        with self._lock:
-            return weights_of(self.core).is_paused
-
-    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        """Gives up device memory until `wake_up`; compiled programs stay. Requests of other threads wait.
-
-        level: 1 gives up weights, which host memory keeps, and pages; 2 gives up weights without a copy, so that
-          `update_weights` must bring new ones; 0 pauses alone. mode: as of `pause_generation`; requests that "keep"
-          keeps are computed again. Raises RequestError for another level or mode.
-        """
-        with self._lock:
-            weights_of(self.core).check_sleep(level, mode)
-        self.pause_generation(mode)
-        with self._lock:
-            weights_of(self.core).sleep(level)
-
-    def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Puts back what `sleep` gave up, and lets requests run once all is there.
-
-        tags: "weights", "kv_cache" or both, the latter by default. Raises RequestError for another tag, and for
-        weights that were given up at level 2 and not replaced.
-        """
-        with self._lock:
-            weights = weights_of(self.core)
-            weights.wake(tags)
-            if not weights.asleep:
-                weights.resume()
-
-    def is_sleeping(self) -> bool:
-        """Whether weights or pages are not on the devices."""
-        with self._lock:
-            return bool(weights_of(self.core).asleep)
-
-    @property
-    def weight_version(self) -> int | str:
-        """Version of the weights: 0 until `update_weights` replaces them."""
-        with self._lock:
-            return weights_of(self.core).version
-
-    def weight_info(self, checksum: bool = False) -> dict[str, Any]:
-        """Returns `weight_version`; with `checksum` also `checksums`, SHA-256 of each weight as the devices hold it."""
-        with self._lock:
-            return weight_info(self.core, checksum)
 
     def _params_for(self, count: int, params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
         if params is None:

@@ -55,9 +55,9 @@ class Held:
         self.weights = [weakref.ref(each) for stage in stages for each in stage.params]
         self.pools = [weakref.ref(each) for stage in stages for each in jax.tree.leaves(stage._kv)]
 
-    def count(self) -> tuple[int, int]:
+    def count(self) -> list[int]:
         """Weights and pools that still take memory."""
-        return tuple(sum(each() is not None for each in own) for own in (self.weights, self.pools))
+        return [sum(each() is not None for each in own) for own in (self.weights, self.pools)]
 
 
 def run(model: str, cache: str, options: dict[str, Any]) -> dict[str, Any]:

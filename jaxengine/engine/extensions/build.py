@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from jaxengine.engine.extension import Loop, LoopExtension
-from jaxengine.engine.weight_utilities import WEIGHT_UTILITIES
+from jaxengine.engine.weight_types import WEIGHT_UTILITIES
 from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.scheduler.config import SchedulerConfig
 from jaxengine.scheduler.errors import RequestError
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from jaxengine.engine.extensions.adapters import Adapters
     from jaxengine.engine.extensions.drafts import Drafts
     from jaxengine.engine.extensions.pictures import MediaStats, Pictures
-    from jaxengine.engine.extensions.weights import Weights
     from jaxengine.runner.extensions.adapters.store import AdapterStore
 
 
@@ -123,10 +122,6 @@ class Extensions:
         """The adapters that requests may name. Raises RequestError where the engine has no room for any."""
         return cast("Adapters", self.require("adapters")).store
 
-    def weight_versions(self) -> Weights:
-        """What pauses the engine and replaces its weights."""
-        return cast("Weights", self.require("weights"))
-
     def media_stats(self) -> MediaStats | None:
         """What is counted of pictures; None for an engine that sees none."""
         found = self.by_name.get("pictures")
@@ -213,10 +208,12 @@ class Extensions:
         )
         return Structured(masks, drafts)
 
-    def _weights(self) -> LoopExtension:
-        from jaxengine.engine.extensions.weights import Weights
 
-        return Weights()
+
+def _weights(_: Extensions) -> LoopExtension:
+    from jaxengine.engine.extensions.weights import Weights
+
+    return Weights()
 
 
 _MAKERS: dict[str, Callable[[Extensions], LoopExtension]] = {
@@ -228,5 +225,5 @@ _MAKERS: dict[str, Callable[[Extensions], LoopExtension]] = {
     "pooling": Extensions._pooling,
     "scores": Extensions._scores,
     "structured": Extensions._structured,
-    "weights": Extensions._weights,
+    "weights": _weights,
 }

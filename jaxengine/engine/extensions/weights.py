@@ -7,47 +7,22 @@ executables take weights as arguments.
 from __future__ import annotations
 
 import hashlib
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, get_args
 
 from jaxengine.engine.extension import NO_EVENTS, Events, Loop, LoopExtension
-from jaxengine.engine.weight_utilities import WEIGHT_UTILITIES
+from jaxengine.engine.extensions.weight_orders import WeightOrders
+from jaxengine.engine.weight_types import WEIGHT_UTILITIES, KVMode, PauseMode, Version, WeightUpdate
 from jaxengine.runner import sleep
-from jaxengine.runner.weight_update import NewWeights, checksums, read_weights
+from jaxengine.runner.weight_update import NewWeights
 from jaxengine.scheduler.errors import RequestError
 from jaxengine.scheduler.extensions.intake import Intake
 from jaxengine.scheduler.request import FinishReason, Request
 
-# What becomes of the requests that are there: they stay where they are, run to their end, or end at once.
-PauseMode = Literal["keep", "wait", "abort"]
-# What becomes of keys and values that earlier weights made: running requests go on with them, or are computed again;
-# `drop` also gives up the cached prefixes, which nobody finds either way, at once.
-KVMode = Literal["keep", "recompute", "drop"]
-Version = int | str
 # What sleeps: given up and put back apart from each other.
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 SLEEP_LEVELS = (0, 1, 2)
-# Folders that are read at once, each of which takes the memory of all weights.
-MAX_READS = 2
-
-
-class WeightUpdate(NamedTuple):
-    """A switch to new weights.
-
-    Attributes:
-      version: the new weights'.
-      leaves: arrays that were replaced; num_bytes: of these, over all devices of this process.
-      load_seconds: that reading and placing took, while steps went on; switch_seconds: between two steps.
-    """
-
-    version: Version
-    leaves: int
-    num_bytes: int
-    load_seconds: float
-    switch_seconds: float
 
 
 class Weights(LoopExtension):
@@ -63,8 +38,7 @@ class Weights(LoopExtension):
         self._intake = Intake()
         self._aborts = False
         self._asleep: set[str] = set()
-        self._reads: dict[int, Future[NewWeights]] = {}
-        self._num_reads = 0
+        self._orders = WeightOrders(self)
 
     def attach(self, loop: Loop) -> None:
         super().attach(loop)
@@ -196,78 +170,7 @@ class Weights(LoopExtension):
 
     @property
     def utilities(self) -> dict[str, Callable[..., Any]]:
-        return {name: getattr(self, f"_{name}") for name in WEIGHT_UTILITIES}
-
-    def shutdown(self) -> None:
-        for job in self._reads.values():
-            job.cancel()
-
-    def _pause_engine(self, mode: PauseMode) -> None:
-        self.pause(mode)
-
-    def _pause_is_there(self) -> bool:
-        return self.settle()
-
-    def _resume_engine(self) -> None:
-        self.resume()
-
-    def _engine_pause(self) -> dict[str, Any]:
-        return {"is_paused": self.is_paused, "asleep": sorted(self._asleep), "weight_version": self.version}
-
-    def _check_sleep(self, level: int, mode: PauseMode) -> None:
-        self.check_sleep(level, mode)
-
-    def _fall_asleep(self, level: int) -> None:
-        self.sleep(level)
-
-    def _wake_engine(self, tags: Sequence[str] | None) -> None:
-        self.wake(tags)
-        if not self._asleep:
-            self.resume()
-
-    def _weight_checksums(self) -> dict[str, str]:
-        return checksums(self.loop.runner)
-
-    def _read_weights(self, path: str, version: Version | None, mode: PauseMode, kv: KVMode, strict: bool) -> int:
-        """Begins to read a folder on a thread; returns the number by which `weights_are_read` knows it."""
-        self.check(version, mode, kv)
-        if len(self._reads) >= MAX_READS:
-            raise RequestError(f"{MAX_READS} folders are being read; try again when one of them is done", param="path")
-        self._num_reads += 1
-        job: Future[NewWeights] = Future()
-        self._reads[self._num_reads] = job
-
-        def read() -> None:
-            if job.set_running_or_notify_cancel():
-                try:
-                    job.set_result(read_weights(self.loop.runner, path, strict=strict))
-                except Exception as error:
-                    job.set_exception(error)
-
-        threading.Thread(target=read, name="jaxengine-weights", daemon=True).start()
-        return self._num_reads
-
-    def _weights_are_read(self, number: int) -> bool:
-        """Whether a folder has been read. Raises RequestError, and forgets it, if that failed."""
-        job = self._job(number)
-        if job.done() and (error := job.exception()) is not None:
-            del self._reads[number]
-            raise error
-        return job.done()
-
-    def _forget_read_weights(self, number: int) -> None:
-        self._reads.pop(number, None)
-
-    def _switch_weights(self, number: int, version: Version | None, kv: KVMode) -> dict[str, Any]:
-        """Replaces the weights by those that were read, while the engine is paused."""
-        new = self._job(number).result(timeout=0)
-        del self._reads[number]
-        return self.switch(new, version, kv)._asdict()
-
-    def _job(self, number: int) -> Future[NewWeights]:
-        if number not in self._reads:
-            raise RequestError(f"there are no weights {number} that were read", param="number", value=number)
-        return self._reads[number]
+        return {name: getattr(self._orders, name) for name in WEIGHT_UTILITIES}
 
     def status(self) -> dict[str, Any]:
         return {

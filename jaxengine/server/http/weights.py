@@ -37,11 +37,6 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     if not config.enable_admin:
         return routes
 
-    async def paused(mode: Mode) -> None:
-        await engine.utility("pause_engine", mode)
-        while not await engine.utility("pause_is_there"):
-            await asyncio.sleep(_POLL_SECONDS)
-
     @routes.post("/pause")
     async def pause(mode: Mode = "abort", clear_cache: bool = True) -> dict[str, Any]:
         """Lets no request run until /resume. Those that come meanwhile wait.
@@ -49,7 +44,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         mode: running requests end at once ("abort"), run to their end ("wait") or stay where they are ("keep").
         clear_cache: drop cached prefixes.
         """
-        await paused(mode)
+        await _pause(engine, mode)
         if clear_cache:
             await engine.utility("reset_prefix_cache")
         return {"status": "paused"}
@@ -68,7 +63,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     async def sleep(level: Annotated[int, Query(ge=0, le=2)] = 1, mode: Mode = "abort") -> dict[str, Any]:
         """Gives up device memory until /wake_up: level 1 keeps weights in host memory, level 2 keeps none."""
         await engine.utility("check_sleep", level, mode)
-        await paused(mode)
+        await _pause(engine, mode)
         await engine.utility("fall_asleep", level)
         return {"status": "asleep"}
 
@@ -82,6 +77,13 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     async def is_sleeping() -> dict[str, bool]:
         return {"is_sleeping": bool((await engine.utility("engine_pause"))["asleep"])}
 
+    _add_update(routes, engine)
+    return routes
+
+
+def _add_update(routes: APIRouter, engine: EngineClient) -> None:
+    """Adds the routes that concern weights."""
+
     @routes.post("/update_weights")
     async def update_weights(body: UpdateWeights) -> dict[str, Any]:
         """Replaces the engine's weights between two steps: all of them or, with an error that lists what does not fit,
@@ -93,7 +95,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
                 await asyncio.sleep(_POLL_SECONDS)
             was_paused = (await engine.utility("engine_pause"))["is_paused"]
             try:
-                await paused(body.mode)
+                await _pause(engine, body.mode)
                 return await engine.utility("switch_weights", number, body.weight_version, body.kv)
             finally:
                 if not was_paused:
@@ -107,4 +109,9 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         found: dict[str, Any] = {"weight_version": (await engine.utility("engine_pause"))["weight_version"]}
         return {**found, "checksums": await engine.utility("weight_checksums")} if checksum else found
 
-    return routes
+
+async def _pause(engine: EngineClient, mode: Mode) -> None:
+    """Pauses the engine; returns when the pause is there."""
+    await engine.utility("pause_engine", mode)
+    while not await engine.utility("pause_is_there"):
+        await asyncio.sleep(_POLL_SECONDS)
