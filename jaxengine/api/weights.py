@@ -6,17 +6,15 @@ What replaces weights is imported when it is first asked for.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from jaxengine.api.core import EngineCore
 from jaxengine.engine.weight_types import KVMode, PauseMode, WeightUpdate
 
 if TYPE_CHECKING:
     from jaxengine.runner.weight_update import NewWeights, Renamed
-
-_T = TypeVar("_T")
 
 # How often it is asked whether a pause is there.
 _SETTLE_SECONDS = 0.002
@@ -56,8 +54,9 @@ class WeightMethods:
             No request finds pages that other weights have made.
           mapping: from names in params to Hugging Face names, or (name, order of axes or None, function or none).
           strict: False leaves weights as they are for which params has no tensor.
-        Raises WeightUpdateError, whose `faults` list every tensor that is missing, unknown, given twice, of a wrong
-        shape or not finite; RequestError; EngineDeadError. The old weights stay then.
+        Raises WeightUpdateError, whose `faults` list every tensor that is missing, unknown or of a wrong shape, or
+        those given twice, or the first with numbers that do not do; RequestError; EngineDeadError. The old weights stay
+        then.
         """
         with self._lock:
             weights = _weights_of(self.core)
@@ -117,10 +116,7 @@ class WeightMethods:
         weights that were given up at level 2 and not replaced.
         """
         with self._lock:
-            weights = _weights_of(self.core)
-            weights.wake(tags)
-            if not weights.asleep:
-                weights.resume()
+            _weights_of(self.core).wake(tags)
 
     def is_sleeping(self) -> bool:
         """Whether weights or pages are not on the devices."""
@@ -143,9 +139,7 @@ class AsyncWeightMethods:
     """The same of an engine that steps on a thread of its own."""
 
     core: EngineCore
-    async def between_steps(self, function: Callable[[], _T]) -> _T:
-        """Calls a function on the engine's thread; returns its result."""
-        raise NotImplementedError
+    between_steps: Callable[[Callable[[], Any]], Awaitable[Any]]  # on the engine's thread
 
     async def update_weights(
         self,
@@ -196,13 +190,7 @@ class AsyncWeightMethods:
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """As `LLM.wake_up`."""
         weights = await self._weights()
-
-        def wake() -> None:
-            weights.wake(tags)
-            if not weights.asleep:
-                weights.resume()
-
-        await self.between_steps(wake)
+        await self.between_steps(lambda: weights.wake(tags))
 
     async def is_sleeping(self) -> bool:
         """Whether weights or pages are not on the devices."""
@@ -218,8 +206,7 @@ class AsyncWeightMethods:
 
 
 def _weights_of(core: EngineCore) -> Any:
-    """What pauses an engine and switches its weights, a jaxengine.engine.extensions.weights.Weights. Called by who may
-    step the engine."""
+    """Return the engine's jaxengine.engine.extensions.weights.Weights. Only who may step the engine may call it."""
     core.check()
     return core.engine.extensions.require("weights")
 

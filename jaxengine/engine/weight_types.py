@@ -11,7 +11,7 @@ PauseMode = Literal["keep", "wait", "abort"]
 # `drop` also gives up the cached prefixes, which nobody finds either way, at once.
 KVMode = Literal["keep", "recompute", "drop"]
 Version = int | str
-# Functions by which an operator's server asks for them: methods of jaxengine.engine.extensions.weight_orders.
+# Functions by which an operator's server asks for them, see jaxengine.engine.extensions.weights.
 WEIGHT_UTILITIES = (
     "pause_engine",
     "pause_is_there",

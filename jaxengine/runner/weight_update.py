@@ -34,8 +34,8 @@ from jaxengine.sharding.rules import part_bytes
 
 # Faults that the text of an error names.
 MAX_SHOWN = 10
-# A Hugging Face name for a trainer's, or that name, an order of axes (None: as it is), and a function of the array.
-Renamed = str | tuple[str, Sequence[int] | None] | tuple[str, Sequence[int] | None, Callable[[Any], Any]]
+# A Hugging Face name for a trainer's, or that name, an order of axes and a function of the array, None for neither.
+Renamed = str | tuple[str, Sequence[int] | None] | tuple[str, Sequence[int] | None, Callable[[Any], Any] | None]
 
 
 class WeightUpdateError(RequestError):
@@ -112,7 +112,7 @@ def read_weights(
         elif isinstance(params, str | os.PathLike) and (Path(params) / LAYOUT_FILE).is_file():
             _refuse_mapping(mapping)
             found = [
-                _by_index(stage, load_checkpoint(Path(params), stage.programs.model, mesh=stage.programs.mesh))
+                _checked(stage, load_checkpoint(Path(params), stage.programs.model, mesh=stage.programs.mesh))
                 for stage in runner.stages
             ]
         else:
@@ -175,27 +175,32 @@ def _renamed(pairs: Iterable[Any], mapping: Mapping[str, Renamed]) -> Iterable[t
         if isinstance(rule, str):
             yield rule, array
             continue
-        target, axes, *function = rule
+        axes, function = rule[1], rule[2] if len(rule) == 3 else None
         array = array if axes is None else np.transpose(np.asarray(array), tuple(axes))
-        yield target, function[0](array) if function else array
+        yield rule[0], array if function is None else function(array)
     if unused:
         raise WeightUpdateError.of([(name, "is named by mapping and not in params") for name in sorted(unused)])
 
 
 def _of_stage(stage: StageRunner, source: WeightSource, strict: bool) -> dict[int, jax.Array]:
     programs = stage.programs
-    return _by_index(stage, load_params(programs.model, FiniteSource(source), mesh=programs.mesh, partial=not strict))
+    state = load_params(programs.model, FiniteSource(source), mesh=programs.mesh, partial=not strict)
+    return _checked(stage, state, overflowing=(jnp.float16,))
 
 
-def _by_index(stage: StageRunner, state: nnx.State) -> dict[int, jax.Array]:
-    """A stage's new arrays by index; they must be as those that the compiled programs take."""
+def _checked(stage: StageRunner, state: nnx.State, overflowing: Sequence[Any] = ()) -> dict[int, jax.Array]:
+    """A stage's new arrays by index; they must be finite, and as those that the compiled programs take.
+
+    overflowing: the dtypes of arrays to be fetched and looked at, for those that were made of finite numbers; () for
+      all.
+    """
     loaded = {path: variable.get_value() for path, variable in nnx.to_flat_state(state)}
     new = {}
     for index, (path, _) in enumerate(nnx.to_flat_state(nnx.state(stage.programs.model))):
         if path in loaded:
             new[index] = array = loaded[path]
             old = stage.params[index]
-            if not _is_finite(array):
+            if (not overflowing or array.dtype in overflowing) and not _is_finite(array):
                 raise WeightUpdateError.of([(_text(path), "has numbers that are not finite")])
             assert (array.shape, array.dtype, array.format) == (old.shape, old.dtype, old.format), path
     jax.block_until_ready(list(new.values()))

@@ -90,7 +90,7 @@ class WeightSource(Protocol):
 
 
 class WrappedSource:
-    """Base of WeightSources that are views of another one."""
+    """Base of WeightSources that are views of another one: the same tensors unless a subclass says otherwise."""
 
     def __init__(self, source: WeightSource):
         self._source = source
@@ -98,6 +98,12 @@ class WrappedSource:
     @property
     def path(self) -> str:
         return self._source.path
+
+    def names(self) -> Iterable[str]:
+        return self._source.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source.shape(name)
 
     def close(self) -> None:
         self._source.close()

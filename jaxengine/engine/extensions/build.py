@@ -209,7 +209,6 @@ class Extensions:
         return Structured(masks, drafts)
 
 
-
 def _weights(_: Extensions) -> LoopExtension:
     from jaxengine.engine.extensions.weights import Weights
 

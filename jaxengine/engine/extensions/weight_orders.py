@@ -1,9 +1,8 @@
-"""What an operator's server asks of an engine's pauses and weights: arguments and results are plain JSON values."""
+"""Functions by which an operator's server reads weights and looks at pauses. Arguments and results are plain JSON."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -16,7 +15,7 @@ MAX_READS = 2
 
 
 class WeightOrders:
-    """Orders by the names of `jaxengine.engine.weight_types`. None of them waits."""
+    """The utilities of jaxengine.engine.weight_types that are no methods of Weights. None of them waits."""
 
     def __init__(self, weights: Any):
         """weights: the engine's jaxengine.engine.extensions.weights.Weights."""
@@ -24,29 +23,10 @@ class WeightOrders:
         self._reads: dict[int, Future[NewWeights]] = {}
         self._num_reads = 0
 
-    def pause_engine(self, mode: PauseMode) -> None:
-        self._weights.pause(mode)
-
-    def pause_is_there(self) -> bool:
-        return self._weights.settle()
-
-    def resume_engine(self) -> None:
-        self._weights.resume()
-
     def engine_pause(self) -> dict[str, Any]:
+        """Return whether the engine is paused, which parts of it sleep, and the version of its weights."""
         own = self._weights
         return {"is_paused": own.is_paused, "asleep": sorted(own.asleep), "weight_version": own.version}
-
-    def check_sleep(self, level: int, mode: PauseMode) -> None:
-        self._weights.check_sleep(level, mode)
-
-    def fall_asleep(self, level: int) -> None:
-        self._weights.sleep(level)
-
-    def wake_engine(self, tags: Sequence[str] | None) -> None:
-        self._weights.wake(tags)
-        if not self._weights.asleep:
-            self._weights.resume()
 
     def weight_checksums(self) -> dict[str, str]:
         return checksums(self._weights.loop.runner)

@@ -52,13 +52,16 @@ class Weights(LoopExtension):
     def pause(self, mode: PauseMode) -> None:
         """Begins a pause. Steps must go on until `settle` says that it is there.
 
-        Raises RequestError for another mode.
+        Raises RequestError for another mode, and for "wait" while the engine sleeps and has requests.
         """
         _among("mode", mode, get_args(PauseMode))
         scheduler = self.loop.scheduler
         if mode == "keep":
             scheduler.paused = True
             return
+        if mode == "wait" and self._asleep and scheduler.num_unfinished:
+            raise RequestError("the engine sleeps: its requests cannot run to their end", param="mode", value=mode)
+        scheduler.paused = False  # an earlier pause may have kept those that are to end now
         self._intake.close(1 + max((each.arrival_index for each in scheduler.requests), default=-1))
         self._aborts = mode == "abort"
 
@@ -115,7 +118,8 @@ class Weights(LoopExtension):
             scheduler.reset_prefix_cache()
         for extension in scheduler.extensions:
             extension.reset_cache()
-        self._asleep.discard(WEIGHTS)
+        if sleep.are_present(self.loop.runner):  # else some are still in host memory, such as adapters
+            self._asleep.discard(WEIGHTS)
         self.version = version
         for request in scheduler.requests:
             num_output = len(scheduler.output_token_ids(request))
@@ -126,7 +130,7 @@ class Weights(LoopExtension):
 
     @property
     def asleep(self) -> set[str]:
-        """What is not on the devices now."""
+        """The parts, of "weights" and "kv_cache", that are not on the devices now."""
         return set(self._asleep)
 
     def check_sleep(self, level: int, mode: PauseMode) -> None:
@@ -155,7 +159,8 @@ class Weights(LoopExtension):
         self._asleep = {WEIGHTS, KV_CACHE}
 
     def wake(self, tags: Sequence[str] | None = None) -> None:
-        """Puts back what these tags name, by default all. Weights of level 2 must be given to `switch` first.
+        """Puts back what these tags name, by default all, and resumes once all is there. Weights of level 2 must be
+        given to `switch` first.
 
         Raises RequestError for another tag, and for weights that nobody has.
         """
@@ -167,10 +172,20 @@ class Weights(LoopExtension):
         if KV_CACHE in wanted:
             sleep.allocate_pools(self.loop.runner)
         self._asleep -= wanted
+        if not self._asleep:
+            self.resume()
 
     @property
     def utilities(self) -> dict[str, Callable[..., Any]]:
-        return {name: getattr(self._orders, name) for name in WEIGHT_UTILITIES}
+        own = {
+            "pause_engine": self.pause,
+            "pause_is_there": self.settle,
+            "resume_engine": self.resume,
+            "check_sleep": self.check_sleep,
+            "fall_asleep": self.sleep,
+            "wake_engine": self.wake,
+        }
+        return {name: own.get(name) or getattr(self._orders, name) for name in WEIGHT_UTILITIES}
 
     def status(self) -> dict[str, Any]:
         return {

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 
 from jaxengine.models.params.source import WHOLE, StackedExperts, WeightSource, WrappedSource
@@ -34,12 +32,6 @@ class MergedSource(WrappedSource):
         stacked = targets.names.stacked_experts
         renamed = RenamedSource(source, targets.names)
         self._stacked = StackedExperts() if stacked is None else of_shapes(stacked, renamed, hidden_size)
-
-    def names(self) -> Iterable[str]:
-        return self._source.names()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._source.shape(name)
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
         array = self._source.read(name, rows, columns)

@@ -50,7 +50,7 @@ class ArraySource:
         if self._newest is None or self._newest[0] != name:
             self._newest = name, np.asarray(self._tensors[name])
         array = self._newest[1]
-        return array[(rows, columns)[: array.ndim]]
+        return array[(rows, columns)[: array.ndim]].copy()  # the given ones are the trainer's
 
     def close(self) -> None:
         self._newest = None
@@ -59,12 +59,6 @@ class ArraySource:
 
 class FiniteSource(WrappedSource):
     """View of a source that refuses floating-point numbers which are not finite."""
-
-    def names(self) -> Iterable[str]:
-        return self._source.names()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._source.shape(name)
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
         array = self._source.read(name, rows, columns)

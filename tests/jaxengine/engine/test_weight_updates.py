@@ -62,7 +62,7 @@ def llm(tiny_options):
 
 @pytest.fixture(scope="module")
 def expected(llm) -> list[list[list[int]]]:
-    """The tokens with the weights of seeds 0 to 3, each of an engine that never had others."""
+    """The tokens with the weights of seeds 0 to 3. For seed 1 a test asks an engine that was started with them."""
     found = []
     for seed in range(4):
         llm.update_weights(changed(seed), kv="drop")
@@ -152,6 +152,7 @@ def test_names_and_axes_of_a_trainer(llm, expected):
     tensors = changed(3)
     mapping: Any = {f"params/{name}": (name, (1, 0) if each.ndim == 2 else None) for name, each in tensors.items()}
     given = {f"params/{name}": jax.device_put(each.T.copy()) for name, each in tensors.items()}
+    mapping["params/" + EMBED] = (EMBED, (1, 0), None)
     mapping["params/" + NORM] = (NORM, None, lambda array: array / 2)
     given["params/" + NORM] = given["params/" + NORM] * 2
     llm.update_weights(given.items(), mapping=mapping)
@@ -261,7 +262,7 @@ def test_keys_and_values_may_be_kept(llm, expected):
 
 @each_row(("mode", "reason"), [("keep", "length"), ("wait", "length"), ("abort", "abort")])
 def test_a_pause(tiny_options, mode, reason):
-    """What was running ends as the mode says; what comes meanwhile waits for `resume_generation`."""
+    """Running requests end as the mode says; those that come meanwhile wait for `resume_generation`."""
 
     async def run() -> None:
         engine = AsyncLLM(**tiny_options)
@@ -299,3 +300,66 @@ def test_calls_of_other_threads_wait(llm, expected):
     llm.resume_generation()
     thread.join()
     assert found == [expected[2]]
+
+
+async def kept(engine: AsyncLLM) -> asyncio.Task[Any]:
+    """A request that a pause has stopped where it was."""
+
+    async def finish_reason() -> Any:
+        async for output in engine.generate(PROMPTS[0], greedy(60), "kept"):
+            last = output
+        return last.outputs[0].finish_reason
+
+    task = asyncio.create_task(finish_reason())
+    while not engine.core.has_unfinished:
+        await asyncio.sleep(0.001)
+    await engine.pause_generation("keep")
+    assert not task.done()
+    return task
+
+
+@each_row(("mode", "reason"), [("wait", "length"), ("abort", "abort")])
+def test_a_later_pause_ends_what_an_earlier_one_kept(tiny_options, mode, reason):
+    async def run() -> None:
+        engine = AsyncLLM(**tiny_options)
+        try:
+            task = await kept(engine)
+            await engine.update_weights(changed(1), mode=mode)
+            assert await asyncio.wait_for(task, 30) == reason and await engine.is_paused()
+        finally:
+            engine.shutdown()
+
+    asyncio.run(run())
+
+
+def test_requests_of_a_sleeping_engine(tiny_options):
+    """They may be ended or kept; nobody can wait for them."""
+
+    async def run() -> None:
+        engine = AsyncLLM(**tiny_options)
+        try:
+            task = await kept(engine)
+            await engine.sleep(2, mode="keep")
+            with pytest.raises(RequestError, match="cannot run to their end"):
+                await engine.update_weights(changed(1), mode="wait")
+            await engine.update_weights(changed(1), mode="abort")
+            assert await asyncio.wait_for(task, 30) == "abort" and await engine.is_sleeping()
+            await engine.wake_up()
+            assert not await engine.is_paused()
+        finally:
+            engine.shutdown()
+
+    asyncio.run(run())
+
+
+def test_an_update_does_not_wake_what_it_does_not_bring(tiny_options):
+    """Weights that it leaves out, and adapters, are still in host memory: no step runs before `wake_up`."""
+    with LLM(**tiny_options | {"enable_lora": True, "max_model_len": 32}) as llm:
+        before = tokens_of(llm)
+        llm.sleep(1)
+        for tensors, strict in (({NORM: stored()[NORM]}, False), (changed(0), True)):
+            llm.update_weights(tensors, strict=strict)
+            llm.wake_up(["kv_cache"])
+            assert llm.is_sleeping() and llm.is_paused()
+        llm.wake_up(["weights"])
+        assert not llm.is_paused() and tokens_of(llm) == before
