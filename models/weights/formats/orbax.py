@@ -16,6 +16,7 @@ import re
 import shutil
 import stat
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -113,8 +114,9 @@ def save_checkpoint(
 def _reported_once() -> Iterator[None]:
     """Context that silences secondary reports of an error that is raised as well.
 
-    Orbax's threads log them, asyncio does when their tasks are collected, and tensorstore's use an event loop that has
-    been closed. They may come long after the error, so that the silence ends only if there was none.
+    Orbax's threads log them, asyncio does when their tasks are collected, tensorstore's use an event loop that has been
+    closed, and Python warns of coroutines that were begun for nothing. They may come long after the error, so that the
+    silence ends only if there was none.
     """
     loggers, hook = [logging.getLogger(name) for name in ("absl", "asyncio")], sys.unraisablehook
 
@@ -128,7 +130,11 @@ def _reported_once() -> Iterator[None]:
     for logger in loggers:
         logger.addFilter(is_news)
     sys.unraisablehook = unless_closed
+    warned = warnings.catch_warnings()
+    warned.__enter__()
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     yield
+    warned.__exit__(None, None, None)
     for logger in loggers:
         logger.removeFilter(is_news)
     sys.unraisablehook = hook

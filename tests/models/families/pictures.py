@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxengine.checkpoint.stored_head import with_stored_head
 from jaxengine.media.processor import Expanded, Processed
 from jaxengine.media.registry import processor_for
 from jaxengine.models.build import Build
@@ -35,9 +36,9 @@ def load(name: str, folder: Path) -> SimpleNamespace:
     """A recorded model: config, model (loaded, float32), processor, tokenizer, and what transformers makes of it."""
     folder = whole_checkpoint(name, folder)
     raw = read_config_json(folder)
-    config = read_folder(folder, raw)
-    model = build_model(config, Build("float32"))
     source = SafetensorsCheckpoint(folder)
+    config = with_stored_head(read_folder(folder, raw), raw, source)
+    model = build_model(config, Build("float32"))
     nnx.update(model, load_params(model, source))
     source.close()
     tokenizer = Tokenizer.from_hf_folder(folder)
