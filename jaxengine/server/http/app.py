@@ -33,7 +33,8 @@ from jaxengine.server.names import REQUEST_ID
 from jaxengine.server.observe import api_docs, prometheus, status
 from jaxengine.server.observe.spans import CallerTraceMiddleware
 from jaxengine.server.options import ServerConfig
-from jaxengine.server.stored.store import Responses, ResponseStore
+from jaxengine.server.stored.records import Responses, StoreBounds
+from jaxengine.server.stored.store import ResponseStore
 from jaxengine.server.workers import Workers
 from jaxengine.version import __version__
 
@@ -93,7 +94,7 @@ def create_app(engine: EngineClient, config: ServerConfig, store: Responses | No
     )
     app.state.traffic = traffic
     app.state.workers = Workers()
-    app.state.store = store or ResponseStore()
+    app.state.store = store or ResponseStore(StoreBounds(**config.store_bounds()))
     all_routes: list[BaseRoute] = []
     errors.install(app, all_routes)
     for router in ROUTERS:
