@@ -37,6 +37,11 @@ class Keys:
                 return f"{name}-{number}"
         return None
 
+    @property
+    def are_needed(self) -> bool:
+        """Whether clients need a key."""
+        return bool(self._clients)
+
     def admits(self, key: bytes) -> bool:
         """Whether the holder of `key`, b"" for none, may use the server."""
         known = self.is_client(key) | self.is_admin(key)
@@ -54,6 +59,11 @@ def bearer_key(values: Sequence[bytes]) -> bytes:
 def owner_of(key: bytes) -> str:
     """Returns a name of whoever presents `key`, which does not reveal it; b"" is everybody without one."""
     return hashlib.sha256(key).hexdigest()
+
+
+def owner_tag(key: bytes) -> str:
+    """Returns a short name of whoever presents `key`, for ids in the engine; empty for b""."""
+    return owner_of(key)[:12] if key else ""
 
 
 def _bearer(value: bytes) -> bytes:

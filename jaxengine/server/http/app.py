@@ -33,6 +33,7 @@ from jaxengine.server.names import REQUEST_ID
 from jaxengine.server.observe import api_docs, prometheus, status
 from jaxengine.server.observe.spans import CallerTraceMiddleware
 from jaxengine.server.options import ServerConfig
+from jaxengine.server.owned_ids import owned
 from jaxengine.server.stored.records import Responses, StoreBounds
 from jaxengine.server.stored.store import ResponseStore
 from jaxengine.server.workers import Workers
@@ -69,6 +70,7 @@ def create_app(engine: EngineClient, config: ServerConfig, store: Responses | No
     store: store of responses; by default a new one.
     Raises ConfigError for unusable key files.
     """
+    engine = owned(engine)
     traffic = TrafficState()
     config = without_auto(config, engine.inputs)
     names_clients = engine.inputs.config.scheduling_policy == "fair"
