@@ -254,7 +254,7 @@ def documents() -> dict[str, str]:
             fields="\n".join(_sampling_fields()),
             refused=", ".join(f"`{field.name}`" for field in _FIELDS if field.name not in _RULES),
             structured=_table(StructuredOutputsParams, flags=False),
-            options=_table(RequestOptions, flags=False, without=("arrival",)),
+            options=_table(RequestOptions, flags=False, without=("arrival", "owner")),
         ),
         "models.md": _SUPPORTED_MODELS.format(models="\n".join(_models())),
         "packages.md": _PACKAGES.format(packages="\n".join(package_rows(DOCS.parent))),

@@ -49,7 +49,7 @@ def fetch(url: str, options: MediaOptions) -> bytes:
     """
     scheme = scheme_of(url)
     if scheme == "data":
-        return _read_data(url, options.max_media_bytes)
+        return read_data(url, options.max_media_bytes)
     if scheme in _PORTS:
         return _fetch_http(url, scheme, options)
     if scheme == "file":
@@ -69,7 +69,7 @@ def check_source(url: str, options: MediaOptions) -> None:
         fetch(url, options)
 
 
-def _read_data(url: str, limit: int) -> bytes:
+def read_data(url: str, limit: int) -> bytes:
     """Decodes a data URL (RFC 2397)."""
     head = _DATA.match(url)
     if head is None:

@@ -38,7 +38,8 @@ from jaxengine.server.link.media_receiver import MediaReceiver
 from jaxengine.server.link.messages import Call, EndsDelivered, Failure, Finish, Hello, Load, Reply, Update, Welcome
 from jaxengine.server.link.queue_limits import QueueLimits, RetryEstimate
 from jaxengine.server.link.submit_messages import Submit
-from jaxengine.server.lora import read_modules
+from jaxengine.server.lora import read_modules, refuse_models_name
+from jaxengine.server.names import names_of
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.processes.child import Child, alive_seconds
 
@@ -324,11 +325,10 @@ def _failure(error: RequestError) -> Failure:
 
 def _load_adapters(core: EngineCore, config: ServerConfig) -> None:
     """Loads the adapters of lora_modules. Raises ConfigError, ModelFileError."""
-    names = config.served_model_name or (core.config.model,)
+    names = names_of(core.config.model, config)
     for name, path in read_modules(config.lora_modules):
         try:
-            if name in names:
-                raise RequestError(f"the adapter {name!r} has the model's own name")
+            refuse_models_name(name, names)
             store = core.engine.extensions.adapter_store()
             store.add(name, path, store.free_number(), store.read(path))
         except RequestError as error:
