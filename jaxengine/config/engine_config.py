@@ -19,7 +19,12 @@ from jaxengine.config.encoder import EncoderOptions, check_encoder, settle_encod
 from jaxengine.config.errors import ConfigError
 from jaxengine.config.extensions import extension_options
 from jaxengine.config.kv_cache import KV_CACHE_DTYPES, check_scales, kv_dtype
-from jaxengine.config.logits_processors import processor_classes, read_processors, source_file
+from jaxengine.config.logits_processors import (
+    processor_classes,
+    processors_digest,
+    read_processors,
+    source_file,
+)
 from jaxengine.config.lora import LoraOptions, check_lora, check_lora_model
 from jaxengine.config.multimodal import READERS, MediaOptions
 from jaxengine.config.option_names import chosen_options
@@ -309,7 +314,9 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
         chosen.update(settle_encoder(chosen, model, platform, pictures))
         check_speculation(chosen, model)
         # What a class without a file of its own does is not known to the next process.
-        if any(source_file(each) is None for each in processor_classes(self.logits_processors)):
+        processors = self.logits_processors
+        no_file = any(source_file(each) is None for each in processor_classes(processors))
+        if no_file or (processors and processors_digest(processors) is None):
             chosen["compile_cache_dir"] = ""
         return ResolvedConfig(**chosen)
 
