@@ -10,6 +10,7 @@ import ast
 import json
 import re
 import runpy
+import shutil
 import sys
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,8 @@ import pytest
 
 import jaxengine
 from jaxengine import AsyncLLM
+from jaxengine.checkpoint import plugins
+from jaxengine.commands.cli import main
 from jaxengine.models.registry import MODELS
 from tests.conftest import TINY_OPTIONS
 from tests.fast_compile import fast_compile
@@ -135,6 +138,23 @@ def test_custom_model(run, monkeypatch):
     )
     assert tokens == same and len(tokens) == 6
     assert lower != scores and all(low <= high for low, high in zip(lower, scores, strict=True))
+
+
+def test_custom_model_is_a_plugin_of_every_command(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(MODELS, "CappedLlamaForCausalLM", MODELS["LlamaForCausalLM"])
+    monkeypatch.delitem(MODELS, "CappedLlamaForCausalLM")
+    monkeypatch.setattr(plugins, "_LOADED", set())
+    config = json.loads((TINY / "config.json").read_text()) | {"architectures": ["CappedLlamaForCausalLM"]}
+    shutil.copytree(TINY, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ["generate", str(tmp_path), "Hello", "--max-tokens", "3", "--temperature", "0", "--json", "--enforce-eager"]
+    words += ["--dtype", "float32", "--max-model-len", "64", "--max-num-seqs", "1", "--max-num-batched-tokens", "8"]
+    words += ["--disable-log-stats"]
+    assert main(words) == 2
+    assert "'CappedLlamaForCausalLM' is not supported" in capsys.readouterr().err
+    with fast_compile():
+        assert main([*words, "--plugin", str(EXAMPLES / "custom_model.py")]) == 0
+    assert len(json.loads(capsys.readouterr().out)["token_ids"]) == 3
 
 
 def test_logits_processor(run):
