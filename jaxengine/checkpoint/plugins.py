@@ -76,7 +76,9 @@ def _load_named(name: str) -> None:
 
 def _is_imported(path: Path) -> bool:
     """Whether a module of this process, the script that it runs among them, is this file."""
-    files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+    # __mp_main__ is another name of the script, or of one that has ended.
+    modules = [module for name, module in list(sys.modules.items()) if name != "__mp_main__"]
+    files = [getattr(module, "__file__", None) for module in modules]
     return any(Path(file).name == path.name and Path(file).resolve() == path for file in files if file)
 
 
