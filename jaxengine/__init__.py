@@ -11,9 +11,9 @@ from jaxengine.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from jaxengine.api.async_llm import AsyncLLM
-    from jaxengine.api.custom_models import register_model
     from jaxengine.api.engine_client import EngineDeadError
     from jaxengine.api.llm import LLM
+    from jaxengine.checkpoint.custom_models import register_model
     from jaxengine.config.engine_config import CompilationConfig, ConfigError, EngineArgs, EngineConfig
     from jaxengine.models.config.fields import ModelConfigError
     from jaxengine.models.params.errors import ModelFileError
@@ -99,7 +99,7 @@ _HOMES = {
     "TextPrompt": "jaxengine.requests.prepared",
     "TokensPrompt": "jaxengine.requests.prepared",
     "VocabColumns": "jaxengine.scheduler.logits_processor",
-    "register_model": "jaxengine.api.custom_models",
+    "register_model": "jaxengine.checkpoint.custom_models",
 }
 
 

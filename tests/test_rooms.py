@@ -167,9 +167,9 @@ ROOMS = {
     ),
     "jaxengine.drafts": "jaxengine.config",
     "jaxengine.checkpoint": (
-        "jaxengine.models.params jaxengine.models.config jaxengine.models.quantization jaxengine.models:registry "
-        "jaxengine.models.weights.views jaxengine.models.weights.formats jaxengine.models.weights.gguf "
-        "jaxengine.models.weights jaxengine.tokens jaxengine.config"
+        "jaxengine.models.params jaxengine.models.config jaxengine.models.quantization jaxengine.models "
+        "jaxengine.models:registry jaxengine.models.weights.views jaxengine.models.weights.formats "
+        "jaxengine.models.weights.gguf jaxengine.models.weights jaxengine.tokens jaxengine.config"
     ),
     "jaxengine.media:registry": "jaxengine.models.config jaxengine.media:what jaxengine.media.processors",
     "jaxengine.parsers": "jaxengine:base jaxengine.config",
@@ -234,13 +234,12 @@ ROOMS = {
         "jaxengine.requests.structured jaxengine.requests.media jaxengine.requests.pooling"
     ),
     "jaxengine.api": (
-        "jaxengine.models.config jaxengine.models.quantization jaxengine.models jaxengine.models:registry "
-        "jaxengine.scheduler jaxengine.config jaxengine.runner jaxengine.cluster jaxengine.engine "
-        "jaxengine.engine:loop jaxengine.requests.pooling jaxengine.requests"
+        "jaxengine.models.quantization jaxengine.scheduler jaxengine.config jaxengine.checkpoint jaxengine.runner "
+        "jaxengine.cluster jaxengine.engine jaxengine.engine:loop jaxengine.requests.pooling jaxengine.requests"
     ),
     "jaxengine": (
         "jaxengine.models.params jaxengine.models.config jaxengine.scheduler jaxengine:base jaxengine.config "
-        "jaxengine.requests.structured jaxengine.requests.pooling jaxengine.requests jaxengine.api"
+        "jaxengine.checkpoint jaxengine.requests.structured jaxengine.requests.pooling jaxengine.requests jaxengine.api"
     ),
     "jaxengine.server": "jaxengine.scheduler jaxengine.config jaxengine.parsers jaxengine.requests jaxengine.api",
     "jaxengine.bench": (

@@ -8,7 +8,7 @@ import contextlib
 import copy
 import logging
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -57,7 +57,7 @@ class AsyncLLM(AsyncWeightMethods):
     """Streams outputs of many requests at once.
 
     Args:
-      model, devices, mesh, options: as for `LLM`.
+      model, devices, mesh, mesh_axes, options: as for `LLM`.
     """
 
     def __init__(
@@ -66,9 +66,11 @@ class AsyncLLM(AsyncWeightMethods):
         *,
         devices: Sequence[Any] | None = None,
         mesh: Mesh | None = None,
+        mesh_axes: Mapping[str, str] | None = None,
         **options: Any,
     ):
-        self.core = EngineCore(EngineConfig.from_options(model=model, **options), devices=devices, mesh=mesh)
+        config = EngineConfig.from_options(model=model, **options)
+        self.core = EngineCore(config, devices=devices, mesh=mesh, mesh_axes=mesh_axes)
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
         self._command_lock = threading.Lock()
         self._wake = threading.Event()

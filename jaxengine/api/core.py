@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxengine.api.custom_models import has_custom_class
 from jaxengine.api.engine_client import EngineDeadError
+from jaxengine.checkpoint.custom_models import has_custom_class
 from jaxengine.cluster.host0 import Cluster
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.engine.engine import Engine
@@ -46,8 +46,15 @@ class EngineCore:
       dead: why no request is taken and no step made any more, once a step has failed or after `shutdown`.
     """
 
-    def __init__(self, config: EngineConfig, *, devices: Sequence[Any] | None = None, mesh: Mesh | None = None):
-        """devices: to take from, default all; or a mesh with axes data, attn and model that says how to use which.
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        devices: Sequence[Any] | None = None,
+        mesh: Mesh | None = None,
+        mesh_axes: Mapping[str, str] | None = None,
+    ):
+        """devices: to take from, default all; or a mesh that says how to use which, with mesh_axes as `LLM` has it.
 
         Raises ConfigError, ModelConfigError or ModelFileError, each saying what to change.
         """
@@ -56,7 +63,7 @@ class EngineCore:
         self.dead: EngineDeadError | None = None
         self._cluster = Cluster(config) if config.nnodes > 1 else None
         try:
-            opened = open_resolved(config, devices, mesh)
+            opened = open_resolved(config, devices, mesh, mesh_axes)
             if has_custom_class(opened.source.config):
                 opened = opened._replace(config=replace(opened.config, compile_cache_dir=""))
             self.config = opened.config

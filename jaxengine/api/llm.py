@@ -63,7 +63,10 @@ class LLM(WeightMethods):
     Args:
       model: a GGUF file, a Hugging Face folder or a hub id; None for the embedded SmolLM2-135M-Instruct.
       devices: jax devices to use, as many of the first ones as the parallel sizes need; None for all.
-      mesh: a jax.sharding.Mesh with axes data, attn and model, given in place of parallel sizes.
+      mesh: a jax.sharding.Mesh in place of parallel sizes, such as that of a training script.
+      mesh_axes: the meaning of the mesh's axes, {"fsdp": "data", "tp": "tensor"} for instance: "data" for replicas,
+        "tensor" for tensor parallelism, or its parts "attn" and "model". Axes may share a meaning. One that is not
+        named means its own name; an axis of one device needs no meaning.
       options: see `jaxengine.EngineConfig`. An unknown or unsupported option raises ConfigError.
     """
 
@@ -73,9 +76,11 @@ class LLM(WeightMethods):
         *,
         devices: Sequence[Any] | None = None,
         mesh: Mesh | None = None,
+        mesh_axes: Mapping[str, str] | None = None,
         **options: Any,
     ):
-        self.core = EngineCore(EngineConfig.from_options(model=model, **options), devices=devices, mesh=mesh)
+        config = EngineConfig.from_options(model=model, **options)
+        self.core = EngineCore(config, devices=devices, mesh=mesh, mesh_axes=mesh_axes)
         # Held by every access to the core.
         self._lock = FairLock()
         self._calls: dict[str, _Call] = {}

@@ -30,6 +30,7 @@ SHORT = {
     "compilation_config": "-cc",
     "quantization": "-q",
     "speculative_config": "-sc",
+    "plugins": "--plugin",
 }
 _SHORT_OF_OTHERS = {"optimization_level": "-O"}
 MODEL_HELP = "a GGUF file, a Hugging Face folder, or a hub id (default: the embedded SmolLM2-135M-Instruct)"
