@@ -68,8 +68,8 @@ class ServerConfig:
       enable_tokenizer_info_endpoint: serve /tokenizer_info, with the special tokens and the chat template.
       return_tokens_as_token_ids: show tokens of logprobs as token_id:N, unless a request sets it.
       enable_force_include_usage: include usage in every stream, requested or not.
-      disable_access_log: log no line per request. Otherwise all have one, /health, /ping, /metrics and /status.json
-        only when they fail.
+      disable_access_log: log no line per request. Otherwise all have one, /health, /live, /ping, /metrics and
+        /status.json only when they fail.
       enable_reflection: gRPC reflection; None: on loopback only.
       otlp_traces_endpoint: where OpenTelemetry spans of requests are sent, http://host:4318/v1/traces or
         grpc://host:4317; None: nowhere.

@@ -39,7 +39,13 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.get("/ping", operation_id="ping", response_class=Response)
     @routes.post("/ping", operation_id="post_ping", response_class=Response)
     async def health() -> Response:
+        """Whether requests are answered: 503 while the engine is started again, hangs or is being shut down."""
         await engine.check_health()
+        return Response()
+
+    @routes.get("/live", response_class=Response)
+    async def live() -> Response:
+        """Whether this process runs. The server restarts its engine itself, and ends where that does not help."""
         return Response()
 
     @routes.get("/version")
