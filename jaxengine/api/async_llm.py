@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from os import PathLike
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from jax.sharding import Mesh
 
@@ -18,6 +18,7 @@ from jaxengine.api.adapters import load_adapter
 from jaxengine.api.core import AnyOutput, EngineCore
 from jaxengine.api.engine_client import EngineDeadError
 from jaxengine.api.output_stream import OutputStream
+from jaxengine.api.owner import refuse_pickle
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.requests.inputs import InputProcessor
 from jaxengine.requests.lora import LoRARequest
@@ -65,7 +66,7 @@ class AsyncLLM:
         mesh: Mesh | None = None,
         **options: Any,
     ):
-        self.core = EngineCore(EngineConfig.from_options(model=model, **options), devices=devices, mesh=mesh)
+        self._core = EngineCore(EngineConfig.from_options(model=model, **options), devices=devices, mesh=mesh)
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
         self._command_lock = threading.Lock()
         self._wake = threading.Event()
@@ -77,9 +78,18 @@ class AsyncLLM:
         self._thread.start()
 
     @property
+    def core(self) -> EngineCore:
+        """The engine. Raises EngineDeadError in a fork of its process."""
+        self._core.owner.check()
+        return self._core
+
+    def __reduce__(self) -> NoReturn:
+        raise refuse_pickle("AsyncLLM")
+
+    @property
     def errored(self) -> bool:
-        """Whether the engine has failed or was shut down."""
-        return self._dead is not None
+        """Whether the engine has failed or was shut down, or this process is a fork of its own."""
+        return self._dead is not None or not self._core.owner.is_here
 
     @property
     def inputs(self) -> InputProcessor:
@@ -217,7 +227,8 @@ class AsyncLLM:
         self._run_command(lambda: self._abort(request_id))
 
     async def check_health(self) -> None:
-        """Raises EngineDeadError once the engine has failed or was shut down."""
+        """Raises EngineDeadError once the engine has failed or was shut down, and in a fork of its process."""
+        self._core.owner.check()
         if self._dead is not None:
             raise self._dead
 
@@ -250,14 +261,16 @@ class AsyncLLM:
 
     def get_tokenizer(self) -> PreTrainedTokenizerFast:
         """As `LLM.get_tokenizer`."""
-        return self.core.inputs.require_tokenizer().hf
+        return self._core.inputs.require_tokenizer().hf
 
     def get_metrics(self):
         """As `LLM.get_metrics`."""
         return self.core.metrics.collect()
 
     def shutdown(self, timeout: float | None = 10.0) -> None:
-        """Stops the engine; streams still open end with EngineDeadError."""
+        """Stops the engine; streams still open end with EngineDeadError. Does nothing in a fork of its process."""
+        if not self._core.owner.is_here:
+            return
         self._closing = True
         self._wake.set()
         self._thread.join(timeout)
@@ -265,6 +278,7 @@ class AsyncLLM:
 
     def _run_command(self, command: Callable[[], None]) -> None:
         """Queues `command` for the engine's thread, which runs it before its next step."""
+        self._core.owner.check()
         with self._command_lock:
             if self._dead is not None:
                 raise self._dead

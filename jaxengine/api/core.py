@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from jaxengine.api.custom_models import has_custom_class
 from jaxengine.api.engine_client import EngineDeadError
+from jaxengine.api.owner import Owner
 from jaxengine.cluster.host0 import Cluster
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.engine.engine import Engine
@@ -43,6 +44,7 @@ class EngineCore:
       config: nothing left open.
       inputs: prepares requests for this engine.
       model_path: file or folder of the model.
+      owner: the process that may use it.
       dead: why no request is taken and no step made any more, once a step has failed or after `shutdown`.
     """
 
@@ -53,6 +55,7 @@ class EngineCore:
         """
         if config.nnodes > 1 and (devices is not None or mesh is not None):
             raise ConfigError("nnodes", config.nnodes, "1 beside devices or a mesh; it takes those of all processes")
+        self.owner = Owner()
         self.dead: EngineDeadError | None = None
         self._cluster = Cluster(config) if config.nnodes > 1 else None
         try:
@@ -77,7 +80,9 @@ class EngineCore:
         self._processor = make_processor(self.inputs)
 
     def shutdown(self, reason: str | None = None) -> None:
-        """Ends the engine and its other processes, if it has any; with a reason, as a failure."""
+        """Ends the engine and its other processes, if it has any; with a reason, as a failure. Nothing in a fork."""
+        if not self.owner.is_here:
+            return
         self.dead = self.dead or EngineDeadError("the engine was shut down")
         self.engine.shutdown()
         if self._cluster is not None:
@@ -107,7 +112,8 @@ class EngineCore:
         return self.engine.has_unfinished
 
     def check(self) -> None:
-        """Raises EngineDeadError once a step has failed, or after `shutdown`."""
+        """Raises EngineDeadError once a step has failed, after `shutdown`, and in a fork."""
+        self.owner.check()
         if self.dead is not None:
             raise self.dead
 

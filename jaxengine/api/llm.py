@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 from jax.sharding import Mesh
@@ -17,6 +17,7 @@ from jaxengine.api import scoring
 from jaxengine.api.adapters import load_first
 from jaxengine.api.core import EngineCore
 from jaxengine.api.fair_lock import FairLock
+from jaxengine.api.owner import refuse_pickle
 from jaxengine.api.progress import count_tokens, speed_text
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.engine.metric_types import Histogram, Metric
@@ -71,10 +72,19 @@ class LLM:
         mesh: Mesh | None = None,
         **options: Any,
     ):
-        self.core = EngineCore(EngineConfig.from_options(model=model, **options), devices=devices, mesh=mesh)
+        self._core = EngineCore(EngineConfig.from_options(model=model, **options), devices=devices, mesh=mesh)
         # Held by every access to the core.
-        self._lock = FairLock()
+        self._lock = FairLock(self._core.owner.check)
         self._calls: dict[str, _Call] = {}
+
+    @property
+    def core(self) -> EngineCore:
+        """The engine. Raises EngineDeadError in a fork of its process."""
+        self._core.owner.check()
+        return self._core
+
+    def __reduce__(self) -> NoReturn:
+        raise refuse_pickle("LLM")
 
     def __enter__(self) -> LLM:
         return self
@@ -83,9 +93,13 @@ class LLM:
         self.shutdown()
 
     def shutdown(self) -> None:
-        """Stops the engine; running calls of other threads, and all later ones, end with EngineDeadError."""
-        with self._lock:
-            self.core.shutdown()
+        """Stops the engine; running calls of other threads, and all later ones, end with EngineDeadError.
+
+        Does nothing in a fork of its process.
+        """
+        if self._core.owner.is_here:
+            with self._lock:
+                self._core.shutdown()
 
     def get_expert_load(self) -> np.ndarray | None:
         """u32[expert layers, E]: tokens routed to each expert so far, modulo 2**32; None without experts.
@@ -293,11 +307,11 @@ class LLM:
 
     def get_tokenizer(self) -> PreTrainedTokenizerFast:
         """Returns the tokenizer as a transformers object. Raises RequestError if the engine was started without one."""
-        return self.core.inputs.require_tokenizer().hf
+        return self._core.inputs.require_tokenizer().hf
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns the defaults of sampling_params: vLLM's, overridden by generation_config.json."""
-        return self.core.inputs.default_sampling_params()
+        return self._core.inputs.default_sampling_params()
 
     def get_metrics(self) -> list[Metric | Histogram]:
         """Returns counters, gauges and histograms, each with `name` and `value`."""

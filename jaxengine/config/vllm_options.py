@@ -20,7 +20,7 @@ _XLA = "XLA makes the exchanges between devices"
 _NO_CODE = "no code of a model is run, whatever its folder holds"
 _LOADER = "weights are mapped and go to their devices one by one"
 _COMPILED = "every step is compiled whole before anything is served"
-_LOGGED = "requests have a line each, /health, /ping, /metrics and /status.json only when they fail"
+_LOGGED = "requests have a line each, /health, /live, /ping, /metrics and /status.json only when they fail"
 _HEADERS = "jaxengine serve --max-header-bytes bounds all headers together"
 _EXECUTOR = "one process runs all devices of its host; nnodes is for more hosts"
 
@@ -207,6 +207,9 @@ _HARMLESS_SWITCHES = """
     log_error_stack
 """
 NAMES = frozenset((*HARMLESS, *ELSEWHERE, *NOT_BUILT, *GONE, *EARLIER))
+
+# Names that nobody should be pointed to: what they ask for is not built, or changes nothing here.
+WITHOUT_EFFECT = NAMES - EARLIER
 
 
 def is_switch(name: str) -> bool:
