@@ -149,6 +149,14 @@ class AsyncLLM:
         """As `LLM.reset_mm_cache`."""
         await self.utility("reset_mm_cache")
 
+    async def start_profile(self) -> None:
+        """As `LLM.start_profile`."""
+        await self.utility("start_profile")
+
+    async def stop_profile(self) -> None:
+        """As `LLM.stop_profile`."""
+        await self.utility("stop_profile")
+
     async def _with_adapter(
         self, request: LoRARequest, outputs: AsyncIterator[RequestOutput]
     ) -> AsyncIterator[RequestOutput]:

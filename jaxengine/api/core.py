@@ -21,6 +21,7 @@ from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.engine.engine import Engine
 from jaxengine.engine.metrics import Metrics
 from jaxengine.engine.output import EngineOutput
+from jaxengine.engine.profiler import Profiler
 from jaxengine.engine.status import engine_status
 from jaxengine.models.quantization.table import weight_table
 from jaxengine.requests.inputs import input_processor, make_processor
@@ -78,12 +79,15 @@ class EngineCore:
         self._rejected: list[tuple[str, RequestError]] = []
         self.metrics = Metrics(self.engine, log_stats=not config.disable_log_stats)
         self._processor = make_processor(self.inputs)
+        profiler = self.config.profiler_config
+        self._profiler = Profiler(None if profiler is None else profiler.profiler_dir)
 
     def shutdown(self, reason: str | None = None) -> None:
         """Ends the engine and its other processes, if it has any; with a reason, as a failure. Nothing in a fork."""
         if not self.owner.is_here:
             return
         self.dead = self.dead or EngineDeadError("the engine was shut down")
+        self._profiler.close()
         self.engine.shutdown()
         if self._cluster is not None:
             self._cluster.shutdown(reason)
@@ -97,6 +101,8 @@ class EngineCore:
             "status": lambda: engine_status(self.engine, self.metrics),
             "trace": self._trace,
             "weights": lambda: self.runner.weight_rows,
+            "start_profile": self._profiler.start,
+            "stop_profile": self._profiler.stop,
             "count_rejections": self._count_rejections,
             **self.engine.extensions.utilities(),
         }

@@ -328,6 +328,16 @@ class LLM:
         with self._lock:
             self.core.utility("reset_mm_cache")
 
+    def start_profile(self) -> None:
+        """Starts a profile of this process (jax.profiler). Needs profiler_config; raises RequestError without it."""
+        with self._lock:
+            self.core.utility("start_profile")
+
+    def stop_profile(self) -> None:
+        """Writes the profile into the folder of profiler_config. Raises RequestError if none was started."""
+        with self._lock:
+            self.core.utility("stop_profile")
+
     def _params_for(self, count: int, params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
         if params is None:
             params = self.get_default_sampling_params()

@@ -84,6 +84,18 @@ def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
             await engine.abort(request_id)
         return {"num_requests": len(body.request_ids)}
 
+    if engine.inputs.config.profiler_config is not None:
+
+        @routes.post("/start_profile")
+        async def start_profile() -> dict[str, bool]:
+            """Starts a profile of the engine's process (jax.profiler)."""
+            return {"success": bool(await engine.utility("start_profile"))}
+
+        @routes.post("/stop_profile")
+        async def stop_profile() -> dict[str, bool]:
+            """Writes the profile into the folder of profiler_config, on the server's machine."""
+            return {"success": bool(await engine.utility("stop_profile"))}
+
     @routes.get("/server_info")
     async def server_info() -> dict[str, Any]:
         """The settings in use, without keys, and formats of stored and multiplied matrices.

@@ -39,6 +39,7 @@ from jaxengine.server.link.engine_link import EngineLink
 from jaxengine.server.link.messages import Call, EndsDelivered, Finish, FromEngine, Load, Reply, Update, Welcome
 from jaxengine.server.link.open_inputs import open_inputs
 from jaxengine.server.link.queue_limits import QueueLimits
+from jaxengine.server.link.request_log import log_request
 from jaxengine.server.link.send_queue import SendQueue
 from jaxengine.server.options import ServerConfig
 
@@ -143,6 +144,8 @@ class RemoteEngine:
         if not isinstance(params, PoolingParams):  # pooling may prepend something to the text
             prompt = await make_ready(self.inputs, prompt)
         prepared = self.inputs.prepare(prompt, params, request_id=request_id, options=options)
+        if self._config.enable_log_requests:
+            log_request(prepared, options, self._config.max_log_len)
         await self._send_queue.media.complete(prepared)
         self._check()
         stream = self._submit(prepared)

@@ -32,6 +32,8 @@ from tests.tables import each_row
         ({"ssl_ca_certs": "x.pem"}, "ssl_ca_certs"),
         ({"enable_auto_tool_choice": True}, "enable_auto_tool_choice"),
         ({"enable_admin": True}, "enable_admin"),
+        ({"max_log_len": 5}, "max_log_len"),
+        ({"max_log_len": -1, "enable_log_requests": True}, "max_log_len"),
     ],
 )
 def test_a_wrong_option_is_named(options, param):
