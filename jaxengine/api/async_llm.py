@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from os import PathLike
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from jax.sharding import Mesh
 
@@ -18,6 +18,7 @@ from jaxengine.api.adapters import load_adapter
 from jaxengine.api.core import AnyOutput, EngineCore
 from jaxengine.api.engine_client import EngineDeadError
 from jaxengine.api.output_stream import OutputStream
+from jaxengine.api.owner import refuse_pickle
 from jaxengine.api.weights import AsyncWeightMethods
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.requests.inputs import InputProcessor
@@ -70,7 +71,7 @@ class AsyncLLM(AsyncWeightMethods):
         **options: Any,
     ):
         config = EngineConfig.from_options(model=model, **options)
-        self.core = EngineCore(config, devices=devices, mesh=mesh, mesh_axes=mesh_axes)
+        self._core = EngineCore(config, devices=devices, mesh=mesh, mesh_axes=mesh_axes)
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
         self._command_lock = threading.Lock()
         self._wake = threading.Event()
@@ -82,9 +83,18 @@ class AsyncLLM(AsyncWeightMethods):
         self._thread.start()
 
     @property
+    def core(self) -> EngineCore:
+        """The engine. Raises EngineDeadError in a fork of its process."""
+        self._core.owner.check()
+        return self._core
+
+    def __reduce__(self) -> NoReturn:
+        raise refuse_pickle("AsyncLLM")
+
+    @property
     def errored(self) -> bool:
-        """Whether the engine has failed or was shut down."""
-        return self._dead is not None
+        """Whether the engine has failed or was shut down, or this process is a fork of its own."""
+        return self._dead is not None or not self._core.owner.is_here
 
     @property
     def inputs(self) -> InputProcessor:
@@ -143,6 +153,14 @@ class AsyncLLM(AsyncWeightMethods):
     async def reset_mm_cache(self) -> None:
         """As `LLM.reset_mm_cache`."""
         await self.utility("reset_mm_cache")
+
+    async def start_profile(self) -> None:
+        """As `LLM.start_profile`."""
+        await self.utility("start_profile")
+
+    async def stop_profile(self) -> None:
+        """As `LLM.stop_profile`."""
+        await self.utility("stop_profile")
 
     async def _with_adapter(
         self, request: LoRARequest, outputs: AsyncIterator[RequestOutput]
@@ -222,7 +240,8 @@ class AsyncLLM(AsyncWeightMethods):
         self._run_command(lambda: self._abort(request_id))
 
     async def check_health(self) -> None:
-        """Raises EngineDeadError once the engine has failed or was shut down."""
+        """Raises EngineDeadError once the engine has failed or was shut down, and in a fork of its process."""
+        self._core.owner.check()
         if self._dead is not None:
             raise self._dead
 
@@ -259,14 +278,16 @@ class AsyncLLM(AsyncWeightMethods):
 
     def get_tokenizer(self) -> PreTrainedTokenizerFast:
         """As `LLM.get_tokenizer`."""
-        return self.core.inputs.require_tokenizer().hf
+        return self._core.inputs.require_tokenizer().hf
 
     def get_metrics(self):
         """As `LLM.get_metrics`."""
         return self.core.metrics.collect()
 
     def shutdown(self, timeout: float | None = 10.0) -> None:
-        """Stops the engine; streams still open end with EngineDeadError."""
+        """Stops the engine; streams still open end with EngineDeadError. Does nothing in a fork of its process."""
+        if not self._core.owner.is_here:
+            return
         self._closing = True
         self._wake.set()
         self._thread.join(timeout)
@@ -274,6 +295,7 @@ class AsyncLLM(AsyncWeightMethods):
 
     def _run_command(self, command: Callable[[], None]) -> None:
         """Queues `command` for the engine's thread, which runs it before its next step."""
+        self._core.owner.check()
         with self._command_lock:
             if self._dead is not None:
                 raise self._dead

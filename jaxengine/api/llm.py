@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 from jax.sharding import Mesh
@@ -17,6 +17,7 @@ from jaxengine.api import scoring
 from jaxengine.api.adapters import load_first
 from jaxengine.api.core import EngineCore
 from jaxengine.api.fair_lock import FairLock
+from jaxengine.api.owner import refuse_pickle
 from jaxengine.api.progress import count_tokens, speed_text
 from jaxengine.api.weights import WeightMethods
 from jaxengine.config.engine_config import EngineConfig
@@ -80,10 +81,19 @@ class LLM(WeightMethods):
         **options: Any,
     ):
         config = EngineConfig.from_options(model=model, **options)
-        self.core = EngineCore(config, devices=devices, mesh=mesh, mesh_axes=mesh_axes)
+        self._core = EngineCore(config, devices=devices, mesh=mesh, mesh_axes=mesh_axes)
         # Held by every access to the core.
-        self._lock = FairLock()
+        self._lock = FairLock(self._core.owner.check)
         self._calls: dict[str, _Call] = {}
+
+    @property
+    def core(self) -> EngineCore:
+        """The engine. Raises EngineDeadError in a fork of its process."""
+        self._core.owner.check()
+        return self._core
+
+    def __reduce__(self) -> NoReturn:
+        raise refuse_pickle("LLM")
 
     def __enter__(self) -> LLM:
         return self
@@ -92,9 +102,13 @@ class LLM(WeightMethods):
         self.shutdown()
 
     def shutdown(self) -> None:
-        """Stops the engine; running calls of other threads, and all later ones, end with EngineDeadError."""
-        with self._lock:
-            self.core.shutdown()
+        """Stops the engine; running calls of other threads, and all later ones, end with EngineDeadError.
+
+        Does nothing in a fork of its process.
+        """
+        if self._core.owner.is_here:
+            with self._lock:
+                self._core.shutdown()
 
     def get_expert_load(self) -> np.ndarray | None:
         """u32[expert layers, E]: tokens routed to each expert so far, modulo 2**32; None without experts.
@@ -302,11 +316,11 @@ class LLM(WeightMethods):
 
     def get_tokenizer(self) -> PreTrainedTokenizerFast:
         """Returns the tokenizer as a transformers object. Raises RequestError if the engine was started without one."""
-        return self.core.inputs.require_tokenizer().hf
+        return self._core.inputs.require_tokenizer().hf
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns the defaults of sampling_params: vLLM's, overridden by generation_config.json."""
-        return self.core.inputs.default_sampling_params()
+        return self._core.inputs.default_sampling_params()
 
     def get_metrics(self) -> list[Metric | Histogram]:
         """Returns counters, gauges and histograms, each with `name` and `value`."""
@@ -322,6 +336,16 @@ class LLM(WeightMethods):
         """Drops cached pictures and videos, both preprocessed and encoded; running requests keep theirs."""
         with self._lock:
             self.core.utility("reset_mm_cache")
+
+    def start_profile(self) -> None:
+        """Starts a profile of this process (jax.profiler). Needs profiler_config; raises RequestError without it."""
+        with self._lock:
+            self.core.utility("start_profile")
+
+    def stop_profile(self) -> None:
+        """Writes the profile into the folder of profiler_config. Raises RequestError if none was started."""
+        with self._lock:
+            self.core.utility("stop_profile")
 
     def _params_for(self, count: int, params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
         if params is None:

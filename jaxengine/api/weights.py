@@ -25,9 +25,13 @@ _SETTLE_SECONDS = 0.002
 class WeightMethods:
     """Methods of an engine that the calling threads step in turn."""
 
-    core: EngineCore
     _lock: AbstractContextManager[Any]
     _step: Callable[[], None]
+
+    @property
+    def core(self) -> EngineCore:
+        """The engine."""
+        raise NotImplementedError
 
     def update_weights(
         self,
@@ -142,8 +146,12 @@ class WeightMethods:
 class AsyncWeightMethods:
     """The same of an engine that steps on a thread of its own."""
 
-    core: EngineCore
     between_steps: Callable[[Callable[[], _T]], Awaitable[_T]]
+
+    @property
+    def core(self) -> EngineCore:
+        """The engine."""
+        raise NotImplementedError
 
     async def update_weights(
         self,

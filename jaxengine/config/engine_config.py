@@ -33,6 +33,7 @@ from jaxengine.config.platforms import Platform
 from jaxengine.config.plugins import read_plugins
 from jaxengine.config.pooler_config import POOLING_TASKS, PoolerConfig, read_hf_overrides
 from jaxengine.config.prefix_caching import settle_snapshots
+from jaxengine.config.profiler_config import ProfilerConfig
 from jaxengine.config.speculation import SpeculativeConfig, check_speculation
 from jaxengine.config.step_tokens import step_tokens
 from jaxengine.config.structured_outputs_config import StructuredOutputsConfig
@@ -62,6 +63,7 @@ _READERS = {
     "chat_template": read_chat_template,
     "capture_layers": read_capture_layers,
     "plugins": read_plugins,
+    "profiler_config": ProfilerConfig.read,
     **READERS,
 }
 
@@ -152,6 +154,9 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
         does: 0 is the embeddings, n what layer n gives, and -1, the last, is taken after the final norm.
       plugins: modules or .py files that register model families of your own, in every process of the engine; see
         docs/models.md. A plugin is code: name only what you would run.
+      stream_interval: tokens of a stream's output that are sent together; the first and the last are sent at once.
+      profiler_config: enables /start_profile and /stop_profile (`start_profile` and `stop_profile` in Python), which
+        write profiles of jax.profiler into a folder: a dict of profiler_dir. Of several hosts, the first is profiled.
       disable_log_stats: no periodic log line, no progress bars at start-up.
     """
 
@@ -211,6 +216,8 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
     logits_processors: tuple[str, ...] = dataclasses.field(default=(), metadata={"nargs": "+"})
     capture_layers: tuple[int, ...] | None = None
     plugins: tuple[str, ...] = ()
+    stream_interval: int = 1
+    profiler_config: ProfilerConfig | None = None
     disable_log_stats: bool = False
 
     def __post_init__(self):
@@ -244,6 +251,7 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
             ("num_state_snapshots", 0, 2**16),
             *((f"{kind}_parallel_size", 1, 1024) for kind in ("tensor", "data", "pipeline")),
             ("nnodes", 1, 1024),
+            ("stream_interval", 1, 2**20),
             ("master_port", 1, 65535),
             ("cluster_timeout", 1, 86400),
         ):

@@ -117,8 +117,11 @@ def with_config_file(argv: Sequence[str], parser: argparse.ArgumentParser) -> li
 
 
 def near_flag(word: str, words: Sequence[str], parser: argparse.ArgumentParser) -> str | None:
-    """The flag of the command in `words` that is spelt most like `word`; None if none is similar."""
-    known = _command_of(parser, words)[0]._option_string_actions
+    """The flag of the command in `words` that is spelt most like `word`, of those that have an effect; None if none is
+    similar."""
+    without = {destination(EngineConfig, name) for name in vllm_options.WITHOUT_EFFECT}
+    actions = _command_of(parser, words)[0]._option_string_actions
+    known = [flag for flag, action in actions.items() if action.dest not in without]
     return next(iter(difflib.get_close_matches(word.partition("=")[0], known, 1)), None)
 
 

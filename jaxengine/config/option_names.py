@@ -26,7 +26,8 @@ def chosen_options(known: Collection[str], options: Mapping[str, Any]) -> dict[s
         elif name in vllm_options.NAMES:
             vllm_options.settle(name, plain(value))
         elif name != "cudagraph_capture_sizes":
-            near = difflib.get_close_matches(name, [*known, *vllm_options.NAMES], 1)
+            built = {*known, *vllm_options.EARLIER} - vllm_options.WITHOUT_EFFECT
+            near = difflib.get_close_matches(name, sorted(built), 1)
             advice = f"did you mean {near[0]}?" if near else "docs/options.md has all of them"
             raise ConfigError.because(name, f"there is no option {name!r}", advice)
     if options.get("calculate_kv_scales") and (scales := chosen.get("kv_cache_scales", AUTO)) not in (AUTO, CALIBRATE):

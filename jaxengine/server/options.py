@@ -79,8 +79,11 @@ class ServerConfig:
       enable_tokenizer_info_endpoint: serve /tokenizer_info, with the special tokens and the chat template.
       return_tokens_as_token_ids: show tokens of logprobs as token_id:N, unless a request sets it.
       enable_force_include_usage: include usage in every stream, requested or not.
-      disable_access_log: log no line per request. Otherwise all have one, /health, /ping, /metrics and /status.json
-        only when they fail.
+      disable_access_log: log no line per request. Otherwise all have one, /health, /live, /ping, /metrics and
+        /status.json only when they fail.
+      enable_log_requests: log the parameters of each request for text, up to 1000 characters of them.
+      max_log_len: with enable_log_requests, characters of each prompt, and as many of its token ids, to log as well;
+        None: neither.
       enable_reflection: gRPC reflection; None: on loopback only.
       otlp_traces_endpoint: where OpenTelemetry spans of requests are sent, http://host:4318/v1/traces or
         grpc://host:4317; None: nowhere.
@@ -131,6 +134,8 @@ class ServerConfig:
     return_tokens_as_token_ids: bool = False
     enable_force_include_usage: bool = False
     disable_access_log: bool = False
+    enable_log_requests: bool = False
+    max_log_len: int | None = None
     enable_reflection: bool | None = None
     otlp_traces_endpoint: str | None = None
 
@@ -164,6 +169,7 @@ class ServerConfig:
             ("max_stored_bytes_per_client", MIB, 2**40),
             ("max_stored_conversation_bytes", MIB, 2**40),
             ("max_n", 1, 16384),
+            ("max_log_len", 0, 2**20),
             ("max_prompts", 1, 2**20),
         ):
             value = getattr(self, name)
@@ -183,6 +189,7 @@ class ServerConfig:
             ("ssl_ca_certs", "ssl_certfile"),
             ("enable_auto_tool_choice", "tool_call_parser"),
             ("enable_admin", "admin_key_file"),
+            ("max_log_len", "enable_log_requests"),
         ):
             if getattr(self, name) and not getattr(self, other):
                 flag = "--" + other.replace("_", "-")

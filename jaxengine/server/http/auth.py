@@ -12,7 +12,7 @@ from jaxengine.server.http.errors import ApiError, error_response
 from jaxengine.server.keys import Keys, bearer_key, owner_of, owner_tag
 
 # "/" and "/docs" are pages without data that ask for a key themselves, as browsers send none with an address.
-OPEN_PATHS = frozenset({"/health", "/ping", "/", "/docs"})
+OPEN_PATHS = frozenset({"/health", "/live", "/ping", "/", "/docs"})
 
 
 class AuthMiddleware:

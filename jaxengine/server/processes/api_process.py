@@ -34,7 +34,7 @@ _LAST_WORDS_SECONDS = 2.0
 
 
 # Paths that pages, probes and collectors poll every few seconds.
-_POLLED = frozenset({"/status.json", "/health", "/ping", "/metrics"})
+_POLLED = frozenset({"/status.json", "/health", "/live", "/ping", "/metrics"})
 
 
 def is_news(record: logging.LogRecord) -> bool:

@@ -78,7 +78,7 @@ class EngineServer:
         """
         self.core = core
         self._tell = tell
-        self._served = False
+        self._served = self._draining = False
         self._alive_seconds = alive_seconds(config.engine_hang_timeout)
         self._alive_at = 0.0
         scheduler = core.engine.scheduler
@@ -108,9 +108,12 @@ class EngineServer:
         self._poller.register(self._awake, zmq.POLLIN)
 
     def order(self, order: dict[str, Any]) -> None:
-        """Queues an order of the supervisor for the loop; handles "explain" at once. Thread-safe."""
+        """Queues an order of the supervisor for the loop; handles "explain" and "drain" at once. Thread-safe."""
         if order["order"] == "explain":
             self._explain()
+            return
+        if order["order"] == "drain":
+            self._draining = True
             return
         self._orders.put(order)
         os.write(self._wake, b"\0")
@@ -273,7 +276,8 @@ class EngineServer:
                 self._send_part(client.identity, _FIRST)
                 self._send_part(messages.encode(update), _LAST)
             except zmq.ZMQError as error:
-                logger.error("API process %d is lost: %s", client.index, error)
+                level = logging.DEBUG if self._draining else logging.ERROR
+                logger.log(level, "API process %d is lost: %s", client.index, error)
                 self._drop(client)
 
     def _current_load(self) -> Load:

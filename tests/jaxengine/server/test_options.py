@@ -36,6 +36,8 @@ from tests.tables import each_row
         ({"max_stored_responses_per_client": 2001}, "max_stored_responses_per_client"),
         ({"max_stored_bytes": 64 << 20, "max_stored_bytes_per_client": 65 << 20}, "max_stored_bytes_per_client"),
         ({"max_stored_conversation_bytes": 129 << 20}, "max_stored_conversation_bytes"),
+        ({"max_log_len": 5}, "max_log_len"),
+        ({"max_log_len": -1, "enable_log_requests": True}, "max_log_len"),
     ],
 )
 def test_a_wrong_option_is_named(options, param):
