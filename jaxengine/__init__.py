@@ -14,7 +14,11 @@ if TYPE_CHECKING:
     from jaxengine.api.custom_models import register_model
     from jaxengine.api.engine_client import EngineDeadError
     from jaxengine.api.llm import LLM
-    from jaxengine.config.engine_config import CompilationConfig, ConfigError, EngineArgs, EngineConfig
+    from jaxengine.config.compilation_config import CompilationConfig, CompilationLevel, CompilationMode
+    from jaxengine.config.engine_args import EngineArgs
+    from jaxengine.config.engine_args import EngineArgs as AsyncEngineArgs
+    from jaxengine.config.engine_config import EngineConfig
+    from jaxengine.config.errors import ConfigError
     from jaxengine.models.config.fields import ModelConfigError
     from jaxengine.models.params.errors import ModelFileError
     from jaxengine.requests.beam_search import BeamSearchParams
