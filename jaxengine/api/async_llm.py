@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jaxengine.api.adapters import load_adapter
 from jaxengine.api.core import AnyOutput, EngineCore
 from jaxengine.api.engine_client import EngineDeadError
+from jaxengine.api.not_built import VllmMethods
 from jaxengine.api.output_stream import OutputStream
 from jaxengine.config.engine_args import engine_options
 from jaxengine.config.engine_config import ConfigError, EngineConfig
@@ -51,7 +52,7 @@ class _Reader:
             logger.debug("an output came after its event loop was closed")
 
 
-class AsyncLLM:
+class AsyncLLM(VllmMethods):
     """Streams outputs of many requests at once.
 
     Args:

@@ -17,6 +17,7 @@ from jaxengine.api import scoring
 from jaxengine.api.adapters import load_first
 from jaxengine.api.core import EngineCore
 from jaxengine.api.fair_lock import FairLock
+from jaxengine.api.not_built import VllmMethods
 from jaxengine.api.progress import count_tokens, speed_text
 from jaxengine.config.engine_args import engine_options
 from jaxengine.config.engine_config import EngineConfig
@@ -51,7 +52,7 @@ class _Call:
     error: RequestError | None = None
 
 
-class LLM:
+class LLM(VllmMethods):
     """A model in this process that answers batches of prompts.
 
     Several threads may call it: their requests are batched together, and each step is run by one of the waiting

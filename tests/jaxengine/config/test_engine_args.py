@@ -61,7 +61,9 @@ def test_options_come_from_a_programs_own_command_line():
     assert plain.pop("max_tokens") == 5
     assert (plain["tensor_parallel_size"], plain["trust_remote_code"], plain["seed"]) == (1, False, 0)
     assert EngineConfig.from_options(**plain) == EngineConfig("org/name")
-    args = parser.parse_args("--max-tokens 7 --max_model_len 1k -tp 2 --trust-remote-code --no-async-scheduling".split())
+    args = parser.parse_args(
+        ["--max-tokens", "7", "--max_model_len", "1k", "-tp", "2", "--trust-remote-code", "--no-async-scheduling"]
+    )
     wanted = EngineArgs("org/name", max_model_len=1000, tensor_parallel_size=2, async_scheduling=False)
     assert (args.max_tokens, EngineArgs.from_cli_args(args)) == (7, wanted)
 

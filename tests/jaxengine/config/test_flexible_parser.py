@@ -21,9 +21,13 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
 @each_row(
     "line,option,value",
     [
-        ("--speculative-config.method ngram --speculative_config.num_speculative_tokens=2", "speculative_config", NGRAM),
+        (
+            "--speculative-config.method ngram --speculative_config.num_speculative_tokens=2",
+            "speculative_config",
+            NGRAM,
+        ),
         ("-sc.method ngram -sc.num-speculative-tokens 2", "speculative_config", NGRAM),
-        ('-sc.method ngram --speculative-config \'{"num_speculative_tokens": 2}\'', "speculative_config", NGRAM),
+        ("-sc.method ngram --speculative-config '{\"num_speculative_tokens\": 2}'", "speculative_config", NGRAM),
         ('--speculative-config=\'{"method": "mtp", "num_speculative_tokens": 2}\' -sc.method ngram', None, NGRAM),
         ("--compilation-config.mode 3", "compilation_config", {"mode": 3}),
         ("-cc.mode=3 -cc.prefill_sizes+ 4 -cc.prefill_sizes+=8", None, {"mode": 3, "prefill_sizes": [4, 8]}),
