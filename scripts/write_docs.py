@@ -48,7 +48,7 @@ _OPTIONS = """# Options
 
 ## Engine
 
-Engine options are keyword arguments of `LLM` and `AsyncLLM`, fields of `EngineConfig` (alias `EngineArgs`, vLLM's
+Engine options are keyword arguments of `LLM` and `AsyncLLM`, fields of `EngineConfig` and `EngineArgs` (vLLM's
 name), and flags of `jaxengine generate`, `chat`, `demo` and `serve`. The most common ones are `model` (a Hugging Face
 id, a checkpoint folder or a GGUF file), `dtype`, `max_model_len`, `max_num_seqs`, `gpu_memory_utilization` or
 `kv_cache_memory_bytes`, `tensor_parallel_size` and `compile_cache_dir`.

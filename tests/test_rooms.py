@@ -20,6 +20,7 @@ APART = {
         "jaxengine.logs",
         "jaxengine.paths",
         "jaxengine.schema_references",
+        "jaxengine.vllm_names",
     ),
     "jaxengine:main": ("jaxengine.__main__",),
     "jaxengine.engine:loop": (
@@ -157,7 +158,9 @@ ROOMS = {
     "jaxengine.grammars": "jaxengine.scheduler jaxengine.workers",
     "jaxengine.sampling": "jaxengine.sharding jaxengine.scheduler",
     "jaxengine.tokens": "jaxengine.models.params jaxengine.scheduler jaxengine.workers",
-    "jaxengine.config": "jaxengine.sharding jaxengine.models.config jaxengine.scheduler jaxengine.scheduler.extensions",
+    "jaxengine.config": (
+        "jaxengine.sharding jaxengine.models.config jaxengine.scheduler jaxengine.scheduler.extensions jaxengine:base"
+    ),
     "jaxengine.media:what": "jaxengine.scheduler jaxengine.config",
     "jaxengine.media.processors": (
         "jaxengine.models.params jaxengine.models.config jaxengine.scheduler jaxengine.media:what"

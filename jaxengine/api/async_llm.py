@@ -10,17 +10,19 @@ import logging
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from os import PathLike
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, cast
 
 from jax.sharding import Mesh
 
 from jaxengine.api.adapters import load_adapter
 from jaxengine.api.core import AnyOutput, EngineCore
 from jaxengine.api.engine_client import EngineDeadError
+from jaxengine.api.not_built import VllmMethods
 from jaxengine.api.output_stream import OutputStream
 from jaxengine.api.owner import refuse_pickle
 from jaxengine.api.weights import AsyncWeightMethods
-from jaxengine.config.engine_config import EngineConfig
+from jaxengine.config.engine_args import engine_options
+from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.requests.inputs import InputProcessor
 from jaxengine.requests.lora import LoRARequest
 from jaxengine.requests.options import RequestOptions
@@ -54,7 +56,7 @@ class _Reader:
             logger.debug("an output came after its event loop was closed")
 
 
-class AsyncLLM(AsyncWeightMethods):
+class AsyncLLM(AsyncWeightMethods, VllmMethods):
     """Streams outputs of many requests at once.
 
     Args:
@@ -81,6 +83,24 @@ class AsyncLLM(AsyncWeightMethods):
         self._num_requests = 0
         self._thread = threading.Thread(target=self._loop, name="jaxengine", daemon=True)
         self._thread.start()
+
+    @classmethod
+    def from_engine_args(
+        cls,
+        engine_args: EngineConfig,
+        start_engine_loop: bool = True,
+        usage_context: Any = None,
+        stat_loggers: None = None,
+    ) -> Self:
+        """Makes an engine of `EngineArgs`, or of an EngineConfig. usage_context: for vLLM's statistics of usage, which
+        are not collected here.
+
+        Raises ConfigError for other values of start_engine_loop and stat_loggers than the defaults.
+        """
+        for name, value, only in (("start_engine_loop", start_engine_loop, True), ("stat_loggers", stat_loggers, None)):
+            if value is not only:
+                raise ConfigError(name, value, f"{only}; /metrics and get_metrics() have the engine's numbers")
+        return cls(**engine_options(engine_args))
 
     @property
     def core(self) -> EngineCore:

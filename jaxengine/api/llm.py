@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from os import PathLike
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import numpy as np
 from jax.sharding import Mesh
@@ -17,9 +17,11 @@ from jaxengine.api import scoring
 from jaxengine.api.adapters import load_first
 from jaxengine.api.core import EngineCore
 from jaxengine.api.fair_lock import FairLock
+from jaxengine.api.not_built import VllmMethods
 from jaxengine.api.owner import refuse_pickle
 from jaxengine.api.progress import count_tokens, speed_text
 from jaxengine.api.weights import WeightMethods
+from jaxengine.config.engine_args import engine_options
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.engine.metric_types import Histogram, Metric
 from jaxengine.requests.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, candidates
@@ -55,7 +57,7 @@ class _Call:
     error: RequestError | None = None
 
 
-class LLM(WeightMethods):
+class LLM(WeightMethods, VllmMethods):
     """A model in this process that answers batches of prompts.
 
     Several threads may call it: their requests are batched together, and each step is run by one of the waiting
@@ -95,6 +97,11 @@ class LLM(WeightMethods):
     def __reduce__(self) -> NoReturn:
         raise refuse_pickle("LLM")
 
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig) -> Self:
+        """Makes an LLM of `EngineArgs`, or of an EngineConfig."""
+        return cls(**engine_options(engine_args))
+
     def __enter__(self) -> LLM:
         return self
 
@@ -124,11 +131,11 @@ class LLM(WeightMethods):
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
         use_tqdm: bool | ProgressFactory = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        *,
         priority: int | Sequence[int] | None = None,
         client: str | Sequence[str] | None = None,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Continues each prompt; results come in the order of the prompts.
 
@@ -278,15 +285,15 @@ class LLM(WeightMethods):
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
         use_tqdm: bool | ProgressFactory = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Answers one conversation or a list of them, formatted by the model's chat template.
 

@@ -33,6 +33,7 @@ from jaxengine.config.engine_flags import (
     near_flag,
     with_config_file,
 )
+from jaxengine.config.flexible_parser import FlexibleArgumentParser
 from jaxengine.logs import log_to_stderr
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.params.errors import ModelFileError
@@ -61,7 +62,7 @@ PARALLEL_OPTIONS = (
 OUTPUT_OPTIONS = ("n", "logprobs", "prompt_logprobs")
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(FlexibleArgumentParser):
     """Parser whose errors are one line, without the list of all options."""
 
     def error(self, message: str) -> NoReturn:

@@ -363,9 +363,6 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
         return whole_number(value) if str(field.type).startswith("int") else value
 
 
-EngineArgs = EngineConfig  # vLLM's name for the dataclass of all options
-
-
 @dataclass(frozen=True)
 class ResolvedConfig(EngineConfig):
     """A config with all defaults filled in. Its limits are those of one rank.

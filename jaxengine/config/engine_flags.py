@@ -19,6 +19,7 @@ from typing import Any
 from jaxengine.config import gguf_file, vllm_options
 from jaxengine.config.command_line import add_options, destination, flag_of
 from jaxengine.config.engine_config import ConfigError, EngineConfig
+from jaxengine.config.flexible_parser import json_or_text
 
 # vLLM's short flags.
 SHORT = {
@@ -54,7 +55,7 @@ def add_engine_options(parser: argparse.ArgumentParser, names: Sequence[str] | N
         if flag_of(name) not in flags:
             continue
         switch = vllm_options.is_switch(name)
-        how: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if switch else {"type": _json_or_text}
+        how: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if switch else {"type": json_or_text}
         parser.add_argument(
             *flags, dest=destination(EngineConfig, name), default=argparse.SUPPRESS, help=argparse.SUPPRESS, **how
         )
@@ -134,14 +135,14 @@ def _command_of(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[
 
 
 def with_hyphens(argv: Sequence[str]) -> list[str]:
-    """Replaces underscores in flag names by hyphens: vLLM accepts both."""
+    """Replaces underscores in flag names by hyphens, not in the keys of `--OPTION.key`: vLLM accepts both."""
     words = list(argv)
     for at, word in enumerate(words):
         if word == "--":
             break
         if word.startswith("--"):
-            name, equals, value = word.partition("=")
-            words[at] = name.replace("_", "-") + equals + value
+            name = re.split("[=.]", word, maxsplit=1)[0]
+            words[at] = name.replace("_", "-") + word[len(name) :]
     return words
 
 
@@ -213,10 +214,3 @@ def _as_words(path: str, content: Mapping[str, Any], parser: argparse.ArgumentPa
         else:
             words.append(f"{flag}={value if isinstance(value, (str, int, float)) else json.dumps(value)}")
     return words
-
-
-def _json_or_text(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text

@@ -20,6 +20,8 @@ from jaxengine.config.values import plain
 def chosen_options(known: Collection[str], options: Mapping[str, Any]) -> dict[str, Any]:
     """The values of the fields `known`. Raises ConfigError for an option that is unknown or not implemented."""
     options, chosen = with_gguf_file(settle_speculation(settle_names(dict(options)))), {}
+    if isinstance(options.get("optimization_level"), Mapping):  # before it was a level, -O was the compilation_config
+        options.setdefault("compilation_config", options.pop("optimization_level"))
     for name, value in options.items():
         if name in known:
             chosen[name] = value
