@@ -20,6 +20,7 @@ APART = {
         "jaxengine.logs",
         "jaxengine.paths",
         "jaxengine.schema_references",
+        "jaxengine.turns",
     ),
     "jaxengine:main": ("jaxengine.__main__",),
     "jaxengine.engine:loop": (

@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxengine.server.http.errors import ApiError, error_response
 from jaxengine.server.keys import Keys, bearer_key
+from jaxengine.turns import OWNER
 
 # "/" and "/docs" are pages without data that ask for a key themselves, as browsers send none with an address.
 OPEN_PATHS = frozenset({"/health", "/ping", "/", "/docs"})
@@ -19,6 +20,7 @@ class AuthMiddleware:
     """Refuses requests without a valid key, if there are keys; `require_admin` needs an operator's key.
 
     `state["client"]` names the client for the engine, by the key; None if the policy does not distinguish clients.
+    OWNER names who takes turns with others at reading pictures.
     """
 
     def __init__(self, app: ASGIApp, keys: Keys, names_clients: bool):
@@ -36,6 +38,7 @@ class AuthMiddleware:
         key = _key(scope)
         state = scope.setdefault("state", {})
         state["is_admin"] = self._keys.is_admin(key)
+        OWNER.set(self._keys.turn_of(key))
         state["client"] = self._keys.name_of(key) if self._names_clients else None
         if not self._keys.admits(key) and scope["path"].removeprefix(scope["root_path"]) not in OPEN_PATHS:
             await error_response(_unauthorized())(scope, receive, send)
