@@ -20,7 +20,7 @@ from jaxengine.media.bounds import PixelBudget
 from jaxengine.media.embeds import GivenEmbeds, given_embeds, read_embeds
 from jaxengine.media.errors import MediaError
 from jaxengine.media.fetch import fetch, scheme_of
-from jaxengine.media.images import read_image
+from jaxengine.media.images import quiet_pillow, read_image
 from jaxengine.media.parts import MediaPart
 from jaxengine.media.videos import read_video
 from jaxengine.scheduler.errors import OverloadedError, RequestError, show_value
@@ -36,6 +36,7 @@ class MediaLoader:
     """Thread pools that fetch and decode media, one per process. Pictures are uint8 [H, W, 3], videos frames.Video."""
 
     def __init__(self, options: MediaOptions):
+        quiet_pillow()
         self._options = options
         count = options.media_loading_thread_count
         self._decoders = FairThreads(count, "decode media")
