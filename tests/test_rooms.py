@@ -21,6 +21,7 @@ APART = {
         "jaxengine.paths",
         "jaxengine.schema_references",
         "jaxengine.vllm_names",
+        "jaxengine.turns",
     ),
     "jaxengine:main": ("jaxengine.__main__",),
     "jaxengine.engine:loop": (

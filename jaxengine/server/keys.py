@@ -42,6 +42,10 @@ class Keys:
         """Whether clients need a key."""
         return bool(self._clients)
 
+    def turn_of(self, key: bytes) -> str | None:
+        """Returns the `name_of` the holder of `key`, who takes turns with others; None where there is only one key."""
+        return self.name_of(key) if len(self._clients) + len(self._admins) > 1 else None
+
     def admits(self, key: bytes) -> bool:
         """Whether the holder of `key`, b"" for none, may use the server."""
         known = self.is_client(key) | self.is_admin(key)
