@@ -6,7 +6,7 @@ What replaces weights is imported when it is first asked for.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -146,11 +146,13 @@ class WeightMethods:
 class AsyncWeightMethods:
     """The same of an engine that steps on a thread of its own."""
 
-    between_steps: Callable[[Callable[[], _T]], Awaitable[_T]]
-
     @property
     def core(self) -> EngineCore:
         """The engine."""
+        raise NotImplementedError
+
+    async def between_steps(self, function: Callable[[], _T]) -> _T:
+        """Calls a function on the engine's thread; returns its result."""
         raise NotImplementedError
 
     async def update_weights(

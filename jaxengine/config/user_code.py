@@ -127,7 +127,7 @@ class _Walk:
 
     def _visit(self, value: Any, name: str) -> None:
         if isinstance(value, _FUNCTION_LIKE):
-            self._write(type(value).__name__)
+            self._write(str(type(value).__name__))
             if isinstance(value, types.MethodType):
                 self.add(value.__self__, f"{name}.__self__")
             for function in functions_in(value):
@@ -208,7 +208,7 @@ class _Walk:
         self._write(f"{kind.__module__}.{kind.__qualname__}")
         array = np.asarray(value) if hasattr(value, "__array__") else None
         if array is not None and array.dtype != object:
-            self._write(f"{array.dtype} {array.shape} {hashlib.sha256(np.ascontiguousarray(array)).hexdigest()}")
+            self._write(f"{array.dtype} {array.shape} {hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()}")
         elif (wrapped := getattr(value, "__wrapped__", None)) is not None:
             self.add(wrapped, f"{name}.__wrapped__")
         elif isinstance(value, logging.Logger):

@@ -240,10 +240,10 @@ def _is_finite(array: jax.Array) -> bool:
     return all(np.isfinite(np.asarray(shard.data)).all() for shard in array.addressable_shards)
 
 
-def _moved(array: jax.Array, old: jax.Array) -> jax.Array:
+def _moved(array: jax.Array, old: Any) -> jax.Array:
     """A copy as the old array lies. By way of the host: no program is compiled for it."""
     host = np.asarray(array)
-    placed = jax.make_array_from_callback(old.shape, old.sharding, lambda index: host[index])
+    placed: Any = jax.make_array_from_callback(old.shape, old.sharding, lambda index: host[index])
     return placed if placed.format == old.format else jax.device_put(placed, old.format)
 
 

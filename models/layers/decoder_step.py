@@ -132,7 +132,7 @@ def _layer_pages(groups: Sequence[Paged | State], batch: ForwardBatch, kv: KVPag
     return pages
 
 
-def layer_runner() -> Callable[..., tuple[jax.Array, KVPages, nnx.State]]:
+def layer_runner() -> Callable[..., tuple[jax.Array, Any, nnx.State]]:
     """Make the function of one step that runs a layer.
 
     Layers of one kind have equal graphs and share one trace of it. Steps share none: a layer of a user's own may read

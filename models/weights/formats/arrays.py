@@ -25,7 +25,7 @@ class ArraySource:
 
         Raises ModelFileError for a name that comes twice and for a value that is not an array.
         """
-        pairs = [*(tensors.items() if isinstance(tensors, Mapping) else tensors)]
+        pairs: list[tuple[str, Any]] = [*(tensors.items() if isinstance(tensors, Mapping) else tensors)]
         twice = [
             (str(name), "is given twice") for name, count in Counter(name for name, _ in pairs).items() if count > 1
         ]
