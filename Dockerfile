@@ -28,8 +28,9 @@ LABEL org.opencontainers.image.title="jaxengine" \
       org.opencontainers.image.licenses="Apache-2.0"
 USER 1000
 EXPOSE 8000
-# Start-up loads the model and compiles. For another port than the default one, or TLS, give `docker run` a --health-cmd.
+# Start-up loads the model and compiles; nothing answers before its end. Later /live is asked, not /health: who acts on
+# this (Swarm, autoheal) would end a server that is restarting its engine. For another port than the default one, or TLS, give `docker run` a --health-cmd.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=30m --retries=6 \
-  CMD ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:8000/health', timeout=4)"]
+  CMD ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:8000/live', timeout=4)"]
 ENTRYPOINT ["jaxengine"]
 CMD ["serve", "--host", "0.0.0.0"]

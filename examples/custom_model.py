@@ -1,9 +1,14 @@
 """A model family of your own: a class, registered for the checkpoints that name it.
 
-    python examples/custom_model.py FOLDER
+    python examples/custom_model.py FOLDER [COPY]
 
 FOLDER is a Hugging Face Llama checkpoint. The family here is Llama with capped logits; its checkpoint is a copy of the
-folder with another architecture in config.json. A family that differs more overrides more: the reading of config.json,
+folder, kept at COPY if that is given, with another architecture in config.json. This file is a plugin as well, so that
+every command runs the copy:
+
+    jaxengine serve COPY --plugin examples/custom_model.py
+
+A family that differs more overrides more: the reading of config.json,
 the layers, the whole forward pass. models/families has examples, and CONTRIBUTING.md describes how to add one for
 everybody.
 """
@@ -55,7 +60,9 @@ def describe(model: Path) -> str:
 
 
 register_model("CappedLlamaForCausalLM", CappedLlamaForCausalLM)
-folder = Path(sys.argv[1])
-print("Llama: ", describe(folder))
-with tempfile.TemporaryDirectory() as target:
-    print("capped:", describe(checkpoint_of(folder, "CappedLlamaForCausalLM", Path(target))))
+
+if __name__ == "__main__":
+    folder, *copy = map(Path, sys.argv[1:])
+    print("Llama: ", describe(folder))
+    with tempfile.TemporaryDirectory() as target:
+        print("capped:", describe(checkpoint_of(folder, "CappedLlamaForCausalLM", *(copy or [Path(target)]))))

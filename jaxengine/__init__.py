@@ -7,27 +7,40 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from jaxengine import vllm_names
 from jaxengine.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from jaxengine.api.async_llm import AsyncLLM
-    from jaxengine.api.custom_models import register_model
+    from jaxengine.api.async_llm import AsyncLLM as AsyncLLMEngine
     from jaxengine.api.engine_client import EngineDeadError
     from jaxengine.api.llm import LLM
-    from jaxengine.config.engine_config import CompilationConfig, ConfigError, EngineArgs, EngineConfig
+    from jaxengine.api.llm_engine import LLMEngine
+    from jaxengine.checkpoint.custom_models import register_model
+    from jaxengine.config.compilation_config import CompilationConfig, CompilationLevel, CompilationMode
+    from jaxengine.config.engine_args import EngineArgs
+    from jaxengine.config.engine_args import EngineArgs as AsyncEngineArgs
+    from jaxengine.config.engine_config import EngineConfig
+    from jaxengine.config.errors import ConfigError
+    from jaxengine.config.flexible_parser import FlexibleArgumentParser
+    from jaxengine.config.pooler_config import PoolerConfig
     from jaxengine.models.config.fields import ModelConfigError
     from jaxengine.models.params.errors import ModelFileError
     from jaxengine.requests.beam_search import BeamSearchParams
     from jaxengine.requests.lora import LoRARequest
     from jaxengine.requests.outputs import CompletionOutput, Logprob, RequestOutput
     from jaxengine.requests.pooling.outputs import (
+        ClassificationOutput,
         ClassificationRequestOutput,
+        EmbeddingOutput,
         EmbeddingRequestOutput,
         PoolingOutput,
         PoolingRequestOutput,
+        ScoringOutput,
         ScoringRequestOutput,
     )
     from jaxengine.requests.pooling.params import PoolingParams
+    from jaxengine.requests.prepared import Prompt as PromptType
     from jaxengine.requests.prepared import TextPrompt, TokensPrompt
     from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
     from jaxengine.requests.structured.params import StructuredOutputsParams
@@ -36,30 +49,41 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
     "AsyncLLM",
+    "AsyncLLMEngine",
     "BeamSearchParams",
+    "ClassificationOutput",
     "ClassificationRequestOutput",
     "Column",
     "CompilationConfig",
+    "CompilationLevel",
+    "CompilationMode",
     "CompletionOutput",
     "ConfigError",
+    "EmbeddingOutput",
     "EmbeddingRequestOutput",
     "EngineArgs",
     "EngineConfig",
     "EngineDeadError",
+    "FlexibleArgumentParser",
+    "LLMEngine",
     "LoRARequest",
     "LogitsProcessor",
     "Logprob",
     "ModelConfigError",
     "ModelFileError",
     "OverloadedError",
+    "PoolerConfig",
     "PoolingOutput",
     "PoolingParams",
     "PoolingRequestOutput",
+    "PromptType",
     "RequestError",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringOutput",
     "ScoringRequestOutput",
     "StructuredOutputsParams",
     "TextPrompt",
@@ -68,45 +92,63 @@ __all__ = [
     "register_model",
 ]
 
+# Name -> module, or module:name where it has another name there.
 _HOMES = {
     "LLM": "jaxengine.api.llm",
+    "AsyncEngineArgs": "jaxengine.config.engine_args:EngineArgs",
     "AsyncLLM": "jaxengine.api.async_llm",
+    "AsyncLLMEngine": "jaxengine.api.async_llm:AsyncLLM",
     "BeamSearchParams": "jaxengine.requests.beam_search",
+    "ClassificationOutput": "jaxengine.requests.pooling.outputs",
     "ClassificationRequestOutput": "jaxengine.requests.pooling.outputs",
     "Column": "jaxengine.scheduler.logits_processor",
-    "CompilationConfig": "jaxengine.config.engine_config",
+    "CompilationConfig": "jaxengine.config.compilation_config",
+    "CompilationLevel": "jaxengine.config.compilation_config",
+    "CompilationMode": "jaxengine.config.compilation_config",
     "CompletionOutput": "jaxengine.requests.outputs",
-    "ConfigError": "jaxengine.config.engine_config",
+    "ConfigError": "jaxengine.config.errors",
+    "EmbeddingOutput": "jaxengine.requests.pooling.outputs",
     "EmbeddingRequestOutput": "jaxengine.requests.pooling.outputs",
-    "EngineArgs": "jaxengine.config.engine_config",
+    "EngineArgs": "jaxengine.config.engine_args",
     "EngineConfig": "jaxengine.config.engine_config",
     "EngineDeadError": "jaxengine.api.engine_client",
+    "FlexibleArgumentParser": "jaxengine.config.flexible_parser",
+    "LLMEngine": "jaxengine.api.llm_engine",
     "LoRARequest": "jaxengine.requests.lora",
     "LogitsProcessor": "jaxengine.scheduler.logits_processor",
     "Logprob": "jaxengine.requests.outputs",
     "ModelConfigError": "jaxengine.models.config.fields",
     "ModelFileError": "jaxengine.models.params.errors",
     "OverloadedError": "jaxengine.scheduler.errors",
+    "PoolerConfig": "jaxengine.config.pooler_config",
     "PoolingOutput": "jaxengine.requests.pooling.outputs",
     "PoolingParams": "jaxengine.requests.pooling.params",
     "PoolingRequestOutput": "jaxengine.requests.pooling.outputs",
+    "PromptType": "jaxengine.requests.prepared:Prompt",
     "RequestError": "jaxengine.scheduler.errors",
     "RequestOutput": "jaxengine.requests.outputs",
     "RequestOutputKind": "jaxengine.requests.sampling_params",
     "SamplingParams": "jaxengine.requests.sampling_params",
+    "ScoringOutput": "jaxengine.requests.pooling.outputs",
     "ScoringRequestOutput": "jaxengine.requests.pooling.outputs",
     "StructuredOutputsParams": "jaxengine.requests.structured.params",
     "TextPrompt": "jaxengine.requests.prepared",
     "TokensPrompt": "jaxengine.requests.prepared",
     "VocabColumns": "jaxengine.scheduler.logits_processor",
-    "register_model": "jaxengine.api.custom_models",
+    "register_model": "jaxengine.checkpoint.custom_models",
 }
+
+vllm_names.install()
 
 
 def __getattr__(name: str) -> Any:
+    if vllm_names.is_module(name):  # in vLLM, a module that need not be imported first
+        return import_module(f"{__name__}.{name}")
     if name not in _HOMES:
+        vllm_names.refuse(__name__, name)
         raise AttributeError(f"module 'jaxengine' has no attribute {name!r}")
-    value = getattr(import_module(_HOMES[name]), name)
+    module, _, attribute = _HOMES[name].partition(":")
+    value = getattr(import_module(module), attribute or name)
     globals()[name] = value
     return value
 

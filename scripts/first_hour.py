@@ -28,6 +28,7 @@ from jaxengine.api.llm import LLM
 from jaxengine.checkpoint.model_source import open_model
 from jaxengine.commands.cli import build_parser
 from jaxengine.config.command_line import given_options
+from jaxengine.config.compilation_config import CompilationConfig, CompilationLevel
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.config.engine_flags import with_config_file
 from jaxengine.config.platforms import PLATFORMS
@@ -56,6 +57,8 @@ LLM("model", compilation_config=3)
 LLM("model", compilation_config=0)
 LLM("model", compilation_config={"cudagraph_capture_sizes": [1, 2]})
 LLM("model", cudagraph_capture_sizes=[1, 2])
+LLM("model", compilation_config=CompilationConfig(level=CompilationLevel.PIECEWISE))
+LLM("model", structured_outputs_config={"backend": "xgrammar"})
 LLM("model", compilation_config={"cudagraph_mode": "FULL"})
 LLM("model", enable_prefix_caching=None)
 LLM("model", trust_remote_code=True)
@@ -102,6 +105,7 @@ jaxengine serve model --kv-cache-memory-bytes 4G --no-enable-prefix-caching
 jaxengine serve model --dtype half
 jaxengine serve model -O3
 jaxengine serve model -cc 3 --swap-space 4
+jaxengine serve model -cc.mode 3 --speculative-config.method ngram --speculative-config.num_speculative_tokens 4
 jaxengine serve model --quantization fp8
 jaxengine serve model --enable-lora
 jaxengine serve model --trust-remote-code
@@ -165,6 +169,7 @@ def _python(row: str, llm: LLM) -> str:
     params = SamplingParams(temperature=0, max_tokens=2)
     names: dict[str, Any] = {"Path": Path, "np": np, "jnp": jnp, "LLM": _settled, "llm": _Quiet(llm)}
     names |= {"SamplingParams": SamplingParams, "StructuredOutputsParams": StructuredOutputsParams, "params": params}
+    names |= {"CompilationConfig": CompilationConfig, "CompilationLevel": CompilationLevel}
     *statements, last = row.split("; ")
     for statement in statements:
         exec(statement, names)  # noqa: S102 - the rows above

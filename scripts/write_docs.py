@@ -19,8 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxengine.api.custom_models import is_custom
 from jaxengine.api.llm import LLM
+from jaxengine.checkpoint.custom_models import is_custom
 from jaxengine.commands.cli import OUTPUT_OPTIONS, SAMPLING_OPTIONS
 from jaxengine.config.command_line import class_texts, field_texts
 from jaxengine.config.engine_config import CompilationConfig, EngineConfig
@@ -48,7 +48,7 @@ _OPTIONS = """# Options
 
 ## Engine
 
-Engine options are keyword arguments of `LLM` and `AsyncLLM`, fields of `EngineConfig` (alias `EngineArgs`, vLLM's
+Engine options are keyword arguments of `LLM` and `AsyncLLM`, fields of `EngineConfig` and `EngineArgs` (vLLM's
 name), and flags of `jaxengine generate`, `chat`, `demo` and `serve`. The most common ones are `model` (a Hugging Face
 id, a checkpoint folder or a GGUF file), `dtype`, `max_model_len`, `max_num_seqs`, `gpu_memory_utilization` or
 `kv_cache_memory_bytes`, `tensor_parallel_size` and `compile_cache_dir`.
@@ -177,8 +177,23 @@ or by its quantisation as `org/name:Q4_K_M`. GGUF files of Mistral, InternLM 3 a
 `llama`.
 
 **Your own family:** register it with `jaxengine.register_model`, as
-[examples/custom_model.py](../examples/custom_model.py) does. To add one for everybody, see
-[Contributing](../CONTRIBUTING.md).
+[examples/custom_model.py](../examples/custom_model.py) does. Every command takes such a file, or a module on
+`PYTHONPATH`, as a plugin, and loads it in each of its processes; on several hosts the name must be there on each:
+
+```
+jaxengine serve FOLDER --plugin examples/custom_model.py   # may be repeated; in Python LLM(FOLDER, plugins=[...])
+```
+
+A package that is installed needs no flag. One line in its pyproject.toml names each model's class, or a function that
+registers several:
+
+```
+[project.entry-points."jaxengine.models"]
+OwnForCausalLM = "own_models:OwnForCausalLM"
+```
+
+A plugin is code with all of the engine's rights: name only what you would run. No request can name one. Steps of such
+models are compiled at every start. To add a family for everybody, see [Contributing](../CONTRIBUTING.md).
 """
 
 _PARSERS = """# Tool calls and reasoning
@@ -254,7 +269,7 @@ def documents() -> dict[str, str]:
             fields="\n".join(_sampling_fields()),
             refused=", ".join(f"`{field.name}`" for field in _FIELDS if field.name not in _RULES),
             structured=_table(StructuredOutputsParams, flags=False),
-            options=_table(RequestOptions, flags=False, without=("arrival",)),
+            options=_table(RequestOptions, flags=False, without=("arrival", "owner")),
         ),
         "models.md": _SUPPORTED_MODELS.format(models="\n".join(_models())),
         "packages.md": _PACKAGES.format(packages="\n".join(package_rows(DOCS.parent))),

@@ -80,6 +80,7 @@ UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal
 # File -> why it may read or set the process environment. Options of the engine are fields of EngineConfig.
 ENVIRONMENT_ALLOWED: dict[str, str] = {
     "jaxengine/check/children.py": "the process that compiles gets the compilers' own variables on top of ours",
+    "jaxengine/commands/collect_env.py": "it shows variables and heeds none",
     "jaxengine/runner/executables/executable_files.py": "where a user's caches lie is said by his environment",
     "jaxengine/runner/executables/cache.py": "flags that XLA and libtpu read are part of a saved executable's key",
 }

@@ -55,7 +55,7 @@ def test_it_does_not_run_as_root(steps):
 def test_its_health_is_asked_where_the_server_answers(steps):
     rest = dict(steps)
     *_, source = json.loads(rest["HEALTHCHECK"].partition("CMD ")[2])
-    assert f"'http://127.0.0.1:{rest['EXPOSE']}/health'" in source
+    assert f"'http://127.0.0.1:{rest['EXPOSE']}/live'" in source
     assert ServerConfig().port == int(rest["EXPOSE"])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import jsonschema
 import kubernetes_validate
@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from jaxengine.commands.cli import build_parser
+from jaxengine.server.http.auth import OPEN_PATHS
 
 FOLDER = Path(__file__).parents[1] / "docs" / "kubernetes"
 KUBERNETES = "1.30"
@@ -62,7 +63,7 @@ def test_kubernetes_takes_the_objects(objects):
         {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod", **each["metadata"]}, "spec": each["spec"]}
         for each in pod_templates(objects)
     ]
-    for each in (objects["Service"], objects["HorizontalPodAutoscaler"], *pods):
+    for each in (objects["Service"], objects["PersistentVolumeClaim"], objects["HorizontalPodAutoscaler"], *pods):
         kubernetes_validate.validate(each, KUBERNETES, strict=True)
 
 
@@ -86,3 +87,30 @@ def test_the_commands_have_options_that_exist(objects):
                 words = [word.replace(f"$({name})", value) for word in words]
             assert words[0] == "jaxengine" and not any("$(" in word for word in words)
             build_parser().parse_args(words[1:])
+
+
+def test_a_restarted_engine_does_not_cost_the_pod(objects):
+    leader, _ = pod_templates(objects)
+    (engine,) = leader["spec"]["containers"]
+    paths = {kind: engine[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "readiness", "liveness")}
+    assert paths == {"startup": "/health", "readiness": "/health", "liveness": "/live"}
+    assert set(paths.values()) <= OPEN_PATHS  # probes have no key
+    ports = {port["name"] for port in engine["ports"]}
+    assert all(engine[f"{kind}Probe"]["httpGet"]["port"] in ports for kind in paths)
+
+
+def test_compiled_steps_outlive_the_pods(objects):
+    """They lie on a volume that is no pod's own, that all pods may write, and that no group may."""
+    leader, worker = pod_templates(objects)
+    (given,) = (word for word in leader["spec"]["containers"][0]["args"] if word.startswith("--compile-cache-dir="))
+    folder = PurePosixPath(given.partition("=")[2])
+    claim = objects["PersistentVolumeClaim"]
+    for template in (leader, worker):
+        mounts = template["spec"]["containers"][0]["volumeMounts"]
+        (name,) = (
+            each["name"] for each in mounts if folder.is_relative_to(each["mountPath"]) and "readOnly" not in each
+        )
+        (volume,) = (each for each in template["spec"]["volumes"] if each["name"] == name)
+        assert volume["persistentVolumeClaim"] == {"claimName": claim["metadata"]["name"]}
+        assert "fsGroup" not in template["spec"]["securityContext"]
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]

@@ -20,6 +20,8 @@ APART = {
         "jaxengine.logs",
         "jaxengine.paths",
         "jaxengine.schema_references",
+        "jaxengine.vllm_names",
+        "jaxengine.turns",
     ),
     "jaxengine:main": ("jaxengine.__main__",),
     "jaxengine.engine:loop": (
@@ -157,7 +159,9 @@ ROOMS = {
     "jaxengine.grammars": "jaxengine.scheduler jaxengine.workers",
     "jaxengine.sampling": "jaxengine.sharding jaxengine.scheduler",
     "jaxengine.tokens": "jaxengine.models.params jaxengine.scheduler jaxengine.workers",
-    "jaxengine.config": "jaxengine.sharding jaxengine.models.config jaxengine.scheduler jaxengine.scheduler.extensions",
+    "jaxengine.config": (
+        "jaxengine.sharding jaxengine.models.config jaxengine.scheduler jaxengine.scheduler.extensions jaxengine:base"
+    ),
     "jaxengine.media:what": "jaxengine.scheduler jaxengine.config",
     "jaxengine.media.processors": (
         "jaxengine.models.params jaxengine.models.config jaxengine.scheduler jaxengine.media:what"
@@ -167,9 +171,9 @@ ROOMS = {
     ),
     "jaxengine.drafts": "jaxengine.config",
     "jaxengine.checkpoint": (
-        "jaxengine.models.params jaxengine.models.config jaxengine.models.quantization jaxengine.models:registry "
-        "jaxengine.models.weights.views jaxengine.models.weights.formats jaxengine.models.weights.gguf "
-        "jaxengine.models.weights jaxengine.tokens jaxengine.config"
+        "jaxengine.models.params jaxengine.models.config jaxengine.models.quantization jaxengine.models "
+        "jaxengine.models:registry jaxengine.models.weights.views jaxengine.models.weights.formats "
+        "jaxengine.models.weights.gguf jaxengine.models.weights jaxengine.tokens jaxengine.config"
     ),
     "jaxengine.media:registry": "jaxengine.models.config jaxengine.media:what jaxengine.media.processors",
     "jaxengine.parsers": "jaxengine:base jaxengine.config",
@@ -234,13 +238,12 @@ ROOMS = {
         "jaxengine.requests.structured jaxengine.requests.media jaxengine.requests.pooling"
     ),
     "jaxengine.api": (
-        "jaxengine.models.config jaxengine.models.quantization jaxengine.models jaxengine.models:registry "
-        "jaxengine.scheduler jaxengine.config jaxengine.runner jaxengine.cluster jaxengine.engine "
-        "jaxengine.engine:loop jaxengine.requests.pooling jaxengine.requests"
+        "jaxengine.models.quantization jaxengine.scheduler jaxengine.config jaxengine.checkpoint jaxengine.runner "
+        "jaxengine.cluster jaxengine.engine jaxengine.engine:loop jaxengine.requests.pooling jaxengine.requests"
     ),
     "jaxengine": (
         "jaxengine.models.params jaxengine.models.config jaxengine.scheduler jaxengine:base jaxengine.config "
-        "jaxengine.requests.structured jaxengine.requests.pooling jaxengine.requests jaxengine.api"
+        "jaxengine.checkpoint jaxengine.requests.structured jaxengine.requests.pooling jaxengine.requests jaxengine.api"
     ),
     "jaxengine.server": "jaxengine.scheduler jaxengine.config jaxengine.parsers jaxengine.requests jaxengine.api",
     "jaxengine.bench": (

@@ -46,6 +46,7 @@ TIER_OF = {
     "tests/jaxengine/server/link/test_messages.py": "unit",
     "tests/jaxengine/server/test_options.py": "unit",
     "tests/jaxengine/test_logs.py": "engine",
+    "tests/jaxengine/workers/": "server",
     "tests/models/": "kernels",
     "tests/models/config/": "unit",
     "tests/pallas_kernels/": "kernels",

@@ -8,18 +8,21 @@ import contextlib
 import copy
 import logging
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from os import PathLike
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, cast
 
 from jax.sharding import Mesh
 
 from jaxengine.api.adapters import load_adapter
 from jaxengine.api.core import AnyOutput, EngineCore
 from jaxengine.api.engine_client import EngineDeadError
+from jaxengine.api.not_built import VllmMethods
 from jaxengine.api.output_stream import OutputStream
+from jaxengine.api.owner import refuse_pickle
 from jaxengine.api.weights import AsyncWeightMethods
-from jaxengine.config.engine_config import EngineConfig
+from jaxengine.config.engine_args import engine_options
+from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.requests.inputs import InputProcessor
 from jaxengine.requests.lora import LoRARequest
 from jaxengine.requests.options import RequestOptions
@@ -53,11 +56,11 @@ class _Reader:
             logger.debug("an output came after its event loop was closed")
 
 
-class AsyncLLM(AsyncWeightMethods):
+class AsyncLLM(AsyncWeightMethods, VllmMethods):
     """Streams outputs of many requests at once.
 
     Args:
-      model, devices, mesh, options: as for `LLM`.
+      model, devices, mesh, mesh_axes, options: as for `LLM`.
     """
 
     def __init__(
@@ -66,9 +69,11 @@ class AsyncLLM(AsyncWeightMethods):
         *,
         devices: Sequence[Any] | None = None,
         mesh: Mesh | None = None,
+        mesh_axes: Mapping[str, str] | None = None,
         **options: Any,
     ):
-        self.core = EngineCore(EngineConfig.from_options(model=model, **options), devices=devices, mesh=mesh)
+        config = EngineConfig.from_options(model=model, **options)
+        self._core = EngineCore(config, devices=devices, mesh=mesh, mesh_axes=mesh_axes)
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
         self._command_lock = threading.Lock()
         self._wake = threading.Event()
@@ -79,10 +84,37 @@ class AsyncLLM(AsyncWeightMethods):
         self._thread = threading.Thread(target=self._loop, name="jaxengine", daemon=True)
         self._thread.start()
 
+    @classmethod
+    def from_engine_args(
+        cls,
+        engine_args: EngineConfig,
+        start_engine_loop: bool = True,
+        usage_context: Any = None,
+        stat_loggers: None = None,
+    ) -> Self:
+        """Makes an engine of `EngineArgs`, or of an EngineConfig. usage_context: for vLLM's statistics of usage, which
+        are not collected here.
+
+        Raises ConfigError for other values of start_engine_loop and stat_loggers than the defaults.
+        """
+        for name, value, only in (("start_engine_loop", start_engine_loop, True), ("stat_loggers", stat_loggers, None)):
+            if value is not only:
+                raise ConfigError(name, value, f"{only}; /metrics and get_metrics() have the engine's numbers")
+        return cls(**engine_options(engine_args))
+
+    @property
+    def core(self) -> EngineCore:
+        """The engine. Raises EngineDeadError in a fork of its process."""
+        self._core.owner.check()
+        return self._core
+
+    def __reduce__(self) -> NoReturn:
+        raise refuse_pickle("AsyncLLM")
+
     @property
     def errored(self) -> bool:
-        """Whether the engine has failed or was shut down."""
-        return self._dead is not None
+        """Whether the engine has failed or was shut down, or this process is a fork of its own."""
+        return self._dead is not None or not self._core.owner.is_here
 
     @property
     def inputs(self) -> InputProcessor:
@@ -141,6 +173,14 @@ class AsyncLLM(AsyncWeightMethods):
     async def reset_mm_cache(self) -> None:
         """As `LLM.reset_mm_cache`."""
         await self.utility("reset_mm_cache")
+
+    async def start_profile(self) -> None:
+        """As `LLM.start_profile`."""
+        await self.utility("start_profile")
+
+    async def stop_profile(self) -> None:
+        """As `LLM.stop_profile`."""
+        await self.utility("stop_profile")
 
     async def _with_adapter(
         self, request: LoRARequest, outputs: AsyncIterator[RequestOutput]
@@ -220,7 +260,8 @@ class AsyncLLM(AsyncWeightMethods):
         self._run_command(lambda: self._abort(request_id))
 
     async def check_health(self) -> None:
-        """Raises EngineDeadError once the engine has failed or was shut down."""
+        """Raises EngineDeadError once the engine has failed or was shut down, and in a fork of its process."""
+        self._core.owner.check()
         if self._dead is not None:
             raise self._dead
 
@@ -257,14 +298,16 @@ class AsyncLLM(AsyncWeightMethods):
 
     def get_tokenizer(self) -> PreTrainedTokenizerFast:
         """As `LLM.get_tokenizer`."""
-        return self.core.inputs.require_tokenizer().hf
+        return self._core.inputs.require_tokenizer().hf
 
     def get_metrics(self):
         """As `LLM.get_metrics`."""
         return self.core.metrics.collect()
 
     def shutdown(self, timeout: float | None = 10.0) -> None:
-        """Stops the engine; streams still open end with EngineDeadError."""
+        """Stops the engine; streams still open end with EngineDeadError. Does nothing in a fork of its process."""
+        if not self._core.owner.is_here:
+            return
         self._closing = True
         self._wake.set()
         self._thread.join(timeout)
@@ -272,6 +315,7 @@ class AsyncLLM(AsyncWeightMethods):
 
     def _run_command(self, command: Callable[[], None]) -> None:
         """Queues `command` for the engine's thread, which runs it before its next step."""
+        self._core.owner.check()
         with self._command_lock:
             if self._dead is not None:
                 raise self._dead

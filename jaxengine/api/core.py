@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxengine.api.custom_models import has_custom_class
 from jaxengine.api.engine_client import EngineDeadError
+from jaxengine.api.owner import Owner
+from jaxengine.checkpoint.custom_models import has_custom_class
 from jaxengine.cluster.host0 import Cluster
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.engine.engine import Engine
 from jaxengine.engine.metrics import Metrics
 from jaxengine.engine.output import EngineOutput
+from jaxengine.engine.profiler import Profiler
 from jaxengine.engine.status import engine_status
 from jaxengine.models.quantization.table import weight_table
 from jaxengine.requests.inputs import input_processor, make_processor
@@ -43,20 +45,29 @@ class EngineCore:
       config: nothing left open.
       inputs: prepares requests for this engine.
       model_path: file or folder of the model.
+      owner: the process that may use it.
       dead: why no request is taken and no step made any more, once a step has failed or after `shutdown`.
     """
 
-    def __init__(self, config: EngineConfig, *, devices: Sequence[Any] | None = None, mesh: Mesh | None = None):
-        """devices: to take from, default all; or a mesh with axes data, attn and model that says how to use which.
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        devices: Sequence[Any] | None = None,
+        mesh: Mesh | None = None,
+        mesh_axes: Mapping[str, str] | None = None,
+    ):
+        """devices: to take from, default all; or a mesh that says how to use which, with mesh_axes as `LLM` has it.
 
         Raises ConfigError, ModelConfigError or ModelFileError, each saying what to change.
         """
         if config.nnodes > 1 and (devices is not None or mesh is not None):
             raise ConfigError("nnodes", config.nnodes, "1 beside devices or a mesh; it takes those of all processes")
+        self.owner = Owner()
         self.dead: EngineDeadError | None = None
         self._cluster = Cluster(config) if config.nnodes > 1 else None
         try:
-            opened = open_resolved(config, devices, mesh)
+            opened = open_resolved(config, devices, mesh, mesh_axes)
             if has_custom_class(opened.source.config):
                 opened = opened._replace(config=replace(opened.config, compile_cache_dir=""))
             self.config = opened.config
@@ -75,10 +86,15 @@ class EngineCore:
         self._rejected: list[tuple[str, RequestError]] = []
         self.metrics = Metrics(self.engine, log_stats=not config.disable_log_stats)
         self._processor = make_processor(self.inputs)
+        profiler = self.config.profiler_config
+        self._profiler = Profiler(None if profiler is None else profiler.profiler_dir)
 
     def shutdown(self, reason: str | None = None) -> None:
-        """Ends the engine and its other processes, if it has any; with a reason, as a failure."""
+        """Ends the engine and its other processes, if it has any; with a reason, as a failure. Nothing in a fork."""
+        if not self.owner.is_here:
+            return
         self.dead = self.dead or EngineDeadError("the engine was shut down")
+        self._profiler.close()
         self.engine.shutdown()
         if self._cluster is not None:
             self._cluster.shutdown(reason)
@@ -92,6 +108,8 @@ class EngineCore:
             "status": lambda: engine_status(self.engine, self.metrics),
             "trace": self._trace,
             "weights": lambda: self.runner.weight_rows,
+            "start_profile": self._profiler.start,
+            "stop_profile": self._profiler.stop,
             "count_rejections": self._count_rejections,
             **self.engine.extensions.utilities(),
         }
@@ -107,7 +125,8 @@ class EngineCore:
         return self.engine.has_unfinished
 
     def check(self) -> None:
-        """Raises EngineDeadError once a step has failed, or after `shutdown`."""
+        """Raises EngineDeadError once a step has failed, after `shutdown`, and in a fork."""
+        self.owner.check()
         if self.dead is not None:
             raise self.dead
 

@@ -21,7 +21,9 @@ class FairLock:
     second one interrupts at once.
     """
 
-    def __init__(self):
+    def __init__(self, check: Callable[[], None] = lambda: None):
+        """check: called before the lock is taken or waited for; what it raises propagates."""
+        self._check = check
         self._guard = threading.Lock()
         self._is_taken = False
         # One lock per waiting thread, in order of arrival, released when it is that thread's turn.
@@ -29,6 +31,7 @@ class FairLock:
         self._ctrl_c: _CtrlC | None = None
 
     def __enter__(self) -> None:
+        self._check()
         ctrl_c = _CtrlC.held()
         try:
             self._take()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import numpy as np
 from jax.sharding import Mesh
@@ -17,8 +17,11 @@ from jaxengine.api import scoring
 from jaxengine.api.adapters import load_first
 from jaxengine.api.core import EngineCore
 from jaxengine.api.fair_lock import FairLock
+from jaxengine.api.not_built import VllmMethods
+from jaxengine.api.owner import refuse_pickle
 from jaxengine.api.progress import count_tokens, speed_text
 from jaxengine.api.weights import WeightMethods
+from jaxengine.config.engine_args import engine_options
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.engine.metric_types import Histogram, Metric
 from jaxengine.requests.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, candidates
@@ -54,7 +57,7 @@ class _Call:
     error: RequestError | None = None
 
 
-class LLM(WeightMethods):
+class LLM(WeightMethods, VllmMethods):
     """A model in this process that answers batches of prompts.
 
     Several threads may call it: their requests are batched together, and each step is run by one of the waiting
@@ -63,7 +66,10 @@ class LLM(WeightMethods):
     Args:
       model: a GGUF file, a Hugging Face folder or a hub id; None for the embedded SmolLM2-135M-Instruct.
       devices: jax devices to use, as many of the first ones as the parallel sizes need; None for all.
-      mesh: a jax.sharding.Mesh with axes data, attn and model, given in place of parallel sizes.
+      mesh: a jax.sharding.Mesh in place of parallel sizes, such as that of a training script.
+      mesh_axes: the meaning of the mesh's axes, {"fsdp": "data", "tp": "tensor"} for instance: "data" for replicas,
+        "tensor" for tensor parallelism, or its parts "attn" and "model". Axes may share a meaning. One that is not
+        named means its own name; an axis of one device needs no meaning.
       options: see `jaxengine.EngineConfig`. An unknown or unsupported option raises ConfigError.
     """
 
@@ -73,12 +79,28 @@ class LLM(WeightMethods):
         *,
         devices: Sequence[Any] | None = None,
         mesh: Mesh | None = None,
+        mesh_axes: Mapping[str, str] | None = None,
         **options: Any,
     ):
-        self.core = EngineCore(EngineConfig.from_options(model=model, **options), devices=devices, mesh=mesh)
+        config = EngineConfig.from_options(model=model, **options)
+        self._core = EngineCore(config, devices=devices, mesh=mesh, mesh_axes=mesh_axes)
         # Held by every access to the core.
-        self._lock = FairLock()
+        self._lock = FairLock(self._core.owner.check)
         self._calls: dict[str, _Call] = {}
+
+    @property
+    def core(self) -> EngineCore:
+        """The engine. Raises EngineDeadError in a fork of its process."""
+        self._core.owner.check()
+        return self._core
+
+    def __reduce__(self) -> NoReturn:
+        raise refuse_pickle("LLM")
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig) -> Self:
+        """Makes an LLM of `EngineArgs`, or of an EngineConfig."""
+        return cls(**engine_options(engine_args))
 
     def __enter__(self) -> LLM:
         return self
@@ -87,9 +109,13 @@ class LLM(WeightMethods):
         self.shutdown()
 
     def shutdown(self) -> None:
-        """Stops the engine; running calls of other threads, and all later ones, end with EngineDeadError."""
-        with self._lock:
-            self.core.shutdown()
+        """Stops the engine; running calls of other threads, and all later ones, end with EngineDeadError.
+
+        Does nothing in a fork of its process.
+        """
+        if self._core.owner.is_here:
+            with self._lock:
+                self._core.shutdown()
 
     def get_expert_load(self) -> np.ndarray | None:
         """u32[expert layers, E]: tokens routed to each expert so far, modulo 2**32; None without experts.
@@ -105,11 +131,11 @@ class LLM(WeightMethods):
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
         use_tqdm: bool | ProgressFactory = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        *,
         priority: int | Sequence[int] | None = None,
         client: str | Sequence[str] | None = None,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Continues each prompt; results come in the order of the prompts.
 
@@ -259,15 +285,15 @@ class LLM(WeightMethods):
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
         use_tqdm: bool | ProgressFactory = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Answers one conversation or a list of them, formatted by the model's chat template.
 
@@ -297,11 +323,11 @@ class LLM(WeightMethods):
 
     def get_tokenizer(self) -> PreTrainedTokenizerFast:
         """Returns the tokenizer as a transformers object. Raises RequestError if the engine was started without one."""
-        return self.core.inputs.require_tokenizer().hf
+        return self._core.inputs.require_tokenizer().hf
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns the defaults of sampling_params: vLLM's, overridden by generation_config.json."""
-        return self.core.inputs.default_sampling_params()
+        return self._core.inputs.default_sampling_params()
 
     def get_metrics(self) -> list[Metric | Histogram]:
         """Returns counters, gauges and histograms, each with `name` and `value`."""
@@ -317,6 +343,16 @@ class LLM(WeightMethods):
         """Drops cached pictures and videos, both preprocessed and encoded; running requests keep theirs."""
         with self._lock:
             self.core.utility("reset_mm_cache")
+
+    def start_profile(self) -> None:
+        """Starts a profile of this process (jax.profiler). Needs profiler_config; raises RequestError without it."""
+        with self._lock:
+            self.core.utility("start_profile")
+
+    def stop_profile(self) -> None:
+        """Writes the profile into the folder of profiler_config. Raises RequestError if none was started."""
+        with self._lock:
+            self.core.utility("stop_profile")
 
     def _params_for(self, count: int, params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
         if params is None:

@@ -6,15 +6,17 @@ What replaces weights is imported when it is first asked for.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxengine.api.core import EngineCore
 from jaxengine.engine.weight_types import KVMode, PauseMode, WeightUpdate
 
 if TYPE_CHECKING:
     from jaxengine.runner.weight_update import NewWeights, Renamed
+
+_T = TypeVar("_T")
 
 # How often it is asked whether a pause is there.
 _SETTLE_SECONDS = 0.002
@@ -23,9 +25,13 @@ _SETTLE_SECONDS = 0.002
 class WeightMethods:
     """Methods of an engine that the calling threads step in turn."""
 
-    core: EngineCore
     _lock: AbstractContextManager[Any]
     _step: Callable[[], None]
+
+    @property
+    def core(self) -> EngineCore:
+        """The engine."""
+        raise NotImplementedError
 
     def update_weights(
         self,
@@ -138,8 +144,14 @@ class WeightMethods:
 class AsyncWeightMethods:
     """The same of an engine that steps on a thread of its own."""
 
-    core: EngineCore
-    between_steps: Callable[[Callable[[], Any]], Awaitable[Any]]  # on the engine's thread
+    @property
+    def core(self) -> EngineCore:
+        """The engine."""
+        raise NotImplementedError
+
+    async def between_steps(self, function: Callable[[], _T]) -> _T:
+        """Calls a function on the engine's thread; returns its result."""
+        raise NotImplementedError
 
     async def update_weights(
         self,

@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxengine.checkpoint.default_model import GENERATION_DEFAULTS, default_model_path
 from jaxengine.checkpoint.hub_model import OTHER_FILES, download_model, from_hub
+from jaxengine.checkpoint.plugins import load_plugins
 from jaxengine.checkpoint.pooling import pooling_of_gguf, read_pooling
 from jaxengine.checkpoint.stored_head import with_stored_head
 from jaxengine.config.engine_config import ConfigError, EngineConfig
@@ -98,9 +99,10 @@ def open_model(config: EngineConfig, *, keep_tables: bool = True) -> ModelSource
     keep_tables: with `quantization` gguf, keep the token tables as stored in the file, too.
 
     Raises:
-      ConfigError: there is no such file, folder or hub model.
+      ConfigError: there is no such file, folder or hub model, or a plugin cannot be imported.
       ModelFileError: a file is invalid, or describes an unsupported model.
     """
+    load_plugins(config.plugins)
     path = default_model_path() if config.model is None else find_model(config)
     source = _open_gguf(path, config, keep_tables) if path.is_file() else _open_folder(path, config)
     source = replace(source, config=as_asked(source.config, config.quantization, is_gguf=source.path.is_file()))

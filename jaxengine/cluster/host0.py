@@ -88,6 +88,7 @@ class Cluster(Peers):
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         for target in (self._accept, self._call):
             threading.Thread(target=target, name=f"jaxengine {target.__name__}", daemon=True).start()
+        self._pid = os.getpid()
         atexit.register(self._leave)
         try:
             self._await("join", lambda worker: True)
@@ -144,8 +145,10 @@ class Cluster(Peers):
 
     def shutdown(self, reason: str | None = None) -> None:
         """Ends the workers, normally or with a reason for failure, and waits briefly for them. A second call does
-        nothing.
+        nothing, nor does one in a fork of this process, which shares the connections.
         """
+        if os.getpid() != self._pid:
+            return
         with self._changed:
             if self._closing:
                 return
@@ -196,7 +199,7 @@ class Cluster(Peers):
     def _leave(self) -> None:
         """Exit handler. Runs before jax's own, which would wait for devices that wait for a lost process."""
         self.shutdown()
-        if self._failure is not None:
+        if self._failure is not None and os.getpid() == self._pid:
             logging.shutdown()
             sys.stdout.flush()
             sys.stderr.flush()

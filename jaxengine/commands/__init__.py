@@ -1,1 +1,1 @@
-"""The command line and its commands: chat, generate, demo, convert, calibrate, tune."""
+"""The command line and its commands: chat, complete, generate, demo, convert, calibrate, tune, collect-env."""

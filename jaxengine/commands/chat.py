@@ -9,13 +9,14 @@ import contextlib
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxengine.commands.remote import Piece, RemoteModel
 from jaxengine.logs import only_warnings
 from jaxengine.media.fetch import scheme_of
-from jaxengine.requests.outputs import CompletionOutput, RequestOutput
+from jaxengine.requests.outputs import RequestOutput
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.scheduler.errors import RequestError
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from jaxengine.api.llm import LLM
 
 Message = Mapping[str, Any]
+# Streams the answer to a conversation.
+Answer = Callable[[Sequence[Message]], Iterator[Piece]]
 
 HELP = '''\
 /system TEXT  the system message from now on; without TEXT none
@@ -62,30 +65,26 @@ def chat(
     sampling_options: Mapping[str, Any],
     system: str | None = None,
     images: Sequence[str] = (),
+    remote: RemoteModel | None = None,
+    quick: str | None = None,
 ) -> int:
     """Reads messages until /exit or the end of input and answers each; returns the exit status.
 
     images: files and addresses of pictures to send with the first message.
     sampling_options: fields of SamplingParams; others have the model's defaults, and an answer may fill the context.
+    remote: answers in place of a model that is loaded here. quick: the one message to answer.
     """
-    SamplingParams(**sampling_options)  # reports a wrong value before the model is loaded
-    from jaxengine.api.llm import LLM
-
-    llm = LLM(**engine_options)
-    only_warnings()
-    changes = {"max_tokens": None, **sampling_options, "output_kind": RequestOutputKind.DELTA}
-    params = llm.get_default_sampling_params().clone_with(**changes)
+    answer = _local(engine_options, sampling_options) if remote is None else remote.chat
     conversation = Conversation(system, images)
-    if sys.stdin.isatty():
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  arrow keys, and the lines before
-        print("/help lists the commands, /exit leaves.")
+    if quick is not None:
+        return 0 if _take_turn(answer, conversation, quick) else 1
+    use_readline("/help lists the commands, /exit leaves.")
     while (read := _read_message()) is not None:
         text, may_command = read
         command = re.fullmatch(r"/([a-z]+)(?:\s+(.*))?", text, re.DOTALL) if may_command else None
         if command is None:
             if text:
-                _take_turn(llm, conversation, text, params)
+                _take_turn(answer, conversation, text)
         elif command[1] in ("exit", "quit"):
             break
         else:
@@ -93,14 +92,31 @@ def chat(
     return 0
 
 
-def stream(llm: LLM, messages: Sequence[Message], params: SamplingParams) -> Iterator[CompletionOutput]:
-    """Yields the new parts of the answer. Leaving the iteration early aborts the request.
+def _local(engine_options: Mapping[str, Any], sampling_options: Mapping[str, Any]) -> Answer:
+    """Loads a model; returns what answers a conversation with it."""
+    SamplingParams(**sampling_options)  # reports a wrong value before the model is loaded
+    from jaxengine.api.llm import LLM
+
+    llm = LLM(**engine_options)
+    only_warnings()
+    changes = {"max_tokens": None, **sampling_options, "output_kind": RequestOutputKind.DELTA}
+    params = llm.get_default_sampling_params().clone_with(**changes)
+
+    def answer(messages: Sequence[Message]) -> Iterator[Piece]:
+        inputs = llm.core.inputs
+        return local_pieces(llm, inputs.chat_prompt(*inputs.media_reader.read(messages)), params)
+
+    return answer
+
+
+def local_pieces(llm: LLM, prompt: Any, params: SamplingParams) -> Iterator[Piece]:
+    """Yields the new parts of the output. Leaving the iteration early aborts the request.
 
     Raises:
-      RequestError: the conversation is longer than max_model_len, or has a picture that cannot be used.
+      RequestError: the prompt is longer than max_model_len, or has a picture that cannot be used.
     """
     core = llm.core
-    prepared = core.inputs.prepare(core.inputs.chat_prompt(*core.inputs.media_reader.read(messages)), params)
+    prepared = core.inputs.prepare(prompt, params)
     core.add(prepared)
     finished = False
     try:
@@ -108,7 +124,7 @@ def stream(llm: LLM, messages: Sequence[Message], params: SamplingParams) -> Ite
             for output in core.step():
                 assert isinstance(output, RequestOutput)  # a generating request has no other outputs
                 finished = output.finished
-                yield output.outputs[0]
+                yield Piece(output.outputs[0].text, len(output.outputs[0].token_ids))
     finally:
         if not finished:
             core.abort(prepared.request_id)
@@ -131,26 +147,31 @@ def _obey(conversation: Conversation, command: str, text: str | None) -> None:
         print(f"there is no command /{command}; /help lists the commands", file=sys.stderr)
 
 
-def _take_turn(llm: LLM, conversation: Conversation, text: str, params: SamplingParams) -> None:
-    """Prints the answer to a message and its timing. Ctrl-C ends the answer, not the chat."""
+def _take_turn(answer: Answer, conversation: Conversation, text: str) -> bool:
+    """Prints the answer to a message and its timing; False where it was refused. Ctrl-C ends the answer, not the
+    chat.
+    """
     conversation.say(text)
     pieces, times, num_tokens, start = [], [], 0, time.monotonic()
     try:
-        for piece in stream(llm, conversation.messages(), params):
+        for piece in answer(conversation.messages()):
             print(piece.text, end="", flush=True)
-            pieces.append(piece.text)
-            times.append(time.monotonic())
-            num_tokens += len(piece.token_ids)
+            num_tokens += piece.num_tokens
+            if piece.is_answer:
+                pieces.append(piece.text)
+            if piece.text or piece.is_answer:
+                times.append(time.monotonic())
     except KeyboardInterrupt:
         print(" [stopped]", end="")
     except RequestError as error:
         print(f"{error}; /reset begins a new conversation", file=sys.stderr)
         conversation.turns.pop()
-        return
+        return False
     print(flush=True)
     conversation.turns.append({"role": "assistant", "content": "".join(pieces)})
     if times:
         print(f"[{speed(num_tokens, times[0] - start, times[-1] - times[0])}]", file=sys.stderr)
+    return True
 
 
 def _picture(image: str) -> Message:
@@ -166,26 +187,35 @@ def speed(num_tokens: int, first_seconds: float, later_seconds: float) -> str:
 
 def _read_message() -> tuple[str, bool] | None:
     """Reads a message, stripped, and whether it may be a command; None at the end of input or for Ctrl-C."""
-    line = _read_line("> ")
+    line = read_line("> ")
     if line is None:
         return None
     if line.startswith(_FENCE):
         lines = [line.removeprefix(_FENCE)]
         while not lines[-1].endswith(_FENCE):
-            if (line := _read_line("... ")) is None:
+            if (line := read_line("... ")) is None:
                 return None
             lines.append(line)
         return "\n".join(lines).removesuffix(_FENCE).strip(), False
     lines = [line]
     while lines[-1].endswith("\\"):
         lines[-1] = lines[-1][:-1]
-        if (line := _read_line("... ")) is None:
+        if (line := read_line("... ")) is None:
             break
         lines.append(line)
     return "\n".join(lines).strip(), True
 
 
-def _read_line(prompt: str) -> str | None:
+def use_readline(greeting: str) -> None:
+    """Prepares a terminal for input by lines, and says `greeting` on one."""
+    if sys.stdin.isatty():
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  arrow keys, and the lines before
+        print(greeting)
+
+
+def read_line(prompt: str) -> str | None:
+    """Reads a line without the space at its end; None at the end of input or for Ctrl-C."""
     try:
         return input(prompt if sys.stdin.isatty() else "").rstrip()
     except (EOFError, KeyboardInterrupt):

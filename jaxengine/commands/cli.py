@@ -1,4 +1,4 @@
-"""The command `jaxengine`: chat, generate, serve, demo, convert, calibrate, check, tune and bench.
+"""The command `jaxengine` and its subcommands.
 
 Engine and sampling options come from the dataclasses that define them. Heavy imports are made by the command that needs
 them, so that `--help` and `--version` answer at once.
@@ -18,7 +18,9 @@ from jaxengine.api.engine_client import EngineDeadError
 from jaxengine.bench import host, latency, peers, serve, throughput
 from jaxengine.check import command as check
 from jaxengine.cluster.channel import ClusterError
-from jaxengine.commands import tune
+from jaxengine.commands import collect_env, complete, tune
+from jaxengine.commands.remote import add_url_options, remote_model
+from jaxengine.commands.sampling_options import SAMPLING_OPTIONS
 from jaxengine.config.command_line import add_options, given_options, positive_int
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.engine_flags import (
@@ -31,6 +33,7 @@ from jaxengine.config.engine_flags import (
     near_flag,
     with_config_file,
 )
+from jaxengine.config.flexible_parser import FlexibleArgumentParser
 from jaxengine.logs import log_to_stderr
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.params.errors import ModelFileError
@@ -44,30 +47,6 @@ if TYPE_CHECKING:
     from jaxengine.api.llm import LLM
     from jaxengine.requests.outputs import RequestOutput
 
-# Without `seed`: --seed is the engine's, used for requests without their own seed.
-SAMPLING_OPTIONS = (
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "stop",
-    "stop_after",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "min_tokens",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "logit_bias",
-    "extra_args",
-    "allowed_token_ids",
-    "bad_words",
-    "structured_outputs",
-)
 # Errors that end a command with a one-line message.
 _USER_ERRORS = (ConfigError, ModelConfigError, ModelFileError, RequestError, ClusterError, EngineDeadError, OSError)
 # Options that distribute the weights over devices.
@@ -83,7 +62,7 @@ PARALLEL_OPTIONS = (
 OUTPUT_OPTIONS = ("n", "logprobs", "prompt_logprobs")
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(FlexibleArgumentParser):
     """Parser whose errors are one line, without the list of all options."""
 
     def error(self, message: str) -> NoReturn:
@@ -101,6 +80,9 @@ def build_parser() -> argparse.ArgumentParser:
         add_arguments(parser)
 
     command(commands, "chat", "Chat with a model; /exit or the end of input leaves.", _add_chat)
+    command(
+        commands, "complete", "Continue each text that is entered; the end of input leaves.", complete.add_arguments
+    )
     command(commands, "generate", "Continue prompts from the arguments, a file or standard input.", _add_generate)
     command(commands, "demo", "Answer some prompts at once and show the speed.", _add_demo)
     command(commands, "convert", "Write a model's weights in device layout, or quantised.", _add_convert)
@@ -110,6 +92,7 @@ def build_parser() -> argparse.ArgumentParser:
     command(commands, "trace", "Save a server's timeline to a file for ui.perfetto.dev.", trace_command.add_arguments)
     command(commands, "check", "Compile every step for accelerators that are not present.", check.add_arguments)
     command(commands, "tune", "Tune tile sizes of products with quantised matrices for a chip.", tune.add_arguments)
+    command(commands, "collect-env", "Print what a bug report should say of this machine.", collect_env.add_arguments)
     bench = commands.add_parser("bench", help="Measure the engine.", allow_abbrev=False)
     benches = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
     command(benches, "throughput", "Output tokens a second.", throughput.add_arguments)
@@ -164,7 +147,7 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
         "--perplexity", metavar="FILE", help="with --quantize: report the perplexity of this text before and after"
     )
     parser.add_argument("--merge-lora", type=Path, metavar="FOLDER", help="a LoRA adapter to merge into the weights")
-    names = ("revision", "download_dir", "hf_token", "dtype", "disable_log_stats")
+    names = ("revision", "download_dir", "hf_token", "dtype", "plugins", "disable_log_stats")
     add_engine_options(parser, [*names, *PARALLEL_OPTIONS])
     parser.set_defaults(run=_convert)
 
@@ -192,7 +175,7 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("prompts", metavar="TEXTS", help="a file with a prompt on each line")
     parser.add_argument("output", metavar="FILE", help="file to write, for --kv-cache-scales")
-    names = ("revision", "download_dir", "hf_token", "dtype", "disable_log_stats", "max_model_len")
+    names = ("revision", "download_dir", "hf_token", "dtype", "plugins", "disable_log_stats", "max_model_len")
     add_engine_options(parser, [*names, *PARALLEL_OPTIONS])
     parser.set_defaults(run=_calibrate)
 
@@ -320,7 +303,9 @@ def _load(args: argparse.Namespace) -> LLM:
 
 def _add_chat(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    parser.add_argument("--system", metavar="TEXT", help="system message")
+    add_url_options(parser)
+    parser.add_argument("--system", "--system-prompt", metavar="TEXT", help="system message")
+    parser.add_argument("--quick", metavar="TEXT", help="answer this message and leave")
     shown = "a picture (file or address) to send with the first message; may be repeated"
     parser.add_argument("--image", metavar="FILE", action="append", default=[], help=shown)
     add_options(parser, "sampling options", SamplingParams, SAMPLING_OPTIONS)
@@ -331,4 +316,7 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
 def _chat(args: argparse.Namespace) -> int:
     from jaxengine.commands.chat import chat
 
-    return chat(given_options(args, EngineConfig), given_options(args, SamplingParams), args.system, args.image)
+    engine, sampling = given_options(args, EngineConfig), given_options(args, SamplingParams)
+    SamplingParams(**sampling)  # reports a wrong value before a model is loaded or a server asked
+    remote = remote_model(args, engine, sampling)
+    return chat(engine, sampling, args.system, args.image, remote, args.quick)

@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import InitVar, dataclass, fields, replace
+from enum import IntEnum
 from typing import Any
 
 from jaxengine.config.errors import ConfigError
 from jaxengine.config.platforms import Platform
 from jaxengine.config.values import plain, whole_number
 from jaxengine.scheduler.buckets import Buckets
+
+
+class CompilationMode(IntEnum):
+    """vLLM's names of `CompilationConfig.mode`; only VLLM_COMPILE exists here."""
+
+    NONE = 0
+    STOCK_TORCH_COMPILE = 1
+    DYNAMO_TRACE_ONCE = 2
+    VLLM_COMPILE = 3
+
+
+class CompilationLevel(IntEnum):
+    """Earlier names of CompilationMode."""
+
+    NO_COMPILATION = 0
+    DYNAMO_AS_IS = 1
+    DYNAMO_ONCE = 2
+    PIECEWISE = 3
 
 
 @dataclass(frozen=True)
@@ -20,14 +39,21 @@ class CompilationConfig:
       cudagraph_capture_sizes: numbers of sequences of decode-only steps; max_num_seqs is always included.
       prefill_sizes: token counts of steps with prefill; max_num_batched_tokens is always included.
       mode: None or 3; every step is compiled as a whole, so lower modes do not exist (`enforce_eager` skips warm-up).
+        A CompilationMode and its name mean its number; the argument `level` is the earlier name of mode.
     """
 
     cudagraph_capture_sizes: tuple[int, ...] | None = None
     prefill_sizes: tuple[int, ...] | None = None
     mode: int | None = None
+    level: InitVar[int | None] = None
 
-    def __post_init__(self):
-        if self.mode not in (None, 3):
+    def __post_init__(self, level: int | None):
+        if level is not None:
+            if self.mode is not None and _mode(self.mode) != _mode(level):
+                raise ConfigError("compilation_config.level", level, f"as mode, which is {self.mode!r}, or absent")
+            object.__setattr__(self, "mode", level)
+        object.__setattr__(self, "mode", _mode(self.mode))
+        if self.mode not in (None, 3) or isinstance(self.mode, bool):
             raise ConfigError("compilation_config.mode", self.mode, "None or 3")
         for name in ("cudagraph_capture_sizes", "prefill_sizes"):
             sizes = getattr(self, name)
@@ -45,13 +71,13 @@ class CompilationConfig:
         value = whole_number(plain(value))
         if value is None or isinstance(value, cls):
             return value or cls()
-        if type(value) is int:
+        if isinstance(value, int) and not isinstance(value, bool):
             return cls(mode=value)
         if not isinstance(value, Mapping):
             raise ConfigError("compilation_config", value, "a CompilationConfig, a dict of its fields, or 3")
         known = [field.name for field in fields(cls)]
         for name in value:
-            if name not in known:
+            if name not in (*known, "level"):
                 problem = f"compilation_config has no {name!r} here, where XLA compiles every step whole"
                 raise ConfigError.because("compilation_config", problem, f"it has {', '.join(known)}")
         return cls(**value)
@@ -81,3 +107,10 @@ class CompilationConfig:
             return Buckets(max_num_seqs, max_num_batched_tokens, decode, prefill, widths, sections=sections)
         except ValueError as error:
             raise ConfigError("compilation_config", self, str(error)) from None
+
+
+def _mode(value: Any) -> Any:
+    """The number of a mode; a value that is none is returned as it is."""
+    if isinstance(value, str):
+        value = {mode.name: mode for kind in (CompilationLevel, CompilationMode) for mode in kind}.get(value, value)
+    return int(value) if isinstance(value, IntEnum) else value

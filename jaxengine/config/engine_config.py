@@ -19,14 +19,21 @@ from jaxengine.config.encoder import EncoderOptions, check_encoder, settle_encod
 from jaxengine.config.errors import ConfigError
 from jaxengine.config.extensions import extension_options
 from jaxengine.config.kv_cache import KV_CACHE_DTYPES, check_scales, kv_dtype
-from jaxengine.config.logits_processors import processor_classes, read_processors, source_file
+from jaxengine.config.logits_processors import (
+    processor_classes,
+    processors_digest,
+    read_processors,
+    source_file,
+)
 from jaxengine.config.lora import LoraOptions, check_lora, check_lora_model
 from jaxengine.config.multimodal import READERS, MediaOptions
 from jaxengine.config.option_names import chosen_options
 from jaxengine.config.pipeline import check_stages, read_layers
 from jaxengine.config.platforms import Platform
+from jaxengine.config.plugins import read_plugins
 from jaxengine.config.pooler_config import POOLING_TASKS, PoolerConfig, read_hf_overrides
 from jaxengine.config.prefix_caching import settle_snapshots
+from jaxengine.config.profiler_config import ProfilerConfig
 from jaxengine.config.speculation import SpeculativeConfig, check_speculation
 from jaxengine.config.step_tokens import step_tokens
 from jaxengine.config.structured_outputs_config import StructuredOutputsConfig
@@ -55,6 +62,8 @@ _READERS = {
     "logits_processors": read_processors,
     "chat_template": read_chat_template,
     "capture_layers": read_capture_layers,
+    "plugins": read_plugins,
+    "profiler_config": ProfilerConfig.read,
     **READERS,
 }
 
@@ -143,6 +152,11 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
         docs/sampling_params.md.
       capture_layers: layers whose hidden states requests may ask for (return_hidden_states), counted as transformers
         does: 0 is the embeddings, n what layer n gives, and -1, the last, is taken after the final norm.
+      plugins: modules or .py files that register model families of your own, in every process of the engine; see
+        docs/models.md. A plugin is code: name only what you would run.
+      stream_interval: tokens of a stream's output that are sent together; the first and the last are sent at once.
+      profiler_config: enables /start_profile and /stop_profile (`start_profile` and `stop_profile` in Python), which
+        write profiles of jax.profiler into a folder: a dict of profiler_dir. Of several hosts, the first is profiled.
       disable_log_stats: no periodic log line, no progress bars at start-up.
     """
 
@@ -201,6 +215,9 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
     speculative_config: SpeculativeConfig | None = None
     logits_processors: tuple[str, ...] = dataclasses.field(default=(), metadata={"nargs": "+"})
     capture_layers: tuple[int, ...] | None = None
+    plugins: tuple[str, ...] = ()
+    stream_interval: int = 1
+    profiler_config: ProfilerConfig | None = None
     disable_log_stats: bool = False
 
     def __post_init__(self):
@@ -234,6 +251,7 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
             ("num_state_snapshots", 0, 2**16),
             *((f"{kind}_parallel_size", 1, 1024) for kind in ("tensor", "data", "pipeline")),
             ("nnodes", 1, 1024),
+            ("stream_interval", 1, 2**20),
             ("master_port", 1, 65535),
             ("cluster_timeout", 1, 86400),
         ):
@@ -309,7 +327,9 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
         chosen.update(settle_encoder(chosen, model, platform, pictures))
         check_speculation(chosen, model)
         # What a class without a file of its own does is not known to the next process.
-        if any(source_file(each) is None for each in processor_classes(self.logits_processors)):
+        processors = self.logits_processors
+        no_file = any(source_file(each) is None for each in processor_classes(processors))
+        if no_file or (processors and processors_digest(processors) is None):
             chosen["compile_cache_dir"] = ""
         return ResolvedConfig(**chosen)
 
@@ -341,9 +361,6 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
             except ValueError as error:
                 raise ConfigError.because(name, f"{name} cannot be read: {error}", "write 4096, 4k or 4G") from None
         return whole_number(value) if str(field.type).startswith("int") else value
-
-
-EngineArgs = EngineConfig  # vLLM's name for the dataclass of all options
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from typing import Any
 from jaxengine.config import gguf_file, vllm_options
 from jaxengine.config.command_line import add_options, destination, flag_of
 from jaxengine.config.engine_config import ConfigError, EngineConfig
+from jaxengine.config.flexible_parser import json_or_text
 
 # vLLM's short flags.
 SHORT = {
@@ -30,6 +31,7 @@ SHORT = {
     "compilation_config": "-cc",
     "quantization": "-q",
     "speculative_config": "-sc",
+    "plugins": "--plugin",
 }
 _SHORT_OF_OTHERS = {"optimization_level": "-O"}
 MODEL_HELP = "a GGUF file, a Hugging Face folder, or a hub id (default: the embedded SmolLM2-135M-Instruct)"
@@ -53,7 +55,7 @@ def add_engine_options(parser: argparse.ArgumentParser, names: Sequence[str] | N
         if flag_of(name) not in flags:
             continue
         switch = vllm_options.is_switch(name)
-        how: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if switch else {"type": _json_or_text}
+        how: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if switch else {"type": json_or_text}
         parser.add_argument(
             *flags, dest=destination(EngineConfig, name), default=argparse.SUPPRESS, help=argparse.SUPPRESS, **how
         )
@@ -116,8 +118,11 @@ def with_config_file(argv: Sequence[str], parser: argparse.ArgumentParser) -> li
 
 
 def near_flag(word: str, words: Sequence[str], parser: argparse.ArgumentParser) -> str | None:
-    """The flag of the command in `words` that is spelt most like `word`; None if none is similar."""
-    known = _command_of(parser, words)[0]._option_string_actions
+    """The flag of the command in `words` that is spelt most like `word`, of those that have an effect; None if none is
+    similar."""
+    without = {destination(EngineConfig, name) for name in vllm_options.WITHOUT_EFFECT}
+    actions = _command_of(parser, words)[0]._option_string_actions
+    known = [flag for flag, action in actions.items() if action.dest not in without]
     return next(iter(difflib.get_close_matches(word.partition("=")[0], known, 1)), None)
 
 
@@ -130,14 +135,14 @@ def _command_of(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[
 
 
 def with_hyphens(argv: Sequence[str]) -> list[str]:
-    """Replaces underscores in flag names by hyphens: vLLM accepts both."""
+    """Replaces underscores in flag names by hyphens, not in the keys of `--OPTION.key`: vLLM accepts both."""
     words = list(argv)
     for at, word in enumerate(words):
         if word == "--":
             break
         if word.startswith("--"):
-            name, equals, value = word.partition("=")
-            words[at] = name.replace("_", "-") + equals + value
+            name = re.split("[=.]", word, maxsplit=1)[0]
+            words[at] = name.replace("_", "-") + word[len(name) :]
     return words
 
 
@@ -209,10 +214,3 @@ def _as_words(path: str, content: Mapping[str, Any], parser: argparse.ArgumentPa
         else:
             words.append(f"{flag}={value if isinstance(value, (str, int, float)) else json.dumps(value)}")
     return words
-
-
-def _json_or_text(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text

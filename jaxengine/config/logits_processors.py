@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxengine.config.errors import ConfigError
+from jaxengine.config.user_code import UnknownCodeError, code_digest
 from jaxengine.scheduler.errors import show_value
 from jaxengine.scheduler.logits_processor import LogitsProcessor, check_processors
+
+logger = logging.getLogger(__name__)
 
 # Classes that were given as such, by their names.
 _GIVEN: dict[str, type[LogitsProcessor]] = {}
@@ -48,6 +52,15 @@ def source_file(processor: type) -> Path | None:
     except (OSError, TypeError):
         return None
     return Path(file) if file is not None and Path(file).is_file() else None
+
+
+def processors_digest(names: Sequence[str]) -> str | None:
+    """The digest of what the processors of these names are now; None, with a warning, where it cannot be told."""
+    try:
+        return code_digest(processor_classes(names))
+    except UnknownCodeError as error:
+        logger.warning("compiled steps are not kept: of the %s, %s", OPTION, error)
+        return None
 
 
 def _name_of(each: Any) -> str:

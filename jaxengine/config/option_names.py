@@ -20,13 +20,16 @@ from jaxengine.config.values import plain
 def chosen_options(known: Collection[str], options: Mapping[str, Any]) -> dict[str, Any]:
     """The values of the fields `known`. Raises ConfigError for an option that is unknown or not implemented."""
     options, chosen = with_gguf_file(settle_speculation(settle_names(dict(options)))), {}
+    if isinstance(options.get("optimization_level"), Mapping):  # before it was a level, -O was the compilation_config
+        options.setdefault("compilation_config", options.pop("optimization_level"))
     for name, value in options.items():
         if name in known:
             chosen[name] = value
         elif name in vllm_options.NAMES:
             vllm_options.settle(name, plain(value))
         elif name != "cudagraph_capture_sizes":
-            near = difflib.get_close_matches(name, [*known, *vllm_options.NAMES], 1)
+            built = {*known, *vllm_options.EARLIER} - vllm_options.WITHOUT_EFFECT
+            near = difflib.get_close_matches(name, sorted(built), 1)
             advice = f"did you mean {near[0]}?" if near else "docs/options.md has all of them"
             raise ConfigError.because(name, f"there is no option {name!r}", advice)
     if options.get("calculate_kv_scales") and (scales := chosen.get("kv_cache_scales", AUTO)) not in (AUTO, CALIBRATE):

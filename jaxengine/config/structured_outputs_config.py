@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 from jaxengine.config.errors import ConfigError
 from jaxengine.config.values import plain
 
-BACKENDS = ("auto", "guidance")
+logger = logging.getLogger(__name__)
+
+BACKENDS = ("auto", "guidance", "xgrammar", "outlines", "lm-format-enforcer")
 # vLLM's other fields, with the values that have no effect here.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "disable_fallback": (False, True),  # there is one backend
@@ -25,7 +28,7 @@ class StructuredOutputsConfig:
     """Defaults for requests with a JSON schema. A request may switch each on, and disable_additional_properties off.
 
     Attributes:
-      backend: "auto" or "guidance", which are the same: grammars are llguidance's.
+      backend: one of vLLM's. The name changes nothing: grammars are llguidance's.
       disable_any_whitespace: no white space between the parts of JSON, unless a request gives a pattern for it.
       disable_additional_properties: objects have only the properties that their schema lists, unless it says otherwise
         and if that is safe (jaxengine.requests.structured.closed_objects).
@@ -39,8 +42,10 @@ class StructuredOutputsConfig:
 
     def __post_init__(self):
         if self.backend not in BACKENDS:
-            problem = f"structured_outputs_config.backend is {self.backend!r}, and the only one here is llguidance"
-            raise ConfigError.because("structured_outputs_config", problem, f"give {' or '.join(BACKENDS)}")
+            raise ConfigError("structured_outputs_config.backend", self.backend, ", ".join(BACKENDS))
+        if self.backend not in ("auto", "guidance"):
+            name = "structured_outputs_config.backend"
+            logger.info("%s=%r changes nothing here: grammars are llguidance's", name, self.backend)
         for name in self.switches():
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"structured_outputs_config.{name}", getattr(self, name), "True or False")

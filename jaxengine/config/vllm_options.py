@@ -20,7 +20,7 @@ _XLA = "XLA makes the exchanges between devices"
 _NO_CODE = "no code of a model is run, whatever its folder holds"
 _LOADER = "weights are mapped and go to their devices one by one"
 _COMPILED = "every step is compiled whole before anything is served"
-_LOGGED = "requests have a line each, /health, /ping, /metrics and /status.json only when they fail"
+_LOGGED = "requests have a line each, /health, /live, /ping, /metrics and /status.json only when they fail"
 _HEADERS = "jaxengine serve --max-header-bytes bounds all headers together"
 _EXECUTOR = "one process runs all devices of its host; nnodes is for more hosts"
 
@@ -62,12 +62,11 @@ HARMLESS: dict[str, str] = {
     "h11_max_header_count": _HEADERS,
     "h11_max_incomplete_event_size": _HEADERS,
     "log_error_stack": "faults of the server are always logged with their stacks",
-    "max_log_len": "prompts are not logged",
     "ssl_cert_reqs": "with ssl_ca_certs clients must present a certificate",
     "uvicorn_log_level": _LOGGED,
     # Of earlier versions.
     "disable_frontend_multiprocessing": "the engine always has a process of its own",
-    "disable_log_requests": "requests are not logged",
+    "disable_log_requests": "requests are logged with enable_log_requests only",
     "guided_decoding_backend": "grammars are llguidance's",
     "max_seq_len_to_capture": _COMPILED,
     "use_v2_block_manager": "there is only one block manager",
@@ -75,8 +74,10 @@ HARMLESS: dict[str, str] = {
 
 # Options of other commands, with their flags.
 ELSEWHERE: dict[str, str] = {
+    "enable_log_requests": "jaxengine serve --enable-log-requests",
     "grpc": "jaxengine serve --grpc-port",
     "lora_modules": "jaxengine serve --lora-modules",
+    "max_log_len": "jaxengine serve --max-log-len",
     "max_num_queued_reqs": "jaxengine serve --max-num-queued-reqs",
     "max_num_queued_tokens": "jaxengine serve --max-num-queued-tokens",
     "node_rank": "jaxengine worker --node-rank",
@@ -99,7 +100,7 @@ _SWITCHES = """
     cudagraph_metrics data_parallel_external_lb data_parallel_hybrid_lb
     data_parallel_multi_port_external_lb disable_sliding_window enable_batch_sharded_sampling
     enable_cumem_allocator enable_dbo enable_elastic_ep enable_ep_weight_filter enable_eplb enable_fault_tolerance
-    enable_flashinfer_autotune enable_hc_sp enable_layerwise_nvtx_tracing enable_log_requests
+    enable_flashinfer_autotune enable_hc_sp enable_layerwise_nvtx_tracing
     enable_logging_iteration_details enable_mamba_cache_stochastic_rounding
     enable_mamba_shared_prefix_checkpoint enable_mfu_metrics enable_mixed_moe_lora_format
     enable_mm_processor_stats enable_moe_shared_loras enable_nccl_comm_suspend enable_prompt_embeds
@@ -124,7 +125,7 @@ _UNSET = """
     max_lora_cls_labels max_num_active_seqs max_num_scheduled_tokens mm_encoder_attn_backend
     mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path
     model_class_overrides model_loader_extra_config model_weights numa_bind_cpus numa_bind_nodes offload_params
-    prefix_match_unit profiler_config quantization_config
+    prefix_match_unit quantization_config
     reasoning_config reasoning_parser_plugin rope_scaling rope_theta scheduler_cls sleep_preserve_parameter_names
     video_pruning_rate
     watermark_config weight_transfer_config worker_extension_cls
@@ -182,7 +183,6 @@ _DEFAULTS: dict[str, tuple[Any, ...]] = {
     "replayssm_buffer_len": (16,),
     "scheduler_reserve_full_isl": (True,),
     "sparse_indexer_topk_backend": ("auto",),
-    "stream_interval": (1,),
     "swa_bounded_replay": (True,),
     "swap_space": (0, 4),
     "tokenizer_mode": ("auto", "hf"),
@@ -204,10 +204,13 @@ _HARMLESS_SWITCHES = """
     disable_log_requests enable_sleep_mode disable_nccl_for_dp_synchronization fail_on_environ_validation
     jit_monitor_verbose trust_remote_code use_tqdm_on_load use_v2_block_manager
     cohere_is_reasoning_model disable_frontend_multiprocessing disable_uvicorn_access_log enable_log_deltas
-    enable_offline_docs enable_prompt_tokens_details enable_request_id_headers enable_server_load_tracking
-    log_error_stack
+    enable_log_requests enable_offline_docs enable_prompt_tokens_details enable_request_id_headers
+    enable_server_load_tracking log_error_stack
 """
 NAMES = frozenset((*HARMLESS, *ELSEWHERE, *NOT_BUILT, *GONE, *EARLIER))
+
+# Names that nobody should be pointed to: what they ask for is not built, or changes nothing here.
+WITHOUT_EFFECT = NAMES - EARLIER
 
 
 def is_switch(name: str) -> bool:

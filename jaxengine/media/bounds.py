@@ -12,6 +12,8 @@ from jaxengine.media.errors import MediaError
 MAX_SECONDS = 10.0
 # Limit of a decoder's reads. A file of 32 MiB in the smallest parts that encoders write has some 200,000.
 MAX_READS = 1_000_000
+# Limit of the bytes that a decoder reads, as a multiple of the file's: animations are gone through three times.
+MAX_PASSES = 8
 
 
 class PixelBudget:
@@ -34,20 +36,26 @@ class PixelBudget:
 class TimedFile(io.BytesIO):
     """A file in memory that raises MediaError in a decoder that reads from it for too long.
 
-    A small file may have millions of parts, or have the same pixels decoded a thousand times.
+    A small file may have millions of parts, which may lie over each other, or have the same pixels decoded a thousand
+    times.
     """
 
     def __init__(self, data: bytes):
         super().__init__(data)
         self._until = time.thread_time() + MAX_SECONDS
         self._num_reads = 0
+        self._bytes_left = MAX_PASSES * len(data) + (1 << 20)
 
     def read(self, size: int | None = -1, /) -> bytes:
         self.check()
         self._num_reads += 1
         if self._num_reads > MAX_READS:
             raise MediaError(f"has more than {MAX_READS} parts")
-        return super().read(size)
+        read = super().read(size)
+        self._bytes_left -= len(read)
+        if self._bytes_left < 0:
+            raise MediaError(f"has parts that lie over each other: they make {MAX_PASSES} times its bytes")
+        return read
 
     def check(self) -> None:
         """Raises MediaError if this thread has used up the time for the file."""

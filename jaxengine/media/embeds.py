@@ -6,12 +6,13 @@ Row width and further needs of the model family are checked when the prompt is a
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
-from safetensors import SafetensorError, deserialize
+from safetensors import deserialize
 
 from jaxengine.config.multimodal import MediaOptions
 from jaxengine.media import base64_pieces
@@ -20,8 +21,12 @@ from jaxengine.scheduler.errors import show_value
 
 # Keys of embeddings and of their grid, which some families need; vLLM's.
 EMBEDS, GRID = "image_embeds", "image_grid_thw"
+_ARRAY = "[rows, size] of float32, float16 or bfloat16"
 _FORMS = "safetensors with one tensor, or .npy"
 _PICKLED = "is a file of torch.save or pickle, which may contain code and is not read; give the tensor as " + _FORMS
+# First bytes of files of torch.save and pickle; of safetensors with some lengths of header, too.
+_PICKLES = (b"PK\3\4", b"\x80")
+_NPY_VERSIONS = ((1, 0), (2, 0), (3, 0))
 _TYPES: Mapping[str, str] = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 
@@ -60,7 +65,7 @@ def read_embeds(given: GivenEmbeds, options: MediaOptions) -> Embeds:
     values = data if isinstance(data, np.ndarray) else _read_file(_decoded(data, options.max_media_bytes))
     if values.dtype.name not in ("float16", "bfloat16", "float32") or values.ndim != 2 or 0 in values.shape:
         shown = f"{values.dtype}{list(values.shape)}"
-        raise MediaError(f"is an array {shown}; allowed is [rows, size] of float32, float16 or bfloat16")
+        raise MediaError(f"is an array {shown}; allowed is {_ARRAY}")
     values = np.ascontiguousarray(values, np.float32)
     if not np.isfinite(values).all():
         raise MediaError("has numbers that are not finite")
@@ -82,39 +87,52 @@ def _decoded(data: Any, most: int) -> bytes:
 
 
 def _read_file(data: bytes) -> np.ndarray:
-    if data.startswith((b"PK\3\4", b"\x80")):
-        raise MediaError(_PICKLED)
     if data.startswith(b"\x93NUMPY"):
         return _read_npy(data)
     try:
         tensors = deserialize(data)
-    except SafetensorError:
+    except Exception:  # not only SafetensorError, and MemoryError for what a header claims
+        if data.startswith(_PICKLES):
+            raise MediaError(_PICKLED) from None
         raise MediaError(f"is a file of an unknown type; allowed: {_FORMS}") from None
     if len(tensors) != 1:
         raise MediaError(f"has {len(tensors)} tensors; allowed is one")
     _, tensor = tensors[0]
     if (kind := _TYPES.get(tensor["dtype"])) is None:
         raise MediaError(f"is a tensor of {tensor['dtype']}; allowed are {', '.join(_TYPES)}")
-    values = np.frombuffer(tensor["data"], kind).reshape(tensor["shape"])
-    # The upper half of a float32.
-    return (values.astype(np.uint32) << 16).view(np.float32) if tensor["dtype"] == "BF16" else values
+    values = np.frombuffer(tensor["data"], kind)
+    if tensor["dtype"] == "BF16":  # the upper half of a float32
+        values = (values.astype(np.uint32) << 16).view(np.float32)
+    return _shaped(values, tensor["shape"], "a safetensors file")
 
 
 def _read_npy(data: bytes) -> np.ndarray:
     file = io.BytesIO(data)
     try:
         version = np.lib.format.read_magic(file)
+        if version not in _NPY_VERSIONS:
+            raise MediaError(f"is a .npy of version {version}; allowed are 1.0, 2.0 and 3.0")
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, by_columns, dtype = read(file)
-        if dtype.hasobject:
-            raise MediaError(_PICKLED)
         # The header may claim more data than there is: no memory is allocated by it.
-        values = np.frombuffer(data, dtype, offset=file.tell())
-        return values.reshape(shape, order="F" if by_columns else "C")
+        values = None if dtype.hasobject else np.frombuffer(data, dtype, offset=file.tell())
     except MediaError:
         raise
-    except (ValueError, TypeError, SyntaxError, OverflowError):
+    except Exception:  # the header is a Python expression: its parser's errors, MemoryError and RecursionError are some
         raise MediaError("is a .npy that is damaged or cut short") from None
+    if values is None:
+        raise MediaError(_PICKLED)
+    return _shaped(values, shape, "a .npy", "F" if by_columns else "C")
+
+
+def _shaped(values: np.ndarray, shape: Sequence[int], name: str, order: Literal["C", "F"] = "C") -> np.ndarray:
+    """Returns `values`, [n], in the shape that the file claims. name: of the file's type."""
+    if len(shape) != 2 or 0 in shape:
+        raise MediaError(f"is an array {values.dtype}{show_value(list(shape))}; allowed is {_ARRAY}")
+    if any(type(size) is not int or size < 0 for size in shape) or math.prod(shape) != values.size:
+        problem = f"is {name} that is damaged or cut short"
+        raise MediaError(f"{problem}: it has the shape {show_value(list(shape))} and {values.size} numbers")
+    return values.reshape(shape, order=order)
 
 
 def _read_grid(grid: Any) -> tuple[int, int, int] | None:

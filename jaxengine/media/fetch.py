@@ -2,14 +2,14 @@
 
 Addresses come from untrusted clients and are followed from inside the server's network. So hosts must be listed in
 `allowed_media_domains`; a name is resolved once, to public addresses, and exactly these are connected to; redirects are
-not followed; bytes and time are limited while receiving.
+not followed; bytes, time and slowness are limited while receiving.
 """
 
 from __future__ import annotations
 
 import binascii
 import http.client
-import ipaddress
+import math
 import re
 import socket
 import ssl
@@ -20,6 +20,7 @@ from typing import Any
 
 from jaxengine.config.multimodal import ANY_DOMAIN, MediaOptions
 from jaxengine.media import base64_pieces
+from jaxengine.media.addresses import is_address, is_public, look_up
 from jaxengine.media.errors import MediaError
 from jaxengine.media.images import check_bytes, read_file
 from jaxengine.version import __version__
@@ -30,8 +31,8 @@ _MAX_URL_CHARS = 8192
 _PIECE_BYTES = 64 << 10
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
 _DATA = re.compile(r"data:([^,]{0,256}),", re.IGNORECASE)
-# IPv6 addresses that a gateway turns into the IPv4 address in their last four bytes (RFC 6052).
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+# A body must arrive at this rate, bytes per second, after the seconds of grace.
+_LEAST_RATE, _GRACE = 4096, 5.0
 # Characters that are sent unescaped after the host (RFC 3986); others are percent-encoded.
 _FORWARDED = "-._~!$&'()*+,;=:@/?%"
 
@@ -43,13 +44,13 @@ def scheme_of(url: str) -> str:
 
 
 def fetch(url: str, options: MediaOptions) -> bytes:
-    """Fetches an address. Blocks for at most options.media_fetch_timeout, plus the resolution of the host's name.
+    """Fetches an address. Blocks for at most options.media_fetch_timeout.
 
     Raises MediaError for an address that is not allowed, does not answer, or has too much content.
     """
     scheme = scheme_of(url)
     if scheme == "data":
-        return _read_data(url, options.max_media_bytes)
+        return read_data(url, options.max_media_bytes)
     if scheme in _PORTS:
         return _fetch_http(url, scheme, options)
     if scheme == "file":
@@ -69,7 +70,7 @@ def check_source(url: str, options: MediaOptions) -> None:
         fetch(url, options)
 
 
-def _read_data(url: str, limit: int) -> bytes:
+def read_data(url: str, limit: int) -> bytes:
     """Decodes a data URL (RFC 2397)."""
     head = _DATA.match(url)
     if head is None:
@@ -146,12 +147,14 @@ def _fetch_http(url: str, scheme: str, options: MediaOptions) -> bytes:
         sock = _connect(host, port, options, until)
         # The connection exists already: http.client must not open one.
         connection = http.client.HTTPConnection(host, port)
-        connection.sock = sock
-        if scheme == "https":
-            connection.sock = _secured(sock, host)
+        connection.sock = sock = _secured(sock, host) if scheme == "https" else sock
         connection.request("GET", path, headers=_headers(host, port, scheme))
-        return _body(connection.getresponse(), options.max_media_bytes)
+        response = connection.getresponse()
+        sock.hurry()
+        return _body(response, options.max_media_bytes)
     except TimeoutError:
+        if time.monotonic() < until:
+            raise MediaError(f"arrives too slowly; allowed are {_LEAST_RATE} bytes a second and more") from None
         raise MediaError(f"takes longer than {options.media_fetch_timeout:g} seconds (media_fetch_timeout)") from None
     except (OSError, http.client.HTTPException, ValueError) as error:
         if isinstance(error, MediaError):
@@ -192,11 +195,8 @@ def _body(response: http.client.HTTPResponse, limit: int) -> bytes:
 
 def _connect(host: str, port: int, options: MediaOptions, until: float) -> _Socket:
     """Connects to one of the host's addresses, all of which must be allowed."""
-    named = host in options.allowed_media_domains and _is_address(host)
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        raise MediaError("is on an unknown host") from None
+    named = host in options.allowed_media_domains and is_address(host)
+    found = look_up(host, port, until)
     # All of them: a name with both public and private addresses is suspicious.
     if not named and not all(is_public(str(address[0])) for *_, address in found):
         raise MediaError("is on a host with a private address, which is not contacted")
@@ -216,44 +216,33 @@ def _connect(host: str, port: int, options: MediaOptions, until: float) -> _Sock
     raise error or MediaError("is on an unknown host")
 
 
-def is_public(address: str) -> bool:
-    """Whether an IP address is on the public internet, not in a loopback, private or provider network."""
-    ip = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(ip, ipaddress.IPv6Address):
-        inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None)
-        if ip in _NAT64:
-            inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
-        if inner is not None:
-            return is_public(str(inner))
-    return ip.is_global and not (ip.is_multicast or ip.is_reserved or ip.is_unspecified or ip.is_loopback)
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
-
-
 class _Timed:
-    """Mixin for sockets with one deadline for all reads, however slowly data arrives.
+    """Mixin for sockets with one deadline for all reads, and a least rate from the call of `hurry` on.
 
     until: the deadline, by time.monotonic.
     """
 
     until = 0.0
+    _hurried_at = math.inf
+    _received = 0
+
+    def hurry(self) -> None:
+        """Sets the deadline by what has been received from now on, as far as that is earlier than `until`."""
+        self._hurried_at, self._received = time.monotonic(), 0
 
     def left(self) -> float:
         """Seconds until the deadline. Raises TimeoutError if it has passed."""
-        left = self.until - time.monotonic()
+        until = min(self.until, self._hurried_at + _GRACE + self._received / _LEAST_RATE)
+        left = until - time.monotonic()
         if left <= 0:
             raise TimeoutError
         return left
 
     def recv_into(self, *args: Any, **options: Any) -> int:
         self.settimeout(self.left())  # pyright: ignore[reportAttributeAccessIssue]
-        return super().recv_into(*args, **options)  # pyright: ignore[reportAttributeAccessIssue]
+        count = super().recv_into(*args, **options)  # pyright: ignore[reportAttributeAccessIssue]
+        self._received += count
+        return count
 
 
 class _Socket(_Timed, socket.socket):

@@ -6,6 +6,9 @@ truncated files are refused, never filled up.
 
 from __future__ import annotations
 
+import logging
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +19,51 @@ from jaxengine.config.multimodal import MediaOptions
 from jaxengine.media.bounds import PixelBudget, TimedFile
 from jaxengine.media.errors import MediaError
 from jaxengine.media.file_types import IMAGES, described, image_type
+from jaxengine.media.orientation import ORIENTATION, first_directory, orientation_in
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import open_regular
 
 ALLOWED = ", ".join(IMAGES)
+
+
+class _Jpeg(JpegImagePlugin.JpegImageFile):
+    def _read_dpi_from_exif(self) -> None:
+        """Does nothing: the resolution is not used, and to find it means to read a stranger's EXIF."""
+
+
+class _Tiff(TiffImagePlugin.TiffImageFile):
+    def getexif(self) -> Image.Exif:
+        """EXIF of the orientation alone, by which Pillow puts the picture upright; other directories are not read."""
+        exif = Image.Exif()
+        if (orientation := self.tag_v2.get(ORIENTATION)) is not None:
+            exif[ORIENTATION] = orientation
+        return exif
+
+
 # Used directly: Image.open would try every decoder, some of which start other programs.
 _DECODERS = {
     "PNG": PngImagePlugin.PngImageFile,
-    "JPEG": JpegImagePlugin.JpegImageFile,
+    "JPEG": _Jpeg,
     "WebP": WebPImagePlugin.WebPImageFile,
     "GIF": GifImagePlugin.GifImageFile,
     "BMP": BmpImagePlugin.BmpImageFile,
-    "TIFF": TiffImagePlugin.TiffImageFile,
+    "TIFF": _Tiff,
 }
 # Allowed TIFF compressions. Others use further decoders, some of which write untrusted text to the log.
 _COMPRESSIONS = ("raw", "tiff_lzw", "tiff_adobe_deflate", "tiff_deflate", "packbits")
-_TILE_WIDTH, _TILE_LENGTH = 322, 323
+_WIDTH, _LENGTH, _TILE_WIDTH, _TILE_LENGTH = 256, 257, 322, 323
+# Limit of the values of a TIFF's entry, other than bytes and texts (types 1, 2, 6, 7): offsets of the smallest tiles,
+# or three palettes of 16 bits. Each value becomes a Python object.
+_MAX_VALUES = 200_000
+_BYTES = (1, 2, 6, 7)
 # Limit of a progressive JPEG's scans, each of which covers all pixels; encoders write about ten.
 _MAX_SCANS = 100
+# Limit of scans times pixels: so many scans of the largest picture.
+_FULL_SCANS = 12
 _SCAN = b"\xff\xda"
+# Limit of a PNG's colour profiles, each of which is decompressed; one is allowed.
+_MAX_PROFILES = 8
 # EXIF orientations, 2 to 8, and the transforms that put the picture upright.
-_ORIENTATION = 0x0112
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -49,6 +76,15 @@ _TURNS = {
 _PLAIN_MODES = ("1", "L", "P", "RGB", "RGBX", "CMYK", "YCbCr", "HSV")
 _DEEP_MODES = ("I;16", "I;16L", "I;16B", "I;16N")
 _ARRAYS = "uint8 of shape [H, W, 3], [H, W, 4], [H, W, 1] or [H, W]"
+
+
+def quiet_pillow() -> None:
+    """Switches off the warnings and the log of Pillow, to which strangers' files could write at will.
+
+    Python remembers every different text of a warning for ever, unless it is ignored.
+    """
+    warnings.filterwarnings("ignore", module=r"PIL\.")
+    logging.getLogger("PIL").setLevel(logging.CRITICAL + 1)
 
 
 def read_image(value: Any, options: MediaOptions, budget: PixelBudget) -> np.ndarray:
@@ -68,7 +104,7 @@ def read_image(value: Any, options: MediaOptions, budget: PixelBudget) -> np.nda
     if isinstance(value, Image.Image):
         check_size(value.size, options)
         budget.take(value.width * value.height)
-        return to_rgb(value, options.background)
+        return to_rgb(value, options.background, _noted_orientation)
     if isinstance(value, np.ndarray):
         return _from_array(value, options, budget)
     raise MediaError(f"is a {type(value).__name__}; allowed are the bytes or Path of a file, a PIL image, or {_ARRAYS}")
@@ -112,19 +148,32 @@ def open_image(data: bytes, options: MediaOptions) -> tuple[Image.Image, TimedFi
         check_size(_webp_size(data), options)
     if name == "JPEG" and data.count(_SCAN) > _MAX_SCANS:
         raise MediaError(f"is a JPEG of more than {_MAX_SCANS} scans, each of which decodes all of its pixels")
+    if name == "PNG" and data.count(b"iCCP") > _MAX_PROFILES:
+        raise MediaError("is a PNG with many colour profiles; allowed is one")
+    if name == "TIFF":
+        _check_entries(data)
     file = TimedFile(data)
     image = _decoding(name, lambda: _DECODERS[name](file))
     check_size(image.size, options)
     if name == "TIFF":
         _check_tiff(image, options)
+    if name == "JPEG":
+        _check_scans(data.count(_SCAN), image.size, options)
     return image, file
 
 
-def to_rgb(image: Image.Image, background: tuple[int, int, int]) -> np.ndarray:
-    """Decodes a picture and rotates it upright; transparent pixels are laid on `background`. Raises MediaError."""
+def to_rgb(
+    image: Image.Image,
+    background: tuple[int, int, int],
+    orientation: Callable[[Image.Image], Any] = lambda image: orientation_in(image.info),
+) -> np.ndarray:
+    """Decodes a picture and rotates it upright; transparent pixels are laid on `background`. Raises MediaError.
+
+    orientation: finds the EXIF orientation of the decoded picture, by default in the metadata of its file.
+    """
     name = image.format or "picture"
     _decoding(name, image.load)
-    turn = _TURNS.get(_orientation(image))
+    turn = _TURNS.get(orientation(image))
     if image.mode in _DEEP_MODES:
         image = _decoding(name, lambda: _eight_bits(image))
     if image.has_transparency_data:
@@ -154,14 +203,37 @@ def _decoding(name: str, step: Any) -> Any:
         raise MediaError(f"is a {name} that is damaged or cut short ({why})") from None
 
 
+def _check_scans(count: int, size: tuple[int, int], options: MediaOptions) -> None:
+    """Raises MediaError for a JPEG whose scans decode too many pixels altogether."""
+    width, height = size
+    most = _FULL_SCANS * options.max_image_pixels
+    if count * width * height > most:
+        allowed = f"scans times pixels may be {most} ({_FULL_SCANS} times max_image_pixels)"
+        raise MediaError(f"is a JPEG of {count} scans of {width} x {height} pixels; {allowed}")
+
+
+def _check_entries(data: bytes) -> None:
+    """Raises MediaError for a TIFF with an entry of too many values, before they are read."""
+    for entry in first_directory(data):
+        if entry.count > _MAX_VALUES and entry.kind not in _BYTES:
+            problem = f"is a TIFF whose entry {entry.tag} has {entry.count} values"
+            raise MediaError(f"{problem}; allowed are {_MAX_VALUES}")
+
+
 def _check_tiff(image: Any, options: MediaOptions) -> None:
     compression = image.info.get("compression")
     if compression not in _COMPRESSIONS:
         raise MediaError(f"is a TIFF compressed by {compression!r}; allowed: {', '.join(_COMPRESSIONS)}")
     # A tile is decoded as a whole, however little of it the picture shows.
-    width, length = (image.tag_v2.get(tag, 1) for tag in (_TILE_WIDTH, _TILE_LENGTH))
-    if type(width) is not int or type(length) is not int or not 0 < width * length <= options.max_image_pixels:
-        raise MediaError(f"is a TIFF with tiles of {width} x {length} pixels")
+    sides = [image.tag_v2.get(tag, 1) for tag in (_WIDTH, _LENGTH, _TILE_WIDTH, _TILE_LENGTH)]
+    if any(type(side) is not int or side < 1 for side in sides):
+        raise MediaError("is a TIFF without whole numbers for its sizes")
+    width, height, tile_width, tile_length = sides
+    num_tiles = -(-width // tile_width) * -(-height // tile_length)
+    # As many again may lie outside of the picture: its last row and column of tiles.
+    tile = tile_width * tile_length
+    if tile > options.max_image_pixels or num_tiles * tile > 2 * options.max_image_pixels:
+        raise MediaError(f"is a TIFF with tiles of {tile_width} x {tile_length} pixels, {num_tiles} of them")
 
 
 def _webp_size(data: bytes) -> tuple[int, int]:
@@ -175,10 +247,12 @@ def _webp_size(data: bytes) -> tuple[int, int]:
     return int.from_bytes(body[6:8], "little") & 0x3FFF, int.from_bytes(body[8:10], "little") & 0x3FFF
 
 
-def _orientation(image: Image.Image) -> Any:
-    """EXIF orientation of a picture, None if it cannot be read: faulty metadata is no reason to refuse a picture."""
+def _noted_orientation(image: Image.Image) -> Any:
+    """EXIF orientation of a picture of Python, which may have changed it; None if it cannot be read: faulty metadata
+    are no reason to refuse a picture.
+    """
     try:
-        return image.getexif().get(_ORIENTATION)
+        return image.getexif().get(ORIENTATION)
     except Exception:
         return None
 

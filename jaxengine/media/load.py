@@ -1,14 +1,16 @@
-"""Fetches and decodes the pictures and videos of a prompt on threads, off the event loop.
+"""Fetches, decodes and preprocesses the pictures and videos of a prompt on threads, off the event loop.
 
-Limits how many are processed at once per process, and how many may wait.
+Limits how many are processed at once per process, and how many may wait. Clients take turns (turns.py): none of them
+has more than half of the threads or of the places in line.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import numpy as np
 from PIL import Image
@@ -18,44 +20,53 @@ from jaxengine.media.bounds import PixelBudget
 from jaxengine.media.embeds import GivenEmbeds, given_embeds, read_embeds
 from jaxengine.media.errors import MediaError
 from jaxengine.media.fetch import fetch, scheme_of
-from jaxengine.media.images import read_image
+from jaxengine.media.images import quiet_pillow, read_image
 from jaxengine.media.parts import MediaPart
 from jaxengine.media.videos import read_video
 from jaxengine.scheduler.errors import OverloadedError, RequestError, show_value
+from jaxengine.turns import OWNER, FairThreads, share_of
 
 # Limit of parts of all requests that wait for a thread. Each holds a file.
 _MAX_WAITING = 256
 MultiModalData = dict[str, list[Any]]
+_T = TypeVar("_T")
 
 
 class MediaLoader:
     """Thread pools that fetch and decode media, one per process. Pictures are uint8 [H, W, 3], videos frames.Video."""
 
     def __init__(self, options: MediaOptions):
+        quiet_pillow()
         self._options = options
         count = options.media_loading_thread_count
-        self._decoders = ThreadPoolExecutor(count, "decode media")
+        self._decoders = FairThreads(count, "decode media")
         # Separate threads: slow hosts must not delay pictures that have arrived.
-        self._fetchers = ThreadPoolExecutor(count, "fetch media")
-        self._num_waiting = 0
+        self._fetchers = FairThreads(count, "fetch media")
+        # Separate threads: preprocessing may wait for a file to be decoded.
+        self._processors = FairThreads(count, "process media")
+        self._num_waiting: Counter[str | None] = Counter()
 
     async def load(self, parts: Sequence[MediaPart]) -> MultiModalData:
         """Loads the parts of one prompt; returns them by modality.
 
         Raises RequestError for the first part that cannot be used, OverloadedError if too many parts are waiting.
         """
-        if self._num_waiting and self._num_waiting + len(parts) > _MAX_WAITING:
-            raise OverloadedError(f"{self._num_waiting} pictures and videos wait to be read; try again later")
-        self._num_waiting += len(parts)
+        owner = OWNER.get()
+        self._check_room(owner, len(parts))
+        self._num_waiting[owner] += len(parts)
         loop = asyncio.get_running_loop()
         futures = self._submit(parts)
         for future in futures:
             # Counted until it has run: a caller that leaves does not stop a running thread.
-            future.add_done_callback(lambda _: _on_loop(loop, self._count_done))
+            future.add_done_callback(lambda _: _on_loop(loop, lambda: self._count_done(owner)))
         try:
             return _by_modality(parts, [await asyncio.wrap_future(future) for future in futures])
         finally:
             _cancel(futures)
+
+    async def process(self, function: Callable[..., _T], *args: Any) -> _T:
+        """Calls `function`, which preprocesses a prompt's pictures and videos, on a thread."""
+        return await asyncio.wrap_future(self._processors.submit(function, *args))
 
     def load_now(self, parts: Sequence[MediaPart]) -> MultiModalData:
         """Same as `load` for a caller without an event loop; the number of waiting parts is not limited."""
@@ -65,8 +76,23 @@ class MediaLoader:
         finally:
             _cancel(futures)
 
-    def _count_done(self) -> None:
-        self._num_waiting -= 1
+    def _check_room(self, owner: str | None, count: int) -> None:
+        """Raises OverloadedError if `count` more parts cannot wait. A prompt by itself may have any number of them."""
+        own, share = self._num_waiting[owner], share_of(owner, _MAX_WAITING)
+        if own and own + count > share:
+            whose = "" if owner is None else " of this client"
+            raise OverloadedError(f"{own} pictures and videos{whose} wait to be read; try again later")
+        # Nobody takes more than a share from the others, however many parts one prompt has.
+        others = sum(
+            min(waiting, share_of(each, _MAX_WAITING)) for each, waiting in self._num_waiting.items() if each != owner
+        )
+        if others and others + own + min(count, share) > _MAX_WAITING:
+            raise OverloadedError(f"{others + own} pictures and videos wait to be read; try again later")
+
+    def _count_done(self, owner: str | None) -> None:
+        self._num_waiting[owner] -= 1
+        if not self._num_waiting[owner]:
+            del self._num_waiting[owner]
 
     def _submit(self, parts: Sequence[MediaPart]) -> list[Future[Any]]:
         budget = PixelBudget(self._options.max_media_pixels)

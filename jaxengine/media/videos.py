@@ -73,6 +73,9 @@ def _animation(data: bytes, options: MediaOptions, budget: PixelBudget) -> Video
         file.check()
         try:
             image.seek(frame)
+            # Frames that are not sampled, too: WebP would decode them all at once, without a look at the time, and does
+            # not know their durations before.
+            image.load()
         except MediaError:
             raise
         except Exception as error:

@@ -379,7 +379,11 @@ def _option_fields(options: RequestOptions) -> dict[str, Any]:
 
 def make_processor(inputs: InputProcessor) -> Processor:
     """Creates the processor for the outputs of requests that `inputs` prepares."""
-    return OutputProcessor(inputs.tokenizer) if inputs.pooling is None else PoolingProcessor()
+    return (
+        OutputProcessor(inputs.tokenizer, inputs.config.stream_interval)
+        if inputs.pooling is None
+        else PoolingProcessor()
+    )
 
 
 def follows_every_step(params: SamplingParams) -> bool:

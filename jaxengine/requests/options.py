@@ -31,6 +31,7 @@ class RequestOptions:
       client: name of the client; needs scheduling_policy="fair". None for all clients without a name.
       arrival: time of arrival, in seconds of this machine's time.monotonic; default: when the options are created.
       lora: name of a loaded adapter; needs enable_lora. None for the base model.
+      owner: whose request id it is, in a server with keys: owners may use the same ids. Empty for everybody else.
     """
 
     priority: int = 0
@@ -38,6 +39,7 @@ class RequestOptions:
     client: str | None = None
     arrival: float = field(default_factory=time.monotonic, compare=False)
     lora: str | None = None
+    owner: str = ""
 
     def verify_against(self, scheduling_policy: str, enable_lora: bool) -> None:
         """Raises RequestError, naming the field, its value and what is allowed, also for fields that the policy

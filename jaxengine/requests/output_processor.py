@@ -69,6 +69,10 @@ class _Sequence:
                 self.detokenizer.append(self.token_ids[:-1] if hidden else self.token_ids)
             self.detokenizer.finish()
 
+    def is_waiting(self, interval: int) -> bool:
+        """Whether its new tokens wait for more, until there are `interval`. The first and the last do not."""
+        return self.finish_reason is None and self.num_sent > 0 and len(self.token_ids) - self.num_sent < interval
+
     def output(self, kind: RequestOutputKind) -> CompletionOutput:
         """The current output, as the output kind specifies."""
         first = self.num_sent if kind is RequestOutputKind.DELTA else 0
@@ -113,15 +117,17 @@ class _Group:
 
 
 class OutputProcessor:
-    """Tracks the requests in an engine by tags, and makes their outputs. tokenizer: None for token ids only.
+    """Tracks the requests in an engine by tags, and makes their outputs.
+
+    tokenizer: None for token ids only. stream_interval: tokens of an output that are sent together.
 
     Attributes:
       spans: (start, end, outputs) of the last calls of `process` with outputs, seconds of time.monotonic.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None):
+    def __init__(self, tokenizer: Tokenizer | None, stream_interval: int = 1):
         self.spans: deque[tuple[float, float, int]] = deque(maxlen=4096)
-        self._tokenizer = tokenizer
+        self._tokenizer, self._stream_interval = tokenizer, stream_interval
         self._groups: dict[str, _Group] = {}
         self._sequences: dict[int, _Sequence] = {}
         self._last_tag = 0
@@ -227,6 +233,8 @@ class OutputProcessor:
                 self._groups.pop(group.request_id, None)
             kind = group.params.output_kind
             if kind is not RequestOutputKind.FINAL_ONLY:
+                if sequence.is_waiting(self._stream_interval):
+                    continue
                 outputs.append(self._output(group, [sequence.output(kind)], finished))
             elif finished:
                 outputs.append(self._output(group, [each.output(kind) for each in group.sequences], True))

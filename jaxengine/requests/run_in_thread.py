@@ -18,7 +18,7 @@ _LONG_TEXT = 8192  # characters
 async def make_ready(inputs: InputProcessor, prompt: Prompt) -> Prompt:
     """Returns the prompt so that `inputs.prepare` is fast; slow work runs in a thread. Raises RequestError."""
     if has_media(prompt):
-        return await asyncio.to_thread(inputs.make_ready, prompt)
+        return await inputs.media_reader.loader.process(inputs.make_ready, prompt)
     if isinstance(prompt, str) and len(prompt) >= _LONG_TEXT and inputs.tokenizer is not None:
         return {"prompt": prompt, "prompt_token_ids": await asyncio.to_thread(inputs.tokenizer.encode, prompt)}
     return prompt

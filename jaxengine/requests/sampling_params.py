@@ -309,7 +309,7 @@ class SamplingParams:
     def __setattr__(self, name: str, value: Any) -> None:
         """Raises RequestError for an invalid value, AttributeError for an unknown field."""
         if name not in _FIELDS:
-            near = difflib.get_close_matches(name, _FIELDS, 1)
+            near = difflib.get_close_matches(name, _RULES, 1)
             raise AttributeError(f"SamplingParams has no field {name!r}" + (f"; it has {near[0]!r}" if near else ""))
         rule, default = _RULES.get(name), _FIELDS[name]
         if rule is not None:

@@ -37,11 +37,11 @@ def choose_devices(
 ) -> tuple[EngineConfig, list[Any]]:
     """The devices the engine runs on, the stages' one after the other, and the config with a mesh's sizes in it.
 
+    mesh: with the axes data, attn and model (jaxengine.runner.mesh_axes).
+
     Raises ConfigError when there are too few devices, or a mesh and other statements about devices.
     """
     if mesh is not None:
-        if tuple(mesh.axis_names) != MESH_AXES:
-            raise ConfigError("mesh", mesh.axis_names, f"a mesh with the axes {', '.join(MESH_AXES)}")
         said = (config.tensor_parallel_size, config.data_parallel_size, config.pipeline_parallel_size)
         if devices is not None or said != (1, 1, 1):
             raise ConfigError("mesh", dict(mesh.shape), "no mesh beside devices or parallel sizes; it says both")
@@ -97,7 +97,10 @@ def open_stages(
     *,
     progress: Progress,
 ) -> list[StageRunner]:
-    """The model's stages with their weights; closes the source. mesh: as the caller gave it."""
+    """The model's stages with their weights; closes the source.
+
+    mesh: in the engine's axes, where the caller's says how heads are split.
+    """
     layout = config.mesh_layout(source.config)
     if mesh is not None and dict(mesh.shape) != (wanted := {name: getattr(layout, name) for name in MESH_AXES}):
         raise ConfigError("mesh", dict(mesh.shape), f"{wanted} for a model of {source.config.num_kv_heads} kv heads")

@@ -6,7 +6,7 @@ Every process of an engine does this; host 0 then schedules, the others execute 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from jaxengine.models.cache import platform_of
 from jaxengine.runner.devices import choose_devices, open_stages
 from jaxengine.runner.extensions.settle import item_sizes, settled
 from jaxengine.runner.kv_scales import known_scales, measure, scales_of
+from jaxengine.runner.mesh_axes import engine_mesh
 from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.peers import ALONE, Peers
 
@@ -29,7 +30,8 @@ logger = logging.getLogger(__name__)
 
 
 class OpenedModel(NamedTuple):
-    """What is settled about an engine before anything is loaded. mesh: as the caller gave it."""
+    """What is settled about an engine before anything is loaded. mesh: in the engine's axes, if the caller's says how
+    tensor parallelism is split into attn and model."""
 
     source: ModelSource
     config: ResolvedConfig
@@ -38,8 +40,18 @@ class OpenedModel(NamedTuple):
     mesh: Mesh | None
 
 
-def open_resolved(config: EngineConfig, devices: Sequence[Any] | None = None, mesh: Mesh | None = None) -> OpenedModel:
+def open_resolved(
+    config: EngineConfig,
+    devices: Sequence[Any] | None = None,
+    mesh: Mesh | None = None,
+    mesh_axes: Mapping[str, str] | None = None,
+) -> OpenedModel:
     """Opens the model of a config and settles what the config leaves open. Raises as EngineCore does."""
+    if mesh is None and mesh_axes is not None:
+        raise ConfigError("mesh_axes", mesh_axes, "None without a mesh")
+    is_exact = False
+    if mesh is not None:
+        mesh, is_exact = engine_mesh(mesh, mesh_axes)
     config, devices = choose_devices(config, devices, mesh)
     platform = PLATFORMS[kernel_platform(devices[0])]
     source = open_model(config, keep_tables=platform.keeps_tables)
@@ -48,7 +60,7 @@ def open_resolved(config: EngineConfig, devices: Sequence[Any] | None = None, me
     tokenizer = config.tokenizer if source.tokenizer_path is None else str(source.tokenizer_path)
     config = replace(config, tokenizer=tokenizer, tokenizer_revision=None, hf_token=None)
     resolved = config.resolved(source.config, platform, item_sizes(source, config))
-    return OpenedModel(source, resolved, platform, devices, mesh)
+    return OpenedModel(source, resolved, platform, devices, mesh if is_exact else None)
 
 
 def load_runner(

@@ -38,6 +38,9 @@ def run(args: argparse.Namespace) -> int:
         problem = f"served_model_name has taken {server.served_model_name[-1]!r}, and no model is given"
         raise ConfigError.because("served_model_name", problem, "give the model before that flag, or as --model")
     engine = EngineConfig.from_options(**options)
+    if engine.profiler_config is not None and not server.enable_admin:
+        problem = "profiler_config is given without enable_admin, and /start_profile is a route of operators"
+        raise ConfigError.because("profiler_config", problem, "give --enable-admin and --admin-key-file")
     # Fails for unreadable files before the model is loaded.
     server.api_keys()
     server.admin_keys()

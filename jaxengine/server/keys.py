@@ -37,6 +37,15 @@ class Keys:
                 return f"{name}-{number}"
         return None
 
+    @property
+    def are_needed(self) -> bool:
+        """Whether clients need a key."""
+        return bool(self._clients)
+
+    def turn_of(self, key: bytes) -> str | None:
+        """Returns the `name_of` the holder of `key`, who takes turns with others; None where there is only one key."""
+        return self.name_of(key) if len(self._clients) + len(self._admins) > 1 else None
+
     def admits(self, key: bytes) -> bool:
         """Whether the holder of `key`, b"" for none, may use the server."""
         known = self.is_client(key) | self.is_admin(key)
@@ -44,10 +53,25 @@ class Keys:
 
 
 def bearer_key(values: Sequence[bytes]) -> bytes:
-    """Returns the KEY of the only header "authorization: Bearer KEY"; b"" for anything else. values: headers of that
-    name.
+    """Returns the KEY of headers "authorization: Bearer KEY", however they are spelled; b"" for anything else, and for
+    headers with different keys. values: of all headers of that name.
     """
-    scheme, _, key = (values[0] if len(values) == 1 else b"").partition(b" ")
+    keys = {_bearer(value) for value in values}
+    return keys.pop() if len(keys) == 1 else b""
+
+
+def owner_of(key: bytes) -> str:
+    """Returns a name of whoever presents `key`, which does not reveal it; b"" is everybody without one."""
+    return hashlib.sha256(key).hexdigest()
+
+
+def owner_tag(key: bytes) -> str:
+    """Returns a short name of whoever presents `key`, for ids in the engine; empty for b""."""
+    return owner_of(key)[:12] if key else ""
+
+
+def _bearer(value: bytes) -> bytes:
+    scheme, _, key = value.strip().replace(b"\t", b" ").partition(b" ")
     return key.strip() if scheme.lower() == b"bearer" else b""
 
 

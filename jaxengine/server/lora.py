@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from jaxengine.api.adapters import load_adapter
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.config.errors import ConfigError
+from jaxengine.scheduler.adapter_names import alike
 from jaxengine.scheduler.errors import RequestError, show_value
 from jaxengine.server.options import ServerConfig
 
@@ -29,18 +31,24 @@ def read_modules(modules: tuple[str, ...]) -> list[tuple[str, str]]:
             name, path, equals = value.get("name"), value.get("path"), "="
         if not (equals and isinstance(name, str) and name and isinstance(path, str) and path):
             raise ConfigError("lora_modules", text[:200], "name=path, or JSON with name, path and base_model_name")
-        if name in dict(found):
-            raise ConfigError("lora_modules", text[:200], "each name once")
+        if alike(name, dict(found)) is not None:
+            raise ConfigError("lora_modules", text[:200], "each name once, whatever its case and white space")
         found.append((name, path))
     return found
+
+
+def refuse_models_name(name: str, names: Iterable[str]) -> None:
+    """Raises RequestError for an adapter's name that is, or looks like, one of the model's."""
+    if (own := alike(name, names)) is not None:
+        how = "is" if own == name else f"looks like {show_value(own)}, which is"
+        raise RequestError(f"lora_name {show_value(name)} {how} the model's own", param="lora_name", value=name)
 
 
 async def load_from_root(
     engine: EngineClient, config: ServerConfig, names: tuple[str, ...], name: str, path: str
 ) -> None:
     """Loads an adapter from a folder in lora_root. Raises RequestError, and then nothing has changed."""
-    if name in names:
-        raise RequestError(f"lora_name {show_value(name)} is the model's own", param="lora_name", value=name)
+    refuse_models_name(name, names)
     if config.lora_root is None:
         raise RequestError("no adapter can be loaded: the server was started without lora_root", param="lora_path")
     try:

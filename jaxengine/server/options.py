@@ -14,6 +14,8 @@ from jaxengine.config.engine_config import ConfigError
 from jaxengine.parsers.registry import reasoning_format, tool_format
 
 MIB = 1 << 20
+# Memory of stored responses.
+_STORED_BYTES = 256 * MIB
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,15 @@ class ServerConfig:
       max_connections: connections to each API process. Beyond them, the one that has waited longest for a request is
         closed, or the new one if none is waiting. None: 10,000, or what the system's limit of open files allows.
       max_request_bytes: largest body of a request.
+      max_stored_responses: responses of /v1/responses that are stored at a time, of all clients. Beyond it, and beyond
+        max_stored_bytes, the client that has most loses its oldest.
+      max_stored_bytes: memory of stored responses, of all clients; None: 256 MiB, or a quarter of
+        api_memory_limit_bytes if that is less.
+      max_stored_responses_per_client: stored responses of one API key, which loses its own oldest beyond them; None:
+        half of max_stored_responses.
+      max_stored_bytes_per_client: their memory, likewise; None: half of max_stored_bytes.
+      max_stored_conversation_bytes: largest conversation of a stored response, with all that it continues; None: a
+        quarter of max_stored_bytes. A larger one is refused, or not stored if the request does not ask for it.
       max_header_bytes: largest headers of a request.
       max_n: largest number of outputs per prompt in a request.
       max_prompts: largest number of prompts in a request.
@@ -68,8 +79,11 @@ class ServerConfig:
       enable_tokenizer_info_endpoint: serve /tokenizer_info, with the special tokens and the chat template.
       return_tokens_as_token_ids: show tokens of logprobs as token_id:N, unless a request sets it.
       enable_force_include_usage: include usage in every stream, requested or not.
-      disable_access_log: log no line per request. Otherwise all have one, /health, /ping, /metrics and /status.json
-        only when they fail.
+      disable_access_log: log no line per request. Otherwise all have one, /health, /live, /ping, /metrics and
+        /status.json only when they fail.
+      enable_log_requests: log the parameters of each request for text, up to 1000 characters of them.
+      max_log_len: with enable_log_requests, characters of each prompt, and as many of its token ids, to log as well;
+        None: neither.
       enable_reflection: gRPC reflection; None: on loopback only.
       otlp_traces_endpoint: where OpenTelemetry spans of requests are sent, http://host:4318/v1/traces or
         grpc://host:4317; None: nowhere.
@@ -102,6 +116,11 @@ class ServerConfig:
     read_timeout: float = 30.0
     max_connections: int | None = None
     max_request_bytes: int = 32 * MIB
+    max_stored_responses: int = 2000
+    max_stored_bytes: int | None = None
+    max_stored_responses_per_client: int | None = None
+    max_stored_bytes_per_client: int | None = None
+    max_stored_conversation_bytes: int | None = None
     max_header_bytes: int = 64 << 10
     max_n: int = 128
     max_prompts: int = 1024
@@ -115,6 +134,8 @@ class ServerConfig:
     return_tokens_as_token_ids: bool = False
     enable_force_include_usage: bool = False
     disable_access_log: bool = False
+    enable_log_requests: bool = False
+    max_log_len: int | None = None
     enable_reflection: bool | None = None
     otlp_traces_endpoint: str | None = None
 
@@ -142,7 +163,13 @@ class ServerConfig:
             ("max_connections", 1, 2**20),
             ("max_request_bytes", 1024, 2**31),
             ("max_header_bytes", 1024, 16 * MIB),
+            ("max_stored_responses", 2, 2**20),
+            ("max_stored_bytes", 4 * MIB, 2**40),
+            ("max_stored_responses_per_client", 1, 2**20),
+            ("max_stored_bytes_per_client", MIB, 2**40),
+            ("max_stored_conversation_bytes", MIB, 2**40),
             ("max_n", 1, 16384),
+            ("max_log_len", 0, 2**20),
             ("max_prompts", 1, 2**20),
         ):
             value = getattr(self, name)
@@ -162,16 +189,42 @@ class ServerConfig:
             ("ssl_ca_certs", "ssl_certfile"),
             ("enable_auto_tool_choice", "tool_call_parser"),
             ("enable_admin", "admin_key_file"),
+            ("max_log_len", "enable_log_requests"),
         ):
             if getattr(self, name) and not getattr(self, other):
                 flag = "--" + other.replace("_", "-")
                 raise ConfigError.because(name, f"{name} needs {other}, which is not given", f"give {flag} too")
+        self._check_store()
         for origin in self.allowed_origins:
             if origin.startswith("["):
                 problem = f"allowed_origins has {origin!r}, a list in one text"
                 raise ConfigError.because("allowed_origins", problem, "give --allowed-origins once for each origin")
         tool_format(self.tool_call_parser)
         reasoning_format(self.reasoning_parser)
+
+    def store_bounds(self) -> dict[str, int]:
+        """Returns the bounds of the store of responses, arguments of StoreBounds."""
+        most = self.api_memory_limit_bytes // 4 if self.api_memory_limit_bytes else _STORED_BYTES
+        total = self.max_stored_bytes or min(_STORED_BYTES, most)
+        return {
+            "responses": self.max_stored_responses,
+            "num_bytes": total,
+            "client_responses": self.max_stored_responses_per_client or -(-self.max_stored_responses // 2),
+            "client_bytes": self.max_stored_bytes_per_client or total // 2,
+            "conversation_bytes": self.max_stored_conversation_bytes or total // 4,
+        }
+
+    def _check_store(self) -> None:
+        """Raises ConfigError for a bound of the store within a smaller one."""
+        bounds = self.store_bounds()
+        for name, inner, outer_name, outer in (
+            ("max_stored_responses_per_client", "client_responses", "max_stored_responses", "responses"),
+            ("max_stored_bytes_per_client", "client_bytes", "max_stored_bytes", "num_bytes"),
+            ("max_stored_conversation_bytes", "conversation_bytes", "max_stored_bytes_per_client", "client_bytes"),
+        ):
+            if bounds[inner] > bounds[outer]:
+                problem = f"{name} is {bounds[inner]}, more than {outer_name}, which is {bounds[outer]}"
+                raise ConfigError.because(name, problem, f"allowed are at most {outer_name}")
 
     def api_keys(self) -> tuple[str, ...]:
         """Returns every key that a client may present. Raises ConfigError for an unusable file."""

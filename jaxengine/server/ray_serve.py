@@ -273,6 +273,10 @@ def app(arguments: Mapping[str, Any]) -> serve.Application:
         chosen.append({name: rest.pop(name) for name in names})
     server, ray_config = ServerConfig(**chosen[0]), RayConfig(**chosen[1])
     config = EngineConfig.from_options(**rest)
+    if server.enable_log_requests:
+        raise ConfigError("enable_log_requests", True, "False under Ray Serve, whose proxies log requests")
+    if config.profiler_config is not None:
+        raise ConfigError("profiler_config", config.profiler_config, "None under Ray Serve, with its several replicas")
     target = ray_config.target_ongoing_requests or config.max_num_seqs or 32
     host = {"CPU": ray_config.num_cpus, "GPU": ray_config.num_gpus, **ray_config.resources}
     host = {name: count for name, count in host.items() if count}

@@ -45,11 +45,11 @@ class _Renderer:
 
     def render(self, message: Render) -> Rendered | Refused:
         """Renders a template. Raises TemplateFailure if there is no answer."""
-        if self._process is not None:
+        if self._process is not None and self._process.is_ours:
             answer = self._ask(self._process, message)
             if answer is not None:
                 return answer
-        # There was no process, or it had ended before or during this message: another one is started.
+        # There was no process of ours, or it had ended before or during this message: another one is started.
         self._process = process = WorkerProcess(_MODULE, Answer)
         answer = self._await(process, _START_SECONDS) and self._ask(process, message)
         if answer is None:

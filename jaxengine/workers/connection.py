@@ -1,10 +1,11 @@
-"""The worker's end of its connection: sets the worker's limits and exits when the parent process is gone."""
+"""The worker's end of its connection: sets limits, ignores signals, and exits when the parent process is gone."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import resource
+import signal
 import socket
 import sys
 import threading
@@ -24,6 +25,9 @@ class Connection:
         MemoryError.
         """
         # RLIMIT_FSIZE: a worker writes no files.
+        # A service manager sends these to each process of the service; only the end of the connection ends a worker.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
         limits = {resource.RLIMIT_AS: memory_bytes, resource.RLIMIT_CORE: 0, resource.RLIMIT_FSIZE: 0}
         for limit, value in limits.items():
             with contextlib.suppress(ValueError, OSError):  # macOS does not limit memory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import socket
 import subprocess
@@ -39,15 +40,22 @@ class WorkerProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-P", "-c", _START.format(home=str(HOME), module=module)]
-            self.process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL)
+            # In a process group of its own: a terminal's Ctrl-C is for the parent, which ends its workers.
+            self.process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, process_group=0)
         ours.setblocking(False)
         self.error: Exception | None = None
         self._connection, self._frames, self._outgoing = ours, Frames(answers), bytearray()
-        self._end = weakref.finalize(self, _end, self.process, ours)
+        self._pid = os.getpid()
+        self._end = weakref.finalize(self, _end, self.process, ours, self._pid)
 
     def fileno(self) -> int:
         """Descriptor of the socket, readable when the worker has sent something."""
         return self._connection.fileno()
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process started the worker. A fork of it shares the socket and must not use it."""
+        return os.getpid() == self._pid
 
     def send(self, message: msgspec.Struct) -> None:
         """Sends a message; what the socket does not take now is sent by the next `wait` or `receive`."""
@@ -90,8 +98,11 @@ def wait_for_any(processes: Sequence[WorkerProcess], seconds: float) -> None:
     select.select(processes, [each for each in processes if each.has_more_to_send], [], max(seconds, 0))
 
 
-def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
+def _end(process: subprocess.Popen[bytes], connection: socket.socket, pid: int) -> None:
+    """Closes the connection, and kills the worker unless this is a fork of process `pid`, its parent."""
     connection.close()
+    if os.getpid() != pid:
+        return
     process.kill()
     # Freeing gigabytes takes the system a while; a thread waits for it.
     reaper = threading.Thread(target=process.wait, name="reaper", daemon=True)

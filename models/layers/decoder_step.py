@@ -6,7 +6,7 @@ group or the rows of its state, and the inputs of its kind of attention; section
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -68,6 +68,7 @@ class DecoderStep:
         limits = [each for each in limits if each is not None]
         self._inputs = _step_inputs(self._attention, StepContext(batch, self._pool, build, *(limits or [None])))
         self._pages = _layer_pages(groups, batch, self._pool)
+        self._run_layer = layer_runner()
 
     def embed(self, x: jax.Array) -> jax.Array:
         """The first layer's input, x [T, D] being the embeddings of the tokens."""
@@ -86,7 +87,7 @@ class DecoderStep:
             given = [(of_layer(self._pool, self._num_paged), self._pages[number])] if attention.attends else []
             given += [] if kept is None else [(self._states[kept], self._batch.sections["states"])]
             parts = given[0] if len(given) == 1 else tuple(zip(*given, strict=True))
-            x, own, load = run_layer(graph, state, x, *parts, self._inputs[attention])
+            x, own, load = self._run_layer(graph, state, x, *parts, self._inputs[attention])
             left = [own] if len(given) == 1 else list(own)
             if attention.attends:
                 self._pool, self._num_paged = replace(self._pool, data=left.pop(0).data), self._num_paged + 1
@@ -131,17 +132,23 @@ def _layer_pages(groups: Sequence[Paged | State], batch: ForwardBatch, kv: KVPag
     return pages
 
 
-@partial(jax.jit, static_argnums=0)
-def run_layer(
-    graph: Any, state: nnx.State, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs
-) -> tuple[jax.Array, KVPages, nnx.State]:
-    """One layer as a function of its weights, and its ExpertLoad if it has experts.
+def layer_runner() -> Callable[..., tuple[jax.Array, Any, nnx.State]]:
+    """Make the function of one step that runs a layer.
 
-    Layers of one kind have equal graphs and share one trace.
+    Layers of one kind have equal graphs and share one trace of it. Steps share none: a layer of a user's own may read
+    values that have changed since another step was traced.
     """
-    layer = nnx.merge(graph, state)
-    x, kv = layer(x, kv, pages, step)
-    return x, kv, nnx.pop(layer, ExpertLoad)
+
+    @partial(jax.jit, static_argnums=0)
+    def run_layer(
+        graph: Any, state: nnx.State, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs
+    ) -> tuple[jax.Array, KVPages, nnx.State]:
+        """One layer as a function of its weights, and its ExpertLoad if it has experts."""
+        layer = nnx.merge(graph, state)
+        x, kv = layer(x, kv, pages, step)
+        return x, kv, nnx.pop(layer, ExpertLoad)
+
+    return run_layer
 
 
 # The name that a layer's call has in a trace. Its first result is x [T, D].

@@ -50,9 +50,20 @@ OTHER_OPTIONS = {
     *("--no-deps", "--thorough", "--pool-operations", "--xla-force-host-platform-device-count"),
     *("--build-arg", "--rm"),
     *("--budget-s", "--platform", "--tiny", "--out"),
+    *("--branch", "--depth", "--run", "--only"),
 }
 # Words of vLLM that coming_from_vllm.md explains and that are not ours.
-OF_VLLM = {"from_engine_args", "register_model", "check_health", "model_class", "token_embed", "token_classify"}
+OF_VLLM = {
+    "from_engine_args",
+    "add_cli_args",
+    "from_cli_args",
+    "collective_rpc",
+    "register_model",
+    "check_health",
+    "model_class",
+    "token_embed",
+    "token_classify",
+}
 # Fields of config.json and their values.
 OF_CONFIGS = {*HF_OVERRIDES, "is_causal", "multi_label_classification"}
 

@@ -10,7 +10,9 @@ import ast
 import json
 import re
 import runpy
+import shutil
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +21,9 @@ import pytest
 
 import jaxengine
 from jaxengine import AsyncLLM
+from jaxengine.checkpoint import plugins
+from jaxengine.checkpoint.model_source import open_model
+from jaxengine.config.engine_config import EngineConfig
 from jaxengine.models.registry import MODELS
 from tests.conftest import TINY_OPTIONS
 from tests.fast_compile import fast_compile
@@ -31,6 +36,7 @@ TESTED = {"offline_batch", "chat", "structured_output", "streaming", "openai_too
     "forward_pass",
     "hidden_states",
     "logits_processor",
+    "train_and_generate",
 }
 
 
@@ -137,10 +143,33 @@ def test_custom_model(run, monkeypatch):
     assert lower != scores and all(low <= high for low, high in zip(lower, scores, strict=True))
 
 
+def test_custom_model_is_a_plugin(monkeypatch, tmp_path):
+    monkeypatch.setitem(MODELS, "CappedLlamaForCausalLM", MODELS["LlamaForCausalLM"])
+    monkeypatch.delitem(MODELS, "CappedLlamaForCausalLM")
+    monkeypatch.setattr(plugins, "_LOADED", set())
+    config = json.loads((TINY / "config.json").read_text()) | {"architectures": ["CappedLlamaForCausalLM"]}
+    shutil.copytree(TINY, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = EngineConfig(model=str(tmp_path), skip_tokenizer_init=True)
+    with pytest.raises(jaxengine.ModelFileError, match="'CappedLlamaForCausalLM' is not supported"):
+        open_model(options)
+    source = open_model(replace(options, plugins=(str(EXAMPLES / "custom_model.py"),)))
+    assert source.config.architecture == "CappedLlamaForCausalLM"
+
+
 def test_logits_processor(run):
     lines = run("logits_processor", str(TINY)).splitlines()
     plain, limited = (ast.literal_eval(line.rpartition(": ")[2]) for line in lines)
     assert len(plain) == len(limited) == 12 and len(set(plain)) < 12 and len(set(limited)) == 12
+
+
+def test_train_and_generate(run):
+    """The engine computes what the trainer's own forward pass has learnt."""
+    with fast_compile():
+        *losses, answer = run("train_and_generate", str(TINY)).splitlines()
+    first, *_, last = (float(line.rpartition(" ")[2]) for line in losses)
+    assert first > 1 and last < 0.3
+    assert answer == "after [5, 17, 9, 40]: [3, 28, 11, 60, 33, 8, 21, 4]"
 
 
 def test_forward_pass(run):

@@ -119,6 +119,7 @@ def test_a_line_does_not_stand_in_a_progress_bar(start, capsys):
     [
         ("/status.json", 200, False),
         ("/health", 200, False),
+        ("/live", 200, False),
         ("/health", 503, True),
         ("/metrics?name=x", 200, False),
         ("/metricsandmore", 404, True),

@@ -20,9 +20,10 @@ from typing import Any
 import jax
 import jaxlib.version
 
+from jaxengine.config.user_code import UnknownCodeError, changed_code, code_digest
 from jaxengine.models.cache import kernel_modules, platform_of
 from jaxengine.runner.executables.executable_files import ExecutableFiles, file_name
-from jaxengine.runner.executables.layer_chain import Executable, compile_parts, load, serialize
+from jaxengine.runner.executables.layer_chain import Executable, NotStorableError, compile_parts, load, serialize
 from jaxengine.runner.executables.program_sources import (
     known_sources,
     learn_sources,
@@ -46,6 +47,10 @@ _COMPILER_OPTIONS: dict[str, dict[str, bool | str]] = {
         "xla_tpu_control_large_2nd_minor_layout_for_x16": "false",
     }
 }
+
+# A part of the key of every trace that jax remembers, of functions within programs as well. A user's own layer or
+# sampler may jit or scan a function that reads a value, and another engine finds another value there.
+_ENGINE = jax.make_user_context(None)
 
 _UNKNOWN_OPTION = re.compile(r"No such compile option: '(\w+)'")
 
@@ -85,9 +90,16 @@ class ExecutableCache:
         self.num_loaded = 0
         self.on_compile: Callable[[], None] = lambda: None
         self._devices = devices
+        self._traces, self._said_why = object(), False
         self._family = None if family is None else _source_file(family)
         if family is not None and self._family is None:
             logger.warning("compiled steps of %s are not kept: its source is not in a file", family.__name__)
+            directory = ""
+        self._changed = ""
+        try:
+            self._changed = code_digest(changed_code())
+        except UnknownCodeError as error:
+            logger.warning("compiled steps are not kept: of jaxengine's changed code, %s", error)
             directory = ""
         self._files = ExecutableFiles(directory)
         self._know_sources()
@@ -124,7 +136,7 @@ class ExecutableCache:
         places = None if jax.tree.leaves(arguments) else jax.tree.map(lambda leaf: leaf.sharding, results)
         compiled = self.compile(function, arguments, donate=donate, places=places)
         self.num_compiled += 1
-        self._store(file, compiled)
+        self._store(name, file, compiled)
         return compiled
 
     def compile(
@@ -132,12 +144,13 @@ class ExecutableCache:
     ) -> Executable:
         """As `get` compiles it, kept nowhere. places: the shardings of the results, None for those that follow."""
         backend = self._devices[0].platform
-        traced = jax.jit(function, donate_argnums=donate, out_shardings=places).trace(*arguments)
-        in_parts = None
-        if backend == "cpu" and len(self._devices) == 1:
-            one = functools.partial(compile_program, backend=backend)
-            in_parts = compile_parts(traced, arguments, donate, one, self._devices[0])
-        return in_parts or compile_program(traced.lower(), backend)
+        with _ENGINE(self._traces):
+            traced = jax.jit(function, donate_argnums=donate, out_shardings=places).trace(*arguments)
+            in_parts = None
+            if backend == "cpu" and len(self._devices) == 1:
+                one = functools.partial(compile_program, backend=backend)
+                in_parts = compile_parts(traced, arguments, donate, one, self._devices[0])
+            return in_parts or compile_program(traced.lower(), backend)
 
     def stored_bytes(
         self, name: str, arguments: Sequence[Any], results: Any, *, donate: tuple[int, ...], description: str = ""
@@ -160,7 +173,7 @@ class ExecutableCache:
     ) -> str:
         shapes = [(leaf.shape, str(leaf.dtype), str(leaf.format)) for leaf in jax.tree.leaves((arguments, results))]
         devices = [device.id for device in self._devices]
-        environment = (*_environment(self._devices[0], self._family), *_compiler_options())
+        environment = (*_environment(self._devices[0], self._family), *_compiler_options(), self._changed)
         structure = str(jax.tree.structure((arguments, results)))
         return file_name(repr((environment, devices, name, donate, shapes, structure, description)))
 
@@ -185,13 +198,15 @@ class ExecutableCache:
             logger.warning("the executable %s (%s) cannot be used and is compiled again: %s", name, file, error)
             return None
 
-    def _store(self, file: str, compiled: Executable) -> None:
+    def _store(self, name: str, file: str, compiled: Executable) -> None:
         if not self._files.can_keep():
             return
         try:
             payload = serialize(compiled)
-        except ValueError as error:
-            logger.warning("this platform's executables cannot be stored, every start will compile: %s", error)
+        except NotStorableError as error:
+            if not self._said_why:
+                logger.warning("%s is not stored, and is compiled at every start: %s", name, error)
+            self._said_why = True
             return
         self._files.write(file, payload)
 

@@ -11,6 +11,7 @@ Knows traces, and of what is in them only the name that calls of layers go by.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -97,28 +98,47 @@ class InParts:
 Executable = jax.stages.Compiled | InParts
 
 
-def serialize(compiled: Executable) -> bytes:
-    """For `load`.
+class NotStorableError(Exception):
+    """A program that no file can hold. The message says why."""
 
-    Raises:
-      ValueError: the platform's programs cannot be stored.
-    """
-    if isinstance(compiled, InParts):
-        chain = compiled.chain
-        payloads = [serialize_executable.serialize(program)[0] for program in compiled.programs]
-        blobs = [value.tobytes() for _, value in chain.constants] + payloads
-        kinds = [(place, value.dtype.name, value.shape) for place, value in chain.constants]
-        header = json.dumps([kinds, chain.calls, chain.results, chain.peak_bytes, list(map(len, blobs))]).encode()
-        return b"".join([_MAGIC, len(header).to_bytes(8, "little"), header, *blobs])
-    return serialize_executable.serialize(compiled)[0]
+
+def serialize(compiled: Executable) -> bytes:
+    """For `load`. Raises NotStorableError."""
+    if not isinstance(compiled, InParts):
+        return _serialize_one(compiled)
+    chain = compiled.chain
+    payloads = list(map(_serialize_one, compiled.programs))
+    blobs = [value.tobytes() for _, value in chain.constants] + payloads
+    kinds = [(place, value.dtype.name, value.shape) for place, value in chain.constants]
+    header = json.dumps([kinds, chain.calls, chain.results, chain.peak_bytes, list(map(len, blobs))]).encode()
+    return b"".join([_MAGIC, len(header).to_bytes(8, "little"), header, *blobs])
 
 
 def serialized_bytes(compiled: Executable) -> tuple[int, int]:
-    """Bytes of `serialize`, and about those of the program if it were no chain. Raises as `serialize`."""
+    """Bytes of `serialize`, and about those of the program if it were no chain."""
     if not isinstance(compiled, InParts):
-        return (size := len(serialize(compiled))), size
-    sizes = [len(serialize(program)) for program in compiled.programs]
+        return (size := _stored_size(compiled)), size
+    sizes = list(map(_stored_size, compiled.programs))
     return sum(sizes), sum(sizes[call.program] for call in compiled.chain.calls)
+
+
+def _serialize_one(program: jax.stages.Compiled) -> bytes:
+    try:
+        return serialize_executable.serialize(program)[0]
+    except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+        raise NotStorableError(f"this platform's cannot be: {error}") from error
+    except Exception as error:  # of Python's serialiser: beside the machine code stands the function that is called
+        raise NotStorableError("it calls Python (jax.debug.print, jax.debug.callback, io_callback, ...)") from error
+
+
+def _stored_size(program: jax.stages.Compiled) -> int:
+    """Bytes of a program's file; of its machine code where there can be no file, 0 if even that is not told."""
+    try:
+        return len(_serialize_one(program))
+    except NotStorableError:
+        with contextlib.suppress(Exception):  # whatever the runtime dislikes, this is an estimate
+            return len(program.runtime_executable().serialize())  # type: ignore[union-attr]
+    return 0
 
 
 def load(payload: bytes, in_tree: Any, out_tree: Any, devices: Sequence[Any]) -> Executable:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxengine.config.logits_processors import processor_classes, source_file
+from jaxengine.config.logits_processors import processor_classes, processors_digest, source_file
 from jaxengine.runner.executables.program_sources import file_digest
 from jaxengine.runner.extension import EVERYWHERE, DeviceExtension, HostExtension, Kept, StageShape, StateChange
 from jaxengine.runner.programs.device_state import DeviceState, TokenState
@@ -36,6 +36,7 @@ class ProcessorsExtension(DeviceExtension):
     def __init__(self, shape: StageShape):
         super().__init__(shape)
         self.processors = processor_classes(shape.config.logits_processors)
+        self._digest = processors_digest(shape.config.logits_processors)
         self.width = 1 + sum(len(each.columns) for each in self.processors)
 
     def tokens(self) -> Kept:
@@ -43,11 +44,12 @@ class ProcessorsExtension(DeviceExtension):
 
     @property
     def description(self) -> str:
-        """The names and sources of the processors: part of the key of every stored program."""
+        """The names, sources and values of the processors: part of the key of every stored program."""
         root = Path(__file__).parents[3]
         files = [source_file(each) for each in self.processors]
         sources = [None if file is None else file_digest(root, file) for file in files]
-        return repr((self.shape.config.logits_processors, sources, [dict(each.columns) for each in self.processors]))
+        names, columns = self.shape.config.logits_processors, [dict(each.columns) for each in self.processors]
+        return repr((names, sources, columns, self._digest))
 
     @property
     def changes(self) -> Mapping[str, StateChange]:

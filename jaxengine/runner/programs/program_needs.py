@@ -6,8 +6,6 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-import jax
-
 from jaxengine.runner.executables.cache import ExecutableCache
 from jaxengine.runner.executables.layer_chain import Executable, serialized_bytes
 from jaxengine.runner.memory import held_bytes, workspace_bytes
@@ -63,8 +61,5 @@ def _held_bytes(compiled: Executable, backend: str, stored: int = 0) -> tuple[in
     """What it holds, and would as a whole. stored: bytes of the program's file, 0 where there is none."""
     analysis = compiled.memory_analysis()
     code = 0 if analysis is None else analysis.generated_code_size_in_bytes
-    try:
-        own, whole = (stored, stored) if stored or code else serialized_bytes(compiled)
-    except (ValueError, jax.errors.JaxRuntimeError):  # a platform whose executables cannot be stored
-        own, whole = 0, 0
+    own, whole = (stored, stored) if stored or code else serialized_bytes(compiled)
     return held_bytes(code, own, backend), held_bytes(code, whole, backend)

@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 
 from jaxengine.server.keys import Keys, bearer_key
+from jaxengine.turns import OWNER
 
 HEALTH = "/grpc.health.v1.Health/"
 ADMIN = "/jaxengine.v1.Admin/"
@@ -29,6 +30,8 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
         method = str(handler_call_details.method)
+        # The call runs in this task: its pictures are read at this key's turn.
+        OWNER.set(self._keys.turn_of(key_of(handler_call_details.invocation_metadata)))
         refused = self._refusal(method, handler_call_details.invocation_metadata)
         return await continuation(handler_call_details) if refused is None else _refusing(*refused)
 

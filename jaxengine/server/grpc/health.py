@@ -16,12 +16,15 @@ from jaxengine.server.grpc.service import Requests, first_message
 
 # Seconds between two checks of the engine's health.
 HEALTH_INTERVAL = 0.25
+# Name of a service that is always healthy while this process runs, for liveness probes: the server restarts its
+# engine itself.
+LIVE = "live"
 # Limits of watching streams, per address and in total. They need no key, and stay open.
 MAX_WATCHES_OF_ADDRESS, MAX_WATCHES = 16, 128
 
 
 class Health(HealthServicer):
-    """grpc.health.v1 for the entire server ("") and for each of its services."""
+    """grpc.health.v1 for the entire server (""), for each of its services, and for LIVE."""
 
     def __init__(self, services: tuple[str, ...]):
         super().__init__()
@@ -31,6 +34,7 @@ class Health(HealthServicer):
     async def follow(self, engine: EngineClient) -> None:
         """Publishes the engine's health until cancelled."""
         known = None
+        await self.set(LIVE, health_pb2.HealthCheckResponse.SERVING)
         while True:
             try:
                 await engine.check_health()

@@ -20,7 +20,7 @@ from jaxengine.server.grpc.auth import key_of
 from jaxengine.server.grpc.convert import Generation, RequestReader
 from jaxengine.server.grpc.service import ARRIVAL
 from jaxengine.server.grpc.status import CallError
-from jaxengine.server.keys import Keys
+from jaxengine.server.keys import Keys, owner_tag
 from jaxengine.server.lora import loaded_adapters
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.prompts import MAX_DETOKENIZE, check_token_ids
@@ -119,7 +119,8 @@ class InferenceService:
         self, generation: Generation, lora: str | None, context: Context
     ) -> AsyncGenerator[RequestOutput, None]:
         timeout = self._timeout(context)
-        options = RequestOptions(generation.priority, timeout, self._client(context), ARRIVAL.get(), lora)
+        owner = owner_tag(key_of(context.invocation_metadata()))
+        options = RequestOptions(generation.priority, timeout, self._client(context), ARRIVAL.get(), lora, owner)
         outputs = self._engine.stream(generation.prompt, generation.params, generation.request_id, options)
         try:
             async for output in outputs:

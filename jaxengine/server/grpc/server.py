@@ -24,6 +24,7 @@ from jaxengine.server.grpc.service import OpenCalls, handlers
 from jaxengine.server.keys import Keys
 from jaxengine.server.names import served_names
 from jaxengine.server.options import MIB, ServerConfig, is_loopback
+from jaxengine.server.owned_ids import owned
 
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
 ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
@@ -67,6 +68,7 @@ async def start_grpc(engine: EngineClient, config: ServerConfig) -> GrpcServer:
 
     Raises ConfigError, naming the option, for a port in use and for unusable keys or certificates.
     """
+    engine = owned(engine)
     names = served_names(engine, config)
     max_calls = _max_calls(engine, config)
     calls = OpenCalls(log=not config.disable_access_log, most=max_calls, read_timeout=config.read_timeout)

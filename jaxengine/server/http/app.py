@@ -33,7 +33,9 @@ from jaxengine.server.names import REQUEST_ID
 from jaxengine.server.observe import api_docs, prometheus, status
 from jaxengine.server.observe.spans import CallerTraceMiddleware
 from jaxengine.server.options import ServerConfig
-from jaxengine.server.stored.store import Responses, ResponseStore
+from jaxengine.server.owned_ids import owned
+from jaxengine.server.stored.records import Responses, StoreBounds
+from jaxengine.server.stored.store import ResponseStore
 from jaxengine.server.workers import Workers
 from jaxengine.version import __version__
 
@@ -69,6 +71,7 @@ def create_app(engine: EngineClient, config: ServerConfig, store: Responses | No
     store: store of responses; by default a new one.
     Raises ConfigError for unusable key files.
     """
+    engine = owned(engine)
     traffic = TrafficState()
     config = without_auto(config, engine.inputs)
     names_clients = engine.inputs.config.scheduling_policy == "fair"
@@ -94,7 +97,7 @@ def create_app(engine: EngineClient, config: ServerConfig, store: Responses | No
     )
     app.state.traffic = traffic
     app.state.workers = Workers()
-    app.state.store = store or ResponseStore()
+    app.state.store = store or ResponseStore(StoreBounds(**config.store_bounds()))
     all_routes: list[BaseRoute] = []
     errors.install(app, all_routes)
     for router in ROUTERS:

@@ -13,7 +13,12 @@ from jaxengine.server.http.errors import ApiError, error_response
 LEAST_BYTES_PER_SECOND = 256 << 10
 # Limit of the total size of bodies in memory, in bodies of the largest allowed size.
 _MOST_BODIES = 8
-_CLOSE = {"Connection": "close"}  # the rest of the body is not received
+_CLOSE = {"Connection": "close"}  # the rest of the body is not kept
+# Refusals after which the rest of a body is read and dropped: many clients read no answer before they have sent it all,
+# and closing a connection with unread bytes resets it.
+_DRAINED = (413, 429, 431)
+# Limits of what is dropped of one body, in bodies of the largest allowed size, and of such bodies at a time.
+_MOST_DROPPED, _MOST_DRAINS = 2, 64
 
 
 class LimitsMiddleware:
@@ -29,18 +34,14 @@ class LimitsMiddleware:
         self._max_request_bytes = max_request_bytes
         self._read_timeout = read_timeout
         self._num_held = 0
+        self._num_drains = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        try:
-            self._check_headers(scope)
-        except ApiError as error:
-            await error_response(error)(scope, receive, send)
-            return
         num_read = num_held = 0
-        whole = False
+        whole = drains = False
         deadline: float | None = None
 
         async def counted() -> Message:
@@ -70,15 +71,44 @@ class LimitsMiddleware:
             return message
 
         async def released(message: Message) -> None:
-            nonlocal num_held
+            nonlocal num_held, drains
             self._num_held -= num_held
             num_held = 0
+            if message["type"] == "http.response.start":
+                drains = message["status"] in _DRAINED and not whole and not _waits_to_send(scope)
+            elif drains and not message.get("more_body", False):
+                await send({**message, "more_body": True})
+                await self._drain(receive)
+                message = {"type": "http.response.body", "body": b""}
             await send(message)
 
         try:
+            try:
+                self._check_headers(scope)
+            except ApiError as error:
+                await error_response(error)(scope, receive, released)
+                return
             await self._app(scope, counted, released)
         finally:
             self._num_held -= num_held
+
+    async def _drain(self, receive: Receive) -> None:
+        """Reads the rest of a body and drops it, within limits of time and size."""
+        if self._num_drains >= _MOST_DRAINS:
+            return
+        self._num_drains += 1
+        left = _MOST_DROPPED * self._max_request_bytes
+        try:
+            async with asyncio.timeout(self._read_timeout):
+                while left > 0:
+                    message = await receive()
+                    if not message.get("more_body", False):  # its end, or the client has left
+                        return
+                    left -= len(message["body"])
+        except TimeoutError:
+            return
+        finally:
+            self._num_drains -= 1
 
     def _check_headers(self, scope: Scope) -> None:
         """Checks the headers. Raises ApiError."""
@@ -101,3 +131,8 @@ class LimitsMiddleware:
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body has more than {self._max_request_bytes} bytes", headers=_CLOSE)
+
+
+def _waits_to_send(scope: Scope) -> bool:
+    """Whether the client sends a body only after it was asked to (Expect: 100-continue)."""
+    return any(name == b"expect" for name, _ in scope["headers"])

@@ -9,16 +9,20 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxengine.server.http.errors import ApiError, error_response
-from jaxengine.server.keys import Keys, bearer_key
+from jaxengine.server.keys import Keys, bearer_key, owner_of, owner_tag
+from jaxengine.turns import OWNER
 
 # "/" and "/docs" are pages without data that ask for a key themselves, as browsers send none with an address.
-OPEN_PATHS = frozenset({"/health", "/ping", "/", "/docs"})
+OPEN_PATHS = frozenset({"/health", "/live", "/ping", "/", "/docs"})
 
 
 class AuthMiddleware:
     """Refuses requests without a valid key, if there are keys; `require_admin` needs an operator's key.
 
     `state["client"]` names the client for the engine, by the key; None if the policy does not distinguish clients.
+    `state["owner"]` is a hash of the key, which owns what the request makes; `state["owner_tag"]` a short one for ids,
+    and `state["sees"]` the owner whose ids it may see, None for all.
+    OWNER names who takes turns with others at reading pictures.
     """
 
     def __init__(self, app: ASGIApp, keys: Keys, names_clients: bool):
@@ -35,7 +39,11 @@ class AuthMiddleware:
             return
         key = _key(scope)
         state = scope.setdefault("state", {})
+        state["owner"] = owner_of(key)
+        state["owner_tag"] = owner_tag(key)
         state["is_admin"] = self._keys.is_admin(key)
+        state["sees"] = state["owner_tag"] if self._keys.are_needed and not state["is_admin"] else None
+        OWNER.set(self._keys.turn_of(key))
         state["client"] = self._keys.name_of(key) if self._names_clients else None
         if not self._keys.admits(key) and scope["path"].removeprefix(scope["root_path"]) not in OPEN_PATHS:
             await error_response(_unauthorized())(scope, receive, send)
@@ -59,5 +67,5 @@ def _unauthorized() -> ApiError:
 def _key(scope: Scope) -> bytes:
     """The request's key, from "Authorization: Bearer KEY" or, as Anthropic's clients send it, X-Api-Key."""
     given = [value for name, value in scope["headers"] if name == b"authorization"]
-    plain = [value for name, value in scope["headers"] if name == b"x-api-key"]
-    return plain[0] if not given and len(plain) == 1 else bearer_key(given)
+    plain = {value.strip() for name, value in scope["headers"] if name == b"x-api-key"}
+    return plain.pop() if not given and len(plain) == 1 else bearer_key(given)

@@ -39,7 +39,13 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.get("/ping", operation_id="ping", response_class=Response)
     @routes.post("/ping", operation_id="post_ping", response_class=Response)
     async def health() -> Response:
+        """Whether requests are answered: 503 while the engine is started again, hangs or is being shut down."""
         await engine.check_health()
+        return Response()
+
+    @routes.get("/live", response_class=Response)
+    async def live() -> Response:
+        """Whether this process runs. The server restarts its engine itself, and ends where that does not help."""
         return Response()
 
     @routes.get("/version")
@@ -77,6 +83,18 @@ def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         for request_id in body.request_ids:
             await engine.abort(request_id)
         return {"num_requests": len(body.request_ids)}
+
+    if engine.inputs.config.profiler_config is not None:
+
+        @routes.post("/start_profile")
+        async def start_profile() -> dict[str, bool]:
+            """Starts a profile of the engine's process (jax.profiler)."""
+            return {"success": bool(await engine.utility("start_profile"))}
+
+        @routes.post("/stop_profile")
+        async def stop_profile() -> dict[str, bool]:
+            """Writes the profile into the folder of profiler_config, on the server's machine."""
+            return {"success": bool(await engine.utility("stop_profile"))}
 
     @routes.get("/server_info")
     async def server_info() -> dict[str, Any]:

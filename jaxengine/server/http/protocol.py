@@ -203,7 +203,7 @@ class NamedRequest(RequestModel):
     def options(self, request: Request, config: ServerConfig, lora: str | None = None) -> RequestOptions:
         """Scheduling options of the request."""
         state, timeout = request.state, self.timeout or config.request_timeout
-        return RequestOptions(self.priority or 0, timeout, state.client, state.arrival, lora)
+        return RequestOptions(self.priority or 0, timeout, state.client, state.arrival, lora, state.owner_tag)
 
     def register(self, prefix: str, request: Request) -> str:
         """Records the user in the request's state; returns the request's id for response, engine and `abort`."""

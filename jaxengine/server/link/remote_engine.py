@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxengine.api.engine_client import EngineDeadError, EngineDrainingError
 from jaxengine.api.output_stream import OutputStream
+from jaxengine.api.owner import Owner
 from jaxengine.engine.output import EngineOutput
 from jaxengine.requests.inputs import InputProcessor, Processor, make_processor
 from jaxengine.requests.media.cache import MediaCache
@@ -38,6 +39,7 @@ from jaxengine.server.link.engine_link import EngineLink
 from jaxengine.server.link.messages import Call, EndsDelivered, Finish, FromEngine, Load, Reply, Update, Welcome
 from jaxengine.server.link.open_inputs import open_inputs
 from jaxengine.server.link.queue_limits import QueueLimits
+from jaxengine.server.link.request_log import log_request
 from jaxengine.server.link.send_queue import SendQueue
 from jaxengine.server.options import ServerConfig
 
@@ -57,6 +59,7 @@ class RemoteEngine:
 
     def __init__(self, address: str, config: ServerConfig, index: int):
         """index: number of this API process."""
+        self._owner = Owner()
         self._config = config
         self._index = index
         self._dead: EngineDeadError | None = EngineDeadError("the engine is being started")
@@ -95,8 +98,8 @@ class RemoteEngine:
 
     @property
     def errored(self) -> bool:
-        """Whether the engine cannot answer at the moment."""
-        return self._dead is not None
+        """Whether the engine cannot answer at the moment, or this process is a fork of its client."""
+        return self._dead is not None or not self._owner.is_here
 
     @property
     def draining(self) -> bool:
@@ -141,6 +144,8 @@ class RemoteEngine:
         if not isinstance(params, PoolingParams):  # pooling may prepend something to the text
             prompt = await make_ready(self.inputs, prompt)
         prepared = self.inputs.prepare(prompt, params, request_id=request_id, options=options)
+        if self._config.enable_log_requests:
+            log_request(prepared, options, self._config.max_log_len)
         await self._send_queue.media.complete(prepared)
         self._check()
         stream = self._submit(prepared)
@@ -205,12 +210,15 @@ class RemoteEngine:
             await asyncio.wait_for(self._nobody_reads.wait(), 1.0)
 
     def close(self) -> None:
-        """Closes the connection; open streams end with EngineDeadError."""
+        """Closes the connection; open streams end with EngineDeadError. Does nothing in a fork."""
+        if not self._owner.is_here:
+            return
         self._end(EngineDeadError("the connection to the engine was closed"))
         self._send_queue.media.close()
         self._link.close()
 
     def _check_alive(self) -> None:
+        self._owner.check()
         if self._dead is not None:
             raise EngineDeadError(str(self._dead))
 
@@ -268,7 +276,7 @@ class RemoteEngine:
         self._num_rejected = 0
 
     def _finish(self, requests: list[Request]) -> None:
-        if requests and self._dead is None:
+        if requests and not self.errored:
             self._link.send(Finish([request.tag for request in requests], "abort"))
 
     def _silent_too_long(self) -> bool:

@@ -27,6 +27,7 @@ from jaxengine.requests.pooling.params import PoolingParams
 from jaxengine.requests.prepared import Prompt
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.server.options import ServerConfig
+from jaxengine.server.owned_ids import shown_id
 from jaxengine.version import __version__
 
 # Scheme of an endpoint -> (module of the exporter, package that contains it).
@@ -183,7 +184,7 @@ class _RequestSpan:
         attributes = {**self._attributes, "gen_ai.usage.completion_tokens": sum(self._num_tokens.values())}
         output = self._last
         if output is not None:
-            attributes["gen_ai.request.id"] = output.request_id
+            attributes["gen_ai.request.id"] = shown_id(output.request_id)
             attributes["gen_ai.usage.prompt_tokens"] = len(output.prompt_token_ids)
             attributes.update(_latencies(output) if isinstance(output, RequestOutput) else {})
             reasons = [self._reasons.get(index, "abort") for index in sorted(self._num_tokens)]

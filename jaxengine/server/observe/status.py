@@ -14,13 +14,14 @@ from importlib import resources
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import HTMLResponse
 
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.server.names import served_names
 from jaxengine.server.observe.chrome_trace import chrome_trace
 from jaxengine.server.options import ServerConfig
+from jaxengine.server.owned_ids import Viewer
 from jaxengine.version import __version__
 
 MAX_TRACE_SECONDS = 600.0
@@ -37,19 +38,27 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         return HTMLResponse(page, headers=headers)
 
     @routes.get("/status.json")
-    async def status() -> dict[str, Any]:
-        """Returns the state of the engine, for the page at /."""
-        return {"model": model, "version": __version__, **await engine.utility("status")}
+    async def status(request: Request) -> dict[str, Any]:
+        """Returns the state of the engine, for the page at /. Ids of requests of other keys are left out."""
+        shown = Viewer(request.state.sees).status(await engine.utility("status"))
+        return {"model": model, "version": __version__, **shown}
 
     @routes.get("/trace", response_class=Response)
     async def trace(
+        request: Request,
         seconds: Annotated[float, Query(gt=0, le=MAX_TRACE_SECONDS, allow_inf_nan=False)] = 10.0,
     ) -> Response:
-        """Returns the last `seconds` of the engine's steps and requests, for ui.perfetto.dev."""
+        """Returns the last `seconds` of the engine's steps and requests, for ui.perfetto.dev.
+
+        Ids of requests of other keys are left out.
+        """
+        viewer = Viewer(request.state.sees)
         timeline = await engine.utility("trace", seconds)
         text = [span for span in engine.text_spans() if span[0] >= timeline["since"]]
         # Off the event loop, since it may take as long as many steps.
-        body = await asyncio.to_thread(lambda: msgspec.json.encode(chrome_trace(timeline, text, model)))
+        body = await asyncio.to_thread(
+            lambda: msgspec.json.encode(chrome_trace(viewer.timeline(timeline), text, model))
+        )
         return Response(body, media_type="application/json")
 
     return routes

@@ -22,6 +22,7 @@ from jaxengine.server.http.app import TrafficState, create_app
 from jaxengine.server.link.remote_engine import RemoteEngine
 from jaxengine.server.observe.spans import traced
 from jaxengine.server.options import ServerConfig
+from jaxengine.server.owned_ids import owned
 from jaxengine.server.processes.child import Child, alive_seconds
 from jaxengine.server.processes.connections import http_protocol
 from jaxengine.server.processes.memory import limit_memory, return_large_blocks
@@ -33,7 +34,7 @@ _LAST_WORDS_SECONDS = 2.0
 
 
 # Paths that pages, probes and collectors poll every few seconds.
-_POLLED = frozenset({"/status.json", "/health", "/ping", "/metrics"})
+_POLLED = frozenset({"/status.json", "/health", "/live", "/ping", "/metrics"})
 
 
 def is_news(record: logging.LogRecord) -> bool:
@@ -58,7 +59,8 @@ async def serve(child: Child) -> None:
     drain = child.stopping()
     raise_descriptor_limit()
     engine = await RemoteEngine.connect(child.job["engine_address"], config, child.job["index"])
-    client = traced(engine, config)
+    # One wrapper for HTTP and gRPC: an operator may abort over one what runs over the other.
+    client = owned(traced(engine, config))
     store = await RemoteStore.connect(child.job["store_path"]) if config.api_server_count > 1 else None
     app = create_app(client, config, store)
     http = _HttpServer(http_options(app, config))

@@ -38,7 +38,8 @@ from jaxengine.server.link.media_receiver import MediaReceiver
 from jaxengine.server.link.messages import Call, EndsDelivered, Failure, Finish, Hello, Load, Reply, Update, Welcome
 from jaxengine.server.link.queue_limits import QueueLimits, RetryEstimate
 from jaxengine.server.link.submit_messages import Submit
-from jaxengine.server.lora import read_modules
+from jaxengine.server.lora import read_modules, refuse_models_name
+from jaxengine.server.names import names_of
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.processes.child import Child, alive_seconds
 
@@ -77,7 +78,7 @@ class EngineServer:
         """
         self.core = core
         self._tell = tell
-        self._served = False
+        self._served = self._draining = False
         self._alive_seconds = alive_seconds(config.engine_hang_timeout)
         self._alive_at = 0.0
         scheduler = core.engine.scheduler
@@ -107,9 +108,12 @@ class EngineServer:
         self._poller.register(self._awake, zmq.POLLIN)
 
     def order(self, order: dict[str, Any]) -> None:
-        """Queues an order of the supervisor for the loop; handles "explain" at once. Thread-safe."""
+        """Queues an order of the supervisor for the loop; handles "explain" and "drain" at once. Thread-safe."""
         if order["order"] == "explain":
             self._explain()
+            return
+        if order["order"] == "drain":
+            self._draining = True
             return
         self._orders.put(order)
         os.write(self._wake, b"\0")
@@ -272,7 +276,8 @@ class EngineServer:
                 self._send_part(client.identity, _FIRST)
                 self._send_part(messages.encode(update), _LAST)
             except zmq.ZMQError as error:
-                logger.error("API process %d is lost: %s", client.index, error)
+                level = logging.DEBUG if self._draining else logging.ERROR
+                logger.log(level, "API process %d is lost: %s", client.index, error)
                 self._drop(client)
 
     def _current_load(self) -> Load:
@@ -324,11 +329,10 @@ def _failure(error: RequestError) -> Failure:
 
 def _load_adapters(core: EngineCore, config: ServerConfig) -> None:
     """Loads the adapters of lora_modules. Raises ConfigError, ModelFileError."""
-    names = config.served_model_name or (core.config.model,)
+    names = names_of(core.config.model, config)
     for name, path in read_modules(config.lora_modules):
         try:
-            if name in names:
-                raise RequestError(f"the adapter {name!r} has the model's own name")
+            refuse_models_name(name, names)
             store = core.engine.extensions.adapter_store()
             store.add(name, path, store.free_number(), store.read(path))
         except RequestError as error:

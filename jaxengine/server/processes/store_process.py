@@ -4,17 +4,33 @@ from __future__ import annotations
 
 import asyncio
 
-from jaxengine.server.options import ServerConfig
+from jaxengine.server.options import MIB, ServerConfig
 from jaxengine.server.processes.child import Child, alive_seconds
+from jaxengine.server.processes.memory import limit_memory, return_large_blocks
 from jaxengine.server.stored.link import StoreServer
+from jaxengine.server.stored.records import StoreBounds
 from jaxengine.server.stored.store import ResponseStore
+
+# Memory for all else than responses and what is being sent.
+_MORE_BYTES = 256 * MIB
+
+
+def memory_limit(bounds: StoreBounds, num_clients: int, max_request_bytes: int) -> int:
+    """Returns the memory in bytes that the store may need: its responses, and for each of its clients, the API
+    processes, the largest message in each direction, encoded and not.
+    """
+    message = bounds.conversation_bytes + 2 * max_request_bytes
+    return 2 * bounds.num_bytes + 4 * num_clients * message + _MORE_BYTES
 
 
 async def serve(child: Child) -> None:
     """Serves until the supervisor's order to stop."""
     config = ServerConfig(**child.job["server"])
-    await asyncio.start_unix_server(StoreServer(ResponseStore()).serve, child.job["store_path"])
+    bounds = StoreBounds(**config.store_bounds())
+    await asyncio.start_unix_server(StoreServer(ResponseStore(bounds)).serve, child.job["store_path"])
     stop = child.stopping()
+    return_large_blocks()
+    limit_memory(memory_limit(bounds, config.api_server_count, config.max_request_bytes))
     child.tell("ready")
     seconds = alive_seconds(config.api_hang_timeout)
     while not stop.is_set():

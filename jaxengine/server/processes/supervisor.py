@@ -1,8 +1,8 @@
 """`jaxengine serve`: starts and supervises the engine's process, the API processes and their store.
 
 A process that ends unexpectedly is restarted, with a growing delay if that repeats; an engine that keeps dying without
-having served ends the server. A process that hangs is killed first. SIGTERM or SIGINT drains the server, a second one
-ends it at once. Handles events and orders of its children, not requests.
+having served ends the server. A process that hangs is killed first. SIGTERM, SIGINT or SIGHUP drains the server, a
+second one ends it at once. Handles events and orders of its children, not requests.
 """
 
 from __future__ import annotations
@@ -130,8 +130,10 @@ class Supervisor:
         for end in (awake, wake):
             end.setblocking(False)
         signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda number, _: self._signals.append(number))
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            # nohup ignores SIGHUP, which otherwise comes when the terminal is closed.
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, lambda number, _: self._signals.append(number))
         self._selector.register(awake, selectors.EVENT_READ)
         with tempfile.TemporaryDirectory(prefix="jaxengine-", dir=_folder_for_sockets()) as run_dir:
             self._run_dir = Path(run_dir)
@@ -275,8 +277,9 @@ class Supervisor:
             return
         self._draining = True
         self._give_up_at = time.monotonic() + self._server.shutdown_timeout + _END_SECONDS
+        # The engine first: it expects the API processes to leave from then on.
         for child in self._children:
-            if child.is_api:
+            if child.is_engine or child.is_api:
                 child.order("drain")
         self._end_rest()
 

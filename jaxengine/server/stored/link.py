@@ -9,13 +9,14 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from jaxengine.api.engine_client import EngineDeadError
 from jaxengine.scheduler.errors import OverloadedError
-from jaxengine.server.stored.store import ResponseStore, StoredResponse, Worker
+from jaxengine.server.stored.records import Found, Needs, Part, Reading, StoredResponse, Worker
+from jaxengine.server.stored.store import ResponseStore
 from jaxengine.workers.frames import Frames, frame
 
 logger = logging.getLogger(__name__)
@@ -24,22 +25,28 @@ _READ_BYTES = 1 << 20
 _RECONNECT_SECONDS = 0.05
 
 
+_Method = Literal["put", "find", "read", "stop", "delete"]
+
+
 class StoreCall(msgspec.Struct, array_like=True):
     """A call of the store's method `name`. number: counts those of a connection."""
 
     number: int
-    name: Literal["put", "knows", "get", "stop", "delete"]
+    name: _Method
     response_id: str
-    owner: str = ""
+    owner: str
     stored: StoredResponse | None = None
+    texts: dict[bytes, bytes] | None = None
+    part: Part = "response"
 
 
 class StoreReply(msgspec.Struct, array_like=True, tag="reply"):
     """The result of call `number`. full: reason why there is no room, with retry_after as OverloadedError has it."""
 
     number: int
-    stored: StoredResponse | None = None
-    known: bool = False
+    needs: Needs | None = None
+    found: Found | None = None
+    reading: Reading | None = None
     full: str | None = None
     retry_after: float = 1.0
 
@@ -48,6 +55,7 @@ class Cancel(msgspec.Struct, array_like=True, tag="cancel"):
     """Asks the worker to end its work on a response."""
 
     response_id: str
+    owner: str
 
 
 class StoreServer:
@@ -82,32 +90,43 @@ class StoreServer:
             match call.name:
                 case "put":
                     assert call.stored is not None
-                    await store.put(call.stored, worker)
-                case "knows":
-                    reply.known = await store.knows(call.response_id)
-                case "get":
-                    reply.stored = await store.get(*key)
+                    reply.needs = await store.put(call.stored, worker, call.texts)
+                case "find":
+                    reply.found = await store.find(*key)
+                case "read":
+                    # One at a time for each connection: an encoded reply is a copy of all its texts.
+                    async with worker.turn:
+                        reply.reading = await store.read(*key, call.part)
+                        worker.say(reply)
+                        await worker.sent()
+                    return
                 case "stop":
-                    reply.stored = await store.stop(*key)
+                    reply.found = await store.stop(*key)
                 case "delete":
-                    reply.stored = await store.delete(*key)
+                    reply.found = await store.delete(*key)
         except OverloadedError as error:
             reply.full, reply.retry_after = str(error), error.retry_after
         worker.say(reply)
 
 
 class _RemoteWorker:
-    """A worker at the other end of a connection."""
+    """A worker at the other end of a connection. turn: of the calls that have large replies."""
 
     def __init__(self, writer: asyncio.StreamWriter):
         self._writer = writer
+        self.turn = asyncio.Lock()
 
-    def cancel(self, response_id: str) -> None:
-        self.say(Cancel(response_id))
+    def cancel(self, response_id: str, owner: str) -> None:
+        self.say(Cancel(response_id, owner))
 
     def say(self, message: StoreReply | Cancel) -> None:
         if not self._writer.is_closing():
             self._writer.write(frame(message))
+
+    async def sent(self) -> None:
+        """Waits until the other end has read most of what was said."""
+        with contextlib.suppress(ConnectionError):
+            await self._writer.drain()
 
 
 class RemoteStore:
@@ -117,7 +136,8 @@ class RemoteStore:
         self._path = path
         self._numbers = itertools.count(1)
         self._calls: dict[int, asyncio.Future[StoreReply]] = {}
-        self._workers: dict[str, Worker] = {}
+        # By (owner, id).
+        self._workers: dict[tuple[str, str], Worker] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._connected = asyncio.Event()
         self._task = asyncio.create_task(self._stay_connected())
@@ -129,42 +149,40 @@ class RemoteStore:
         await store._connected.wait()
         return store
 
-    async def put(self, stored: StoredResponse, worker: Worker) -> None:
+    async def put(
+        self, stored: StoredResponse, worker: Worker, texts: dict[bytes, bytes] | None = None
+    ) -> Needs | None:
+        key = stored.owner, stored.id
         if stored.is_running:
-            self._workers[stored.id] = worker
+            self._workers[key] = worker
         else:
-            self._workers.pop(stored.id, None)
-        await self._call("put", stored.id, stored=stored)
+            self._workers.pop(key, None)
+        return (await self._call("put", stored.id, stored.owner, stored=stored, texts=texts)).needs
 
-    async def knows(self, response_id: str) -> bool:
-        return (await self._call("knows", response_id)).known
+    async def find(self, response_id: str, owner: str) -> Found | None:
+        return (await self._call("find", response_id, owner)).found
 
-    async def get(self, response_id: str, owner: str) -> StoredResponse | None:
-        return (await self._call("get", response_id, owner)).stored
+    async def read(self, response_id: str, owner: str, part: Part) -> Reading | None:
+        return (await self._call("read", response_id, owner, part=part)).reading
 
-    async def stop(self, response_id: str, owner: str) -> StoredResponse | None:
-        return (await self._call("stop", response_id, owner)).stored
+    async def stop(self, response_id: str, owner: str) -> Found | None:
+        return (await self._call("stop", response_id, owner)).found
 
-    async def delete(self, response_id: str, owner: str) -> StoredResponse | None:
-        return (await self._call("delete", response_id, owner)).stored
+    async def delete(self, response_id: str, owner: str) -> Found | None:
+        return (await self._call("delete", response_id, owner)).found
 
     def close(self) -> None:
         """Closes the connection."""
         self._task.cancel()
 
-    async def _call(
-        self,
-        name: Literal["put", "knows", "get", "stop", "delete"],
-        response_id: str,
-        owner: str = "",
-        stored: StoredResponse | None = None,
-    ) -> StoreReply:
+    async def _call(self, name: _Method, response_id: str, owner: str, **more: Any) -> StoreReply:
+        """more: further fields of StoreCall."""
         if self._writer is None:
             raise _gone()
         number = next(self._numbers)
         future = self._calls[number] = asyncio.get_running_loop().create_future()
         try:
-            self._writer.write(frame(StoreCall(number, name, response_id, owner, stored)))
+            self._writer.write(frame(StoreCall(number, name, response_id, owner, **more)))
             reply = await future
         finally:
             self._calls.pop(number, None)
@@ -195,8 +213,8 @@ class RemoteStore:
                     future = self._calls.get(message.number)
                     if future is not None and not future.done():
                         future.set_result(message)
-                elif (worker := self._workers.get(message.response_id)) is not None:
-                    worker.cancel(message.response_id)
+                elif (worker := self._workers.get((message.owner, message.response_id))) is not None:
+                    worker.cancel(message.response_id, message.owner)
 
 
 def _gone() -> EngineDeadError:

@@ -1,151 +1,186 @@
-"""Store of responses, in memory and of bounded size; the oldest finished ones are evicted.
+"""Store of responses, in memory and of bounded size, shared fairly by its owners.
 
-Tracks the owner and the worker of a response; of its content, it reads only the status.
+An owner beyond its own bounds evicts its own oldest responses. Where all owners together are beyond the store's, the
+owner that has most loses its oldest, so that nobody with less than an equal share loses anything to the others.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
+from collections.abc import Callable
 
 import msgspec
 
 from jaxengine.scheduler.errors import OverloadedError
+from jaxengine.server.stored.documents import Document
+from jaxengine.server.stored.records import Found, Needs, Part, Reading, StoreBounds, StoredResponse, Worker
+from jaxengine.server.stored.share import Kept, Share
 
-MAX_RESPONSES = 1000
-MAX_BYTES = 64 << 20
 _LOST = {"code": "server_error", "message": "the process that worked on the response has ended"}
-
-
-class StoredResponse(msgspec.Struct):
-    """A stored response.
-
-    Attributes:
-      owner: hash of its client's credentials; no other client can retrieve it.
-      response: JSON, the response as the client sees it.
-      messages: JSON, the conversation with its answer; instructions are not part of it.
-      input: JSON, its input items, each with an id.
-      background: made in the background, and may be cancelled.
-      is_running: it is still being generated.
-    """
-
-    id: str
-    owner: str
-    response: bytes
-    messages: bytes
-    input: bytes = b"[]"
-    background: bool = False
-    is_running: bool = False
-
-    @property
-    def num_bytes(self) -> int:
-        return len(self.response) + len(self.messages) + len(self.input)
-
-
-class Worker(Protocol):
-    """Generates responses."""
-
-    def cancel(self, response_id: str) -> None:
-        """Ends the work on a response soon, and then puts its final state."""
-        ...
-
-
-class Responses(Protocol):
-    """Interface of a store, local or remote. A missing response and another owner's are both None."""
-
-    async def put(self, stored: StoredResponse, worker: Worker) -> None:
-        """Stores a response, replacing its earlier state, except where the id is another owner's.
-
-        worker: generates the response while is_running. Raises OverloadedError if running ones take all the room. All
-          methods raise EngineDeadError if the store is down.
-        """
-        ...
-
-    async def knows(self, response_id: str) -> bool:
-        """Whether the id is taken."""
-        ...
-
-    async def get(self, response_id: str, owner: str) -> StoredResponse | None: ...
-
-    async def stop(self, response_id: str, owner: str) -> StoredResponse | None:
-        """Stops the generation of a response, if it is running, and returns the final state."""
-        ...
-
-    async def delete(self, response_id: str, owner: str) -> StoredResponse | None:
-        """Stops and removes a response; returns it."""
-        ...
+_RETRY_SECONDS = 5.0
 
 
 class ResponseStore:
-    """`Responses` in this process, oldest first."""
+    """`Responses` in this process."""
 
-    def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES):
-        self._max_responses = max_responses
-        self._max_bytes = max_bytes
-        self._stored: dict[str, StoredResponse] = {}
-        self._num_bytes = 0
-        self._workers: dict[str, Worker] = {}
-        self._at_rest: dict[str, asyncio.Event] = {}
+    def __init__(self, bounds: StoreBounds):
+        self._bounds = bounds
+        self._shares: dict[str, Share] = {}
+        # By (owner, id).
+        self._workers: dict[tuple[str, str], Worker] = {}
+        self._at_rest: dict[tuple[str, str], asyncio.Event] = {}
 
-    async def put(self, stored: StoredResponse, worker: Worker) -> None:
-        known = self._stored.get(stored.id)
-        if known is not None and known.owner != stored.owner:
-            return
-        if known is None and len(self._stored) >= self._max_responses and len(self._workers) == len(self._stored):
-            raise OverloadedError(f"{len(self._stored)} responses run in the background already", retry_after=5)
-        self._num_bytes += stored.num_bytes - (0 if known is None else known.num_bytes)
-        self._stored[stored.id] = stored
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all that is stored."""
+        return sum(share.num_bytes for share in self._shares.values())
+
+    async def put(
+        self, stored: StoredResponse, worker: Worker, texts: dict[bytes, bytes] | None = None
+    ) -> Needs | None:
+        texts = texts or {}
+        share = self._shares.get(stored.owner) or Share()
+        if (needs := share.missing(stored, texts)) is not None:
+            return needs
+        if stored.id not in share.responses:
+            self._check_room(share, stored, texts)
+        share.put(stored, texts)
+        self._shares[stored.owner] = share
+        key = stored.owner, stored.id
         if stored.is_running:
-            self._workers[stored.id] = worker
+            self._workers[key] = worker
         else:
-            self._rest(stored.id)
-        self._make_room(stored.id)
+            self._rest(key)
+        self._make_room(share, stored.id)
+        return None
 
-    async def knows(self, response_id: str) -> bool:
-        return response_id in self._stored
+    async def find(self, response_id: str, owner: str) -> Found | None:
+        kept = self._kept(response_id, owner)
+        return None if kept is None else _found(kept)
 
-    async def get(self, response_id: str, owner: str) -> StoredResponse | None:
-        stored = self._stored.get(response_id)
-        return stored if stored is not None and stored.owner == owner else None
+    async def read(self, response_id: str, owner: str, part: Part) -> Reading | None:
+        kept = self._kept(response_id, owner)
+        if kept is None:
+            return None
+        match part:
+            case "response":
+                documents = [kept.stored.response]
+            case "input":
+                documents = [kept.stored.input]
+            case "conversation":
+                documents = [each for turn in kept.turn.chain() for each in turn.messages]
+        return Reading(documents, self._shares[owner].texts_of(documents))
 
-    async def stop(self, response_id: str, owner: str) -> StoredResponse | None:
-        stored = await self.get(response_id, owner)
-        if stored is None or not stored.is_running:
-            return stored
-        at_rest = self._at_rest.setdefault(response_id, asyncio.Event())
-        self._workers[response_id].cancel(response_id)
-        await at_rest.wait()
-        return await self.get(response_id, owner)
+    async def stop(self, response_id: str, owner: str) -> Found | None:
+        kept = self._kept(response_id, owner)
+        if kept is None:
+            return None
+        if kept.stored.is_running:
+            key = owner, response_id
+            at_rest = self._at_rest.setdefault(key, asyncio.Event())
+            self._workers[key].cancel(response_id, owner)
+            await at_rest.wait()
+        return await self.find(response_id, owner)
 
-    async def delete(self, response_id: str, owner: str) -> StoredResponse | None:
-        stored = await self.stop(response_id, owner)
-        if stored is not None:
-            self._drop(response_id)
-        return stored
+    async def delete(self, response_id: str, owner: str) -> Found | None:
+        found = await self.stop(response_id, owner)
+        if found is not None:
+            self._drop(owner, response_id)
+        return found
 
     def lose(self, worker: Worker) -> None:
         """Marks the responses of a lost worker as failed."""
-        for response_id in [name for name, each in self._workers.items() if each is worker]:
-            stored = self._stored[response_id]
-            shown = {**msgspec.json.decode(stored.response), "status": "failed", "error": _LOST}
-            self._num_bytes -= stored.num_bytes
-            stored.response, stored.is_running = msgspec.json.encode(shown), False
-            self._num_bytes += stored.num_bytes
-            self._rest(response_id)
+        for key in [key for key, each in self._workers.items() if each is worker]:
+            owner, response_id = key
+            share = self._shares[owner]
+            stored = share.responses[response_id].stored
+            # Digests of long texts are decoded as extensions, and encoded as they were.
+            shown = {**msgspec.msgpack.decode(stored.response.data), "status": "failed", "error": _LOST}
+            data = msgspec.msgpack.encode(shown)
+            num_bytes = stored.response.num_bytes + len(data) - len(stored.response.data)
+            share.replace_response(response_id, Document(data, stored.response.digests, num_bytes))
+            stored.is_running = False
+            self._rest(key)
 
-    def _rest(self, response_id: str) -> None:
+    def _kept(self, response_id: str, owner: str) -> Kept | None:
+        share = self._shares.get(owner)
+        return None if share is None else share.responses.get(response_id)
+
+    def _rest(self, key: tuple[str, str]) -> None:
         """Marks a response as no longer running."""
-        self._workers.pop(response_id, None)
-        if (at_rest := self._at_rest.pop(response_id, None)) is not None:
+        self._workers.pop(key, None)
+        if (at_rest := self._at_rest.pop(key, None)) is not None:
             at_rest.set()
 
-    def _make_room(self, newest: str) -> None:
-        finished = iter([name for name in self._stored if name not in self._workers and name != newest])
-        while len(self._stored) > self._max_responses or self._num_bytes > self._max_bytes:
-            if (oldest := next(finished, None)) is None:
-                return
-            self._drop(oldest)
+    def _check_room(self, share: Share, stored: StoredResponse, texts: dict[bytes, bytes]) -> None:
+        """Raises OverloadedError for a new response that cannot be stored whatever is evicted."""
+        bounds = self._bounds
+        # The answer is short, and the request that it answers was checked.
+        size = share.conversation_bytes(stored) - stored.answer.num_bytes
+        if size > bounds.conversation_bytes:
+            text = f"its conversation has {size} bytes; allowed are {bounds.conversation_bytes}"
+            raise OverloadedError(f"{text} (max_stored_conversation_bytes)", retry_after=_RETRY_SECONDS)
+        size, most = share.added_bytes(stored, texts), min(bounds.client_bytes, bounds.num_bytes)
+        if size > most:
+            text = f"it has {size} bytes with its conversation; allowed are {most} (max_stored_bytes_per_client)"
+            raise OverloadedError(text, retry_after=_RETRY_SECONDS)
+        running = [kept for kept in share.responses.values() if kept.stored.is_running]
+        everyone = [self._shares[owner].responses[name] for owner, name in self._workers]
+        for kept, responses, num_bytes in (
+            (running, bounds.client_responses, most),
+            (everyone, bounds.responses, bounds.num_bytes),
+        ):
+            if len(kept) >= responses or size + sum(map(_most_bytes, kept)) > num_bytes:
+                text = f"{len(running)} responses of yours and {len(everyone)} in all run in the background already"
+                raise OverloadedError(text, retry_after=_RETRY_SECONDS)
 
-    def _drop(self, response_id: str) -> None:
-        if (stored := self._stored.pop(response_id, None)) is not None:
-            self._num_bytes -= stored.num_bytes
+    def _make_room(self, share: Share, newest: str) -> None:
+        """Evicts finished responses other than the newest one of `share`, while there are any."""
+        bounds = self._bounds
+
+        def evict_from(other: Share) -> bool:
+            oldest = next(other.finished(but=newest if other is share else None), None)
+            if oldest is not None:
+                self._drop(other.responses[oldest].stored.owner, oldest)
+            return oldest is not None
+
+        def evict(measure: Callable[[Share], int]) -> bool:
+            """Evicts from the owner that has most, of those that have anything to evict."""
+            return any(map(evict_from, sorted(self._shares.values(), key=measure, reverse=True)))
+
+        while len(share.responses) > bounds.client_responses or share.num_bytes > bounds.client_bytes:
+            if not evict_from(share):
+                break
+        while sum(map(_num_responses, self._shares.values())) > bounds.responses and evict(_num_responses):
+            continue
+        while self.num_bytes > bounds.num_bytes and evict(_num_bytes):
+            continue
+
+    def _drop(self, owner: str, response_id: str) -> None:
+        share = self._shares.get(owner)
+        if share is not None and response_id in share.responses:
+            share.drop(response_id)
+            if not share.responses:
+                del self._shares[owner]
+
+
+def _num_responses(share: Share) -> int:
+    return len(share.responses)
+
+
+def _num_bytes(share: Share) -> int:
+    return share.num_bytes
+
+
+def _most_bytes(kept: Kept) -> int:
+    return sum(_found(kept).num_bytes.values())
+
+
+def _found(kept: Kept) -> Found:
+    stored = kept.stored
+    sizes: dict[Part, int] = {
+        "response": stored.response.num_bytes,
+        "input": stored.input.num_bytes,
+        "conversation": kept.turn.num_bytes,
+    }
+    return Found(stored.background, stored.is_running, sizes)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 import jaxengine.api.llm
-from jaxengine.commands.chat import chat, speed, stream
+from jaxengine.commands.chat import chat, local_pieces, speed
 from jaxengine.commands.cli import main
 from jaxengine.requests.outputs import CompletionOutput, RequestOutput
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
@@ -175,7 +175,7 @@ def test_ctrl_c_ends_the_answer_and_frees_the_request(monkeypatch, capsys):
 
 def test_leaving_a_stream_early_aborts_its_request():
     llm = FakeLLM()
-    pieces = stream(llm, [{"role": "user", "content": "a b c"}], SamplingParams())
+    pieces = local_pieces(llm, {"prompt": "a b c", "prompt_token_ids": [1]}, SamplingParams())
     next(pieces)
     pieces.close()
     assert llm.core.aborted == ["1"]

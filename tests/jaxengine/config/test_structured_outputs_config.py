@@ -60,6 +60,12 @@ def test_a_switch_is_as_if_every_request_had_it(name):
     assert grammar(config, regex="a+") == grammar(none, regex="a+")
 
 
+def test_the_name_of_a_backend_changes_nothing():
+    for backend in ("auto", "guidance", "xgrammar", "outlines", "lm-format-enforcer"):
+        config = EngineConfig(structured_outputs_config={"backend": backend}).structured_outputs_config
+        assert grammar(config, json=SCHEMA) == grammar(StructuredOutputsConfig(), json=SCHEMA)
+
+
 def test_a_requests_white_space_goes_before():
     config = StructuredOutputsConfig(disable_any_whitespace=True)
     assert grammar(config, json=SCHEMA, whitespace_pattern=" ?").options == {"whitespace_pattern": " ?"}
@@ -68,7 +74,7 @@ def test_a_requests_white_space_goes_before():
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ({"backend": "xgrammar"}, "llguidance"),
+        ({"backend": "xgrammer"}, "auto, guidance, xgrammar"),
         ({"reasoning_parser": "qwen3"}, "serve --reasoning-parser"),
         ({"enable_in_reasoning": True}, "enable_in_reasoning"),
         ({"lenient": 1}, "lenient"),

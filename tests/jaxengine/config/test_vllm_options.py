@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from jaxengine.commands.cli import build_parser
-from jaxengine.config.command_line import given_options
+from jaxengine.config import vllm_options
+from jaxengine.config.command_line import flag_of, given_options
 from jaxengine.config.engine_config import ConfigError, EngineConfig
-from jaxengine.config.engine_flags import with_config_file
+from jaxengine.config.engine_flags import near_flag, with_config_file
 from jaxengine.config.vllm_options import ELSEWHERE, HARMLESS, NOT_BUILT
+from jaxengine.requests.sampling_params import SamplingParams
 from jaxengine.server.options import ServerConfig
 from tests.tables import each_row
 
@@ -97,7 +99,8 @@ def test_options_of_other_commands_name_them(name):
             "there is no option quantization_param_path; vLLM has removed it: kv_",
         ),
         ({"torch_dtype": "bfloat16"}, "it is called dtype"),
-        ({"cpu_offload": 4}, "did you mean cpu_offload_gb"),
+        ({"cpu_offload": 4}, "there is no option 'cpu_offload'; docs/options.md has all of them"),  # no unbuilt one
+        ({"kv_cache_dtyp": "fp8"}, "did you mean kv_cache_dtype"),
         ({"calculate_kv_scales": True, "kv_cache_dtype": "fp8", "kv_cache_scales": "unit"}, "give one of them"),
     ],
 )
@@ -106,3 +109,21 @@ def test_what_is_refused_says_what_to_write(options, message):
         EngineConfig.from_options(**options)
     assert error.value.param == next(iter(options))
     EngineConfig.from_options(calculate_kv_scales=True, kv_cache_dtype="fp8", kv_cache_scales="calibrate")
+
+
+def test_hints_name_only_what_is_built():
+    """Each name that is not, misspelt."""
+    parser = build_parser()
+    for name in sorted(vllm_options.WITHOUT_EFFECT):
+        with pytest.raises(ConfigError) as error:
+            EngineConfig.from_options(**{f"{name}x": 3})
+        hint = str(error.value).partition("did you mean ")[2].rstrip("?")
+        assert hint not in vllm_options.WITHOUT_EFFECT, name
+        flag = near_flag(f"{flag_of(name)}x", ["generate"], parser)
+        assert (
+            flag is None or flag.removeprefix("--no-").strip("-").replace("-", "_") not in vllm_options.WITHOUT_EFFECT
+        )
+    assert near_flag("--shutdown-timeot", ["serve"], parser) == "--shutdown-timeout"  # the server's own option
+    with pytest.raises(AttributeError) as unknown:
+        SamplingParams().routed_experts_prompt_starts = 3
+    assert "it has 'routed_experts_prompt_start'" not in str(unknown.value)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxengine import LLM, Column, ConfigError, LogitsProcessor, RequestError, SamplingParams
-from jaxengine.config.logits_processors import source_file
+from jaxengine.config.logits_processors import processors_digest, read_processors, source_file
 
 TINY = Path(__file__).resolve().parents[2] / "fixtures" / "models" / "llama"
 OPTIONS = {
@@ -57,6 +57,27 @@ class MaxRepeats(LogitsProcessor):
     def process(logits, columns, vocab):
         limit = columns["max_repeats"]
         return jnp.where((limit > 0) & (vocab.output_counts >= limit), -jnp.inf, logits)
+
+
+LIMIT = 1.0
+
+
+class Limited(LogitsProcessor):
+    """Keeps logits under a value of this module."""
+
+    @staticmethod
+    def process(logits, columns, vocab):
+        return jnp.minimum(logits, LIMIT)
+
+
+def test_values_that_a_processor_reads_are_in_the_key_of_programs(monkeypatch):
+    names = read_processors([Limited])
+    before = processors_digest(names)
+    assert before == processors_digest(names)
+    monkeypatch.setitem(globals(), "LIMIT", 2.0)
+    assert processors_digest(names) not in (before, None)
+    monkeypatch.setitem(globals(), "LIMIT", iter("a"))
+    assert processors_digest(names) is None
 
 
 @pytest.fixture(scope="module")

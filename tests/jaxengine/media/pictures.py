@@ -6,6 +6,7 @@ import base64
 import io
 import struct
 import zlib
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -81,11 +82,27 @@ def webp(width: int, height: int) -> bytes:
     return b"RIFF" + struct.pack("<I", len(rest) + 4) + b"WEBP" + rest
 
 
-def scan_bomb() -> bytes:
-    """A progressive JPEG whose scans come again and again."""
-    data = saved(Image.new("RGB", (64, 64)), "JPEG", progressive=True)
+def scan_bomb(side: int = 64, times: int = 60) -> bytes:
+    """A progressive JPEG whose ten scans come again and again."""
+    data = saved(Image.new("RGB", (side, side)), "JPEG", progressive=True)
     begin = data.index(b"\xff\xda")
-    return data[:begin] + data[begin:-2] * 60 + data[-2:]
+    return data[:begin] + data[begin:-2] * times + data[-2:]
+
+
+def directory(tags: Iterable[int], kind: int, count: int, place: int = 8, data: bytes = b"") -> bytes:
+    """A TIFF directory of entries of `count` values at `place`, as EXIF has it, and `data` behind it."""
+    rows = [struct.pack("<HHII", tag, kind, count, place) for tag in tags]
+    return b"II*\0" + struct.pack("<IH", 8, len(rows)) + b"".join(rows) + bytes(4) + data
+
+
+def with_exif(form: str, exif: bytes) -> bytes:
+    """PICTURE with this EXIF, whatever it holds."""
+    if form == "JPEG":
+        data, pieces = saved(PICTURE, "JPEG"), [exif[at : at + 60_000] for at in range(0, len(exif), 60_000)]
+        notes = [b"\xff\xe1" + struct.pack(">H", len(piece) + 8) + b"Exif\0\0" + piece for piece in pieces]
+        return data[:2] + b"".join(notes) + data[data.index(b"\xff\xdb") :]
+    lossless = {"lossless": True} if form == "WEBP" else {}
+    return saved(PICTURE, form, exif=b"Exif\0\0" + exif, **lossless)
 
 
 def ztxt(size: int) -> bytes:

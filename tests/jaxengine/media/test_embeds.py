@@ -20,6 +20,7 @@ from jaxengine.media.parts import collect_media
 from jaxengine.requests.media.inputs import digest_of
 from jaxengine.scheduler.errors import RequestError
 from tests.jaxengine.media.test_parts import Both
+from tests.tables import each_row
 
 OPTIONS = MediaOptions(enable_mm_embeds=True)
 ROWS = np.linspace(-3, 3, 20, dtype=np.float32).reshape(5, 4)
@@ -66,6 +67,65 @@ def test_what_is_read(data, exact):
     assert again is not None and read_embeds(again, OPTIONS).grid == found.grid
     if isinstance(data, bytes):
         np.testing.assert_array_equal(read_embeds(GivenEmbeds(data), OPTIONS).values, found.values)
+
+
+def header_file(header: str, version: tuple[int, int] = (1, 0), body: bytes = bytes(16)) -> bytes:
+    """A .npy whose header is any text."""
+    size = struct.pack("<H" if version == (1, 0) else "<I", len(header))
+    return b"\x93NUMPY" + bytes(version) + size + header.encode("latin1") + body
+
+
+def shape_file(shape: object, kind: str = "F32", body: bytes = b"") -> bytes:
+    """A safetensors file that claims this shape."""
+    header = json.dumps({"a": {"dtype": kind, "shape": shape, "data_offsets": [0, len(body)]}}).encode()
+    return struct.pack("<Q", len(header)) + header + body
+
+
+def shaped(shape: object, kind: str = "<f4", order: object = False) -> str:
+    return repr({"descr": kind, "fortran_order": order, "shape": shape})
+
+
+DAMAGED = "is a .npy that is damaged or cut short"
+MALFORMED = [
+    # Parsers of Python raise more than SyntaxError.
+    *[(header_file(text), DAMAGED) for text in ("-" * 9000 + "1", "(" * 9000, "[" * 9000 + "]" * 9000, "\t\n  {", "'")],
+    *[
+        (header_file(text), DAMAGED)
+        for text in ("9" * 9000, "{[]: 1}", "...", "{'a': '\\ud800'}", " " * 9999, "\0", "1j")
+    ],
+    (header_file("{}", (2, 0)), DAMAGED),
+    (header_file(" " * (1 << 20), (2, 0)), DAMAGED),
+    (header_file(shaped((2, 2)), (9, 0)), r"is a .npy of version \(9, 0\); allowed are 1.0, 2.0 and 3.0"),
+    *[
+        (header_file(shaped((2, 2), kind)), DAMAGED)
+        for kind in ("<U0", "|V0", "f4," * 900, "x", "|S99999999999999999999")
+    ],
+    *[(header_file(shaped(shape)), DAMAGED) for shape in ((-1, 2), (True, 4), (10**30, 2), (1 << 40, 1 << 40), (2, 3))],
+    *[(header_file(shaped(shape)), DAMAGED) for shape in ([2, 2], (2.0, 2), ("a", 2), None)],
+    *[
+        (header_file(shaped(shape)), r"is an array float32\[.*; allowed is \[rows, size\]")
+        for shape in ((), (4,), (0, 9))
+    ],
+    *[(shape_file([0, size]), "is an array float32") for size in (1 << 62, 1 << 63, (1 << 64) - 1)],
+    (shape_file([0, 1 << 63], "BF16"), "is an array float32"),
+    (shape_file([1] * 100, body=bytes(4)), r"is an array float32\[1, 1, 1, 1, 1, 1, ...\]; allowed is \[rows, size\]"),
+    (shape_file([0] * 100), "is an array float32"),
+    (shape_file([], body=bytes(4)), r"is an array float32\[\]"),
+    (shape_file([1 << 62, 4]), "is a file of an unknown type"),
+    (struct.pack("<Q", 200_000) + b"[" * 200_000, "is a file of an unknown type"),
+    (struct.pack("<Q", 1 << 63) + b"{}", "is a file of an unknown type"),
+]
+
+
+@each_row(("data", "message"), MALFORMED)
+def test_a_malformed_file_is_one_error(data, message):
+    with pytest.raises(MediaError, match=message):
+        read(data)
+
+
+def test_a_length_of_header_may_look_like_a_pickle():
+    for size in range(1, 300):
+        assert read(save({"a" * size: ROWS})).values.shape == (5, 4)
 
 
 class Evil:

@@ -12,7 +12,7 @@ import pytest
 from jaxengine.config.multimodal import MediaOptions
 from jaxengine.media import fetch as module
 from jaxengine.media.errors import MediaError
-from jaxengine.media.fetch import check_source, fetch, is_public
+from jaxengine.media.fetch import check_source, fetch
 from tests.jaxengine.media.pictures import PNG, data_url
 from tests.jaxengine.media.web_server import web_server
 from tests.tables import each_row
@@ -207,23 +207,6 @@ def test_hosts_that_are_not_asked(url, message, names):
     assert names[1] == []
 
 
-PRIVATE = """
-    127.0.0.1 127.8.8.8 10.0.0.5 172.16.0.1 192.168.1.1 169.254.169.254 100.64.0.1 0.0.0.0 255.255.255.255 224.0.0.1
-    240.0.0.1 192.0.2.1 ::1 :: fe80::1 fe80::1%eth0 fc00::1 ff02::1 ::ffff:127.0.0.1 ::ffff:10.0.0.1 64:ff9b::7f00:1
-    2002:7f00:1:: 2001:db8::1
-"""
-
-
-@each_row("address", PRIVATE.split())
-def test_private_addresses(address):
-    assert not is_public(address)
-
-
-@pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"])
-def test_public_addresses(address):
-    assert is_public(address)
-
-
 @pytest.mark.parametrize("addresses", [["127.0.0.1"], ["10.1.2.3"], ["8.8.8.8", "169.254.169.254"]])
 def test_a_name_that_leads_to_a_private_address_is_not_followed(names, addresses):
     """However it is allowed, by its name or by all names."""
@@ -249,6 +232,55 @@ def test_what_was_looked_up_is_what_is_connected_to(names, server, monkeypatch):
     port = server.server_address[1]
     assert fetch(f"http://MEDIA.example.:{port}/png", OPEN) == PNG
     assert looks == ["127.0.0.1"] and connected == [("127.0.0.1", port)]
+
+
+class Slow:
+    """Base of a socket that receives `size` bytes in each second."""
+
+    size = 1
+
+    def settimeout(self, seconds: float) -> None:
+        assert seconds > 0
+
+    def recv_into(self) -> int:
+        CLOCK[0] += 1
+        return self.size
+
+
+CLOCK = [0.0]
+
+
+@each_row(
+    ("size", "until", "seconds"),
+    [
+        (1, 100, 6),  # the grace, and what it takes to see that it is over
+        (100, 3, 3),  # the deadline comes first
+        (2048, 100, 10),  # half as fast as it must be
+        (4096, 100, 100),
+        (1 << 20, 100, 100),
+    ],
+)
+def test_a_body_must_keep_a_rate(monkeypatch, size, until, seconds):
+    class Socket(module._Timed, Slow):
+        pass
+
+    monkeypatch.setattr(module.time, "monotonic", lambda: CLOCK[0])
+    CLOCK[0] = 0
+    sock = Socket()
+    sock.size, sock.until = size, until
+    sock.hurry()
+    with pytest.raises(TimeoutError):
+        for _ in range(200):
+            sock.recv_into()
+    assert CLOCK[0] - 1 <= seconds <= CLOCK[0]
+
+
+def test_a_drip_ends_before_the_deadline(server, monkeypatch):
+    monkeypatch.setattr(module, "_GRACE", 0.1)
+    patient = MediaOptions(allowed_media_domains=("127.0.0.1",), media_fetch_timeout=3600)
+    with pytest.raises(MediaError, match="arrives too slowly; allowed are 4096 bytes a second and more"):
+        fetch(server.url + "/dripping-body", patient)
+    assert fetch(server.url + "/png", patient) == PNG
 
 
 def test_nobody_listens(names):

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import io
+import logging
 import resource
+import warnings
 import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, TiffImagePlugin
 
 from jaxengine.config.multimodal import MediaOptions
 from jaxengine.media import bounds
 from jaxengine.media.bounds import PixelBudget, TimedFile
 from jaxengine.media.errors import MediaError
-from jaxengine.media.images import read_image
+from jaxengine.media.images import quiet_pillow, read_image
+from jaxengine.media.orientation import orientation_in
 from tests.jaxengine.media.pictures import (
     OPTIONS,
     PICTURE,
     PIXELS,
     PNG,
     bmp,
+    directory,
     gif,
     jpeg,
     png,
@@ -30,6 +34,7 @@ from tests.jaxengine.media.pictures import (
     scan_bomb,
     tiff,
     webp,
+    with_exif,
     ztxt,
 )
 from tests.tables import each_row
@@ -91,6 +96,56 @@ def test_a_picture_is_put_upright(form, orientation):
 
 def test_a_faulty_note_of_the_camera_does_no_harm():
     assert np.array_equal(read(saved(PICTURE, "PNG", exif=b"Exif\0\0II*\0\xff\xff\xff\xff")), PIXELS)
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP"])
+def test_of_the_exif_of_strangers_only_the_orientation_is_read(form, monkeypatch):
+    """Pillow would read every entry, warn of each, and keep every warning's text for ever."""
+    monkeypatch.setattr(TiffImagePlugin.ImageFileDirectory_v2, "load", None)
+    plain = read(with_exif(form, directory([], 3, 1)))
+    for kind, count in ((7, 100_000_000), (5, 1 << 28), (4, 1)):
+        many = directory(range(300, 65_300), kind, count, data=bytes(99))
+        assert np.array_equal(read(with_exif(form, many)), plain)
+    turned = directory([700, 0x0112], 3, 1, place=6)
+    assert np.array_equal(read(with_exif(form, turned)), np.rot90(plain, -1))
+
+
+@each_row(
+    ("info", "orientation"),
+    [
+        ({}, None),
+        ({"exif": b"Exif\0\0" + directory([0x0112], 3, 1, place=6)}, 6),
+        ({"exif": directory([0x0112], 4, 1, place=8)}, 8),
+        ({"exif": b"MM\0*" + bytes([0, 0, 0, 8, 0, 1, 1, 0x12, 0, 3, 0, 0, 0, 1, 0, 5, 0, 0])}, 5),
+        ({"Raw profile type exif": "\nexif\n 4\n" + directory([0x0112], 3, 1, place=3).hex()}, 3),
+        ({"Raw profile type exif": "\nexif\n 4\nno"}, None),
+        ({"xmp": b'<a tiff:Orientation="7"/>'}, 7),
+        ({"XML:com.adobe.xmp": "<tiff:Orientation>2</tiff:Orientation>"}, 2),
+        ({"exif": directory([0x0112], 3, 1, place=6), "xmp": b'tiff:Orientation="7"'}, 6),
+        ({"exif": directory([0x0112], 5, 1, place=6), "xmp": b'tiff:Orientation="7"'}, 7),
+        *[({"exif": directory([0x0112], 3, 1, place=6)[:end]}, None) for end in (0, 1, 7, 8, 9, 10, 15, 21)],
+        ({"exif": b"II*\0\xff\xff\xff\xff" + bytes(20)}, None),
+        ({"exif": "text"}, None),
+    ],
+)
+def test_orientations(info, orientation):
+    assert orientation_in(info) == orientation
+
+
+def test_pillow_writes_nothing_to_the_log_and_remembers_nothing():
+    hostile = [directory(range(300, 3300), 7, 100 + number * 5000) for number in range(4)]
+    registry: dict = {}
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        quiet_pillow()
+        TiffImagePlugin.__dict__.get("__warningregistry__", registry).clear()
+        for data in (*hostile, *[with_exif(form, each) for form in ("PNG", "JPEG") for each in hostile]):
+            try:
+                read(data)
+            except MediaError:
+                continue
+    assert not found and len(TiffImagePlugin.__dict__.get("__warningregistry__", registry)) <= 1
+    assert not logging.getLogger("PIL.TiffImagePlugin").isEnabledFor(logging.CRITICAL)
 
 
 @pytest.mark.parametrize("form", ["PNG", "WEBP", "TIFF"])
@@ -198,6 +253,14 @@ HOSTILE = {
     "wrong checksum": (PNG[:30] + b"\xff" + PNG[31:], "is a PNG that is damaged"),
     "jpeg cut": (saved(PICTURE, "JPEG")[:-40], "is a JPEG that is damaged or cut short"),
     "jpeg of many scans": (scan_bomb(), "a JPEG of more than 100 scans"),
+    "jpeg of few scans too many": (scan_bomb(64, 9), "90 scans of 64 x 64 pixels; scans times pixels may be 49152 "),
+    "png of many profiles": (png(1, 1, *[(b"iCCP", ztxt(1 << 20))] * 9), "many colour profiles; allowed is one"),
+    "tiff of many tiles for few pixels": (
+        tiff(3000, 1, (322, 1), (323, 1_000_000), (325, 64)),
+        "with tiles of 1 x 1000000 pixels, 3000 of them",
+    ),
+    "tiff of a million strips": (directory([273], 4, 1_000_000), "entry 273 has 1000000 values; allowed are 200000"),
+    "tiff of very many numbers": (directory([256, 282], 5, 300_000), "entry 256 has 300000 values"),
     "webp cut": (saved(PICTURE, "WEBP")[:-9], "is a WebP that is damaged"),
     "webp without a frame": (b"RIFF\0\0\0\0WEBPVP8 ", "0 x 0 pixels"),
     "gif cut": (saved(PICTURE, "GIF")[:-40], "is a GIF that is damaged"),
@@ -216,9 +279,10 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_file_is_one_error_and_costs_little(name):
     data, message = HOSTILE[name]
+    options = MediaOptions(max_image_pixels=64 * 64) if "few scans" in name else OPTIONS
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(MediaError, match=message):
-        read(data)
+        read(data, options)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 100 << 10  # KiB
 
 
@@ -248,6 +312,14 @@ def test_a_decoder_that_takes_too_long_is_ended(monkeypatch):
         read(PNG)
     with pytest.raises(MediaError):
         TimedFile(b"x").check()
+
+
+def test_parts_that_lie_over_each_other_are_read_so_often():
+    file = TimedFile(bytes(1 << 20))
+    with pytest.raises(MediaError, match="has parts that lie over each other: they make 8 times its bytes"):
+        for number in range(20):
+            file.seek(0)
+            assert len(file.read()) == 1 << 20 and number < 9
 
 
 def test_limits_are_those_of_the_options():

@@ -14,6 +14,7 @@ from jaxengine.media import load as module
 from jaxengine.media.load import MediaLoader
 from jaxengine.media.parts import MediaPart
 from jaxengine.scheduler.errors import OverloadedError, RequestError
+from jaxengine.turns import OWNER
 from tests.jaxengine.media.pictures import PICTURE, PIXELS, PNG, animation, data_url
 from tests.jaxengine.media.web_server import web_server
 
@@ -101,6 +102,66 @@ async def test_there_may_wait_so_many(loader, monkeypatch):
         await loader.load(parts(5, 6))  # two run still, though nobody waits for them
     go.set()
     deadline = time.monotonic() + 20
-    while loader._num_waiting and time.monotonic() < deadline:
+    while loader._num_waiting.total() and time.monotonic() < deadline:
         await asyncio.sleep(0.005)
     assert (await loader.load(parts(7)))["image"] == [True]
+
+
+async def load_for(owner: str | None, loader: MediaLoader, given: list[MediaPart]):
+    OWNER.set(owner)
+    return await loader.load(given)
+
+
+@pytest.mark.parametrize("slow", ["fetch", "read_image", "read_video"])
+async def test_the_slow_files_of_one_key_do_not_hold_up_those_of_another(monkeypatch, slow):
+    """Whether they drip, or are hard to decode; as many as there are, in one prompt or in many."""
+    go, real = threading.Event(), getattr(module, slow)
+    monkeypatch.setattr(module, slow, lambda source, *how: go.wait(60) and PNG if source == url else real(source, *how))
+    loader, url = MediaLoader(MediaOptions(media_loading_thread_count=4)), "https://a.example/a"
+    if slow != "fetch":
+        url = b"slow"
+    many = parts(*[url] * 100, modality="video" if slow == "read_video" else "image")
+    tasks = [asyncio.create_task(load_for("a", loader, many[:1])) for _ in range(20)]
+    tasks.append(asyncio.create_task(load_for("a", loader, many)))
+    await asyncio.sleep(0.01)
+    for _ in range(3):
+        data = await load_for("b", loader, [*parts(PNG, data_url(PNG)), *parts(animation("GIF"), modality="video")])
+        assert np.array_equal(data["image"][1], PIXELS) and not any(task.done() for task in tasks)
+    for task in tasks:
+        task.cancel()
+    go.set()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_preprocessing_takes_turns_too(loader):
+    go = threading.Event()
+
+    async def process(owner: str, function):
+        OWNER.set(owner)
+        return await loader.process(function)
+
+    slow = [asyncio.create_task(process("a", lambda: go.wait(60))) for _ in range(50)]
+    await asyncio.sleep(0.01)
+    assert await asyncio.create_task(process("b", lambda: OWNER.get())) == "b"
+    go.set()
+    assert all(await asyncio.gather(*slow))
+
+
+async def test_one_key_has_half_of_the_places_in_line(monkeypatch):
+    go, loader = threading.Event(), MediaLoader(MediaOptions(media_loading_thread_count=2))
+    monkeypatch.setattr(module, "read_image", lambda value, *_: go.wait(60) if value else value)
+    monkeypatch.setattr(module, "_MAX_WAITING", 8)
+    tasks = [asyncio.create_task(load_for("a", loader, parts(*range(1, 21))))]  # one prompt may have more
+    await asyncio.sleep(0.01)
+    with pytest.raises(OverloadedError, match="20 pictures and videos of this client wait"):
+        await asyncio.create_task(load_for("a", loader, parts(1)))
+    assert (await asyncio.create_task(load_for("b", loader, parts(0, 0, 0, 0))))["image"] == [0, 0, 0, 0]
+    tasks.append(asyncio.create_task(load_for("b", loader, parts(1, 1, 1, 1))))
+    await asyncio.sleep(0.01)
+    with pytest.raises(OverloadedError, match="8 pictures and videos wait"):
+        await asyncio.create_task(load_for("c", loader, parts(0)))
+    go.set()
+    await asyncio.gather(*tasks)
+    while loader._num_waiting:
+        await asyncio.sleep(0.005)
+    assert (await asyncio.create_task(load_for("c", loader, parts(0))))["image"] == [0]

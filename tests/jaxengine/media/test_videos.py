@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, WebPImagePlugin
 
 from jaxengine.config.multimodal import MediaOptions
-from jaxengine.media.bounds import PixelBudget
+from jaxengine.media.bounds import PixelBudget, TimedFile
 from jaxengine.media.errors import MediaError
 from jaxengine.media.frames import Video, sample_frames
 from jaxengine.media.videos import read_video
@@ -59,6 +59,29 @@ def test_an_animation(form):
     assert two.frames[:, 0, 0, 0].tolist() == [0, 120] and two.frames_indices.tolist() == [0, 3]
     assert two.timestamps == pytest.approx([0, 0.3])
     assert read(animation(form, frames=6), with_sampling(fps=5)).frames_indices.tolist() == [0, 2, 5]
+
+
+@pytest.mark.parametrize("form", ["GIF", "WEBP", "PNG"])
+def test_frames_between_those_that_are_taken_have_their_own_times(form):
+    pictures = [Image.new("RGB", (4, 4), (grey,) * 3) for grey in (0, 50, 100, 150, 200)]
+    options: dict[str, Any] = {"duration": [100, 200, 300, 400, 1000], "save_all": True, "append_images": pictures[1:]}
+    data = saved(pictures[0], form, **options, **({"lossless": True} if form == "WEBP" else {}))
+    for sampling in ({"num_frames": 2}, {"num_frames": 2, "fps": 1}):
+        video = read(data, with_sampling(**sampling))
+        assert video.frames_indices.tolist() == [0, 4] and video.timestamps == pytest.approx([0, 1])
+        assert video.fps == pytest.approx(2.5)
+
+
+def test_every_frame_of_an_animation_is_timed(monkeypatch):
+    """Also the many between two that are taken."""
+    checks, real = [], TimedFile.check
+    monkeypatch.setattr(TimedFile, "check", lambda file: checks.append(1) or real(file))
+    decoded, get_next = [], WebPImagePlugin.WebPImageFile._get_next
+    monkeypatch.setattr(
+        WebPImagePlugin.WebPImageFile, "_get_next", lambda image: decoded.append(len(checks)) or get_next(image)
+    )
+    read(animation("WEBP", frames=6), with_sampling(num_frames=2))
+    assert len(decoded) == len(set(decoded)) == 6
 
 
 def test_a_frame_that_names_no_time_is_shown_for_a_tenth_of_a_second():

@@ -61,14 +61,13 @@ def test_a_mesh_says_the_sizes():
         choose_devices(options, jax.devices(), mesh)
     with pytest.raises(ConfigError, match="no mesh beside devices or parallel sizes"):
         choose_devices(EngineConfig.from_options(tensor_parallel_size=2), None, mesh)
-    with pytest.raises(ConfigError, match="a mesh with the axes data, attn, model"):
-        choose_devices(options, None, Mesh(np.array(jax.devices()[:1]), ("x",)))
 
 
 def test_an_engine_on_a_mesh_or_a_device_of_the_caller(tiny_options):
     mesh = make_mesh(MeshLayout(), jax.devices()[:1])
     assert tuple(mesh.axis_names) == MESH_AXES
-    for where in ({"mesh": mesh}, {"devices": jax.devices()[:1]}):
+    own = {"mesh": Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp")), "mesh_axes": {"tp": "tensor"}}
+    for where in ({"mesh": mesh}, own, {"devices": jax.devices()[:1]}):
         llm = LLM(**tiny_options, **where)
         assert llm.core.runner.num_ranks == 1
 

@@ -7,13 +7,13 @@ import pytest
 
 from jaxengine import AsyncLLM, LoRARequest
 from jaxengine.config.errors import ConfigError
-from jaxengine.scheduler.errors import UnknownAdapterError
+from jaxengine.scheduler.errors import RequestError, UnknownAdapterError
 from jaxengine.server.grpc import admin_pb2
 from jaxengine.server.grpc import inference_pb2 as pb
 from jaxengine.server.grpc.admin_pb2_grpc import AdminStub
 from jaxengine.server.http.app import create_app
 from jaxengine.server.link.messages import error_of
-from jaxengine.server.lora import read_modules
+from jaxengine.server.lora import read_modules, refuse_models_name
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.processes.engine_process import _failure
 from tests.fixtures.adapters import write_adapter
@@ -141,5 +141,15 @@ def test_lora_modules_are_read_as_vllm_has_them():
     for wrong in ("a", "=x", "a=", "{", '{"name": "a"}', '{"name": "a", "path": "b", "c": 1}', "[]"):
         with pytest.raises(ConfigError, match="lora_modules"):
             read_modules((wrong,))
-    with pytest.raises(ConfigError, match="each name once"):
-        read_modules(("a=x", "a=y"))
+    for other in ("a", "A", " a", "\uff41", "a\ufe0f"):
+        with pytest.raises(ConfigError, match="each name once"):
+            read_modules(("a=x", f"{other}=y"))
+
+
+def test_an_adapter_does_not_look_like_the_model():
+    for name in ("m", " m", "M", "m\t", "\uff4d", "\u24c2", "m\ufe0f", "\ufe0fM\u3000"):
+        with pytest.raises(RequestError, match="the model's own") as caught:
+            refuse_models_name(name, ("base", "m"))
+        assert caught.value.param == "lora_name"
+    for name in ("mm", "m-1", "n", "m m", "base2"):
+        refuse_models_name(name, ("base", "m"))

@@ -32,12 +32,30 @@ from tests.tables import each_row
         ({"ssl_ca_certs": "x.pem"}, "ssl_ca_certs"),
         ({"enable_auto_tool_choice": True}, "enable_auto_tool_choice"),
         ({"enable_admin": True}, "enable_admin"),
+        ({"max_stored_responses": 1}, "max_stored_responses"),
+        ({"max_stored_responses_per_client": 2001}, "max_stored_responses_per_client"),
+        ({"max_stored_bytes": 64 << 20, "max_stored_bytes_per_client": 65 << 20}, "max_stored_bytes_per_client"),
+        ({"max_stored_conversation_bytes": 129 << 20}, "max_stored_conversation_bytes"),
+        ({"max_log_len": 5}, "max_log_len"),
+        ({"max_log_len": -1, "enable_log_requests": True}, "max_log_len"),
     ],
 )
 def test_a_wrong_option_is_named(options, param):
     with pytest.raises(ConfigError) as caught:
         ServerConfig(**options)
     assert caught.value.param == param
+
+
+def test_bounds_of_the_store_follow_from_each_other():
+    for options, bounds in (
+        ({}, (2000, 256, 1000, 128, 64)),
+        ({"api_memory_limit_bytes": 256 << 20}, (2000, 64, 1000, 32, 16)),
+        ({"api_memory_limit_bytes": 0, "max_stored_responses": 3}, (3, 256, 2, 128, 64)),
+        ({"max_stored_bytes": 1024 << 20, "max_stored_bytes_per_client": 900 << 20}, (2000, 1024, 1000, 900, 256)),
+    ):
+        found = list(ServerConfig(**options).store_bounds().items())
+        assert tuple(value >> 20 if "bytes" in name else value for name, value in found) == bounds
+    assert ServerConfig(max_stored_conversation_bytes=128 << 20).store_bounds()["conversation_bytes"] == 128 << 20
 
 
 def test_keys_come_from_options_and_files(tmp_path):

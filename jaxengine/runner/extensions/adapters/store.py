@@ -16,6 +16,7 @@ from typing import Any
 
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.weights.adapters.folder import AdapterWeights, read_adapter
+from jaxengine.scheduler.adapter_names import alike, seen_as
 from jaxengine.scheduler.batch import ScheduledStep
 from jaxengine.scheduler.errors import RequestError, UnknownAdapterError, show_value
 from jaxengine.scheduler.extensions.adapters import AdapterSlots
@@ -111,6 +112,9 @@ class AdapterStore:
                 held = f"{record.adapter.name!r}, number {record.number}, of {record.path}"
                 text = f"lora_name {show_value(name)} or lora_int_id {number} is taken by the adapter {held}"
                 raise RequestError(text, param="lora_name", value=name)
+        if (other := alike(name, self._named)) is not None:
+            text = f"lora_name {show_value(name)} looks like the adapter {other!r}; allowed are names that differ"
+            raise RequestError(f"{text} in more than case and white space", param="lora_name", value=name)
         if len(self._named) >= MAX_ADAPTERS:
             raise RequestError(f"{MAX_ADAPTERS} adapters are loaded; unload one", param="lora_name", value=name)
         return False
@@ -261,6 +265,8 @@ class AdapterStore:
 
 
 def _check_name(name: str) -> None:
-    if not (isinstance(name, str) and 1 <= len(name) <= MAX_NAME and name.isprintable()):
-        text = f"lora_name is {show_value(name)}; allowed is a text of 1 to {MAX_NAME} printable characters"
+    right = isinstance(name, str) and 1 <= len(name) <= MAX_NAME and name.isprintable() and name == name.strip()
+    if not right or not seen_as(name):
+        allowed = f"a text of 1 to {MAX_NAME} printable characters, without white space at its ends"
+        text = f"lora_name is {show_value(name)}; allowed is {allowed}"
         raise RequestError(text, param="lora_name", value=name)

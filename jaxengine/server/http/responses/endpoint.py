@@ -7,26 +7,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
+from typing import Annotated, Any, Literal, Self
 
-import msgspec
 from fastapi import APIRouter, Query, Request, Response
 
-from jaxengine.api.engine_client import EngineClient, EngineDeadError
+from jaxengine.api.engine_client import EngineClient
 from jaxengine.parsers.events import message_of
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.sampling_params import SamplingParams
-from jaxengine.scheduler.errors import OverloadedError, RequestError, show_value
+from jaxengine.scheduler.errors import RequestError, show_value
 from jaxengine.server.http.answers import answers
 from jaxengine.server.http.chat.output import token_logprobs
 from jaxengine.server.http.chat.run import ChatRun, ChatServer
-from jaxengine.server.http.errors import ApiError, as_api_error, error_body
+from jaxengine.server.http.errors import as_api_error, error_body
 from jaxengine.server.http.limits import JsonRoute
 from jaxengine.server.http.models import choose_model
 from jaxengine.server.http.responses.answers import (
@@ -37,14 +35,26 @@ from jaxengine.server.http.responses.answers import (
     ResponseTokens,
 )
 from jaxengine.server.http.responses.input import named_items, read_input
+from jaxengine.server.http.responses.keeping import (
+    Asked,
+    Held,
+    Keeper,
+    Memory,
+    check_size,
+    read_back,
+    there,
+)
 from jaxengine.server.http.responses.output import ResponseWriter, Said
 from jaxengine.server.http.responses.protocol import ENCRYPTED, ResponsesRequest, as_response_error
 from jaxengine.server.http.sse import answer, encode_json, event, json_response, stream_events
 from jaxengine.server.names import served_names
 from jaxengine.server.options import ServerConfig
-from jaxengine.server.stored.store import Responses, StoredResponse
+from jaxengine.server.stored.records import Part, Responses
 
 logger = logging.getLogger(__name__)
+
+# Stored conversations that requests may hold at a time, if the process has no limit of memory.
+_MEMORY_BYTES = 1 << 30
 
 
 class _Making:
@@ -52,9 +62,9 @@ class _Making:
 
     Attributes:
       id: of the response and of its engine request.
-      messages: the conversation without instructions.
-      input: the items that the client sent.
+      earlier: messages of the stored conversation that it continues.
       writer: builds the response.
+      held: the memory of its conversation, released when it has ended.
     """
 
     def __init__(
@@ -63,22 +73,31 @@ class _Making:
         body: ResponsesRequest,
         response_id: str,
         model: str,
-        messages: Sequence[dict[str, Any]],
+        earlier: Sequence[dict[str, Any]],
+        question: Sequence[dict[str, Any]],
         store: bool,
         options: RequestOptions,
+        held: Held,
     ):
-        """options: for the engine request. Raises RequestError."""
+        """question: further messages; options: for the engine request. Raises RequestError."""
         self.id = response_id
-        self.messages = messages
-        self.input = named_items(body.input)
+        self.earlier = earlier
+        self.held = held
         self._tokenizer = server.engine.inputs.require_tokenizer()
         self._num_logprobs = (body.top_logprobs or 0) if body.wants_logprobs else None
         try:
-            self._run = ChatRun(server, body.chat_request(messages), response_id, options)
+            self._run = ChatRun(server, body.chat_request([*earlier, *question]), response_id, options)
         except RequestError as error:
             raise as_response_error(error) from None
         head = _head(body, response_id, model, store, self._run.params)
         self.writer = ResponseWriter(head, encrypted=ENCRYPTED in (body.include or ()))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Releases the memory."""
+        self.held.release()
 
     async def prepare(self, ignored: list[str]) -> None:
         """Prepares the prompt and appends to `ignored` the fields without effect for this model. Raises
@@ -106,8 +125,8 @@ class _Making:
             except RequestError as error:
                 raise as_response_error(error) from None
 
-    def conversation(self) -> list[dict[str, Any]]:
-        """Returns the messages, followed by the answer."""
+    def answer(self) -> dict[str, Any]:
+        """Returns the answer so far as a chat message."""
         parsed = message_of(self.writer.parts)
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content or ""}
         if parsed.reasoning:
@@ -117,12 +136,7 @@ class _Making:
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                 for call in parsed.tool_calls
             ]
-        return [*self.messages, message]
-
-    def stored(self, owner: str) -> StoredResponse:
-        """Returns the response and its conversation in their current state."""
-        shown, messages = encode_json(self.writer.response), encode_json(self.conversation())
-        return StoredResponse(self.id, owner, shown, messages, encode_json(self.input))
+        return message
 
     def usage(self) -> dict[str, Any]:
         run, given = self._run, len(self._run.prompt["prompt_token_ids"])
@@ -189,9 +203,8 @@ def _shown_choice(body: ResponsesRequest) -> Any:
 
 
 def _owner(request: Request) -> str:
-    """Returns a hash of the API key in the request's headers, which identifies the client."""
-    shown = [request.headers.get(name, "") for name in ("authorization", "x-api-key")]
-    return hashlib.sha256("\n".join(shown).encode()).hexdigest()
+    """Returns the name of the client by its key."""
+    return request.state.owner
 
 
 class _Responses:
@@ -201,67 +214,103 @@ class _Responses:
         self.server = ChatServer.open(engine, config)
         self._engine, self._config = engine, config
         self._names = served_names(engine, config)
-        # Background tasks, by response id.
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._memory = Memory(config.api_memory_limit_bytes // 4 or _MEMORY_BYTES)
+        self._most_bytes = config.store_bounds()["conversation_bytes"]
+        # Background tasks, by owner and response id.
+        self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
 
     async def create(self, body: ResponsesRequest, request: Request) -> Response:
         """Creates a response. Raises RequestError, ApiError."""
         model, lora = await choose_model(self._engine, body.model, self._names)
-        owner, earlier, store = _owner(request), [], _store(request)
-        if body.previous_response_id is not None:
-            earlier = await _finished(store, body.previous_response_id, owner)
-        response_id = body.request_id or f"resp_{secrets.token_hex(16)}"
-        if body.request_id is not None and await store.knows(response_id):
-            raise RequestError(f"request_id {show_value(response_id)} is in use", param="request_id")
         request.state.user = body.user
-        keeps = body.store is not False
-        messages, options = [*earlier, *read_input(body.input)], body.options(request, self._config, lora)
-        making = _Making(self.server, body, response_id, model, messages, keeps, options)
-        if body.text is not None and body.text.verbosity is not None:
-            request.state.ignored_fields.append("text.verbosity")
-        await making.prepare(request.state.ignored_fields)
-        if body.background:
-            return await self._begin(making, owner, request.app.state)
-        keep = _Keeper(store, owner, self) if keeps else None
-        if body.stream:
-            events = self._stream(making, keep)
-            return await stream_events(request, events, self._config.stream_write_timeout, done=b"")
-        return await answer(request, self._whole(making, keep))
+        held = self._memory.hold()
+        try:
+            making, keeper = await self._make(body, request, model, lora, held)
+            if body.text is not None and body.text.verbosity is not None:
+                request.state.ignored_fields.append("text.verbosity")
+            await making.prepare(request.state.ignored_fields)
+            if body.background:
+                assert keeper is not None
+                return await self._begin(making, keeper, request.app.state)
+            if body.stream:
+                events = self._stream(making, keeper)
+                return await stream_events(request, events, self._config.stream_write_timeout, done=b"")
+            return await answer(request, self._whole(making, keeper))
+        except BaseException:
+            held.release()
+            raise
 
-    async def _whole(self, making: _Making, keep: _Keeper | None) -> Response:
-        async with contextlib.aclosing(making.events()) as events:
-            async for _ in events:
-                continue
-        if keep is not None:
-            await keep(making)
-        return json_response(making.writer.response)
+    async def _make(
+        self, body: ResponsesRequest, request: Request, model: str, lora: str | None, held: Held
+    ) -> tuple[_Making, Keeper | None]:
+        """Prepares a response and, unless it is not to be stored, its keeper."""
+        owner, store = _owner(request), _store(request)
+        earlier, earlier_bytes = await self._earlier(body, request, held)
+        response_id = body.request_id or f"resp_{secrets.token_hex(16)}"
+        if body.request_id is not None and await store.find(response_id, owner) is not None:
+            raise RequestError(f"request_id {show_value(response_id)} is in use", param="request_id")
+        question, keeper = read_input(body.input), None
+        if body.store is not False:
+            asked = await Asked.of(question, named_items(body.input))
+            size, previous = earlier_bytes + asked.question.num_bytes, body.previous_response_id
+            # By default a response is stored if it can be; the answer says so.
+            if size <= self._most_bytes or body.store or body.background or previous is not None:
+                check_size(size, self._most_bytes, continued=previous is not None)
+                held.take(asked.num_bytes)
+                keeper = Keeper(store, owner, self, asked, previous, bool(body.background))
+        options = body.options(request, self._config, lora)
+        stored = keeper is not None
+        return _Making(self.server, body, response_id, model, earlier, question, stored, options, held), keeper
 
-    async def _stream(self, making: _Making, keep: _Keeper | None) -> AsyncGenerator[bytes, None]:
-        async with contextlib.aclosing(making.events()) as events:
-            async for said in events:
-                if keep is not None and making.writer.response["status"] != "in_progress":
-                    await keep(making)
-                yield b"".join(b"event: %b\n%b" % (each["type"].encode(), event(each)) for each in said)
+    async def _earlier(
+        self, body: ResponsesRequest, request: Request, held: Held
+    ) -> tuple[Sequence[dict[str, Any]], int]:
+        """Returns the messages of the conversation that is to be continued, and their size. Raises ApiError,
+        RequestError.
+        """
+        name = body.previous_response_id
+        if name is None:
+            return (), 0
+        store, owner = _store(request), _owner(request)
+        if there(await store.find(name, owner), name).is_running:
+            text = "previous_response_id is of a response that is not complete"
+            raise RequestError(text, param="previous_response_id")
+        found, messages = await read_back(store, name, owner, "conversation", held, _joined)
+        return messages, found.num_bytes["conversation"]
 
-    async def _begin(self, making: _Making, owner: str, state: Any) -> Response:
+    async def _whole(self, making: _Making, keeper: Keeper | None) -> Response:
+        with making:
+            async with contextlib.aclosing(making.events()) as events:
+                async for _ in events:
+                    continue
+            if keeper is not None:
+                await keeper.keep(making, making.writer.response)
+            return json_response(making.writer.response)
+
+    async def _stream(self, making: _Making, keeper: Keeper | None) -> AsyncGenerator[bytes, None]:
+        with making:
+            async with contextlib.aclosing(making.events()) as events:
+                async for said in events:
+                    if keeper is not None and making.writer.response["status"] != "in_progress":
+                        await keeper.keep(making, making.writer.response)
+                    yield b"".join(b"event: %b\n%b" % (each["type"].encode(), event(each)) for each in said)
+
+    async def _begin(self, making: _Making, keeper: Keeper, state: Any) -> Response:
         """Starts a background response; returns its queued state at once."""
         queued = {**making.writer.response, "status": "queued"}
-        stored = making.stored(owner)
-        stored.response, stored.background, stored.is_running = encode_json(queued), True, True
-        await state.store.put(stored, self)
-        keep = _Keeper(state.store, owner, self, background=True)
-        self._tasks[making.id] = asyncio.create_task(self._work(making, keep, state.traffic))
+        await keeper.put(making, queued, is_running=True)
+        self._tasks[keeper.owner, making.id] = asyncio.create_task(self._work(making, keeper, state.traffic))
         await asyncio.sleep(0)  # a task that is cancelled before it has begun would leave the response as it is
         return json_response(queued)
 
-    async def _work(self, making: _Making, keep: _Keeper, traffic: Any) -> None:
+    async def _work(self, making: _Making, keeper: Keeper, traffic: Any) -> None:
         traffic.num_running += 1
         try:
-            await keep(making, is_running=True)
+            await keeper.keep(making, making.writer.response, is_running=True)
             async with contextlib.aclosing(making.events()) as events:
                 async for said in events:
                     if any(each["type"] == "response.output_item.done" for each in said):
-                        await keep(making, is_running=True)
+                        await keeper.keep(making, making.writer.response, is_running=True)
         except asyncio.CancelledError:
             making.writer.close("cancelled", making.usage())
         except Exception as error:
@@ -270,50 +319,46 @@ class _Responses:
             making.fail(error)
         finally:
             traffic.num_running -= 1
-            self._tasks.pop(making.id, None)
-            await keep(making)
+            self._tasks.pop((keeper.owner, making.id), None)
+            await keeper.keep(making, making.writer.response)
+            making.held.release()
 
-    def cancel(self, response_id: str) -> None:
+    def cancel(self, response_id: str, owner: str) -> None:
         """Cancels a background response, at most once: its clean-up must not be cancelled too."""
-        if (task := self._tasks.pop(response_id, None)) is not None:
+        if (task := self._tasks.pop((owner, response_id), None)) is not None:
             task.cancel()
 
     async def count(self, body: ResponsesRequest, request: Request) -> Response:
         """Counts the tokens of the conversation. Raises RequestError, ApiError."""
         await choose_model(self._engine, body.model, self._names)
-        earlier: Sequence[dict[str, Any]] = ()
-        if body.previous_response_id is not None:
-            earlier = await _finished(_store(request), body.previous_response_id, _owner(request))
+        held = self._memory.hold()
         try:
+            earlier, _ = await self._earlier(body, request, held)
             chat = body.chat_request([*earlier, *read_input(body.input)])
             ids = await self.server.renderer.token_ids(chat)
         except RequestError as error:
             raise as_response_error(error) from None
+        finally:
+            held.release()
         return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
 
-
-@dataclass(frozen=True)
-class _Keeper:
-    """Stores successive states of one response."""
-
-    store: Responses
-    owner: str
-    worker: _Responses
-    background: bool = False
-
-    async def __call__(self, making: _Making, *, is_running: bool = False) -> None:
-        """Stores the current state. A failure is only logged: even a stored response might be evicted at once."""
-        stored = making.stored(self.owner)
-        stored.background, stored.is_running = self.background, is_running
+    async def show(self, request: Request, response_id: str, part: Part, use: Callable[[list[Any]], bytes]) -> Response:
+        """Returns the JSON that `use` makes of a part of a stored response. Raises ApiError, RequestError."""
+        held = self._memory.hold()
         try:
-            await self.store.put(stored, self.worker)
-        except (EngineDeadError, OverloadedError) as error:
-            logger.warning("response %s is not kept: %s", making.id, error)
+            _, shown = await read_back(_store(request), response_id, _owner(request), part, held, use)
+            return Response(shown, media_type="application/json")
+        finally:
+            held.release()
 
 
-def _input_items(stored: StoredResponse, limit: int, after: str | None, newest_first: bool) -> Response:
+def _joined(lists: list[Any]) -> list[dict[str, Any]]:
+    return [message for messages in lists for message in messages]
+
+
+def _input_items(lists: list[Any], limit: int, after: str | None, newest_first: bool) -> bytes:
     """Returns a page of a response's input items. Raises RequestError."""
-    items = msgspec.json.decode(stored.input)
+    items = _joined(lists)
     if newest_first:
         items.reverse()
     ids = [item["id"] for item in items]
@@ -322,30 +367,16 @@ def _input_items(stored: StoredResponse, limit: int, after: str | None, newest_f
     first = 0 if after is None else ids.index(after) + 1
     page, shown = items[first : first + limit], ids[first : first + limit]
     ends = {"first_id": shown[0] if shown else None, "last_id": shown[-1] if shown else None}
-    return json_response({"object": "list", "data": page, **ends, "has_more": first + limit < len(items)})
+    return encode_json({"object": "list", "data": page, **ends, "has_more": first + limit < len(items)})
 
 
-async def _finished(store: Responses, response_id: str, owner: str) -> Sequence[dict[str, Any]]:
-    """Returns the conversation of a response that is to be continued. Raises ApiError, RequestError."""
-    previous = _there(await store.get(response_id, owner), response_id)
-    if previous.is_running:
-        raise RequestError("previous_response_id is of a response that is not complete", param="previous_response_id")
-    return msgspec.json.decode(previous.messages)
-
-
-def _there(stored: StoredResponse | None, response_id: str) -> StoredResponse:
-    """Returns `stored`; raises ApiError for None, a response that is not stored or belongs to another client."""
-    if stored is None:
-        raise ApiError(404, f"there is no stored response {show_value(response_id)}", param="response_id")
-    return stored
+def _only(values: list[Any]) -> bytes:
+    (value,) = values
+    return encode_json(value)
 
 
 def _store(request: Request) -> Responses:
     return request.app.state.store
-
-
-def _json(stored: StoredResponse) -> Response:
-    return Response(stored.response, media_type="application/json")
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
@@ -363,7 +394,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     async def get_response(response_id: str, request: Request) -> Response:
         for name in request.query_params:
             raise RequestError(f"the query parameter {show_value(name)} is not supported", param=name)
-        return _json(_there(await _store(request).get(response_id, _owner(request)), response_id))
+        return await responses.show(request, response_id, "response", _only)
 
     @routes.post("/v1/responses/input_tokens", response_class=Response)
     @answers(ResponseTokens)
@@ -379,21 +410,22 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         after: str | None = None,
         order: Literal["asc", "desc"] = "desc",
     ) -> Response:
-        stored = _there(await _store(request).get(response_id, _owner(request)), response_id)
-        return _input_items(stored, limit, after, order == "desc")
+        page = partial(_input_items, limit=limit, after=after, newest_first=order == "desc")
+        return await responses.show(request, response_id, "input", page)
 
     @routes.post("/v1/responses/{response_id}/cancel", response_class=Response)
     @answers(ResponseAnswer)
     async def cancel_response(response_id: str, request: Request) -> Response:
         owner, store = _owner(request), _store(request)
-        if not _there(await store.get(response_id, owner), response_id).background:
+        if not there(await store.find(response_id, owner), response_id).background:
             raise RequestError("only a response made with background can be cancelled", param="response_id")
-        return _json(_there(await store.stop(response_id, owner), response_id))
+        there(await store.stop(response_id, owner), response_id)
+        return await responses.show(request, response_id, "response", _only)
 
     @routes.delete("/v1/responses/{response_id}", response_class=Response)
     @answers(DeletedResponse)
     async def delete_response(response_id: str, request: Request) -> Response:
-        _there(await _store(request).delete(response_id, _owner(request)), response_id)
+        there(await _store(request).delete(response_id, _owner(request)), response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
     return routes

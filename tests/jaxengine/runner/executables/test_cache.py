@@ -6,13 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import io_callback
 
 from jaxengine import LLM, SamplingParams
 from jaxengine.models.families.llama import LlamaForCausalLM
 from jaxengine.models.families.qwen2 import Qwen2ForCausalLM
+from jaxengine.models.layers.norm import RMSNorm
 from jaxengine.runner.compile_watch import CompileWatch
 from jaxengine.runner.executables import cache
 from jaxengine.runner.executables.cache import ExecutableCache
+from jaxengine.runner.program import Program
+from jaxengine.runner.programs.program_needs import foresee
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS
 
 DEVICES = jax.devices()[:1]
@@ -53,6 +57,65 @@ def test_what_matters_is_in_the_key(tmp_path, changes):
     cache = ExecutableCache(str(tmp_path), DEVICES)
     get(cache, **changes)
     assert (cache.num_compiled, cache.num_loaded) == (1, 0)
+
+
+OFFSET = 0.0
+
+
+@jax.jit
+def shifted(x):
+    return x + OFFSET
+
+
+def shift_again(x, _):
+    return x + OFFSET, None
+
+
+@pytest.mark.parametrize("function", [lambda x: shifted(x), lambda x: jax.lax.scan(shift_again, x, None, 1)[0]])
+def test_another_engine_traces_anew_what_jits_and_scans_inside_a_program_hold(function, monkeypatch):
+    """A user's own layer may read a value that has changed since another engine was started."""
+    for offset in (1.0, 2.0):
+        monkeypatch.setitem(globals(), "OFFSET", offset)
+        assert run(get(ExecutableCache("", DEVICES), function)) == [offset, 1 + offset, 2 + offset, 3 + offset]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: jax.debug.print("{}", x) or x,
+        lambda x: jax.debug.callback(lambda y: None, x) or x,
+        lambda x: jax.pure_callback(lambda y: y, x, x),
+        lambda x: io_callback(lambda y: y, x, x, ordered=False),
+        lambda x: io_callback(lambda y: y, x, x, ordered=True),
+    ],
+    ids=["print", "callback", "pure_callback", "io_callback", "ordered io_callback"],
+)
+def test_a_program_that_calls_python_is_measured_and_not_stored(tmp_path, caplog, call):
+    cache = ExecutableCache(str(tmp_path), DEVICES)
+    program = Program("double", lambda x: call(x) * 2, ARGUMENTS, ARGUMENTS[0], ())
+    assert foresee(program, cache, "", "cpu").held > foresee(program, cache, "", "cpu").workspace >= 0
+    files = len(list(tmp_path.iterdir()))
+    for description in ("one", "other"):
+        assert run(get(cache, program.function, description=description)) == [0, 2, 4, 6]
+    assert len(list(tmp_path.iterdir())) == files
+    assert [record.message.partition(":")[0] for record in caplog.records] == [
+        "double is not stored, and is compiled at every start"
+    ]
+
+
+def test_a_method_of_ours_that_a_user_replaced_is_in_the_key(tmp_path, monkeypatch):
+    def num_compiled() -> int:
+        cache = ExecutableCache(str(tmp_path), DEVICES, family=LlamaForCausalLM)
+        get(cache)
+        return cache.num_compiled
+
+    assert (num_compiled(), num_compiled()) == (1, 0)
+    monkeypatch.setattr(RMSNorm, "__call__", lambda self, x: x + OFFSET)
+    assert (num_compiled(), num_compiled()) == (1, 0)
+    monkeypatch.setitem(globals(), "OFFSET", 3.0)
+    assert num_compiled() == 1
+    monkeypatch.setitem(globals(), "OFFSET", iter("a"))  # a value that cannot be told
+    assert (num_compiled(), num_compiled()) == (1, 1)
 
 
 def test_what_the_user_says_to_compilers_is_in_the_key(tmp_path, monkeypatch):

@@ -195,3 +195,26 @@ def test_models_give_the_same_tokens(tmp_path, monkeypatch, executables_dir, nam
         assert all(in_parts) and (num_compiled == 0) == loaded
         assert own_tokens == tokens
         jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), own_logprobs, logprobs)
+
+
+def test_layers_that_call_python_run_in_parts_and_are_not_stored(tmp_path):
+    seen: list[int] = []
+
+    @partial(jax.jit, static_argnums=0)
+    def run_layer(kind, x, weight, table, pool, number):
+        jax.debug.callback(lambda value: seen.append(int(value)), number)
+        return x @ weight + table, pool.at[number].add(x[0])
+
+    def step(params, pool, offset, kept):
+        x = jnp.ones((TOKENS, 8)) + offset
+        for layer, weight in enumerate(params):
+            x, pool = run_layer(1, x, weight, offset + jnp.zeros(8), pool, jnp.int32(layer))
+        return {"pool": pool, "x": x.sum(1)}
+
+    cache, compiled = get(tmp_path, step)
+    assert isinstance(compiled, InParts)
+    jax.block_until_ready(compiled(*arguments()))
+    jax.effects_barrier()
+    assert sorted(seen) == list(range(NUM_LAYERS))
+    assert layer_chain.serialized_bytes(compiled)[0] > 1000
+    assert cache.num_compiled == 1 and not list(tmp_path.glob("*.xla"))

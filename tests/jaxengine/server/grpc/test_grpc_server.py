@@ -172,6 +172,7 @@ async def test_health_follows_the_engine(chat_engine, monkeypatch):
                 engine._error = error
                 assert (await watch.read()).status == status
                 assert (await health.Check(health_pb2.HealthCheckRequest(service=name))).status == status
+                assert (await health.Check(health_pb2.HealthCheckRequest(service="live"))).status == SERVING
             watch.cancel()
         unknown = await refusal(health.Check(health_pb2.HealthCheckRequest(service=ADMIN.full_name)))
         assert unknown[0] is grpc.StatusCode.NOT_FOUND

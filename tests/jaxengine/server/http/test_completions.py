@@ -293,7 +293,7 @@ async def test_a_client_may_learn_of_the_tokenizer_where_that_is_wanted(app, cha
 async def test_health_follows_the_engine_and_the_drain(recorder):
     app = create_app(recorder, ServerConfig())
     async with http_client(app) as client:
-        for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")):
+        for method, path in (("GET", "/health"), ("GET", "/live"), ("GET", "/ping"), ("POST", "/ping")):
             response = await client.request(method, path)
             assert (response.status_code, response.content) == (200, b"")
         assert (await client.get("/load")).json() == {"server_load": 0}
@@ -302,6 +302,7 @@ async def test_health_follows_the_engine_and_the_drain(recorder):
         for failure in (EngineDeadError("dead"), EngineDrainingError("the server is shutting down")):
             recorder.failure = failure
             assert (await client.get("/health")).status_code == 503
+            assert (await client.get("/live")).status_code == 200  # nothing to kill this server for
             refused = await client.post(PATH, json={"prompt": IDS})
             assert refused.status_code == 503 and refused.headers["retry-after"]
             assert (await client.get("/v1/models")).status_code == 200

@@ -136,7 +136,8 @@ async def test_a_body_that_says_nothing_of_its_length_is_never_held_whole(app):
     await connection.ended()
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert connection.status == 413 and connection.num_bodies_taken == 33
+    # Some more is read, and dropped, so that a client that sends before it reads sees the answer.
+    assert connection.status == 413 and connection.num_bodies_taken == 33 + 64
     assert peak < 40 << 20  # no more than the largest body that is taken
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from jaxengine.api.fair_lock import FairLock
 from jaxengine.api.llm import LLM
@@ -123,6 +124,33 @@ async def test_a_response_goes_on_with_its_pictures(app, engine):
     first = await post(app, "/v1/responses", model="tiny", **ENDPOINTS["/v1/responses"])
     again = await post(app, "/v1/responses", model="tiny", input="And?", previous_response_id=first.json["id"])
     assert again.status == 200 and len(engine.calls[-1][0]["media"]["image"]) == 2
+
+
+async def test_a_stored_conversation_grows_to_its_bound(engine):
+    options = {"max_stored_bytes": 16 << 20, "max_stored_conversation_bytes": 1 << 20}
+    app = create_app(engine, ServerConfig(served_model_name=("tiny",), **options))
+    path, noise = "/v1/responses", np.random.default_rng(0).integers(0, 256, (256, 256, 3), np.uint8)
+    data = saved(Image.fromarray(noise), "PNG")
+    picture = {"type": "input_image", "image_url": data_url(data + b"behind" * 100_000)}
+    ask = {"model": "tiny", "input": [{"role": "user", "content": [picture]}]}
+    previous = {}
+    for turn in range(3):
+        answer = await post(app, path, **ask, **previous)
+        assert answer.status == 200 and answer.json["store"], answer.body
+        assert len(engine.calls[-1][0]["media"]["image"]) == turn + 1
+        previous = {"previous_response_id": answer.json["id"]}
+    # The same picture is stored once, without what is behind it, and counts each time that it must be read.
+    assert app.state.store.num_bytes < 320_000
+    for more in ({}, {"store": True}, {"background": True}):
+        error = (await post(app, path, **ask, **previous, **more)).error
+        assert error["param"] == "previous_response_id" and "max_stored_conversation_bytes" in error["message"]
+    assert (await post(app, path, **ask, **previous, store=False)).status == 200
+    # One request beyond the bound: stored by default means stored if it can be.
+    ask["input"][0]["content"] *= 4
+    answer = await post(app, path, **ask)
+    assert answer.status == 200 and answer.json["store"] is False
+    assert (await post(app, path, **ask, store=True)).error["param"] == "input"
+    assert app.state.store.num_bytes < 320_000
 
 
 async def test_what_the_processor_is_told(app, engine, chat_engine):

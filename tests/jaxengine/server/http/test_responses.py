@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 
+import numpy as np
 import openai
 import pytest
+from PIL import Image
 
 from jaxengine.api.engine_client import EngineDeadError
+from jaxengine.scheduler.errors import OverloadedError
 from jaxengine.server.http.app import create_app
+from jaxengine.server.http.responses.input import named_items, read_input
+from jaxengine.server.http.responses.keeping import Asked, Memory
 from jaxengine.server.options import ServerConfig
+from jaxengine.server.stored.documents import Joiner
 from tests.jaxengine.server.asgi_client import Recorder, http_client, idle, post
 from tests.jaxengine.server.openai_client import openai_client
 from tests.jaxengine.server.scripted_engine import ScriptedEngine
@@ -243,7 +251,8 @@ async def test_what_is_wrong_is_named(app, fields, param):
 async def test_a_name_that_is_taken_is_refused(app, client):
     taken = await client.responses.create(**{**ASK, "extra_body": {"request_id": "resp_mine"}})
     assert taken.id == "resp_mine"
-    assert (await post(app, PATH, input="Hi", request_id="resp_mine")).error["param"] == "request_id"
+    with pytest.raises(openai.BadRequestError, match="in use"):
+        await client.responses.create(**{**ASK, "extra_body": {"request_id": "resp_mine"}})
     with pytest.raises(openai.BadRequestError, match="stream"):
         await client.responses.retrieve("resp_mine", stream=True)
 
@@ -287,3 +296,30 @@ async def test_reasoning_comes_back_without_its_text(scripted):
     with pytest.raises(openai.BadRequestError, match="encrypted_content"):
         broken = {"type": "reasoning", "encrypted_content": "?", "summary": []}
         await client.responses.create(**{**ask, "input": [broken, message]})
+
+
+async def test_pictures_are_kept_once_and_without_what_is_behind_them(chat_engine):
+    picture = io.BytesIO()
+    Image.fromarray(np.zeros((64, 64, 3), np.uint8)).save(picture, "PNG")
+    urls = [
+        f"data:image/png;base64,{base64.b64encode(picture.getvalue() + junk).decode()}"
+        for junk in (b"", b"x" * 400_000)
+    ]
+    question = [{"role": "user", "content": [{"type": "input_image", "image_url": urls[1]}]}]
+    asked = await Asked.of(read_input(question), named_items(question))
+    (item,), (message,) = (Joiner(asked.texts).join(each) for each in (asked.input, asked.question))
+    assert item["content"][0]["image_url"] == message["content"][0]["image_url"] == urls[0]
+    assert asked.num_bytes < 1000 and question[0]["content"][0]["image_url"] == urls[1]
+
+
+def test_what_requests_hold_is_bounded():
+    memory = Memory(100)
+    with pytest.raises(OverloadedError, match="allowed are 100"):
+        held, other = memory.hold(), memory.hold()
+        held.take(150)
+        other.take(1)
+    held.release()
+    other.take(60)
+    del other
+    held.take(100)
+    assert memory.hold().take(0) is None

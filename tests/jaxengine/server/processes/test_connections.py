@@ -11,7 +11,7 @@ import uvicorn
 
 from jaxengine.server.descriptors import max_connections, raise_descriptor_limit
 from jaxengine.server.http.arrival import LimitsMiddleware
-from jaxengine.server.http.errors import ApiError
+from jaxengine.server.http.errors import ApiError, error_response
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.processes.api_process import http_options
 
@@ -32,10 +32,10 @@ async def application(scope, receive, send):
 
 
 @contextlib.asynccontextmanager
-async def listening(**options):
+async def listening(app=application, **options):
     """The port of a server as an API process has it."""
     config = ServerConfig(port=0, disable_access_log=True, **options)
-    settings = http_options(application, config)
+    settings = http_options(app, config)
     settings.port, settings.lifespan = 0, "off"
     server = uvicorn.Server(settings)
     server.capture_signals = contextlib.nullcontext  # pyright: ignore[reportAttributeAccessIssue]
@@ -204,3 +204,26 @@ def test_connections_are_fewer_than_descriptors():
         assert max_connections(ServerConfig(max_connections=7)) == 7
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+async def test_a_client_that_sends_too_much_reads_why():
+    """Most clients read nothing before they have sent all; a connection that is reset then has no answer."""
+    most, body = 8 << 20, b"x" * (12 << 20)
+
+    async def answering(scope, receive, send):
+        try:
+            await application(scope, receive, send)
+        except ApiError as error:
+            await error_response(error)(scope, receive, send)
+
+    for head, sent in (
+        (b"Content-Length: %d" % len(body), body),
+        (b"Transfer-Encoding: chunked", b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)),
+        (b"X: %b\r\nContent-Length: %d" % (b"y" * 5000, len(body)), body),
+    ):
+        async with listening(LimitsMiddleware(answering, 1 << 12, most, 20.0)) as port:
+            reader, writer = await opened(port, b"POST /size HTTP/1.1\r\nHost: x\r\n%b\r\n\r\n%b" % (head, sent))
+            async with asyncio.timeout(20):
+                await writer.drain()
+            assert b" 413 " in (answer := await ended(reader)) or b" 431 " in answer
+            writer.close()

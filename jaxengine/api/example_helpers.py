@@ -1,0 +1,76 @@
+"""Small functions that vLLM's example scripts import."""
+
+from __future__ import annotations
+
+import gc
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+
+def print_embeddings(embeds: Sequence[Any], prefix: str = "Embeddings") -> None:
+    """Prints the first four numbers of a vector and how many there are."""
+    first = ", ".join(map(str, embeds[:4])) + (", ..." if len(embeds) > 4 else "")
+    print(f"{prefix}: [{first}] (size={len(embeds)})")
+
+
+def get_open_port() -> int:
+    """A TCP port of this host that nobody listens on at the moment."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.bind(("", 0))
+        return listener.getsockname()[1]
+
+
+def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
+    """Frees the devices' memory of engines that nobody holds any more. shutdown_ray: changes nothing, no engine starts
+    Ray.
+    """
+    gc.collect()
+
+
+class CurrentPlatform:
+    """What the devices are, asked of jax when it is needed."""
+
+    @property
+    def device_type(self) -> str:
+        """ "cpu", "tpu", "cuda" or "rocm"."""
+        name = jax.default_backend()
+        if name != "gpu":
+            return name
+        return "rocm" if "rocm" in jax.devices()[0].client.platform_version.lower() else "cuda"
+
+    def is_cpu(self) -> bool:
+        return self.device_type == "cpu"
+
+    def is_tpu(self) -> bool:
+        return self.device_type == "tpu"
+
+    def is_cuda(self) -> bool:
+        return self.device_type == "cuda"
+
+    def is_rocm(self) -> bool:
+        return self.device_type == "rocm"
+
+    def is_cuda_alike(self) -> bool:
+        """Whether it is a GPU of NVIDIA or AMD."""
+        return self.device_type in ("cuda", "rocm")
+
+    def is_xpu(self) -> bool:
+        return self.device_type == "xpu"
+
+    def device_count(self) -> int:
+        """Devices of this process."""
+        return jax.local_device_count()
+
+    def get_device_name(self, device_id: int = 0) -> str:
+        """The device's name, such as "NVIDIA H100 80GB HBM3"."""
+        return jax.local_devices()[device_id].device_kind
+
+    def empty_cache(self) -> None:
+        """Frees the memory of arrays that nobody holds any more; jax keeps no others."""
+        gc.collect()
+
+
+current_platform = CurrentPlatform()

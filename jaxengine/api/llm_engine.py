@@ -1,0 +1,130 @@
+"""vLLM's LLMEngine: the caller adds requests and runs the steps."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from os import PathLike
+from typing import TYPE_CHECKING, Any, Self
+
+from jax.sharding import Mesh
+
+from jaxengine.api.adapters import load_first
+from jaxengine.api.core import AnyOutput, EngineCore
+from jaxengine.api.not_built import VllmMethods
+from jaxengine.config.engine_args import engine_options
+from jaxengine.config.engine_config import EngineConfig
+from jaxengine.engine.metric_types import Histogram, Metric
+from jaxengine.requests.lora import LoRARequest
+from jaxengine.requests.options import RequestOptions
+from jaxengine.requests.pooling.params import PoolingParams
+from jaxengine.requests.prepared import Prompt
+from jaxengine.requests.sampling_params import SamplingParams
+from jaxengine.scheduler.errors import RequestError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+class LLMEngine(VllmMethods):
+    """An engine without a loop: `step` runs one step for all requests that were added. For one thread at a time.
+
+    Args:
+      model, devices, mesh, options: as for `LLM`.
+    """
+
+    def __init__(
+        self,
+        model: str | PathLike[str] | None = None,
+        *,
+        devices: Sequence[Any] | None = None,
+        mesh: Mesh | None = None,
+        **options: Any,
+    ):
+        self.core = EngineCore(EngineConfig.from_options(model=model, **options), devices=devices, mesh=mesh)
+        # Of steps whose requests' errors `step` still has to raise.
+        self._outputs: list[AnyOutput] = []
+        self._errors: list[RequestError] = []
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig, usage_context: Any = None) -> Self:
+        """Makes an engine of `EngineArgs`, or of an EngineConfig. usage_context: for vLLM's statistics of usage, which
+        are not collected here.
+        """
+        return cls(**engine_options(engine_args))
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams,
+        arrival_time: float | None = None,
+        lora_request: LoRARequest | None = None,
+        *,
+        priority: int = 0,
+    ) -> str:
+        """Queues a request and returns its id. Its outputs come from `step`, as `params.output_kind` specifies.
+
+        Args:
+          arrival_time: seconds of time.time; None for now.
+          lora_request: the adapter to use; it is loaded unless it already is.
+
+        Raises:
+          RequestError: the request cannot be served; nothing has changed.
+          EngineDeadError: the engine has failed or was shut down.
+        """
+        self.core.check()
+        name = load_first(self.core, threading.Lock(), lora_request)
+        options = RequestOptions(priority, lora=name)
+        if arrival_time is not None:
+            options = replace(options, arrival=options.arrival - (time.time() - arrival_time))
+        prompt = self.core.inputs.make_ready(prompt)
+        self.core.add(self.core.inputs.prepare(prompt, params, request_id=request_id, options=options))
+        return request_id
+
+    def abort_request(self, request_id: str | Iterable[str]) -> None:
+        """Ends one or several requests; unknown ids are ignored."""
+        for each in [request_id] if isinstance(request_id, str) else request_id:
+            self.core.abort(each)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has anything to do."""
+        return self.core.has_unfinished or bool(self._outputs or self._errors)
+
+    def get_num_unfinished_requests(self) -> int:
+        """The number of requests that wait or run, `n` sequences of a prompt counted as `n`."""
+        return self.core.engine.scheduler.num_unfinished
+
+    def step(self) -> list[AnyOutput]:
+        """Runs one step and returns the outputs that it brought.
+
+        Raises:
+          RequestError: a request turned out to be wrong, such as one whose grammar cannot be compiled. It has ended;
+            others go on, and the next call returns the outputs of this step.
+          EngineDeadError: the engine has failed or was shut down.
+        """
+        if not self._outputs and not self._errors:
+            self._outputs = self.core.step()
+            self._errors = [error for _, error in self.core.pop_rejected()]
+        if self._errors:
+            raise self._errors.pop(0)
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def get_tokenizer(self) -> PreTrainedTokenizerFast:
+        """As `LLM.get_tokenizer`."""
+        return self.core.inputs.require_tokenizer().hf
+
+    def get_metrics(self) -> list[Metric | Histogram]:
+        """As `LLM.get_metrics`."""
+        return self.core.metrics.collect()
+
+    def reset_prefix_cache(self) -> bool:
+        """As `LLM.reset_prefix_cache`."""
+        return self.core.utility("reset_prefix_cache")
+
+    def shutdown(self) -> None:
+        """Stops the engine."""
+        self.core.shutdown()

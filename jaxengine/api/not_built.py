@@ -1,0 +1,57 @@
+"""Methods and attributes of vLLM's engines that are not built here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn
+
+_SEE = "docs/coming_from_vllm.md"
+_INSIDE = "core.config and core.inputs have the engine's options, limits and tokenizer"
+_WEIGHTS = "update_weights(), docs/reinforcement_learning.md"
+
+# Name -> what there is instead.
+NOT_BUILT: dict[str, str] = {
+    "apply_model": "capture_layers and return_hidden_states give hidden states, docs/hidden_states.md",
+    "checkpoint_prepare": _SEE,
+    "checkpoint_restore": _SEE,
+    "collective_rpc": "jaxengine.register_model and logits_processors put code of yours into the engine",
+    "compute_weight_checksums": "weight_info(checksum=True)",
+    "do_log_stats": "get_metrics() has the engine's numbers; disable_log_stats switches its log line off",
+    "enqueue": "generate() may be called by several threads at once",
+    "enqueue_chat": "chat() may be called by several threads at once",
+    "finish_weight_update": _WEIGHTS,
+    "from_vllm_config": "from_engine_args takes EngineArgs",
+    "get_model_config": _INSIDE,
+    "get_supported_tasks": _INSIDE,
+    "get_vllm_config": _INSIDE,
+    "get_weight_version": "weight_version and weight_info()",
+    "get_world_size": "core.config has the parallel sizes",
+    "init_weight_transfer_engine": _WEIGHTS,
+    "is_tracing_enabled": "jaxengine serve --otlp-traces-endpoint traces requests",
+    "llm_engine": _INSIDE,
+    "model_config": _INSIDE,
+    "pin_lora": "max_loras says how many adapters stay on the devices",
+    "release_kv_cache_memory": "sleep() gives up weights and pages",
+    "renderer": "get_tokenizer().apply_chat_template writes prompts",
+    "reset_encoder_cache": "reset_mm_cache() drops encoded pictures too",
+    "scale_elastic_ep": _SEE,
+    "set_tokenizer": "the option tokenizer names another tokenizer",
+    "start_weight_update": _WEIGHTS,
+    "vllm_config": _INSIDE,
+    "wait_for_completion": "generate() returns all outputs",
+}
+
+
+class NotBuiltError(NotImplementedError, AttributeError):
+    """vLLM has a method or attribute of this name, and this engine does not. For `hasattr` it is absent."""
+
+
+class VllmMethods:
+    """Base class that refuses vLLM's other methods by name."""
+
+    if not TYPE_CHECKING:  # a type checker would take every name for an attribute
+
+        def __getattr__(self, name: str) -> NoReturn:
+            kind = type(self).__name__
+            if name in NOT_BUILT:
+                raise NotBuiltError(f"{kind}.{name} is not built; see {NOT_BUILT[name]}")
+            raise AttributeError(f"{kind!r} object has no attribute {name!r}")

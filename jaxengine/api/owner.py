@@ -1,0 +1,56 @@
+"""The process that an engine belongs to. A forked copy of it has the engine's memory, and none of its threads."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from functools import cache
+
+import jax
+
+from jaxengine.api.engine_client import EngineDeadError
+
+
+class Owner:
+    """The process that created this object."""
+
+    def __init__(self):
+        self._pid = os.getpid()
+        _survive_exits_of_forks()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is that process, and no fork of it."""
+        return os.getpid() == self._pid
+
+    def check(self) -> None:
+        """Raises EngineDeadError in a fork, where every call would wait for ever for a thread of the owner."""
+        if not self.is_here:
+            raise EngineDeadError(
+                f"this engine belongs to process {self._pid}, and process {os.getpid()} is a fork without its threads "
+                "and devices; create the engine in the process that uses it (multiprocessing: start method 'spawn'; "
+                "datasets.map: without num_proc; gunicorn: without --preload), or send requests to `jaxengine serve`"
+            )
+
+
+def refuse_pickle(kind: str) -> TypeError:
+    """Returns the error for an engine that should be sent to another process; kind: the class."""
+    return TypeError(
+        f"{kind} cannot be pickled or copied: its devices and threads belong to this process; create it in the process "
+        "that uses it, or send requests to `jaxengine serve`"
+    )
+
+
+@cache
+def _survive_exits_of_forks() -> None:
+    """Lets forks end: jax's clients, deleted at a process's exit, wait for threads that a fork does not have."""
+    os.register_at_fork(after_in_child=_keep_clients)
+
+
+def _keep_clients() -> None:
+    """Takes references that nobody returns."""
+    for platform in (None, "cpu"):
+        with contextlib.suppress(RuntimeError):  # JAX_PLATFORMS leaves this one out
+            for device in jax.local_devices(backend=platform):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(device.client))

@@ -1,0 +1,228 @@
+"""A model behind a running server, for `jaxengine chat --url` and `jaxengine complete --url`.
+
+The server may be any with OpenAI's routes for chats and completions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import dataclasses
+import http.client
+import json
+import mimetypes
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxengine.config.errors import ConfigError
+from jaxengine.scheduler.errors import RequestError
+from jaxengine.version import __version__
+
+# Sampling options under another name in requests; None: requests cannot have them.
+_FIELDS: dict[str, str | None] = {"extra_args": "vllm_xargs", "stop_after": None}
+_CONNECT_SECONDS, _ANSWER_SECONDS = 10.0, 600.0
+_MAX_ERROR_BYTES = 65536
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """The next part of an answer.
+
+    Attributes:
+      text: to be shown.
+      num_tokens: in it; a server counts them once, in a last piece without text.
+      is_answer: False for reasoning, which later messages do not repeat.
+    """
+
+    text: str
+    num_tokens: int = 0
+    is_answer: bool = True
+
+
+def add_url_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that name a server in place of a model to load."""
+    parser.add_argument(
+        "--url",
+        help="talk to this running server, such as http://127.0.0.1:8000/v1, in place of loading a model",
+    )
+    parser.add_argument(
+        "--model-name", metavar="NAME", help="with --url: the model (default: the first one that the server lists)"
+    )
+    parser.add_argument("--api-key", metavar="KEY", help="with --url: its key; others can see a command's arguments")
+    parser.add_argument("--api-key-file", metavar="FILE", help="with --url: a file with its key")
+
+
+def remote_model(
+    args: argparse.Namespace, engine_options: Mapping[str, Any], sampling_options: Mapping[str, Any]
+) -> RemoteModel | None:
+    """Connects to the server that the command line names; None if it names none.
+
+    Raises ConfigError for options that are the server's, for a server that does not answer, and without --url for
+    options that need it.
+    """
+    if args.url is None:
+        for name in ("model_name", "api_key", "api_key_file"):
+            if getattr(args, name) is not None:
+                hint = "; --model names the model to load" if name == "model_name" else ""
+                raise ConfigError(
+                    name, "..." if name == "api_key" else getattr(args, name), f"absent without --url{hint}"
+                )
+        return None
+    for name, value in engine_options.items():
+        instead = "; --model-name names the server's model" if name == "model" else ""
+        raise ConfigError(name, value, f"absent with --url, whose server has loaded its model{instead}")
+    for name in sampling_options:
+        if name in _FIELDS and _FIELDS[name] is None:
+            raise ConfigError(name, sampling_options[name], "absent with --url; requests over HTTP do not have it")
+    key = args.api_key
+    if args.api_key_file is not None:
+        if key is not None:
+            raise ConfigError("api_key_file", args.api_key_file, "absent with --api-key")
+        words = Path(args.api_key_file).read_text(encoding="utf-8").split()
+        if not words:
+            raise ConfigError.because("api_key_file", f"{args.api_key_file} contains no key", "write one into it")
+        key = words[0]
+    return RemoteModel(args.url, args.model_name, key, sampling_options)
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Follows no redirection, which would take the key to another host."""
+
+    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> None:
+        return None
+
+
+class RemoteModel:
+    """A model of a server.
+
+    Attributes:
+      name: how requests call it.
+    """
+
+    def __init__(self, url: str, name: str | None, api_key: str | None, options: Mapping[str, Any]):
+        """url: of the server, with or without /v1; name: None for the first model that it lists; options: fields of
+        SamplingParams to send.
+
+        Raises ConfigError for a server that does not answer or has no model.
+        """
+        self._base = _base_of(url)
+        self._headers = {"User-Agent": f"jaxengine/{__version__}"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._fields = {_FIELDS.get(field) or field: value for field, value in options.items()}
+        self._opener = urllib.request.build_opener(_NoRedirect)
+        self.name = name or self._first_model()
+
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> Iterator[Piece]:
+        """Streams the answer to a conversation. Raises RequestError for a refusal, ConfigError for a lost server."""
+        return self._stream("/chat/completions", {"messages": list(map(_as_openai, messages))})
+
+    def complete(self, prompt: str) -> Iterator[Piece]:
+        """Streams the continuation of a text; otherwise same as `chat`."""
+        return self._stream("/completions", {"prompt": prompt})
+
+    def _first_model(self) -> str:
+        try:
+            with self._open("/models", None, _CONNECT_SECONDS) as answer:
+                return str(json.load(answer)["data"][0]["id"])
+        except ConfigError:
+            raise
+        except (RequestError, ValueError, LookupError, TypeError) as error:
+            why = str(error) if isinstance(error, RequestError) else "it lists none"
+            raise ConfigError.because("url", f"no model is found at {self._base} ({why})", "see --url") from None
+
+    def _stream(self, route: str, body: Mapping[str, Any]) -> Iterator[Piece]:
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        payload = json.dumps({"model": self.name, **body, **self._fields, **options}).encode()
+        with self._open(route, payload, _ANSWER_SECONDS) as answer:
+            try:
+                for line in answer:
+                    data = line.removeprefix(b"data:").strip() if line.startswith(b"data:") else b""
+                    if data == b"[DONE]":
+                        return
+                    if data:
+                        yield from _pieces(json.loads(data))
+            except RequestError:
+                raise
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                raise self._lost(error) from None
+        raise RequestError(f"the answer of {self._base} was cut off", param="url")
+
+    def _open(self, route: str, payload: bytes | None, timeout: float) -> Any:
+        request = urllib.request.Request(self._base + route, payload, dict(self._headers))
+        if payload is not None:
+            request.add_header("Content-Type", "application/json")
+        try:
+            return self._opener.open(request, timeout=timeout)
+        except urllib.error.HTTPError as error:
+            with error:
+                raise RequestError(f"{self._base} answered {error.code}: {_reason(error)}", param="url") from None
+        except (OSError, http.client.HTTPException) as error:
+            raise self._lost(getattr(error, "reason", error)) from None
+
+    def _lost(self, why: object) -> ConfigError:
+        problem = f"no server answers at {self._base} ({why})"
+        return ConfigError.because("url", problem, "start one with `jaxengine serve`, or give its --url")
+
+
+def _base_of(url: str) -> str:
+    """The URL before the routes' names. Raises ConfigError."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        usable = parts.scheme in ("http", "https") and parts.hostname and (parts.port or True)
+    except ValueError:
+        usable, parts = False, urllib.parse.urlsplit("")
+    if not usable or parts.query or parts.fragment or parts.username is not None:
+        raise ConfigError("url", url, "http://HOST:PORT/v1 or https://HOST:PORT/v1")
+    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/') or '/v1'}"
+
+
+def _as_openai(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message with its pictures as addresses; files are sent as data. Raises RequestError for one that is
+    unreadable."""
+    if isinstance(message["content"], str):
+        return message
+    return {**message, "content": [_as_part(part) for part in message["content"]]}
+
+
+def _as_part(part: Mapping[str, Any]) -> Mapping[str, Any]:
+    if part["type"] != "image":
+        return part
+    image = part["image"]
+    if isinstance(image, Path):
+        try:
+            raw = image.read_bytes()
+        except OSError as error:
+            raise RequestError(f"the picture {str(image)!r} cannot be read ({error.strerror})", param="image") from None
+        kind = mimetypes.guess_type(image.name)[0] or "image/png"
+        image = f"data:{kind};base64,{base64.b64encode(raw).decode()}"
+    return {"type": "image_url", "image_url": {"url": image}}
+
+
+def _pieces(chunk: Any) -> Iterator[Piece]:
+    """The pieces of one event. Raises RequestError for an error that ends the stream."""
+    if not isinstance(chunk, dict):
+        return
+    if chunk.get("error"):
+        error = chunk["error"]
+        raise RequestError(str(error.get("message", error) if isinstance(error, dict) else error), param="url")
+    for choice in chunk.get("choices") or ():
+        delta = choice.get("delta") or {}
+        if thought := delta.get("reasoning") or delta.get("reasoning_content"):
+            yield Piece(thought, is_answer=False)
+        if text := choice.get("text") or delta.get("content"):
+            yield Piece(text)
+    if usage := chunk.get("usage"):
+        yield Piece("", int(usage.get("completion_tokens") or 0))
+
+
+def _reason(error: urllib.error.HTTPError) -> str:
+    text = error.read(_MAX_ERROR_BYTES)
+    try:
+        return str(json.loads(text)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return error.reason

@@ -1,0 +1,28 @@
+"""Sampling options that every command that generates text has."""
+
+from __future__ import annotations
+
+# Without `seed`: --seed is the engine's, used for requests without their own seed.
+SAMPLING_OPTIONS = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "stop",
+    "stop_after",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "min_tokens",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "logit_bias",
+    "extra_args",
+    "allowed_token_ids",
+    "bad_words",
+    "structured_outputs",
+)

@@ -1,0 +1,69 @@
+"""vLLM's EngineArgs: engine options that a program collects, changes and hands on."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any, Self
+
+from jaxengine.config import vllm_options
+from jaxengine.config.command_line import destination
+from jaxengine.config.engine_config import EngineConfig
+from jaxengine.config.engine_flags import MODEL_HELP, add_engine_options
+from jaxengine.config.option_names import chosen_options
+
+_FIELDS = {field.name: field for field in dataclasses.fields(EngineConfig)}
+
+
+class EngineArgs(EngineConfig):
+    """An EngineConfig whose fields may be assigned, and that takes vLLM's other options as `LLM` does.
+
+    Values are checked at construction. Assigned ones are checked when an engine is made of them. `dataclasses.asdict`,
+    `fields` and `replace` work as on EngineConfig.
+
+    Args:
+      model, options: as for `LLM`. Raises ConfigError.
+    """
+
+    def __init__(self, model: str | None = None, **options: Any):
+        super().__init__(**chosen_options(_FIELDS, {"model": model, **options}))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an option; an earlier name sets the field that it has become. Raises ConfigError for an unknown one."""
+        for field, chosen in chosen_options(_FIELDS, {name: value}).items():
+            object.__setattr__(self, field, chosen)
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]  # the fields may change
+
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Adds a flag for each engine option, with its default, and returns the parser.
+
+        A parsed option is an attribute of its own name: `LLM(**vars(parser.parse_args()))`.
+        """
+        known = len(parser._actions)
+        parser.add_argument("--model", default=None, metavar="MODEL", help=MODEL_HELP)
+        add_engine_options(parser)
+        prefix = destination(EngineConfig, "")
+        for action in parser._actions[known:]:
+            action.dest = action.dest.removeprefix(prefix)
+            action.default = _default(action.dest)
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> Self:
+        """Takes the engine options among parsed arguments, and leaves a program's own. Raises ConfigError."""
+        names = _FIELDS.keys() | vllm_options.NAMES
+        return cls(**{name: value for name, value in vars(args).items() if name in names})
+
+
+def engine_options(args: EngineConfig) -> dict[str, Any]:
+    """The options in EngineArgs or an EngineConfig, as keyword arguments of `LLM`."""
+    return {name: getattr(args, name) for name in _FIELDS}
+
+
+def _default(name: str) -> Any:
+    """The value of an option that is not given on the command line."""
+    if name in _FIELDS:
+        return _FIELDS[name].default or None if isinstance(_FIELDS[name].default, tuple) else _FIELDS[name].default
+    return vllm_options.NOT_BUILT.get(name, (False if vllm_options.is_switch(name) else None,))[0]

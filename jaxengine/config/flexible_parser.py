@@ -1,0 +1,168 @@
+"""vLLM's FlexibleArgumentParser: underscores in flags, dotted keys of dict options, and help about one word."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+# vLLM's groups of options, as `--help=GROUP` names them, with the engine options of each.
+GROUPS: dict[str, str] = {
+    "ModelConfig": """
+        model tokenizer tokenizer_revision skip_tokenizer_init revision dtype quantization seed max_model_len
+        enforce_eager max_logprobs logprobs_mode generation_config override_generation_config hf_token hf_overrides
+        pooler_config runner convert logits_processors allowed_local_media_path allowed_media_domains chat_template
+        capture_layers
+    """,
+    "LoadConfig": "load_format download_dir",
+    "LoRAConfig": "enable_lora max_loras max_lora_rank max_cpu_loras",
+    "MultiModalConfig": """
+        language_model_only limit_mm_per_prompt enable_mm_embeds media_io_kwargs mm_processor_kwargs
+        mm_processor_cache_gb mm_processor_cache_type mm_shm_cache_max_object_size_mb mm_encoder_tp_mode
+        media_loading_thread_count media_fetch_timeout max_media_bytes max_media_pixels max_image_pixels
+        encoder_cache_size
+    """,
+    "CacheConfig": """
+        block_size gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override kv_cache_dtype kv_cache_scales
+        enable_prefix_caching num_state_snapshots
+    """,
+    "SchedulerConfig": """
+        max_num_seqs max_num_batched_tokens enable_chunked_prefill long_prefill_token_threshold scheduling_policy
+        async_scheduling disable_hybrid_kv_cache_manager max_num_batched_encoder_tokens disable_chunked_mm_input
+    """,
+    "ParallelConfig": """
+        tensor_parallel_size replicate_kv_heads data_parallel_size enable_expert_parallel all2all_backend
+        pipeline_parallel_size pipeline_layers nnodes master_addr master_port cluster_key_file cluster_timeout
+    """,
+    "CompilationConfig": "compilation_config compile_cache_dir",
+    "SpeculativeConfig": "speculative_config",
+    "StructuredOutputsConfig": "structured_outputs_config",
+    "ObservabilityConfig": "disable_log_stats",
+}
+_DOTTED = re.compile(r"(--[A-Za-z][\w-]*|-[A-Za-z]+)\.([^=]+)(?:=(.*))?", re.DOTALL)
+_HELP = "--help="
+
+
+class FlexibleArgumentParser(argparse.ArgumentParser):
+    """An ArgumentParser that reads command lines as vLLM's does.
+
+    - Flags may be written with underscores or hyphens.
+    - `--OPTION.key.other VALUE` sets one key of an option that takes a dict, and `--OPTION.key+ VALUE` appends to a
+      list; values are JSON, or else text. Several of them, and the option itself, are merged.
+    - `--help=WORD` shows the options that contain a word, those of a group (`--help=CacheConfig`), the names of the
+      groups (`--help=listgroup`) or everything (`--help=all`).
+    """
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        """As argparse's. A parser of commands leaves their words to the parser of the command."""
+        words = list(sys.argv[1:] if args is None else args)
+        has_commands = any(isinstance(action, argparse._SubParsersAction) for action in self._actions)
+        end = words.index("--") if "--" in words else len(words)
+        for word in words[: 1 if has_commands else end]:
+            if word.startswith(_HELP):
+                self._print_message(self.help_about(word.removeprefix(_HELP)), sys.stdout)
+                self.exit()
+        if not has_commands:
+            words = self._merge_dotted([self._known_spelling(word) for word in words[:end]]) + words[end:]
+        return super().parse_known_args(words, namespace)
+
+    def help_about(self, word: str) -> str:
+        """The text of `--help=WORD`; ends the program with an error if nothing matches."""
+        if word in ("all", "page"):
+            return self.format_help()
+        groups = self._groups()
+        if word == "listgroup":
+            counts = {title: sum(each.help != argparse.SUPPRESS for each in all_) for title, all_ in groups.items()}
+            return "".join(f"{title}: {count}\n" for title, count in counts.items() if count)
+        key = word.lower().replace("_", "-")
+        found = {title: actions for title, actions in groups.items() if title.lower() == word.lower()} or {
+            f"options with {word!r}": [each for each in self._actions if any(key in name for name in names_of(each))]
+        }
+        formatter = self._get_formatter()
+        for title, actions in found.items():
+            formatter.start_section(title)
+            formatter.add_arguments(actions)
+            formatter.end_section()
+        hidden = [names_of(each)[0] for actions in found.values() for each in actions if each.help == argparse.SUPPRESS]
+        if hidden:
+            formatter.add_text(f"Options of vLLM without an effect here, or refused: {', '.join(hidden)}")
+        if not any(found.values()):
+            self.error(f"no option or group matches {word!r}; --help=listgroup has the groups")
+        return formatter.format_help()
+
+    def _groups(self) -> dict[str, list[argparse.Action]]:
+        """The actions by group: this parser's groups, and vLLM's groups of engine options."""
+        groups = {group.title or "": group._group_actions for group in self._action_groups}
+        by_name = {action.dest.rpartition(".")[2]: action for action in self._actions}
+        for title, names in GROUPS.items():
+            groups[title] = [by_name[name] for name in names.split() if name in by_name]
+        return groups
+
+    def _known_spelling(self, word: str) -> str:
+        """A flag in the spelling of its option: underscores and hyphens before a dot or an equals sign are the same."""
+        found = re.match(r"--[A-Za-z][\w-]*", word)
+        if found is None or found[0] in self._option_string_actions:
+            return word
+        others = ("--" + found[0][2:].replace(*pair) for pair in (("_", "-"), ("-", "_")))
+        return next((each for each in others if each in self._option_string_actions), found[0]) + word[found.end() :]
+
+    def _merge_dotted(self, words: list[str]) -> list[str]:
+        """Replaces `--OPTION.key VALUE` by one `--OPTION=JSON`, after the other words."""
+        kept: list[str] = []
+        merged: dict[str, dict[str, Any]] = {}
+        waiting = iter(words)
+        for word in waiting:
+            found = _DOTTED.fullmatch(word)
+            action = None
+            if found is not None and word not in self._option_string_actions:
+                # Before it was the optimisation level, -O was the compilation_config.
+                action = self._option_string_actions.get("-cc" if found[1] == "-O" else found[1])
+            if found is None or action is None:
+                kept.append(word)
+                continue
+            value = found[3] if found[3] is not None else next(waiting, None)
+            if value is None:
+                self.error(f"argument {word}: expected one argument")
+            flag = names_of(action)[-1]
+            if flag not in merged:
+                merged[flag] = _given_dict(words, names_of(action))
+            self._set_key(merged[flag], found[2], value, word)
+        return kept + [f"{flag}={json.dumps(value)}" for flag, value in merged.items()]
+
+    def _set_key(self, target: dict[str, Any], path: str, text: str, word: str) -> None:
+        *keys, last = path.removesuffix("+").replace("-", "_").split(".")
+        for key in keys:
+            target = target.setdefault(key, {})
+            if not isinstance(target, dict):
+                self.error(f"argument {word}: {key} has a value of its own")
+        value = json_or_text(text)
+        if path.endswith("+"):
+            value = [*target.get(last, []), *(value if isinstance(value, list) else [value])]
+        target[last] = value
+
+
+def names_of(action: argparse.Action) -> list[str]:
+    """The flags of an option, its name on the command line last; of a positional argument, its name."""
+    return [name for name in action.option_strings if not name.startswith("--no-")] or [action.dest]
+
+
+def _given_dict(words: Iterable[str], flags: Sequence[str]) -> dict[str, Any]:
+    """The last JSON object that the words give to an option; empty if there is none."""
+    words, found = list(words), {}
+    for at, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name in flags:
+            given = json_or_text(value if equals else " ".join(words[at + 1 : at + 2]))
+            found = given if isinstance(given, dict) else found
+    return found
+
+
+def json_or_text(text: str) -> Any:
+    """The JSON value that a text is, or else the text."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text

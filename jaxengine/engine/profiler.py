@@ -1,0 +1,49 @@
+"""Profiles of a running engine: jax.profiler, started and stopped between two steps."""
+
+from __future__ import annotations
+
+import jax
+
+from jaxengine.scheduler.errors import RequestError
+
+
+class Profiler:
+    """The profiler of this process. folder: for its profiles; None where profiling is not enabled."""
+
+    def __init__(self, folder: str | None):
+        self._folder = folder
+        self._is_running = False
+
+    def start(self) -> bool:
+        """Starts a profile; returns True. Raises RequestError where that is not enabled or one is running."""
+        if self._folder is None:
+            raise RequestError(
+                'profiling is not enabled; start the engine with profiler_config={"profiler_dir": FOLDER}',
+                param="profiler_config",
+            )
+        if self._is_running:
+            raise RequestError("a profile is being taken; stop it first", param="profiler_config")
+        try:
+            jax.profiler.start_trace(self._folder)
+        except (RuntimeError, OSError) as error:  # another one in this process, or an unusable folder
+            raise RequestError(f"the profile cannot be started: {error}", param="profiler_config") from None
+        self._is_running = True
+        return True
+
+    def stop(self) -> str:
+        """Writes the profile; returns the folder of all profiles. Raises RequestError where none is running, or it
+        cannot be written.
+        """
+        if self._folder is None or not self._is_running:
+            raise RequestError("no profile is being taken", param="profiler_config")
+        self._is_running = False
+        try:
+            jax.profiler.stop_trace()
+        except (RuntimeError, OSError) as error:
+            raise RequestError(f"the profile cannot be written: {error}", param="profiler_config") from None
+        return self._folder
+
+    def close(self) -> None:
+        """Writes a profile that is still being taken."""
+        if self._is_running:
+            self.stop()

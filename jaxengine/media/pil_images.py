@@ -1,0 +1,50 @@
+"""PIL pictures in a program of one's own: fetched, converted, and written into messages, by vLLM's names."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from jaxengine.config.engine_config import EngineConfig
+from jaxengine.config.multimodal import ANY_DOMAIN
+from jaxengine.media.bounds import PixelBudget
+from jaxengine.media.fetch import fetch, scheme_of
+from jaxengine.media.images import read_image, to_rgb
+
+
+def fetch_image(image_url: str, image_io_kwargs: Mapping[str, Any] | None = None) -> Image.Image:
+    """Fetches a picture, RGB and upright, from a data:, http(s): or file: address, or a file's name.
+
+    image_io_kwargs: options of media_io_kwargs for pictures. For addresses that the program itself chose: any public
+    host and any file is read. Raises MediaError, ConfigError.
+    """
+    io_kwargs = None if image_io_kwargs is None else {"image": dict(image_io_kwargs)}
+    options = EngineConfig(allowed_media_domains=(ANY_DOMAIN,), allowed_local_media_path="/", media_io_kwargs=io_kwargs)
+    value = fetch(image_url, options) if scheme_of(image_url) else Path(image_url)
+    return Image.fromarray(read_image(value, options, PixelBudget(options.max_media_pixels)))
+
+
+def convert_image_mode(
+    image: Image.Image, to_mode: str, background_color: Sequence[int] = (255, 255, 255)
+) -> Image.Image:
+    """Converts a picture to a mode of PIL. For "RGB" it is turned upright, and what is transparent gets the background.
+
+    Raises MediaError for pixels that are no colours or grey.
+    """
+    if to_mode != "RGB":
+        return image.convert(to_mode)
+    red, green, blue = background_color
+    return Image.fromarray(to_rgb(image, (red, green, blue)))
+
+
+def encode_image_url(image: Image.Image, *, image_mode: str | None = "RGB", format: str = "PNG") -> str:
+    """The data: URL of a picture, for `image_url` of a message. image_mode: its mode; None keeps it."""
+    converted = image if image_mode is None else convert_image_mode(image, image_mode)
+    file = io.BytesIO()
+    converted.save(file, format)
+    return f"data:image/{format.lower()};base64,{base64.b64encode(file.getvalue()).decode()}"

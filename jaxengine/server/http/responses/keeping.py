@@ -1,0 +1,256 @@
+"""Keeps responses in the store and reads them back: documents are made off the event loop, within a bound of memory."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+from jaxengine.api.engine_client import EngineDeadError
+from jaxengine.media.picture_end import trimmed_url
+from jaxengine.scheduler.errors import OverloadedError, RequestError, show_value
+from jaxengine.server.http.errors import ApiError
+from jaxengine.server.stored.documents import Document, Joiner, split
+from jaxengine.server.stored.records import Found, Part, Reading, Responses, StoredResponse, Worker
+
+logger = logging.getLogger(__name__)
+
+# Larger values are encoded and decoded on a thread.
+_SHORT_BYTES = 64 << 10
+# Longer texts are sent to the store only if it lacks them.
+_SHORT_TEXT = 16 << 10
+# A store that is started again between two calls lacks what it had.
+_MOST_CALLS = 4
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+Json = dict[str, Any]
+
+
+class Memory:
+    """The bytes of stored conversations that requests of this process hold at the moment, with a bound."""
+
+    def __init__(self, most: int):
+        self._most = most
+        self._num_bytes = 0
+
+    def hold(self) -> Held:
+        """Returns a request's part of it, of no bytes yet."""
+        return Held(self)
+
+    def change(self, num_bytes: int) -> None:
+        """Adds a number of bytes, which may be negative. Raises OverloadedError if there are too many, except for the
+        first request alone.
+        """
+        if num_bytes > 0 and self._num_bytes and self._num_bytes + num_bytes > self._most:
+            text = f"requests that are being answered hold {self._num_bytes} bytes of stored conversations"
+            raise OverloadedError(f"{text}; allowed are {self._most} (a quarter of api_memory_limit_bytes)")
+        self._num_bytes += num_bytes
+
+
+class Held:
+    """The bytes of one request, given back at the latest when it is forgotten."""
+
+    def __init__(self, memory: Memory):
+        self._memory = memory
+        self._num_bytes = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Raises OverloadedError."""
+        self._memory.change(num_bytes)
+        self._num_bytes += num_bytes
+
+    def release(self) -> None:
+        self._memory.change(-self._num_bytes)
+        self._num_bytes = 0
+
+    __del__ = release
+
+
+async def off_loop(size: int, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    """Returns work's result; works on a thread if it handles more than a few bytes."""
+    return work(*args, **kwargs) if size <= _SHORT_BYTES else await asyncio.to_thread(work, *args, **kwargs)
+
+
+def weight(value: Any) -> int:
+    """Returns about how many bytes a JSON value has, or a number above _SHORT_BYTES once it is known to be large."""
+    total, left = 0, [value]
+    while left and total <= _SHORT_BYTES:
+        match left.pop():
+            case str() as text:
+                total += len(text)
+            case dict() as mapping:
+                left += [*mapping, *mapping.values()]
+            case list() | tuple() as entries:
+                left += entries
+            case _:
+                total += 8
+    return total
+
+
+def there(found: _T | None, response_id: str) -> _T:
+    """Returns `found`; raises ApiError for None, a response that is not stored or belongs to another client."""
+    if found is None:
+        raise ApiError(404, f"there is no stored response {show_value(response_id)}", param="response_id")
+    return found
+
+
+async def read_back(
+    store: Responses, response_id: str, owner: str, part: Part, held: Held, use: Callable[[list[Any]], _T]
+) -> tuple[Found, _T]:
+    """Returns the result of `use` over the values of a part's documents, on a thread if it is large.
+
+    Raises ApiError if there is no such response, OverloadedError.
+    """
+    found = there(await store.find(response_id, owner), response_id)
+    size = found.num_bytes[part]
+    held.take(size)
+    reading = there(await store.read(response_id, owner, part), response_id)
+
+    def restored(reading: Reading) -> _T:
+        joiner = Joiner(reading.texts)
+        return use([joiner.join(document) for document in reading.documents])
+
+    return found, await off_loop(size, restored, reading)
+
+
+@dataclass
+class Asked:
+    """What a request adds to a conversation, to store; long texts of both documents are in `texts`."""
+
+    question: Document
+    input: Document
+    texts: dict[bytes, bytes]
+
+    @classmethod
+    async def of(cls, question: Sequence[Json], items: Sequence[Json]) -> Asked:
+        """question: the request's messages; items: its input items. Of a picture in a data URL only the picture is
+        kept.
+        """
+        return await off_loop(weight(items), cls._of, question, items)
+
+    @classmethod
+    def _of(cls, question: Sequence[Json], items: Sequence[Json]) -> Asked:
+        texts, pictures = dict[bytes, bytes](), _Pictures()
+        question = [pictures.only(message, ("content",)) for message in question]
+        items = [pictures.only(item, ("content", "output")) for item in items]
+        return cls(split(question, texts), split(items, texts), texts)
+
+    def after(self, earlier: Sequence[Json]) -> Asked:
+        """Returns the same with a question that begins with earlier messages."""
+        texts = dict(self.texts)
+        question = [*earlier, *Joiner(texts).join(self.question)]
+        return Asked(split(question, texts), self.input, texts)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of both documents."""
+        return sum(map(len, self.texts.values())) + len(self.question.data) + len(self.input.data)
+
+
+class _Pictures:
+    """Trims the pictures of items and messages; the same text once."""
+
+    def __init__(self):
+        # The text itself is kept along, so that its id stays its own.
+        self._trimmed: dict[int, tuple[str, str]] = {}
+
+    def only(self, item: Json, keys: Sequence[str]) -> Json:
+        """Returns an item or message whose parts, lists under `keys`, have trimmed pictures."""
+        return {name: self._parts(value) if name in keys else value for name, value in item.items()}
+
+    def _parts(self, parts: Any) -> Any:
+        return [self._part(part) for part in parts] if isinstance(parts, list) else parts
+
+    def _part(self, part: Any) -> Any:
+        if not isinstance(part, dict) or part.get("type") != "input_image":
+            return part
+        url = part.get("image_url")
+        return {**part, "image_url": self._url(url)} if isinstance(url, str) else part
+
+    def _url(self, url: str) -> str:
+        if id(url) not in self._trimmed:
+            self._trimmed[id(url)] = url, trimmed_url(url)
+        return self._trimmed[id(url)][1]
+
+
+class Making(Protocol):
+    """A response that is being generated, as far as it is stored."""
+
+    id: str
+    earlier: Sequence[Json]
+
+    def answer(self) -> Json:
+        """Returns the answer so far as a chat message."""
+        ...
+
+
+@dataclass
+class Keeper:
+    """Stores successive states of one response.
+
+    Attributes:
+      previous: id of the stored response that it continues.
+      asked: what it adds to that response's conversation.
+    """
+
+    store: Responses
+    owner: str
+    worker: Worker
+    asked: Asked
+    previous: str | None
+    background: bool = False
+
+    async def put(self, making: Making, shown: Json, *, is_running: bool) -> None:
+        """Stores the state that the client sees. Raises OverloadedError, EngineDeadError."""
+        for _ in range(_MOST_CALLS):
+            answer = [making.answer()]
+            stored, texts = await off_loop(
+                weight(shown) + weight(answer), self._stored, making.id, shown, answer, is_running
+            )
+            sent = {digest: text for digest, text in texts.items() if len(text) <= _SHORT_TEXT}
+            needs = await self.store.put(stored, self.worker, sent)
+            if needs is not None and not needs.history:
+                sent |= {digest: texts[digest] for digest in needs.digests}
+                needs = await self.store.put(stored, self.worker, sent)
+            if needs is None:
+                return
+            if needs.history:
+                self.asked = await off_loop(weight(making.earlier), self.asked.after, making.earlier)
+                self.previous = None
+        raise OverloadedError("the store of responses was started again several times")
+
+    async def keep(self, making: Making, shown: Json, *, is_running: bool = False) -> None:
+        """Stores a state. A failure is only logged: even a stored response might be evicted at once."""
+        try:
+            await self.put(making, shown, is_running=is_running)
+        except (EngineDeadError, OverloadedError) as error:
+            logger.warning("response %s is not kept: %s", making.id, error)
+
+    def _stored(
+        self, response_id: str, shown: Json, answer: list[Json], is_running: bool
+    ) -> tuple[StoredResponse, dict[bytes, bytes]]:
+        asked, texts = self.asked, dict(self.asked.texts)
+        stored = StoredResponse(
+            response_id,
+            self.owner,
+            split(shown, texts),
+            asked.question,
+            split(answer, texts),
+            asked.input,
+            self.previous,
+            self.background,
+            is_running,
+        )
+        return stored, texts
+
+
+def check_size(num_bytes: int, most: int, *, continued: bool) -> None:
+    """Raises RequestError for a conversation that is too large to be stored."""
+    if num_bytes > most:
+        param = "previous_response_id" if continued else "input"
+        text = f"the conversation of {param} has {num_bytes} bytes; a stored one may have {most}"
+        advice = "begin a new conversation, or ask with store: false"
+        raise RequestError(f"{text} (max_stored_conversation_bytes of the server); {advice}", param=param)

@@ -1,0 +1,32 @@
+"""Log lines of requests, as enable_log_requests asks for them. A prompt is logged only as far as max_log_len says."""
+
+from __future__ import annotations
+
+import logging
+
+from jaxengine.requests.options import RequestOptions
+from jaxengine.requests.prepared import PreparedRequest
+
+logger = logging.getLogger(__name__)
+
+# Longest text of a request's parameters: stop strings, biases and schemas may be large, and are the client's.
+_MAX_PARAMS = 1000
+
+
+def log_request(prepared: PreparedRequest, options: RequestOptions, max_log_len: int | None) -> None:
+    """Logs a request that is about to be submitted.
+
+    max_log_len: characters of the prompt, and as many of its token ids, to log; None or 0 for neither.
+    """
+    ids = prepared.requests[0].prompt_token_ids
+    line = f"request {prepared.request_id}: {len(ids)} prompt tokens, {_cut(repr(prepared.params), _MAX_PARAMS)}"
+    if options.lora is not None:
+        line += f", adapter {_cut(repr(options.lora), _MAX_PARAMS)}"
+    if max_log_len:
+        text = None if prepared.prompt is None else prepared.prompt[: max_log_len + 1]
+        line += f", prompt {_cut(text, max_log_len)!r}, prompt_token_ids {ids[:max_log_len].tolist()}"
+    logger.info("%s", line)
+
+
+def _cut(text: str | None, length: int) -> str | None:
+    return text if text is None or len(text) <= length else text[:length] + "..."

@@ -1,0 +1,142 @@
+"""Request ids of each owner apart: two owners may use one id, and neither sees the other's.
+
+In the engine, the id of a request whose owner has a key is "ID@OWNER". Clients write and see the first part.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+from jaxengine.api.engine_client import EngineClient
+from jaxengine.requests.inputs import InputProcessor
+from jaxengine.requests.options import RequestOptions
+from jaxengine.scheduler.errors import RequestError, show_value
+
+_AT = "@"  # not a character of names.REQUEST_ID
+# Fields of a timeline's step that hold request ids.
+_STEP_IDS = ("admitted", "preempted", "first_tokens", "finished")
+
+
+def shown_id(engine_id: str) -> str:
+    """Returns the part of an id that its client knows."""
+    return engine_id.partition(_AT)[0]
+
+
+class OwnedEngine:
+    """EngineClient that wraps another one and keeps the ids of owners (`RequestOptions.owner`) apart."""
+
+    def __init__(self, engine: EngineClient):
+        self.inputs: InputProcessor = engine.inputs
+        self._engine = engine
+        # Id that clients know -> ids in the engine, of running requests.
+        self._running: dict[str, list[str]] = {}
+
+    @property
+    def errored(self) -> bool:
+        return self._engine.errored
+
+    def stream(
+        self,
+        prompt: Any,
+        sampling_params: Any = None,
+        request_id: str | None = None,
+        options: RequestOptions | None = None,
+    ) -> AsyncIterator[Any]:
+        """Implements EngineClient.stream."""
+        return self._named(self._engine.stream, prompt, sampling_params, request_id, options)
+
+    def pool(
+        self,
+        prompt: Any,
+        pooling_params: Any = None,
+        request_id: str | None = None,
+        options: RequestOptions | None = None,
+    ) -> AsyncIterator[Any]:
+        """Implements EngineClient.pool."""
+        return self._named(self._engine.pool, prompt, pooling_params, request_id, options)
+
+    async def abort(self, request_id: str) -> None:
+        """Aborts every owner's request of an id, as clients know it or as it is in the engine."""
+        for engine_id in self._running.get(request_id, (request_id,)):
+            await self._engine.abort(engine_id)
+
+    async def check_health(self) -> None:
+        await self._engine.check_health()
+
+    async def utility(self, name: str, *arguments: Any) -> Any:
+        return await self._engine.utility(name, *arguments)
+
+    def text_spans(self) -> list[tuple[float, float, int]]:
+        return self._engine.text_spans()
+
+    def _named(
+        self, run: Any, prompt: Any, params: Any, request_id: str | None, options: RequestOptions | None
+    ) -> AsyncIterator[Any]:
+        if request_id is None or options is None or not options.owner:
+            return run(prompt, params, request_id, options)
+        engine_id = f"{request_id}{_AT}{options.owner}"
+        return self._outputs(run(prompt, params, engine_id, options), request_id, engine_id)
+
+    async def _outputs(self, stream: AsyncIterator[Any], request_id: str, engine_id: str) -> AsyncGenerator[Any, None]:
+        running = self._running.setdefault(request_id, [])
+        running.append(engine_id)
+        try:
+            async for output in stream:
+                named = copy.copy(output)  # the engine goes on with its own
+                named.request_id = request_id
+                yield named
+        except RequestError as error:
+            if error.param == "request_id" and error.value == engine_id:
+                text = f"request_id {show_value(request_id)} is in use"
+                raise RequestError(text, param="request_id", value=request_id) from None
+            raise
+        finally:
+            running.remove(engine_id)
+            if not running and self._running.get(request_id) is running:
+                del self._running[request_id]
+            # Closing a stream early aborts the request; garbage collection would do so later.
+            if isinstance(stream, AsyncGenerator):
+                await stream.aclose()
+
+
+def owned(engine: EngineClient) -> EngineClient:
+    """Returns `engine` with the ids of owners apart."""
+    return engine if isinstance(engine, OwnedEngine) else OwnedEngine(engine)
+
+
+class Viewer:
+    """What one client sees of request ids: its own, and numbers in place of others'.
+
+    owner: the client's `RequestOptions.owner`; None for an operator and where there are no keys, who see all.
+    """
+
+    def __init__(self, owner: str | None):
+        self._owner = owner
+        self._others: dict[str, str] = {}
+
+    def show(self, engine_id: str) -> str:
+        if self._owner is None:
+            return engine_id
+        name, _, owner = engine_id.partition(_AT)
+        return name if owner == self._owner else self._others.setdefault(engine_id, f"other-{len(self._others) + 1}")
+
+    def status(self, status: dict[str, Any]) -> dict[str, Any]:
+        """Returns an engine's status as this client sees it."""
+        return {**status, "requests": [self._named(request) for request in status["requests"]]}
+
+    def timeline(self, timeline: dict[str, Any]) -> dict[str, Any]:
+        """Returns an engine's timeline as this client sees it."""
+        steps = [
+            {
+                **step,
+                **{name: [self.show(each) for each in step[name]] for name in _STEP_IDS},
+                "chunks": [(self.show(each), count) for each, count in step["chunks"]],
+            }
+            for step in timeline["steps"]
+        ]
+        return {**timeline, "steps": steps, "requests": [self._named(each) for each in timeline["requests"]]}
+
+    def _named(self, request: dict[str, Any]) -> dict[str, Any]:
+        return {**request, "id": self.show(request["id"])}

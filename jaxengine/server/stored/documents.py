@@ -1,0 +1,92 @@
+"""JSON values as they are stored: long texts, such as pictures in base64, are replaced by their SHA-256 digests.
+
+Values that share long texts can then be stored, sent and held with one copy of each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+# Texts of at least so many characters are stored apart; a shorter one is not worth its digest.
+LONG_TEXT = 1024
+# Types of MessagePack extensions: a digest, and an integer of more than 64 bits in decimal.
+_DIGEST, _INTEGER = 1, 2
+_SMALLEST, _LARGEST = -(2**63), 2**64 - 1
+
+
+class Document(msgspec.Struct, array_like=True, frozen=True):
+    """A JSON value without its long texts.
+
+    Attributes:
+      data: MessagePack.
+      digests: of its long texts, one for each occurrence.
+      num_bytes: size of the value, with each occurrence of a long text.
+    """
+
+    data: bytes = msgspec.msgpack.encode(None)
+    digests: tuple[bytes, ...] = ()
+    num_bytes: int = 0
+
+
+class _Splitter:
+    def __init__(self, texts: dict[bytes, bytes]):
+        self.texts = texts
+        self.digests: list[bytes] = []
+        # The same string object need not be hashed twice.
+        self._known: dict[int, bytes] = {}
+
+    def short(self, value: Any) -> Any:
+        """Returns `value` with extensions for what is stored apart."""
+        match value:
+            case str():
+                return value if len(value) < LONG_TEXT else msgspec.msgpack.Ext(_DIGEST, self._digest(value))
+            case dict():
+                return {name: self.short(each) for name, each in value.items()}
+            case list() | tuple():
+                return [self.short(each) for each in value]
+            case int() if not _SMALLEST <= value <= _LARGEST:
+                return msgspec.msgpack.Ext(_INTEGER, msgspec.json.encode(value))
+        return value
+
+    def _digest(self, text: str) -> bytes:
+        digest = self._known.get(id(text))
+        if digest is None:
+            data = text.encode()
+            digest = self._known[id(text)] = hashlib.sha256(data).digest()
+            self.texts[digest] = data
+        self.digests.append(digest)
+        return digest
+
+
+def split(value: Any, texts: dict[bytes, bytes]) -> Document:
+    """Makes a document of a JSON value, and adds its long texts, UTF-8, to `texts` by their digests."""
+    splitter = _Splitter(texts)
+    data = msgspec.msgpack.encode(splitter.short(value))
+    return Document(data, tuple(splitter.digests), len(data) + sum(len(texts[each]) for each in splitter.digests))
+
+
+class Joiner:
+    """Restores the values of documents. Equal long texts become one string.
+
+    texts: the long texts of all documents by their digests.
+    """
+
+    def __init__(self, texts: Mapping[bytes, bytes]):
+        self._texts = texts
+        self._read: dict[bytes, str] = {}
+
+    def join(self, document: Document) -> Any:
+        return msgspec.msgpack.decode(document.data, ext_hook=self._restore)
+
+    def _restore(self, kind: int, data: memoryview) -> Any:
+        if kind == _INTEGER:
+            return msgspec.json.decode(data)
+        digest = bytes(data)
+        text = self._read.get(digest)
+        if text is None:
+            text = self._read[digest] = self._texts[digest].decode()
+        return text

@@ -1,0 +1,131 @@
+"""What a store takes and returns: responses, what is missing to store one, and bounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import msgspec
+
+from jaxengine.server.stored.documents import Document
+
+Part = Literal["response", "input", "conversation"]
+
+
+class StoredResponse(msgspec.Struct):
+    """A response to store.
+
+    Attributes:
+      id: unique among its owner's.
+      owner: hash of its client's key; no other client can retrieve it.
+      previous: id of the stored response whose conversation it continues; None for a conversation of its own.
+      response: the response as the client sees it.
+      input: its input items, each with an id.
+      question, answer: lists of chat messages: what was asked in addition to the earlier conversation, and the answer.
+        Instructions are not part of them.
+      background: made in the background, and may be cancelled.
+      is_running: it is still being generated.
+    """
+
+    id: str
+    owner: str
+    response: Document
+    question: Document = Document()
+    answer: Document = Document()
+    input: Document = Document()
+    previous: str | None = None
+    background: bool = False
+    is_running: bool = False
+
+    @property
+    def documents(self) -> tuple[Document, ...]:
+        return self.response, self.input, self.question, self.answer
+
+    @property
+    def num_own_bytes(self) -> int:
+        """Size of the documents without their long texts."""
+        return sum(len(document.data) for document in self.documents)
+
+
+class Found(msgspec.Struct, array_like=True):
+    """A response that is stored. num_bytes: sizes of the parts that `read` returns, with all long texts."""
+
+    background: bool
+    is_running: bool
+    num_bytes: dict[Part, int]
+
+
+class Reading(msgspec.Struct, array_like=True):
+    """A part of a stored response: its documents in order, and their long texts by digest."""
+
+    documents: list[Document]
+    texts: dict[bytes, bytes]
+
+
+class Needs(msgspec.Struct, array_like=True):
+    """What a store lacks to take a response.
+
+    Attributes:
+      digests: long texts that must come along.
+      history: the response that it continues is gone, so that the whole conversation must come as the question.
+    """
+
+    digests: tuple[bytes, ...] = ()
+    history: bool = False
+
+
+class Worker(Protocol):
+    """Generates responses."""
+
+    def cancel(self, response_id: str, owner: str) -> None:
+        """Ends the work on a response soon, and then puts its final state."""
+        ...
+
+
+class Responses(Protocol):
+    """Interface of a store, local or remote. A missing response and another owner's are both None.
+
+    All methods raise EngineDeadError if the store is down.
+    """
+
+    async def put(
+        self, stored: StoredResponse, worker: Worker, texts: dict[bytes, bytes] | None = None
+    ) -> Needs | None:
+        """Stores a response, replacing its earlier state; returns what is missing, and then nothing has changed.
+
+        worker: generates the response while is_running.
+        texts: long texts by digest, at least those that the store lacks.
+        Raises OverloadedError for a response that is too large, or if running ones take all the room.
+        """
+        ...
+
+    async def find(self, response_id: str, owner: str) -> Found | None: ...
+
+    async def read(self, response_id: str, owner: str, part: Part) -> Reading | None:
+        """Returns what the client sees, the input items, or the messages of the conversation up to this response."""
+        ...
+
+    async def stop(self, response_id: str, owner: str) -> Found | None:
+        """Stops the generation of a response, if it is running, and returns its final state."""
+        ...
+
+    async def delete(self, response_id: str, owner: str) -> Found | None:
+        """Stops and removes a response; returns it."""
+        ...
+
+
+@dataclass(frozen=True)
+class StoreBounds:
+    """Bounds of a store.
+
+    Attributes:
+      responses, num_bytes: of all owners together.
+      client_responses, client_bytes: of one owner.
+      conversation_bytes: of the conversation of one response.
+    """
+
+    responses: int
+    num_bytes: int
+    client_responses: int
+    client_bytes: int
+    conversation_bytes: int

@@ -1,0 +1,160 @@
+"""The stored responses of one owner: their long texts once each, and links from a conversation to its earlier turns.
+
+A turn outlives its response while a later response continues it, so that deleting a response ends no conversation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from jaxengine.server.stored.documents import Document
+from jaxengine.server.stored.records import Needs, StoredResponse
+
+# Counted for each response and each turn in addition to its documents: what Python needs for them.
+RECORD_BYTES = 512
+
+
+@dataclass(eq=False)
+class Turn:
+    """One question and its answer, with a link to the turn before.
+
+    Attributes:
+      messages: JSON lists of chat messages, in order.
+      num_bytes: size of the conversation up to this turn, with every occurrence of a long text.
+      num_links: responses of this turn, and later turns that continue it.
+    """
+
+    messages: tuple[Document, ...]
+    earlier: Turn | None
+    num_bytes: int
+    num_links: int = 0
+
+    def chain(self) -> list[Turn]:
+        """Returns the turns of the conversation, oldest first."""
+        turn: Turn | None = self
+        turns: list[Turn] = []
+        while turn is not None:
+            turns.append(turn)
+            turn = turn.earlier
+        return turns[::-1]
+
+
+@dataclass(eq=False)
+class Kept:
+    """A stored response and its turn. stored.question and stored.answer are in the turn."""
+
+    stored: StoredResponse
+    turn: Turn
+
+    @property
+    def documents(self) -> tuple[Document, ...]:
+        return self.stored.response, self.stored.input
+
+
+class Share:
+    """What one owner has stored.
+
+    Attributes:
+      responses: by id, oldest first.
+      num_bytes: memory of all of it: documents, long texts once each, RECORD_BYTES for each response and turn.
+    """
+
+    def __init__(self):
+        self.responses: dict[str, Kept] = {}
+        self.num_bytes = 0
+        self._texts: dict[bytes, bytes] = {}
+        self._uses: dict[bytes, int] = {}
+
+    def missing(self, stored: StoredResponse, texts: Mapping[bytes, bytes]) -> Needs | None:
+        """Returns what is missing to put a response with these long texts; None if nothing is."""
+        known = self.responses.get(stored.id)
+        continues = known is not None and known.stored.previous == stored.previous
+        history = stored.previous is not None and not continues and stored.previous not in self.responses
+        digests = {digest for document in stored.documents for digest in document.digests}
+        wanted = tuple(digest for digest in digests if digest not in self._texts and digest not in texts)
+        return Needs(wanted, history) if wanted or history else None
+
+    def conversation_bytes(self, stored: StoredResponse) -> int:
+        """Returns the size of a response's conversation."""
+        earlier = self._earlier(stored)
+        own = RECORD_BYTES + stored.question.num_bytes + stored.answer.num_bytes
+        return own + (0 if earlier is None else earlier.num_bytes)
+
+    def added_bytes(self, stored: StoredResponse, texts: Mapping[bytes, bytes]) -> int:
+        """Returns by how much a new response would enlarge the share, its conversation's earlier turns included, which
+        cannot be evicted while it is there.
+        """
+        digests = {digest for document in stored.documents for digest in document.digests}
+        long = sum(len(self._texts.get(each) or texts[each]) for each in digests)
+        earlier = self._earlier(stored)
+        return 2 * RECORD_BYTES + stored.num_own_bytes + long + (0 if earlier is None else earlier.num_bytes)
+
+    def put(self, stored: StoredResponse, texts: Mapping[bytes, bytes]) -> None:
+        """Stores a response in place of its earlier state. Nothing may be `missing`."""
+        turn = Turn((stored.question, stored.answer), self._earlier(stored), self.conversation_bytes(stored))
+        before = self.responses.get(stored.id)
+        kept = self.responses[stored.id] = Kept(stored, turn)
+        self.num_bytes += 2 * RECORD_BYTES
+        self._take((*kept.documents, *turn.messages), texts)
+        turn.num_links = 1
+        if turn.earlier is not None:
+            turn.earlier.num_links += 1
+        if before is not None:
+            self._forget(before)
+
+    def replace_response(self, response_id: str, response: Document) -> None:
+        """Replaces the document that the client sees by one with the same long texts."""
+        stored = self.responses[response_id].stored
+        self.num_bytes += len(response.data) - len(stored.response.data)
+        stored.response = response
+
+    def drop(self, response_id: str) -> None:
+        """Removes a response, and its turn unless a later response continues it."""
+        self._forget(self.responses.pop(response_id))
+
+    def texts_of(self, documents: Iterable[Document]) -> dict[bytes, bytes]:
+        """Returns the long texts of documents."""
+        return {digest: self._texts[digest] for document in documents for digest in document.digests}
+
+    def finished(self, *, but: str | None) -> Iterator[str]:
+        """Yields the ids of responses that may be evicted, oldest first; but: the id of one that may not, if any."""
+        return (name for name, kept in self.responses.items() if not kept.stored.is_running and name != but)
+
+    def _earlier(self, stored: StoredResponse) -> Turn | None:
+        if stored.previous is None:
+            return None
+        known = self.responses.get(stored.id)
+        if known is not None and known.stored.previous == stored.previous:
+            return known.turn.earlier  # which may outlive its response
+        return self.responses[stored.previous].turn
+
+    def _take(self, documents: Iterable[Document], texts: Mapping[bytes, bytes]) -> None:
+        for document in documents:
+            self.num_bytes += len(document.data)
+            for digest in document.digests:
+                if digest not in self._texts:
+                    self._texts[digest] = texts[digest]
+                    self.num_bytes += len(texts[digest])
+                self._uses[digest] = self._uses.get(digest, 0) + 1
+
+    def _release(self, documents: Iterable[Document]) -> None:
+        for document in documents:
+            self.num_bytes -= len(document.data)
+            for digest in document.digests:
+                self._uses[digest] -= 1
+                if not self._uses[digest]:
+                    del self._uses[digest]
+                    self.num_bytes -= len(self._texts.pop(digest))
+
+    def _forget(self, kept: Kept) -> None:
+        self.num_bytes -= RECORD_BYTES
+        self._release(kept.documents)
+        turn: Turn | None = kept.turn
+        while turn is not None:  # not recursive: a conversation has as many turns as it has
+            turn.num_links -= 1
+            if turn.num_links:
+                return
+            self._release(turn.messages)
+            self.num_bytes -= RECORD_BYTES
+            turn = turn.earlier

@@ -1,0 +1,140 @@
+"""Threads that clients take turns at, so that the slow files of one do not hold up those of another.
+
+An owner is whoever shares a turn: the holder of a key. Work without an owner, of Python or of a server with one key,
+has no one to leave room for and may use all threads.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
+from typing import Any, Generic, ParamSpec, TypeVar
+
+# Whose request the current task or thread works for.
+OWNER: ContextVar[str | None] = ContextVar("owner", default=None)
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def share_of(owner: str | None, total: int) -> int:
+    """The most of `total` places that an owner may have: half of them, at least one; all without an owner."""
+    return total if owner is None else max(1, total // 2)
+
+
+class Turns(Generic[_T]):
+    """Items that wait for one of `num_places`, in a line for each owner. For one thread at a time.
+
+    Owners take turns; one that has its share of the places (`share_of`) lets the others go first.
+    """
+
+    def __init__(self, num_places: int):
+        self._num_places = num_places
+        # Lines that are not empty; the owner whose turn is next comes first.
+        self._lines: OrderedDict[str | None, deque[_T]] = OrderedDict()
+        self._running: Counter[str | None] = Counter()
+
+    def push(self, owner: str | None, item: _T) -> None:
+        """Puts an item at the end of its owner's line."""
+        self._lines.setdefault(owner, deque()).append(item)
+
+    def remove(self, owner: str | None, item: _T) -> None:
+        """Takes an item out of its owner's line, if it is still there."""
+        line = self._lines.get(owner, deque())
+        if item in line:
+            line.remove(item)
+            if not line:
+                del self._lines[owner]
+
+    def start(self) -> tuple[str | None, _T] | None:
+        """Gives a place to the next item; returns it with its owner. None if no place is free for one that waits."""
+        if self._running.total() >= self._num_places:
+            return None
+        free = (owner for owner in self._lines if self._running[owner] < share_of(owner, self._num_places))
+        for owner in free:
+            return owner, self._take(owner)
+        return None
+
+    def _take(self, owner: str | None) -> _T:
+        """Takes the first item of an owner's line, and a place for it. The owner's next turn is behind the others'."""
+        line = self._lines[owner]
+        item = line.popleft()
+        self._running[owner] += 1
+        self._lines.move_to_end(owner)
+        if not line:
+            del self._lines[owner]
+        return item
+
+    def end(self, owner: str | None) -> None:
+        """Gives back a place of this owner."""
+        self._running[owner] -= 1
+        if not self._running[owner]:
+            del self._running[owner]
+
+
+class _Work:
+    """A call that waits for its turn, and the future of its result."""
+
+    def __init__(self, call: Callable[[], Any]):
+        self.future: Future[Any] = Future()
+        # Dropped after the call, since futures are kept longer than the files that were read.
+        self._call: Callable[[], Any] | None = call
+
+    def run(self) -> None:
+        call, self._call = self._call, None
+        if call is None or not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            result = call()
+        except BaseException as error:
+            self.future.set_exception(error)
+            # The traceback refers to this frame: a cycle otherwise.
+            self = call = None
+        else:
+            self.future.set_result(result)
+
+
+class FairThreads:
+    """A thread pool at which owners take turns, see Turns. Threads are started on first use."""
+
+    def __init__(self, num_threads: int, name: str):
+        self._turns: Turns[_Work] = Turns(num_threads)
+        self._threads = ThreadPoolExecutor(num_threads, name)
+        self._lock = threading.Lock()
+
+    def submit(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
+        """Calls `function` in the caller's context, at a turn of its OWNER; returns the future of its result.
+
+        A future that is cancelled before its turn leaves the line at once, with everything that it holds.
+        """
+        owner, context = OWNER.get(), contextvars.copy_context()
+        work = _Work(lambda: context.run(function, *args, **kwargs))
+
+        def leave(done: Future[Any]) -> None:
+            if done.cancelled():
+                with self._lock:
+                    self._turns.remove(owner, work)
+
+        with self._lock:
+            self._turns.push(owner, work)
+        work.future.add_done_callback(leave)
+        self._start()
+        return work.future
+
+    def _start(self) -> None:
+        """Starts what may run now."""
+        with self._lock:
+            while (turn := self._turns.start()) is not None:
+                self._threads.submit(self._run, *turn)
+
+    def _run(self, owner: str | None, work: _Work) -> None:
+        try:
+            work.run()
+        finally:
+            with self._lock:
+                self._turns.end(owner)
+            self._start()

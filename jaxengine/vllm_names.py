@@ -1,0 +1,180 @@
+"""Modules of vLLM by their names: `from jaxengine.lora.request import LoRARequest` is `from jaxengine import
+LoRARequest`.
+
+A module of MODULES has no file. A finder, asked after Python's own, makes it when it is imported, and its names are
+looked up when they are used. Names of vLLM that have no counterpart raise ImportError with what there is instead. Type
+checkers see no such modules: typed programs import from `jaxengine`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+_ROOT = "jaxengine"
+_OUTPUTS = """
+    RequestOutput CompletionOutput PoolingOutput PoolingRequestOutput EmbeddingOutput EmbeddingRequestOutput
+    ClassificationOutput ClassificationRequestOutput ScoringOutput ScoringRequestOutput
+"""
+_INPUTS = "PromptType TextPrompt TokensPrompt"
+
+# Module -> its names: those of `jaxengine`, or NAME=module:attribute, where the same attribute need not be written.
+MODULES: dict[str, str] = {
+    "config": (
+        "CompilationConfig CompilationLevel CompilationMode PoolerConfig "
+        "SpeculativeConfig=jaxengine.config.speculation: "
+        "StructuredOutputsConfig=jaxengine.config.structured_outputs_config:"
+    ),
+    "distributed": "cleanup_dist_env_and_memory=jaxengine.api.example_helpers:",
+    "engine.arg_utils": "EngineArgs AsyncEngineArgs",
+    "engine.async_llm_engine": "AsyncLLMEngine",
+    "engine.llm_engine": "LLMEngine",
+    "entrypoints.llm": "LLM",
+    "inputs": _INPUTS,
+    "inputs.data": _INPUTS,
+    "logger": "init_logger=logging:getLogger",
+    "logprobs": "Logprob",
+    "lora.request": "LoRARequest",
+    "multimodal.image": "convert_image_mode=jaxengine.media.pil_images:",
+    "multimodal.utils": "fetch_image=jaxengine.media.pil_images: encode_image_url=jaxengine.media.pil_images:",
+    "outputs": _OUTPUTS,
+    "platforms": "current_platform=jaxengine.api.example_helpers:",
+    "pooling_params": "PoolingParams",
+    "renderers.chat_utils": "load_chat_template=jaxengine.config.chat_template:read_chat_template",
+    "sampling_params": "SamplingParams RequestOutputKind BeamSearchParams StructuredOutputsParams",
+    "transformers_utils.repo_utils": "hf_api=huggingface_hub:HfApi",
+    "utils": "FlexibleArgumentParser",
+    "utils.argparse_utils": "FlexibleArgumentParser",
+    "utils.network_utils": "get_open_port=jaxengine.api.example_helpers:",
+    "utils.print_utils": "print_embeddings=jaxengine.api.example_helpers:",
+    "v1.engine.async_llm": "AsyncLLM",
+    "v1.engine.exceptions": "EngineDeadError",
+    "v1.engine.llm_engine": "LLMEngine",
+    "v1.metrics.reader": (
+        "Metric=jaxengine.engine.metric_types: Counter=jaxengine.engine.metric_types: "
+        "Gauge=jaxengine.engine.metric_types: Histogram=jaxengine.engine.metric_types:"
+    ),
+}
+# Packages that MODULES are in, most of them without names of their own.
+PACKAGES = frozenset(
+    ".".join(parts[:count]) for name in MODULES for parts in [name.split(".")] for count in range(1, len(parts))
+)
+
+_SEE = "docs/coming_from_vllm.md has what is refused"
+# Module or module.Name of vLLM, or the beginning of one -> what there is instead. The longest one counts.
+NOT_BUILT: dict[str, str] = {
+    "ModelRegistry": "jaxengine.register_model adds a model of your own",
+    "assets": "vLLM keeps these pictures, videos and sounds; open a file of yours with PIL",
+    "benchmarks": "jaxengine bench measures, docs/serving.md",
+    "config": "jaxengine.EngineArgs has all options; dicts of fields do for those with structure",
+    "config.KVTransferConfig": "kv_transfer_config is not built",
+    "config.kv_transfer": "kv_transfer_config is not built",
+    "distributed": "exchanges between devices are XLA's; transfers of KV caches and weights are not built",
+    "engine": _SEE,
+    "entrypoints": "jaxengine serve runs the server; jaxengine.server.ray_serve runs it in Ray Serve",
+    "env_override": "no engine option is read from the environment",
+    "envs": "no engine option is read from the environment",
+    "forward_context": "jaxengine.register_model adds a model of your own",
+    "initialize_ray_cluster": "nnodes and jaxengine worker run an engine on several hosts",
+    "inputs": _SEE,
+    "lora": "jaxengine.LoRARequest names an adapter",
+    "model_executor": "jaxengine.register_model adds a model of your own",
+    "multimodal": "prompts take PIL pictures and numpy arrays, messages take addresses; docs/media.md",
+    "platforms": "jax.devices() has the devices",
+    "plugins": "jaxengine.register_model adds a model of your own",
+    "pooling_params": "what is built: docs/pooling_models.md",
+    "reasoning": "parsers have vLLM's names, docs/parsers.md",
+    "renderers": "the option chat_template takes a file or a template",
+    "sampling_params": "what is built: docs/sampling_params.md",
+    "third_party": _SEE,
+    "tokenizers": "LLM.get_tokenizer() returns the tokenizer of transformers",
+    "tool_parsers": "parsers have vLLM's names, docs/parsers.md",
+    "transformers_utils": "transformers and huggingface_hub have these functions",
+    "usage": "no statistics of usage are collected",
+    "utils": "vLLM's helpers are not part of the engine's interface; the standard library and numpy have most of them",
+    "v1": _SEE,
+    "v1.metrics": "LLM.get_metrics() returns Counter, Gauge and Histogram",
+    "v1.sample": "jaxengine.LogitsProcessor, docs/sampling_params.md#logits-processors",
+    "v1.worker": "jaxengine.LogitsProcessor, docs/sampling_params.md#logits-processors",
+}
+
+
+class NotBuiltImportError(ModuleNotFoundError):
+    """vLLM has a module or name that this engine does not."""
+
+
+def look_up(module: str) -> Callable[[str], Any]:
+    """Makes the `__getattr__` of a module of MODULES: imports a name from its home when it is first used."""
+    homes = _homes(module.removeprefix(f"{_ROOT}."))
+
+    def find(name: str) -> Any:
+        if name not in homes:
+            refuse(module, name)
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        home, _, attribute = homes[name].partition(":")
+        value = getattr(import_module(home), attribute or name)
+        setattr(sys.modules[module], name, value)
+        return value
+
+    return find
+
+
+def refuse(module: str, name: str) -> None:
+    """Raises NotBuiltImportError for a name that vLLM has in a module, or may have, and this engine does not.
+
+    Names of submodules, and those with underscores that Python looks for itself, are left to the caller.
+    """
+    full = f"{module}.{name}"
+    inside = full.removeprefix(f"{_ROOT}.")
+    if name.startswith("__") or is_module(inside) or (advice := _advice(inside)) is None:
+        return
+    if PathFinder.find_spec(full, getattr(sys.modules[module], "__path__", ())) is None:
+        raise NotBuiltImportError(f"{module} has no {name}: {advice}", name=module)
+
+
+def is_module(name: str) -> bool:
+    """Whether a dotted name below `jaxengine` is a module or package of vLLM's that `import` makes."""
+    return name in MODULES or name in PACKAGES
+
+
+def install() -> None:
+    """Lets `import` find MODULES."""
+    if not any(isinstance(each, _Finder) for each in sys.meta_path):
+        sys.meta_path.append(_Finder())
+
+
+class _Finder(MetaPathFinder, Loader):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        root, _, name = fullname.partition(".")
+        if root != _ROOT or not name:
+            return None
+        if is_module(name):
+            return ModuleSpec(fullname, self, is_package=True)  # asked for its submodules, too, it refuses them by name
+        if (advice := _advice(name)) is not None:
+            raise NotBuiltImportError(f"there is no {fullname}: {advice}", name=fullname)
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        names = sorted(_homes(module.__name__.removeprefix(f"{_ROOT}.")))
+        module.__doc__ = f"Names that vLLM has in this module; see {__name__}."
+        vars(module).update(__getattr__=look_up(module.__name__), __all__=names, __dir__=lambda: names)
+
+
+def _homes(module: str) -> dict[str, str]:
+    """Name -> module:attribute, or module: for the same name, of each name in a module of MODULES."""
+    words = (word.partition("=") for word in MODULES.get(module, "").split())
+    return {name: home or f"{_ROOT}:{name}" for name, _, home in words}
+
+
+def _advice(name: str) -> str | None:
+    """The text of the longest row of NOT_BUILT that `name` is or begins with."""
+    parts = name.split(".")
+    begins = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+    return next((NOT_BUILT[each] for each in begins if each in NOT_BUILT), None)

@@ -1,0 +1,92 @@
+"""vLLM's LLMEngine: requests are added, steps are run by the caller; and engines made of EngineArgs."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from jaxengine import LLM, AsyncLLM, ConfigError, EngineArgs, LLMEngine, RequestError, RequestOutputKind, SamplingParams
+
+PROMPTS = [[5, 6, 7], [8] * 20, [9, 10]]
+
+
+def run(engine: LLMEngine) -> tuple[dict[str, list], list[RequestError]]:
+    """All outputs by request, and the errors, of steps until nothing is left."""
+    outputs, errors = {}, []
+    while engine.has_unfinished_requests():
+        try:
+            for output in engine.step():
+                outputs.setdefault(output.request_id, []).append(output)
+        except RequestError as error:
+            errors.append(error)
+    return outputs, errors
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_options):
+    made = LLMEngine.from_engine_args(EngineArgs(**tiny_options, swap_space=4))
+    yield made
+    made.shutdown()
+
+
+def test_requests_are_added_and_stepped(engine, tiny_options):
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    for number, prompt in enumerate(PROMPTS):
+        assert engine.add_request(f"r{number}", {"prompt_token_ids": prompt}, params, time.time()) == f"r{number}"
+    assert engine.get_num_unfinished_requests() == 3
+    outputs, errors = run(engine)
+    with LLM.from_engine_args(EngineArgs(**tiny_options)) as llm:
+        wanted = llm.generate(PROMPTS, params, False)  # use_tqdm by position, as in vLLM
+        with pytest.raises(RequestError, match="lora"):
+            llm.generate(PROMPTS, params, False, "adapter")
+    assert not errors and engine.get_num_unfinished_requests() == 0
+    for number, each in enumerate(wanted):
+        own = outputs[f"r{number}"]
+        assert len(own) == 6 and own[-1].finished
+        assert own[-1].outputs[0].token_ids == each.outputs[0].token_ids
+
+
+def test_a_wrong_request_ends_alone_and_no_output_is_lost():
+    class Core:
+        has_unfinished = True
+
+        def step(self):
+            self.has_unfinished = False
+            return ["output"]
+
+        def pop_rejected(self):
+            return [("one", RequestError("first")), ("two", RequestError("second"))]
+
+    engine = object.__new__(LLMEngine)
+    engine.core, engine._outputs, engine._errors = Core(), [], []
+    for said in ("first", "second"):
+        with pytest.raises(RequestError, match=said):
+            engine.step()
+        assert engine.has_unfinished_requests()
+    assert engine.step() == ["output"] and not engine.has_unfinished_requests()
+
+
+def test_an_id_is_used_once(engine):
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+    engine.add_request("good", {"prompt_token_ids": PROMPTS[0]}, params)
+    with pytest.raises(RequestError, match="request_id 'good' is in use"):
+        engine.add_request("good", {"prompt_token_ids": PROMPTS[0]}, params)
+    outputs, errors = run(engine)
+    assert not errors and sum(len(each.outputs[0].token_ids) for each in outputs["good"]) == 12
+
+
+def test_requests_are_aborted(engine):
+    params = SamplingParams(max_tokens=16, ignore_eos=True)
+    for name in ("a", "b", "c"):
+        engine.add_request(name, {"prompt_token_ids": PROMPTS[0]}, params)
+    engine.abort_request("a")
+    engine.abort_request(["b", "unknown"])
+    outputs, _ = run(engine)
+    assert list(outputs) == ["c"]
+
+
+def test_async_engines_take_engine_args():
+    for options, said in (({"stat_loggers": []}, "stat_loggers"), ({"start_engine_loop": False}, "start_engine_loop")):
+        with pytest.raises(ConfigError, match=said):
+            AsyncLLM.from_engine_args(EngineArgs("m"), **options)

@@ -1,0 +1,81 @@
+"""What operators switch on: profiles of the running engine, log lines of requests, streams in larger pieces."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import pytest
+
+from jaxengine.config.profiler_config import ProfilerConfig
+from jaxengine.engine.profiler import Profiler
+from jaxengine.requests.options import RequestOptions
+from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
+from jaxengine.scheduler.errors import RequestError
+from jaxengine.server.http.app import create_app
+from jaxengine.server.link.request_log import log_request
+from jaxengine.server.options import ServerConfig
+from tests.jaxengine.server.asgi_client import http_client
+
+PROMPT = "The quick brown fox"
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture
+def operated(chat_engine, tmp_path, monkeypatch):
+    """The engine as if started with profiler_config, and a server's options with a key for operators."""
+    (tmp_path / "keys").write_text("root\n")
+    profiler = ProfilerConfig(str(tmp_path / "profiles"))
+    config = dataclasses.replace(chat_engine.inputs.config, profiler_config=profiler)
+    monkeypatch.setattr(chat_engine.inputs, "config", config)
+    monkeypatch.setattr(chat_engine.core, "_profiler", Profiler(profiler.profiler_dir))
+    return ServerConfig(api_key=("client",), enable_admin=True, admin_key_file=str(tmp_path / "keys"))
+
+
+async def test_operators_take_profiles(chat_engine, operated, tmp_path):
+    async with http_client(create_app(chat_engine, operated), "client") as client:
+        assert (await client.post("/start_profile")).status_code in (401, 403)
+    async with http_client(create_app(chat_engine, operated), "root") as client:
+        assert (await client.post("/stop_profile")).status_code == 400  # there is none
+        assert (await client.post("/start_profile")).json() == {"success": True}
+        assert (await client.post("/start_profile")).status_code == 400  # one at a time
+        assert [each async for each in chat_engine.generate(PROMPT, GREEDY)]
+        assert (await client.post("/stop_profile")).json() == {"success": True}
+        assert list((tmp_path / "profiles").rglob("*.xplane.pb"))
+
+
+async def test_without_the_option_there_are_no_profiles(chat_engine, tmp_path):
+    (tmp_path / "keys").write_text("root\n")
+    config = ServerConfig(enable_admin=True, admin_key_file=str(tmp_path / "keys"))
+    async with http_client(create_app(chat_engine, config), "root") as client:
+        assert (await client.post("/start_profile")).status_code == 404
+    with pytest.raises(RequestError, match="profiling is not enabled"):
+        await chat_engine.start_profile()
+
+
+async def test_a_stream_interval_sends_tokens_together(chat_engine, monkeypatch):
+    async def pieces():
+        params = GREEDY.clone_with(output_kind=RequestOutputKind.DELTA)
+        return [output.outputs[0] async for output in chat_engine.generate(PROMPT, params)]
+
+    each_token = await pieces()
+    monkeypatch.setattr(chat_engine.core._processor, "_stream_interval", 5)
+    together = await pieces()
+    assert "".join(piece.text for piece in together) == "".join(piece.text for piece in each_token)
+    assert sum((piece.token_ids for piece in together), []) == sum((piece.token_ids for piece in each_token), [])
+    first, *middle, last = (len(piece.token_ids) for piece in together)
+    assert first == 1 and middle and min(middle) >= 5 and last and together[-1].finish_reason == "length"
+
+
+def test_a_request_is_logged_without_its_prompt_unless_asked(chat_engine, caplog):
+    params = SamplingParams(stop=["x" * 5000], max_tokens=7)
+    prepared = chat_engine.inputs.prepare("secret words", params, request_id="r1", options=RequestOptions())
+    lines = []
+    with caplog.at_level(logging.INFO, "jaxengine"):
+        for length in (None, 0, 4):
+            caplog.clear()
+            log_request(prepared, RequestOptions(lora="mine"), length)
+            lines.append(caplog.messages[0])
+    assert all(line.startswith("request r1: ") and "'mine'" in line and len(line) < 1500 for line in lines)
+    assert all("secr" not in line and "prompt_token_ids" not in line for line in lines[:2])
+    assert "prompt 'secr...'" in lines[2] and "secret" not in lines[2]
