@@ -11,8 +11,9 @@ from jaxengine.config.values import plain
 from jaxengine.models.config.pooler import POOLING_TYPES
 
 POOLING_TASKS = ("embed", "classify")
+ROPE_OPTIONS = ("rope_scaling", "rope_theta")
 # Names that `settle_names` replaces.
-EARLIER = ("override_pooler_config", "task", "rope_scaling", "rope_theta")
+EARLIER = ("override_pooler_config", "task", *ROPE_OPTIONS)
 # vLLM's other fields, with the values that have no effect here.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tok_pooling_type": (),
@@ -116,7 +117,7 @@ def settle_names(options: dict[str, Any]) -> dict[str, Any]:
     for name, value in earlier.items():
         if value is not None and settled.setdefault(name, value) != value:
             raise ConfigError.because(name, f"{name} is given twice", "leave out its earlier name")
-    ropes = {name: options[name] for name in ("rope_scaling", "rope_theta") if options.get(name) is not None}
+    ropes = {name: options[name] for name in ROPE_OPTIONS if options.get(name) is not None}
     if not ropes:
         return settled
     overrides = settled.get("hf_overrides") or {}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.hf import FULL
 
@@ -75,15 +77,19 @@ def check_read(raw: Mapping[str, Any], overrides: Mapping[str, Any], read: Calla
 
 
 def _is_inside(raw: Mapping[str, Any], name: str, value: Any) -> bool:
-    inside = name.endswith("_config") and name != "quantization_config"
-    return inside and isinstance(value, Mapping) and isinstance(raw.get(name), Mapping)
+    return _is_inner(name, value) and isinstance(raw.get(name), Mapping)
+
+
+def _is_inner(name: str, value: Any) -> bool:
+    """Whether the field is a configuration inside of another."""
+    return name.endswith("_config") and name != "quantization_config" and isinstance(value, Mapping)
 
 
 def _probes(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the dotted name of each new field, and the overrides with an invalid value of it."""
     for name, value in overrides.items():
-        if _is_inside(raw, name, value):
-            for inner, probe in _probes(raw[name], value):
+        if _is_inner(name, value):
+            for inner, probe in _probes(raw[name] if _is_inside(raw, name, value) else {}, value):
                 yield f"{name}.{inner}", {**overrides, name: probe}
         elif name in _MAPPINGS:
             yield name, {**overrides, name: {"rope_type": object()}}
@@ -111,13 +117,18 @@ def _changed(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
     rope = _rescaled(old if isinstance(old, Mapping) else {}, new) if asked else old
     if (theta := changes.get("rope_theta")) is not None:
         merged["rope_theta"] = theta
-        rope = _with_theta(rope, new, theta)
+        if new.get("rope_theta", theta) != theta:
+            raise ModelConfigError(f"rope_theta is {theta!r}, and {new['rope_theta']!r} in {asked[0]}; give it once")
+        rope = _with(rope, {"rope_theta": theta})
     if _ORIGINAL in new and _ORIGINAL in merged:
         merged[_ORIGINAL] = new[_ORIGINAL]  # where it goes before the mapping's
-    if rope:
-        merged[name] = rope
-    longest = _stretched(new, merged.get(_LENGTH))
-    return merged | ({_LENGTH: longest} if longest is not None and _LENGTH not in changes else {})
+    own = new[FULL] if isinstance(new.get(FULL), Mapping) else new
+    longest = _stretched(own, merged) if _LENGTH not in changes else None
+    if longest is not None:
+        if not {_ORIGINAL} & {*own, *merged} and longest != merged[_LENGTH]:
+            rope = _with(rope, {_ORIGINAL: merged[_LENGTH]})  # the default, which is now longer
+        merged[_LENGTH] = longest
+    return merged | ({name: rope} if rope else {})
 
 
 def _shortened(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,60 +149,54 @@ def _by_kind(rope: Mapping[str, Any]) -> bool:
 
 def _rescaled(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     if _by_kind(new):
-        kinds = {kind: value if isinstance(value, Mapping) else {} for kind, value in old.items()}
-        return {**old, **{kind: _rescaled(kinds.get(kind, {}), value) for kind, value in new.items()}}
+        kinds = {kind: value for kind, value in new.items() if isinstance(value, Mapping)}
+        before = {kind: old[kind] if isinstance(old.get(kind), Mapping) else {} for kind in kinds}
+        return {**old, **new, **{kind: _rescaled(before[kind], value) for kind, value in kinds.items()}}
     if isinstance(full := old.get(FULL), Mapping):
         return {**old, FULL: _rescaled(full, new)}
     return {name: old[name] for name in _KEPT if name in old} | dict(new)
 
 
-def _with_theta(rope: Mapping[str, Any], new: Mapping[str, Any], theta: Any) -> dict[str, Any]:
-    """Put the base into a mapping, for FULL layers where it has one for each kind."""
-    if new.get("rope_theta", theta) != theta:
-        raise ModelConfigError(f"rope_theta is {new['rope_theta']!r} in the rope and {theta!r} beside it; give it once")
+def _with(rope: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Put fields into a mapping, for FULL layers where it has one for each kind."""
     if isinstance(full := rope.get(FULL), Mapping):
-        return {**rope, FULL: {**full, "rope_theta": theta}}
-    return {**rope, "rope_theta": theta} if rope else {}
+        return {**rope, FULL: {**full, **fields}}
+    return {**rope, **fields} if rope else {}
 
 
-def _stretched(rope: Mapping[str, Any], longest: Any) -> int | None:
-    """Context length with a new rope, as vLLM derives max_model_len; None where it stays."""
-    if isinstance(full := rope.get(FULL), Mapping):
-        rope = full
-    kind, factor = rope.get("rope_type", rope.get("type")), rope.get("factor")
-    original = rope.get(_ORIGINAL, longest) if kind == "yarn" else longest
-    if kind not in ("yarn", "linear") or type(factor) not in (int, float) or type(original) is not int:
+def _stretched(rope: Mapping[str, Any], fields: Mapping[str, Any]) -> int | None:
+    """Context length with a rope, as vLLM derives max_model_len; None where it stays."""
+    kind, factor, original = rope.get("rope_type", rope.get("type")), rope.get("factor"), fields.get(_LENGTH)
+    if kind == "yarn":
+        original = rope.get(_ORIGINAL, fields.get(_ORIGINAL, original))
+    if kind not in ("yarn", "linear") or not isinstance(factor, (int, float)) or type(original) is not int:
         return None
-    assert factor is not None
     return int(original * factor) if 0 < factor < 1e6 else None
 
 
 def overridden_metadata(metadata: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return GGUF metadata with another rope or context length. Raises UnreadError for other fields."""
+    """Return GGUF metadata with another rope or context length.
+
+    Raises UnreadError for other fields, ModelConfigError for a rope that is no mapping.
+    """
     prefix, changed = f"{metadata.get('general.architecture')}.", dict(metadata)
     for name in overrides:
         if name not in (*_ROPE, _LENGTH):
             raise UnreadError(name, f"which is not read of a GGUF file; allowed: {', '.join((*_ROPE, _LENGTH))}")
-    raw = {
-        name: metadata[prefix + key] if isinstance(metadata[prefix + key], float) else int(metadata[prefix + key])
-        for name, key in _GGUF.items()
-        if prefix + key in metadata
-    }
+    raw = {name: np.asarray(metadata[prefix + key]).item() for name, key in _GGUF.items() if prefix + key in metadata}
     found = _changed(raw, overrides)
-    changed |= {prefix + key: found[name] for name, key in _GGUF.items() if name in found}
-    rope = found.get("rope_parameters") or found.get("rope_scaling")
-    if not any(name in overrides for name in _MAPPINGS):
+    changed |= {prefix + key: found[name] for name, key in _GGUF.items() if found.get(name) != raw.get(name)}
+    if not overrides.keys() & {*_MAPPINGS}:
         return changed
-    for name in [name for name in changed if name.startswith((f"{prefix}rope.scaling.", f"{prefix}rope.scale_"))]:
-        del changed[name]
-    fields = ConfigFields(rope or {})
+    rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
+    scaling = (f"{prefix}rope.scaling.", f"{prefix}rope.scale_")
+    changed = {name: value for name, value in changed.items() if not name.startswith(scaling)}
+    fields = ConfigFields(rope)
     kind = fields.text("rope_type", None) or fields.text("type", "default")
     changed[f"{prefix}rope.scaling.type"] = "none" if kind == "default" else kind
-    for name, value in (rope or {}).items():
-        if name == "rope_theta":
-            changed[prefix + _GGUF[name]] = value
-        elif name in _GGUF_SCALING:
-            changed[prefix + _GGUF_SCALING[name]] = value
-        elif name not in _KINDS:
-            raise UnreadError(f"rope_scaling.{name}", "which GGUF files do not have")
+    for name, value in rope.items():
+        if name not in (*_GGUF, *_GGUF_SCALING, *_KINDS):
+            raise UnreadError(f"rope_scaling.{name}", "which is not read of a GGUF file")
+        if name not in _KINDS:
+            changed[prefix + (_GGUF_SCALING | _GGUF)[name]] = value
     return changed
