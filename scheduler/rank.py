@@ -47,6 +47,7 @@ class Rank:
       budget: tokens that the step being put together has left; 0 for a rank that preempted, which admits nobody.
       preempted: requests that lost their slot in this step.
       decodes: i64[n], slots that feed the token sampled last in this step.
+      weights_digest: of the weights that compute what is admitted from now on, see Request.
     """
 
     def __init__(self, config: SchedulerConfig, index: int = 0):
@@ -58,6 +59,7 @@ class Rank:
         self._extensions: list[RankExtension] = []
         self.budget = 0
         self.preempted: list[Request] = []
+        self.weights_digest = b""
         self._results = Results(self.slots, index, config.max_model_len)
         self._num_steps = 0
         # num_scheduled, start and sample of rows that decode, for as many as there can be.
@@ -125,6 +127,7 @@ class Rank:
         running requests still need for theirs: a prompt that is let in to grow into pages that others will hold is
         preempted, often by itself, and computed again.
         """
+        request.compute_with(self.weights_digest)
         known = request.known_token_ids()
         hits = self._cached_pages(request, known)
         cached = hits.num_columns * self.config.page_size
@@ -244,6 +247,13 @@ class Rank:
         self.pages.release(slot)
         for extension in self._extensions:
             extension.release(slot)
+
+    def preempt_all(self) -> list[Request]:
+        """Takes all slots and pages away, between two steps and with none in flight; returns who had them, to wait."""
+        self.preempted = []
+        for slot in self.slots.active.nonzero()[0].tolist():
+            self._preempt(slot)
+        return self.preempted
 
     def _schedule_decodes(self, num_in_flight: int) -> np.ndarray:
         """Slots that feed their last token, i64[n]; each has a page for it."""

@@ -31,18 +31,20 @@ class Wait(enum.IntEnum):
     """Why a request gets no row in a step for now, although there may be room.
 
     NONE: nothing keeps it. MASK: what it may take next is still being worked out. TOKEN: it was preempted before the
-    token it sampled last was known. ADAPTER: its adapter is not on the devices.
+    token it sampled last was known. ADAPTER: its adapter is not on the devices. PAUSE: the engine takes in nothing new
+    until its weights have been replaced.
     """
 
     NONE = 0
     MASK = 1
     TOKEN = 2
     ADAPTER = 3
+    PAUSE = 4
 
     @property
     def is_apart(self) -> bool:
         """Whether the request waits apart from the line, so that nobody waits behind it."""
-        return self in (Wait.MASK, Wait.ADAPTER)
+        return self in (Wait.MASK, Wait.ADAPTER, Wait.PAUSE)
 
 
 class FinishReason(enum.StrEnum):
@@ -82,6 +84,9 @@ class Request:
       arrival_time: when its caller asked, seconds of the engine's clock.
       deadline: the same clock; the request is aborted once it has passed.
       cache_salt: requests share cached pages only within one salt.
+      weights_digest: which weights compute its pages, b"" for those that the engine started with.
+      weight_versions: (version, number of output tokens before the first that was computed with it), in order; empty
+        while the engine's weights have never been replaced.
       media: the pictures and videos of the prompt, which has a placeholder for each of their embeddings.
       lora: the name of the adapter to run with, None for the model alone.
       adapter: what the engine has found under that name; adapter_slot: where on the devices it is while this runs.
@@ -115,6 +120,8 @@ class Request:
     text_ends: bool = False
     wait: Wait = Wait.NONE
     tag: int = -1
+    weights_digest: bytes = b""
+    weight_versions: list[tuple[int | str, int]] = field(default_factory=list)
 
     status: RequestStatus = RequestStatus.WAITING
     rank: int = -1
@@ -149,11 +156,17 @@ class Request:
             return self.prompt_token_ids
         return np.concatenate([self.prompt_token_ids, self.output_token_ids])
 
+    def compute_with(self, weights_digest: bytes) -> None:
+        """Names the weights that will compute all of its tokens: pages of other weights are not its pages."""
+        if self.weights_digest != weights_digest:
+            self.weights_digest = weights_digest
+            self.page_hashes.clear()
+
     def extend_page_hashes(self, token_ids: np.ndarray, page_size: int) -> list[bytes]:
         """Continues the digest chain over every full page of `token_ids` and returns it.
 
         A page's digest is SHA-256 over its parent's digest and its token ids, so equal digests mean equal prefixes;
-        the first parent carries the adapter and the cache salt, and a page with embeddings what they are of.
+        the first parent carries weights, adapter and cache salt, and a page with embeddings what they are of.
         """
         hashes = self.page_hashes
         first, last = len(hashes), len(token_ids) // page_size
@@ -169,6 +182,7 @@ class Request:
         return hashes
 
     def _first_digest(self) -> bytes:
-        # No text has the byte 255, so that no salt can stand for an adapter.
+        # No text has the bytes 254 and 255, so that no salt can stand for weights or an adapter.
+        weights = b"\xfe" + self.weights_digest if self.weights_digest else b""
         adapter = b"" if self.adapter is None else b"\xff" + self.adapter.digest
-        return hashlib.sha256(adapter + (self.cache_salt or "").encode()).digest()
+        return hashlib.sha256(weights + adapter + (self.cache_salt or "").encode()).digest()

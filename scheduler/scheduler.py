@@ -45,6 +45,7 @@ class Scheduler:
       num_pages: of all ranks.
       num_preemptions, num_prefix_queries, num_prefix_hits: over all ranks; the latter two in tokens.
       extensions: the optional capabilities that take part.
+      paused: no step is to be scheduled.
     """
 
     def __init__(self, config: SchedulerConfig):
@@ -61,6 +62,7 @@ class Scheduler:
         self._num_arrived = 0
         self._num_in_flight = 0
         self._deadlines: list[tuple[float, int, Request]] = []
+        self.paused = False
         self.extensions: list[SchedulerExtension] = [options.extension() for options in config.extensions]
         for extension in self.extensions:
             extension.start(self.ranks)
@@ -260,6 +262,18 @@ class Scheduler:
         for rank in self.ranks:
             rank.pages.reset_prefix_cache()
 
+    def preempt_all(self) -> None:
+        """Puts all running requests back in line, to be computed again from their first token. No step may be in
+        flight."""
+        for rank in self.ranks:
+            for request in rank.preempt_all():
+                self._put_back(request)
+
+    def replace_weights(self, digest: bytes) -> None:
+        """Names the weights of all steps to come: no request that is admitted from now on finds pages of others."""
+        for rank in self.ranks:
+            rank.weights_digest = digest
+
     def _expire(self, now: float) -> list[Request]:
         expired = []
         while self._deadlines and self._deadlines[0][0] < now:
@@ -328,9 +342,7 @@ class Scheduler:
 
     def _requeue(self, request: Request) -> None:
         """Puts a preempted request back to its old place in the line, and warns now and then."""
-        self._enqueue(request)
-        if self._fair is not None:
-            self._fair.stop(request)
+        self._put_back(request)
         if self.num_preemptions % 50 == 0:
             logger.warning(
                 "Request %s is preempted by PreemptionMode.RECOMPUTE mode because there is not enough KV cache space. "
@@ -341,3 +353,9 @@ class Scheduler:
                 self.num_preemptions + 1,
             )
         self.num_preemptions += 1
+
+    def _put_back(self, request: Request) -> None:
+        """Puts a request that has lost its slot back to its old place in the line."""
+        self._enqueue(request)
+        if self._fair is not None:
+            self._fair.stop(request)

@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from os import PathLike
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from jax.sharding import Mesh
 
@@ -18,6 +18,7 @@ from jaxengine.api.adapters import load_adapter
 from jaxengine.api.core import AnyOutput, EngineCore
 from jaxengine.api.engine_client import EngineDeadError
 from jaxengine.api.output_stream import OutputStream
+from jaxengine.api.weights import AsyncWeightMethods
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.requests.inputs import InputProcessor
 from jaxengine.requests.lora import LoRARequest
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
+
 
 class _Reader:
     """Passes outputs from the engine's thread to a stream that is read on an event loop."""
@@ -50,7 +53,7 @@ class _Reader:
             logger.debug("an output came after its event loop was closed")
 
 
-class AsyncLLM:
+class AsyncLLM(AsyncWeightMethods):
     """Streams outputs of many requests at once.
 
     Args:
@@ -223,6 +226,10 @@ class AsyncLLM:
 
     async def utility(self, name: str, *arguments: Any) -> Any:
         """Calls a function of `EngineCore.utilities` between two steps. Raises RequestError, EngineDeadError."""
+        return await self.between_steps(lambda: self.core.utility(name, *arguments))
+
+    async def between_steps(self, function: Callable[[], _T]) -> _T:
+        """Calls a function on the engine's thread; returns its result, or raises its error or EngineDeadError."""
         loop, future = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 
         def settle(method: Callable[[Any], None], value: Any) -> None:
@@ -233,7 +240,7 @@ class AsyncLLM:
             try:
                 if self._dead is not None:
                     raise self._dead
-                outcome = future.set_result, self.core.utility(name, *arguments)
+                outcome = future.set_result, function()
             except Exception as error:
                 outcome = future.set_exception, error
             with contextlib.suppress(RuntimeError):  # the caller's event loop is gone

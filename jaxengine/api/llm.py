@@ -18,6 +18,7 @@ from jaxengine.api.adapters import load_first
 from jaxengine.api.core import EngineCore
 from jaxengine.api.fair_lock import FairLock
 from jaxengine.api.progress import count_tokens, speed_text
+from jaxengine.api.weights import WeightMethods
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.engine.metric_types import Histogram, Metric
 from jaxengine.requests.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, candidates
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
 
 ProgressFactory = Callable[..., Any]
 
+# How often a call looks whether the pause that keeps its requests waiting is over.
+_PAUSED_SECONDS = 0.005
+
 
 @dataclass(eq=False)
 class _Call:
@@ -50,7 +54,7 @@ class _Call:
     error: RequestError | None = None
 
 
-class LLM:
+class LLM(WeightMethods):
     """A model in this process that answers batches of prompts.
 
     Several threads may call it: their requests are batched together, and each step is run by one of the waiting
@@ -366,12 +370,14 @@ class LLM:
                         self._step()
                     if call.error is not None:
                         raise call.error
-                    num_ended = len(call.outputs)
+                    num_ended, is_idle = len(call.outputs), not self.core.has_unfinished
                     if use_tqdm:
                         tokens = count_tokens(islice(call.outputs.values(), shown, None), tokens)
                 if num_ended > shown and use_tqdm:
                     bar.postfix = speed_text(*tokens, time.monotonic() - start)
                     bar.update(num_ended - shown)
+                elif is_idle and num_ended == shown:  # another thread has paused the engine
+                    time.sleep(_PAUSED_SECONDS)
                 shown = num_ended
 
     def _step(self) -> None:

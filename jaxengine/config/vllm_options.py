@@ -35,6 +35,7 @@ HARMLESS: dict[str, str] = {
     "disable_custom_all_reduce": _XLA,
     "disable_nccl_for_dp_synchronization": _XLA,
     "distributed_executor_backend": _EXECUTOR,
+    "enable_sleep_mode": "every engine has sleep and wake_up",
     "fail_on_environ_validation": "JAXENGINE_CACHE_DIR is the one option that the environment may set",
     "ignore_patterns": "only the files that are needed are downloaded",
     "jit_monitor_mode": "nothing is compiled while serving, and jaxengine:compilations_since_ready counts",
@@ -103,7 +104,7 @@ _SWITCHES = """
     enable_logging_iteration_details enable_mamba_cache_stochastic_rounding
     enable_mamba_shared_prefix_checkpoint enable_mfu_metrics enable_mixed_moe_lora_format
     enable_mm_processor_stats enable_moe_shared_loras enable_nccl_comm_suspend enable_prompt_embeds
-    enable_return_routed_experts enable_shm_tensor_arena enable_sleep_mode enable_tower_connector_lora
+    enable_return_routed_experts enable_shm_tensor_arena enable_tower_connector_lora
     enable_trace_replay fully_sharded_loras interleave_mm_strings kv_cache_metrics kv_sharing_fast_prefill
     long_prefill_token_threshold_adaptive mm_encoder_only numa_bind ray_workers_use_nsight return_sampling_mask
     skip_mm_profiling sleep_mode_offload_cudagraph specialize_active_lora tokens_only use_fp64_gumbel use_replayssm

@@ -55,7 +55,7 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether `step` still has something to do or to collect."""
-        return self.scheduler.num_unfinished > 0 or bool(self._in_flight)
+        return (self.scheduler.num_unfinished > 0 and not self.scheduler.paused) or bool(self._in_flight)
 
     def queue(self, requests: Sequence[Request]) -> None:
         """Queues the requests that one caller's became. Raises RequestError, and none of them is queued then."""
@@ -124,6 +124,8 @@ class Engine:
 
     def _dispatch(self, output: EngineOutput) -> InFlight | None:
         """Puts the next step's forward pass in flight; None if nothing can run now."""
+        if self.scheduler.paused:
+            return None
         start = time.monotonic()
         newest = self._in_flight[-1] if self._in_flight else None
         # Since when the device has had nothing to do, as far as the host can tell; None if it is at work.

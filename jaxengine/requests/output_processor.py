@@ -21,6 +21,7 @@ from jaxengine.requests.outputs import (
     RequestMetrics,
     RequestOutput,
     position_logprobs,
+    weight_spans,
 )
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.scheduler.request import FinishReason, Request
@@ -77,6 +78,7 @@ class _Sequence:
             text = self.detokenizer.delta() if kind is RequestOutputKind.DELTA else self.detokenizer.text
         scored = self.group.params.logprobs is not None
         num_fed = len(self.group.prompt_token_ids) + len(self.token_ids) - 1
+        versions = self.request.weight_versions
         return CompletionOutput(
             index=self.index,
             text=text,
@@ -85,6 +87,7 @@ class _Sequence:
             logprobs=self.logprobs[first:] if scored else None,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            weight_versions=weight_spans(versions, len(self.token_ids)) if versions else None,
             **{name: rows.take(num_fed, kind is RequestOutputKind.DELTA) for name, rows in self.found.items()},
         )
 

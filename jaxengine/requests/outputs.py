@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -77,6 +79,26 @@ def _between(start: float | None, end: float | None) -> float | None:
     return None if start is None or end is None else end - start
 
 
+class WeightSpan(NamedTuple):
+    """Output tokens [start, end) of a request that one version of the engine's weights computed."""
+
+    version: int | str
+    start: int
+    end: int
+
+
+def weight_spans(versions: Sequence[tuple[int | str, int]], num_tokens: int) -> list[WeightSpan] | None:
+    """Spans of the first `num_tokens` output tokens.
+
+    versions: each version and the number of tokens before its first, in order; none or the first one alone, 0, is None.
+    """
+    if not versions or versions == [(0, 0)]:
+        return None
+    starts = [*versions, (versions[-1][0], num_tokens)]
+    spans = [WeightSpan(version, start, min(end, num_tokens)) for (version, start), (_, end) in pairwise(starts)]
+    return [span for span in spans if span.start < span.end]
+
+
 @dataclass(slots=True)
 class CompletionOutput:
     """One of a request's `n` outputs.
@@ -91,6 +113,8 @@ class CompletionOutput:
       hidden_states: [tokens, layers, hidden size] of the engine's capture_layers, in the dtype of the model: one row
         for each token of the prompt, then one for each output token but the last, which was chosen and not fed to the
         model. Everything so far, or only what is new (RequestOutputKind.DELTA); None unless requested.
+      weight_versions: which weights computed which tokens, all so far for every output kind; None while the weights
+        are those that the engine started with.
     """
 
     index: int
@@ -101,6 +125,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     hidden_states: np.ndarray | None = None
+    weight_versions: list[WeightSpan] | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -114,6 +139,7 @@ class CompletionOutput:
         if later.hidden_states is not None:
             parts = [each for each in (self.hidden_states, later.hidden_states) if each is not None]
             self.hidden_states = np.concatenate(parts)
+        self.weight_versions = later.weight_versions
         self.finish_reason = later.finish_reason
         self.stop_reason = later.stop_reason
 

@@ -314,7 +314,10 @@ class StageExtension:
         """Compiles or loads what runs before and after a bucket's forward pass."""
 
     def allocate(self) -> None:
-        """Makes its arrays."""
+        """Makes its arrays; once more after `release`."""
+
+    def release(self) -> None:
+        """Gives up the arrays that hold what can be computed again."""
 
     def before_forward(self, bucket: Bucket, params: Sequence[Any], state: Any, message: Any) -> Any:
         """Dispatches what comes before a forward pass; what that is given, as `DeviceExtension.given` has it."""

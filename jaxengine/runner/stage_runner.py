@@ -164,14 +164,24 @@ class StageRunner:
 
     def allocate(self) -> None:
         """Makes the pools and the state of the slots."""
+        self.allocate_pools()
+        self._state = self.compiled(self.programs.state())()
+
+    def release_pools(self) -> None:
+        """Gives up the pools; the state of the slots stays. No step may be in flight."""
+        self._kv = None
+        for each in self.extensions.values():
+            each.release()
+
+    def allocate_pools(self) -> None:
+        """Makes the pools, once more after `release_pools`."""
         for each in self.extensions.values():
             each.allocate()
-        self._kv = self.compiled(self.programs.pool(self._kv_shapes))()
+        self._kv: Any = self.compiled(self.programs.pool(self._kv_shapes))()
         if self.kv_scales is not None:
             k, v = self.kv_scales.of_layers(self.programs.paged_layers)
             k_scale, v_scale = _on_heads(k, self._kv.k_scale), _on_heads(v, self._kv.v_scale)
             self._kv = replace(self._kv, k_scale=k_scale, v_scale=v_scale)
-        self._state = self.compiled(self.programs.state())()
 
     def with_programs(self, programs: StepPrograms) -> StageRunner:
         """Another one of the same weights, where nothing has been compiled."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 MAX_WHAT, MAX_WHERE = 1500, 100  # characters
 
@@ -14,17 +15,26 @@ class ModelFileError(ValueError):
       path: the file or folder, as text.
       what: the fault, with the offending value and what is allowed.
       where: the key, tensor name or byte offset at which it was found; None when it concerns the entire file.
+      others: further faults of the same kind: (where, what) of each. The message counts them.
 
-    All three quote untrusted text: the message is one printable line, and names and values in it are cut to a limit.
+    All of them quote untrusted text: the message is one printable line, and names and values in it are cut to a limit.
     """
 
-    def __init__(self, path: str | os.PathLike[str], what: str, where: str | None = None):
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        what: str,
+        where: str | None = None,
+        *,
+        others: Sequence[tuple[str, str]] = (),
+    ):
         self.path = os.fspath(path)
         self.what = _shown(what, MAX_WHAT)
         self.where = where
-        super().__init__(
-            f"{_shown(self.path, MAX_WHAT)}: {self.what}" + (f" (at {_shown(where, MAX_WHERE)})" if where else "")
-        )
+        self.others = others
+        place = f" (at {_shown(where, MAX_WHERE)})" if where else ""
+        more = f", and {len(others)} more of its tensors do not fit" if others else ""
+        super().__init__(f"{_shown(self.path, MAX_WHAT)}: {self.what}{place}{more}")
 
 
 def _shown(text: str, limit: int) -> str:

@@ -60,6 +60,7 @@ def load_params(
     *,
     mesh: Mesh | None = None,
     progress: Progress | None = None,
+    partial: bool = False,
 ) -> nnx.State:
     """Load the weights of `source` into the state of `model_abstract`.
 
@@ -69,12 +70,14 @@ def load_params(
       mesh: weights are split over it by their logical axes; None leaves them on the default device.
       progress: called after each weight with (bytes done, bytes in total, name of the weight); bytes as loaded, of the
         weight on all devices.
+      partial: the source may lack tensors. Weights none of whose tensors are there are left out of the state.
 
     Each weight has a dtype of its own. Floating-point weights are converted from the checkpoint's dtype; other ones
     must be stored in theirs.
 
     Raises ModelFileError when a tensor is missing, has another shape than the model, is not used by the model, or holds
-    numbers of the wrong kind; ValueError for a mesh that does not split a weight evenly, and for a model that reads
+    numbers of the wrong kind; its `others` are all further tensors with such a fault, as far as names and shapes tell.
+    Raises ValueError for a mesh that does not split a weight evenly, and for a model that reads
     some rows of a tensor twice or not at all.
     """
     params = list(declared_params(model_abstract))
@@ -89,7 +92,10 @@ def load_params(
     whole = _whole(model_abstract)
     source = QuantizedSource(source, whole)
     on_host = (jax.devices()[0] if mesh is None else mesh.devices.flat[0]).platform == "cpu"
-    loader = _Loader(source, mesh, _check_names(whole, source), HugePages() if on_host else None)
+    loader = _Loader(source, mesh, _check_names(whole, source, partial), HugePages() if on_host else None)
+    if partial:
+        present = set(source.names())
+        params = [param for param in params if not present.isdisjoint(_tensors_of(param))]
     total = sum(param.num_bytes for param in params)
     done, loaded = 0, []
     for param in params:
@@ -192,40 +198,58 @@ def _whole(model: CausalLM) -> CausalLM:
     return build_abstract(type(model), model.config, replace(model.build, stage=None))
 
 
-def _check_names(model: CausalLM, source: WeightSource) -> bool:
+def _check_names(model: CausalLM, source: WeightSource, partial: bool = False) -> bool:
     """Check that every tensor the full model needs is present with its shape, and every present tensor is needed.
+
+    partial: weights none of whose tensors are present are not needed.
 
     Returns whether a tied checkpoint stores the embedding a second time as the output head. Some do; their equality is
     checked when the embedding is read.
     """
-    present, tied_copy, rope_factors = set(source.names()), False, []
+    present, tied_copy, rope_factors, faults = set(source.names()), False, [], []
     config = model.config
     predicting = tuple(f"model.layers.{config.num_layers + n}." for n in range(config.num_nextn_predict_layers))
-    needed = _needed_tensors(model)
+    known = _needed_tensors(model)
+    needed = known if not partial else {name: known[name] for name in _begun(model, present)}
     for name, expected in needed.items():
         if name not in present:
-            raise ModelFileError(source.path, "a tensor that the model needs is missing", name)
-        if tuple(source.shape(name)) != expected:
-            raise ModelFileError(source.path, f"shape must be {expected}, got {tuple(source.shape(name))}", name)
-    for name in sorted(present - needed.keys()):
+            faults.append((name, "a tensor that the model needs is missing"))
+        elif tuple(source.shape(name)) != expected:
+            faults.append((name, f"shape must be {expected}, got {tuple(source.shape(name))}"))
+    for name in sorted(present - known.keys()):
         if name in (ROPE_FACTORS, ROPE_LONG, ROPE_SHORT):
             rope_factors.append(name)
         elif name == HEAD and model.config.pooler is not None:
             continue  # a generative checkpoint that pools
-        elif name == HEAD and EMBEDDING in needed:
-            if source.shape(HEAD) != source.shape(EMBEDDING):
-                text = f"has another shape than {EMBEDDING}, but tie_word_embeddings is true"
-                raise ModelFileError(source.path, text, HEAD)
+        elif name == HEAD and EMBEDDING in known:
+            if EMBEDDING not in present:
+                faults.append((HEAD, f"tie_word_embeddings is true, and {EMBEDDING} is not there to compare"))
+            elif source.shape(HEAD) != source.shape(EMBEDDING):
+                faults.append((HEAD, f"has another shape than {EMBEDDING}, but tie_word_embeddings is true"))
             tied_copy = True
         elif name.startswith(model.checkpoint_names.tower if config.tower is None else config.tower.unused):
             continue
         elif not (name.endswith((*IGNORABLE_SUFFIXES, *KV_SCALES)) or name.startswith(predicting)):
-            if _is_zero_bias(source, name):
-                continue
-            raise ModelFileError(source.path, "the model has no use for this tensor", name)
+            if not _is_zero_bias(source, name):
+                faults.append((name, "the model has no use for this tensor"))
+    if faults:
+        (name, text), *others = faults
+        raise ModelFileError(source.path, text, name, others=others)
     if rope_factors:
         _check_rope_factors(source, model, rope_factors)
     return tied_copy
+
+
+def _tensors_of(param: DeclaredParam) -> set[str]:
+    """Collect the names of the tensors that a weight is made of."""
+    decl = param.decl
+    return {tensor_name(tensor, expert) for tensor in decl.sources for expert in range(decl.num_experts or 1)}
+
+
+def _begun(model: CausalLM, present: set[str]) -> list[str]:
+    """List all tensors of the weights for which at least one tensor is present."""
+    tensors = [_tensors_of(param) for param in declared_params(model)]
+    return sorted(set().union(*(each for each in tensors if not each.isdisjoint(present))))
 
 
 def _is_zero_bias(source: WeightSource, name: str) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from jaxengine.engine.extension import Loop, LoopExtension
+from jaxengine.engine.weight_types import WEIGHT_UTILITIES
 from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.scheduler.config import SchedulerConfig
 from jaxengine.scheduler.errors import RequestError
@@ -138,6 +139,9 @@ class Extensions:
             yield from (("adapter_forms", list), ("adapters", list))
             for name in ("load_adapter", "adapter_is_loaded", "unload_adapter"):
                 yield name, lambda *arguments: self.require("adapters")
+        if "weights" not in self.by_name:
+            for name in WEIGHT_UTILITIES:
+                yield name, lambda *arguments, name=name: self.require("weights").utilities[name](*arguments)
         if "pictures" not in self.by_name:
             yield "reset_mm_cache", lambda: True
             yield "mm_cache", lambda: {**self._runner.config.mm_cache_placement(0), "engine_bytes": 0}
@@ -205,6 +209,13 @@ class Extensions:
         return Structured(masks, drafts)
 
 
+
+def _weights(_: Extensions) -> LoopExtension:
+    from jaxengine.engine.extensions.weights import Weights
+
+    return Weights()
+
+
 _MAKERS: dict[str, Callable[[Extensions], LoopExtension]] = {
     "adapters": Extensions._adapters,
     "capture": Extensions._capture,
@@ -214,4 +225,5 @@ _MAKERS: dict[str, Callable[[Extensions], LoopExtension]] = {
     "pooling": Extensions._pooling,
     "scores": Extensions._scores,
     "structured": Extensions._structured,
+    "weights": _weights,
 }

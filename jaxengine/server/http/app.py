@@ -17,7 +17,7 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxengine.api.engine_client import EngineClient
-from jaxengine.server.http import adapters, document, errors, invocations, models, operations, tokenize
+from jaxengine.server.http import adapters, document, errors, invocations, models, operations, tokenize, weights
 from jaxengine.server.http.arrival import LimitsMiddleware
 from jaxengine.server.http.auth import AuthMiddleware
 from jaxengine.server.http.chat import endpoint as chat
@@ -56,6 +56,7 @@ ROUTERS = (
     operations.router,
     operations.admin_router,
     adapters.router,
+    weights.router,
     prometheus.router,
     status.router,
     api_docs.router,

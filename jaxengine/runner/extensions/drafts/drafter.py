@@ -99,6 +99,9 @@ class Drafter(StageExtension):
         """Makes the pool."""
         self._kept = self._get(self.programs.start(self._shapes))()
 
+    def release(self) -> None:
+        self._kept = None
+
     def before_forward(
         self, bucket: Bucket, params: Sequence[Any], state: DeviceState, message: jax.Array
     ) -> Drafts | None:

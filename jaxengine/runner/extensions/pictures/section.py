@@ -102,6 +102,9 @@ class EncoderPool(StageExtension):
     def allocate(self) -> None:
         self.rows = self._stage.compiled(self._programs.pool())()
 
+    def release(self) -> None:
+        self.rows = None
+
     def encode(self, pictures: EncoderInput) -> None:
         """Dispatches the encoding of pictures, whose embeddings the next forward pass finds in the pool."""
         encode = self._stage.program(NAME, self._programs.name(pictures.patches.shape[1]))

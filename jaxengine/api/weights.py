@@ -1,0 +1,239 @@
+"""Pauses and new weights as LLM and AsyncLLM offer them; names and phases are vLLM's where it has them.
+
+What replaces weights is imported when it is first asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from jaxengine.api.core import EngineCore
+from jaxengine.engine.weight_types import KVMode, PauseMode, WeightUpdate
+
+if TYPE_CHECKING:
+    from jaxengine.runner.weight_update import NewWeights, Renamed
+
+_T = TypeVar("_T")
+
+# How often it is asked whether a pause is there.
+_SETTLE_SECONDS = 0.002
+
+
+class WeightMethods:
+    """Methods of an engine that the calling threads step in turn."""
+
+    core: EngineCore
+    _lock: AbstractContextManager[Any]
+    _step: Callable[[], None]
+
+    def update_weights(
+        self,
+        params: Any,
+        *,
+        version: int | str | None = None,
+        mode: PauseMode = "keep",
+        kv: KVMode = "recompute",
+        mapping: Mapping[str, Renamed] | None = None,
+        strict: bool = True,
+    ) -> WeightUpdate:
+        """Replaces the model's weights between two steps, all of them or none; compiles nothing.
+
+        Reading and placing happen beside the old weights, while other threads' requests go on. Matrices that were
+        rounded when the engine loaded them are rounded again; weights of drafts and adapters stay.
+
+        Args:
+          params: tensors by Hugging Face name, as a mapping or as pairs; a folder with safetensors or in device layout;
+            or the engine's own tree (nnx.State, nnx.Module), whose arrays are not copied where they lie as the
+            engine's do.
+          version: of the new weights, as `weight_version` and outputs tell it; None counts on.
+          mode: whether running requests go on ("keep"), are waited for ("wait") or end ("abort"). What arrives
+            meanwhile waits in each case.
+          kv: what becomes of keys and values that the old weights made: running requests are computed again
+            ("recompute"), or go on with them ("keep"); "drop" is "recompute", and blanks cached prefixes at once.
+            No request finds pages that other weights have made.
+          mapping: from names in params to Hugging Face names, or (name, order of axes or None, function or none).
+          strict: False leaves weights as they are for which params has no tensor.
+        Raises WeightUpdateError, whose `faults` list every tensor that is missing, unknown, given twice, of a wrong
+        shape or not finite; RequestError; EngineDeadError. The old weights stay then.
+        """
+        with self._lock:
+            weights = _weights_of(self.core)
+            weights.check(version, mode, kv)
+        new = _read_new(self.core, params, mapping, strict)
+        was_paused = self.is_paused()
+        try:
+            self.pause_generation(mode)
+            with self._lock:
+                return weights.switch(new, version, kv)
+        finally:
+            if not was_paused:
+                self.resume_generation()
+
+    def pause_generation(self, mode: PauseMode = "keep") -> None:
+        """Lets no request run until `resume_generation`; those of other threads wait.
+
+        mode: what becomes of running requests: "keep" stops them where they are, "wait" lets them end first, "abort"
+          ends them. Raises RequestError for another one.
+        """
+        with self._lock:
+            weights = _weights_of(self.core)
+            weights.pause(mode)
+        while True:
+            with self._lock:
+                if weights.settle():
+                    return
+                self._step()
+
+    def resume_generation(self) -> None:
+        """Ends a pause."""
+        with self._lock:
+            _weights_of(self.core).resume()
+
+    def is_paused(self) -> bool:
+        """Whether requests wait for `resume_generation`."""
+        with self._lock:
+            return _weights_of(self.core).is_paused
+
+    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Gives up device memory until `wake_up`; compiled programs stay. Requests of other threads wait.
+
+        level: 1 gives up weights, which host memory keeps, and pages; 2 gives up weights without a copy, so that
+          `update_weights` must bring new ones; 0 pauses alone. mode: as of `pause_generation`; requests that "keep"
+          keeps are computed again. Raises RequestError for another level or mode.
+        """
+        with self._lock:
+            _weights_of(self.core).check_sleep(level, mode)
+        self.pause_generation(mode)
+        with self._lock:
+            _weights_of(self.core).sleep(level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Puts back what `sleep` gave up, and lets requests run once all is there.
+
+        tags: "weights", "kv_cache" or both, the latter by default. Raises RequestError for another tag, and for
+        weights that were given up at level 2 and not replaced.
+        """
+        with self._lock:
+            weights = _weights_of(self.core)
+            weights.wake(tags)
+            if not weights.asleep:
+                weights.resume()
+
+    def is_sleeping(self) -> bool:
+        """Whether weights or pages are not on the devices."""
+        with self._lock:
+            return bool(_weights_of(self.core).asleep)
+
+    @property
+    def weight_version(self) -> int | str:
+        """Version of the weights: 0 until `update_weights` replaces them."""
+        with self._lock:
+            return _weights_of(self.core).version
+
+    def weight_info(self, checksum: bool = False) -> dict[str, Any]:
+        """Returns `weight_version`; with `checksum` also `checksums`, SHA-256 of each weight as the devices hold it."""
+        with self._lock:
+            return _weight_info(self.core, checksum)
+
+
+class AsyncWeightMethods:
+    """The same of an engine that steps on a thread of its own."""
+
+    core: EngineCore
+    async def between_steps(self, function: Callable[[], _T]) -> _T:
+        """Calls a function on the engine's thread; returns its result."""
+        raise NotImplementedError
+
+    async def update_weights(
+        self,
+        params: Any,
+        *,
+        version: int | str | None = None,
+        mode: PauseMode = "keep",
+        kv: KVMode = "recompute",
+        mapping: Mapping[str, Renamed] | None = None,
+        strict: bool = True,
+    ) -> WeightUpdate:
+        """As `LLM.update_weights`; requests that arrive while the engine is paused wait."""
+        weights = await self._weights()
+        weights.check(version, mode, kv)
+        new = await asyncio.to_thread(_read_new, self.core, params, mapping, strict)
+        was_paused = await self.is_paused()
+        try:
+            await self.pause_generation(mode)
+            return await self.between_steps(lambda: weights.switch(new, version, kv))
+        finally:
+            if not was_paused:
+                await self.resume_generation()
+
+    async def pause_generation(self, mode: PauseMode = "keep") -> None:
+        """As `LLM.pause_generation`."""
+        weights = await self._weights()
+        await self.between_steps(lambda: weights.pause(mode))
+        while not await self.between_steps(weights.settle):
+            await asyncio.sleep(_SETTLE_SECONDS)
+
+    async def resume_generation(self) -> None:
+        """Ends a pause."""
+        weights = await self._weights()
+        await self.between_steps(weights.resume)
+
+    async def is_paused(self) -> bool:
+        """Whether requests wait for `resume_generation`."""
+        weights = await self._weights()
+        return await self.between_steps(lambda: weights.is_paused)
+
+    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """As `LLM.sleep`."""
+        weights = await self._weights()
+        weights.check_sleep(level, mode)
+        await self.pause_generation(mode)
+        await self.between_steps(lambda: weights.sleep(level))
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """As `LLM.wake_up`."""
+        weights = await self._weights()
+
+        def wake() -> None:
+            weights.wake(tags)
+            if not weights.asleep:
+                weights.resume()
+
+        await self.between_steps(wake)
+
+    async def is_sleeping(self) -> bool:
+        """Whether weights or pages are not on the devices."""
+        weights = await self._weights()
+        return await self.between_steps(lambda: bool(weights.asleep))
+
+    async def weight_info(self, checksum: bool = False) -> dict[str, Any]:
+        """As `LLM.weight_info`."""
+        return await self.between_steps(lambda: _weight_info(self.core, checksum))
+
+    async def _weights(self) -> Any:
+        return await self.between_steps(lambda: _weights_of(self.core))
+
+
+def _weights_of(core: EngineCore) -> Any:
+    """What pauses an engine and switches its weights, a jaxengine.engine.extensions.weights.Weights. Called by who may
+    step the engine."""
+    core.check()
+    return core.engine.extensions.require("weights")
+
+
+def _read_new(core: EngineCore, params: Any, mapping: Mapping[str, Renamed] | None, strict: bool) -> NewWeights:
+    """New weights on the devices, not in use yet; steps may go on meanwhile. Raises WeightUpdateError."""
+    from jaxengine.runner.weight_update import read_weights
+
+    return read_weights(core.runner, params, mapping=mapping, strict=strict)
+
+
+def _weight_info(core: EngineCore, checksum: bool) -> dict[str, Any]:
+    """The version, and with `checksum` SHA-256 of each weight as it lies on the devices."""
+    from jaxengine.runner.weight_update import checksums
+
+    version = _weights_of(core).version
+    return {"weight_version": version, **({"checksums": checksums(core.runner)} if checksum else {})}

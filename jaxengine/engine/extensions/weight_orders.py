@@ -1,0 +1,93 @@
+"""What an operator's server asks of an engine's pauses and weights: arguments and results are plain JSON values."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from jaxengine.engine.weight_types import KVMode, PauseMode, Version
+from jaxengine.runner.weight_update import NewWeights, checksums, read_weights
+from jaxengine.scheduler.errors import RequestError
+
+# Folders that are read at once, each of which takes the memory of all weights.
+MAX_READS = 2
+
+
+class WeightOrders:
+    """Orders by the names of `jaxengine.engine.weight_types`. None of them waits."""
+
+    def __init__(self, weights: Any):
+        """weights: the engine's jaxengine.engine.extensions.weights.Weights."""
+        self._weights = weights
+        self._reads: dict[int, Future[NewWeights]] = {}
+        self._num_reads = 0
+
+    def pause_engine(self, mode: PauseMode) -> None:
+        self._weights.pause(mode)
+
+    def pause_is_there(self) -> bool:
+        return self._weights.settle()
+
+    def resume_engine(self) -> None:
+        self._weights.resume()
+
+    def engine_pause(self) -> dict[str, Any]:
+        own = self._weights
+        return {"is_paused": own.is_paused, "asleep": sorted(own.asleep), "weight_version": own.version}
+
+    def check_sleep(self, level: int, mode: PauseMode) -> None:
+        self._weights.check_sleep(level, mode)
+
+    def fall_asleep(self, level: int) -> None:
+        self._weights.sleep(level)
+
+    def wake_engine(self, tags: Sequence[str] | None) -> None:
+        self._weights.wake(tags)
+        if not self._weights.asleep:
+            self._weights.resume()
+
+    def weight_checksums(self) -> dict[str, str]:
+        return checksums(self._weights.loop.runner)
+
+    def read_weights(self, path: str, version: Version | None, mode: PauseMode, kv: KVMode, strict: bool) -> int:
+        """Begins to read a folder on a thread; returns the number by which `weights_are_read` knows it."""
+        self._weights.check(version, mode, kv)
+        if len(self._reads) >= MAX_READS:
+            raise RequestError(f"{MAX_READS} folders are being read; try again when one of them is done", param="path")
+        self._num_reads += 1
+        job: Future[NewWeights] = Future()
+        self._reads[self._num_reads] = job
+
+        def read() -> None:
+            if job.set_running_or_notify_cancel():
+                try:
+                    job.set_result(read_weights(self._weights.loop.runner, path, strict=strict))
+                except Exception as error:
+                    job.set_exception(error)
+
+        threading.Thread(target=read, name="jaxengine-weights", daemon=True).start()
+        return self._num_reads
+
+    def weights_are_read(self, number: int) -> bool:
+        """Whether a folder has been read. Raises RequestError, and forgets it, if that failed."""
+        job = self._find(number)
+        if job.done() and (error := job.exception()) is not None:
+            del self._reads[number]
+            raise error
+        return job.done()
+
+    def forget_read_weights(self, number: int) -> None:
+        self._reads.pop(number, None)
+
+    def switch_weights(self, number: int, version: Version | None, kv: KVMode) -> dict[str, Any]:
+        """Replaces the weights by those that were read, while the engine is paused."""
+        new = self._find(number).result(timeout=0)
+        del self._reads[number]
+        return self._weights.switch(new, version, kv)._asdict()
+
+    def _find(self, number: int) -> Future[NewWeights]:
+        if number not in self._reads:
+            raise RequestError(f"there are no weights {number} that were read", param="number", value=number)
+        return self._reads[number]

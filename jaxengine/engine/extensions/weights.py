@@ -1,0 +1,198 @@
+"""Weights that are replaced while requests run: pauses, versions, and what becomes of keys and values.
+
+A switch lies between two steps with none in flight, so that each token belongs to one version, and nothing compiles:
+executables take weights as arguments.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
+
+from jaxengine.engine.extension import NO_EVENTS, Events, Loop, LoopExtension
+from jaxengine.engine.extensions.weight_orders import WeightOrders
+from jaxengine.engine.weight_types import WEIGHT_UTILITIES, KVMode, PauseMode, Version, WeightUpdate
+from jaxengine.runner import sleep
+from jaxengine.runner.weight_update import NewWeights
+from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.extensions.intake import Intake
+from jaxengine.scheduler.request import FinishReason, Request
+
+# What sleeps: given up and put back apart from each other.
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+SLEEP_LEVELS = (0, 1, 2)
+
+
+class Weights(LoopExtension):
+    """Pauses the engine and switches its weights.
+
+    Attributes:
+      version: of the weights that the next step will use.
+    """
+
+    def __init__(self) -> None:
+        self.version: Version = 0
+        self._num_switches = 0
+        self._intake = Intake()
+        self._aborts = False
+        self._asleep: set[str] = set()
+        self._orders = WeightOrders(self)
+
+    def attach(self, loop: Loop) -> None:
+        super().attach(loop)
+        loop.scheduler.extensions.append(self._intake)
+        for request in loop.scheduler.requests:
+            self.prepare(request)
+
+    def prepare(self, request: Request) -> None:
+        request.weight_versions = [(self.version, 0)]
+
+    def pause(self, mode: PauseMode) -> None:
+        """Begins a pause. Steps must go on until `settle` says that it is there.
+
+        Raises RequestError for another mode.
+        """
+        _among("mode", mode, get_args(PauseMode))
+        scheduler = self.loop.scheduler
+        if mode == "keep":
+            scheduler.paused = True
+            return
+        self._intake.close(1 + max((each.arrival_index for each in scheduler.requests), default=-1))
+        self._aborts = mode == "abort"
+
+    def resume(self) -> None:
+        """Ends a pause, or the beginning of one. Raises RequestError while the engine sleeps."""
+        if self._asleep:
+            parts = " and ".join(sorted(self._asleep))
+            raise RequestError(f"the engine sleeps without its {parts}; wake_up brings them back", param="tags")
+        self.loop.scheduler.paused = False
+        self._intake.open()
+        self._aborts = False
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether requests wait for `resume`."""
+        return self.loop.scheduler.paused or self._intake.first is not None
+
+    def settle(self) -> bool:
+        """Whether the pause is there: no step is in flight, and nobody is left for whom it waits."""
+        if self.loop.in_flight or not (self.loop.scheduler.paused or not self._earlier()):
+            return False
+        self.loop.scheduler.paused = True
+        return True
+
+    def poll(self) -> Events:
+        if not self._aborts:
+            return NO_EVENTS
+        self._aborts = False
+        return Events(ended=[(request, FinishReason.ABORT, None) for request in self._earlier()])
+
+    def check(self, version: Version | None, mode: PauseMode, kv: KVMode) -> None:
+        """Raises RequestError for an argument of an update that is not allowed."""
+        _among("mode", mode, get_args(PauseMode))
+        _among("kv", kv, get_args(KVMode))
+        if isinstance(version, bool) or not isinstance(version, int | str | None):
+            raise RequestError(f"version is {version!r}; allowed: an integer or a text", param="version", value=version)
+
+    def switch(self, new: NewWeights, version: Version | None = None, kv: KVMode = "recompute") -> WeightUpdate:
+        """Replaces the weights while the engine is paused. version: None counts on from the last number.
+
+        Raises RequestError for an invalid argument, and nothing has changed then.
+        """
+        self.check(version, "keep", kv)
+        version = self._next_version(version)
+        assert self.settle(), "weights are replaced between two steps"
+        start, scheduler = time.monotonic(), self.loop.scheduler
+        if kv != "keep":
+            scheduler.preempt_all()
+        self._num_switches += 1
+        # Not the version: its caller may use a name again for other weights.
+        scheduler.replace_weights(hashlib.sha256(self._num_switches.to_bytes(8, "big")).digest())
+        new.put(self.loop.runner)
+        if kv == "drop":
+            scheduler.reset_prefix_cache()
+        for extension in scheduler.extensions:
+            extension.reset_cache()
+        self._asleep.discard(WEIGHTS)
+        self.version = version
+        for request in scheduler.requests:
+            num_output = len(scheduler.output_token_ids(request))
+            if request.weight_versions[-1][1] == num_output:
+                request.weight_versions.pop()
+            request.weight_versions.append((version, num_output))
+        return WeightUpdate(version, new.num_leaves, new.num_bytes, new.seconds, time.monotonic() - start)
+
+    @property
+    def asleep(self) -> set[str]:
+        """What is not on the devices now."""
+        return set(self._asleep)
+
+    def check_sleep(self, level: int, mode: PauseMode) -> None:
+        """Raises RequestError for an argument of a sleep that is not allowed."""
+        _among("level", level, SLEEP_LEVELS)
+        _among("mode", mode, get_args(PauseMode))
+
+    def sleep(self, level: int) -> None:
+        """Gives up device memory while the engine is paused. Running requests are computed again after `wake`.
+
+        level: 0 gives up nothing; 1 the pools, and the weights, which host memory keeps; 2 the weights without a copy.
+        Raises RequestError for another one.
+        """
+        _among("level", level, SLEEP_LEVELS)
+        assert self.settle(), "an engine falls asleep between two steps"
+        if level == 0:
+            return
+        scheduler, runner = self.loop.scheduler, self.loop.runner
+        if KV_CACHE not in self._asleep:
+            scheduler.preempt_all()
+            scheduler.reset_prefix_cache()
+            for extension in scheduler.extensions:
+                extension.reset_cache()
+            sleep.release_pools(runner)
+        sleep.release_weights(runner, keep=level == 1)
+        self._asleep = {WEIGHTS, KV_CACHE}
+
+    def wake(self, tags: Sequence[str] | None = None) -> None:
+        """Puts back what these tags name, by default all. Weights of level 2 must be given to `switch` first.
+
+        Raises RequestError for another tag, and for weights that nobody has.
+        """
+        for tag in tags or ():
+            _among("tags", tag, (WEIGHTS, KV_CACHE))
+        wanted = self._asleep & set(tags if tags is not None else (WEIGHTS, KV_CACHE))
+        if WEIGHTS in wanted and not sleep.restore_weights(self.loop.runner):
+            raise RequestError("the weights were given up at level 2: give new ones by update_weights", param="tags")
+        if KV_CACHE in wanted:
+            sleep.allocate_pools(self.loop.runner)
+        self._asleep -= wanted
+
+    @property
+    def utilities(self) -> dict[str, Callable[..., Any]]:
+        return {name: getattr(self._orders, name) for name in WEIGHT_UTILITIES}
+
+    def status(self) -> dict[str, Any]:
+        return {
+            "weights": {
+                "version": self.version,
+                "switches": self._num_switches,
+                "paused": self.is_paused,
+                "asleep": sorted(self._asleep),
+            }
+        }
+
+    def _next_version(self, version: Version | None) -> Version:
+        if version is None:
+            return self.version + 1 if isinstance(self.version, int) else self._num_switches + 1
+        return version
+
+    def _earlier(self) -> list[Request]:
+        """Requests that do not wait for the pause to end."""
+        first = self._intake.first
+        return [each for each in self.loop.scheduler.requests if first is None or each.arrival_index < first]
+
+
+def _among(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    if isinstance(value, bool) or value not in allowed:
+        raise RequestError(f"{name} is {value!r}; allowed: {', '.join(map(str, allowed))}", param=name, value=value)

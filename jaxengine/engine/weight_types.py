@@ -1,0 +1,44 @@
+"""Types and names of pauses and new weights, apart from `extensions.weights`, which an engine imports when it is first
+asked for one."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+# What becomes of the requests that are there: they stay where they are, run to their end, or end at once.
+PauseMode = Literal["keep", "wait", "abort"]
+# What becomes of keys and values that earlier weights made: running requests go on with them, or are computed again;
+# `drop` also gives up the cached prefixes, which nobody finds either way, at once.
+KVMode = Literal["keep", "recompute", "drop"]
+Version = int | str
+# Functions by which an operator's server asks for them: methods of jaxengine.engine.extensions.weight_orders.
+WEIGHT_UTILITIES = (
+    "pause_engine",
+    "pause_is_there",
+    "resume_engine",
+    "engine_pause",
+    "check_sleep",
+    "fall_asleep",
+    "wake_engine",
+    "weight_checksums",
+    "read_weights",
+    "weights_are_read",
+    "forget_read_weights",
+    "switch_weights",
+)
+
+
+class WeightUpdate(NamedTuple):
+    """A switch to new weights.
+
+    Attributes:
+      version: the new weights'.
+      leaves: arrays that were replaced; num_bytes: of these, over all devices of this process.
+      load_seconds: that reading and placing took, while steps went on; switch_seconds: between two steps.
+    """
+
+    version: Version
+    leaves: int
+    num_bytes: int
+    load_seconds: float
+    switch_seconds: float

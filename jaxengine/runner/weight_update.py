@@ -1,0 +1,258 @@
+"""New values for a running engine's weights: read, checked and placed beside the old ones, then put in their place.
+
+Nothing of the engine changes before `put`, so that whatever is wrong with the new weights leaves the old ones at work.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxengine.models.params.declare import declared_params
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.params.source import WeightSource
+from jaxengine.models.weights.adapters.pools import abstract_leaves
+from jaxengine.models.weights.formats.arrays import ArraySource, FiniteSource
+from jaxengine.models.weights.formats.orbax import LAYOUT_FILE, load_checkpoint
+from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
+from jaxengine.models.weights.load import load_params
+from jaxengine.models.weights.views.parts import num_parts
+from jaxengine.runner.model_runner import ModelRunner
+from jaxengine.runner.sleep import Absent, are_present
+from jaxengine.runner.stage_runner import StageRunner
+from jaxengine.scheduler.errors import RequestError
+from jaxengine.sharding.rules import part_bytes
+
+# Faults that the text of an error names.
+MAX_SHOWN = 10
+# A Hugging Face name for a trainer's, or that name, an order of axes (None: as it is), and a function of the array.
+Renamed = str | tuple[str, Sequence[int] | None] | tuple[str, Sequence[int] | None, Callable[[Any], Any]]
+
+
+class WeightUpdateError(RequestError):
+    """New weights that do not fit. The engine goes on with those that it has.
+
+    Attributes:
+      faults: (tensor, what is wrong) of every tensor at fault: missing, unknown, given twice, of a wrong shape or kind.
+    """
+
+    def __init__(self, message: str, faults: Sequence[tuple[str, str]] = ()):
+        super().__init__(message, param="params")
+        self.faults = [*faults]
+
+    @classmethod
+    def of(cls, faults: Sequence[tuple[str, str]]) -> WeightUpdateError:
+        """The error of at least one fault; names the first ones."""
+        shown = "; ".join(f"{name}: {text}" for name, text in faults[:MAX_SHOWN])
+        more = f"; and {len(faults) - MAX_SHOWN} more" if len(faults) > MAX_SHOWN else ""
+        return cls(f"the weights stay as they are: {shown}{more}", faults)
+
+
+class NewWeights:
+    """Arrays that are ready to take the place of an engine's.
+
+    Attributes:
+      seconds: that reading and placing them took.
+    """
+
+    def __init__(self, stages: Sequence[Mapping[int, jax.Array]], seconds: float):
+        """stages: of each pipeline stage, the new arrays by their index among its leaves."""
+        self._stages, self.seconds = stages, seconds
+
+    @property
+    def num_leaves(self) -> int:
+        return sum(map(len, self._stages))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on all devices of this process."""
+        arrays = [each for new in self._stages for each in new.values()]
+        return sum(part_bytes(each) * len(each.sharding.addressable_devices) for each in arrays)
+
+    def put(self, runner: ModelRunner) -> None:
+        """Has the next step use them."""
+        for stage, new in zip(runner.stages, self._stages, strict=True):
+            for index, array in new.items():
+                stage.params[index] = array
+
+
+def read_weights(
+    runner: ModelRunner,
+    params: Any,
+    *,
+    mapping: Mapping[str, Renamed] | None = None,
+    strict: bool = True,
+) -> NewWeights:
+    """Read new weights for all stages and place them on their devices, beside the old ones.
+
+    Args:
+      params: a folder with safetensors or in device layout; tensors by Hugging Face name, as a mapping or as pairs;
+        or the engine's own tree, an nnx.State or an nnx.Module.
+      mapping: from the names of `params` to Hugging Face names, for tensors by name. Those that it lacks keep theirs.
+      strict: every weight must be there. Otherwise weights without any of their tensors stay as they are.
+
+    Matrices that the engine rounded when it loaded are rounded again in the same way. Raises WeightUpdateError.
+    """
+    start = time.monotonic()
+    if runner.config.nnodes > 1:
+        raise WeightUpdateError(f"weights of an engine of {runner.config.nnodes} processes cannot be replaced")
+    try:
+        if isinstance(params, nnx.Module | nnx.State):
+            _refuse_mapping(mapping)
+            found = [_own_tree(runner, stage, params, strict) for stage in runner.stages]
+        elif isinstance(params, str | os.PathLike) and (Path(params) / LAYOUT_FILE).is_file():
+            _refuse_mapping(mapping)
+            found = [
+                _by_index(stage, load_checkpoint(Path(params), stage.programs.model, mesh=stage.programs.mesh))
+                for stage in runner.stages
+            ]
+        else:
+            source = _source(params, mapping)
+            try:
+                found = [_of_stage(stage, source, strict) for stage in runner.stages]
+            finally:
+                source.close()
+    except ModelFileError as error:
+        raise WeightUpdateError.of([(error.where or error.path, error.what), *error.others]) from error
+    new = NewWeights(found, time.monotonic() - start)
+    for stage, own in zip(runner.stages, found, strict=True):
+        if any(
+            isinstance(each, Absent) and not each.host and index not in own for index, each in enumerate(stage.params)
+        ):
+            raise WeightUpdateError("the engine sleeps: until its weights are back it takes all of them, strict=True")
+    if not new.num_leaves:
+        raise WeightUpdateError("params has no tensor of this model")
+    return new
+
+
+def checksums(runner: ModelRunner) -> dict[str, str]:
+    """SHA-256 of each weight's bytes by its name, in its logical order; adapters are left out.
+
+    Raises RequestError while the weights are not on the devices.
+    """
+    if not are_present(runner):
+        raise RequestError("the engine sleeps: its weights are not on the devices", param="checksum")
+    found = {}
+    for stage in runner.stages:
+        names = {param.name for param in declared_params(stage.programs.model)}
+        for (name, _), array in zip(
+            abstract_leaves(stage.programs.model, stage.programs.mesh), stage.params, strict=True
+        ):
+            if name in names:
+                found[name] = hashlib.sha256(np.ascontiguousarray(np.asarray(array)).tobytes()).hexdigest()
+    return found
+
+
+def _source(params: Any, mapping: Mapping[str, Renamed] | None) -> WeightSource:
+    if isinstance(params, str | os.PathLike):
+        _refuse_mapping(mapping)
+        return SafetensorsCheckpoint(Path(params))
+    if not isinstance(params, Mapping | Iterable):
+        raise WeightUpdateError(
+            f"params must be a folder, tensors by name, an nnx.State or an nnx.Module, got {type(params).__name__}"
+        )
+    pairs = params.items() if isinstance(params, Mapping) else params
+    return ArraySource(_renamed(pairs, mapping or {}))
+
+
+def _renamed(pairs: Iterable[Any], mapping: Mapping[str, Renamed]) -> Iterable[tuple[str, Any]]:
+    unused = set(mapping)
+    for pair in pairs:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise WeightUpdateError(f"params must be pairs of a name and an array, got {str(pair)[:100]}")
+        name, array = pair
+        unused.discard(name)
+        rule = mapping.get(name, name)
+        if isinstance(rule, str):
+            yield rule, array
+            continue
+        target, axes, *function = rule
+        array = array if axes is None else np.transpose(np.asarray(array), tuple(axes))
+        yield target, function[0](array) if function else array
+    if unused:
+        raise WeightUpdateError.of([(name, "is named by mapping and not in params") for name in sorted(unused)])
+
+
+def _of_stage(stage: StageRunner, source: WeightSource, strict: bool) -> dict[int, jax.Array]:
+    programs = stage.programs
+    return _by_index(stage, load_params(programs.model, FiniteSource(source), mesh=programs.mesh, partial=not strict))
+
+
+def _by_index(stage: StageRunner, state: nnx.State) -> dict[int, jax.Array]:
+    """A stage's new arrays by index; they must be as those that the compiled programs take."""
+    loaded = {path: variable.get_value() for path, variable in nnx.to_flat_state(state)}
+    new = {}
+    for index, (path, _) in enumerate(nnx.to_flat_state(nnx.state(stage.programs.model))):
+        if path in loaded:
+            new[index] = array = loaded[path]
+            old = stage.params[index]
+            if not _is_finite(array):
+                raise WeightUpdateError.of([(_text(path), "has numbers that are not finite")])
+            assert (array.shape, array.dtype, array.format) == (old.shape, old.dtype, old.format), path
+    jax.block_until_ready(list(new.values()))
+    return new
+
+
+def _own_tree(runner: ModelRunner, stage: StageRunner, tree: Any, strict: bool) -> dict[int, jax.Array]:
+    """A stage's new arrays from a tree of the engine's own structure: an array that lies as the engine's is not
+    copied."""
+    state = nnx.state(tree, nnx.Param) if isinstance(tree, nnx.Module) else tree
+    given = {path: variable.get_value() for path, variable in nnx.to_flat_state(state)}
+    if len(runner.stages) > 1:
+        raise WeightUpdateError("an engine with pipeline stages has no tree of its own: give tensors by name")
+    params = {param.path: param for param in declared_params(stage.programs.model)}
+    new, faults = {}, [(_text(path), "is not a weight of this engine") for path in given if path not in params]
+    for index, (path, _) in enumerate(nnx.to_flat_state(nnx.state(stage.programs.model))):
+        if (param := params.get(path)) is None:
+            continue
+        name, old = param.name, stage.params[index]
+        if path not in given:
+            if strict:
+                faults.append((name, "is missing"))
+        elif (array := given[path]).shape != old.shape or array.dtype != old.dtype:
+            faults.append((name, f"must be {old.dtype}{[*old.shape]}, got {array.dtype}{[*array.shape]}"))
+        elif len(param.decl.sources) > 1 and num_parts(param, stage.programs.mesh)[param.decl.joined_axis] > 1:
+            raise WeightUpdateError(
+                f"{name} joins {len(param.decl.sources)} tensors in an order that depends on the devices: "
+                "give tensors by name"
+            )
+        elif not _is_finite(array):
+            faults.append((name, "has numbers that are not finite"))
+        else:
+            new[index] = array if array.format == old.format else _moved(array, old)
+    if faults:
+        raise WeightUpdateError.of(faults)
+    return new
+
+
+def _is_finite(array: jax.Array) -> bool:
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        return True
+    return all(np.isfinite(np.asarray(shard.data)).all() for shard in array.addressable_shards)
+
+
+def _moved(array: jax.Array, old: Any) -> jax.Array:
+    """A copy as the old array lies. By way of the host: no program is compiled for it."""
+    host = np.asarray(array)
+    placed: Any = jax.make_array_from_callback(old.shape, old.sharding, lambda index: host[index])
+    return placed if placed.format == old.format else jax.device_put(placed, old.format)
+
+
+def _refuse_mapping(mapping: Any) -> None:
+    if mapping:
+        raise WeightUpdateError(
+            "mapping renames tensors by name; this form of params has the engine's or its own names"
+        )
+
+
+def _text(path: tuple[Any, ...]) -> str:
+    return ".".join(map(str, path))

@@ -1,0 +1,301 @@
+"""Weights replaced under running requests: every token is that of an engine that was started with them, or nothing
+changes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import save_file
+
+from jaxengine import LLM, AsyncLLM, RequestError, SamplingParams
+from jaxengine.models.build import Build
+from jaxengine.models.registry import build_model, read_folder
+from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
+from jaxengine.models.weights.load import load_params
+from jaxengine.requests.outputs import WeightSpan
+from jaxengine.runner.weight_update import WeightUpdateError
+from tests.conftest import TINY_CHECKPOINT
+from tests.tables import each_row
+
+NUM_TOKENS = 12
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [40, 41, 42, 43, 44], [77] * 20]
+NORM, EMBED = "model.norm.weight", "model.embed_tokens.weight"
+QKV = "model.layers.1.self_attn.k_proj.weight"
+
+
+def stored() -> dict[str, np.ndarray]:
+    source = SafetensorsCheckpoint(TINY_CHECKPOINT)
+    tensors = {name: source.read(name) for name in source.names()}
+    source.close()
+    return tensors
+
+
+def changed(seed: int) -> dict[str, np.ndarray]:
+    """The stored tensors, each moved a little; those that were stored for seed 0."""
+    rng = np.random.default_rng(seed)
+    return {
+        name: (array + (0.1 if seed else 0.0) * rng.standard_normal(array.shape)).astype(array.dtype)
+        for name, array in stored().items()
+    }
+
+
+def greedy(count: int = NUM_TOKENS, **more: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, **more)
+
+
+def tokens_of(llm: LLM, prompts: Any = PROMPTS) -> list[list[int]]:
+    return [each.outputs[0].token_ids for each in llm.generate(prompts, greedy(), use_tqdm=False)]
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_options):
+    with LLM(**tiny_options) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def expected(llm) -> list[list[list[int]]]:
+    """The tokens with the weights of seeds 0 to 3, each of an engine that never had others."""
+    found = []
+    for seed in range(4):
+        llm.update_weights(changed(seed), kv="drop")
+        found.append(tokens_of(llm))
+    return found
+
+
+def test_an_engine_started_with_them_says_the_same(llm, expected, tiny_options, tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in TINY_CHECKPOINT.glob("*.json"):
+        if "safetensors" not in file.name:
+            (folder / file.name).write_bytes(file.read_bytes())
+    save_file(changed(1), folder / "model.safetensors")
+    with LLM(**tiny_options | {"model": str(folder), "max_model_len": 32}) as fresh:
+        assert tokens_of(fresh) == expected[1] != expected[0]
+    llm.update_weights(changed(0))
+    update = llm.update_weights(folder, version="a folder")
+    assert tokens_of(llm) == expected[1] and llm.weight_version == update.version == "a folder"
+    assert update.leaves == len(llm.core.runner.stages[0].params) and update.num_bytes > 0
+
+
+def test_pages_of_other_weights_are_not_found(llm, expected):
+    """Prefixes are cached, and the same prompt comes again under other weights, and again under the first ones."""
+    for seed in (1, 2, 1, 0):
+        llm.update_weights(changed(seed))
+        assert tokens_of(llm) == tokens_of(llm) == expected[seed]
+
+
+@each_row(
+    ("change", "at", "fault"),
+    [
+        ({NORM: None}, NORM, "missing"),
+        ({"other.weight": np.zeros(3, np.float32)}, "other.weight", "no use"),
+        ({EMBED: stored()[EMBED].T.copy()}, EMBED, "shape"),
+        ({NORM: np.full(64, np.nan, np.float32)}, NORM, "finite"),
+        ({QKV: np.full(stored()[QKV].shape, np.inf, np.float32)}, QKV, "finite"),
+        ({NORM: stored()[NORM].astype(np.int32)}, NORM, "floating"),
+        ({NORM: "a text"}, NORM, "array"),
+    ],
+)
+def test_all_or_none(llm, expected, change, at, fault):
+    llm.update_weights(changed(0), version="before")
+    sums = llm.weight_info(checksum=True)
+    tensors = {name: each for name, each in (changed(1) | change).items() if each is not None}
+    with pytest.raises(WeightUpdateError, match=fault) as error:
+        llm.update_weights(tensors)
+    assert at in [name for name, _ in error.value.faults]
+    assert llm.weight_info(checksum=True) == sums and sums["weight_version"] == "before"
+    assert not llm.is_paused() and tokens_of(llm) == expected[0]
+
+
+def test_every_fault_is_listed(llm):
+    tensors = changed(1) | {"one": np.zeros(1), "two": np.zeros(1), EMBED: np.zeros((3, 3), np.float32)}
+    del tensors[NORM]
+    with pytest.raises(WeightUpdateError, match="one: .*; two: ") as error:
+        llm.update_weights(tensors)
+    assert {name for name, _ in error.value.faults} == {"one", "two", EMBED, NORM}
+    pairs = [*changed(1).items(), (NORM, stored()[NORM])]
+    with pytest.raises(WeightUpdateError, match="twice"):
+        llm.update_weights(iter(pairs))
+
+
+@each_row(("arguments", "field"), [({"mode": "stop"}, "mode"), ({"kv": "forget"}, "kv"), ({"version": 1.5}, "version")])
+def test_arguments_are_checked_before_anything_is_read(llm, arguments, field):
+    with pytest.raises(RequestError) as error:
+        llm.update_weights({}, **arguments)
+    assert error.value.param == field
+
+
+def test_some_of_the_weights(llm, expected):
+    """A weight that joins tensors needs all of them; what no tensor is for stays."""
+    llm.update_weights(changed(1))
+    third = {name: each for name, each in changed(2).items() if ".layers.1." in name}
+    with pytest.raises(WeightUpdateError, match="missing"):
+        llm.update_weights(third)
+    with pytest.raises(WeightUpdateError, match="missing"):
+        llm.update_weights({QKV: third[QKV]}, strict=False)
+    update = llm.update_weights(third, strict=False)
+    assert 0 < update.leaves < len(llm.core.runner.stages[0].params)
+    mixed = tokens_of(llm)
+    llm.update_weights(changed(1) | third)
+    assert tokens_of(llm) == mixed != expected[1]
+
+
+def test_names_and_axes_of_a_trainer(llm, expected):
+    tensors = changed(3)
+    mapping: Any = {f"params/{name}": (name, (1, 0) if each.ndim == 2 else None) for name, each in tensors.items()}
+    given = {f"params/{name}": jax.device_put(each.T.copy()) for name, each in tensors.items()}
+    mapping["params/" + NORM] = (NORM, None, lambda array: array / 2)
+    given["params/" + NORM] = given["params/" + NORM] * 2
+    llm.update_weights(given.items(), mapping=mapping)
+    assert tokens_of(llm) == expected[3]
+    with pytest.raises(WeightUpdateError, match="elsewhere: is named by mapping"):
+        llm.update_weights(tensors, mapping={"elsewhere": NORM})
+
+
+def test_the_engines_own_tree_is_not_copied(llm, expected, tmp_path):
+    model = build_model(read_folder(TINY_CHECKPOINT), Build("float32"))
+    folder = tmp_path / "tensors"
+    folder.mkdir()
+    save_file(changed(2), folder / "model.safetensors")
+    state = load_params(model, SafetensorsCheckpoint(folder), mesh=llm.core.runner.stages[0].programs.mesh)
+    llm.update_weights(state)
+    assert tokens_of(llm) == expected[2]
+    held = {id(each) for each in llm.core.runner.stages[0].params}
+    assert all(id(variable.get_value()) in held for _, variable in nnx.to_flat_state(state))
+    path, variable = nnx.to_flat_state(state)[0]
+    broken = nnx.from_flat_state(
+        [(path, variable.replace(variable.get_value() * np.nan)), *nnx.to_flat_state(state)[1:]]
+    )
+    with pytest.raises(WeightUpdateError, match="finite"):
+        llm.update_weights(broken)
+    assert tokens_of(llm) == expected[2]
+
+
+def test_matrices_that_were_rounded_are_rounded_again(tiny_options, tmp_path):
+    """In the recipe of loading: int8 of the new weights, from bfloat16 too."""
+    options = tiny_options | {"quantization": "int8", "max_model_len": 32}
+    with LLM(**options) as llm:
+        before = llm.weight_info(checksum=True)["checksums"]
+        llm.update_weights({name: each.astype(ml_dtypes.bfloat16) for name, each in changed(1).items()})
+        changed_tokens = tokens_of(llm)
+        llm.update_weights(changed(0))
+        assert llm.weight_info(checksum=True)["checksums"] == before
+        assert tokens_of(llm) != changed_tokens
+        assert llm.core.runner.compiles.count == 0
+
+
+async def crowd(engine: AsyncLLM, updates: list[dict[str, Any]]) -> list[Any]:
+    """Requests that come one after the other while the weights change."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(1, 100, rng.integers(3, 20)).tolist() for _ in range(60)]
+
+    async def one(index: int) -> tuple[list[int], Any]:
+        await asyncio.sleep(0.01 * index)
+        async for output in engine.generate(prompts[index], greedy(40), f"request {index}"):
+            last = output
+        return prompts[index], last.outputs[0]
+
+    tasks = [asyncio.create_task(one(index)) for index in range(len(prompts))]
+    for number, arguments in enumerate(updates, 1):
+        await engine.update_weights(changed(number % 4), version=number, **arguments)
+        await asyncio.sleep(0.02)
+    return await asyncio.gather(*tasks)
+
+
+def test_every_token_of_a_crowd_is_that_of_its_weights(tiny_options, llm):
+    """Whatever runs, waits or is being prefilled when the weights change: spans say which ones made a token."""
+    modes = [{"mode": mode, "kv": kv} for mode in ("keep", "wait", "keep") for kv in ("recompute", "drop")]
+    engine = AsyncLLM(**tiny_options)
+    try:
+        found = asyncio.run(crowd(engine, modes))
+        assert engine.core.runner.compiles.count == 0
+        pool = engine.core.engine.scheduler
+        assert pool.num_free_pages == pool.num_pages
+    finally:
+        engine.shutdown()
+    assert any(len(output.weight_versions or ()) > 1 for _, output in found)
+    pieces: dict[int, list[tuple[list[int], list[int]]]] = {}
+    for prompt, output in found:
+        spans = output.weight_versions or [WeightSpan(0, 0, 40)]
+        assert [span.start for span in spans[1:]] == [span.end for span in spans[:-1]]
+        assert (spans[0].start, spans[-1].end) == (0, 40)
+        for span in spans:
+            known = prompt + output.token_ids[: span.start]
+            pieces.setdefault(int(span.version) % 4, []).append((known, output.token_ids[span.start : span.end]))
+    for seed, own in pieces.items():
+        llm.update_weights(changed(seed))
+        outputs = llm.generate([known for known, _ in own], [greedy(len(piece)) for _, piece in own], use_tqdm=False)
+        assert [each.outputs[0].token_ids for each in outputs] == [piece for _, piece in own]
+
+
+def test_keys_and_values_may_be_kept(llm, expected):
+    """With kv="keep" a running request goes on with what it has; who comes later has nothing of it."""
+    llm.update_weights(changed(0))
+    core = llm.core
+    core.add(core.inputs.prepare(PROMPTS[0], greedy(), request_id="kept"))
+    while (
+        not (running := [*core.engine.scheduler.requests])
+        or len(core.engine.scheduler.output_token_ids(running[0])) < 4
+    ):
+        core.step()
+    computed = core.engine.scheduler.ranks[0].slots.num_computed.max()
+    llm.update_weights(changed(1), version="next", kv="keep")
+    assert core.engine.scheduler.ranks[0].slots.num_computed.max() >= computed
+    outputs = []
+    while core.has_unfinished:
+        outputs += core.step()
+    (output,) = [each for each in outputs if each.finished]
+    (_, first, _), (version, start, end) = output.outputs[0].weight_versions
+    assert (version, end) == ("next", NUM_TOKENS) and 4 <= start < NUM_TOKENS and first == 0
+    assert output.outputs[0].token_ids[:start] == expected[0][0][:start]
+    assert tokens_of(llm) == expected[1]
+
+
+@each_row(("mode", "reason"), [("keep", "length"), ("wait", "length"), ("abort", "abort")])
+def test_a_pause(tiny_options, mode, reason):
+    """What was running ends as the mode says; what comes meanwhile waits for `resume_generation`."""
+
+    async def run() -> None:
+        engine = AsyncLLM(**tiny_options)
+        try:
+
+            async def last(request_id: str) -> Any:
+                async for output in engine.generate(PROMPTS[0], greedy(60), request_id):
+                    newest = output
+                return newest.outputs[0]
+
+            early = asyncio.create_task(last("early"))
+            await asyncio.sleep(0.05)
+            await engine.pause_generation(mode)
+            late = asyncio.create_task(last("late"))
+            await asyncio.sleep(0.1)
+            assert await engine.is_paused() and not late.done() and early.done() == (mode != "keep")
+            await engine.resume_generation()
+            assert (await early).finish_reason == reason and len((await late).token_ids) == 60
+        finally:
+            engine.shutdown()
+
+    asyncio.run(run())
+
+
+def test_calls_of_other_threads_wait(llm, expected):
+    llm.update_weights(changed(0))
+    llm.pause_generation()
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(tokens_of(llm)))
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive() and not found
+    llm.update_weights(changed(2))
+    assert llm.is_paused()
+    llm.resume_generation()
+    thread.join()
+    assert found == [expected[2]]

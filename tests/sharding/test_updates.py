@@ -1,0 +1,29 @@
+"""New weights, and sleep, of an engine over several devices; eight devices forced on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.sharding.update_cases import CASES
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_tokens_equal_those_of_one_device(executables_dir):
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    command = [sys.executable, "-m", "tests.sharding.update_cases", executables_dir]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["case"] for row in rows] == list(CASES)
+    for row in rows:
+        assert row["tokens"] == row["alone"], row
+        first, second, *later = row["tokens"]
+        assert second != first and later == [first, first, second], row
+        assert row["same"] and row["compilations"] == 0, row
+        assert row["alive"] == [[0], [0, 0], [0, 0]], row

@@ -1,0 +1,100 @@
+"""Engines over several devices whose weights are replaced and that sleep: run as a module, prints a row per case.
+
+    python -m tests.sharding.update_cases CACHE
+
+needs eight devices (XLA_FLAGS=--xla_force_host_platform_device_count=8).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import weakref
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxengine import LLM, SamplingParams
+from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
+from tests.fixtures.drawn_weights import checkpoint
+
+OPTIONS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "max_model_len": 48,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 16,
+    "block_size": 4,
+    "num_gpu_blocks_override": 60,
+    "compilation_config": {"cudagraph_capture_sizes": [], "prefill_sizes": []},
+    "disable_log_stats": True,
+}
+EP = {"enable_expert_parallel": True}
+# Recorded model and options.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "dp2 pp2": ("llama", {"data_parallel_size": 2, "pipeline_parallel_size": 2}),
+    "tp2, rounded to int8": ("llama", {"tensor_parallel_size": 2, "quantization": "int8"}),
+    "experts, tp2 dp2 ep": ("qwen3_moe", {"tensor_parallel_size": 2, "data_parallel_size": 2, **EP}),
+}
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [40, 41, 42, 43, 44], [77] * 20]
+
+
+def changed(model: str) -> dict[str, np.ndarray]:
+    source, rng = SafetensorsCheckpoint(checkpoint(model)), np.random.default_rng(1)
+    tensors = {name: source.read(name) for name in source.names()}
+    source.close()
+    return {name: (each + 0.1 * rng.standard_normal(each.shape)).astype(each.dtype) for name, each in tensors.items()}
+
+
+class Held:
+    """The arrays that an engine has now: weights, and keys and values."""
+
+    def __init__(self, llm: LLM):
+        stages = llm.core.runner.stages
+        self.weights = [weakref.ref(each) for stage in stages for each in stage.params]
+        self.pools = [weakref.ref(each) for stage in stages for each in jax.tree.leaves(stage._kv)]
+
+    def count(self) -> list[int]:
+        """Weights and pools that still take memory."""
+        return [sum(each() is not None for each in own) for own in (self.weights, self.pools)]
+
+
+def run(model: str, cache: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Tokens with the stored weights, with others, with the first ones again, and after sleeps; `alive`: how many of
+    the weights and pools are left that an update or a sleep was to give up."""
+    params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+    with LLM(str(checkpoint(model)), compile_cache_dir=cache, **OPTIONS, **options) as llm:
+
+        def tokens() -> list[list[int]]:
+            return [each.outputs[0].token_ids for each in llm.generate(PROMPTS, params, use_tqdm=False)]
+
+        found, sums = [tokens()], llm.weight_info(checksum=True)["checksums"]
+        held = Held(llm)
+        llm.update_weights(changed(model))
+        alive = [held.count()[:1]]
+        found.append(tokens())
+        llm.update_weights(checkpoint(model), kv="drop")
+        found.append(tokens())
+        same = llm.weight_info(checksum=True)["checksums"] == sums
+        for level in (1, 2):
+            held = Held(llm)
+            llm.sleep(level)
+            alive.append(held.count())
+            if level == 2:
+                llm.update_weights(changed(model))
+            llm.wake_up()
+            found.append(tokens())
+        return {"tokens": found, "same": same, "alive": alive, "compilations": llm.core.runner.compiles.count}
+
+
+def main(cache: str) -> None:
+    assert jax.device_count() == 8
+    for name, (model, options) in CASES.items():
+        quantized = {key: value for key, value in options.items() if key == "quantization"}
+        alone, found = run(model, cache, quantized), run(model, cache, options)
+        print(json.dumps({"case": name, "alone": alone["tokens"], **found}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
