@@ -202,8 +202,8 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
 }
 _HARMLESS_SWITCHES = """
     aggregate_engine_logging allow_deprecated_quantization disable_cascade_attn disable_custom_all_reduce
-    disable_log_requests disable_nccl_for_dp_synchronization fail_on_environ_validation jit_monitor_verbose
-    trust_remote_code use_tqdm_on_load use_v2_block_manager
+    disable_log_requests enable_sleep_mode disable_nccl_for_dp_synchronization fail_on_environ_validation
+    jit_monitor_verbose trust_remote_code use_tqdm_on_load use_v2_block_manager
     cohere_is_reasoning_model disable_frontend_multiprocessing disable_uvicorn_access_log enable_log_deltas
     enable_offline_docs enable_prompt_tokens_details enable_request_id_headers enable_server_load_tracking
     log_error_stack

@@ -101,13 +101,13 @@ def test_ropes_are_options_of_commands_that_open_a_model(command):
 
 @pytest.mark.parametrize("command", ["serve", "generate --file nothing", "chat", "convert out"])
 def test_what_is_not_supported_is_one_line(command, capsys, monkeypatch):
-    option = "--dtype fp6" if command == "convert out" else "--enable-sleep-mode"
+    option = "--dtype fp6" if command == "convert out" else "--enable-eplb"
     if command != "convert out":
         monkeypatch.setattr("jaxengine.commands.cli._prompts", lambda args: ["x"])
     assert main([*command.split(), *option.split()]) == 2
     said = capsys.readouterr().err
     assert said.startswith("jaxengine: error: ") and said.count("\n") == 1
-    assert ("enable_sleep_mode is True, which is not supported yet" in said) == (option == "--enable-sleep-mode")
+    assert ("enable_eplb is True, which is not supported yet" in said) == (option == "--enable-eplb")
 
 
 @pytest.mark.parametrize(
