@@ -140,7 +140,7 @@ ROOMS = {
         "jaxengine.models.params jaxengine.models.quantization jaxengine.models jaxengine.models.weights.views"
     ),
     "jaxengine.models.weights.adapters": (
-        "jaxengine.sharding jaxengine.models.params jaxengine.models.config jaxengine.models.quantization "
+        "jaxengine.sharding jaxengine.models.params jaxengine.models.config "
         "jaxengine.models jaxengine.models.weights.views jaxengine.models.weights.formats"
     ),
     "jaxengine.models.weights": (

@@ -6,6 +6,8 @@ only read as data.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,11 +25,12 @@ from jaxengine.models.config.fields import MAX_HEAD_DIM, ConfigFields, ModelConf
 from jaxengine.models.config.gguf import RopeFactors
 from jaxengine.models.config.hf import CONFIG_FILE, read_config_json
 from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.overrides import UnreadError, check_read, overridden, overridden_metadata
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import inside, read_object
 from jaxengine.models.params.source import WeightSource
 from jaxengine.models.quantization.registry import ALIASES, ROUNDED, rounded
-from jaxengine.models.registry import build_model, read_folder, read_gguf
+from jaxengine.models.registry import build_model, read_gguf, read_hf
 from jaxengine.models.weights.formats.orbax import LAYOUT_FILE
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.gguf.file import GGUFFile
@@ -180,7 +183,9 @@ def _open_gguf(path: Path, config: EngineConfig, keep_tables: bool) -> ModelSour
     pooler = None if pooling is None else pooling.pooler
     try:
         factors = _rope_factors(file)
-        model = read_gguf(file.metadata, tie_word_embeddings=tied, rope_factors=factors, pooler=pooler)
+        with _named_overrides():
+            metadata = overridden_metadata(file.metadata, config.hf_overrides or {})
+        model = read_gguf(metadata, tie_word_embeddings=tied, rope_factors=factors, pooler=pooler)
     except ModelConfigError as error:
         raise ModelFileError(path, str(error)) from error
     if config.quantization == "gguf":
@@ -212,13 +217,10 @@ def _open_folder(path: Path, config: EngineConfig) -> ModelSource:
         raise ConfigError("load_format", config.load_format, f"{', '.join(allowed)} for {path}")
     if not (path / CONFIG_FILE).exists():
         raise ModelFileError(path, f"has no config.json; {_what_to_name(path)}")
-    raw, pooling = _read_config(path, config)
-    if pooling is None:
-        model = read_folder(path, raw)
-    else:
+    raw, model, pooling = _read_config(path, config)
+    if pooling is not None:
         if converted:
             raise ConfigError("runner", config.runner, f"generate for a converted folder, {path}")
-        model = read_folder(path, raw, pooling.pooler)
         if pooling.sentence is not None and pooling.sentence.max_seq_length is not None:
             longest = min(model.max_position_embeddings, pooling.sentence.max_seq_length)
             model = replace(model, max_position_embeddings=longest)
@@ -229,19 +231,38 @@ def _open_folder(path: Path, config: EngineConfig) -> ModelSource:
     return ModelSource(path, model, weights, _generation_defaults(path, config), pooling=pooling)
 
 
-def _read_config(path: Path, config: EngineConfig) -> tuple[dict[str, Any], PoolingModel | None]:
+def _read_config(path: Path, config: EngineConfig) -> tuple[dict[str, Any], ModelConfig, PoolingModel | None]:
     """Reads a folder's config.json with hf_overrides, and its pooling if it is a pooling model."""
-    raw = {**read_config_json(path), **(config.hf_overrides or {})}
+    stored, overrides = read_config_json(path), config.hf_overrides or {}
 
     def token_id(token: str) -> int | None:
         if config.skip_tokenizer_init:
             raise ConfigError("skip_tokenizer_init", True, "False: classifier_from_token names tokens by their text")
         return Tokenizer.from_hf_folder(_find_tokenizer(config) or path).backend.token_to_id(token)
 
+    def read(raw: Mapping[str, Any]) -> tuple[ModelConfig, PoolingModel | None]:
+        pooling = read_pooling(path, raw, config, token_id)
+        return read_hf(raw, None if pooling is None else pooling.pooler), pooling
+
     try:
-        return raw, read_pooling(path, raw, config, token_id)
+        raw = overridden(stored, overrides)
+        model, pooling = read(raw)
     except ModelConfigError as error:
-        raise ModelFileError(path / CONFIG_FILE, str(error)) from error
+        changed = f" (with hf_overrides, {', '.join(overrides)})" if overrides else ""
+        raise ModelFileError(path / CONFIG_FILE, f"{error}{changed}") from error
+    with _named_overrides():
+        check_read(stored, overrides, read)
+    return raw, model, pooling
+
+
+@contextmanager
+def _named_overrides() -> Iterator[None]:
+    """Raises ConfigError for UnreadError."""
+    try:
+        yield
+    except UnreadError as error:
+        problem = f"hf_overrides has {error.name!r}, {error}"
+        raise ConfigError.because("hf_overrides", problem, "leave it out, or correct its name") from None
 
 
 def _what_to_name(path: Path) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxengine.checkpoint.sentence_transformers import read_sentence_model
 from jaxengine.config.engine_config import ConfigError, EngineConfig
-from jaxengine.config.pooler_config import PoolerConfig
+from jaxengine.config.pooler_config import POOLING_FIELDS, PoolerConfig
 from jaxengine.config.pooling_model import (
     CLASSIFY,
     EMBED,
@@ -91,7 +91,7 @@ def _pools(config: EngineConfig, name: str, own_task: str | None, says_so: bool)
     pools = config.runner == "pooling" or (config.runner == "auto" and (own_task is not None or says_so or converts))
     if not pools and config.pooler_config is not None:
         raise ConfigError.because("pooler_config", "pooler_config is for pooling models", "set runner='pooling'")
-    others = [name for name in config.hf_overrides or {} if name != "architectures"]
+    others = [name for name in config.hf_overrides or {} if name in POOLING_FIELDS]
     if not pools and others:
         raise ConfigError.because("hf_overrides", f"{others[0]} is for pooling models", "set runner='pooling'")
     return pools

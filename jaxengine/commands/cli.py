@@ -147,7 +147,7 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
         "--perplexity", metavar="FILE", help="with --quantize: report the perplexity of this text before and after"
     )
     parser.add_argument("--merge-lora", type=Path, metavar="FOLDER", help="a LoRA adapter to merge into the weights")
-    names = ("revision", "download_dir", "hf_token", "dtype", "plugins", "disable_log_stats")
+    names = ("revision", "download_dir", "hf_token", "dtype", "plugins", "disable_log_stats", "hf_overrides")
     add_engine_options(parser, [*names, *PARALLEL_OPTIONS])
     parser.set_defaults(run=_convert)
 
@@ -175,7 +175,8 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("prompts", metavar="TEXTS", help="a file with a prompt on each line")
     parser.add_argument("output", metavar="FILE", help="file to write, for --kv-cache-scales")
-    names = ("revision", "download_dir", "hf_token", "dtype", "plugins", "disable_log_stats", "max_model_len")
+    names = ("revision", "download_dir", "hf_token", "dtype", "plugins", "disable_log_stats")
+    names = (*names, "max_model_len", "hf_overrides")
     add_engine_options(parser, [*names, *PARALLEL_OPTIONS])
     parser.set_defaults(run=_calibrate)
 

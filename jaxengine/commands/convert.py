@@ -36,6 +36,11 @@ def convert(config: EngineConfig, folder: Path, merge_lora: Path | None = None) 
         raise ConfigError(
             "pipeline_parallel_size", size, "1: a converted folder is whole, and each stage reads its own"
         )
+    if config.hf_overrides:
+        problem = (
+            f"hf_overrides has {', '.join(config.hf_overrides)}, and a converted folder keeps the model's config.json"
+        )
+        raise ConfigError.because("hf_overrides", problem, "give them where the folder is served")
     config, devices = choose_devices(config, None, None)
     source = open_model(config)
     if source.pooling is not None:

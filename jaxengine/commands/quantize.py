@@ -17,6 +17,7 @@ from jaxengine.commands.new_folder import new_folder
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.models.build import Build
 from jaxengine.models.config.hf import CONFIG_FILE, read_config_json
+from jaxengine.models.config.overrides import overridden
 from jaxengine.models.params.files import inside
 from jaxengine.models.quantization.registry import rounded
 from jaxengine.models.registry import build_model
@@ -49,7 +50,9 @@ def quantize(config: EngineConfig, name: str, folder: Path, text: str | None = N
     # The pooling files of sentence-transformers are in subfolders.
     names += [str(file.relative_to(source.path)) for file in source.path.glob("[0-9]_*/config.json")]
     files = {name: inside(source.path, name) for name in names}
-    raw = say_head(read_config_json(source.path), source.config.tie_word_embeddings)
+    raw = say_head(
+        overridden(read_config_json(source.path), config.hf_overrides or {}), source.config.tie_word_embeddings
+    )
     model = build_model(replace(source.config, quantization=rounded(name)), Build("float32"))
     try:
         with new_folder(folder) as part, ProgressBar("Rounding", "tensor", not config.disable_log_stats) as bar:
@@ -63,8 +66,8 @@ def quantize(config: EngineConfig, name: str, folder: Path, text: str | None = N
     lines = [f"{kind}: relative error {error:.2%}" for kind, error in errors.items()]
     if content is not None:
         size = min(WINDOW, model.config.max_position_embeddings - 1)
-        models = (config.model, str(folder))
-        before, after = (_perplexity(replace(config, model=each), content, size) for each in models)
+        written = replace(config, model=str(folder), hf_overrides=None)
+        before, after = (_perplexity(each, content, size) for each in (config, written))
         lines.append(f"perplexity on {text}: {before:.3f} before, {after:.3f} after")
     return "\n".join([*lines, f"{folder} is a model for --model"])
 

@@ -144,7 +144,8 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
       runner: "generate" text, or "pooling" for embeddings, labels and scores; "auto" follows the checkpoint.
       convert: pooling model to make of a checkpoint: "embed", "classify", "none" if it already is one, or "auto".
       pooler_config: overrides how the checkpoint pools: a dict of task, pooling_type, use_activation and dimensions.
-      hf_overrides: fields that override config.json: architectures, and those about pooling.
+      hf_overrides: fields that override config.json, such as {"rope_scaling": {"rope_type": "yarn", "factor": 4.0,
+        "original_max_position_embeddings": 32768}}; see docs/serving.md. rope_scaling and rope_theta are options, too.
       speculative_config: drafts to verify in each step, a dict of method ("ngram", "draft_model", "mtp", "eagle3",
         "grammar"), num_speculative_tokens (1 to 7), and depending on the method prompt_lookup_max and
         prompt_lookup_min, or model. Output tokens are the same as without it.

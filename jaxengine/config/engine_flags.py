@@ -20,6 +20,7 @@ from jaxengine.config import gguf_file, vllm_options
 from jaxengine.config.command_line import add_options, destination, flag_of
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.flexible_parser import json_or_text
+from jaxengine.config.pooler_config import ROPE_OPTIONS
 
 # vLLM's short flags.
 SHORT = {
@@ -43,14 +44,15 @@ def add_engine_options(parser: argparse.ArgumentParser, names: Sequence[str] | N
     """Adds flags for all fields of EngineConfig except the model, or only for `names`.
 
     With all fields vLLM's other options are accepted too, to be refused or explained by EngineConfig.from_options;
-    --help does not list them.
+    --help does not list them. Where hf_overrides is, its short forms for rope are, too.
     """
     fields = [field.name for field in dataclasses.fields(EngineConfig) if field.name != "model"]
     add_options(parser, "engine options", EngineConfig, fields if names is None else names, SHORT)
+    others = {*vllm_options.NAMES, "cudagraph_capture_sizes", gguf_file.NAME}
     if names is not None:
-        return
+        others = {*ROPE_OPTIONS} if "hf_overrides" in names else set()
     taken = parser._option_string_actions
-    for name in sorted({*vllm_options.NAMES, "cudagraph_capture_sizes", gguf_file.NAME}):
+    for name in sorted(others):
         flags = [flag for flag in (_SHORT_OF_OTHERS.get(name), flag_of(name)) if flag and flag not in taken]
         if flag_of(name) not in flags:
             continue

@@ -11,6 +11,9 @@ from jaxengine.config.values import plain
 from jaxengine.models.config.pooler import POOLING_TYPES
 
 POOLING_TASKS = ("embed", "classify")
+ROPE_OPTIONS = ("rope_scaling", "rope_theta")
+# Names that `settle_names` replaces.
+EARLIER = ("override_pooler_config", "task", *ROPE_OPTIONS)
 # vLLM's other fields, with the values that have no effect here.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tok_pooling_type": (),
@@ -29,9 +32,8 @@ _EARLIER = {
     "softmax": "use_activation",
     "activation": "use_activation",
 }
-# Fields of config.json about pooling, which may be overridden.
-HF_OVERRIDES = (
-    "architectures",
+# Fields of config.json about pooling.
+POOLING_FIELDS = (
     "num_labels",
     "id2label",
     "problem_type",
@@ -94,29 +96,37 @@ class PoolerConfig:
 
 
 def read_hf_overrides(value: Any) -> Mapping[str, Any] | None:
-    """Reads a dict of fields of HF_OVERRIDES, or None. Raises ConfigError."""
+    """Reads a dict of fields of config.json, or None; the model's files tell which there are. Raises ConfigError."""
     if value is None:
         return None
     if not isinstance(value, Mapping):
         raise ConfigError("hf_overrides", value, "a dict of fields of config.json")
-    other = next((name for name in value if name not in HF_OVERRIDES), None)
-    if other is not None:
-        problem = f"hf_overrides has {other!r}, which is not supported yet"
-        raise ConfigError.because("hf_overrides", problem, f"it may have {', '.join(HF_OVERRIDES)}")
+    if other := [name for name in value if not isinstance(name, str)]:
+        raise ConfigError("hf_overrides", other[0], "names of fields of config.json")
     return value
 
 
 def settle_names(options: dict[str, Any]) -> dict[str, Any]:
-    """Replaces vLLM's earlier options override_pooler_config and task by pooler_config, runner and convert.
+    """Replaces vLLM's earlier options by their successors: override_pooler_config and task by pooler_config, runner and
+    convert; rope_scaling and rope_theta by hf_overrides.
 
     Raises ConfigError.
     """
-    settled = {name: value for name, value in options.items() if name not in ("override_pooler_config", "task")}
+    settled = {name: value for name, value in options.items() if name not in EARLIER}
     earlier = {"pooler_config": options.get("override_pooler_config"), **_read_task(options.get("task"))}
     for name, value in earlier.items():
         if value is not None and settled.setdefault(name, value) != value:
             raise ConfigError.because(name, f"{name} is given twice", "leave out its earlier name")
-    return settled
+    ropes = {name: options[name] for name in ROPE_OPTIONS if options.get(name) is not None}
+    if not ropes:
+        return settled
+    overrides = settled.get("hf_overrides") or {}
+    if not isinstance(overrides, Mapping):
+        return settled  # refused where it is read
+    for name, value in ropes.items():
+        if overrides.get(name, value) != value:
+            raise ConfigError.because(name, f"{name} is given twice", "leave it out of hf_overrides")
+    return settled | {"hf_overrides": {**overrides, **ropes}}
 
 
 def _read_task(task: Any) -> dict[str, str]:

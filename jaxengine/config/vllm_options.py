@@ -12,6 +12,7 @@ import logging
 from typing import Any
 
 from jaxengine.config.errors import ConfigError
+from jaxengine.config.pooler_config import EARLIER as POOLER_NAMES
 from jaxengine.config.speculation import FLAT
 
 logger = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ GONE: dict[str, str] = {
 }
 
 # Earlier names of options, which EngineConfig.from_options reads.
-EARLIER = frozenset(("override_pooler_config", "task", *FLAT))
+EARLIER = frozenset((*POOLER_NAMES, *FLAT))
 
 _SWITCHES = """
     cudagraph_metrics data_parallel_external_lb data_parallel_hybrid_lb
@@ -126,7 +127,7 @@ _UNSET = """
     mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path
     model_class_overrides model_loader_extra_config model_weights numa_bind_cpus numa_bind_nodes offload_params
     prefix_match_unit quantization_config
-    reasoning_config reasoning_parser_plugin rope_scaling rope_theta scheduler_cls sleep_preserve_parameter_names
+    reasoning_config reasoning_parser_plugin scheduler_cls sleep_preserve_parameter_names
     video_pruning_rate
     watermark_config weight_transfer_config worker_extension_cls
     default_chat_template_kwargs fingerprint_value prompt_adapters ssl_ciphers tool_parser_plugin

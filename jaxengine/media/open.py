@@ -10,6 +10,7 @@ from jaxengine.media.processor import MediaProcessor
 from jaxengine.media.registry import processor_for
 from jaxengine.models.config.hf import read_config_json
 from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.overrides import overridden
 
 
 def open_processor(
@@ -21,4 +22,4 @@ def open_processor(
     """
     if model.tower is None:
         return None
-    return processor_for(path, {**read_config_json(path), **(overrides or {})}, model, tokenizer)
+    return processor_for(path, overridden(read_config_json(path), overrides or {}), model, tokenizer)

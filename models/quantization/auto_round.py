@@ -64,7 +64,7 @@ def _joined(rules: Iterable[tuple[str, Stored | None]]) -> list[tuple[tuple[str,
 def _target(name: Any) -> str:
     """Convert a key of `extra_config` to a name for rules: a module's name, or else a pattern of what occurs in it."""
     if isinstance(name, str) and not _NAME.fullmatch(name):
-        name = f"re:{name[1:]}" if name.startswith("^") else f"re:.*{name.removeprefix('.*')}"
+        name = f"re:.*(?:{name})"
     check_name("extra_config", name)
     return name
 

@@ -9,10 +9,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.config.name_patterns import Effort, NamePattern, PatternError
 from jaxengine.models.quantization.plain import Plain
 from jaxengine.models.quantization.quantized import Quantized
 from jaxengine.models.quantization.scheme import Scheme
@@ -20,8 +21,10 @@ from jaxengine.models.quantization.stored import Stored
 
 LINEAR = "Linear"
 HEADS = ("lm_head", "score")
-_MAX_PATTERN, _MAX_PATTERNS, _MAX_REPEATS = 256, 1 << 16, 4
+_MAX_NAME, _MAX_NAMES = 512, 1 << 16
 _PLAIN = Plain()
+# What wildcards do not have.
+_REGULAR = re.compile(r"[\\(|^$+]")
 _EXPERT = re.compile(r"(\.experts)\.\d+\.(gate|up|down)_proj$")
 
 
@@ -36,7 +39,7 @@ class Quantization:
         must match its beginning.
       ignored: such names of modules that are plain, whatever the rules say.
       listed: further ones in transformers' form: a part of a name between dots, which may end in one, with "*" for
-        anything.
+        anything, or a regular expression that must match the beginning of a name up to a dot or its end.
       with_heads: whether LINEAR includes the head.
       with_tables: whether the rules apply to token tables, too, which then stay quantised.
       prefixes: pairs of a beginning of the checkpoint's names and the model's replacement.
@@ -91,24 +94,30 @@ class Everywhere:
 
 @cache
 def _chosen(quantization: Quantization, module: str) -> Scheme:
-    names = quantization.names_of(module)
-    if _any_fits(quantization.ignored, names, linear=False):
+    names, effort = quantization.names_of(module), _effort(quantization)
+    if _any_fits(quantization.ignored, names, effort, linear=False):
         return _PLAIN
-    if any(_is_listed(entry, name) for entry in quantization.listed for name in names):
+    if any(_is_listed(entry, name, effort) for entry in quantization.listed for name in names):
         return _PLAIN
     linear = quantization.with_heads or module not in HEADS
     for targets, stored in quantization.rules:
-        if _any_fits(targets, names, linear=linear):
+        if _any_fits(targets, names, effort, linear=linear):
             return _PLAIN if stored is None else Quantized(stored, quantization.with_tables)
     return _PLAIN
 
 
-def _any_fits(entries: tuple[str, ...], names: Sequence[str], *, linear: bool) -> bool:
+@cache
+def _effort(quantization: Quantization) -> Effort:
+    """Steps for the expressions of one quantization_config, for all modules together."""
+    return Effort()
+
+
+def _any_fits(entries: tuple[str, ...], names: Sequence[str], effort: Effort, *, linear: bool) -> bool:
     """Whether one of the entries matches a module with these names; linear: whether LINEAR does."""
     exact, others = _parted(entries)
     if not exact.isdisjoint(names) or (linear and LINEAR in others):
         return True
-    return any(_fits(entry, name) for entry in others if entry != LINEAR for name in names)
+    return any(_fits(entry, name, effort) for entry in others if entry != LINEAR for name in names)
 
 
 @cache
@@ -119,50 +128,53 @@ def _parted(entries: tuple[str, ...]) -> tuple[frozenset[str], tuple[str, ...]]:
     return frozenset(entries).difference(others), tuple(others)
 
 
-def _fits(entry: str, name: str) -> bool:
+def _fits(entry: str, name: str, effort: Effort) -> bool:
     if entry.startswith("re:"):
-        return re.match(entry[3:], name) is not None
+        return _begins(entry[3:], name, effort)
     return entry == name or name.startswith(f"{entry}.")
 
 
-def _is_listed(entry: str, name: str) -> bool:
+def _is_listed(entry: str, name: str, effort: Effort) -> bool:
+    if entry.startswith("re:"):
+        return _fits(entry, name, effort)
+    if _REGULAR.search(entry) and _begins(rf"(?:{entry})(?:(?<=\.)|(?=\.|$))", name, effort):
+        return True
     part = entry.strip(".")
     return any(fnmatchcase(name, pattern) for pattern in (part, f"{part}.*", f"*.{part}", f"*.{part}.*"))
 
 
-def names_in(settings: Mapping[str, Any], field: str) -> tuple[str, ...]:
-    """Read a list of names from a quantization_config, () where there is none. Raises ModelConfigError.
+def _begins(expression: str, name: str, effort: Effort) -> bool:
+    """Whether an expression matches a beginning of the name. Raises ModelConfigError."""
+    try:
+        return _expression(expression).match(name, effort)
+    except PatternError as error:
+        raise bad("a name of modules", expression, str(error)) from None
 
-    A regular expression that might take forever is refused, as configurations are untrusted.
-    """
+
+@lru_cache(1 << 12)
+def _expression(source: str) -> NamePattern:
+    return NamePattern(source)
+
+
+def names_in(settings: Mapping[str, Any], field: str) -> tuple[str, ...]:
+    """Read a list of names from a quantization_config, () where there is none. Raises ModelConfigError."""
     entries = settings.get(field) or []
-    if not isinstance(entries, Sequence) or isinstance(entries, str) or len(entries) > _MAX_PATTERNS:
-        raise bad(field, entries, f"a list of at most {_MAX_PATTERNS} names")
+    if not isinstance(entries, Sequence) or isinstance(entries, str) or len(entries) > _MAX_NAMES:
+        raise bad(field, entries, f"a list of at most {_MAX_NAMES} names")
     for entry in entries:
         check_name(field, entry)
     return tuple(entries)
 
 
 def check_name(field: str, entry: Any) -> None:
-    """Raise ModelConfigError for an invalid module name, or a regular expression that might take forever."""
-    if not isinstance(entry, str) or len(entry) > _MAX_PATTERN:
-        raise bad(field, entry, f"names of at most {_MAX_PATTERN} characters")
-    if entry.startswith("re:") and (fault := pattern_fault(entry[3:])):
-        raise bad(field, entry, fault)
-
-
-def pattern_fault(pattern: str) -> str | None:
-    """Reason why a regular expression is rejected (invalid or possibly exponential), or None."""
-    if len(pattern) > _MAX_PATTERN:
-        return f"a regular expression of at most {_MAX_PATTERN} characters"
-    repeats = len(re.findall(r"(?<!\\)[*+{]", pattern))
-    if repeats > _MAX_REPEATS or re.search(r"\)[*+{]|\\[0-9]|\(\?", pattern):
-        return f"a regular expression with at most {_MAX_REPEATS} repetitions, none of a group, and no lookaround"
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        return f"a regular expression: {error}"
-    return None
+    """Raise ModelConfigError for an invalid module name, or an expression that NamePattern refuses."""
+    if isinstance(entry, str) and entry.startswith("re:"):
+        try:
+            _expression(entry[3:])
+        except PatternError as error:
+            raise bad(field, entry, str(error)) from None
+    elif not isinstance(entry, str) or len(entry) > _MAX_NAME:
+        raise bad(field, entry, f"names of at most {_MAX_NAME} characters")
 
 
 def bad(field: str, value: Any, allowed: str) -> ModelConfigError:

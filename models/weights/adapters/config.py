@@ -1,5 +1,6 @@
 """Reader of an adapter_config.json in PEFT's format: every field is checked before any of it is used.
 
+Names without a module in the model are as in PEFT, where they say nothing: the same names serve models of all kinds.
 PEFT matches names in its `check_target_module_exists`, `_inject_parameters` and `get_pattern_key`, and scales in its
 `LoraLayer.update_layer`.
 """
@@ -9,18 +10,17 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from jaxengine.models.config.name_patterns import Effort, NamePattern, PatternError
 from jaxengine.models.params.errors import ModelFileError
-from jaxengine.models.quantization.rules import pattern_fault
 from jaxengine.models.weights.adapters.pools import AdapterTargets
 
 _ALL_LINEAR = "all-linear"
 _MAX_NAMES, _MAX_NAME = 1 << 14, 512
-# Each expression is tried on each module.
-_MAX_EXPRESSIONS = 256
 _NAME = re.compile(r"[\w.-]+")
 # Fields that do not affect the adapter's results, or are read below.
 _SILENT = frozenset(
@@ -32,6 +32,7 @@ _SILENT = frozenset(
         "target_modules",
         "target_parameters",
         "exclude_modules",
+        "modules_to_save",
         "use_rslora",
         "rank_pattern",
         "alpha_pattern",
@@ -74,6 +75,7 @@ class AdapterConfig:
         if isinstance(begun, str) and begun.lower().startswith(_CHANGES_BASE):
             what = f"init_lora_weights is {short(begun)}, which changes the base model: convert the adapter with PEFT"
             raise ModelFileError(path, what, "init_lora_weights")
+        self._effort, self._wanted = Effort(), dict[str, bool]()
         self._r = self._rank("r", raw.get("r", 8))
         self._alpha = self._number("lora_alpha", raw.get("lora_alpha", 8))
         self._ranks = self._pattern(raw, "rank_pattern", self._rank)
@@ -82,14 +84,13 @@ class AdapterConfig:
         if rslora is not None and type(rslora) is not bool:
             raise ModelFileError(path, f"use_rslora must be true or false, got {short(rslora)}", "use_rslora")
         self._root = bool(rslora)
-        self._targets, self._parameters = self._names(raw, "target_modules"), self._names(raw, "target_parameters")
-        if isinstance(self._parameters, str):
-            what = f"target_parameters must be a list of names, got {short(self._parameters)}"
-            raise ModelFileError(path, what, "target_parameters")
+        self._targets, self._parameters = self._names(raw, "target_modules"), self._list(raw, "target_parameters")
         if not self._targets and not self._parameters:
             raise ModelFileError(path, "target_modules must name what is changed, got nothing", "target_modules")
         self._excluded = self._names(raw, "exclude_modules")
-        self._layers = self._layer_numbers(raw)
+        saved = sorted(self._list(raw, "modules_to_save"))
+        self._saved = [self._expression("modules_to_save", rf"(?:.*\.)?(?:{name})(?:\..*)?") for name in saved]
+        self._layers, self._layer_lists = self._layer_numbers(raw), self._layers_pattern(raw)
 
     def key_of(self, name: str) -> str:
         """Name under which patterns match a module of the file: that of its weight, if the weight is what is
@@ -105,27 +106,34 @@ class AdapterConfig:
         return self._alphas.find(name, self._alpha) / (math.sqrt(rank) if self._root else rank)
 
     def wants(self, name: str) -> bool:
-        """Whether target_modules names the module with this name in the file."""
-        if self._excluded and _matches(self._excluded, name):
-            return False
-        if self._layers is not None:
-            # The first number of a name is the layer's, a later one may be the expert's.
-            number = re.match(r".*?\.[^.]*\.([0-9]+)\.", name)
-            if number is None or int(number[1]) not in self._layers:
-                return False
-        return _matches(self._targets, name)
+        """Whether PEFT changes the module with this name in the file, if the model has it: target_modules names it, and
+        exclude_modules and modules_to_save do not.
+        """
+        if (known := self._wanted.get(name)) is None:
+            known = self._matches("target_modules", self._targets, name) and self._is_in_layers(name)
+            known = known and not self._matches("exclude_modules", self._excluded, name) and not self._is_saved(name)
+            self._wanted[name] = known
+        return known
 
     def wants_parameter(self, name: str) -> bool:
         """Whether target_parameters names this parameter of the file, by a suffix that begins at a dot."""
-        return _matches(self._parameters, name)
+        return not self._parameters.isdisjoint(_ends(name))
 
-    def check_modules(self, stored: Mapping[str, str], parameters: Collection[str], targets: AdapterTargets) -> None:
-        """Raise ModelFileError unless the file has the matrices of all modules that the configuration names, and of no
-        others.
+    def check_saved(self, targets: AdapterTargets) -> None:
+        """Raise ModelFileError if modules_to_save names a module of the model, which the adapter then replaces."""
+        for module in (*targets.shapes, *targets.others) if self._saved else ():
+            if any(map(self._is_saved, targets.stored_names(module))):
+                what = "modules_to_save names it, which is not supported: merge the adapter into its model"
+                raise ModelFileError(self.path, what, module)
 
-        Single experts may be left out.
+    def check_modules(self, stored: Mapping[str, str], targets: AdapterTargets) -> None:
+        """Raise ModelFileError unless the file has the matrices of all modules of the model that the configuration
+        names, and of no others.
 
-        stored: the model's names, and those of the file. parameters: the file's other entries, all of them named.
+        Names without a module in this model say nothing. Single experts may be left out, for transformers may have
+        them as one parameter, which PEFT does not change by target_modules.
+
+        stored: the model's names, and those of the file.
         """
         for name in stored.values():
             if not self.wants(name) and not self.wants_parameter(f"{name}.weight"):
@@ -133,30 +141,52 @@ class AdapterConfig:
                     self.path, "the file has matrices of it, but target_modules does not name it", name
                 )
         named = "{} names it, but the file has no matrices of it"
-        for module in targets.shapes:
-            if module in stored or targets.is_expert(module):
+        for module in (*targets.shapes, *sorted(targets.others)):
+            if module in stored or module in targets.experts or targets.is_expert(module):
                 continue
             names = targets.stored_names(module)
             if self._targets != _ALL_LINEAR and any(map(self.wants, names)):
                 raise ModelFileError(self.path, named.format("target_modules"), module)
             if any(self.wants_parameter(f"{name}.weight") for name in names):
                 raise ModelFileError(self.path, named.format("target_parameters"), module)
-        ends = {end for name in stored.values() for end in _ends(name)}
-        if isinstance(self._targets, frozenset) and (missing := sorted(self._targets - ends)):
-            raise ModelFileError(self.path, named.format("target_modules"), missing[0])
-        ends = {end for name in (*parameters, *(f"{name}.weight" for name in stored.values())) for end in _ends(name)}
-        if missing := sorted(frozenset(self._parameters) - ends):
-            raise ModelFileError(self.path, named.format("target_parameters"), missing[0])
 
-    def _names(self, raw: Mapping[str, Any], field: str) -> str | frozenset[str]:
+    def _is_saved(self, name: str) -> bool:
+        return any(self._fits("modules_to_save", each, name) for each in self._saved)
+
+    def _is_in_layers(self, name: str) -> bool:
+        """Whether the module is in one of layers_to_transform, if lists of names are limited to these."""
+        if self._layers is None or not isinstance(self._targets, frozenset) or name in self._targets:
+            return True
+        # Of several numbers of a name, the first is the layer's, a later one may be the expert's.
+        for number in re.finditer(r"(?<=\.)[0-9]+(?=\.)", name):
+            before = name[: number.start() - 1]
+            if any(self._fits("layers_pattern", each, before) for each in self._layer_lists):
+                return int(number[0]) in self._layers
+        return False
+
+    def _matches(self, field: str, wanted: str | NamePattern | frozenset[str], name: str) -> bool:
+        if isinstance(wanted, frozenset):
+            return not wanted.isdisjoint(_ends(name))
+        return isinstance(wanted, str) or self._fits(field, wanted, name)
+
+    def _fits(self, field: str, pattern: NamePattern, name: str) -> bool:
+        """Whether an expression matches the whole name. Raises ModelFileError where that takes too many steps."""
+        try:
+            return pattern.fullmatch(name, self._effort)
+        except PatternError as error:
+            raise ModelFileError(self.path, f"{field} must hold {error}", field) from None
+
+    def _names(self, raw: Mapping[str, Any], field: str) -> str | NamePattern | frozenset[str]:
         """Read names, a regular expression, or "all-linear"."""
+        value = raw.get(field)
+        if not isinstance(value, str) or not value:
+            return self._list(raw, field)
+        return value if value == _ALL_LINEAR else self._expression(field, value)
+
+    def _list(self, raw: Mapping[str, Any], field: str) -> frozenset[str]:
         value = raw.get(field) or []
-        if isinstance(value, str):
-            if value != _ALL_LINEAR:
-                self._check_pattern(field, value)
-            return value
         if not isinstance(value, list) or len(value) > _MAX_NAMES:
-            raise ModelFileError(self.path, f"{field} must be a list of names or a text, got {short(value)}", field)
+            raise ModelFileError(self.path, f"{field} must be a list of names, got {short(value)}", field)
         for name in value:
             if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME:
                 what = f"{field} must hold names of 1 to {_MAX_NAME} characters, got {short(name)}"
@@ -169,17 +199,22 @@ class AdapterConfig:
             raise ModelFileError(
                 self.path, f"{field} must be an object of names and numbers, got {short(value)}", field
             )
-        for pattern in value:
-            self._check_pattern(field, pattern)
-        patterns = _Patterns({pattern: read(field, number) for pattern, number in value.items()})
-        if patterns.num_expressions > _MAX_EXPRESSIONS:
-            what = f"{field} must have at most {_MAX_EXPRESSIONS} expressions that are no plain names"
-            raise ModelFileError(self.path, f"{what}, got {patterns.num_expressions}", field)
-        return patterns
+        numbers = {name: read(field, number) for name, number in value.items()}
+        # PEFT's get_pattern_key.
+        others = {name: self._expression(field, rf"(?:.*\.)?(?:{name})") for name in value if not _NAME.fullmatch(name)}
+        return _Patterns(numbers, others, partial(self._fits, field))
 
-    def _check_pattern(self, field: str, pattern: str) -> None:
-        if fault := pattern_fault(pattern):
-            raise ModelFileError(self.path, f"{field} must hold {fault}, got {short(pattern)}", field)
+    def _expression(self, field: str, source: str) -> NamePattern:
+        try:
+            return NamePattern(source)
+        except PatternError as error:
+            raise ModelFileError(self.path, f"{field} must hold {error}, got {short(source)}", field) from None
+
+    def _layers_pattern(self, raw: Mapping[str, Any]) -> list[NamePattern]:
+        """Expressions of the names of lists of layers, any name by default."""
+        value = raw.get(field := "layers_pattern")
+        names = sorted(self._list({field: [value]} if isinstance(value, str) and value else raw, field))
+        return [self._expression(field, rf".*\.(?:{name})") for name in names or [r"[^.]*"]]
 
     def _layer_numbers(self, raw: Mapping[str, Any]) -> frozenset[int] | None:
         value = raw.get("layers_to_transform")
@@ -207,35 +242,32 @@ def _ends(name: str) -> list[str]:
     return [name, *(name[dot.end() :] for dot in re.finditer(r"\.", name))]
 
 
-def _matches(wanted: str | frozenset[str], name: str) -> bool:
-    if wanted == _ALL_LINEAR:
-        return True
-    if isinstance(wanted, str):
-        return bool(re.fullmatch(wanted, name))
-    return not wanted.isdisjoint(_ends(name))
-
-
 class _Patterns:
     """Values by regular expressions, most of which are plain names.
 
-    Attributes:
-      num_expressions: number of those that are not.
+    others: expressions by the keys that are not.
+    fits: tells whether an expression matches a name.
     """
 
-    def __init__(self, values: Mapping[str, Any]):
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        others: Mapping[str, NamePattern],
+        fits: Callable[[NamePattern, str], bool],
+    ):
         numbered = [(number, *pair) for number, pair in enumerate(values.items())]
-        self._names = {key: (number, value) for number, key, value in numbered if _NAME.fullmatch(key)}
-        self._others = [(number, re.compile(key), value) for number, key, value in numbered if key not in self._names]
-        self.num_expressions = len(self._others)
+        self._names = {key: (number, value) for number, key, value in numbered if key not in others}
+        self._others = [(number, others[key], value) for number, key, value in numbered if key in others]
+        self._fits = fits
 
     def find(self, name: str, default: Any) -> Any:
         """Value of the first pattern that matches the name or one of its suffixes after a dot."""
-        ends = _ends(name)
-        first = min((self._names[end] for end in ends if end in self._names), key=lambda found: found[0], default=None)
+        found = (self._names[end] for end in _ends(name) if end in self._names)
+        first = min(found, key=lambda each: each[0], default=None)
         for number, pattern, value in self._others:
             if first is not None and first[0] < number:
                 break
-            if any(pattern.fullmatch(end) for end in ends):
+            if self._fits(pattern, name):
                 return value
         return default if first is None else first[1]
 

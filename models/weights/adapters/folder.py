@@ -57,6 +57,7 @@ def read_adapter(folder: str | os.PathLike[str], targets: AdapterTargets, max_ra
     if raw is None:
         raise ModelFileError(folder, f"has no {CONFIG_FILE}: name the folder that PEFT has saved")
     config = AdapterConfig(folder / CONFIG_FILE, raw)
+    config.check_saved(targets)
     checkpoint = SafetensorsCheckpoint(_weights_file(folder))
     try:
         tensors = AdapterTensors(checkpoint, dtype)
@@ -65,7 +66,7 @@ def read_adapter(folder: str | os.PathLike[str], targets: AdapterTargets, max_ra
         ranks = {key: config.rank_of(key) for key in (*keys.values(), *(each.key for each in joined))}
         if (rank := max(ranks.values())) > max_rank:
             raise ModelFileError(config.path, f"rank is {rank}; allowed is at most {max_rank} (max_lora_rank)", "r")
-        config.check_modules(stored, [each.key for each in joined], targets)
+        config.check_modules(stored, targets)
         matrices: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         for module, name in stored.items():
             size, out = targets.shapes[module]

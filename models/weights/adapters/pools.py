@@ -99,6 +99,8 @@ def targets_of(models: Iterable[Any]) -> AdapterTargets:
                     shapes[source.name] = pool.shape[1], source.tensor_rows or source.rows
         for param in declared_params(model):
             tensors |= {source.name.rpartition(".")[0] for source in param.decl.sources}
+        if model.config.pooler is None:
+            tensors.add("lm_head")  # transformers has one even where its weight is the token table
     others = {name for name in tensors if "{expert}" not in name}
     return AdapterTargets(shapes, experts, frozenset(others - shapes.keys()), names)
 

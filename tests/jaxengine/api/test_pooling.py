@@ -233,10 +233,10 @@ def test_a_state_that_is_not_finite_ends_its_own_request(make_pooling_llm):
         ("last", {"pooler_config": {"step_tag_id": 5}}, "pooler_config.step_tag_id is 5, which is not supported yet"),
         ("last", {"pooler_config": {"other": 5}}, "pooler_config has no 'other'"),
         ("last", {"pooler_config": {"task": "classify"}}, "pooler_config.task is 'classify'; allowed: embed"),
-        ("last", {"hf_overrides": {"rope_theta": 5}}, "hf_overrides has 'rope_theta', which is not supported yet"),
+        ("last", {"hf_overrides": {"rope_thetas": 5}}, "hf_overrides has 'rope_thetas', which this model's"),
         ("reranker", {"pooler_config": {"normalize": True}}, "pooler_config is for pooling models"),
         ("reranker", {"hf_overrides": {"num_labels": 2}}, "num_labels is for pooling models"),
-        ("reranker", {"hf_overrides": {"is_causal": False}}, "hf_overrides has 'is_causal'"),
+        ("reranker", {"hf_overrides": {"is_causal": False}}, "hf_overrides has 'is_causal', which this model's"),
     ],
 )
 def test_options_that_a_checkpoint_cannot_follow(pooling_folder, pooling_options, name, options, problem):

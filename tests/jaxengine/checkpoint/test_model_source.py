@@ -123,6 +123,33 @@ def test_a_folder_that_is_no_model_says_what_to_name(tmp_path):
         open_model(EngineConfig(model=str(folder / "model.safetensors")))
 
 
+def test_ropes_and_other_fields_of_the_user(tmp_path):
+    """As options of their own, as vLLM once had them, or in hf_overrides; a context length follows."""
+    folder, yarn = str(copy(tmp_path)), {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    for options in (
+        {"rope_scaling": yarn, "rope_theta": 5000},
+        {"hf_overrides": {"rope_scaling": yarn, "rope_theta": 5000}},
+        {"hf_overrides": {"rope_parameters": yarn | {"rope_theta": 5000}}},
+        {"hf_overrides": {"rope_theta": 5000}, "rope_scaling": yarn},
+    ):
+        model = open_model(EngineConfig.from_options(model=folder, **options)).config
+        rope = model.attention[0].rope
+        assert (rope.theta, rope.scaling.factor, model.max_position_embeddings) == (5000, 4.0, 128), options
+    gguf = open_model(EngineConfig.from_options(rope_theta=5000, max_model_len=100)).config
+    assert gguf.attention[0].rope.theta == 5000
+    for options, says in (
+        ({"rope_theta": 5000, "hf_overrides": {"rope_theta": 1}}, "rope_theta is given twice"),
+        ({"hf_overrides": {"rope_thetas": 1}}, "hf_overrides has 'rope_thetas', which this model's configuration"),
+        ({"hf_overrides": [1]}, "hf_overrides is .*a dict of fields"),
+        ({"hf_overrides": {1: 1}}, "hf_overrides is 1; allowed: names of fields"),
+        ({"model": None, "hf_overrides": {"vocab_size": 1}}, "'vocab_size', which is not read of a GGUF file"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            open_model(EngineConfig.from_options(**{"model": folder, **options}))
+    with pytest.raises(ModelFileError, match=r"rope_type must be one of .*'x' \(with hf_overrides, rope_scaling\)"):
+        open_model(EngineConfig.from_options(model=folder, rope_scaling={"rope_type": "x"}))
+
+
 def test_an_unknown_architecture_names_file_and_way_out(tmp_path):
     folder = copy(tmp_path)
     unknown(folder)

@@ -61,6 +61,7 @@ def test_a_converted_model_is_the_same_model(tiny_options, tmp_path, make_llm, c
     ("options", "message"),
     [
         (["--pipeline-parallel-size", "2"], "pipeline_parallel_size is 2; allowed: 1"),
+        (["--rope-theta", "5000"], "hf_overrides has rope_theta, and a converted folder keeps"),
         (["--tensor-parallel-size", "64"], "parallel sizes whose product is at most"),
     ],
 )

@@ -53,6 +53,13 @@ def with_experts(tmp_path_factory):
     return folder
 
 
+def test_fields_of_the_user_are_written(tmp_path):
+    words = ["convert", str(TINY_CHECKPOINT), str(tmp_path / "x"), "--quantize", "int8", "--disable-log-stats"]
+    assert main([*words, "--hf-overrides", '{"rope_theta": 5000}']) == 0
+    model = open_model(EngineConfig(model=str(tmp_path / "x"))).config
+    assert model.attention[0].rope.theta == 5000
+
+
 @pytest.mark.parametrize("name", ROUNDED)
 def test_what_devices_hold_is_the_same(tmp_path, capsys, with_experts, name):
     for number, source in enumerate((TINY_CHECKPOINT, with_experts)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 
 import pytest
@@ -89,6 +90,13 @@ def test_names_of_vllm_reach_the_engine_and_not_the_help():
         "hf_overrides": {"a": 1},
     }
     assert "--enable-sleep-mode" not in build_parser().format_help()
+
+
+@pytest.mark.parametrize("command", ["serve", "generate x", "chat", "convert m out", "calibrate m texts out"])
+def test_ropes_are_options_of_commands_that_open_a_model(command):
+    rope = '{"rope_type": "yarn", "factor": 4.0}'
+    given = parse(f"{command} --rope-scaling '{rope}' --rope-theta 5e4")
+    assert EngineConfig.from_options(**given).hf_overrides == {"rope_scaling": json.loads(rope), "rope_theta": 5e4}
 
 
 @pytest.mark.parametrize("command", ["serve", "generate --file nothing", "chat", "convert out"])

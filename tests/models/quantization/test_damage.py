@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import ml_dtypes
 import numpy as np
@@ -10,7 +11,9 @@ import pytest
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.config.name_patterns import Effort
 from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.quantization import rules
 from jaxengine.models.registry import build_model, read_hf
 from jaxengine.models.weights import load
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
@@ -231,7 +234,7 @@ def test_what_compressed_tensors_asks_for_is_refused_by_its_field(field):
         ({"quant_method": "awq", "bits": 4, "format": "gemv"}, "format must be 'gemm' or 'GEMM', got 'gemv'"),
         ({"quant_method": "awq", "bits": 4, "backend": "llm-awq"}, "backend must be another one, .*got 'llm-awq'"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": ["x"]}, "dynamic must be a mapping of regular expressions"),
-        ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:(a+)+": {}}}, "dynamic must be a regular expression"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {r"+:(a)\1": {}}}, "dynamic must be a regular expression"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"a": {"bits": 5}}}, "bits must be 2 or 3 or 4 or 8, got 5"),
         ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "is_marlin_format must be absent"),
         ({"quant_method": "gptq", "bits": 4, "pack_dtype": "int64"}, "pack_dtype must be 'int32', got 'int64'"),
@@ -251,7 +254,7 @@ def test_what_compressed_tensors_asks_for_is_refused_by_its_field(field):
         ({**AUTO_ROUND, "act_bits": 8}, "act_bits must be 16 or more"),
         ({**AUTO_ROUND, "bits": 3}, "sym must be true where bits is 3"),
         ({**AUTO_ROUND, "extra_config": {"lm_head": 16}}, "extra_config must be a mapping of modules to mappings"),
-        ({**AUTO_ROUND, "extra_config": {".*(a+)+": {"bits": 8}}}, "extra_config must be a regular expression"),
+        ({**AUTO_ROUND, "extra_config": {r".*(a)\1": {"bits": 8}}}, "extra_config must be a regular expression"),
         ({**AUTO_ROUND, "extra_config": {"a": {"bits": 5}}}, "bits must be 2 or 3 or 4 or 8, got 5"),
         ({"quant_method": "modelopt"}, "quant_algo must be 'FP8' or .*'MIXED_PRECISION', got None"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "quant_algo must be .*, got 'NVFP4_AWQ'"),
@@ -324,9 +327,57 @@ def test_other_kinds_of_four_bit_floats_are_refused_by_their_field(name, weights
         read_hf(settings(**whole | {"config_groups": {"group_0": group}}))
 
 
-@pytest.mark.parametrize(
-    "pattern", ["re:(a+)+$", "re:.*a.*b.*c.*d.*e", "re:(?=a)b", r"re:(a)\1", "re:[", "re:" + "a" * 300]
-)
-def test_regular_expressions_that_might_take_forever_are_refused(pattern):
-    with pytest.raises(ModelConfigError, match="ignore must be"):
-        read_hf(settings(**COMPRESSED | {"ignore": [pattern]}))
+@each_row("pattern", [r"re:(a)\1", "re:[", "re:(?>a)", "re:a++", "re:" + "a+" * 2500, "re:" + "(" * 60 + ")" * 60])
+def test_regular_expressions_that_cannot_be_matched_are_refused(pattern):
+    for settings_of in EXPRESSIONS.values():
+        with pytest.raises(ModelConfigError, match="must be a regular expression"):
+            read_hf(settings(**settings_of([pattern.removeprefix("re:")])))
+
+
+def _with_targets(patterns):
+    group = COMPRESSED["config_groups"]["group_0"]
+    return COMPRESSED | {"config_groups": {"g": {**group, "targets": [f"re:{each}" for each in patterns]}}}
+
+
+# Every field of a format whose names may be regular expressions.
+EXPRESSIONS = {
+    "ignore": lambda patterns: COMPRESSED | {"ignore": [f"re:{each}" for each in patterns]},
+    "targets": _with_targets,
+    "dynamic": lambda patterns: {
+        "quant_method": "gptq",
+        "bits": 4,
+        "dynamic": {f"-:{each}": {} for each in patterns},
+    },
+    "extra_config": lambda patterns: (
+        FORMATS["auto-round gptq"][0] | {"extra_config": {each: {"bits": 16} for each in patterns}}
+    ),
+}
+
+
+@each_row("field", EXPRESSIONS)
+def test_expressions_with_lookarounds_and_groups_choose_modules(field):
+    chosen = read_hf(settings(**EXPRESSIONS[field]([r"^(?!.*mlp).*(?:q|k)_proj(?<!_k_proj)$"]))).quantization
+    found = [type(chosen(f"model.layers.3.{name}")).__name__ for name in ("self_attn.q_proj", "self_attn.o_proj")]
+    assert found == (["Quantized", "Plain"] if field == "targets" else ["Plain", "Quantized"])
+
+
+@each_row("field", EXPRESSIONS)
+def test_expressions_that_would_take_forever_end(field, monkeypatch):
+    """Those that backtrack are matched; one that takes too many steps even so is one error."""
+    chosen = read_hf(settings(**EXPRESSIONS[field](["(l+a*)+$", "((m|o|d|e|l|[.])*)*!"]))).quantization
+    chosen("model.layers.3." + "l" * 60)
+    chosen = read_hf(settings(**EXPRESSIONS[field](["(?:(?:(?:x|.?){200}){200}){200}!"]))).quantization
+    monkeypatch.setattr(rules, "Effort", partial(Effort, 50_000))
+    with pytest.raises(ModelConfigError, match="match this model's names in 50,000 steps"):
+        for layer in range(1000):
+            chosen(f"model.layers.{layer}.mlp.up_proj")
+
+
+@each_row("entry", [r"model\.layers\.3\.self_attn", r".*(?:self_attn|x)$", "re:.*self_attn", "model.*.self_attn"])
+def test_listed_modules_may_be_expressions(entry):
+    """As in transformers' should_convert_module."""
+    for own in ({"quant_method": "awq", "bits": 4}, {"quant_method": "fp8", "weight_block_size": [8, 8]}):
+        chosen = read_hf(settings(**own, modules_to_not_convert=[entry])).quantization
+        names = ("model.layers.3.self_attn", "model.layers.3.self_attn_other", "model.layers.3.mlp.up_proj")
+        found = [type(chosen(name)).__name__ for name in names]
+        assert found[0] == "Plain" and found[2] == "Quantized", found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,14 +12,25 @@ from safetensors.numpy import load_file, save_file
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.lora import LoraSpec
+from jaxengine.models.config.name_patterns import Effort
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.registry import build_model, read_folder
+from jaxengine.models.weights.adapters import config
 from jaxengine.models.weights.adapters.folder import read_adapter
 from jaxengine.models.weights.adapters.pools import targets_of
 from tests.conftest import TINY_CHECKPOINT
-from tests.fixtures.adapters import damaged, write_adapter
+from tests.fixtures.adapters import CONFIG, damaged, write_adapter
+from tests.tables import each_row
 
 Q = "model.layers.0.self_attn.q_proj"
+SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+# As unsloth_zoo.peft_utils.get_peft_regex writes it for the language layers of a model.
+_PARTS, _LINEAR = "self_attn|attention|attn|mlp|feed_forward|ffn|dense", "|".join(SEVEN)
+_LANGUAGE = "language|text|model.layers"
+UNSLOTH = (
+    rf"(?:.*?(?:{_LANGUAGE}).*?(?:{_PARTS}).*?(?:{_LINEAR}).*?)"
+    rf"|(?:\bmodel\.layers\.[\d]{{1,}}\.(?:{_PARTS})\.(?:(?:{_LINEAR})))"
+)
 A, B = (f"base_model.model.{Q}.lora_{side}.weight" for side in "AB")
 
 
@@ -72,6 +84,72 @@ def test_no_layers_to_transform_are_all(folder, targets):
     assert len(read(folder, targets).matrices) == 14
 
 
+@each_row(
+    "changes",
+    [
+        {"target_modules": UNSLOTH},
+        {
+            "target_modules": UNSLOTH.replace(
+                f"(?:{_LANGUAGE})", f"(?:{_LANGUAGE}|{'|'.join(f'part{n}' for n in range(50))})"
+            )
+        },
+        {"target_modules": "all-linear"},
+        {"target_modules": r"^(?!.*vision)(?=model\.).*(?:proj)(?<!x_proj)$"},
+        {"target_modules": "((.*)*)*proj"},
+        {"target_modules": [*SEVEN, "lm_tail", "query_key_value", "experts"]},
+        {"target_modules": [*SEVEN, "lm_head", "embed_tokens"], "exclude_modules": ["lm_head", "embed_tokens"]},
+        {"target_modules": [*SEVEN, "lm_head"], "exclude_modules": r".*(?:lm_head|norm)"},
+        {"exclude_modules": ["vision_tower", "router"]},
+        {"modules_to_save": ["classifier", "score"]},
+        {"target_parameters": ["experts.gate_up_proj"]},
+        {"layers_to_transform": [0, 1, 7], "layers_pattern": ["h", "layers"]},
+        {"layers_to_transform": [0, 1], "layers_pattern": r"(?:lay|block)ers"},
+        {"rank_pattern": {r"^model\.layers\.(?:0|1)\.mlp\.(?:up|down)_proj": 8, "^q_proj": 3, "(?:no)+": 2}},
+    ],
+)
+def test_what_peft_accepts_is_read(folder, targets, changes):
+    """Names without a module in the model say nothing, and expressions are as in Python."""
+    (folder / "adapter_config.json").write_text(json.dumps(CONFIG | changes))
+    assert len(read(folder, targets).matrices) == 14
+
+
+def test_layers_and_expressions_choose_modules(tmp_path, targets):
+    for number, changes in enumerate(
+        [
+            {"layers_to_transform": 1, "layers_pattern": "layers"},
+            {"layers_to_transform": [1]},
+            {"target_modules": r"model\.layers\.(?!0\b)\d+\..*(?:proj)"},
+            {"exclude_modules": r".*\.0\..*"},
+            {"target_modules": [f"layers.1.{name}" for name in ("self_attn.q_proj", "mlp.up_proj")]},
+        ]
+    ):
+        folder = write_adapter(tmp_path / str(number), TINY_CHECKPOINT, seed=1)
+        kept = {"layers.1.self_attn.q_proj", "layers.1.mlp.up_proj"} if number == 4 else {"layers.1."}
+        tensors = load_file(folder / "adapter_model.safetensors")
+        chosen = {name: each for name, each in tensors.items() if any(part in name for part in kept)}
+        save_file(chosen, folder / "adapter_model.safetensors")
+        change_config(folder, **changes)
+        assert len(read(folder, targets).matrices) == len(chosen) // 2, changes
+        save_file(tensors, folder / "adapter_model.safetensors")
+        with pytest.raises(ModelFileError, match="target_modules does not name it"):
+            read(folder, targets)
+        del chosen[next(name for name in chosen if "up_proj.lora_A" in name)]
+        del chosen[next(name for name in chosen if "up_proj.lora_B" in name)]
+        save_file(chosen, folder / "adapter_model.safetensors")
+        with pytest.raises(ModelFileError, match="target_modules names it, but the file has no matrices"):
+            read(folder, targets)
+
+
+@each_row("field", ["target_modules", "exclude_modules", "modules_to_save", "layers_pattern", "rank_pattern"])
+def test_an_expression_that_takes_too_long_is_one_error(folder, targets, field, monkeypatch):
+    monkeypatch.setattr(config, "Effort", partial(Effort, 5000))
+    costly = r"(?:(?:(?:x|.?){200}){200}){200}!"
+    value = {"rank_pattern": {costly: 8}, "layers_pattern": [costly], "modules_to_save": [costly]}.get(field, costly)
+    (folder / "adapter_config.json").write_text(json.dumps(CONFIG | {"layers_to_transform": [0, 1], field: value}))
+    with pytest.raises(ModelFileError, match=f"{field} must hold regular expressions that match .* in 5,000 steps"):
+        read(folder, targets)
+
+
 def test_digests_tell_contents_apart(folder, targets):
     before = read(folder, targets).digest
     assert read(folder, targets).digest == before
@@ -98,11 +176,13 @@ def change_config(folder, **changes):
         ({"r": 4}, r"shape must be \(4, \d+\), got \(8, \d+\)"),
         ({"rank_pattern": {"q_proj": 32}}, "rank is 32; allowed is at most 16"),
         ({"rank_pattern": {"q_proj": 4}}, r"shape must be \(4, 64\), got \(8, 64\)"),
-        ({"rank_pattern": {"(a+)+": 4}}, "rank_pattern must hold a regular expression with at most 4 repetitions"),
+        ({"rank_pattern": {r"(a)\1": 4}}, "rank_pattern must hold a regular expression without backreferences"),
         ({"lora_alpha": "x"}, "lora_alpha must be a number below 1e9"),
         ({"lora_alpha": float("nan")}, "lora_alpha must be a number below 1e9"),
         ({"use_dora": True}, "use_dora is True, which is not supported"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save is .*, which is not supported"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save names it, which is not supported.*lm_head"),
+        ({"modules_to_save": ["(?!x).*norm"]}, "modules_to_save names it, which is not supported"),
+        ({"modules_to_save": "lm_head"}, "modules_to_save must be a list of names"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out is True, which is not supported"),
         ({"bias": "all"}, "bias must be 'none', got 'all'"),
         ({"lora_bias": True}, "lora_bias is True, which is not supported"),
@@ -111,14 +191,16 @@ def change_config(folder, **changes):
         ({"use_rslora": 1}, "use_rslora must be true or false"),
         ({"target_modules": []}, "target_modules must name what is changed"),
         ({"target_modules": ["q_proj"]}, "target_modules does not name it"),
-        ({"target_modules": "(x*)*"}, "target_modules must hold a regular expression"),
+        ({"target_modules": "(x*)*"}, "target_modules does not name it"),
+        ({"target_modules": "(x"}, "target_modules must hold a regular expression: missing"),
+        ({"target_modules": "x" * 5000}, "target_modules must hold a regular expression of at most 4096"),
+        ({"exclude_modules": "(?:.*q_proj"}, "exclude_modules must hold a regular expression: missing"),
+        ({"layers_pattern": ["("], "layers_to_transform": [0, 1]}, "layers_pattern must hold a regular"),
         ({"target_modules": ["q_proj", 3]}, "target_modules must hold names"),
         ({"exclude_modules": ["q_proj"]}, "target_modules does not name it"),
         ({"layers_to_transform": [0]}, "target_modules does not name it"),
-        (
-            {"rank_pattern": dict.fromkeys((f"q{n}+" for n in range(257)), 4)},
-            "at most 256 expressions that are no plain",
-        ),
+        ({"target_modules": [*SEVEN, "lm_head"]}, "target_modules names it, but the file has no .*lm_head"),
+        ({"layers_to_transform": [0, 1], "layers_pattern": "blocks"}, "target_modules does not name it"),
         ({"layers_to_transform": "0"}, "layers_to_transform must be whole numbers"),
     ],
 )
@@ -144,7 +226,7 @@ def filled(name, value):
         (damaged(lambda tensors: tensors.clear()), "holds no matrices"),
         (moved(A, "x"), "a tensor must be called"),
         (moved(A, f"base_model.model.{Q}.lora_magnitude_vector"), "a tensor must be called"),
-        (moved(A, "base_model.model.lm_head.lora_A.weight"), "for another base model"),
+        (moved(A, "base_model.model.lm_head.lora_A.weight"), "adapters of it are not supported"),
         (moved(A, "base_model.model.model.embed_tokens.lora_A.weight"), "adapters of it are not supported"),
         (moved(A, "base_model.model.model.layers.0.mlp.experts.0.up_proj.lora_A.weight"), "for another base"),
         (moved(A, "base_model.model.model.layers.7.mlp.up_proj.lora_A.weight"), "for another base model"),

@@ -1,0 +1,298 @@
+"""Regular expressions of configuration files for names of modules, matched in bounded time.
+
+Python's `re` backtracks, so an expression of a file could occupy it for ever ("(a+)+$"). Here an expression maps the
+set of positions in a name where a match may begin to the set of those where it may end. A set is an integer with a bit
+per position, so all ways to match advance at once. Lookarounds are such maps, too, of the name or of its mirror image.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from dataclasses import dataclass, field
+from functools import cached_property
+
+MAX_EXPRESSION, MAX_STEPS, _MAX_DEPTH = 4096, 20_000_000, 40
+_CLASS = re.compile(r"\[\^?\]?(?:\\.|[^\\\]])*+\]", re.DOTALL)
+_ESCAPE = re.compile(
+    r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|N\{[^}]*\}|0[0-7]{0,2}|[1-3][0-7]{2}|.)", re.DOTALL
+)
+_QUANTIFIER = re.compile(r"(?:([*+?])|\{(?:([0-9]+)|([0-9]*),([0-9]*))\})([?+]?)")
+_GROUP = re.compile(r"\((?:\?(?:P<\w+>|([:=!>]|<[=!]|#[^)]*\)|P=|\(|([a-zA-Z]*)(-[a-zA-Z]+)?([:)]))))?")
+_ANCHORS = ("^", "$", r"\A", r"\Z", r"\b", r"\B")
+_UNSUPPORTED = "a regular expression without backreferences, conditions, atomic groups, possessive repeats and flag x"
+
+
+class PatternError(ValueError):
+    """An expression that is refused; the text says what is allowed."""
+
+
+class Effort:
+    """Steps that matching the expressions of one file may still take."""
+
+    def __init__(self, steps: int = MAX_STEPS):
+        self._limit = self._left = steps
+
+    def spend(self) -> None:
+        """Count a step. Raises PatternError after the last one."""
+        self._left -= 1
+        if self._left < 0:
+            raise PatternError(f"regular expressions that match this model's names in {self._limit:,} steps")
+
+
+class NamePattern:
+    """A regular expression with the syntax and meaning of Python's `re`, without what needs backtracking.
+
+    Raises PatternError for an invalid, unsupported or long one.
+    """
+
+    def __init__(self, source: str):
+        if not isinstance(source, str) or len(source) > MAX_EXPRESSION:
+            raise PatternError(f"a regular expression of at most {MAX_EXPRESSION} characters")
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                re.compile(source)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise PatternError(f"a regular expression: {error}") from None
+        self._root = _Parser(source).parse()
+
+    def fullmatch(self, name: str, effort: Effort) -> bool:
+        """Whether the expression matches the whole name. Raises PatternError where that takes too many steps."""
+        return bool(self._root.ends(1, _Text(name, effort)) >> len(name))
+
+    def match(self, name: str, effort: Effort) -> bool:
+        """Whether the expression matches a beginning of the name. Raises PatternError as `fullmatch` does."""
+        return self._root.ends(1, _Text(name, effort)) != 0
+
+
+@dataclass(eq=False)
+class _Text:
+    """A name, or its mirror image.
+
+    Attributes:
+      mirror: the other of the two.
+      backward: whether it is the mirror image.
+    """
+
+    name: str
+    effort: Effort
+    origin: _Text | None = None
+    where: dict[_Zero, int] = field(default_factory=dict)
+
+    @property
+    def backward(self) -> bool:
+        return self.origin is not None
+
+    @cached_property
+    def mirror(self) -> _Text:
+        return self.origin or _Text(self.name[::-1], self.effort, self)
+
+    @property
+    def everywhere(self) -> int:
+        return (2 << len(self.name)) - 1
+
+    @cached_property
+    def positions(self) -> dict[str, int]:
+        """Positions before each character."""
+        found: dict[str, int] = {}
+        for index, char in enumerate(self.name):
+            found[char] = found.get(char, 0) | 1 << index
+        return found
+
+    def flip(self, positions: int) -> int:
+        """Positions in the mirror image."""
+        return int(f"{positions:0{len(self.name) + 1}b}"[::-1], 2)
+
+
+class _Node:
+    """A part of an expression."""
+
+    def ends(self, starts: int, text: _Text) -> int:
+        """Positions where the part may end if it begins at one of `starts`."""
+        raise NotImplementedError
+
+
+class _One(_Node):
+    """One character: a literal, a class, an escape or a dot. `re` judges each character by itself."""
+
+    def __init__(self, source: str, flags: int):
+        self._pattern = re.compile(source, flags)
+        self._known: dict[str, bool] = {}
+
+    def _takes(self, char: str) -> bool:
+        if (known := self._known.get(char)) is None:
+            known = self._known[char] = self._pattern.fullmatch(char) is not None
+        return known
+
+    def before(self, text: _Text) -> int:
+        """Positions before such a character."""
+        return sum(where for char, where in text.positions.items() if self._takes(char))
+
+    def ends(self, starts: int, text: _Text) -> int:
+        text.effort.spend()
+        return (starts & self.before(text)) << 1
+
+
+class _Sequence(_Node):
+    def __init__(self, parts: list[_Node]):
+        self._parts = parts
+
+    def ends(self, starts: int, text: _Text) -> int:
+        text.effort.spend()
+        for part in reversed(self._parts) if text.backward else self._parts:
+            if not starts:
+                break
+            starts = part.ends(starts, text)
+        return starts
+
+
+class _Choice(_Node):
+    def __init__(self, options: list[_Node]):
+        self._options = options
+
+    def ends(self, starts: int, text: _Text) -> int:
+        text.effort.spend()
+        found = 0
+        for option in self._options:
+            found |= option.ends(starts, text)
+        return found
+
+
+class _Repeat(_Node):
+    def __init__(self, body: _Node, least: int, most: int | None):
+        self._body, self._least, self._more = body, least, None if most is None else most - least
+
+    def ends(self, starts: int, text: _Text) -> int:
+        text.effort.spend()
+        # A repetition that goes on for longer than the name stays somewhere, and can stay there for ever.
+        for _ in range(min(self._least, len(text.name) + 1)):
+            if not starts:
+                return 0
+            starts = self._body.ends(starts, text)
+        if self._more is None and isinstance(self._body, _One):
+            # The carry of a sum runs through each run of such characters.
+            run = self._body.before(text)
+            return (((starts & run) + run) ^ run) | starts
+        found = new = starts
+        rounds = 0
+        while new and (self._more is None or rounds < self._more):
+            new = self._body.ends(new, text) & ~found
+            found |= new
+            rounds += 1
+        return found
+
+
+class _Zero(_Node):
+    """A part without characters, which holds at some positions whatever surrounds it."""
+
+    def ends(self, starts: int, text: _Text) -> int:
+        text.effort.spend()
+        forward = text.origin or text
+        if (where := forward.where.get(self)) is None:
+            where = forward.where[self] = self.holds(forward)
+        return starts & (text.flip(where) if text.backward else where)
+
+    def holds(self, text: _Text) -> int:
+        """Positions in a name, not its mirror image, where it holds."""
+        raise NotImplementedError
+
+
+class _Anchor(_Zero):
+    def __init__(self, source: str, flags: int):
+        self._pattern = re.compile(source, flags)
+
+    def holds(self, text: _Text) -> int:
+        return sum(1 << at for at in range(len(text.name) + 1) if self._pattern.match(text.name, at))
+
+
+class _Look(_Zero):
+    def __init__(self, body: _Node, *, behind: bool, negative: bool):
+        self._body, self._behind, self._negative = body, behind, negative
+
+    def holds(self, text: _Text) -> int:
+        if self._behind:
+            found = self._body.ends(text.everywhere, text)
+        else:
+            found = text.flip(self._body.ends(text.everywhere, text.mirror))
+        return text.everywhere & ~found if self._negative else found
+
+
+class _Parser:
+    """Parser of an expression that `re` has accepted."""
+
+    def __init__(self, source: str):
+        self._source, self._at, self._depth = source, 0, 0
+
+    def parse(self) -> _Node:
+        return self._choice(0)
+
+    def _choice(self, flags: int) -> _Node:
+        """Parse up to the end or an unmatched ")"."""
+        self._depth += 1
+        if self._depth > _MAX_DEPTH:
+            raise PatternError(f"a regular expression of at most {_MAX_DEPTH} groups in each other")
+        options: list[list[_Node]] = [[]]
+        while self._at < len(self._source) and (char := self._source[self._at]) != ")":
+            if char == "|":
+                self._at += 1
+                options.append([])
+            elif char == "(":
+                part, flags = self._group(flags)
+                if part is not None:
+                    options[-1].append(self._quantified(part))
+            else:
+                options[-1].append(self._quantified(self._single(flags)))
+        self._depth -= 1
+        return _Sequence(options[0]) if len(options) == 1 else _Choice([_Sequence(each) for each in options])
+
+    def _take(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        if found := pattern.match(self._source, self._at):
+            self._at = found.end()
+        return found
+
+    def _single(self, flags: int) -> _Node:
+        """Parse a part without parts of its own."""
+        found = self._take(_ESCAPE) or self._take(_CLASS)
+        source = found[0] if found else self._source[self._at]
+        self._at += 0 if found else 1
+        if source[0] == "\\" and source[1] in "123456789" and len(source) == 2:
+            raise PatternError(_UNSUPPORTED)
+        if source in _ANCHORS:
+            return _Anchor(source, flags)
+        return _One(source if found or source == "." else re.escape(source), flags)
+
+    def _group(self, flags: int) -> tuple[_Node | None, int]:
+        """Parse a group. Returns it, None for a comment or flags, and the flags that follow it."""
+        found = self._take(_GROUP)
+        assert found is not None
+        kind, end = found[1] or "", found[4]
+        if kind.startswith("#"):
+            return None, flags
+        if kind in (">", "P=", "(") or "x" in (found[2] or "") + (found[3] or ""):
+            raise PatternError(_UNSUPPORTED)
+        inner = (flags | _flags(found[2])) & ~_flags(found[3])
+        if end == ")":
+            return None, inner
+        body = self._choice(inner)
+        self._at += 1
+        if kind in ("=", "!", "<=", "<!"):
+            body = _Look(body, behind=kind[0] == "<", negative=kind[-1] == "!")
+        return body, flags
+
+    def _quantified(self, part: _Node) -> _Node:
+        if (found := self._take(_QUANTIFIER)) is None:
+            return part
+        if found[5] == "+":
+            raise PatternError(_UNSUPPORTED)
+        if found[1]:
+            return _Repeat(part, 1 if found[1] == "+" else 0, 1 if found[1] == "?" else None)
+        least = int(found[2] or found[3] or 0)
+        most = int(found[2]) if found[2] else int(found[4]) if found[4] else None
+        return _Repeat(part, least, most)
+
+
+def _flags(letters: str | None) -> int:
+    """Flags by their letters. "u" is the default, and `re` refuses "L"."""
+    known = {"a": re.ASCII, "i": re.IGNORECASE, "m": re.MULTILINE, "s": re.DOTALL}
+    return sum(known.get(letter, 0) for letter in {*(letters or "")})
