@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from typing import Any
 
 from jaxengine.checkpoint.custom_models import register_model
 from jaxengine.config.errors import ConfigError
@@ -48,9 +49,10 @@ def load_plugins(names: Sequence[str]) -> None:
 
 def _load_entry(entry: EntryPoint) -> None:
     """A module registers its models itself, a function when it is called; a class is registered."""
-    loaded = entry.load()
+    loaded: Any = entry.load()
+    model: Any = loaded  # not narrowed to a class without the protocol's attributes
     if inspect.isclass(loaded):
-        register_model(entry.name, loaded)
+        register_model(entry.name, model)
     elif callable(loaded):
         loaded()
 

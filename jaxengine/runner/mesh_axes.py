@@ -48,7 +48,7 @@ def _meanings(sizes: Mapping[Any, int], mesh_axes: Mapping[str, str] | None) -> 
             raise ConfigError("mesh_axes", axis, f"axes of the mesh: {', '.join(map(str, sizes))}")
         if meaning not in _ALLOWED:
             raise ConfigError(f"mesh_axes[{axis!r}]", meaning, ", ".join(_ALLOWED))
-    meanings: dict[Any, str] = {axis: given.get(axis, axis) for axis in sizes}
+    meanings: dict[Any, Any] = {axis: given.get(axis, axis) for axis in sizes}
     for axis, size in sizes.items():
         if meanings[axis] not in _ALLOWED:
             if size > 1:
