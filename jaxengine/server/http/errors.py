@@ -169,7 +169,7 @@ def _invalid(error: RequestValidationError) -> ApiError:
     name = place[0]
     about = [problem for problem in problems if problem["loc"][1:2] == (name,)]
     wants = " or ".join(dict.fromkeys(_want(problem) for problem in about))
-    if problems[0]["type"] == "missing":
+    if problems[0]["type"] == "missing" and len(place) == 1:
         return ApiError(400, f"{name} is missing", param=name)
     shown = show_value(problems[0].get("input"))
     return ApiError(400, f"{name} is not valid: {wants}, got {shown}", param=name, kept=shown)

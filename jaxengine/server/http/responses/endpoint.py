@@ -36,8 +36,8 @@ from jaxengine.server.http.responses.answers import (
     ResponseStreamEvent,
     ResponseTokens,
 )
-from jaxengine.server.http.responses.input import named_items, read_input
-from jaxengine.server.http.responses.output import ResponseWriter, Said
+from jaxengine.server.http.responses.input import left_out_items, named_items, read_input
+from jaxengine.server.http.responses.output import ResponseWriter, Said, called
 from jaxengine.server.http.responses.protocol import ENCRYPTED, ResponsesRequest, as_response_error
 from jaxengine.server.http.sse import answer, encode_json, event, json_response, stream_events
 from jaxengine.server.names import served_names
@@ -78,7 +78,8 @@ class _Making:
         except RequestError as error:
             raise as_response_error(error) from None
         head = _head(body, response_id, model, store, self._run.params)
-        self.writer = ResponseWriter(head, encrypted=ENCRYPTED in (body.include or ()))
+        self._origins = body.callables.origins
+        self.writer = ResponseWriter(head, self._origins, encrypted=ENCRYPTED in (body.include or ()))
 
     async def prepare(self, ignored: list[str]) -> None:
         """Prepares the prompt and appends to `ignored` the fields without effect for this model. Raises
@@ -114,7 +115,7 @@ class _Making:
             message["reasoning"] = parsed.reasoning
         if parsed.tool_calls:
             message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                {"id": call.id, "type": "function", "function": called(call, self._origins)}
                 for call in parsed.tool_calls
             ]
         return [*self.messages, message]
@@ -217,8 +218,7 @@ class _Responses:
         keeps = body.store is not False
         messages, options = [*earlier, *read_input(body.input)], body.options(request, self._config, lora)
         making = _Making(self.server, body, response_id, model, messages, keeps, options)
-        if body.text is not None and body.text.verbosity is not None:
-            request.state.ignored_fields.append("text.verbosity")
+        request.state.ignored_fields += [*body.ignored_parts, *left_out_items(body.input)]
         await making.prepare(request.state.ignored_fields)
         if body.background:
             return await self._begin(making, owner, request.app.state)
@@ -284,6 +284,7 @@ class _Responses:
         earlier: Sequence[dict[str, Any]] = ()
         if body.previous_response_id is not None:
             earlier = await _finished(_store(request), body.previous_response_id, _owner(request))
+        request.state.ignored_fields += [*body.ignored_parts, *left_out_items(body.input)]
         try:
             chat = body.chat_request([*earlier, *read_input(body.input)])
             ids = await self.server.renderer.token_ids(chat)
