@@ -45,8 +45,7 @@ def ways_to_write(messages: Sequence[Message], template: str) -> Iterator[list[M
     """Yields distinct variants of checked messages that `template` may expect, the likeliest first.
 
     A missing content is None for a template that tests for it, a missing key for others (which would print "None"), or
-    "". Arguments of earlier calls are objects, or the text that the model wrote. For messages of the role developer see
-    `_instructed`.
+    "". Arguments of earlier calls are objects, or the text that the model wrote. For instructions see `_instructed`.
     """
     for placed in _instructed(messages, template):
         yield from _ways_to_write(placed, template)
@@ -58,24 +57,27 @@ def lost_instructions(messages: Sequence[Message], text: str) -> bool:
     return any(isinstance(content, str) and content.strip() not in text for content in contents)
 
 
-def has_developer(messages: Sequence[Message]) -> bool:
-    """Whether a message has the role developer, which few templates know."""
-    return any(message["role"] == "developer" for message in messages)
+def has_unusual_instructions(messages: Sequence[Message]) -> bool:
+    """Whether there is a message that many templates do not take: a developer's, or a system message that is not the
+    first message.
+    """
+    return messages[0]["role"] == "developer" or any(each["role"] in _INSTRUCTING for each in messages[1:])
 
 
 def _instructed(messages: Sequence[Message], template: str) -> Iterator[Sequence[Message]]:
-    """Yields the messages, or, if some have the role developer, two variants: with one instruction at the beginning in
-    place of several there, and with all in one. The role is system for a template that does not know the other.
+    """Yields the messages and, if there are several instructions, or some in the middle, the messages with all of them
+    in one at the beginning.
+
+    A developer's message is a system message for a template that does not know the role. If there are any, the first
+    variant has one instruction in place of several at the beginning.
     """
-    if not has_developer(messages):
-        yield messages
-        return
-    if _KNOWS_DEVELOPER.search(template) is None:
+    has_developer = any(each["role"] == "developer" for each in messages)
+    if has_developer and _KNOWS_DEVELOPER.search(template) is None:
         messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
     is_text = [each["role"] in _INSTRUCTING and isinstance(each.get("content"), str) for each in messages]
     num_first = next((at for at, found in enumerate(is_text) if not found), len(messages))
-    yield _merged(messages[:num_first], messages[num_first:])
-    if any(is_text[num_first:]):
+    yield _merged(messages[:num_first], messages[num_first:]) if has_developer else messages
+    if any(is_text[1:]):
         instructions = [each for each, found in zip(messages, is_text, strict=True) if found]
         yield _merged(instructions, [each for each, found in zip(messages, is_text, strict=True) if not found])
 

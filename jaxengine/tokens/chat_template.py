@@ -14,7 +14,7 @@ from jaxengine.tokens import chat_sandbox
 from jaxengine.tokens.chat_messages import (
     Message,
     checked_messages,
-    has_developer,
+    has_unusual_instructions,
     kind,
     lost_instructions,
     plain,
@@ -60,7 +60,7 @@ def render_chat(
         "image"} or {"type": "video"}, for which the template may look; an answer with tool_calls, reasoning or a
         refusal may have no content. Arguments in tool_calls are objects or texts; of truncated JSON the template gets
         as much as is there. A message of the role developer is a system message for templates that do not know the
-        role; where such a conversation has several instructions that the template does not take, they become one.
+        role. Several instructions that the template refuses or leaves out become one at the beginning.
         Other keys (name, ...) are passed to the template unchanged.
       tools: None or a list of JSON-schema dicts.
       chat_template: Jinja source, or the name of one of `templates`, used instead of the model's default.
@@ -92,12 +92,12 @@ def render_chat(
 
 
 def _render(renderer: TemplateRenderer, source: str, context: Mapping[str, Any], checked: Sequence[Message]) -> str:
-    """Renders the first variant of the messages that the template accepts, and of those with the role developer the
-    first whose instructions it writes. Raises RequestError.
+    """Renders the first variant of the messages that the template accepts, if possible one whose instructions it
+    writes. Raises RequestError.
     """
     first: TemplateFailure | None = None
     incomplete: str | None = None
-    may_lose = has_developer(checked)
+    may_lose = has_unusual_instructions(checked)
     for messages in ways_to_write(checked, source):
         try:
             text = renderer.render(source, {**context, "messages": messages})

@@ -154,18 +154,22 @@ _DEAF = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
         (_EACH, "du", "[system]0[user]1"),
         (_EACH, "sdud", "[system]0\n\n1[user]2[system]3"),
         (_EACH, "ud", "[user]0[system]1"),
-        (_EACH, "ssus", "[system]0[system]1[user]2[system]3"),  # no developer: as it was
+        (_EACH, "ssus", "[system]0[system]1[user]2[system]3"),  # as it is taken
         (_EACH + "{# 'developer' #}", "du", "[developer]0[user]1"),
         (_DROPS, "ddu", "[system]0\n\n1[user]2"),
         (_STRICT, "sddu", "[system]0\n\n1\n\n2[user]3"),
         (_STRICT, "dudu", "[system]0\n\n2[user]1[user]3"),
         (_FIRST, "sdu", "# 0\n\n1[user]2"),
         (_FIRST, "dudu", "# 0\n\n2[user]1[user]3"),
+        (_STRICT, "sus", "[system]0\n\n2[user]1"),
+        (_STRICT, "us", "[system]1[user]0"),
+        (_FIRST, "sus", "# 0\n\n2[user]1"),
+        (_TRIMS, "sus", "[system]0[user]1[system]2"),
         (_TRIMS, "dud", "[system]0[user]1[system]2"),
         (_DEAF, "dud", "1"),
     ],
 )
-def test_instructions_of_a_developer_reach_the_model(chatml, template, roles, text):
+def test_instructions_reach_the_model(chatml, template, roles, text):
     names = {"s": "system", "d": "developer", "u": "user"}
     said = " {} " if template == _TRIMS else "{}"
     messages = [{"role": names[role], "content": said.format(at)} for at, role in enumerate(roles)]

@@ -13,7 +13,7 @@ from typing import Any
 from jaxengine.media.parts import PlacedPart
 from jaxengine.parsers.tool_forced import text_arguments
 from jaxengine.scheduler.errors import RequestError, show_value
-from jaxengine.server.http.responses.tools import flat_name
+from jaxengine.server.http.responses.tools import ADDITIONAL_TOOLS, flat_name
 
 ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = ("input_text", "output_text", "text")
@@ -30,7 +30,7 @@ _LEFT_OUT = (
     "tool_search_output",
     "web_search_call",
 )
-_ALLOWED = ("message", *_CALLS, *_OUTPUTS, "reasoning", *_LEFT_OUT)
+_ALLOWED = ("message", *_CALLS, *_OUTPUTS, "reasoning", ADDITIONAL_TOOLS, *_LEFT_OUT)
 
 
 def read_input(items: str | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -86,7 +86,7 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> No
         if not parts and item.get("encrypted_content") is not None:
             text = _decrypted(item["encrypted_content"], f"{where}.encrypted_content")
         messages.append({"role": "assistant", "reasoning": text})
-    elif kind not in _LEFT_OUT:
+    elif kind != ADDITIONAL_TOOLS and kind not in _LEFT_OUT:
         raise _refused(f"{where}.type is {show_value(kind)}; allowed: {', '.join(_ALLOWED)}")
 
 

@@ -12,7 +12,14 @@ from jaxengine.scheduler.errors import RequestError, show_value
 from jaxengine.server.http.chat.protocol import MAX_TOOLS, ChatRequest, Messages, renamed
 from jaxengine.server.http.fields import JsonObject, TemplateVariables, TextsByName, at_most
 from jaxengine.server.http.protocol import HINTS, REFUSED, ClosedModel, ConversationRequest, RequestModel
-from jaxengine.server.http.responses.tools import Callables, ChosenOther, ChosenTool, ResponseTool, flat_name
+from jaxengine.server.http.responses.tools import (
+    Callables,
+    ChosenOther,
+    ChosenTool,
+    ResponseTool,
+    flat_name,
+    read_additional_tools,
+)
 
 # Values of `include`.
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
@@ -93,8 +100,8 @@ class ResponsesRequest(ConversationRequest):
     """OpenAI's fields, and vLLM's further sampling fields; None stands for the default.
 
     Attributes:
-      input: a text, or items: messages, function calls, their outputs, reasoning. Messages and outputs may have parts
-        input_image with an image_url, if the model takes pictures.
+      input: a text, or items: messages, calls, their outputs, reasoning, additional tools. Messages and outputs may
+        have parts input_image with an image_url, if the model takes pictures.
       instructions: the system message; not carried over to a response that continues this one.
       previous_response_id: a stored response that this one continues.
       store: keep the response in memory, so that it can be retrieved and continued; the default.
@@ -159,8 +166,9 @@ class ResponsesRequest(ConversationRequest):
 
     @cached_property
     def callables(self) -> Callables:
-        """The tools that the model may call. Raises RequestError."""
-        return Callables.of(self.tools or ())
+        """The tools that the model may call, those of input items included. Raises RequestError."""
+        items = () if isinstance(self.input, str) else self.input
+        return Callables.of((*(self.tools or ()), *read_additional_tools(items)))
 
     @property
     def ignored_parts(self) -> Iterator[str]:

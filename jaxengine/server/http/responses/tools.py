@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter, ValidationError
 
 from jaxengine.parsers.tool_forced import TEXT
 from jaxengine.scheduler.errors import RequestError, show_value
@@ -38,6 +38,7 @@ _OPENAI_TOOLS = (
 )
 _OTHERS = re.compile(rf"(?:{'|'.join(_OPENAI_TOOLS)})(?:_\d{{4}}_\d\d_\d\d)?")
 _SEPARATOR = "__"
+ADDITIONAL_TOOLS = "additional_tools"
 
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 
@@ -123,6 +124,9 @@ ResponseTool = Annotated[
 ]
 
 
+_TOOL: TypeAdapter[Any] = TypeAdapter(ResponseTool)
+
+
 class ChosenTool(RequestModel):
     """The function or custom tool that must be called. namespace: if it is in one."""
 
@@ -204,6 +208,24 @@ class Callables:
         if about:
             function["description"] = "\n\n".join(filter(None, (about, function.get("description"))))
         self.functions.append({"type": "function", "function": {**function, "name": name}})
+
+
+def read_additional_tools(items: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
+    """Yields the tools of input items of the type additional_tools. Raises RequestError."""
+    for number, item in enumerate(items):
+        if item.get("type") != ADDITIONAL_TOOLS:
+            continue
+        tools, where = item.get("tools"), f"input[{number}].tools"
+        if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
+            raise RequestError(f"{where} must be a list of at most {MAX_TOOLS} tools", param="input")
+        for at, tool in enumerate(tools):
+            try:
+                yield _TOOL.validate_python(tool)
+            except ValidationError as error:
+                first = error.errors()[0]
+                place = ".".join(map(str, first["loc"][1:]))
+                said = f"{where}[{at}] is not valid: {place + ': ' if place else ''}{first['msg']}"
+                raise RequestError(said, param="input") from None
 
 
 def flat_name(name: str, namespace: str | None) -> str:

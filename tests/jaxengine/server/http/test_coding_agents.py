@@ -70,14 +70,15 @@ async def test_a_recorded_request_is_answered(scripted, case):
 
 async def test_the_prompt_of_a_conversation_of_codex(scripted):
     app, engine = scripted("Done.")
-    case = next(case for case in RECORDED if case["about"] == "after calls" and case["path"] == "/v1/responses")
+    case = next(case for case in RECORDED if case["about"] == "after calls")
     assert (await post(app, case["path"], **case["body"])).status == 200
-    tools, _, said = engine.calls[-1][0]["prompt"].partition("<developer>")
-    functions = {tool["function"]["name"]: tool["function"] for tool in json.loads(tools.partition("<system>")[0])}
+    tools, _, said = engine.calls[-1][0]["prompt"].partition("<system>")
+    functions = {tool["function"]["name"]: tool["function"] for tool in json.loads(tools)}
+    assert said.startswith("Be an agent that writes programs.\n\n<permissions>") and "<system>" not in said
     assert list(functions)[-2:] == ["mcp__github__get_issue", "mcp__github__list_issues"]
     assert functions["mcp__github__get_issue"]["description"].startswith("Namespace mcp__github: Tools of the GitHub")
     patch = functions["apply_patch"]
-    assert "begin_patch hunk+ end_patch" in patch["description"] and patch["parameters"]["required"] == ["input"]
+    assert "start: head change+ tail" in patch["description"] and patch["parameters"]["required"] == ["input"]
     calls = [json.loads(part.partition("<")[0]) for part in said.split("<call>")[1:]]
     assert [call["name"] for call in calls] == ["exec_command", "mcp__github__get_issue", "apply_patch"]
     arguments = calls[2]["arguments"]
@@ -194,6 +195,13 @@ SEARCH, ANTHROPIC_SEARCH = {"type": "web_search"}, {"type": "web_search_20250305
             "tools",
             "syntax",
         ),
+        (
+            "/v1/responses",
+            {"input": [{"type": "additional_tools", "tools": [{"type": "x"}]}]},
+            "input",
+            "input[0].tools[0]",
+        ),
+        ("/v1/responses", {"input": [{"type": "additional_tools"}]}, "input", "input[0].tools"),
         ("/v1/responses", {"reasoning": {"summary": "long"}}, "reasoning", "summary"),
         (
             "/v1/responses",
