@@ -283,8 +283,8 @@ ROOMS = {
         "jaxengine.scheduler jaxengine.tokens jaxengine.requests jaxengine.api jaxengine.server jaxengine.server.http"
     ),
     "jaxengine.server.http.responses": (
-        "jaxengine.scheduler jaxengine.media jaxengine.parsers jaxengine.requests jaxengine.api jaxengine.server "
-        "jaxengine.server.stored jaxengine.server.http jaxengine.server.http.chat"
+        "jaxengine.scheduler jaxengine.tokens jaxengine.media jaxengine.parsers jaxengine.requests jaxengine.api "
+        "jaxengine.server jaxengine.server.stored jaxengine.server.http jaxengine.server.http.chat"
     ),
     "jaxengine.server.http.messages": (
         "jaxengine.scheduler jaxengine.tokens jaxengine.media jaxengine.parsers jaxengine.requests jaxengine.api "

@@ -1,15 +1,29 @@
 """Parsers of tool calls whose form was enforced by a grammar, independent of the model's own format.
 
 tool_choice "required": a JSON list of {"name": ..., "parameters": {...}}. A named function: only its arguments.
+
+A text tool takes one text, in a form of its own, such as a patch. When its call is forced, the output is the text as it
+is; with "required", a line {"name": ...} precedes it. For everyone after the parser, it is a function with the one
+parameter TEXT.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
+from typing import Any
 
 from jaxengine.parsers.events import Collector, Event
 from jaxengine.parsers.json_call import Progress
 from jaxengine.parsers.json_call_list import JsonCallList
+
+TEXT = "input"
+_BEGIN, _END = f'{{"{TEXT}": "', '"}'
+
+
+def text_arguments(text: str) -> str:
+    """Return the arguments of a call of a text tool."""
+    return json.dumps({TEXT: text}, ensure_ascii=False)
 
 
 class RequiredToolParser:
@@ -50,3 +64,60 @@ class NamedToolParser:
 
     def finish(self) -> list[Event]:
         return self._out.finish()
+
+
+class NamedTextParser:
+    """Parses an output that is the text of the text tool `name`."""
+
+    def __init__(self, new_id: Iterable[str], name: str):
+        self._out = Collector(new_id)
+        self._name: str | None = name
+
+    def feed(self, text: str) -> list[Event]:
+        if not text:
+            return []
+        if self._name is not None:
+            self._out.start(self._name)
+            self._out.arguments(_BEGIN)
+            self._name = None
+        self._out.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
+        return self._out.take()
+
+    def finish(self) -> list[Event]:
+        if self._name is None:
+            self._out.arguments(_END)
+        return self._out.finish()
+
+
+class RequiredTextParser:
+    """Parses an output that is either RequiredToolParser's list, or the name of a text tool and its text."""
+
+    def __init__(self, new_id: Iterable[str]):
+        self._ids = new_id
+        self._parser: RequiredToolParser | NamedTextParser | None = None
+        self._head = ""
+
+    def feed(self, text: str) -> list[Event]:
+        if self._parser is not None:
+            return self._parser.feed(text)
+        self._head += text
+        line, ended, rest = self._head.partition("\n")
+        if line and not line.startswith("{"):
+            self._parser, rest = RequiredToolParser(self._ids), self._head
+        elif ended:
+            self._parser = self._opened(line)
+            rest = rest if isinstance(self._parser, NamedTextParser) else self._head
+        return [] if self._parser is None else self._parser.feed(rest)
+
+    def finish(self) -> list[Event]:
+        if self._parser is None:
+            self._parser = RequiredToolParser(self._ids)
+            return self._parser.feed(self._head) + self._parser.finish()
+        return self._parser.finish()
+
+    def _opened(self, line: str) -> RequiredToolParser | NamedTextParser:
+        try:
+            name: Any = json.loads(line)["name"]
+        except (ValueError, KeyError, RecursionError):
+            name = None
+        return NamedTextParser(self._ids, name) if isinstance(name, str) else RequiredToolParser(self._ids)

@@ -1,7 +1,8 @@
 """Validation of chat messages, and the ways in which templates expect the same message to be written.
 
 A template does not state how it expects a message without text or the arguments of an earlier call: some expect a
-missing key, None or "", and an object or JSON text.
+missing key, None or "", and an object or JSON text. Nor does it state where it takes instructions: most know no role
+"developer", and drop or refuse a second system message, or one in the middle.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
 
 # Depth of arguments in a message: tool_calls, the call, function, arguments.
 _ARGUMENTS_DEPTH = 4
+_INSTRUCTING = ("system", "developer")
+_KNOWS_DEVELOPER = re.compile(r"""['"]developer['"]""")
 _ASKS_FOR_NONE = re.compile(r"""\bcontent\b['"]?\]?\s+is\s+(?:not\s+)?none\b""", re.IGNORECASE)
 
 Message = dict[str, Any]
@@ -42,8 +45,50 @@ def ways_to_write(messages: Sequence[Message], template: str) -> Iterator[list[M
     """Yields distinct variants of checked messages that `template` may expect, the likeliest first.
 
     A missing content is None for a template that tests for it, a missing key for others (which would print "None"), or
-    "". Arguments of earlier calls are objects, or the text that the model wrote.
+    "". Arguments of earlier calls are objects, or the text that the model wrote. For instructions see `_instructed`.
     """
+    for placed in _instructed(messages, template):
+        yield from _ways_to_write(placed, template)
+
+
+def lost_instructions(messages: Sequence[Message], text: str) -> bool:
+    """Whether a template has left out the content of a system or developer message. text: what it has written."""
+    contents = (message.get("content") for message in messages if message["role"] in _INSTRUCTING)
+    return any(isinstance(content, str) and content.strip() not in text for content in contents)
+
+
+def has_unusual_instructions(messages: Sequence[Message]) -> bool:
+    """Whether there is a message that many templates do not take: a developer's, or a system message that is not the
+    first message.
+    """
+    return messages[0]["role"] == "developer" or any(each["role"] in _INSTRUCTING for each in messages[1:])
+
+
+def _instructed(messages: Sequence[Message], template: str) -> Iterator[Sequence[Message]]:
+    """Yields the messages and, if there are several instructions, or some in the middle, the messages with all of them
+    in one at the beginning.
+
+    A developer's message is a system message for a template that does not know the role. If there are any, the first
+    variant has one instruction in place of several at the beginning.
+    """
+    has_developer = any(each["role"] == "developer" for each in messages)
+    if has_developer and _KNOWS_DEVELOPER.search(template) is None:
+        messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
+    is_text = [each["role"] in _INSTRUCTING and isinstance(each.get("content"), str) for each in messages]
+    num_first = next((at for at, found in enumerate(is_text) if not found), len(messages))
+    yield _merged(messages[:num_first], messages[num_first:]) if has_developer else messages
+    if any(is_text[1:]):
+        instructions = [each for each, found in zip(messages, is_text, strict=True) if found]
+        yield _merged(instructions, [each for each, found in zip(messages, is_text, strict=True) if not found])
+
+
+def _merged(instructions: Sequence[Message], others: Sequence[Message]) -> list[Message]:
+    if not instructions:
+        return [*others]
+    return [{**instructions[0], "content": "\n\n".join(each["content"] for each in instructions)}, *others]
+
+
+def _ways_to_write(messages: Sequence[Message], template: str) -> Iterator[list[Message]]:
     none_first = _ASKS_FOR_NONE.search(template) is not None
     contents: tuple[Mapping[str, Any], ...] = ({"content": None} if none_first else {}, {"content": ""})
     calls = (_with_objects, lambda call: call)

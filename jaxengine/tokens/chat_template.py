@@ -11,7 +11,15 @@ from typing import Any
 
 from jaxengine.scheduler.errors import RequestError
 from jaxengine.tokens import chat_sandbox
-from jaxengine.tokens.chat_messages import Message, checked_messages, kind, plain, ways_to_write
+from jaxengine.tokens.chat_messages import (
+    Message,
+    checked_messages,
+    has_unusual_instructions,
+    kind,
+    lost_instructions,
+    plain,
+    ways_to_write,
+)
 from jaxengine.tokens.content_format import with_contents
 from jaxengine.tokens.template_renderer import BadTemplate, ConversationRefused, TemplateFailure, TemplateRenderer
 
@@ -51,7 +59,9 @@ def render_chat(
         and {"type": "refusal", "refusal": ...}, whose texts are joined by line breaks unless the list has {"type":
         "image"} or {"type": "video"}, for which the template may look; an answer with tool_calls, reasoning or a
         refusal may have no content. Arguments in tool_calls are objects or texts; of truncated JSON the template gets
-        as much as is there. Other keys (name, ...) are passed to the template unchanged.
+        as much as is there. A message of the role developer is a system message for templates that do not know the
+        role. Several instructions that the template refuses or leaves out become one at the beginning.
+        Other keys (name, ...) are passed to the template unchanged.
       tools: None or a list of JSON-schema dicts.
       chat_template: Jinja source, or the name of one of `templates`, used instead of the model's default.
       variables: additional variables of the template.
@@ -82,17 +92,27 @@ def render_chat(
 
 
 def _render(renderer: TemplateRenderer, source: str, context: Mapping[str, Any], checked: Sequence[Message]) -> str:
-    """Renders the first variant of the messages that the template accepts. Raises RequestError."""
+    """Renders the first variant of the messages that the template accepts, if possible one whose instructions it
+    writes. Raises RequestError.
+    """
     first: TemplateFailure | None = None
+    incomplete: str | None = None
+    may_lose = has_unusual_instructions(checked)
     for messages in ways_to_write(checked, source):
         try:
-            return renderer.render(source, {**context, "messages": messages})
+            text = renderer.render(source, {**context, "messages": messages})
         except BadTemplate as error:
             raise RequestError(f"the chat template cannot be used: {error}", param="chat_template") from None
         except ConversationRefused as error:
             first = first or error
+            continue
         except TemplateFailure as error:
             raise RequestError(f"the chat template cannot be rendered: {error}", param="messages") from None
+        if not may_lose or not lost_instructions(messages, text):
+            return text
+        incomplete = text if incomplete is None else incomplete
+    if incomplete is not None:
+        return incomplete
     raise RequestError(f"the chat template does not take the messages: {first}", param="messages") from None
 
 

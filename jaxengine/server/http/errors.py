@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from jaxengine.api.engine_client import EngineDeadError, EngineDrainingError
 from jaxengine.scheduler.errors import OverloadedError, RequestError, UnknownAdapterError, show_value
+from jaxengine.server.http.not_built import about_missing
 from jaxengine.server.observe.scrub import scrub
 
 logger = logging.getLogger(__name__)
@@ -146,6 +147,14 @@ def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
 
     async def answer(request: Request, error: Exception) -> Response:
         known = as_api_error(error)
+        # Not for what a route has raised: the framework found no route, or none of this method.
+        if known is not error and known.status_code in (404, 405):
+            path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
+            problem = about_missing(path)
+            if problem is None and known.status_code == 404:
+                problem = f"there is no route {show_value(path)}; /docs lists all"
+            if problem is not None:
+                return error_response(ApiError(404, problem, kept=problem))
         if known.status_code == 405:
             # The framework lists only the first route's methods.
             matching = (route for route in routes if route.matches(request.scope)[0] is not Match.NONE)
@@ -169,7 +178,7 @@ def _invalid(error: RequestValidationError) -> ApiError:
     name = place[0]
     about = [problem for problem in problems if problem["loc"][1:2] == (name,)]
     wants = " or ".join(dict.fromkeys(_want(problem) for problem in about))
-    if problems[0]["type"] == "missing":
+    if problems[0]["type"] == "missing" and len(place) == 1:
         return ApiError(400, f"{name} is missing", param=name)
     shown = show_value(problems[0].get("input"))
     return ApiError(400, f"{name} is not valid: {wants}, got {shown}", param=name, kept=shown)

@@ -30,6 +30,15 @@ _MAX_USER = 1024  # characters, as logs and answers repeat it
 MIN_LOGPROB = -9999.0
 _TOKEN_ID = re.compile("-?[0-9]{1,18}")
 
+# Earlier names of vLLM's fields, with the present ones. Ignoring them would give unconstrained answers.
+EARLIER = {
+    "guided_decoding": "structured_outputs",
+    **{
+        f"guided_{name}": f"structured_outputs.{name}"
+        for name in ("choice", "grammar", "json", "json_object", "regex", "whitespace_pattern")
+    },
+}
+
 # Unsupported fields of vLLM and OpenAI, with the values that have no effect.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "ec_transfer_params": (),
@@ -47,19 +56,18 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "thinking_token_budget": (-1,),
     "use_beam_search": (False,),
     "watermarking": (False,),
-    # Earlier names of structured_outputs: ignoring them would give unconstrained answers.
-    **{f"guided_{name}": () for name in ("choice", "grammar", "json", "regex", "whitespace_pattern")},
-    "guided_decoding_backend": ("auto", "guidance"),
+    **dict.fromkeys(EARLIER, ()),
 }
 
 # Those that text requests support: fields of a beam search.
 _BEAM_FIELDS = frozenset(("use_beam_search", "length_penalty"))
 TEXT_REFUSED = {name: neutral for name, neutral in REFUSED.items() if name not in _BEAM_FIELDS}
 
-# Fields of OpenAI that do not affect the answer: hints for billing, caches, speed or length. They are accepted, and
-# listed in the response's X-Ignored-Fields.
+# Fields of OpenAI and vLLM that do not affect the answer: hints for billing, caches, speed, length or the grammars'
+# library. They are accepted, and listed in the response's X-Ignored-Fields.
 HINTS = frozenset(
     (
+        "guided_decoding_backend",
         "metadata",
         "prediction",
         "prompt_cache_key",
@@ -106,11 +114,10 @@ class RequestModel(BaseModel):
             value = data[name]
             if value is not None and not any(type(value) is type(one) and value == one for one in cls.refused[name]):
                 allowed = " or ".join(("to leave it out", *map(repr, cls.refused[name])))
-                raise RequestError(
-                    f"{name} is {show_value(value)}, but it is not supported; allowed: {allowed}",
-                    param=name,
-                    value=value,
-                )
+                problem = f"{name} is {show_value(value)}, but it is not supported; allowed: {allowed}"
+                if name in EARLIER:
+                    problem = f"{name} is {show_value(value)}, but the field is now called {EARLIER[name]}"
+                raise RequestError(problem, param=name, value=value)
         return data
 
 

@@ -130,6 +130,52 @@ def test_a_call_is_written_as_the_template_wants_it(chatml, template, text):
     assert chatml.apply_chat_template(CALLING, chat_template=template) == text
 
 
+_EACH = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+# Qwen3 drops the role, Qwen3.5 refuses it, and a system message in the middle; gpt-oss knows it, at the beginning.
+_DROPS = (
+    "{% for m in messages %}{% if m.role in ('system', 'user') %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}"
+)
+_STRICT = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('not first') }}"
+    "{% elif m.role not in ('system', 'user') %}{{ raise_exception('role') }}{% endif %}[{{ m.role }}]{{ m.content }}"
+    "{% endfor %}"
+)
+_FIRST = (
+    "{% if messages[0].role in ['developer', 'system'] %}# {{ messages[0].content }}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'user' %}[user]{{ m.content }}{% endif %}{% endfor %}"
+)
+_TRIMS = "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}{% endfor %}"
+_DEAF = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+
+
+@each_row(
+    ("template", "roles", "text"),
+    [
+        (_EACH, "du", "[system]0[user]1"),
+        (_EACH, "sdud", "[system]0\n\n1[user]2[system]3"),
+        (_EACH, "ud", "[user]0[system]1"),
+        (_EACH, "ssus", "[system]0[system]1[user]2[system]3"),  # as it is taken
+        (_EACH + "{# 'developer' #}", "du", "[developer]0[user]1"),
+        (_DROPS, "ddu", "[system]0\n\n1[user]2"),
+        (_STRICT, "sddu", "[system]0\n\n1\n\n2[user]3"),
+        (_STRICT, "dudu", "[system]0\n\n2[user]1[user]3"),
+        (_FIRST, "sdu", "# 0\n\n1[user]2"),
+        (_FIRST, "dudu", "# 0\n\n2[user]1[user]3"),
+        (_STRICT, "sus", "[system]0\n\n2[user]1"),
+        (_STRICT, "us", "[system]1[user]0"),
+        (_FIRST, "sus", "# 0\n\n2[user]1"),
+        (_TRIMS, "sus", "[system]0[user]1[system]2"),
+        (_TRIMS, "dud", "[system]0[user]1[system]2"),
+        (_DEAF, "dud", "1"),
+    ],
+)
+def test_instructions_reach_the_model(chatml, template, roles, text):
+    names = {"s": "system", "d": "developer", "u": "user"}
+    said = " {} " if template == _TRIMS else "{}"
+    messages = [{"role": names[role], "content": said.format(at)} for at, role in enumerate(roles)]
+    assert chatml.apply_chat_template(messages, chat_template=template) == text
+
+
 def test_a_template_that_takes_no_way_to_write_a_call_says_why(chatml):
     with pytest.raises(RequestError, match="TemplateRefusal: calls are beyond me"):
         chatml.apply_chat_template(CALLING, chat_template="{{ raise_exception('calls are beyond me') }}")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from jaxengine.scheduler.errors import RequestError
 from jaxengine.server.http.fields import JsonObject, TemplateVariables, TextsByName, at_most
@@ -115,15 +116,28 @@ class ChatRequest(TextRequest, ConversationRequest):
     chat_template_kwargs: TemplateVariables | None = None
     mm_processor_kwargs: TemplateVariables | None = None
     return_prompt_text: bool | None = None
+    _text_forms: Mapping[str, Mapping[str, str]] = PrivateAttr(default_factory=dict)
 
     @classmethod
-    def of(cls, fields: dict[str, Any]) -> ChatRequest:
-        """Creates a chat request from the fields of another API's request. Raises RequestError."""
+    def of(cls, fields: dict[str, Any], text_forms: Mapping[str, Mapping[str, str]] | None = None) -> ChatRequest:
+        """Creates a chat request from the fields of another API's request. Raises RequestError.
+
+        text_forms: see the property.
+        """
         try:
-            return cls.model_validate(fields)
+            body = cls.model_validate(fields)
         except ValidationError as error:
             raised = error.errors()[0].get("ctx", {}).get("error")
             raise (raised if isinstance(raised, RequestError) else error) from None
+        body._text_forms = text_forms or {}
+        return body
+
+    @property
+    def text_forms(self) -> Mapping[str, Mapping[str, str]]:
+        """By name, the tools that take one text (parsers.tool_forced.TEXT) of a form: {"grammar": ...} in Lark's
+        notation, or {"regex": ...}.
+        """
+        return self._text_forms
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxengine.parsers.call_grammar import CallGrammar, Schema, call_schema
+from jaxengine.parsers.call_grammar import CallGrammar, Schema, call_schema, text_calls
 from jaxengine.parsers.call_start import CallStarts
 from jaxengine.parsers.events import OutputParser
 from jaxengine.parsers.registry import ReasoningFormat, ToolFormat, call_ids
-from jaxengine.parsers.tool_forced import NamedToolParser, RequiredToolParser
+from jaxengine.parsers.tool_forced import NamedTextParser, NamedToolParser, RequiredTextParser, RequiredToolParser
 from jaxengine.requests.structured.closed_objects import lists_all
 from jaxengine.requests.structured.params import StructuredOutputsParams
 from jaxengine.scheduler.errors import RequestError
@@ -68,6 +68,8 @@ def tool_use(
     choice, functions = body.choice, [tool.function for tool in body.tools or ()]
     if choice == "none":
         return ToolUse()
+    if choice != "auto" and (forced := _forced_text(body, switches)) is not None:
+        return forced
     if choice != "auto" and tool_format is not None and tool_format.forced_grammar is not None:
         return _forced_in_own_way(body, tool_format, tokenizer, switches)
     if choice == "required":
@@ -103,6 +105,29 @@ def tool_use(
     calls_rules = _rules(tool_format.grammar, body, functions, tokenizer, switches)
     rules = ("start: answer | calls", f"answer: {answer_rule}", *calls_rules)
     return replace(read, structure={"grammar": "\n".join(rules)}, asked_by="response_format")
+
+
+def _forced_text(body: ChatRequest, switches: Sequence[str]) -> ToolUse | None:
+    """A forced call that may be of a text tool with a form; None where no such tool may be called. Raises
+    RequestError.
+
+    The text is written as it is, because no grammar holds for a text within JSON.
+    """
+    if isinstance(body.choice, NamedTool):
+        name = body.choice.function.name
+        form = body.text_forms.get(name)
+        return None if form is None else ToolUse(lambda: NamedTextParser(call_ids(), name), dict(form))
+    if not body.text_forms:
+        return None
+    rules = list(text_calls(body.text_forms))
+    starts = [f"text_{number}" for number in range(len(body.text_forms))]
+    functions = [tool.function for tool in body.tools or () if tool.function.name not in body.text_forms]
+    if functions:
+        schema = _forced(body, _calls_schema(functions, 1 if body.parallel_tool_calls is False else None))
+        rules.append(f"calls: {StructuredOutputsParams(**schema).switched_on(switches).in_lark()}")
+        starts.append("calls")
+    grammar = "\n".join((f"start: {' | '.join(starts)}", *rules))
+    return ToolUse(lambda: RequiredTextParser(call_ids()), {"grammar": grammar})
 
 
 def _forced_in_own_way(

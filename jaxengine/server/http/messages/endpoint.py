@@ -49,7 +49,7 @@ class _Message:
         except RequestError as error:
             raise self._body.as_asked(error) from None
         names = {"reasoning_effort": "output_config.effort"}
-        ignored += [names.get(name, name) for name in self._run.ignored] + self._body.ignored_parts
+        ignored += [names.get(name, name) for name in self._run.ignored]
 
     async def whole(self) -> Response:
         """Returns the complete response."""
@@ -126,6 +126,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         model, lora = await choose_model(engine, body.model, names)
         name = body.register("msg", request)
         message = _Message(server, body, name, model, body.options(request, config, lora))
+        request.state.ignored_fields += _ignored(body, request)
         await message.prepare(request.state.ignored_fields)
         if body.stream:
             events, limit = message.stream(), config.stream_write_timeout
@@ -134,9 +135,10 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.post("/v1/messages/count_tokens", response_class=Response)
     @answers(MessageTokens)
-    async def count_message_tokens(body: Conversation) -> Response:
+    async def count_message_tokens(body: Conversation, request: Request) -> Response:
         """Counts the tokens of a conversation, which may exceed the context."""
         await choose_model(engine, body.model, names)
+        request.state.ignored_fields += _ignored(body, request)
         try:
             ids = await server.renderer.token_ids(body.chat_request())
         except RequestError as error:
@@ -144,6 +146,11 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         return json_response({"input_tokens": len(ids)})
 
     return routes
+
+
+def _ignored(body: Conversation, request: Request) -> list[str]:
+    """What the request has that is accepted but has no effect, its header for beta features included."""
+    return [*body.ignored_parts, *(name for name in ("anthropic-beta",) if name in request.headers)]
 
 
 def _failed(error: ApiError) -> bytes:

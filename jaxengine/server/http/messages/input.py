@@ -1,9 +1,14 @@
-"""Converts Anthropic's messages to chat messages. Every block takes effect or is refused by its type."""
+"""Converts Anthropic's messages to chat messages.
+
+Blocks that only Anthropic's server writes or reads are left out. Every other block takes effect or is refused by its
+type.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxengine.media.parts import PlacedPart
@@ -16,6 +21,9 @@ _BLOCKS = {
     "assistant": ("text", "thinking", "tool_use"),
     "system": ("text",),
 }
+# Blocks of an assistant's message that are left out: thinking that only Anthropic can read, and calls that its server
+# has made, with their results.
+_LEFT_OUT = re.compile(r"redacted_thinking|server_tool_use|(?!tool_result)[a-z_]{1,64}_tool_result")
 
 
 def read_messages(system: str | list[Any] | None, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -27,6 +35,27 @@ def read_messages(system: str | list[Any] | None, messages: Sequence[dict[str, A
             raise _refused(f"{where}.role is {show_value(role)}; allowed: {', '.join(ROLES)}")
         read += _read(role, message.get("content"), f"{where}.content")
     return read
+
+
+def left_out_blocks(system: str | list[Any] | None, messages: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yields what has no effect in the blocks, each once: types that are left out, and cache_control."""
+    blocks = [("system", block) for block in system or ()] if isinstance(system, list) else []
+    for message in messages:
+        content = message.get("content")
+        blocks += [("messages", block) for block in content] if isinstance(content, list) else []
+    found = dict.fromkeys(
+        (place, key)
+        for place, block in blocks
+        if isinstance(block, dict)
+        for key in ("cache_control", _kind(block))
+        if (key == "cache_control" and block.get(key) is not None) or _LEFT_OUT.fullmatch(key)
+    )
+    yield from (f"{place}.{key}" for place, key in found)
+
+
+def _kind(block: dict[str, Any]) -> str:
+    kind = block.get("type")
+    return kind if isinstance(kind, str) else ""
 
 
 def _read(role: str, content: Any, where: str) -> list[dict[str, Any]]:
@@ -45,6 +74,8 @@ def _blocks(role: str, blocks: Sequence[Any], where: str) -> list[dict[str, Any]
     for number, block in enumerate(blocks):
         place = f"{where}[{number}]"
         kind = block.get("type") if isinstance(block, dict) else None
+        if role == "assistant" and isinstance(kind, str) and _LEFT_OUT.fullmatch(kind):
+            continue
         if kind not in _BLOCKS[role]:
             raise _refused(f"{place}.type is {show_value(kind)}; allowed for {role}: {', '.join(_BLOCKS[role])}")
         if kind in ("text", "image"):

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.errors import RequestError, show_value
 from jaxengine.server.http.chat.protocol import MAX_NAME_CHARS, MAX_TOOLS, ChatRequest, Messages, renamed
 from jaxengine.server.http.fields import JsonObject, TemplateVariables, Texts, at_most
-from jaxengine.server.http.messages.input import read_messages
+from jaxengine.server.http.messages.input import left_out_blocks, read_messages
 from jaxengine.server.http.protocol import HINTS, REFUSED, ClosedModel, ConversationRequest, RequestModel
 
 # Fields with the same name in a chat request.
 _SAME = {*ConversationRequest.model_fields, "chat_template_kwargs"} - {"model", "request_id"}
 # Field of the chat request -> its name here.
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _NAMES = {
     "max_completion_tokens": "max_tokens",
     "parallel_tool_calls": "tool_choice",
@@ -23,14 +26,48 @@ _NAMES = {
 }
 
 
+# Tools that Anthropic defines have the date of a version. Its server runs them, or its models know their form.
+_DEFINED = re.compile(r"[a-z0-9_]{1,64}_20\d{6}|mcp_toolset")
+
+
 class MessagesTool(RequestModel):
-    """A function that the model may call; strict as in chat.protocol.Function. Tools run by the server are refused."""
+    """A function that the model may call; strict as in chat.protocol.Function."""
 
     type: Literal["custom"] | None = None
     name: str = Field(min_length=1, max_length=MAX_NAME_CHARS)
     description: str | None = None
     input_schema: JsonObject
     strict: bool | None = None
+    cache_control: JsonObject | None = None
+
+
+class DefinedTool(RequestModel):
+    """A tool that Anthropic defines, such as web_search_20250305. It is left out of the prompt, and named in
+    X-Ignored-Fields.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    name: str | None = None
+    cache_control: JsonObject | None = None
+
+
+def _kind(tool: Any) -> str | None:
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    if kind is None or kind == "custom":
+        return "custom"
+    return "defined" if isinstance(kind, str) and _DEFINED.fullmatch(kind) else None
+
+
+Tool = Annotated[
+    Annotated[MessagesTool, Tag("custom")] | Annotated[DefinedTool, Tag("defined")],
+    Discriminator(
+        _kind,
+        custom_error_type="tool_type",
+        custom_error_message="type must be custom, or one with the date of a version, such as web_search_20250305",
+    ),
+]
 
 
 class ToolChoice(RequestModel):
@@ -61,10 +98,30 @@ class OutputFormat(RequestModel):
 
 
 class OutputConfig(ClosedModel):
-    """effort: reasoning_effort of a chat request. format: form of the text."""
+    """effort: reasoning_effort of a chat request. format: form of the text. task_budget: accepted, without effect."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
+    task_budget: JsonObject | None = None
+
+
+class Turns(ClosedModel):
+    """An amount of turns; all of them is the only one allowed."""
+
+    type: Literal["all"]
+
+
+class ClearThinking(ClosedModel):
+    """An edit that removes the thinking of earlier turns; keep: only where it removes none."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"] | Turns | None = None
+
+
+class ContextManagement(ClosedModel):
+    """Edits of a conversation that is too long. Those that change nothing are accepted, without effect."""
+
+    edits: Annotated[list[ClearThinking], Field(fail_fast=True), at_most(16)] | None = None
 
 
 class Conversation(RequestModel):
@@ -74,24 +131,22 @@ class Conversation(RequestModel):
       messages: of roles user, assistant and system; content is a text or a list of blocks: text, image, thinking,
         tool_use, tool_result. If the last message is the assistant's, the model continues it.
       system: the system message, a text or a list of text blocks.
+      tools: functions. Tools that Anthropic defines are left out of the prompt, and are refused if tool_choice forces
+        them.
+      context_management: edits that change nothing are accepted, all others refused.
     """
 
-    ignored = HINTS | {"cache_control"}
-    refused = {
-        "container": (),
-        "context_management": (),
-        "inference_geo": (),
-        "mcp_servers": ([],),
-        "speed": ("standard",),
-    }
+    ignored = HINTS | {"betas", "cache_control", "speed"}
+    refused = {"container": (), "inference_geo": (), "mcp_servers": ([],)}
 
     model: str | None = None
     messages: Messages
     system: str | Annotated[list[dict[str, Any]], Field(fail_fast=True), at_most(1000)] | None = None
-    tools: Annotated[list[MessagesTool], Field(fail_fast=True), at_most(MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True), at_most(MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    context_management: ContextManagement | None = None
 
     def chat_request(self) -> ChatRequest:
         """Converts to a chat completion request. Raises RequestError with this API's field names."""
@@ -102,15 +157,16 @@ class Conversation(RequestModel):
 
     def _chat_fields(self) -> dict[str, Any]:
         messages, choice, output = read_messages(self.system, self.messages), self.tool_choice, self.output_config
-        fields: dict[str, Any] = {
-            "messages": messages,
-            "tools": [_chat_tool(tool) for tool in self.tools or ()] or None,
-        }
+        functions = [tool for tool in self.tools or () if isinstance(tool, MessagesTool)]
+        fields: dict[str, Any] = {"messages": messages, "tools": [_chat_tool(tool) for tool in functions] or None}
         if messages and messages[-1]["role"] == "assistant":
             fields["continue_final_message"] = True
         if choice is not None:
+            self._check_choice(choice)
             named = {"type": "function", "function": {"name": choice.name}}
-            fields["tool_choice"] = named if choice.type == "tool" else choice.type.replace("any", "required")
+            fields["tool_choice"] = named if choice.type == "tool" else _CHOICES[choice.type]
+            if choice.type == "auto" and not functions:
+                fields["tool_choice"] = None
             fields["parallel_tool_calls"] = False if choice.disable_parallel_tool_use else None
         if self.thinking is not None and self.thinking.type != "adaptive":
             fields["thinking"] = self.thinking.type == "enabled"
@@ -121,11 +177,30 @@ class Conversation(RequestModel):
                 fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         return fields
 
+    def _check_choice(self, choice: ToolChoice) -> None:
+        """Raises RequestError if only a tool that is left out could be called."""
+        left_out: list[DefinedTool] = [tool for tool in self.tools or () if isinstance(tool, DefinedTool)]
+        named = choice.type == "tool" and any(tool.name == choice.name for tool in left_out)
+        if named or (choice.type == "any" and left_out and len(left_out) == len(self.tools or ())):
+            kinds = show_value(choice.name) if named else ", ".join(tool.type for tool in left_out)
+            problem = f"tool_choice forces {kinds}, which this server cannot run"
+            raise RequestError(f"{problem}; allowed are tools with an input_schema", param="tool_choice")
+
     @property
-    def ignored_parts(self) -> list[str]:
+    def ignored_parts(self) -> Iterator[str]:
         """Parts of fields that are accepted but have no effect."""
-        budget = self.thinking is not None and self.thinking.budget_tokens is not None
-        return ["thinking.budget_tokens"] if budget else []
+        parts = {
+            "context_management": self.context_management,
+            "thinking.budget_tokens": self.thinking and self.thinking.budget_tokens,
+            "thinking.display": self.thinking and self.thinking.display,
+            "output_config.task_budget": self.output_config and self.output_config.task_budget,
+        }
+        yield from (name for name, value in parts.items() if value is not None)
+        tools = self.tools or ()
+        yield from (f"tools.{kind}" for kind in dict.fromkeys(t.type for t in tools if isinstance(t, DefinedTool)))
+        if any(tool.cache_control is not None for tool in tools):
+            yield "tools.cache_control"
+        yield from left_out_blocks(self.system, self.messages)
 
 
 class MessagesRequest(Conversation, ConversationRequest):

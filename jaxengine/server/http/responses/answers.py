@@ -44,10 +44,21 @@ class FunctionCall(Answer):
     status: ItemStatus
     call_id: str
     name: str
+    namespace: str = ABSENT
     arguments: str
 
 
-Item = OutputMessage | ReasoningItem | FunctionCall
+class CustomToolCall(Answer):
+    id: str
+    type: Literal["custom_tool_call"]
+    status: ItemStatus
+    call_id: str
+    name: str
+    namespace: str = ABSENT
+    input: str
+
+
+Item = OutputMessage | ReasoningItem | FunctionCall | CustomToolCall
 
 
 class InputTokensDetails(Answer):
@@ -181,6 +192,16 @@ class ArgumentsDone(_ItemEvent):
     name: str
 
 
+class CustomInputPiece(_ItemEvent):
+    type: Literal["response.custom_tool_call_input.delta"]
+    delta: str
+
+
+class CustomInputDone(_ItemEvent):
+    type: Literal["response.custom_tool_call_input.done"]
+    input: str
+
+
 ResponseStreamEvent = (
     ResponseEvent
     | OutputItemEvent
@@ -191,6 +212,8 @@ ResponseStreamEvent = (
     | ReasoningTextDone
     | ArgumentsPiece
     | ArgumentsDone
+    | CustomInputPiece
+    | CustomInputDone
     | Error
 )
 

@@ -34,7 +34,7 @@ from jaxengine.server.http.responses.answers import (
     ResponseStreamEvent,
     ResponseTokens,
 )
-from jaxengine.server.http.responses.input import named_items, read_input
+from jaxengine.server.http.responses.input import left_out_items, named_items, read_input
 from jaxengine.server.http.responses.keeping import (
     Asked,
     Held,
@@ -44,7 +44,7 @@ from jaxengine.server.http.responses.keeping import (
     read_back,
     there,
 )
-from jaxengine.server.http.responses.output import ResponseWriter, Said
+from jaxengine.server.http.responses.output import ResponseWriter, Said, called
 from jaxengine.server.http.responses.protocol import ENCRYPTED, ResponsesRequest, as_response_error
 from jaxengine.server.http.sse import answer, encode_json, event, json_response, stream_events
 from jaxengine.server.names import served_names
@@ -90,7 +90,8 @@ class _Making:
         except RequestError as error:
             raise as_response_error(error) from None
         head = _head(body, response_id, model, store, self._run.params)
-        self.writer = ResponseWriter(head, encrypted=ENCRYPTED in (body.include or ()))
+        self._origins = body.callables.origins
+        self.writer = ResponseWriter(head, self._origins, encrypted=ENCRYPTED in (body.include or ()))
 
     def __enter__(self) -> Self:
         return self
@@ -133,7 +134,7 @@ class _Making:
             message["reasoning"] = parsed.reasoning
         if parsed.tool_calls:
             message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                {"id": call.id, "type": "function", "function": called(call, self._origins)}
                 for call in parsed.tool_calls
             ]
         return message
@@ -226,8 +227,7 @@ class _Responses:
         held = self._memory.hold()
         try:
             making, keeper = await self._make(body, request, model, lora, held)
-            if body.text is not None and body.text.verbosity is not None:
-                request.state.ignored_fields.append("text.verbosity")
+            request.state.ignored_fields += [*body.ignored_parts, *left_out_items(body.input)]
             await making.prepare(request.state.ignored_fields)
             if body.background:
                 assert keeper is not None
@@ -331,6 +331,7 @@ class _Responses:
     async def count(self, body: ResponsesRequest, request: Request) -> Response:
         """Counts the tokens of the conversation. Raises RequestError, ApiError."""
         await choose_model(self._engine, body.model, self._names)
+        request.state.ignored_fields += [*body.ignored_parts, *left_out_items(body.input)]
         held = self._memory.hold()
         try:
             earlier, _ = await self._earlier(body, request, held)

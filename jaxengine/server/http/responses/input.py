@@ -1,18 +1,36 @@
-"""Converts the items of /v1/responses to chat messages. An item of another type is an error, never ignored."""
+"""Converts the items of /v1/responses to chat messages.
+
+Calls of tools that only OpenAI's server runs are left out, as those tools are. An item of another type is an error.
+"""
 
 from __future__ import annotations
 
 import base64
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxengine.media.parts import PlacedPart
+from jaxengine.parsers.tool_forced import text_arguments
 from jaxengine.scheduler.errors import RequestError, show_value
+from jaxengine.server.http.responses.tools import ADDITIONAL_TOOLS, flat_name
 
 ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _IMAGE_PART = "input_image"
+# A call of the model -> where it has its arguments.
+_CALLS = {"function_call": "arguments", "custom_tool_call": "input"}
+_OUTPUTS = ("function_call_output", "custom_tool_call_output")
+_LEFT_OUT = (
+    "code_interpreter_call",
+    "file_search_call",
+    "image_generation_call",
+    "mcp_list_tools",
+    "tool_search_call",
+    "tool_search_output",
+    "web_search_call",
+)
+_ALLOWED = ("message", *_CALLS, *_OUTPUTS, "reasoning", ADDITIONAL_TOOLS, *_LEFT_OUT)
 
 
 def read_input(items: str | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -24,6 +42,12 @@ def read_input(items: str | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         _add(messages, item, f"input[{number}]")
     # Reasoning without an answer is a message without content.
     return [{"content": "", **message} if "tool_calls" not in message else message for message in messages]
+
+
+def left_out_items(items: str | Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yields the types of the items that are left out, each once, as parts of `input`."""
+    kinds = () if isinstance(items, str) else dict.fromkeys(item.get("type") for item in items)
+    yield from (f"input.{kind}" for kind in kinds if kind in _LEFT_OUT)
 
 
 def named_items(items: str | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -45,16 +69,11 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> No
             open_turn["content"] = content
         else:
             messages.append({"role": role, "content": content})
-    elif kind == "function_call":
-        for key in ("call_id", "name", "arguments"):
-            if not isinstance(item.get(key), str):
-                raise _refused(f"{where}.{key} is missing or not a string")
-        function = {"name": item["name"], "arguments": item["arguments"]}
-        call: dict[str, Any] = {"id": item["call_id"], "type": "function", "function": function}
+    elif kind in _CALLS:
         if _open_turn(messages) is None:
             messages.append({"role": "assistant"})
-        messages[-1].setdefault("tool_calls", []).append(call)
-    elif kind == "function_call_output":
+        messages[-1].setdefault("tool_calls", []).append(_call(item, kind, where))
+    elif kind in _OUTPUTS:
         if not isinstance(item.get("call_id"), str):
             raise _refused(f"{where}.call_id is missing or not a string")
         content = _content(item.get("output"), f"{where}.output", True)
@@ -67,10 +86,22 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> No
         if not parts and item.get("encrypted_content") is not None:
             text = _decrypted(item["encrypted_content"], f"{where}.encrypted_content")
         messages.append({"role": "assistant", "reasoning": text})
-    else:
-        raise _refused(
-            f"{where}.type is {show_value(kind)}; allowed: message, function_call, function_call_output, reasoning"
-        )
+    elif kind != ADDITIONAL_TOOLS and kind not in _LEFT_OUT:
+        raise _refused(f"{where}.type is {show_value(kind)}; allowed: {', '.join(_ALLOWED)}")
+
+
+def _call(item: dict[str, Any], kind: str, where: str) -> dict[str, Any]:
+    """Returns a call of a function or a custom tool for a chat message. Raises RequestError."""
+    for key in ("call_id", "name", _CALLS[kind]):
+        if not isinstance(item.get(key), str):
+            raise _refused(f"{where}.{key} is missing or not a string")
+    namespace = item.get("namespace")
+    if not isinstance(namespace, str | None):
+        raise _refused(f"{where}.namespace is not a string")
+    given = item[_CALLS[kind]]
+    arguments = text_arguments(given) if kind == "custom_tool_call" else given
+    function = {"name": flat_name(item["name"], namespace), "arguments": arguments}
+    return {"id": item["call_id"], "type": "function", "function": function}
 
 
 def _decrypted(content: Any, where: str) -> str:

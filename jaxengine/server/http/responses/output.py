@@ -1,18 +1,23 @@
 """Builds a response during generation: its output items, and the stream events for them.
 
-The parts of an answer are items in sequence: reasoning, a message, function calls. Independent of the engine.
+The parts of an answer are items in sequence: reasoning, a message, calls of functions and custom tools. Independent of
+the engine.
 """
 
 from __future__ import annotations
 
 import base64
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxengine.parsers.events import ArgumentsDelta, ContentDelta, Event, ReasoningDelta, ToolCallStart
+from jaxengine.parsers.events import ArgumentsDelta, ContentDelta, Event, ParsedCall, ReasoningDelta, ToolCallStart
+from jaxengine.parsers.tool_forced import text_arguments
+from jaxengine.server.http.responses.text_input import TextInput
+from jaxengine.server.http.responses.tools import Origin
 
 Said = dict[str, Any]
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
 
 
 class ResponseWriter:
@@ -20,14 +25,17 @@ class ResponseWriter:
 
     Args:
       response: its fields except status, output and usage.
+      origins: what the functions that the model knows are in the request.
       encrypted: give reasoning items encrypted_content, from which `input.read_input` restores their text.
     Attributes:
       response: its current state.
       parts: every parser event of the answer so far.
     """
 
-    def __init__(self, response: dict[str, Any], encrypted: bool = False):
+    def __init__(self, response: dict[str, Any], origins: Mapping[str, Origin], encrypted: bool = False):
+        self._origins = origins
         self._encrypted = encrypted
+        self._input = TextInput()
         self.response = {**response, "status": "in_progress", "output": [], "usage": None}
         self.parts: list[Event] = []
         self._number = -1
@@ -56,10 +64,9 @@ class ResponseWriter:
                     said.append(self._say_delta("response.reasoning_text.delta", text))
                 case ToolCallStart():
                     said += self._close("completed")
-                    said += self._open("function_call", call_id=event.id, name=event.name, arguments="")
+                    said += self._open_call(event)
                 case ArgumentsDelta(_, text):
-                    self._texts.append(text)
-                    said.append(self._say_at("response.function_call_arguments.delta", delta=text))
+                    said += self._say_arguments(text)
         if self._item is not None and self._item["type"] == "message":
             self._logprobs += left
         return said
@@ -91,18 +98,40 @@ class ResponseWriter:
             said += self._open(kind, summary=[], content=[])
         return [*said, self._say_at("response.content_part.added", content_index=0, part=self._part(""))]
 
+    def _open_call(self, start: ToolCallStart) -> list[Said]:
+        origin = self._origins.get(start.name, Origin(False, start.name))
+        if origin.is_custom:
+            self._input = TextInput()
+            return self._open("custom_tool_call", call_id=start.id, **origin.item, input="")
+        return self._open("function_call", call_id=start.id, **origin.item, arguments="")
+
+    def _say_arguments(self, text: str) -> list[Said]:
+        assert self._item is not None
+        if self._item["type"] == "custom_tool_call":
+            return self._say_input(self._input.feed(text))
+        self._texts.append(text)
+        return [self._say_at("response.function_call_arguments.delta", delta=text)]
+
+    def _say_input(self, text: str) -> list[Said]:
+        self._texts.append(text)
+        return [self._say_at("response.custom_tool_call_input.delta", delta=text)] if text else []
+
     def _open(self, kind: str, **fields: Any) -> list[Said]:
-        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
-        self._item = {"id": f"{prefix}_{secrets.token_hex(16)}", "type": kind, "status": "in_progress", **fields}
+        item_id = f"{_PREFIXES[kind]}_{secrets.token_hex(16)}"
+        self._item = {"id": item_id, "type": kind, "status": "in_progress", **fields}
         self._texts, self._logprobs = [], []
         return [self._say("response.output_item.added", output_index=self._index, item=dict(self._item))]
 
     def _close(self, status: str) -> list[Said]:
         if self._item is None:
             return []
+        is_custom = self._item["type"] == "custom_tool_call"
+        said = self._say_input(self._input.finish()) if is_custom else []
         text = "".join(self._texts)
-        said = []
-        if self._item["type"] == "function_call":
+        if is_custom:
+            self._item["input"] = text
+            said.append(self._say_at("response.custom_tool_call_input.done", input=text))
+        elif self._item["type"] == "function_call":
             self._item["arguments"] = text
             said.append(self._say_at("response.function_call_arguments.done", arguments=text, name=self._item["name"]))
         else:
@@ -143,3 +172,14 @@ class ResponseWriter:
     @property
     def _index(self) -> int:
         return len(self.response["output"])
+
+
+def called(call: ParsedCall, origins: Mapping[str, Origin]) -> dict[str, str]:
+    """Returns the function of a call for a chat message. The text of a custom tool is written anew, as the model may
+    have written it in another form.
+    """
+    arguments = call.arguments
+    if call.name in origins and origins[call.name].is_custom:
+        reader = TextInput()
+        arguments = text_arguments(reader.feed(arguments) + reader.finish())
+    return {"name": call.name, "arguments": arguments}

@@ -2,19 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from jaxengine.scheduler.errors import RequestError
-from jaxengine.server.http.chat.protocol import MAX_NAME_CHARS, MAX_TOOLS, ChatRequest, Messages, renamed
+from jaxengine.scheduler.errors import RequestError, show_value
+from jaxengine.server.http.chat.protocol import MAX_TOOLS, ChatRequest, Messages, renamed
 from jaxengine.server.http.fields import JsonObject, TemplateVariables, TextsByName, at_most
-from jaxengine.server.http.protocol import REFUSED, ClosedModel, ConversationRequest, RequestModel
+from jaxengine.server.http.protocol import HINTS, REFUSED, ClosedModel, ConversationRequest, RequestModel
+from jaxengine.server.http.responses.tools import (
+    Callables,
+    ChosenOther,
+    ChosenTool,
+    ResponseTool,
+    flat_name,
+    read_additional_tools,
+)
 
 # Values of `include`.
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
-Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+# Parts of calls that this server never makes.
+_NEVER_MADE = (
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+)
+Includable = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
+Summary = Literal["none", "auto", "concise", "detailed"]
 # Fields with the same name in a chat request.
 _SAME = {*ConversationRequest.model_fields, "chat_template_kwargs", "mm_processor_kwargs", "parallel_tool_calls"} - {
     "model",
@@ -30,21 +56,6 @@ _NAMES = {
     "response_format": "text",
     "truncate_prompt_tokens": "truncation",
 }
-
-
-class ResponseFunction(RequestModel):
-    """A function that the model may call; strict: as in chat_protocol.Function."""
-
-    type: Literal["function"]
-    name: str = Field(min_length=1, max_length=MAX_NAME_CHARS)
-    description: str | None = None
-    parameters: JsonObject | None = None
-    strict: bool | None = None
-
-
-class NamedFunction(RequestModel):
-    type: Literal["function"] = "function"
-    name: str
 
 
 class Format(RequestModel):
@@ -65,33 +76,50 @@ class TextOptions(ClosedModel):
 
 
 class Reasoning(ClosedModel):
-    refused = {"summary": (), "generate_summary": ()}
+    """How the model reasons. summary, generate_summary, context and mode: accepted, without effect; the answer has the
+    reasoning itself, and the model's template decides what it sees of earlier reasoning.
+    """
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    summary: None = None
-    generate_summary: None = None
+    summary: Summary | None = None
+    generate_summary: Summary | None = None
+    context: Literal["auto", "current_turn", "all_turns"] | None = None
+    mode: Literal["standard", "pro"] | None = None
+
+
+class ResponseStreamOptions(ClosedModel):
+    """Options of a stream. reasoning_summary_delivery: accepted, without effect, as there are no summaries."""
+
+    refused = {"include_obfuscation": (False,)}
+
+    include_obfuscation: bool | None = None
+    reasoning_summary_delivery: str | None = None
 
 
 class ResponsesRequest(ConversationRequest):
     """OpenAI's fields, and vLLM's further sampling fields; None stands for the default.
 
     Attributes:
-      input: a text, or items: messages, function calls, their outputs, reasoning. Messages and outputs may have parts
-        input_image with an image_url, if the model takes pictures.
+      input: a text, or items: messages, calls, their outputs, reasoning, additional tools. Messages and outputs may
+        have parts input_image with an image_url, if the model takes pictures.
       instructions: the system message; not carried over to a response that continues this one.
       previous_response_id: a stored response that this one continues.
       store: keep the response in memory, so that it can be retrieved and continued; the default.
       background: answer at once, and generate afterwards.
       include: "message.output_text.logprobs", for top_logprobs of the text; "reasoning.encrypted_content", with which
-        reasoning items can be sent back without their text (not secret: it is the text in base64).
+        reasoning items can be sent back without their text (not secret: it is the text in base64). Parts of calls
+        that this server never makes have no effect.
+      tools: functions, custom tools, and namespaces of both. Other tools of OpenAI are left out of the prompt, and are
+        refused if tool_choice forces them.
       metadata: at most 16 texts, repeated in the response.
       truncation: "auto" drops the beginning of an input that is too long.
       mm_processor_kwargs: as in ChatRequest.
     """
 
+    ignored = HINTS | {"client_metadata", "prompt_cache_options"}
     refused = {
         **REFUSED,
-        "context_management": (),
+        "context_management": ([],),
         "conversation": (),
         "enable_response_messages": (False,),
         "max_tool_calls": (),
@@ -99,7 +127,6 @@ class ResponsesRequest(ConversationRequest):
         "previous_input_messages": (),
         "previous_response": (),
         "prompt": (),
-        "stream_options": ({"include_obfuscation": False},),
     }
 
     input: str | Messages
@@ -108,12 +135,13 @@ class ResponsesRequest(ConversationRequest):
     store: bool | None = None
     background: bool | None = None
     max_output_tokens: int | None = None
+    stream_options: ResponseStreamOptions | None = None
     include: Annotated[list[Includable], Field(fail_fast=True)] | None = None
     top_logprobs: int | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
-    tools: Annotated[list[ResponseFunction], Field(fail_fast=True), at_most(MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tools: Annotated[list[ResponseTool], Field(fail_fast=True), at_most(MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | ChosenOther | None = None
     parallel_tool_calls: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
     metadata: Annotated[TextsByName, at_most(16)] | None = None
@@ -136,6 +164,24 @@ class ResponsesRequest(ConversationRequest):
     def wants_logprobs(self) -> bool:
         return LOGPROBS in (self.include or ())
 
+    @cached_property
+    def callables(self) -> Callables:
+        """The tools that the model may call, those of input items included. Raises RequestError."""
+        items = () if isinstance(self.input, str) else self.input
+        return Callables.of((*(self.tools or ()), *read_additional_tools(items)))
+
+    @property
+    def ignored_parts(self) -> Iterator[str]:
+        """Parts of fields that are accepted but have no effect."""
+        if self.text is not None and self.text.verbosity is not None:
+            yield "text.verbosity"
+        hints = ("summary", "generate_summary", "context", "mode")
+        yield from (f"reasoning.{name}" for name in hints if getattr(self.reasoning, name, None) is not None)
+        if self.stream_options is not None and self.stream_options.reasoning_summary_delivery is not None:
+            yield "stream_options.reasoning_summary_delivery"
+        yield from (f"include.{name}" for name in _NEVER_MADE if name in (self.include or ()))
+        yield from (f"tools.{kind}" for kind in dict.fromkeys(self.callables.left_out))
+
     def chat_request(self, messages: Sequence[dict[str, Any]]) -> ChatRequest:
         """Returns the equivalent chat request, with `messages`. Raises RequestError with this class's field names."""
         fields: dict[str, Any] = {name: getattr(self, name) for name in _SAME}
@@ -146,30 +192,29 @@ class ResponsesRequest(ConversationRequest):
             "max_completion_tokens": self.max_output_tokens,
             "logprobs": self.wants_logprobs,
             "top_logprobs": self.top_logprobs,
-            "tools": self._tools(),
+            "tools": self.callables.functions or None,
             "tool_choice": self._tool_choice(),
             "response_format": self._response_format(),
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
             "truncate_prompt_tokens": -1 if self.truncation == "auto" else None,
         }
         try:
-            return ChatRequest.of(fields)
+            return ChatRequest.of(fields, self.callables.text_forms)
         except RequestError as error:
             raise as_response_error(error) from None
 
-    def _tools(self) -> list[dict[str, Any]] | None:
-        if not self.tools:
-            return None
-        return [
-            {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
-            for tool in self.tools
-        ]
-
     def _tool_choice(self) -> Any:
-        if isinstance(self.tool_choice, NamedFunction):
-            return {"type": "function", "function": {"name": self.tool_choice.name}}
+        choice, left_out = self.tool_choice, self.callables.left_out
+        if isinstance(choice, ChosenOther):
+            problem = f"tool_choice forces {show_value(choice.type)}, a tool that this server cannot run"
+            raise RequestError(f"{problem}; allowed are functions and custom tools", param="tool_choice")
+        if isinstance(choice, ChosenTool):
+            return {"type": "function", "function": {"name": flat_name(choice.name, choice.namespace)}}
+        if choice == "required" and left_out and not self.callables.functions:
+            problem = f"tool_choice is 'required', but this server can run none of the tools ({', '.join(left_out)})"
+            raise RequestError(f"{problem}; allowed are functions and custom tools", param="tool_choice")
         # OpenAI's clients send "auto" with an empty list of tools.
-        return None if self.tool_choice == "auto" and not self.tools else self.tool_choice
+        return None if choice == "auto" and not self.callables.functions else choice
 
     def _response_format(self) -> dict[str, Any] | None:
         asked = None if self.text is None else self.text.format

@@ -9,6 +9,7 @@ import json
 import re
 import tracemalloc
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 import schemathesis
@@ -21,6 +22,7 @@ from starlette.routing import Route
 from jaxengine.server.http.app import ROUTERS, create_app
 from jaxengine.server.http.auth import OPEN_PATHS
 from jaxengine.server.http.limits import read_json
+from jaxengine.server.http.not_built import NOT_BUILT, SWITCHED_OFF
 from jaxengine.server.http.tokenize import DetokenizeRequest
 from jaxengine.server.observe.scrub import scrub
 from jaxengine.server.options import ServerConfig
@@ -250,13 +252,37 @@ async def test_only_json_is_read(app):
         ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ({"guided_json": {}}, "guided_json"),
         ({"guided_regex": "b", "structured_outputs": {"regex": "a"}}, "guided_regex"),
-        ({"guided_decoding_backend": "xgrammar"}, "guided_decoding_backend"),
     ],
 )
 async def test_a_value_out_of_bounds_is_named(app, fields, param):
     answer = await post(app, PATH, **{"prompt": "a", **fields})
     assert (answer.status, answer.error["param"], answer.error["type"]) == (400, param, "BadRequestError")
     assert param in answer.error["message"] and len(answer.body) < 3000
+
+
+@each_row(
+    ("path", "base"),
+    [
+        (PATH, {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/responses", {"input": "a"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}),
+    ],
+)
+async def test_a_field_of_earlier_clients_is_answered_with_its_new_name(app, path, base):
+    for name, value, new in (
+        ("guided_json", {"type": "object"}, "structured_outputs.json"),
+        ("guided_regex", "a", "structured_outputs.regex"),
+        ("guided_choice", ["a"], "structured_outputs.choice"),
+        ("guided_grammar", "start: A", "structured_outputs.grammar"),
+        ("guided_json_object", True, "structured_outputs.json_object"),
+        ("guided_whitespace_pattern", " ", "structured_outputs.whitespace_pattern"),
+        ("guided_decoding", {"regex": "a"}, "structured_outputs"),
+    ):
+        answer = await post(app, path, **base, **{name: value})
+        assert answer.status == 400, (name, answer.body)
+        message = answer.json["error"]["message"]
+        assert message.startswith(name) and message.endswith(f"now called {new}"), message
 
 
 async def test_what_is_said_under_an_earlier_name_too_is_said_once(app):
@@ -268,6 +294,42 @@ async def test_what_is_said_under_an_earlier_name_too_is_said_once(app):
     assert [answer.status for answer in answers] == [200, 200]
     (first,), (second,) = (answer.json["choices"] for answer in answers)
     assert first["text"] == second["text"] and re.fullmatch("[a-c]{3}", first["text"])
+
+
+async def test_a_route_that_is_missing_says_what_serves_instead(app):
+    docs = Path(__file__).parents[4]
+    async with http_client(app) as client:
+        for path in NOT_BUILT:
+            for asked, answer in (
+                (path, await client.post(path, json={})),
+                (f"{path}/", await client.post(f"{path}/", json={}, follow_redirects=True)),
+                (f"{path}/a/b", await client.post(f"{path}/a/b", json={})),
+            ):
+                error = answer.json()["error"]
+                assert answer.status_code == 404 and f"{path} is not built; instead: " in error["message"], asked
+                named = re.findall(r"docs/\w+\.md", error["message"])
+                assert named and all((docs / name).exists() for name in named), error
+        for path, option in SWITCHED_OFF.items():
+            for method in ("GET", "POST"):
+                answer = await client.request(method, path)
+                assert answer.status_code == 404 and f"only served with {option}" in answer.text, (path, answer.text)
+        assert (await client.get("/v1/batches/a")).json()["error"]["code"] == 404
+        assert (await client.post("/v1/messages/batches")).json()["error"]["type"] == "not_found_error"
+        assert "no route '/v2/nothing'; /docs lists all" in (await client.get("/v2/nothing")).text
+        # What a route has not found stays as the route says it, and so does another method.
+        assert "no stored response 'compact'" in (await client.get("/v1/responses/compact")).text
+        assert (await client.get("/v1/completions")).status_code == 405
+
+
+def test_the_tables_of_missing_routes_are_true(chat_engine, locked_config):
+    """Routes that depend on options are in one table. Adapters and profiles need an engine with them."""
+    always, more = (
+        {route.path for router in ROUTERS for route in router(chat_engine, config).routes if isinstance(route, Route)}
+        for config in (ServerConfig(), locked_config)
+    )
+    assert len(always) > 20 and not always & SWITCHED_OFF.keys() and not more & NOT_BUILT.keys()
+    of_engine = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/start_profile", "/stop_profile"}
+    assert more - always == SWITCHED_OFF.keys() - of_engine
 
 
 async def test_ids_that_clients_choose_stay_harmless(app, caplog):

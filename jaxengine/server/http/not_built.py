@@ -1,0 +1,70 @@
+"""Routes that are not there: those of vLLM, OpenAI and Anthropic that are not built, and those that an option adds."""
+
+from __future__ import annotations
+
+_AUDIO = "models take text, images and videos; see docs/media.md"
+_FILES = "no files are kept; send one request each, those that wait run together; see docs/serving.md"
+_ONE_CALL = "POST /update_weights replaces weights in one call; see docs/reinforcement_learning.md"
+_RENDERED = "POST /tokenize returns the tokens of a conversation; see docs/serving.md"
+_CONVERSATIONS = "conversations go on with previous_response_id of /v1/responses; see docs/serving.md"
+
+# Path -> what to use. It stands for all paths below it, too. The status is 404: clients repeat calls that end with 501.
+NOT_BUILT: dict[str, str] = {
+    # vLLM
+    "/collective_rpc": "workers run no code of callers; see docs/reinforcement_learning.md for weights and sleep",
+    "/finish_weight_update": _ONE_CALL,
+    "/get_world_size": _ONE_CALL,
+    "/inference/v1/generate": "/v1/completions takes token ids as prompt and has return_token_ids; see docs/serving.md",
+    "/init_weight_transfer_engine": _ONE_CALL,
+    "/is_scaling_elastic_ep": "the devices are those of the start; see docs/parallelism.md",
+    "/release_kv_cache_memory": "POST /sleep frees memory; see docs/reinforcement_learning.md",
+    "/reset_encoder_cache": "POST /reset_mm_cache; see docs/media.md",
+    "/scale_elastic_ep": "the devices are those of the start; see docs/parallelism.md",
+    "/start_weight_update": _ONE_CALL,
+    "/v1/chat/completions/batch": "send one request each: those that wait run together; see docs/serving.md",
+    "/v1/chat/completions/render": _RENDERED,
+    "/v1/completions/render": _RENDERED,
+    "/v1/realtime": _AUDIO,
+    "/v2/embed": "/v1/embeddings; see docs/pooling_models.md",
+    # OpenAI, some of them also vLLM's
+    "/v1/assistants": _CONVERSATIONS,
+    "/v1/audio": _AUDIO,
+    "/v1/batches": _FILES,
+    "/v1/conversations": _CONVERSATIONS,
+    "/v1/files": _FILES,
+    "/v1/fine_tuning": "models are not trained here; adapters are served, see docs/lora.md",
+    "/v1/images": _AUDIO,
+    "/v1/moderations": "POST /classify serves a classifier; see docs/pooling_models.md",
+    "/v1/responses/compact": "ask the model for a summary in a request of its own; see docs/serving.md",
+    "/v1/threads": _CONVERSATIONS,
+    "/v1/vector_stores": "/v1/embeddings and /rerank serve searches; see docs/pooling_models.md",
+    # Anthropic
+    "/v1/complete": "/v1/messages; see docs/serving.md",
+    "/v1/messages/batches": "send one request to /v1/messages each; see docs/serving.md",
+}
+
+
+_ADMIN = "--enable-admin"
+_ADAPTERS = "--enable-admin and --enable-lora"
+_PROFILES = "--enable-admin and --profiler-config"
+# Path -> options of `jaxengine serve` with which it is served.
+SWITCHED_OFF: dict[str, str] = {
+    **dict.fromkeys(("/abort_requests", "/reset_mm_cache", "/reset_prefix_cache", "/server_info"), _ADMIN),
+    **dict.fromkeys(("/is_paused", "/is_sleeping", "/pause", "/resume", "/sleep", "/wake_up"), _ADMIN),
+    **dict.fromkeys(("/update_weights", "/weight_info"), _ADMIN),
+    **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), _ADAPTERS),
+    **dict.fromkeys(("/start_profile", "/stop_profile"), _PROFILES),
+    "/tokenizer_info": "--enable-tokenizer-info-endpoint",
+}
+
+
+def about_missing(path: str) -> str | None:
+    """Returns the error message for a path that is in a table, or below one that is not built; None for others."""
+    plain = path.rstrip("/")
+    if plain in SWITCHED_OFF:
+        return f"{plain} is only served with {SWITCHED_OFF[plain]}; see docs/serving.md"
+    parts = plain.split("/")
+    for count in range(len(parts), 1, -1):
+        if (known := "/".join(parts[:count])) in NOT_BUILT:
+            return f"{known} is not built; instead: {NOT_BUILT[known]}"
+    return None

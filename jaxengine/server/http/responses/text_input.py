@@ -1,0 +1,84 @@
+"""Reads the text of a call of a custom tool from arguments that arrive in pieces: {"input": text}, as the model wrote
+them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+from jaxengine.parsers.tool_forced import TEXT
+from jaxengine.tokens.cut_json import read_cut_json
+
+_HEAD = re.compile(rf'\s*\{{\s*"{TEXT}"\s*:\s*"')
+_COMPACT_HEAD = f'{{"{TEXT}":"'
+_MAX_HEAD = 1000
+# Part of a string that ends between two characters: neither within an escape, nor between two surrogates. An escape
+# without its four digits is text.
+_HIGH, _LOW = r"\\u[dD][89abAB][0-9a-fA-F]{2}", r"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+_WHOLE = re.compile(
+    rf'(?:[^"\\]|{_HIGH}{_LOW}|{_HIGH}(?=[^\\]|\\[^u]|\\u(?![dD][c-fC-F])[0-9a-fA-F]{{4}})'
+    r"|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|\\u(?=[0-9a-fA-F]{0,3}[^0-9a-fA-F])|\\[^u])*+"
+)
+_ESCAPE = re.compile(rf"{_HIGH}{_LOW}|\\u[0-9a-fA-F]{{4}}|\\[^u]", re.DOTALL)
+
+
+class TextInput:
+    """Reads one call's text. What is not of that form is text as a whole."""
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._in_text = self._has_ended = False
+        self._is_other = False
+
+    def feed(self, arguments: str) -> str:
+        """Reads a piece; returns what is certain of the text."""
+        if self._has_ended:
+            return ""
+        self._held += arguments
+        if not self._in_text and not self._open():
+            return ""
+        whole = _WHOLE.match(self._held)
+        assert whole is not None
+        self._held = self._held[whole.end() :]
+        self._has_ended = self._held.startswith('"')
+        return _ESCAPE.sub(_unescaped, whole.group())
+
+    def finish(self) -> str:
+        """Returns the rest of the text. Half an escape at the end of a truncated output is dropped."""
+        return "" if self._in_text else _other(self._held)
+
+    def _open(self) -> bool:
+        """Removes what precedes the text, and returns whether the text has begun."""
+        if self._is_other:
+            return False
+        head = _HEAD.match(self._held)
+        if head is not None:
+            self._held, self._in_text = self._held[head.end() :], True
+            return True
+        is_long = len(self._held) > _MAX_HEAD
+        self._is_other = is_long or not _COMPACT_HEAD.startswith("".join(self._held.split()))
+        return False
+
+
+def _unescaped(escape: re.Match[str]) -> str:
+    """The character of an escape. An invalid one stays as it is; half a surrogate pair has no UTF-8."""
+    try:
+        text = json.loads(f'"{escape.group()}"', strict=False)
+    except ValueError:
+        return escape.group()
+    return "\ufffd" if "\ud800" <= text <= "\udfff" else text
+
+
+def _other(arguments: str) -> str:
+    """The text in arguments of another form: the parameter after others, the only one, or all as it is."""
+    try:
+        value = read_cut_json(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    if isinstance(value, dict):
+        named = value.get(TEXT, next(iter(value.values())) if len(value) == 1 else None)
+        if isinstance(named, str):
+            return named
+        return arguments if value else ""
+    return value if isinstance(value, str) else arguments
