@@ -126,7 +126,8 @@ class EngineCore:
 
     def check(self) -> None:
         """Raises EngineDeadError once a step has failed, after `shutdown`, and in a fork."""
-        self.owner.check()
+        if not self.owner.is_here:
+            self.owner.check()
         if self.dead is not None:
             raise self.dead
 

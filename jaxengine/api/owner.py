@@ -6,23 +6,27 @@ import contextlib
 import ctypes
 import os
 from functools import cache
+from weakref import WeakSet
 
 import jax
 
 from jaxengine.api.engine_client import EngineDeadError
 
+_OWNERS: WeakSet[Owner] = WeakSet()
+
 
 class Owner:
-    """The process that created this object."""
+    """The process that created this object.
+
+    Attributes:
+      is_here: whether this is that process, and no fork of it.
+    """
 
     def __init__(self):
+        self.is_here = True
         self._pid = os.getpid()
-        _survive_exits_of_forks()
-
-    @property
-    def is_here(self) -> bool:
-        """Whether this is that process, and no fork of it."""
-        return os.getpid() == self._pid
+        _OWNERS.add(self)
+        _watch_forks()
 
     def check(self) -> None:
         """Raises EngineDeadError in a fork, where every call would wait for ever for a thread of the owner."""
@@ -43,13 +47,16 @@ def refuse_pickle(kind: str) -> TypeError:
 
 
 @cache
-def _survive_exits_of_forks() -> None:
-    """Lets forks end: jax's clients, deleted at a process's exit, wait for threads that a fork does not have."""
-    os.register_at_fork(after_in_child=_keep_clients)
+def _watch_forks() -> None:
+    os.register_at_fork(after_in_child=_after_fork)
 
 
-def _keep_clients() -> None:
-    """Takes references that nobody returns."""
+def _after_fork() -> None:
+    """Tells the owners, and lets the fork end: jax's clients, deleted at a process's exit, wait for threads that a fork
+    does not have. The references that keep them are never returned.
+    """
+    for owner in _OWNERS:
+        owner.is_here = False
     for platform in (None, "cpu"):
         with contextlib.suppress(RuntimeError):  # JAX_PLATFORMS leaves this one out
             for device in jax.local_devices(backend=platform):

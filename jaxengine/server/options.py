@@ -18,6 +18,37 @@ MIB = 1 << 20
 _STORED_BYTES = 256 * MIB
 
 
+# Field -> least and most value.
+_BOUNDS = (
+    ("port", 0, 65535),
+    ("grpc_port", 0, 65535),
+    ("api_server_count", 1, 64),
+    ("max_num_queued_reqs", 1, 2**31),
+    ("max_num_queued_tokens", 1, 2**53),
+    ("request_timeout", 0.001, math.inf),
+    ("shutdown_timeout", 0, 86400),
+    ("stream_write_timeout", 0.1, 86400),
+    ("read_timeout", 0.1, 86400),
+    ("max_connections", 1, 2**20),
+    ("max_request_bytes", 1024, 2**31),
+    ("max_header_bytes", 1024, 16 * MIB),
+    ("max_stored_responses", 2, 2**20),
+    ("max_stored_bytes", 4 * MIB, 2**40),
+    ("max_stored_responses_per_client", 1, 2**20),
+    ("max_stored_bytes_per_client", MIB, 2**40),
+    ("max_stored_conversation_bytes", MIB, 2**40),
+    ("max_n", 1, 16384),
+    ("max_log_len", 0, 2**20),
+    ("max_prompts", 1, 2**20),
+)
+# Of those where 0 means none.
+_BOUNDS_OR_NONE = (
+    ("engine_hang_timeout", 1, 86400),
+    ("api_hang_timeout", 1, 86400),
+    ("api_memory_limit_bytes", 256 * MIB, 2**53),
+)
+
+
 @dataclass(frozen=True)
 class ServerConfig:
     """Server options.
@@ -150,36 +181,11 @@ class ServerConfig:
                 right = value is None and "None" in kind or _is(value, kind.removesuffix(" | None"))
             if not right:
                 raise ConfigError(field.name, value, f"a value of type {kind}")
-        for name, least, most in (
-            ("port", 0, 65535),
-            ("grpc_port", 0, 65535),
-            ("api_server_count", 1, 64),
-            ("max_num_queued_reqs", 1, 2**31),
-            ("max_num_queued_tokens", 1, 2**53),
-            ("request_timeout", 0.001, math.inf),
-            ("shutdown_timeout", 0, 86400),
-            ("stream_write_timeout", 0.1, 86400),
-            ("read_timeout", 0.1, 86400),
-            ("max_connections", 1, 2**20),
-            ("max_request_bytes", 1024, 2**31),
-            ("max_header_bytes", 1024, 16 * MIB),
-            ("max_stored_responses", 2, 2**20),
-            ("max_stored_bytes", 4 * MIB, 2**40),
-            ("max_stored_responses_per_client", 1, 2**20),
-            ("max_stored_bytes_per_client", MIB, 2**40),
-            ("max_stored_conversation_bytes", MIB, 2**40),
-            ("max_n", 1, 16384),
-            ("max_log_len", 0, 2**20),
-            ("max_prompts", 1, 2**20),
-        ):
+        for name, least, most in _BOUNDS:
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
                 raise ConfigError(name, value, f"{least} to {most}")
-        for name, least, most in (
-            ("engine_hang_timeout", 1, 86400),
-            ("api_hang_timeout", 1, 86400),
-            ("api_memory_limit_bytes", 256 * MIB, 2**53),
-        ):
+        for name, least, most in _BOUNDS_OR_NONE:
             value = getattr(self, name)
             if value and not least <= value <= most:
                 raise ConfigError(name, value, f"0 or {least} to {most}")
