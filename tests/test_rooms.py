@@ -63,6 +63,7 @@ APART = {
         "jaxengine.pallas_kernels.tuning",
         "jaxengine.pallas_kernels.zeros",
         "jaxengine.pallas_kernels.mosaic_gpu",
+        "jaxengine.pallas_kernels.mosaic_tpu",
         "jaxengine.pallas_kernels.tuned",
         "jaxengine.pallas_kernels.tuned_products",
     ),

@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxengine.pallas_kernels.kv.pages import LANES, KVPages, to_storage
+from jaxengine.pallas_kernels.mosaic_tpu import compiler_params
 from jaxengine.pallas_kernels.tuning import TpuUpdate, Tuning
 
 GROUP = 8  # rows of a page that one DMA moves
@@ -118,7 +119,7 @@ def kv_cache_update(
         out_shape=jax.ShapeDtypeStruct(kv.data.shape, kv.data.dtype),
         input_output_aliases={5: 0},
         # Slots have been compared with the pool's size; checking every copy again would cost as much as making it.
-        compiler_params=pltpu.CompilerParams(disable_bounds_checks=True, vmem_limit_bytes=sizes.vmem_limit_bytes),
+        compiler_params=compiler_params(interpret, vmem_limit_bytes=sizes.vmem_limit_bytes),
         interpret=interpret,
         name="kv_cache_update",
     )(scalars, schedule.first, schedule.length, slot_mapping, words, kv.data)

@@ -35,6 +35,7 @@ from jaxengine.pallas_kernels.attention.tpu.tiles import (
     value_windows,
 )
 from jaxengine.pallas_kernels.kv.pages import KVPages, check_layout
+from jaxengine.pallas_kernels.mosaic_tpu import compiler_params
 from jaxengine.pallas_kernels.tuning import TpuAttention
 
 attention_schedule = schedules.attention_schedule
@@ -290,9 +291,7 @@ def _call_kernel(
             jax.ShapeDtypeStruct((num_tiles, num_kv_heads, lse_width), jnp.float32),
         ],
         # Steps hand the blocks in flight to each other; cores do not.
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem_limit_bytes
-        ),
+        compiler_params=compiler_params(interpret, "parallel", "arbitrary", vmem_limit_bytes=vmem_limit_bytes),
         interpret=interpret,
         name="paged_attention_single" if block_q == 1 else "paged_attention_runs",
     )(walk, page_table, far_page_table, logit_scale, value_scale, sinks, q, q_rest, tree, pool)

@@ -37,6 +37,7 @@ from jaxengine.pallas_kernels.matmul.tpu.visits import visits_of
 from jaxengine.pallas_kernels.matmul.tpu.widened import CHUNK, LANES, SUBLANES, add_product, why_not_aligned
 from jaxengine.pallas_kernels.matmul.xla import quantized_groups as quantized_groups_xla
 from jaxengine.pallas_kernels.matmul.xla.grouped import tile_rows_of
+from jaxengine.pallas_kernels.mosaic_tpu import compiler_params
 from jaxengine.pallas_kernels.tuning import TpuProducts, tuning_of
 
 _MOST_ROWS = 256  # most rows of one product: more would be more instructions, and little faster
@@ -310,7 +311,7 @@ def _call(
             scratch_shapes=[total, pltpu.VMEM((most, size), dtypes[0]) if is_bytes else None],
         ),
         out_shape=jax.ShapeDtypeStruct((num_rows, out), out_dtype),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=limit),
+        compiler_params=compiler_params(interpret, "parallel", "arbitrary", vmem_limit_bytes=limit),
         cost_estimate=pl.CostEstimate(
             flops=2 * num_rows * size * out * halves,
             bytes_accessed=min(num_rows, num_groups) * of_codes + rows.values.nbytes + 4 * num_rows * out,

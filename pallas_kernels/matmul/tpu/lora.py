@@ -21,6 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxengine.pallas_kernels.matmul.lora import LoraVisits, slots_of_tile, tile_rows_of
 from jaxengine.pallas_kernels.matmul.tpu.widened import LANES, SUBLANES
 from jaxengine.pallas_kernels.matmul.xla import lora as lora_xla
+from jaxengine.pallas_kernels.mosaic_tpu import compiler_params
 from jaxengine.pallas_kernels.tuning import LoraTiles, Tuning
 
 
@@ -106,9 +107,7 @@ def _times_a(
             ),
         ),
         out_shape=jax.ShapeDtypeStruct((num_rows, num_modules * num_tiles * columns), x.dtype),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=sizes.vmem_limit_bytes
-        ),
+        compiler_params=compiler_params(interpret, "arbitrary", "arbitrary", vmem_limit_bytes=sizes.vmem_limit_bytes),
         cost_estimate=pl.CostEstimate(
             flops=2 * num_rows * size * num_modules * columns,
             bytes_accessed=min(len(a), num_modules * rank * num_rows) * size * 2 + x.nbytes,
@@ -170,9 +169,7 @@ def _add_times_b(
         ),
         out_shape=jax.ShapeDtypeStruct(y.shape, y.dtype),
         input_output_aliases={3: 0},
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=sizes.vmem_limit_bytes
-        ),
+        compiler_params=compiler_params(interpret, "parallel", "arbitrary", vmem_limit_bytes=sizes.vmem_limit_bytes),
         cost_estimate=pl.CostEstimate(
             flops=2 * len(y) * columns * b.shape[1],
             bytes_accessed=min(len(b), rank * len(y)) * b.shape[1] * 2 + 8 * len(y) * b.shape[1],

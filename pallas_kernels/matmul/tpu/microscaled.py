@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from jaxengine.pallas_kernels.matmul.rounding import held_scales, microscaled
 from jaxengine.pallas_kernels.matmul.tpu.widened import LANES
+from jaxengine.pallas_kernels.mosaic_tpu import compiler_params
 
 # Rows of a tile, and rows that are rounded at a time, while the scales of the next ones are computed: the latter waits
 # for permutations of lanes, the former has none.
@@ -49,7 +49,7 @@ def microscaled_rows(
         in_specs=specs,
         out_specs=of_rows,
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
+        compiler_params=compiler_params(interpret, "parallel", "parallel"),
         cost_estimate=pl.CostEstimate(flops=24 * x.size, bytes_accessed=2 * x.nbytes, transcendentals=0),
         interpret=interpret,
         name="microscaled_rows",

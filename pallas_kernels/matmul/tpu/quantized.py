@@ -19,6 +19,7 @@ from jaxengine.pallas_kernels.matmul.nibbles import per_byte
 from jaxengine.pallas_kernels.matmul.rounding import RoundedRows
 from jaxengine.pallas_kernels.matmul.tpu.widened import LANES, SUBLANES, add_product, chunk_of, why_not
 from jaxengine.pallas_kernels.matmul.xla import quantized as quantized_xla
+from jaxengine.pallas_kernels.mosaic_tpu import compiler_params
 from jaxengine.pallas_kernels.tuned import product_sizes
 from jaxengine.pallas_kernels.tuning import TpuProducts, tuning_of
 
@@ -169,7 +170,7 @@ def _call(
         out_specs=pl.BlockSpec((tile_rows, columns), lambda m, n: (m, n)),
         out_shape=jax.ShapeDtypeStruct((num_rows, out), out_dtype),
         scratch_shapes=[pltpu.VMEM((tile_rows, columns), jnp.float32)],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=limit),
+        compiler_params=compiler_params(interpret, "parallel", "parallel", vmem_limit_bytes=limit),
         cost_estimate=pl.CostEstimate(
             flops=2 * num_rows * size * out,
             bytes_accessed=passes * of_codes + rows.values.nbytes + num_rows * out * jnp.dtype(out_dtype).itemsize,

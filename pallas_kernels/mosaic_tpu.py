@@ -1,0 +1,25 @@
+"""Mosaic TPU helper: how a kernel is compiled.
+
+Owns the compiler's parameters, so that no kernel decides for itself what is checked while it runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax.experimental.pallas import tpu as pltpu
+
+
+def compiler_params(interpret: Any, *semantics: Any, vmem_limit_bytes: int | None = None) -> pltpu.CompilerParams:
+    """Parameters of `pl.pallas_call(..., interpret=interpret)`: bounds are checked in the interpreter only.
+
+    On a chip a check of every copy costs more than the copy's start (`python -m benchmarks tpu_copies`), and a failed
+    one stops the device. The interpreter raises for what is read or written out of bounds.
+
+    semantics: "parallel" or "arbitrary" for each dimension of the grid, none for "arbitrary" ones.
+    """
+    return pltpu.CompilerParams(
+        dimension_semantics=semantics or None,
+        vmem_limit_bytes=vmem_limit_bytes,
+        disable_bounds_checks=not interpret,
+    )
