@@ -157,7 +157,7 @@ def _counted(
         **{kind: before[kind] + kinds.count(kind) for kind in ("passed", "skipped")},
         "failed": before["failed"] + failed,
     }
-    if ended == "hung" or (ended != "cut" and len(over) < len(cases)):
+    if ended != "cut" and len(over) < len(cases):
         begun = [case for case in outcomes if case not in over]
         how = f"hung for {stall_s:.0f} s" if ended == "hung" else f"its process ended with {ended}"
         row["ended"] = [*before["ended"], f"{begun[-1] if begun else 'before a case'}: {how}"]
