@@ -23,7 +23,7 @@ from jaxengine.scheduler.errors import RequestError
 from jaxengine.version import __version__
 
 # Sampling options under another name in requests; None: requests cannot have them.
-_FIELDS: dict[str, str | None] = {"extra_args": "vllm_xargs", "stop_after": None}
+_FIELDS: dict[str, str | None] = {"extra_args": "vllm_xargs", "stop_after": None, "thinking_words": None}
 _CONNECT_SECONDS, _ANSWER_SECONDS = 10.0, 600.0
 _MAX_ERROR_BYTES = 65536
 

@@ -35,7 +35,8 @@ def first():
 
 def last():
     for _ in range(100):
-        if whole.exists() and "first" in json.loads(whole.read_text())["attention"]["rows"]:
+        found = json.loads(whole.read_text()) if whole.exists() else {}
+        if "first" in found.get("attention", {}).get("rows", ()):
             return {"seen": True}
         time.sleep(0.1)
     return {"seen": False}
