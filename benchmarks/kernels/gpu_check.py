@@ -82,7 +82,7 @@ def run(args: Namespace, recorder: Recorder) -> None:
     if args.lacking:
         print("\n".join(sorted({requirement(each) for errors in lacks.values() for each in errors if wanted(each)})))
         return
-    print(told(lacks), flush=True)
+    print(lacking_table(lacks), flush=True)
     folder = Path(args.out)
     folder.mkdir(parents=True, exist_ok=True)
     take_over(args.resume, folder)
@@ -150,7 +150,7 @@ def requirement(module: str) -> str:
     return next((each for each in known if re.split(r"[\[<>=!~]", each)[0] == package), package)
 
 
-def told(lacks: dict[str, dict[str, str]]) -> str:
+def lacking_table(lacks: dict[str, dict[str, str]]) -> str:
     """A table of what runs and what lacks, and how to bring that."""
     rows = [{"section": name, "": f"lacks {', '.join(each)}" if each else "runs"} for name, each in lacks.items()]
     errors = {name: why for each in lacks.values() for name, why in each.items()}

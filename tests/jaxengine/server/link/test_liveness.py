@@ -21,7 +21,7 @@ def remote(*, eager: bool = False) -> Any:
     engine: Any = object.__new__(RemoteEngine)
     engine.__dict__.update(
         _dead=None,
-        _owner=Owner(),
+        _owner=Owner(has_devices=False),
         _draining=False,
         _welcomed=SimpleNamespace(done=lambda: True),
         inputs=SimpleNamespace(config=SimpleNamespace(enforce_eager=eager)),
