@@ -75,6 +75,19 @@ _MODULES: dict[tuple[str, str], str] = {
     ("state_space", "tpu"): "state.space_xla",
 }
 KERNELS = tuple(_MODULES)
+# The platform of whole sequences: no pages, plain XLA on every device, and every operation has a gradient.
+UNPAGED = "unpaged"
+_UNPAGED = {
+    "attention_schedule": "attention.unpaged",
+    "ragged_paged_attention": "attention.unpaged",
+    "kv_update_schedule": "kv.update_unpaged",
+    "kv_cache_update": "kv.update_unpaged",
+    "matmul": "matmul.xla.dense",
+    "grouped_matmul": "matmul.xla.ragged",
+    "causal_conv": "state.unpaged",
+    "gated_delta_rule": "state.unpaged",
+    "state_space": "state.unpaged",
+}
 # Modules that can compile a block of attention by itself for a profile.
 _PROFILES = {"tpu": "attention.tpu.profile"}
 # Modules that list candidate sizes for products with quantised matrices, for `jaxengine tune`.
@@ -93,6 +106,22 @@ PLATFORM_ROWS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
 _MOSAIC_CAPABILITIES = ("9.0",)
 _TCGEN05_CAPABILITIES = ("10.0",)
 _PLAIN: ContextVar[bool] = ContextVar("plain_cards", default=False)
+_IS_UNPAGED: ContextVar[bool] = ContextVar("unpaged", default=False)
+
+
+@contextmanager
+def unpaged() -> Iterator[None]:
+    """Context in which operations that are chosen at compilation take their row of UNPAGED, whatever the device."""
+    token = _IS_UNPAGED.set(True)
+    try:
+        yield
+    finally:
+        _IS_UNPAGED.reset(token)
+
+
+def platform_rows() -> dict[str, str]:
+    """Rows of an operation that is chosen at compilation, by the keyword of `jax.lax.platform_dependent`."""
+    return {"default": UNPAGED} if _IS_UNPAGED.get() else PLATFORM_ROWS
 
 
 @contextmanager
@@ -118,7 +147,7 @@ def has_tcgen05(capability: str) -> bool:
 
 def kernel_module(op: str, platform: str) -> str:
     """Name of the module that implements `op` on `platform`; raises ValueError naming the platforms that have one."""
-    module = _MODULES.get((op, platform))
+    module = _UNPAGED.get(op) if platform == UNPAGED else _MODULES.get((op, platform))
     if module is None:
         platforms = sorted(row_platform for row_op, row_platform in _MODULES if row_op == op)
         raise ValueError(
