@@ -23,10 +23,10 @@ BLOCK = 512  # queries of a row that are computed at a time
 
 
 class Schedule(NamedTuple):
-    """What decides which tokens of its row a token sees, i32[B, T] each: its run, and its index in that."""
+    """What decides which tokens of its row a token sees, i32[B, T] each: its run, and its number in that."""
 
     run: jax.Array
-    index: jax.Array
+    offset: jax.Array
 
 
 def attention_schedule(
@@ -42,8 +42,8 @@ def attention_schedule(
     del spec, tuning
     if kv_limits is not None:
         raise ValueError("kv_limits must be None for whole sequences: tokens see none after their own")
-    run, index = (of(batch.cu_q_lens, num_tokens).reshape(-1, page_size) for of in (run_numbers, run_indexes))
-    return Schedule(run, index)
+    run, offset = (of(batch.cu_q_lens, num_tokens).reshape(-1, page_size) for of in (run_numbers, run_indexes))
+    return Schedule(run, offset)
 
 
 def ragged_paged_attention(
@@ -116,13 +116,13 @@ def _attend(
 
 def _visible(places: jax.Array, schedule: Schedule, spec: AttentionSpec) -> jax.Array:
     """bool [B, Q, T], which tokens of their row the tokens at `places` see."""
-    run, index = (part[:, None] for part in schedule)
-    own_run, own_index = (part[:, places, None] for part in schedule)
+    run, offset = (part[:, None] for part in schedule)
+    own_run, own_offset = (part[:, places, None] for part in schedule)
     visible = run == own_run
     if spec.causal:
-        visible &= index <= own_index
+        visible &= offset <= own_offset
     if spec.window is not None:
-        visible &= index > own_index - spec.window
+        visible &= offset > own_offset - spec.window
     if spec.chunk is not None:
-        visible &= index // spec.chunk == own_index // spec.chunk
+        visible &= offset // spec.chunk == own_offset // spec.chunk
     return visible
