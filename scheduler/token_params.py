@@ -25,17 +25,37 @@ PROMPT_FEATURES = PROMPT_LOGPROBS
 MAX_LOGPROBS = 1024
 
 
+# Kind of a Grammar that allows every token: of a request with nothing but a limit of its reasoning.
+FREE = "free"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThinkingBudget:
+    """A limit of an output's reasoning.
+
+    Attributes:
+      num_tokens: tokens of reasoning after which `closing` is written, whatever the model would write.
+      ends: as Grammar.reasoning_end; any of these ends what counts as reasoning.
+      closing: token ids, at least one.
+    """
+
+    num_tokens: int
+    ends: tuple[tuple[str, ...], ...]
+    closing: tuple[int, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Grammar:
     """What an output must keep to, as jaxengine.grammars compiles it.
 
     Attributes:
-      kind: "json", "regex", "choice" or "grammar".
+      kind: "json", "regex", "choice", "grammar" or FREE.
       text: a JSON schema, a regular expression, a JSON list of strings, or a context-free grammar.
       options: how llguidance is to read a JSON schema, in its own words.
       reasoning_end: what the output is free in front of, any of these: words that come one behind the other. Empty: it
         is never free.
       reasoning_begin: tokens that the output begins with if it is to be free; empty: it is in any case.
+      budget: limit of what is free in front; None for none. Only with reasoning_end, or kind FREE.
     """
 
     kind: str
@@ -43,6 +63,7 @@ class Grammar:
     options: dict[str, str | bool] = field(default_factory=dict)
     reasoning_end: tuple[tuple[str, ...], ...] = ()
     reasoning_begin: tuple[int, ...] = ()
+    budget: ThinkingBudget | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

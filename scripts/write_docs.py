@@ -229,6 +229,14 @@ an answer from its beginning. Of gpt-oss the answer is the message of the channe
 sequence end an output anywhere. /v1/completions, gRPC and Python have no parser and look for `stop` everywhere, unless
 `stop_after` of Python's [SamplingParams](sampling_params.md) names the words around the reasoning.
 
+**A limit of the reasoning.** `thinking_token_budget` of /v1/chat/completions, /v1/responses and /v1/messages, and
+`thinking.budget_tokens` of /v1/messages, limit the reasoning of a server with a reasoning parser: behind so many tokens
+the format's closing words are written, whatever the model would write, and the answer begins. 0 closes the reasoning at
+once, -1 stands for no limit. Until then the tokens are the same as without a limit. Reasoning that the model ends
+itself, and outputs without reasoning, are left alone. Of gpt-oss, a first message of the channel analysis is limited.
+In Python, `thinking_words` of [SamplingParams](sampling_params.md) names the words. Drafts are not used for such a
+request.
+
 ## --tool-call-parser
 
 | name | models | words of the chat template, for `auto` |

@@ -12,7 +12,10 @@ from typing import Protocol
 import numpy as np
 
 from jaxengine.scheduler.errors import RequestError
-from jaxengine.scheduler.token_params import Grammar
+from jaxengine.scheduler.token_params import FREE, Grammar
+
+# More tokens than any output has.
+UNLIMITED = 1 << 62
 
 
 class Vocabulary(Protocol):
@@ -47,7 +50,8 @@ class _Words:
 class ReasoningWatch:
     """One output whose grammar waits for `reasoning_end`; with `reasoning_begin`, an output need not reason at all.
 
-    Only these tokens open reasoning, however else their text may be spelt.
+    Only these tokens open reasoning, however else their text may be spelt. With a budget, the reasoning is closed when
+    it is used up.
     """
 
     def __init__(self, grammar: Grammar, vocabulary: Vocabulary):
@@ -55,6 +59,10 @@ class ReasoningWatch:
         self._begin = grammar.reasoning_begin
         self._num_begun = 0
         self._ends = [_Words(words) for words in grammar.reasoning_end]
+        self._is_free = grammar.kind == FREE
+        self._budget = grammar.budget
+        self._budget_ends = [] if grammar.budget is None else [_Words(words) for words in grammar.budget.ends]
+        self._num_read = 0
 
     def gives_way(self, first: np.ndarray | None) -> bool:
         """Whether the grammar begins at once: it may itself begin as the opening word does, or can hold nothing.
@@ -65,9 +73,25 @@ class ReasoningWatch:
             return False
         return first is None or _allows(first, self._begin[0])
 
+    @property
+    def num_free(self) -> int:
+        """How many of the next tokens may be any, if the grammar is FREE."""
+        if self._budget is None:
+            return UNLIMITED
+        return max(0, self._budget.num_tokens - self._num_read) + len(self._begin) - self._num_begun
+
+    def forced(self) -> int | None:
+        """The only token that may be taken now; None where there is a choice."""
+        budget = self._budget
+        if budget is None or self._num_begun < len(self._begin) or self._num_read < budget.num_tokens:
+            return None
+        return budget.closing[self._num_read - budget.num_tokens]
+
     def mask(self, first: np.ndarray | None) -> np.ndarray | None:
-        """What may be taken now, i32[num_words]; None for every token. first: as in `gives_way`."""
-        if self._num_begun == len(self._begin):
+        """What may be taken now where nothing is forced, i32[num_words]; None for every token. first: as in
+        `gives_way`.
+        """
+        if self._is_free or self._num_begun == len(self._begin):
             return None
         assert first is not None
         words = np.zeros_like(first) if self._num_begun else first.copy()
@@ -77,12 +101,19 @@ class ReasoningWatch:
 
     def read(self, token_id: int) -> Sequence[int] | None:
         """Takes the next token: None while the reasoning goes on, else the tokens that the grammar begins with."""
-        if self._num_begun < len(self._begin):
-            if token_id != self._begin[self._num_begun]:
-                return (token_id,)
-            self._num_begun += 1
-            return None
         data = self._vocabulary.text_bytes(token_id)
+        if self._num_begun < len(self._begin):
+            if token_id == self._begin[self._num_begun]:
+                self._num_begun += 1
+            elif not (self._is_free and not self._num_begun and data.isspace()):
+                return (token_id,)
+            return None
+        if (budget := self._budget) is not None:
+            self._num_read += 1
+            if self._num_read > budget.num_tokens:  # the closing words, with which the reasoning ends in any case
+                return () if self._num_read == budget.num_tokens + len(budget.closing) else None
+            if any(end.read(data) is not None for end in self._budget_ends):
+                self._budget = None
         found = [behind for end in self._ends if (behind := end.read(data)) is not None]
         if not found:
             return None

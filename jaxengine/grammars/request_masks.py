@@ -20,11 +20,11 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxengine.grammars.grammar_worker import GrammarFailure, GrammarWorker, NextMask
-from jaxengine.grammars.reasoning_watch import ReasoningWatch, Vocabulary
+from jaxengine.grammars.reasoning_watch import UNLIMITED, ReasoningWatch, Vocabulary
 from jaxengine.grammars.trials import GrammarTrials
 from jaxengine.scheduler.errors import RequestError
 from jaxengine.scheduler.request import FinishReason, Request
-from jaxengine.scheduler.token_params import BIAS
+from jaxengine.scheduler.token_params import BIAS, FREE
 from jaxengine.workers.process import wait_for_any
 
 # A compilation is slow from here on.
@@ -47,18 +47,20 @@ class _Known:
     """What is known of the tokens that a request has not got yet: first come `forced`, each the only one allowed.
 
     words: what may stand behind them, i32[num_words], None for every token; is_end: nothing may; guessed: what may
-    stand behind each token of a guess that goes on there; taken: tokens that the request has got since it became known.
+    stand behind each token of a guess that goes on there; num_free: how many of the next tokens may be any; taken:
+    tokens that the request has got since it became known.
     """
 
     forced: tuple[int, ...]
     words: np.ndarray | None
     is_end: bool = False
     guessed: tuple[tuple[int, np.ndarray], ...] = ()
+    num_free: int = 0
     taken: list[int] = field(default_factory=list)
 
     def tells(self, place: int) -> bool:
         """Whether it is known what may stand `place` tokens behind those that the request has got."""
-        return place < len(self.forced) + (not self.is_end)
+        return place < max(self.num_free, len(self.forced) + (not self.is_end))
 
     def take(self, token_id: int) -> bool:
         """Goes on behind the next token; whether it is known what may stand there."""
@@ -121,12 +123,14 @@ class RequestMasks:
         # Of the grammars that wait, and those whose time has come since `take`.
         self._first_masks: dict[Request, NextMask] = {}
         self._begun: list[NextMask] = []
+        # Requests without a grammar that have been added since `take`.
+        self._free: list[Request] = []
         self._numbers = itertools.count()
 
     @property
     def awaits(self) -> bool:
         """Whether something is due."""
-        return bool(self._begun) or self.worker.awaits or self._slow.awaits or self._trials.awaits
+        return bool(self._begun or self._free) or self.worker.awaits or self._slow.awaits or self._trials.awaits
 
     @property
     def is_idle(self) -> bool:
@@ -142,6 +146,10 @@ class RequestMasks:
         if grammar.reasoning_end:
             assert self._vocabulary is not None
             self._watches[request] = ReasoningWatch(grammar, self._vocabulary)
+        if grammar.kind == FREE:
+            self._look_on(request, None)
+            self._free.append(request)
+            return
         self.worker.launch()
         self._trials.add(key, request.client, grammar.kind, grammar.text, grammar.options)
 
@@ -151,14 +159,31 @@ class RequestMasks:
         self._surplus.pop(request, None)
         if request in self._watches:
             self._reason_on(request, token_id, guess)
-        else:
+        elif not _is_free(request):
             self._go_on(request, token_id, guess)
+
+    def _look_on(self, request: Request, first: np.ndarray | None) -> None:
+        """What may come is known of a request that may reason, or may write what it likes; first: its first mask."""
+        watch = self._watches.get(request)
+        if watch is not None and (forced := watch.forced()) is not None:
+            self._known[request] = _Known((), self._only(forced))
+        else:
+            words = None if watch is None else watch.mask(first)
+            num_free = 0 if not _is_free(request) else UNLIMITED if watch is None else watch.num_free
+            self._known[request] = _Known((), words, num_free=num_free)
 
     def _reason_on(self, request: Request, token_id: int, guess: Guess) -> None:
         """The grammar may begin with this token, or behind it."""
-        watch, first = self._watches[request], self._first_masks[request]
-        if (taken := watch.read(token_id)) is None:
-            self._known[request] = _Known((), watch.mask(first.words))
+        watch = self._watches[request]
+        taken = watch.read(token_id)
+        if _is_free(request):
+            if taken is not None:
+                del self._watches[request]
+            self._look_on(request, None)
+            return
+        first = self._first_masks[request]
+        if taken is None:
+            self._look_on(request, first.words)
             return
         del self._watches[request], self._first_masks[request]
         if taken:
@@ -235,7 +260,7 @@ class RequestMasks:
     def forced(self, request: Request, num_output: int, most: int) -> Sequence[int] | None:
         """The tokens, at most so many, that must stand behind num_output of output, as far as it is known what may
         stand behind each: what a step can be given before they are sampled. None where guesses may stand there."""
-        if request.params.has_long_bad_words or request in self._watches:
+        if request.params.has_long_bad_words or request in self._watches or _is_free(request):
             return ()
         if not self.has(request, num_output):
             return None
@@ -258,7 +283,7 @@ class RequestMasks:
         """Waits until something may have become known; at most `seconds`."""
         workers = (self.worker, self._slow)
         processes = [worker.process for worker in workers if worker.process is not None] + self._trials.processes
-        if not (self._begun or self._trials.has_news) and not any(worker.has_news for worker in workers):
+        if not (self._begun or self._free or self._trials.has_news) and not any(worker.has_news for worker in workers):
             wait_for_any(processes, seconds)
 
     def shutdown(self) -> None:
@@ -268,7 +293,8 @@ class RequestMasks:
 
     def take(self) -> MaskEvents:
         """What has become known since the last call; does not wait."""
-        events = MaskEvents([], [], [])
+        free, self._free = self._free, []
+        events = MaskEvents([request for request in free if request in self._keys], [], [])
         for each in self._news():
             request = self._requests.get(each.key)
             if request is None:  # dropped meanwhile
@@ -283,7 +309,8 @@ class RequestMasks:
             if watch is not None and watch.gives_way(each.words):
                 del self._watches[request]
             elif watch is not None:
-                self._first_masks[request], self._known[request] = each, _Known((), watch.mask(each.words))
+                self._first_masks[request] = each
+                self._look_on(request, each.words)
                 events.ready.append(request)
                 continue
             if each.forced or each.words is not None:
@@ -326,3 +353,9 @@ class RequestMasks:
             events.ended.append(MaskEnd(request, FinishReason.ERROR, message))
         else:
             events.refused.append((request, RequestError(message, param="structured_outputs")))
+
+
+def _is_free(request: Request) -> bool:
+    """Whether the request has no grammar, but a limit of its reasoning alone."""
+    grammar = request.params.grammar
+    return grammar is not None and grammar.kind == FREE

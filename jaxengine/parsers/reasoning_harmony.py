@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxengine.parsers.call_start import CallStarts
 from jaxengine.parsers.events import ContentDelta, Event, ReasoningDelta, ReasoningParser
-from jaxengine.parsers.harmony import CHANNEL, MESSAGE, STOP_WORDS, Body, End, HarmonyReader, Header, Part
+from jaxengine.parsers.harmony import CHANNEL, END, MESSAGE, START, STOP_WORDS, Body, End, HarmonyReader, Header, Part
 
 
 class HarmonyFormat:
@@ -33,6 +33,17 @@ class HarmonyFormat:
     def answers_after(self, prompt: str, continued: str = "", *, calls: bool = True) -> dict[str, Any] | None:
         """Implements registry.ReasoningFormat.answers_after. Calls and remarks before them are not the answer."""
         return self.waits_for(prompt, continued) or None
+
+    def limited_by(self, prompt: str, continued: str = "") -> dict[str, Any] | None:
+        """Implements registry.ReasoningFormat.limited_by. Only a first message of the channel analysis is limited."""
+        if continued:
+            return None
+        final = f"{CHANNEL}final"
+        return {
+            "reasoning_end": ((final, MESSAGE), (f"{CHANNEL}commentary",)),
+            "reasoning_begin": f"{CHANNEL}analysis{MESSAGE}",
+            "closing": f"{END}{START}assistant{final}{MESSAGE}",
+        }
 
 
 class HarmonyReasoningParser:

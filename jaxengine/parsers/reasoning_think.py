@@ -70,6 +70,11 @@ class ThinkFormat:
         ends = (*self.ends, *(self.calls if calls else ()))
         return {"reasoning_end": ends, "reasoning_begin": None if inside else self.begins}
 
+    def limited_by(self, prompt: str, continued: str = "") -> dict[str, Any] | None:
+        """Implements registry.ReasoningFormat.limited_by."""
+        begin = None if self._begins_inside(prompt, continued) else self.begins[0]
+        return {"reasoning_end": (*self.ends, *self.calls), "reasoning_begin": begin, "closing": self.ends[0]}
+
     def _begins_inside(self, prompt: str, continued: str) -> bool | None:
         """Whether an output begins inside reasoning, by the words before it or else by `always`.
 

@@ -120,6 +120,10 @@ class ReasoningFormat(Protocol):
         """
         ...
 
+    def limited_by(self, prompt: str, continued: str = "") -> dict[str, Any] | None:
+        """The fields of thinking_words for such an output; None if all of it is the answer."""
+        ...
+
 
 @dataclass(frozen=True)
 class ReasoningRow:

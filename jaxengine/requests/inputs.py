@@ -28,7 +28,6 @@ from jaxengine.requests.pooling.params import PoolingParams
 from jaxengine.requests.pooling_processor import PoolingProcessor
 from jaxengine.requests.prepared import PROMPT_KEYS, PreparedRequest, Prompt, verify_salt
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams, verify_bad_word_tokens
-from jaxengine.requests.structured.params import StructuredOutputsParams
 from jaxengine.scheduler.errors import RequestError, show_value
 from jaxengine.scheduler.logits_processor import LogitsProcessor
 from jaxengine.scheduler.request import POOLED, Request
@@ -163,7 +162,7 @@ class InputProcessor:
             self.tokenizer is not None,
             len(token_ids),
         )
-        bad_words, reasoning_begin = self._tokenize_bad_words(params), self._tokenize_reasoning_begin(params)
+        bad_words = self._tokenize_bad_words(params)
         index = self._count_request()
         request_id = request_id if request_id is not None else str(index)
         fields = _option_fields(options)
@@ -173,7 +172,6 @@ class InputProcessor:
                 token_ids,
                 params if params.n == 1 else params.child(number),
                 bad_words=bad_words,
-                reasoning_begin=reasoning_begin,
                 fallback_seed=self._draw_seed(index, number),
                 cache_salt=salt,
                 media=media,
@@ -305,7 +303,6 @@ class InputProcessor:
         params: SamplingParams,
         *,
         bad_words: list[list[int]],
-        reasoning_begin: tuple[int, ...] | None,
         fallback_seed: int,
         **fields: Any,
     ) -> Request:
@@ -314,7 +311,7 @@ class InputProcessor:
         return Request(
             request_id=request_id,
             prompt_token_ids=np.array(token_ids, np.int32),
-            params=params.token_params(bad_words, self._structured_defaults, reasoning_begin, self._processors),
+            params=params.token_params(bad_words, self._structured_defaults, self._processors, self._tokenize_words),
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             eos_token_ids=eos,
             stop_token_ids=tuple(dict.fromkeys((*eos, *params.stop_token_ids))),
@@ -356,13 +353,10 @@ class InputProcessor:
         verify_bad_word_tokens(sequences)
         return sequences
 
-    def _tokenize_reasoning_begin(self, params: SamplingParams) -> tuple[int, ...] | None:
-        """Token ids of reasoning_begin, see StructuredOutputsParams.compiled_from."""
-        structured = params.structured_outputs
-        if not isinstance(structured, StructuredOutputsParams) or structured.reasoning_begin is None:
-            return None
+    def _tokenize_words(self, text: str) -> tuple[int, ...]:
+        """Token ids of words around reasoning; none if the model cannot write them."""
         assert self.tokenizer is not None
-        ids = self.tokenizer.encode(structured.reasoning_begin, add_special_tokens=False)
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
         return tuple(ids) if max(ids, default=0) < self.model_config.vocab_size else ()
 
 

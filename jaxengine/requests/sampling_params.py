@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxengine.requests.stop_after import StopAfter, stop_after
 from jaxengine.requests.structured.params import StructuredOutputsParams, structured_outputs
+from jaxengine.requests.thinking import ThinkingWords, limited, thinking_words
 from jaxengine.scheduler.errors import RequestError, show_value
 from jaxengine.scheduler.token_params import HIDDEN_STATES, MAX_LOGPROBS, TokenParams
 
@@ -204,6 +205,10 @@ _RULES: dict[str, Rule] = {
     "allowed_token_ids": _optional(_allowed_token_ids),
     "bad_words": _texts(MAX_BAD_WORDS, MAX_BAD_WORDS_CHARS),
     "structured_outputs": _optional(structured_outputs),
+    "thinking_token_budget": _optional(
+        _read_as(_int(-1, _INT32_MAX, "an int >= 0, or None or -1 for no limit"), -1, None)
+    ),
+    "thinking_words": _optional(thinking_words),
     "extra_args": _optional(_extra_args),
     "return_hidden_states": _flag,
 }
@@ -247,6 +252,10 @@ class SamplingParams:
       allowed_token_ids: sample only these tokens.
       bad_words: words that are not generated, neither at the beginning of a text nor after a space.
       structured_outputs: the form that the text must have.
+      thinking_token_budget: tokens of reasoning after which the answer is begun, whatever the model would write; only
+        with thinking_words.
+      thinking_words: the words around reasoning: a dict with reasoning_end, for models that may omit reasoning
+        reasoning_begin, and closing, the text that is written when the budget is used up.
       extra_args: parameters of the engine's logits_processors, by name.
       return_hidden_states: return the hidden states of the engine's capture_layers at every token, as in SGLang; the
         prompt is then computed whole.
@@ -281,6 +290,8 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] = ()
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
+    thinking_token_budget: int | None = None
+    thinking_words: ThinkingWords | Mapping[str, Any] | None = None
     extra_args: Mapping[str, Any] | None = None
     return_hidden_states: bool = False
     # Not supported yet: any other value than the default is refused.
@@ -291,7 +302,6 @@ class SamplingParams:
     flat_logprobs: bool = False
     logits_processors: Any = None
     skip_reading_prefix_cache: bool | None = None
-    thinking_token_budget: int | None = None
     repetition_detection: Any = None
     routed_experts_prompt_start: int = 0
     trace_decode_token_ids: Sequence[int] | None = None
@@ -303,6 +313,9 @@ class SamplingParams:
             self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _refuse("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
+        if self.thinking_token_budget is not None and self.thinking_words is None:
+            allowed = "None without thinking_words, such as {'reasoning_end': '</think>'}"
+            raise _refuse("thinking_token_budget", self.thinking_token_budget, allowed)
         if self.stop and not self.detokenize:
             raise _refuse("stop", self.stop, "empty when detokenize is False (strings are found in the text)")
 
@@ -330,13 +343,15 @@ class SamplingParams:
         self,
         bad_words: Iterable[Iterable[int]] = (),
         json_switches: Iterable[str] = (),
-        reasoning_begin: Sequence[int] | None = None,
         processors: Sequence[type[LogitsProcessor]] = (),
+        encode: Callable[[str], Sequence[int]] = lambda text: (),
     ) -> TokenParams:
         """Parameters that the engine needs.
 
-        bad_words: token ids of that field. json_switches, reasoning_begin: see StructuredOutputsParams.
-        processors: of the engine. Raises RequestError for extra_args that they do not have.
+        bad_words: token ids of that field. json_switches: see StructuredOutputsParams.switched_on. processors: of the
+        engine. encode: turns words around reasoning into token ids, none if the model cannot write them. Raises
+        RequestError for extra_args that the processors do not have, and for a thinking_token_budget that would have no
+        effect.
         """
         own: dict[int, tuple[float | int | bool, ...]] = {}
         if self.extra_args or processors:
@@ -345,6 +360,10 @@ class SamplingParams:
             own = read_extra_args(self.extra_args, processors)
         shape, allowed = self.structured_outputs, self.allowed_token_ids
         assert shape is None or isinstance(shape, StructuredOutputsParams)
+        grammar = None if shape is None else shape.switched_on(json_switches).compiled_from(encode)
+        if self.thinking_token_budget is not None:
+            assert isinstance(self.thinking_words, ThinkingWords)
+            grammar = limited(grammar, self.thinking_token_budget, self.thinking_words, encode)
         return TokenParams(
             **{name: getattr(self, name) for name in _TOKEN_FIELDS},
             logit_bias=self.logit_bias or {},
@@ -352,7 +371,7 @@ class SamplingParams:
             bad_words=tuple(map(tuple, bad_words)),
             processors=own,
             uses_counts=any(processors[number].uses_counts for number in own),
-            grammar=None if shape is None else shape.switched_on(json_switches).compiled_from(reasoning_begin),
+            grammar=grammar,
             reads_prompt=self.return_hidden_states,
             capabilities=HIDDEN_STATES if self.return_hidden_states else 0,
         )
@@ -412,7 +431,8 @@ class SamplingParams:
             if max(ids, default=0) >= vocab_size:
                 outside = [token_id for token_id in ids if token_id >= vocab_size]
                 raise _refuse(name, outside, f"token ids inside the vocabulary (0 to {vocab_size - 1})")
-        for name, empty in (("stop", "empty"), ("bad_words", "empty"), ("structured_outputs", "None")):
+        no_text = {"stop": "empty", "bad_words": "empty", "structured_outputs": "None", "thinking_words": "None"}
+        for name, empty in no_text.items():
             if getattr(self, name) and not has_tokenizer:
                 raise _refuse(name, getattr(self, name), f"{empty} when the engine has no tokenizer")
         if self.max_tokens is not None and self.max_tokens > max_model_len:

@@ -16,10 +16,11 @@ import pytest
 
 import jaxengine
 from benchmarks.harness import BENCHMARKS, parser_of
+from jaxengine.api.not_built import NOT_BUILT as METHODS_OF_VLLM
 from jaxengine.commands.cli import build_parser
 from jaxengine.config.engine_config import CompilationConfig, EngineConfig
 from jaxengine.config.engine_flags import with_hyphens
-from jaxengine.config.pooler_config import HF_OVERRIDES, PoolerConfig
+from jaxengine.config.pooler_config import POOLING_FIELDS, PoolerConfig
 from jaxengine.config.vllm_options import NAMES as OPTIONS_OF_VLLM
 from jaxengine.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from jaxengine.requests.beam_search import BeamSearchParams
@@ -57,7 +58,6 @@ OF_VLLM = {
     "from_engine_args",
     "add_cli_args",
     "from_cli_args",
-    "collective_rpc",
     "register_model",
     "check_health",
     "model_class",
@@ -65,7 +65,7 @@ OF_VLLM = {
     "token_classify",
 }
 # Fields of config.json and their values.
-OF_CONFIGS = {*HF_OVERRIDES, "is_causal", "multi_label_classification"}
+OF_CONFIGS = {*POOLING_FIELDS, "is_causal", "multi_label_classification"}
 
 
 def text_of(name: str) -> str:
@@ -225,7 +225,11 @@ def test_python_in_blocks_fits(name):
                     assert hasattr(importlib.import_module(node.module), alias.name), alias.name
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("LLM", "AsyncLLM"):
                 given = {keyword.arg for keyword in node.keywords}
-                assert given <= {field.name for field in dataclasses.fields(EngineConfig)} | {"devices", "mesh"}
+                assert given <= {field.name for field in dataclasses.fields(EngineConfig)} | {
+                    "devices",
+                    "mesh",
+                    "mesh_axes",
+                }
 
 
 @each_row("name", PRESENT)
@@ -267,7 +271,11 @@ def test_words_of_options_and_requests_exist(name):
     classes = (EngineConfig, ServerConfig, CompilationConfig, SamplingParams, RequestOptions, StructuredOutputsParams)
     classes += PoolingParams, PoolerConfig, BeamSearchParams
     known = (
-        {field.name for cls in classes for field in dataclasses.fields(cls)} | OPTIONS_OF_VLLM | OF_VLLM | OF_CONFIGS
+        {field.name for cls in classes for field in dataclasses.fields(cls)}
+        | OPTIONS_OF_VLLM
+        | OF_VLLM
+        | OF_CONFIGS
+        | {*METHODS_OF_VLLM}
     )
     for model in (CompletionRequest, ChatRequest, EmbeddingRequest, ScoreRequest, RerankRequest):
         known |= set(model.known_fields())

@@ -7,7 +7,7 @@ by a process that can be killed (jaxengine.grammars).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -33,24 +33,20 @@ _JSON_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whi
 _DATA = frozenset(("const", "enum", "default", "examples"))
 
 
-def _refuse(name: str, value: Any, allowed: str) -> RequestError:
-    return RequestError(
-        f"structured_outputs.{name} must be {allowed}, got {show_value(value)}",
-        param="structured_outputs",
-        value=value,
-    )
+def _refuse(name: str, value: Any, allowed: str, owner: str = "structured_outputs") -> RequestError:
+    return RequestError(f"{owner}.{name} must be {allowed}, got {show_value(value)}", param=owner, value=value)
 
 
-def _text(name: str, value: Any, at_most: int) -> str:
+def _text(name: str, value: Any, at_most: int, owner: str = "structured_outputs") -> str:
     allowed = f"a string of 1 to {at_most} bytes of UTF-8"
     if not isinstance(value, str) or not value or len(value) > at_most:
-        raise _refuse(name, value, allowed)
+        raise _refuse(name, value, allowed, owner)
     try:
         size = len(value.encode())
     except UnicodeEncodeError:  # a lone surrogate
-        raise _refuse(name, value, allowed) from None
+        raise _refuse(name, value, allowed, owner) from None
     if size > at_most:
-        raise _refuse(name, value, allowed)
+        raise _refuse(name, value, allowed, owner)
     return value
 
 
@@ -128,7 +124,8 @@ class StructuredOutputsParams:
             if getattr(self, name) and given[0] not in ("json", "json_object"):
                 raise _refuse(name, getattr(self, name), "left out unless json or json_object is given")
         if self.reasoning_end is not None:
-            self._normalize("reasoning_end", _ends("reasoning_end", self.reasoning_end))
+            ends = words_of("structured_outputs", "reasoning_end", self.reasoning_end)
+            self._normalize("reasoning_end", ends)
         if self.reasoning_begin is not None:
             _text("reasoning_begin", self.reasoning_begin, MAX_WORD_BYTES)
             if self.reasoning_end is None:
@@ -153,18 +150,19 @@ class StructuredOutputsParams:
         chosen = [name for name in names if not contradicted.get(name)]
         return replace(self, **dict.fromkeys(chosen, True)) if chosen else self
 
-    def compiled_from(self, reasoning_begin: Sequence[int] | None = None) -> Grammar:
+    def compiled_from(self, encode: Callable[[str], Sequence[int]]) -> Grammar:
         """The grammar from which jaxengine.grammars computes masks.
 
-        reasoning_begin: token ids of reasoning_begin; None without it, empty if the model cannot write that text.
+        encode: turns reasoning_begin into token ids, none if the model cannot write that text.
         """
         text, kind, options = str(getattr(self, self.kind)), self.kind, {}
         if kind in ("json", "json_object"):
             kind, text, options = "json", self._fitted_json(), self._guidance()
         elif kind == "choice":
             text = json.dumps(self.choice)
-        end = () if reasoning_begin == () else tuple(map(tuple, self.reasoning_end or ()))
-        begin = tuple(reasoning_begin or ())
+        begin = () if self.reasoning_begin is None else tuple(encode(self.reasoning_begin))
+        # A model that cannot write the opening word does not reason.
+        end = tuple(map(tuple, self.reasoning_end or ())) if begin or self.reasoning_begin is None else ()
         return Grammar(kind=kind, text=text, options=options, reasoning_end=end, reasoning_begin=begin)
 
     def in_lark(self) -> str:
@@ -207,15 +205,17 @@ def structured_outputs(name: str, value: Any) -> StructuredOutputsParams:
     return StructuredOutputsParams(**value)
 
 
-def _ends(name: str, value: Any) -> tuple[tuple[str, ...], ...]:
-    ends = _few(name, (value,) if isinstance(value, str) else value)
-    words = [_few(name, (end,) if isinstance(end, str) else end) for end in ends]
-    return tuple(tuple(_text(name, word, MAX_WORD_BYTES) for word in end) for end in words)
+def words_of(owner: str, name: str, value: Any) -> tuple[tuple[str, ...], ...]:
+    """Alternatives of consecutive words, given as a text or as lists of texts. Raises RequestError for owner.name."""
+    ends = _few(owner, name, (value,) if isinstance(value, str) else value)
+    words = [_few(owner, name, (end,) if isinstance(end, str) else end) for end in ends]
+    return tuple(tuple(_text(name, word, MAX_WORD_BYTES, owner) for word in end) for end in words)
 
 
-def _few(name: str, value: Any) -> Any:
+def _few(owner: str, name: str, value: Any) -> Any:
     if not isinstance(value, (list, tuple)) or not 1 <= len(value) <= MAX_WORDS:
-        raise _refuse(name, value, f"a string, or a list of 1 to {MAX_WORDS} of strings or lists of strings")
+        allowed = f"a string, or a list of 1 to {MAX_WORDS} of strings or lists of strings"
+        raise _refuse(name, value, allowed, owner)
     return value
 
 

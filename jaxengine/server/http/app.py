@@ -20,6 +20,7 @@ from jaxengine.api.engine_client import EngineClient
 from jaxengine.server.http import adapters, document, errors, invocations, models, operations, tokenize, weights
 from jaxengine.server.http.arrival import LimitsMiddleware
 from jaxengine.server.http.auth import AuthMiddleware
+from jaxengine.server.http.chat import batch
 from jaxengine.server.http.chat import endpoint as chat
 from jaxengine.server.http.chat.auto_parsers import without_auto
 from jaxengine.server.http.completions import endpoint as completions
@@ -44,6 +45,7 @@ logger = logging.getLogger(__name__)
 # Functions that create the routes of one part each. GENERATING is for generating models, POOLING for pooling models.
 GENERATING: tuple[Callable[[EngineClient, ServerConfig], APIRouter], ...] = (
     chat.router,
+    batch.router,
     completions.router,
     responses.router,
     messages.router,

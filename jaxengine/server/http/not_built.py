@@ -21,7 +21,6 @@ NOT_BUILT: dict[str, str] = {
     "/reset_encoder_cache": "POST /reset_mm_cache; see docs/media.md",
     "/scale_elastic_ep": "the devices are those of the start; see docs/parallelism.md",
     "/start_weight_update": _ONE_CALL,
-    "/v1/chat/completions/batch": "send one request each: those that wait run together; see docs/serving.md",
     "/v1/chat/completions/render": _RENDERED,
     "/v1/completions/render": _RENDERED,
     "/v1/realtime": _AUDIO,

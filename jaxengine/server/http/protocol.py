@@ -53,7 +53,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "routed_experts_prompt_start": (0,),
     "session_id": (),
     "stream_interval": (1,),
-    "thinking_token_budget": (-1,),
     "use_beam_search": (False,),
     "watermarking": (False,),
     **dict.fromkeys(EARLIER, ()),
@@ -248,9 +247,11 @@ class ConversationRequest(GenerationRequest):
 
     Attributes:
       stop_in_reasoning: look for `stop` in the reasoning too; default: only in the answer.
+      thinking_token_budget: tokens of reasoning after which the answer is begun; -1 for no limit.
     """
 
     stop_in_reasoning: bool | None = None
+    thinking_token_budget: int | None = None
 
 
 class TextRequest(GenerationRequest):

@@ -65,9 +65,11 @@ LIMIT = 1.0
 class Limited(LogitsProcessor):
     """Keeps logits under a value of this module."""
 
+    columns = {"limited": Column(False, "whether to do so")}
+
     @staticmethod
     def process(logits, columns, vocab):
-        return jnp.minimum(logits, LIMIT)
+        return jnp.where(columns["limited"], jnp.minimum(logits, LIMIT), logits)
 
 
 def test_values_that_a_processor_reads_are_in_the_key_of_programs(monkeypatch):

@@ -88,6 +88,10 @@ WRONG = {
     "allowed_token_ids": st.one_of(NO_IDS, st.just([])),
     "bad_words": texts_outside(MAX_BAD_WORDS),
     "extra_args": st.one_of(st.just("a"), st.just([1]), st.just({1: 2}), st.just({str(i): i for i in range(257)})),
+    "thinking_token_budget": st.one_of(NO_INTS, ints_outside(-1, 2**31 - 1)),
+    "thinking_words": st.one_of(
+        NO_NUMBERS, st.just("</think>"), st.dictionaries(st.just("closing"), st.text(), min_size=1)
+    ),
     "structured_outputs": st.one_of(
         NO_NUMBERS, st.just("json"), st.dictionaries(st.integers() | st.just("schema"), st.just("a"), min_size=1)
     ),
@@ -100,7 +104,6 @@ NOT_BUILT = {
     "flat_logprobs": True,
     "logits_processors": [len],
     "skip_reading_prefix_cache": False,
-    "thinking_token_budget": 10,
     "repetition_detection": object(),
     "routed_experts_prompt_start": 1,
     "trace_decode_token_ids": [1],

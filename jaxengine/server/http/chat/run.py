@@ -79,6 +79,7 @@ class ChatRun:
         switches = server.engine.inputs.config.structured_outputs_config.chosen
         self._reasoning, auto = server.reasoning_format, server.config.enable_auto_tool_choice
         self._tools = tool_use(body, auto, server.tool_format, self._reasoning, tokenizer, switches)
+        self._check_budget()
         try:
             self.params = self._sampling_params()
             self._beams = body.beam_params(server.engine.inputs, self.params.max_tokens)
@@ -111,6 +112,19 @@ class ChatRun:
             raise RequestError(problem, param="use_beam_search")
         self._read_around_reasoning()
 
+    def _check_budget(self) -> None:
+        """Raises RequestError for a limit of the reasoning that would have no effect."""
+        budget = self.body.thinking_token_budget
+        if budget in (None, -1):
+            return
+        allowed = None
+        if self._reasoning is None:
+            allowed = "needs a server with --reasoning-parser of the model's format"
+        elif self._tools.is_whole:
+            allowed = "is not possible with a tool call that is forced in the model's own format"
+        if allowed is not None:
+            raise RequestError(f"thinking_token_budget {allowed}", param="thinking_token_budget", value=budget)
+
     def _read_around_reasoning(self) -> None:
         """Leaves the reasoning free of what the request says of the answer: its form, and the texts that end it."""
         if self._reasoning is None:
@@ -120,11 +134,15 @@ class ChatRun:
             after = self._reasoning.answers_after(prompt, continued, calls=self._tools.calls is not None)
             self.params = self.params.clone_with(stop_after=after)
         structure = self.params.structured_outputs
-        if self._tools.is_whole or not isinstance(structure, StructuredOutputsParams):
-            return
-        if structure.reasoning_end is None:
-            waits = self._reasoning.waits_for(prompt, continued)
-            self.params = self.params.clone_with(structured_outputs=replace(structure, **waits))
+        if isinstance(structure, StructuredOutputsParams) and not self._tools.is_whole:
+            if structure.reasoning_end is None:
+                structure = replace(structure, **self._reasoning.waits_for(prompt, continued))
+                self.params = self.params.clone_with(structured_outputs=structure)
+            if structure.reasoning_end is None:  # there is no reasoning to limit
+                return
+        budget = self.body.thinking_token_budget
+        if budget is not None and (words := self._reasoning.limited_by(prompt, continued)) is not None:
+            self.params = self.params.clone_with(thinking_token_budget=budget, thinking_words=words)
 
     async def pieces(self) -> AsyncGenerator[tuple[RequestOutput, list[Piece]], None]:
         """Yields the engine's outputs with their parsed pieces. Raises the same errors as EngineClient.stream."""
@@ -215,6 +233,7 @@ class ChatRun:
         if limit != -1 and not 0 <= asked <= limit:
             raise RequestError(f"top_logprobs is {asked}; allowed are 0 to {limit}", param="top_logprobs")
         changes: dict[str, Any] = {
+            "thinking_token_budget": None,  # until the prompt is there
             "max_tokens": most or inputs.generation_defaults.get("max_tokens"),
             "logprobs": asked if body.logprobs else None,
         }

@@ -20,8 +20,14 @@ class CompletionRequest(TextRequest):
       best_of: width of a beam search, at least n; without beam search it must equal n.
     """
 
-    # An output is one text here, in which stop strings are looked for everywhere.
-    refused = {**TEXT_REFUSED, "prompt_embeds": (), "suffix": ("",), "stop_in_reasoning": (True,)}
+    # An output is one text here, in which stop strings are looked for everywhere and reasoning is not told apart.
+    refused = {
+        **TEXT_REFUSED,
+        "prompt_embeds": (),
+        "suffix": ("",),
+        "stop_in_reasoning": (True,),
+        "thinking_token_budget": (-1,),
+    }
 
     # Checked by read_prompts: pydantic would try the union's lists item by item.
     prompt: Annotated[str | list[str] | list[int] | list[list[int]], SkipValidation]

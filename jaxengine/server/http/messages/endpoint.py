@@ -38,7 +38,10 @@ class _Message:
         self._stop: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
         self._head = {"id": name, "type": "message", "role": "assistant", "model": model}
         try:
-            self._run = ChatRun(server, body.chat_request(), name, options)
+            chat = body.chat_request()
+            if chat.thinking_token_budget is None and _limits(server, body):
+                chat.thinking_token_budget = body.asked_budget
+            self._run = ChatRun(server, chat, name, options)
         except RequestError as error:
             raise body.as_asked(error) from None
 
@@ -126,7 +129,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         model, lora = await choose_model(engine, body.model, names)
         name = body.register("msg", request)
         message = _Message(server, body, name, model, body.options(request, config, lora))
-        request.state.ignored_fields += _ignored(body, request)
+        request.state.ignored_fields += _ignored(server, body, request)
         await message.prepare(request.state.ignored_fields)
         if body.stream:
             events, limit = message.stream(), config.stream_write_timeout
@@ -138,7 +141,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     async def count_message_tokens(body: Conversation, request: Request) -> Response:
         """Counts the tokens of a conversation, which may exceed the context."""
         await choose_model(engine, body.model, names)
-        request.state.ignored_fields += _ignored(body, request)
+        request.state.ignored_fields += _ignored(server, body, request)
         try:
             ids = await server.renderer.token_ids(body.chat_request())
         except RequestError as error:
@@ -148,9 +151,15 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     return routes
 
 
-def _ignored(body: Conversation, request: Request) -> list[str]:
+def _limits(server: ChatServer, body: Conversation) -> bool:
+    """Whether the budget of a request's `thinking` has an effect."""
+    return server.reasoning_format is not None and body.thinking is not None and body.thinking.type == "enabled"
+
+
+def _ignored(server: ChatServer, body: Conversation, request: Request) -> list[str]:
     """What the request has that is accepted but has no effect, its header for beta features included."""
-    return [*body.ignored_parts, *(name for name in ("anthropic-beta",) if name in request.headers)]
+    budget = () if body.asked_budget is None or _limits(server, body) else ("thinking.budget_tokens",)
+    return [*body.ignored_parts, *budget, *(name for name in ("anthropic-beta",) if name in request.headers)]
 
 
 def _failed(error: ApiError) -> bytes:

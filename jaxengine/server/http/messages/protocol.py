@@ -85,7 +85,10 @@ class ToolChoice(RequestModel):
 
 
 class Thinking(RequestModel):
-    """Whether the model should reason first; adaptive: as it chooses. budget_tokens and display have no effect."""
+    """Whether the model should reason first; adaptive: as it chooses.
+
+    budget_tokens: limit of the reasoning, if that is enabled and told apart from the answer. display: without effect.
+    """
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
@@ -187,11 +190,15 @@ class Conversation(RequestModel):
             raise RequestError(f"{problem}; allowed are tools with an input_schema", param="tool_choice")
 
     @property
+    def asked_budget(self) -> int | None:
+        """Tokens of reasoning that `thinking` allows."""
+        return None if self.thinking is None else self.thinking.budget_tokens
+
+    @property
     def ignored_parts(self) -> Iterator[str]:
         """Parts of fields that are accepted but have no effect."""
         parts = {
             "context_management": self.context_management,
-            "thinking.budget_tokens": self.thinking and self.thinking.budget_tokens,
             "thinking.display": self.thinking and self.thinking.display,
             "output_config.task_budget": self.output_config and self.output_config.task_budget,
         }
@@ -232,6 +239,8 @@ class MessagesRequest(Conversation, ConversationRequest):
 
     def as_asked(self, error: RequestError) -> RequestError:
         """The error of the chat request, with this request's field name."""
+        if error.param == "thinking_token_budget" and self.thinking_token_budget is None:
+            return renamed(error, "thinking")
         if error.param == "stop" and self.stop_sequences is not None:
             return renamed(error, "stop_sequences")
         return as_messages_error(error)

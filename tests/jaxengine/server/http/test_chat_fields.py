@@ -79,6 +79,7 @@ CHAT = {
     "reasoning_effort": "low",
     "thinking": True,
     "stop_in_reasoning": (True, {"stop": ["x"]}),
+    "thinking_token_budget": 9,
     "include_reasoning": False,
     "add_generation_prompt": False,
     "continue_final_message": (True, {"messages": ANSWER}),
@@ -106,6 +107,7 @@ RESPONSES = {
     "truncation": ("auto", {"input": "word " * 300, "max_output_tokens": 9}),
     "metadata": {"a": "b"},
     "stop_in_reasoning": (True, {"stop": ["x"]}),
+    "thinking_token_budget": 9,
     "reasoning": {"effort": "low"},
     "chat_template_kwargs": {"mood": "!"},
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import openai
 import pytest
 
 from jaxengine.config.engine_config import ConfigError
@@ -287,6 +288,46 @@ async def test_stop_strings_wait_for_the_end_of_reasoning(scripted, parser, fiel
     await client.chat.completions.create(model="tiny", messages=HI, extra_body=fields)
     after = engine.calls[-1][1].stop_after
     assert (None if after is None else (after.reasoning_end, after.reasoning_begin)) == words
+
+
+FINAL = "<|end|><|start|>assistant<|channel|>final<|message|>"
+
+
+@each_row(
+    "parser, fields, words",
+    [
+        ("qwen3", {"thinking_token_budget": 9}, (9, "<think>", "</think>")),
+        ("deepseek_r1", {"thinking_token_budget": 0}, (0, None, "</think>")),
+        ("openai_gptoss", {"thinking_token_budget": 9}, (9, "<|channel|>analysis<|message|>", FINAL)),
+        ("qwen3", {"thinking_token_budget": 9, "response_format": {"type": "json_object"}}, (9, "<think>", "</think>")),
+        ("qwen3", {"thinking_token_budget": -1}, None),
+        (None, {"thinking_token_budget": -1}, None),
+        ("qwen3", {}, None),
+    ],
+)
+async def test_reasoning_is_limited_by_the_words_of_its_format(scripted, parser, fields, words):
+    client, engine = scripted(THOUGHT, reasoning_parser=parser)
+    await client.chat.completions.create(model="tiny", messages=HI, extra_body=fields)
+    params = engine.calls[-1][1]
+    found, budget = params.thinking_words, params.thinking_token_budget
+    assert (None if budget is None else (budget, found.reasoning_begin, found.closing)) == words
+
+
+@each_row(
+    "parser, fields, message",
+    [
+        (None, {"thinking_token_budget": 9}, "needs a server with --reasoning-parser"),
+        ("qwen3", {"thinking_token_budget": -2}, "an int >= 0"),
+        ("qwen3", {"thinking_token_budget": 2**31}, "an int >= 0"),
+        ("openai_gptoss", {"thinking_token_budget": 9, "tools": [NOW], "tool_choice": "required"}, "is not possible"),
+    ],
+)
+async def test_a_limit_that_cannot_hold_is_refused(scripted, parser, fields, message):
+    tools = "openai" if parser == "openai_gptoss" else "hermes"
+    client, _ = scripted(THOUGHT, reasoning_parser=parser, **{**AUTO, "tool_call_parser": tools})
+    with pytest.raises(openai.BadRequestError, match=message) as caught:
+        await client.chat.completions.create(model="tiny", messages=HI, extra_body=fields)
+    assert caught.value.param == "thinking_token_budget"
 
 
 ANSWER = {"type": "json_schema", "json_schema": {"schema": {"enum": [7]}, "name": "a"}}

@@ -273,6 +273,7 @@ FIELDS = {
     "stop_sequences": ["x"],
     "tools": (TOOLS, {}),
     "tool_choice": ({"type": "none"}, {"tools": TOOLS}),
+    "thinking_token_budget": 9,
     "thinking": {"type": "enabled", "budget_tokens": 1024},
     "output_config": {"effort": "low"},
     "stop_in_reasoning": (True, {"stop_sequences": ["x"]}),

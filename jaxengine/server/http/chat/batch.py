@@ -1,0 +1,124 @@
+"""POST /v1/chat/completions/batch: several conversations in one request, as in vLLM; one choice for each."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic import Field
+
+from jaxengine.api.engine_client import EngineClient
+from jaxengine.requests.options import RequestOptions
+from jaxengine.scheduler.errors import RequestError
+from jaxengine.server.http.answers import NULL_BODY, answers
+from jaxengine.server.http.chat.answers import ChatCompletion
+from jaxengine.server.http.chat.completion import ChatAnswer
+from jaxengine.server.http.chat.protocol import ChatRequest, Messages
+from jaxengine.server.http.chat.run import ChatServer
+from jaxengine.server.http.fields import at_most
+from jaxengine.server.http.interleave import interleave
+from jaxengine.server.http.limits import JsonRoute
+from jaxengine.server.http.models import choose_model
+from jaxengine.server.http.sse import answer, json_response
+from jaxengine.server.names import served_names
+from jaxengine.server.options import ServerConfig
+
+_MAX_CONVERSATIONS = 1 << 20
+
+
+class BatchChatRequest(ChatRequest):
+    """A chat request with a list of conversations as messages. All other fields hold for each of them."""
+
+    # A choice has one conversation's answer, and no place for what the prompt was.
+    refused = {
+        **ChatRequest.refused,
+        "n": (1,),
+        "prompt_logprobs": (),
+        "return_prompt_text": (False,),
+        "stream": (False,),
+        "stream_options": (),
+        "tool_choice": ("none",),
+        "tools": (),
+        "use_beam_search": (False,),
+    }
+
+    messages: Annotated[list[Messages], Field(fail_fast=True), at_most(_MAX_CONVERSATIONS)]  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def conversations(self, most: int) -> list[ChatRequest]:
+        """The requests of which each has one conversation. Raises RequestError for more than `most`."""
+        if len(self.messages) > most:
+            problem = f"messages holds {len(self.messages)} conversations; allowed are 1 to {most}"
+            raise RequestError(problem, param="messages")
+        for number, each in enumerate(self.messages):
+            if not each:
+                raise RequestError(f"messages[{number}] is empty", param="messages")
+        return [self.model_copy(update={"messages": each}) for each in self.messages]
+
+
+class _Batch:
+    """A request being answered."""
+
+    def __init__(self, server: ChatServer, body: BatchChatRequest, name: str, model: str, options: RequestOptions):
+        """Raises RequestError."""
+        requests = body.conversations(server.config.max_prompts)
+        self._head = {"id": name, "object": "chat.completion", "created": int(time.time()), "model": model}
+        self._places = max(1, server.engine.inputs.config.max_num_seqs)
+        self._completions = [
+            ChatAnswer(server, each, name if len(requests) == 1 else f"{name}-{number}", model, options)
+            for number, each in enumerate(requests)
+        ]
+
+    async def prepare(self, ignored: list[str]) -> None:
+        """Prepares the prompts. ignored: appends fields that have no effect for this model. Raises RequestError."""
+        for number, each in enumerate(self._completions):
+            own: list[str] = []
+            await each.prepare(own)
+            ignored += own if number == 0 else ()
+
+    async def whole(self) -> Response:
+        """Returns the complete response, whose counts are those of all conversations together."""
+        bodies: dict[int, dict[str, Any]] = {}
+        places = interleave(self._answer, len(self._completions), self._places)
+        async with contextlib.aclosing(places) as found:
+            async for number, body in found:
+                bodies[number] = body
+        choices = [{**bodies[number]["choices"][0], "index": number} for number in range(len(bodies))]
+        total = _added([body["usage"] for body in bodies.values()])
+        about = {"prompt_logprobs": None, "prompt_token_ids": None, "prompt_text": None}
+        return json_response({**self._head, "choices": choices, "usage": total, **NULL_BODY, **about})
+
+    async def _answer(self, number: int) -> AsyncGenerator[dict[str, Any], None]:
+        yield await self._completions[number].body()
+
+
+def _added(counts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The sums of numbers with the same name, at any depth."""
+    first = counts[0]
+    return {
+        name: _added([each[name] for each in counts])
+        if isinstance(first[name], dict)
+        else sum(each[name] for each in counts)
+        for name in first
+    }
+
+
+def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
+    """Creates the route. Raises ConfigError for an unknown parser."""
+    routes = APIRouter(tags=["chat"], route_class=JsonRoute)
+    server = ChatServer.open(engine, config)
+    names = served_names(engine, config)
+
+    @routes.post("/v1/chat/completions/batch", response_class=Response)
+    @answers(ChatCompletion)
+    async def create_chat_completions(body: BatchChatRequest, request: Request) -> Response:
+        """Answers several conversations; fails as a whole if one of them cannot be answered."""
+        model, lora = await choose_model(engine, body.model, names)
+        name = body.register("chatcmpl", request)
+        batch = _Batch(server, body, name, model, body.options(request, config, lora))
+        await batch.prepare(request.state.ignored_fields)
+        return await answer(request, batch.whole())
+
+    return routes

@@ -1,0 +1,102 @@
+"""Writes the response to a chat request, complete or streamed."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fastapi import Response
+
+from jaxengine.requests.options import RequestOptions
+from jaxengine.requests.outputs import RequestOutput
+from jaxengine.server.http.answers import NULL_BODY
+from jaxengine.server.http.chat.output import ChatChoiceWriter
+from jaxengine.server.http.chat.protocol import ChatRequest, text_of
+from jaxengine.server.http.chat.run import ChatRun, ChatServer
+from jaxengine.server.http.protocol import usage
+from jaxengine.server.http.sse import event, json_response
+
+
+class ChatAnswer:
+    """A request being answered."""
+
+    def __init__(self, server: ChatServer, body: ChatRequest, name: str, model: str, options: RequestOptions):
+        self._body = body
+        self._config = server.config
+        self._run = ChatRun(server, body, name, options)
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        self._head = {"id": name, "object": kind, "created": int(time.time()), "model": model}
+        last = body.messages[-1]
+        role = last.get("role") if body.continues else server.config.response_role
+        echoed = text_of(last.get("content")) if body.echo and last.get("role") == role else ""
+        self._writer = ChatChoiceWriter(
+            server.engine.inputs.require_tokenizer(),
+            str(role),
+            echoed,
+            (body.top_logprobs or 0) if body.logprobs else None,
+            as_token_ids=body.names_tokens_by_id(server.config),
+            with_token_ids=bool(body.return_token_ids),
+        )
+        self._num_prompt_tokens = 0
+
+    async def prepare(self, ignored: list[str]) -> None:
+        """Prepares the prompt. ignored: appends fields that have no effect for this model. Raises RequestError."""
+        await self._run.prepare()
+        ignored += self._run.ignored
+        self._num_prompt_tokens = len(self._run.prompt["prompt_token_ids"])
+
+    async def whole(self) -> Response:
+        """Returns the complete response."""
+        return json_response(await self.body())
+
+    async def body(self) -> dict[str, Any]:
+        """Returns the complete response as JSON values."""
+        async with contextlib.aclosing(self._run.pieces()) as pieces:
+            output, outputs = await anext(pieces)
+        choices = [self._writer.whole(*piece) for piece in outputs]
+        about = {**NULL_BODY, "prompt_logprobs": None, **self._about_prompt(output)}
+        body = {**self._head, "choices": choices, "usage": self._usage(), **about}
+        if output.prompt_logprobs is not None:
+            body["prompt_logprobs"] = self._writer.prompt_logprobs(output.prompt_logprobs)
+        return body
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Yields the response as server-sent events."""
+        last, always = self._body.usage_in_stream(self._config)
+        begun: set[int] = set()
+        num_tokens = 0
+        async with contextlib.aclosing(self._run.pieces()) as pieces:
+            async for output, outputs in pieces:
+                chunks = []
+                about = {} if begun else self._about_prompt(output)
+                for piece in outputs:
+                    index = piece.output.index
+                    opening = [] if index in begun else self._writer.opening(index)
+                    begun.add(index)
+                    for choices, count in ((opening, num_tokens), (self._writer.chunks(*piece), None)):
+                        counts = {"usage": self._usage(count)} if always else {}
+                        chunks += [{"choices": [choice], **counts} for choice in choices]
+                num_tokens = self._run.num_completion_tokens
+                if chunks:
+                    chunks[0] |= about
+                yield b"".join(event({**self._head, **chunk}) for chunk in chunks)
+        if last:
+            yield event({**self._head, "choices": [], "usage": self._usage()})
+
+    def _about_prompt(self, output: RequestOutput) -> dict[str, Any]:
+        body = self._body
+        return {
+            "prompt_token_ids": output.prompt_token_ids if body.return_token_ids else None,
+            "prompt_text": self._run.prompt["prompt"] if body.return_prompt_text else None,
+        }
+
+    def _usage(self, num_tokens: int | None = None) -> dict[str, Any]:
+        """Usage counts. num_tokens: completion tokens, if not all of the engine's so far."""
+        run = self._run
+        count = run.num_completion_tokens if num_tokens is None else num_tokens
+        counts = usage(self._num_prompt_tokens, count, run.num_cached_tokens)
+        if run.has_reasoning:
+            counts["completion_tokens_details"] = {"reasoning_tokens": run.num_reasoning_tokens}
+        return counts
