@@ -1,22 +1,79 @@
-"""Processes that benchmarks start: functions of a module that run in one of their own, and the memory that one holds.
+"""Processes that benchmarks start: functions of a module that run in one of their own, programs that are ended when
+they hang, and the memory that one holds.
 
 `python -m benchmarks.processes MODULE:FUNCTION ARGUMENTS` calls a function with an object of JSON.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+START_S = 60.0  # that a process may take until it has something to say
 
 
 def command(function: Callable[..., Any] | str, **arguments: Any) -> list[str]:
     """The command line of a process that calls `function` (or "module:name"); arguments must survive JSON."""
     name = function if isinstance(function, str) else f"{function.__module__}:{function.__name__}"
     return [sys.executable, "-m", "benchmarks.processes", name, json.dumps(arguments)]
+
+
+def watch(
+    command: list[str],
+    log: Path,
+    grows: Path,
+    seconds: float,
+    stall_s: float,
+    each: Callable[[], Any],
+    **variables: str,
+) -> int | str:
+    """Runs a command in the root; returns its exit status, or why it was ended.
+
+    That is "hung" when the file `grows` has not changed for `stall_s` seconds (START_S more until it first does), "cut"
+    when `seconds` are over. With the command ends all that it started. log: output is appended to it. each: called
+    after every change of the file. variables: of the environment.
+    """
+    with log.open("ab") as output:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **variables}
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            begun = time.monotonic()
+            changed = begun + START_S
+            seen = _stamp(grows)
+            while (status := process.poll()) is None:
+                time.sleep(0.1)
+                now = time.monotonic()
+                if (stamp := _stamp(grows)) != seen:
+                    seen, changed = stamp, now
+                    each()
+                if now - begun > seconds:
+                    return "cut"
+                if now - changed > stall_s:
+                    return "hung"
+            return status
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    if not path.exists():
+        return 0, 0
+    about = path.stat()
+    return about.st_mtime_ns, about.st_size
 
 
 def memory(pid: int | str = "self", kind: str = "VmRSS") -> int:

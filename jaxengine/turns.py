@@ -1,7 +1,7 @@
 """Threads that clients take turns at, so that the slow files of one do not hold up those of another.
 
-An owner is whoever shares a turn: the holder of a key. Work without an owner, of Python or of a server with one key,
-has no one to leave room for and may use all threads.
+An owner is the holder of a key, whose requests share a turn. Work without an owner, of Python or of a server with one
+key, has no one to leave room for and may use all threads.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from jax.experimental.pallas import tpu as pltpu
 def compiler_params(interpret: Any, *semantics: Any, vmem_limit_bytes: int | None = None) -> pltpu.CompilerParams:
     """Parameters of `pl.pallas_call(..., interpret=interpret)`: bounds are checked in the interpreter only.
 
-    On a chip a check of every copy costs more than the copy's start (`python -m benchmarks tpu_copies`), and a failed
-    one stops the device. The interpreter raises for what is read or written out of bounds.
+    On a chip every copy would be checked, and a failed check stops the device. The interpreter raises for what is read
+    or written out of bounds.
 
     semantics: "parallel" or "arbitrary" for each dimension of the grid, none for "arbitrary" ones.
     """

@@ -50,6 +50,7 @@ TIER_OF = {
     "tests/models/": "kernels",
     "tests/models/config/": "unit",
     "tests/pallas_kernels/": "kernels",
+    "tests/pallas_kernels/test_counts.py": "unit",
     "tests/pallas_kernels/test_coverage.py": "unit",
     "tests/pallas_kernels/test_registry.py": "unit",
     "tests/pallas_kernels/test_tuning.py": "unit",

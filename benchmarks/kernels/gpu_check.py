@@ -1,100 +1,223 @@
-"""What `scripts/gpu_check` runs: conformance on the device, attention, torch's attentions, the engine; one JSON file.
+"""What `scripts/gpu_check` runs: the engine, conformance on the device, attention, torch's attentions; one JSON file.
 
-Each section is a process of its own with its share of the budget, in order of value. A section whose results do not
-grow for a while hangs: it is ended and started again, and goes on behind the row it hung in. Run again with the same
-folder, everything goes on where it was cut. Imports no jax: a device serves one process at a time.
+Before any of them, the packages that each section needs are imported: one that lacks some is named and left out. What
+runs is a process of its own; one whose results do not grow for a while hangs: it is ended, its row is named, and the
+section goes on behind it. Run again with the same folder, everything goes on where it was cut. The exit status is 1 if
+something failed, 3 if nothing did but a section was left out or cut, else 0. Imports no jax: a device serves one
+process at a time.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
+import tomllib
 from argparse import Namespace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import RESULTS, Option, shared
-from benchmarks.recorder import Recorder
+from benchmarks.kernels import conformance
+from benchmarks.processes import ROOT, command, watch
+from benchmarks.recorder import BEGUN, Recorder
+from jaxengine.bench.report import table
 
-ROOT = RESULTS.parents[1]
-# Section -> share of the time that is left when it begins.
-SECTIONS = {"conformance": 0.35, "attention": 0.55, "torch": 0.3, "engine": 1.0}
-BENCHMARKS = {
-    "attention": ("attention",),
-    "torch": ("attention", "--of", "flashinfer", "sdpa", "flex"),
-    "engine": ("engine_gpu",),
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the check.
+
+    Attributes:
+      weight: its part of the time that is left when it begins, against the weights of those still to come.
+      stall_s: seconds without a new row after which it hangs: the longest compile is well below.
+      needs: modules that it imports. Those of this project come last and are tried if nothing else lacks.
+      words: of the command behind `python`; none for conformance.
+    """
+
+    weight: int
+    stall_s: float
+    needs: tuple[str, ...]
+    words: tuple[str, ...] = ()
+
+
+JAX = ("jax", "numpy", "ml_dtypes")
+ENGINE = ("flax", "PIL", "h11", "jinja2", "msgspec", "safetensors", "tokenizers", "tqdm", "yaml")
+ATTENTION = ("-m", "benchmarks", "attention")
+SECTIONS = {
+    "engine": Section(
+        4,
+        300.0,
+        (*JAX, *ENGINE, "jaxengine.api.llm", "benchmarks.engine.engine_gpu"),
+        ("-m", "benchmarks", "engine_gpu"),
+    ),
+    "conformance": Section(3, 60.0, (*JAX, "flax", "pytest")),
+    "attention": Section(2, 90.0, (*JAX, "benchmarks.kernels.attention"), ATTENTION),
+    "torch": Section(1, 90.0, (*JAX, "torch"), (*ATTENTION, "--of", "flashinfer", "sdpa", "flex")),
 }
-# Seconds without a new row after which a section hangs: the longest compile is well below.
-STALL_S = 240.0
-# What `conformance` runs; "device" is the name of the compiled kernels in the suite's own table.
-CONFORMANCE = ["tests/pallas_kernels", "-k", "device"]
+OWN = ("jaxengine.", "benchmarks.")
+IMPORT_S = 120.0
+# Names of packages that are not those of their modules.
+PACKAGES = {"PIL": "pillow", "yaml": "pyyaml"}
 OPTIONS = {
     "only": Option(None, "one section", choices=tuple(SECTIONS)),
     "out": Option(str(RESULTS), "folder of the results"),
+    "resume": Option(None, "folder with results of an earlier call, to go on behind them", metavar="FOLDER"),
+    "lacking": Option(False, "print the packages that sections lack, and do nothing else"),
     **shared(budget_s=7200.0, tiny=False),
 }
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
+    variables = {"JAX_PLATFORMS": args.platform} if args.platform else {}
+    deadline = time.monotonic() + args.budget_s
+    chosen = [name for name in SECTIONS if args.only in (None, name)]
+    lacks = {name: lacking(SECTIONS[name].needs, **variables) for name in chosen}
+    if args.lacking:
+        print("\n".join(sorted({requirement(each) for errors in lacks.values() for each in errors if wanted(each)})))
+        return
+    print(lacking_table(lacks), flush=True)
     folder = Path(args.out)
     folder.mkdir(parents=True, exist_ok=True)
-    deadline = time.monotonic() + args.budget_s
-    for section, share in SECTIONS.items():
-        if args.only not in (None, section):
-            continue
-        left = deadline - time.monotonic()
-        seconds = left if args.only else left * share
-        print(f"\n=== {section}, {seconds:.0f} s", flush=True)
-        if section == "conformance":
-            result = conformance(folder, seconds, args.platform, args.tiny)
+    take_over(args.resume, folder)
+    statuses = []
+    for at, name in enumerate(chosen):
+        if lacks[name]:
+            status, about = "left out", {"lacks": lacks[name]}
         else:
-            result = benchmark(section, folder, seconds, args.platform, args.tiny)
-        merge(folder, section, result)
-        recorder.add({"section": section, "kept": result["ok"], "ended": result["ended"]})
+            weights = [SECTIONS[each].weight for each in chosen[at:] if not lacks[each]]
+            seconds = (deadline - time.monotonic()) * weights[0] / sum(weights)
+            print(f"\n=== {name}, {seconds:.0f} s", flush=True)
+            status, about = begin(name, folder, seconds, args.tiny, **variables), {}
+        merge(folder, name, status, **about)
+        recorder.add({"section": name, "status": status, "kept": status != "failed"})
+        statuses.append(status)
     print(f"\n{folder / 'gpu_check.json'}")
+    if not recorder.failed and {"left out", "cut"} & {*statuses}:
+        recorder.finish()
+        raise SystemExit(3)
 
 
-def conformance(folder: Path, seconds: float, platform: str | None, tiny: bool) -> dict[str, Any]:
-    """The suite's tests of the device's own kernels, stopped when the time is over; what failed is listed."""
-    # Without an accelerator the suite's row of compiled kernels is "cpu".
-    selection = (
-        ["tests/pallas_kernels/attention/test_paged_attention.py", "-k", "cpu and block"] if tiny else CONFORMANCE
-    )
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rfE", "--tb=short", *selection]
-    log = folder / "gpu_check_conformance.log"
-    ended = execute(command, log, seconds, platform)
-    text = log.read_text()
-    counts = {
-        word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|errors?|skipped)\b", text[-2000:])
-    }
-    failures = re.findall(r"^(?:FAILED|ERROR) (.*)$", text, re.M)
-    ok = ended == 0 and counts.get("passed", 0) > 0
-    print("\n".join(text.splitlines()[-25:]), flush=True)
-    return {"ok": ok, "ended": "cut" if ended is None else ended, "log": log.name, **counts, "failures": failures[:200]}
+def take_over(earlier: str | None, folder: Path) -> None:
+    """Copies the files of an earlier call that are not in the folder."""
+    for file in Path(earlier).glob("gpu_check*.json") if earlier else ():
+        if not (folder / file.name).exists():
+            shutil.copyfile(file, folder / file.name)
 
 
-def benchmark(section: str, folder: Path, seconds: float, platform: str | None, tiny: bool) -> dict[str, Any]:
-    """Runs a benchmark module until it ends or its time is over; restarts it when it hangs or crashes in a row."""
-    out, deadline = folder / f"gpu_check_{section}.json", time.monotonic() + seconds
+def import_errors(names: list[str]) -> None:
+    """Prints, as JSON, which modules cannot be imported, and why; the project's own only if all others can."""
+    errors: dict[str, str] = {}
+    for name in names:
+        if errors and name.startswith(OWN):
+            continue
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # a broken library raises anything
+            errors[name] = f"{type(error).__name__}: {error}"[:300]
+    print("\n" + json.dumps(errors))
+
+
+def lacking(needs: tuple[str, ...], **variables: str) -> dict[str, str]:
+    """Modules that a process of its own cannot import, and why."""
+    line = command("benchmarks.kernels.gpu_check:import_errors", names=needs)
+    environment = {**os.environ, **variables}
+    try:
+        done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=IMPORT_S)
+    except subprocess.TimeoutExpired:
+        return {needs[-1]: f"its imports take more than {IMPORT_S:.0f} s"}
+    if done.returncode:
+        return {needs[-1]: f"its imports end the process with {done.returncode}: {done.stderr[-300:]}"}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def wanted(module: str) -> bool:
+    """Whether a module is of a package that one installs for this: not the project's own, not torch (gigabytes)."""
+    return module != "torch" and not module.startswith(OWN)
+
+
+def requirement(module: str) -> str:
+    """What pip installs for a module, with the versions that pyproject.toml has."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    known = [*project["dependencies"], *(each for extra in project["optional-dependencies"].values() for each in extra)]
+    package = PACKAGES.get(module, module)
+    return next((each for each in known if re.split(r"[\[<>=!~]", each)[0] == package), package)
+
+
+def lacking_table(lacks: dict[str, dict[str, str]]) -> str:
+    """A table of what runs and what lacks, and how to bring that."""
+    rows = [{"section": name, "": f"lacks {', '.join(each)}" if each else "runs"} for name, each in lacks.items()]
+    errors = {name: why for each in lacks.values() for name, why in each.items()}
+    lines = [table(rows), "", *(f"{name}: {why}" for name, why in errors.items() if "No module named" not in why)]
+    missing = sorted({requirement(name) for name in errors if wanted(name)})
+    if missing:
+        words = " ".join(f"'{each}'" for each in missing)
+        python = f"{sys.version_info.major}.{sys.version_info.minor}"
+        lines += [f"Install them with: pip install {words}", "Without a network, run elsewhere and carry wheels/ here:"]
+        lines += [f"  pip download --only-binary :all: --python-version {python} --dest wheels {words}"]
+    return "\n".join(lines)
+
+
+def begin(name: str, folder: Path, seconds: float, tiny: bool, **variables: str) -> str:
+    """Runs a section; "complete", "failed" or "cut"."""
+    section, out = SECTIONS[name], folder / f"gpu_check_{name}.json"
+
+    def each() -> None:
+        merge(folder, name, "running")
+
+    if not section.words:
+        selection = conformance.TINY if tiny else conformance.DEVICE
+        return conformance.run(out, seconds, section.stall_s, selection, each, **variables)
+    return benchmark(name, out, seconds, tiny, each, **variables)
+
+
+def benchmark(name: str, out: Path, seconds: float, tiny: bool, each: Any, **variables: str) -> str:
+    """Runs a benchmark until it ends or its time is over; starts it again when it hangs or crashes in a row."""
+    section, deadline = SECTIONS[name], time.monotonic() + seconds
+    line = [sys.executable, *section.words, "--save", str(out), *["--tiny"] * tiny]
+    settle(out, "cut", 0.0)  # what was ended from outside
     while True:
-        left = deadline - time.monotonic()
-        command = [sys.executable, "-m", "benchmarks", *BENCHMARKS[section], "--save", str(out)]
-        command += ["--budget-s", f"{left:.0f}"]
-        command += ["--tiny"] * tiny
-        command += ["--platform", platform] if platform and section != "torch" else []
         before = rows(out)
-        ended = execute(command, None, left, platform, watch=out)
-        found = rows(out)
-        if ended == 0 or deadline - time.monotonic() < 10 or len(found) <= len(before):
+        left = deadline - time.monotonic()
+        ended = watch(line, out.with_suffix(".log"), out, left, section.stall_s, each, **variables)
+        begun = settle(out, ended, section.stall_s)
+        if ended in (0, "cut") or begun is None or begun in before:
             break
-        print(f"{section} ended with {ended}; it is started again behind its last row", flush=True)
-    bad = [name for name, row in found.items() if "status" in row]
-    print("\n".join(f"not measured to the end: {name}" for name in bad), flush=True)
-    return {"ok": bool(found) and not bad, "ended": "cut" if ended is None else ended, "rows": found}
+        print(f"{begun}: {rows(out)[begun]['status']}; {name} goes on behind it", flush=True)
+    print(out.with_suffix(".log").read_text()[-2000:], flush=True)
+    bad = [row for row, about in rows(out).items() if is_bad(name, row, about)]
+    print("".join(f"failed: {row}\n" for row in bad), end="", flush=True)
+    if bad or ended not in (0, "cut"):
+        return "failed"
+    return "complete" if ended == 0 else "cut"
+
+
+def settle(out: Path, ended: int | str, stall_s: float) -> str | None:
+    """Says in the row that had begun how its process ended; one that was cut is left out, to be measured again.
+
+    Returns the row's name, None if none had begun.
+    """
+    whole = json.loads(out.read_text()) if out.exists() else {"rows": []}
+    begun = next((row for row in whole["rows"] if row.get("status") == BEGUN), None)
+    if begun is None:
+        return None
+    if ended == "cut":
+        whole["rows"].remove(begun)
+    else:
+        begun["status"] = f"hung for {stall_s:.0f} s" if ended == "hung" else f"its process ended with {ended}"
+    write(out, whole)
+    return begun["name"]
+
+
+def is_bad(section: str, name: str, row: dict[str, Any]) -> bool:
+    """Whether a row is a fault of ours: other attentions may lack something."""
+    return "status" in row or ("error" in row and section != "torch" and not name.endswith(", jax"))
 
 
 def rows(path: Path) -> dict[str, Any]:
@@ -103,37 +226,18 @@ def rows(path: Path) -> dict[str, Any]:
     return {row["name"]: {key: value for key, value in row.items() if key != "name"} for row in found}
 
 
-def execute(
-    command: list[str], log: Path | None, seconds: float, platform: str | None, *, watch: Path | None = None
-) -> int | None:
-    """The exit status of a command run in the root; None when it was ended for taking too long or for hanging."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    if platform:
-        environment["JAX_PLATFORMS"] = platform
-    start = time.monotonic()
-    with open(log or os.devnull, "w") as file:
-        output: Any = file if log else None
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
-        while True:
-            try:
-                return process.wait(timeout=1.0)
-            except subprocess.TimeoutExpired:
-                now = time.monotonic()
-                grown = watch.stat().st_mtime if watch and watch.exists() else 0.0
-                stalled = watch is not None and now - start > STALL_S and time.time() - grown > STALL_S
-                if now - start > seconds or stalled:
-                    process.kill()
-                    process.wait()
-                    print(f"{' '.join(command[2:4])} ended: {'no new row' if stalled else 'no time left'}", flush=True)
-                    return None
-
-
-def merge(folder: Path, section: str, result: dict[str, Any]) -> None:
-    """Puts a section into the one file a person reads."""
-    path = folder / "gpu_check.json"
+def merge(folder: Path, section: str, status: str, **about: Any) -> None:
+    """Puts a section, as far as it is, into the one file a person reads."""
+    path, part = folder / "gpu_check.json", folder / f"gpu_check_{section}.json"
     whole = json.loads(path.read_text()) if path.exists() else {}
-    part = folder / f"gpu_check_{section}.json"
     if part.exists():
         whole["machine"] = {**whole.get("machine", {}), **json.loads(part.read_text())["machine"]}
-    whole[section] = result
-    path.write_text(json.dumps(whole, indent=1) + "\n")
+    whole[section] = {"status": status, **about, "rows": rows(part)}
+    write(path, whole)
+
+
+def write(path: Path, whole: dict[str, Any]) -> None:
+    """Puts a file in the place of the one before."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(whole, indent=1) + "\n")
+    os.replace(part, path)

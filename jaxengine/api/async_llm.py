@@ -105,7 +105,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
     @property
     def core(self) -> EngineCore:
         """The engine. Raises EngineDeadError in a fork of its process."""
-        self._core.owner.check()
+        self._core.check_process()
         return self._core
 
     def __reduce__(self) -> NoReturn:
@@ -261,7 +261,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
 
     async def check_health(self) -> None:
         """Raises EngineDeadError once the engine has failed or was shut down, and in a fork of its process."""
-        self._core.owner.check()
+        self._core.check_process()
         if self._dead is not None:
             raise self._dead
 
@@ -315,7 +315,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
 
     def _run_command(self, command: Callable[[], None]) -> None:
         """Queues `command` for the engine's thread, which runs it before its next step."""
-        self._core.owner.check()
+        self._core.check_process()
         with self._command_lock:
             if self._dead is not None:
                 raise self._dead

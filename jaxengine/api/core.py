@@ -63,7 +63,7 @@ class EngineCore:
         """
         if config.nnodes > 1 and (devices is not None or mesh is not None):
             raise ConfigError("nnodes", config.nnodes, "1 beside devices or a mesh; it takes those of all processes")
-        self.owner = Owner()
+        self.owner = Owner(has_devices=True)
         self.dead: EngineDeadError | None = None
         self._cluster = Cluster(config) if config.nnodes > 1 else None
         try:
@@ -123,6 +123,11 @@ class EngineCore:
     @property
     def has_unfinished(self) -> bool:
         return self.engine.has_unfinished
+
+    def check_process(self) -> None:
+        """Raises EngineDeadError in a fork."""
+        if not self.owner.is_here:
+            self.owner.check()
 
     def check(self) -> None:
         """Raises EngineDeadError once a step has failed, after `shutdown`, and in a fork."""

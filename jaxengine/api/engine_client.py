@@ -87,3 +87,27 @@ class EngineClient(Protocol):
         order.
         """
         ...
+
+
+class EngineWrapper:
+    """The part of an EngineClient around another one that only passes calls on."""
+
+    def __init__(self, engine: EngineClient):
+        self.inputs: InputProcessor = engine.inputs
+        self._engine = engine
+
+    @property
+    def errored(self) -> bool:
+        return self._engine.errored
+
+    async def abort(self, request_id: str) -> None:
+        await self._engine.abort(request_id)
+
+    async def check_health(self) -> None:
+        await self._engine.check_health()
+
+    async def utility(self, name: str, *arguments: Any) -> Any:
+        return await self._engine.utility(name, *arguments)
+
+    def text_spans(self) -> list[tuple[float, float, int]]:
+        return self._engine.text_spans()

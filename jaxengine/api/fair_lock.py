@@ -21,7 +21,7 @@ class FairLock:
     second one interrupts at once.
     """
 
-    def __init__(self, check: Callable[[], object] = lambda: None):
+    def __init__(self, check: Callable[[], None] = lambda: None):
         """check: called before the lock is taken or waited for; what it raises propagates."""
         self._check = check
         self._guard = threading.Lock()

@@ -85,14 +85,13 @@ class LLM(WeightMethods, VllmMethods):
         config = EngineConfig.from_options(model=model, **options)
         self._core = EngineCore(config, devices=devices, mesh=mesh, mesh_axes=mesh_axes)
         # Held by every access to the core.
-        self._lock = FairLock(lambda: self.core)
+        self._lock = FairLock(self._core.check_process)
         self._calls: dict[str, _Call] = {}
 
     @property
     def core(self) -> EngineCore:
         """The engine. Raises EngineDeadError in a fork of its process."""
-        if not self._core.owner.is_here:
-            self._core.owner.check()
+        self._core.check_process()
         return self._core
 
     def __reduce__(self) -> NoReturn:

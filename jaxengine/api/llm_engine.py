@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Self
@@ -32,7 +32,7 @@ class LLMEngine(VllmMethods):
     """An engine without a loop: `step` runs one step for all requests that were added. For one thread at a time.
 
     Args:
-      model, devices, mesh, options: as for `LLM`.
+      model, devices, mesh, mesh_axes, options: as for `LLM`.
     """
 
     def __init__(
@@ -41,9 +41,11 @@ class LLMEngine(VllmMethods):
         *,
         devices: Sequence[Any] | None = None,
         mesh: Mesh | None = None,
+        mesh_axes: Mapping[str, str] | None = None,
         **options: Any,
     ):
-        self.core = EngineCore(EngineConfig.from_options(model=model, **options), devices=devices, mesh=mesh)
+        config = EngineConfig.from_options(model=model, **options)
+        self.core = EngineCore(config, devices=devices, mesh=mesh, mesh_axes=mesh_axes)
         # Of steps whose requests' errors `step` still has to raise.
         self._outputs: list[AnyOutput] = []
         self._errors: list[RequestError] = []

@@ -20,10 +20,11 @@ class Owner:
 
     Attributes:
       is_here: whether this is that process, and no fork of it.
+      has_devices: whether it uses jax's devices; in other processes, a fork must not open them.
     """
 
-    def __init__(self):
-        self.is_here = True
+    def __init__(self, *, has_devices: bool):
+        self.is_here, self.has_devices = True, has_devices
         self._pid = os.getpid()
         _OWNERS.add(self)
         _watch_forks()
@@ -52,11 +53,14 @@ def _watch_forks() -> None:
 
 
 def _after_fork() -> None:
-    """Tells the owners, and lets the fork end: jax's clients, deleted at a process's exit, wait for threads that a fork
+    """Marks the owners, and lets the fork end: jax's clients, deleted at a process's exit, wait for threads that a fork
     does not have. The references that keep them are never returned.
     """
-    for owner in _OWNERS:
+    owners = list(_OWNERS)
+    for owner in owners:
         owner.is_here = False
+    if not any(owner.has_devices for owner in owners):
+        return
     for platform in (None, "cpu"):
         with contextlib.suppress(RuntimeError):  # JAX_PLATFORMS leaves this one out
             for device in jax.local_devices(backend=platform):

@@ -6,6 +6,7 @@ What replaces weights is imported when it is first asked for.
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,16 +23,16 @@ _T = TypeVar("_T")
 _SETTLE_SECONDS = 0.002
 
 
-class WeightMethods:
+class WeightMethods(ABC):
     """Methods of an engine that the calling threads step in turn."""
 
     _lock: AbstractContextManager[Any]
     _step: Callable[[], None]
 
     @property
+    @abstractmethod
     def core(self) -> EngineCore:
         """The engine."""
-        raise NotImplementedError
 
     def update_weights(
         self,
@@ -141,17 +142,17 @@ class WeightMethods:
             return _weight_info(self.core, checksum)
 
 
-class AsyncWeightMethods:
+class AsyncWeightMethods(ABC):
     """The same of an engine that steps on a thread of its own."""
 
     @property
+    @abstractmethod
     def core(self) -> EngineCore:
         """The engine."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def between_steps(self, function: Callable[[], _T]) -> _T:
         """Calls a function on the engine's thread; returns its result."""
-        raise NotImplementedError
 
     async def update_weights(
         self,

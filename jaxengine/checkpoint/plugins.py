@@ -1,8 +1,8 @@
 """Plugins: modules of a user's own that register model families, and where they are found.
 
-A plugin is code that runs with all of the engine's rights, so only whoever starts the engine names one: the option
-`plugins`, or a package that is installed with an entry point of the group jaxengine.models. Every process that opens
-the model loads them, each once.
+A plugin is code that runs with all of the engine's rights. Only who starts the engine names one: the option `plugins`,
+or a package that is installed with an entry point of the group jaxengine.models. Every process that opens the model
+loads them, each once.
 """
 
 from __future__ import annotations

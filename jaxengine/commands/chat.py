@@ -94,7 +94,6 @@ def chat(
 
 def _local(engine_options: Mapping[str, Any], sampling_options: Mapping[str, Any]) -> Answer:
     """Loads a model; returns what answers a conversation with it."""
-    SamplingParams(**sampling_options)  # reports a wrong value before the model is loaded
     from jaxengine.api.llm import LLM
 
     llm = LLM(**engine_options)

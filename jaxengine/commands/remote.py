@@ -23,7 +23,7 @@ from jaxengine.scheduler.errors import RequestError
 from jaxengine.version import __version__
 
 # Sampling options under another name in requests; None: requests cannot have them.
-_FIELDS: dict[str, str | None] = {"extra_args": "vllm_xargs", "stop_after": None}
+_FIELDS: dict[str, str | None] = {"extra_args": "vllm_xargs", "stop_after": None, "thinking_words": None}
 _CONNECT_SECONDS, _ANSWER_SECONDS = 10.0, 600.0
 _MAX_ERROR_BYTES = 65536
 
@@ -82,7 +82,10 @@ def remote_model(
     if args.api_key_file is not None:
         if key is not None:
             raise ConfigError("api_key_file", args.api_key_file, "absent with --api-key")
-        words = Path(args.api_key_file).read_text(encoding="utf-8").split()
+        try:
+            words = Path(args.api_key_file).read_text(encoding="utf-8").split()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError("api_key_file", args.api_key_file, f"a text file with the key ({error})") from None
         if not words:
             raise ConfigError.because("api_key_file", f"{args.api_key_file} contains no key", "write one into it")
         key = words[0]

@@ -25,4 +25,6 @@ SAMPLING_OPTIONS = (
     "allowed_token_ids",
     "bad_words",
     "structured_outputs",
+    "thinking_token_budget",
+    "thinking_words",
 )

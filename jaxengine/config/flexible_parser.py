@@ -15,7 +15,7 @@ GROUPS: dict[str, str] = {
         model tokenizer tokenizer_revision skip_tokenizer_init revision dtype quantization seed max_model_len
         enforce_eager max_logprobs logprobs_mode generation_config override_generation_config hf_token hf_overrides
         pooler_config runner convert logits_processors allowed_local_media_path allowed_media_domains chat_template
-        capture_layers
+        capture_layers plugins
     """,
     "LoadConfig": "load_format download_dir",
     "LoRAConfig": "enable_lora max_loras max_lora_rank max_cpu_loras",
@@ -32,12 +32,14 @@ GROUPS: dict[str, str] = {
     "SchedulerConfig": """
         max_num_seqs max_num_batched_tokens enable_chunked_prefill long_prefill_token_threshold scheduling_policy
         async_scheduling disable_hybrid_kv_cache_manager max_num_batched_encoder_tokens disable_chunked_mm_input
+        stream_interval
     """,
     "ParallelConfig": """
         tensor_parallel_size replicate_kv_heads data_parallel_size enable_expert_parallel all2all_backend
         pipeline_parallel_size pipeline_layers nnodes master_addr master_port cluster_key_file cluster_timeout
     """,
     "CompilationConfig": "compilation_config compile_cache_dir",
+    "ProfilerConfig": "profiler_config",
     "SpeculativeConfig": "speculative_config",
     "StructuredOutputsConfig": "structured_outputs_config",
     "ObservabilityConfig": "disable_log_stats",

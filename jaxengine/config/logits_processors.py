@@ -55,7 +55,7 @@ def source_file(processor: type) -> Path | None:
 
 
 def processors_digest(names: Sequence[str]) -> str | None:
-    """The digest of what the processors of these names are now; None, with a warning, where it cannot be told."""
+    """The digest of what the processors of these names are now; None, with a warning, where there is none."""
     try:
         return code_digest(processor_classes(names))
     except UnknownCodeError as error:

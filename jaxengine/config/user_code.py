@@ -2,7 +2,7 @@
 they read.
 
 A source file does not say these: a notebook sets `module.SCALE = 2.0` and starts another engine. Programs that were
-traced from such code are stored under this digest, or not at all where it cannot be told. Knows nothing of jax.
+traced from such code are stored under this digest, or not at all where there is none. Knows nothing of jax.
 """
 
 from __future__ import annotations

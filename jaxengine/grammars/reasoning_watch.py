@@ -75,7 +75,9 @@ class ReasoningWatch:
 
     @property
     def num_free(self) -> int:
-        """How many of the next tokens may be any, if the grammar is FREE."""
+        """How many of the next tokens may be any, whatever comes: none are known for a grammar that may begin."""
+        if not self._is_free:
+            return 0
         if self._budget is None:
             return UNLIMITED
         return max(0, self._budget.num_tokens - self._num_read) + len(self._begin) - self._num_begun

@@ -163,14 +163,14 @@ class RequestMasks:
             self._go_on(request, token_id, guess)
 
     def _look_on(self, request: Request, first: np.ndarray | None) -> None:
-        """What may come is known of a request that may reason, or may write what it likes; first: its first mask."""
+        """Notes what may come of a request that reasons, or is FREE. first: its grammar's first mask."""
         watch = self._watches.get(request)
-        if watch is not None and (forced := watch.forced()) is not None:
+        if watch is None:
+            self._known[request] = _Known((), None, num_free=UNLIMITED)
+        elif (forced := watch.forced()) is not None:
             self._known[request] = _Known((), self._only(forced))
         else:
-            words = None if watch is None else watch.mask(first)
-            num_free = 0 if not _is_free(request) else UNLIMITED if watch is None else watch.num_free
-            self._known[request] = _Known((), words, num_free=num_free)
+            self._known[request] = _Known((), watch.mask(first), num_free=watch.num_free)
 
     def _reason_on(self, request: Request, token_id: int, guess: Guess) -> None:
         """The grammar may begin with this token, or behind it."""

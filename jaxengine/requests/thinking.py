@@ -1,4 +1,4 @@
-"""A limit of an output's reasoning, in tokens, and the words by which the reasoning is told from the answer."""
+"""A limit of an output's reasoning, in tokens, and the words that separate the reasoning from the answer."""
 
 from __future__ import annotations
 

@@ -61,12 +61,12 @@ def bearer_key(values: Sequence[bytes]) -> bytes:
 
 
 def owner_of(key: bytes) -> str:
-    """Returns a name of whoever presents `key`, which does not reveal it; b"" is everybody without one."""
+    """Returns a name of the holder of `key`, which does not reveal it; b"" stands for everybody without one."""
     return hashlib.sha256(key).hexdigest()
 
 
 def owner_tag(key: bytes) -> str:
-    """Returns a short name of whoever presents `key`, for ids in the engine; empty for b""."""
+    """Returns a short name of the holder of `key`, for ids in the engine; empty for b""."""
     return owner_of(key)[:12] if key else ""
 
 

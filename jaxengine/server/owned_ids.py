@@ -9,8 +9,7 @@ import copy
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
-from jaxengine.api.engine_client import EngineClient
-from jaxengine.requests.inputs import InputProcessor
+from jaxengine.api.engine_client import EngineClient, EngineWrapper
 from jaxengine.requests.options import RequestOptions
 from jaxengine.scheduler.errors import RequestError, show_value
 
@@ -24,18 +23,13 @@ def shown_id(engine_id: str) -> str:
     return engine_id.partition(_AT)[0]
 
 
-class OwnedEngine:
+class OwnedEngine(EngineWrapper):
     """EngineClient that wraps another one and keeps the ids of owners (`RequestOptions.owner`) apart."""
 
     def __init__(self, engine: EngineClient):
-        self.inputs: InputProcessor = engine.inputs
-        self._engine = engine
+        super().__init__(engine)
         # Id that clients know -> ids in the engine, of running requests.
         self._running: dict[str, list[str]] = {}
-
-    @property
-    def errored(self) -> bool:
-        return self._engine.errored
 
     def stream(
         self,
@@ -61,15 +55,6 @@ class OwnedEngine:
         """Aborts every owner's request of an id, as clients know it or as it is in the engine."""
         for engine_id in self._running.get(request_id, (request_id,)):
             await self._engine.abort(engine_id)
-
-    async def check_health(self) -> None:
-        await self._engine.check_health()
-
-    async def utility(self, name: str, *arguments: Any) -> Any:
-        return await self._engine.utility(name, *arguments)
-
-    def text_spans(self) -> list[tuple[float, float, int]]:
-        return self._engine.text_spans()
 
     def _named(
         self, run: Any, prompt: Any, params: Any, request_id: str | None, options: RequestOptions | None

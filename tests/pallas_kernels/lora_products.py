@@ -41,7 +41,12 @@ def _runs(*runs: tuple[int, int]) -> tuple[int, ...]:
 
 MIXED = tuple((7 * row) % 19 if row % 5 else -1 for row in range(48))
 QUICK = {
-    "decodes of many": Product(MIXED, num_slots=19),
+    "decodes of many": Product(
+        tuple((7 * row) % 37 if row % 5 else -1 for row in range(80)),
+        widths=(640, 128, 128, 128),
+        modules=(0, 1, 2, 3),
+        num_slots=37,
+    ),
     "runs that share tiles": Product(
         _runs((3, 20), (-1, 9), (19, 1), (0, 16), (3, 2)), widths=(256, 128, 128), modules=(0, 1, 0)
     ),
@@ -70,10 +75,10 @@ THOROUGH = {
 _FEW_ROWS = LoraTiles(rows=16)
 HOPPER_QUICK = {
     "decodes of many, Hopper": Product(
-        tuple((3 * row) % 5 if row % 6 else -1 for row in range(32)), 1152, (256,), (0,), 5, 32, _FEW_ROWS
+        tuple((3 * row) % 34 if row % 16 else -1 for row in range(32)), 1152, (256,), (0,), 34, 32, _FEW_ROWS
     ),
     "runs that share tiles, Hopper": Product(
-        _runs((3, 20), (-1, 9), (19, 1), (0, 1)), 128, (256, 128, 128), (0, 1, 0), 20, 64, _FEW_ROWS
+        _runs((3, 50), (-1, 9), (19, 1), (0, 1)), 128, (256, 128, 128, 128), (0, 1, 2, 3), 20, 64, _FEW_ROWS
     ),
     "a tile of all rows": Product(
         tuple((3 * row) % 10 if row % 7 else -1 for row in range(78)), 512, (128,), (0,), 10, 64, LoraTiles()

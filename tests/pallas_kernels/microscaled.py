@@ -32,8 +32,8 @@ class Rows(NamedTuple):
 
 
 QUICK = {
-    "nvfp4, tiles of columns and steps that overlap": Rows(72, 2176, 16, FOUR, E4M3),
-    "nvfp4, tiles of rows": Rows(264, 160, 16, FOUR, E4M3, True),
+    "nvfp4, tiles of columns and steps that overlap": Rows(249, 8320, 16, FOUR, E4M3),
+    "nvfp4, tiles of rows": Rows(1032, 160, 16, FOUR, E4M3, True),
     "mxfp4": Rows(8, 480, 32, FOUR, E8M0),
     "mxfp8, one row": Rows(1, 160, 32, EIGHT, UE8M0),
     "nvfp4, recorded": Rows(20, 64, 16, FOUR, E4M3, of="float32"),

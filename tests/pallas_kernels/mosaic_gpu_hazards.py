@@ -3,11 +3,11 @@
 Each function is told of one operation of one warpgroup, in that warpgroup's order. wgmma is asynchronous here: its
 operands count as read until it is awaited, so that a buffer handed back too early is a race. A lint adds what jax's
 interpreter does not model, or not in every release: shared memory that is written and then read by wgmma, by a TMA
-store or by another warpgroup without `commit_smem`; rewritten before `wait_smem_to_gmem`; loaded into while other
-warps of the same warpgroup may read it; stores still in flight when the kernel ends; read, written or loaded into by a
-warpgroup that nobody has told that a load into it has come; and tensor memory that a product writes where loads from it
-have not been awaited. The interpreter copies at once and in order, where TMA loads end as they please: a wait for a
-later load says nothing of an earlier one.
+store or by another warpgroup without `commit_smem`; rewritten before `wait_smem_to_gmem`; loaded into while other warps
+of the same warpgroup may read it; stores still in flight when the kernel ends; arrivals that nobody has waited for by
+then; read, written or loaded into by a warpgroup that nobody has told that a load into it has come; and tensor memory
+that a product writes where loads from it have not been awaited. The interpreter copies at once and in order, where TMA
+loads end as they please: a wait for a later load says nothing of an earlier one.
 """
 
 from __future__ import annotations
@@ -75,6 +75,12 @@ def end_of_kernel() -> None:
     if any(group for warpgroup in _WARPGROUPS.values() for group in warpgroup.stores):
         findings.add("TMA stores still in flight when a kernel ends")
     clear()
+
+
+def end_of_barrier(observed: bool) -> None:
+    """observed: whether somebody waited for its last completion. On a card it may come when another CTA is there."""
+    if not observed:
+        findings.add("an arrival at a barrier that nobody waits for before the block ends")
 
 
 def _of(where: Where) -> _Warpgroup:

@@ -23,7 +23,7 @@ from jax import lax
 from jax._src import callback, core
 from jax._src.pallas.mosaic_gpu import core as gpu_core
 from jax._src.pallas.mosaic_gpu import primitives as gpu
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret, shared_memory
 from jax._src.state import discharge, types
 from jax._src.state import primitives as state
 
@@ -34,6 +34,7 @@ from tests.pallas_kernels import mosaic_gpu_memory as memory
 
 _NO_TREE = jax.tree.structure(())
 _clear_shared_memory = gpu_callbacks._clear_shared_memory
+_deallocate_barrier = shared_memory.Barrier.deallocate
 
 
 def install() -> None:
@@ -44,6 +45,7 @@ def install() -> None:
     jaxpr_interpret.JaxprInterpreter = _Interpreter
     findings.record_races(gpu_callbacks)
     gpu_callbacks._clear_shared_memory = _end_of_kernel
+    shared_memory.Barrier.deallocate = _end_of_barrier
 
 
 def interpret_params() -> Any:
@@ -65,6 +67,18 @@ def problems() -> list[str]:
 def _end_of_kernel() -> None:
     hazards.end_of_kernel()
     _clear_shared_memory()
+
+
+def _end_of_barrier(barrier: Any) -> None:
+    """One of the warpgroups of a block has ended. jax's interpreter looks only at those that have waited at all."""
+    _deallocate_barrier(barrier)
+    if barrier.has_zero_ref_count():
+        hazards.end_of_barrier(_is_observed(barrier))
+
+
+def _is_observed(barrier: Any) -> bool:
+    """Whether somebody has waited for the last completion of a barrier; jax 0.10 alone keeps that."""
+    return getattr(barrier, "phase_change_observed", True)
 
 
 def _turned_back(eqn, values: list) -> tuple[Any, list] | None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 
 from tests.pallas_kernels.mutants import (
+    counters,
     gpu_blackwell,
     gpu_decode,
     gpu_latent,
@@ -49,6 +50,7 @@ GATES: dict[str, ModuleType] = {
     "gpu-products": gpu_products,
     "gpu-blackwell": gpu_blackwell,
     "gpu-lora": gpu_lora,
+    "counters": counters,
 }
 
 

@@ -45,14 +45,14 @@ class Product(NamedTuple):
 
 E4M3, BFLOAT16 = "float8_e4m3fn", "bfloat16"  # the latter for matrices that have no scales
 QUICK = {
-    "one row": Product(1, 256, 136, 64, "uint8", True),
-    "sums of 32": Product(16, 320, 300, 32, "int8"),
-    "weights of 128": Product(70, 256, 130, 128, "uint8", True),
-    "weights of 32": Product(70, 320, 130, 32, E4M3),
-    "e4m3 rows by groups": Product(8, 384, 130, 128, E4M3, False, E4M3, 128),
-    "e4m3 rows by finer groups": Product(8, 384, 40, 192, E4M3, False, E4M3, 96),
-    "int8 rows": Product(5, 256, 130, 128, "int8", False, "int8"),
-    "int8 rows by groups": Product(5, 256, 40, 64, "uint8", True, "int8", 128),
+    "one row": Product(1, 2112, 136, 64, "uint8", True),
+    "sums of 32": Product(16, 1088, 520, 32, "int8"),
+    "weights of 128": Product(125, 512, 130, 128, "uint8", True),
+    "weights of 32": Product(70, 2112, 130, 32, E4M3),
+    "e4m3 rows by groups": Product(8, 4224, 130, 128, E4M3, False, E4M3, 128),
+    "e4m3 rows by finer groups": Product(8, 768, 40, 192, E4M3, False, E4M3, 96),
+    "int8 rows": Product(5, 512, 130, 128, "int8", False, "int8"),
+    "int8 rows by groups": Product(5, 512, 40, 64, "uint8", True, "int8", 128),
 }
 MORE = {
     "sums in a loop": Product(3, 8320, 40, 128, "uint8", True),
@@ -95,9 +95,13 @@ QUICK_GROUPED = {
     "a scale a channel": GroupedProduct(
         (0, 0, 50, 0, 0, 0), _ROWS._replace(size=512, group=512, codes="int8", zeros=False, sizes=MANY)
     ),
-    "whole tiles, weights": GroupedProduct((16, 16, 0, 0, 0, 18), _ROWS._replace(codes=E4M3, zeros=False, sizes=MANY)),
+    "whole tiles, weights": GroupedProduct(
+        (16, 16, 0, 0, 0, 18),
+        _ROWS._replace(out=520, codes=E4M3, zeros=False, sizes=replace(MANY, group_bytes=1 << 15)),
+    ),
     "rounded rows": GroupedProduct(
-        (1, 40, 0, 0, 0, 1), _ROWS._replace(codes="int8", zeros=False, rounded="int8", row_group=0)
+        (1, 61, 0, 0, 0, 1),
+        _ROWS._replace(rows=66, codes="int8", zeros=False, rounded="int8", row_group=0, sizes=replace(SMALL, rows=96)),
     ),
     # In blocks that begin inside of a register's 32 rows, and end in the next two or at the tile's end.
     "rows rounded by groups": GroupedProduct(
@@ -105,10 +109,10 @@ QUICK_GROUPED = {
     ),
     # A block would end behind its tile, and a whole tile is one group's.
     "pieces of columns, a group of several blocks": GroupedProduct(
-        (53, 140, 0, 5, 0, 0, 0, 0), Product(200, 128, 270, 128, "int8", sizes=replace(SMALL, rows=96))
+        (53, 237, 0, 5, 0, 0, 0, 0), Product(297, 128, 570, 128, "int8", sizes=replace(SMALL, rows=96))
     ),
     "one row of a group": GroupedProduct((0, 0, 1), Product(1, 64, 40, 32, "uint8", True)),
-    "matrices as they are": GroupedProduct((5, 0, 17, 11, 0, 3), _AS_IT_IS),
+    "matrices as they are": GroupedProduct((5, 0, 57, 41, 0, 18), _AS_IT_IS._replace(rows=125)),
 }
 THOROUGH_GROUPED = {
     f"{rows} rows of {num_groups} groups, {codes}, groups of {group}": GroupedProduct(
@@ -127,16 +131,18 @@ QUICK_GATED = {
     "groups that share tiles": QUICK_GROUPED["groups that share tiles"]._replace(each=_BOTH),
     "no rows of any group": GroupedProduct((0,) * 6, _BOTH),
     "pieces of columns, a group of several blocks": GroupedProduct(
-        (53, 140, 0, 5, 0, 0, 0, 0), Product(200, 128, 512, 128, "int8", sizes=replace(SMALL, rows=96))
+        (53, 237, 0, 5, 0, 0, 0, 0), Product(297, 128, 1024, 128, "int8", sizes=replace(SMALL, rows=96))
     ),
     "strips of columns": GroupedProduct(
-        (0, 50, 0), _BOTH._replace(codes=E4M3, zeros=False, sizes=replace(MANY, group_bytes=1 << 17))
+        (0, 50, 0), _BOTH._replace(out=1280, codes=E4M3, zeros=False, sizes=replace(MANY, group_bytes=1 << 17))
     ),
     "rounded rows": GroupedProduct(
         (1, 40, 0, 1), _BOTH._replace(out=256, codes="int8", zeros=False, rounded="int8", row_group=0)
     ),
     "one row": GroupedProduct((0, 0, 1), Product(1, 64, 256, 64, "uint8", True)),
-    "more groups than biases at once": GroupedProduct((0,) * 14 + (3, 2, 4, 0, 0, 1), Product(10, 64, 256, 64, "int8")),
+    "more groups than biases at once": GroupedProduct(
+        (0,) * 15 + (3, 2) + (0,) * 16 + (1,) + (0,) * 30 + (2, 1), Product(10, 64, 256, 64, "int8")
+    ),
     "columns that fill no registers": GroupedProduct((5, 0, 17, 11, 0, 3), _ROWS),
     "matrices as they are": GroupedProduct((5, 0, 17, 11, 0, 3), _AS_IT_IS._replace(out=512)),
     "matrices as they are, columns that fill no registers": GroupedProduct((5, 0, 17, 11, 0, 3), _AS_IT_IS),

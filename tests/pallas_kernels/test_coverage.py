@@ -6,9 +6,11 @@ in its program (conformance.check_runs_kernels), so that a fallback to XLA canno
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import replace
 
+import jax
 import pytest
 
 from jaxengine.pallas_kernels.attention.tpu.tiles import Blocks, buffer_lanes, choose_blocks
@@ -17,7 +19,9 @@ from jaxengine.pallas_kernels.tuning import TpuAttention
 from tests.pallas_kernels.attention.test_paged_attention import cases_for
 from tests.pallas_kernels.cases import BY_NAME, PICTURES, PRODUCTION, PRODUCTION_BLOCKS
 from tests.pallas_kernels.conformance import check_runs_kernels, replaced
+from tests.pallas_kernels.findings import NO_TCGEN05
 from tests.pallas_kernels.implementations import (
+    BLACKWELL,
     IMPLEMENTATIONS,
     MOSAIC_GPU,
     TPU_EAGER,
@@ -26,6 +30,7 @@ from tests.pallas_kernels.implementations import (
 )
 from tests.pallas_kernels.problems import Case
 from tests.pallas_kernels.test_interpreted import VERSIONS, quick_groups
+from tests.pallas_kernels.worker import ROOT
 
 GPU_KERNELS = ("paged_attention_decode", "paged_attention_merge", "paged_attention_prefill")
 GPU_LATENT_KERNEL = "paged_attention_latent"
@@ -147,3 +152,18 @@ def test_other_releases_of_jax_run_a_job_of_every_kernel():
     assert ran == {*GPU_KERNELS, GPU_LATENT_KERNEL, *TPU_KERNELS}
     assert any(job[:2] == ("update", TPU_EAGER.name) for job in VERSIONS)
     assert any(job[0] == "hopper_product" for job in VERSIONS)
+
+
+def test_blackwell_jobs_are_skipped_only_where_jax_has_no_interpreter_for_them():
+    release = tuple(map(int, jax.__version__.split(".")[:2]))
+    assert (not NO_TCGEN05) == (release >= (0, 12)), f"jax {jax.__version__} skips every Blackwell job: {NO_TCGEN05}"
+
+
+def test_a_short_run_of_ci_has_a_jax_that_runs_blackwell_jobs():
+    """The newest jax, which needs Python 3.12; the run of no other release has kernels."""
+    script = (ROOT / ".ci" / "run").read_text()
+    rows = dict(row.split() for row in re.findall(r'"([^"]*)"', re.findall(r"^others=\((.*)\)$", script, re.M)[0]))
+    pythons = [tuple(map(int, python.split("."))) for python, requirement in rows.items() if requirement == "jax"]
+    assert pythons and max(pythons) >= (3, 12), f"no short run with the newest jax: {rows}"
+    assert 'if [ "$1" != jax ]; then kernels=(-k "not test_interpreted and not test_mutations"); fi' in script
+    assert {job[0] for job in VERSIONS if job[1] == BLACKWELL.name} == {"hopper_product", "hopper_grouped"}

@@ -118,6 +118,12 @@ def test_products_write_tensor_memory_whose_loads_have_been_awaited(written, awa
     assert ["without wait_load_tmem" in each for each in findings.found()] == [True] * is_found
 
 
+@pytest.mark.parametrize("observed", [True, False])
+def test_somebody_waits_for_the_last_arrival_at_a_barrier(observed):
+    hazards.end_of_barrier(observed)
+    assert ["that nobody waits for" in each for each in findings.found()] == [True] * (not observed)
+
+
 def test_parts_are_what_is_left():
     """Counted element by element."""
     size, rng = 6, np.random.default_rng(0)

@@ -40,8 +40,7 @@ GPU_FEATURES = (
     "decode bucket",
     "skewed decodes",
     "split decodes",
-    "decode window",
-    "decode sinks",
+    "decode window and sinks",
     "drafts of one sequence",
     "codes of decodes",
     "window, sinks and soft cap",
@@ -50,7 +49,7 @@ GPU_FEATURES = (
     "pictures and window",
 )
 GPU_LATENT = ("latent decodes", "latent of many heads")
-GPU_INVARIANTS = ("page_ids", "update_then_attend", "splits")
+GPU_INVARIANTS = ("page_ids", "update_then_attend", "splits", "many_parts")
 PRODUCTION_CASES = (PRODUCTION_BLOCKS[0].name, PRODUCTION[0].name, PRODUCTION[-1].name)
 EAGER_BATCHES = ("mixed", "q tile straddles a kv block", "block edges")
 EAGER_FEATURES = ("skewed decodes", "window, sinks and soft cap")
@@ -125,7 +124,7 @@ def thorough_groups() -> list[list[Job]]:
             [("attention", one.name, case.name, dtype, *FAMILIES) for dtype in one.dtypes(case)] for case in cases
         ]
         groups += [[(check.__name__, one.name)] for check in INVARIANTS]
-    groups += [[(check, MOSAIC_GPU.name)] for check in ("splits", "many_parts")]
+    groups += [[(check, MOSAIC_GPU.name)] for check in GPU_INVARIANTS[2:]]
     groups.append([("determinism", MOSAIC_GPU.name, 2)])
     for name in WRITES:
         groups += [[("update", name, dtype, pattern) for pattern in SLOTS] for dtype in (*UPDATED, *MORE_DTYPES)]

@@ -132,7 +132,7 @@ def _serialize_one(program: jax.stages.Compiled) -> bytes:
 
 
 def _stored_size(program: jax.stages.Compiled) -> int:
-    """Bytes of a program's file; of its machine code where there can be no file, 0 if even that is not told."""
+    """Bytes of a program's file; of its machine code where there can be no file, 0 if even that is unknown."""
     try:
         return len(_serialize_one(program))
     except NotStorableError:

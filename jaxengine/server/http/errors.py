@@ -147,8 +147,8 @@ def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
 
     async def answer(request: Request, error: Exception) -> Response:
         known = as_api_error(error)
-        # Not for what a route has raised: the framework found no route, or none of this method.
-        if known is not error and known.status_code in (404, 405):
+        # Not what a route has raised: the framework found no route, or none of this method.
+        if type(error) is HTTPException and error.status_code in (404, 405):
             path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
             problem = about_missing(path)
             if problem is None and known.status_code == 404:

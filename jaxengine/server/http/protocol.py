@@ -58,9 +58,9 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(EARLIER, ()),
 }
 
-# Those that text requests support: fields of a beam search.
-_BEAM_FIELDS = frozenset(("use_beam_search", "length_penalty"))
-TEXT_REFUSED = {name: neutral for name, neutral in REFUSED.items() if name not in _BEAM_FIELDS}
+# Those that text requests support.
+_OF_TEXT = frozenset(("use_beam_search", "length_penalty", "return_weight_versions"))
+TEXT_REFUSED = {name: neutral for name, neutral in REFUSED.items() if name not in _OF_TEXT}
 
 # Fields of OpenAI and vLLM that do not affect the answer: hints for billing, caches, speed, length or the grammars'
 # library. They are accepted, and listed in the response's X-Ignored-Fields.
@@ -260,6 +260,7 @@ class TextRequest(GenerationRequest):
     Attributes:
       truncate_prompt_tokens: number of prompt tokens to keep, from the end, or with truncation_side "right" from the
         beginning; -1: as many as leave room for max_tokens.
+      return_weight_versions: also return which version of the weights made which tokens, with the end of each choice.
       use_beam_search: return the n best sequences of a beam search, with length_penalty.
     """
 
@@ -282,6 +283,7 @@ class TextRequest(GenerationRequest):
     truncation_side: Literal["left", "right"] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    return_weight_versions: bool | None = None
 
     @model_validator(mode="before")
     @classmethod

@@ -59,7 +59,7 @@ class RemoteEngine:
 
     def __init__(self, address: str, config: ServerConfig, index: int):
         """index: number of this API process."""
-        self._owner = Owner()
+        self._owner = Owner(has_devices=False)
         self._config = config
         self._index = index
         self._dead: EngineDeadError | None = EngineDeadError("the engine is being started")

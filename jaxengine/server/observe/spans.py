@@ -17,9 +17,8 @@ from opentelemetry.trace import SpanKind, Status, StatusCode, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jaxengine.api.engine_client import EngineClient
+from jaxengine.api.engine_client import EngineClient, EngineWrapper
 from jaxengine.config.engine_config import ConfigError
-from jaxengine.requests.inputs import InputProcessor
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import RequestOutput
 from jaxengine.requests.pooling.outputs import PoolingOutput, PoolingRequestOutput
@@ -78,18 +77,13 @@ class CallerTraceMiddleware:
             await self._app(scope, receive, send)
 
 
-class TracedEngine:
+class TracedEngine(EngineWrapper):
     """EngineClient that wraps another one and makes a span of each request."""
 
     def __init__(self, engine: EngineClient, tracer: Tracer, served_model_name: tuple[str, ...] = ()):
-        self.inputs: InputProcessor = engine.inputs
-        self._engine = engine
+        super().__init__(engine)
         self._tracer = tracer
         self._model = (served_model_name or (engine.inputs.config.model or "",))[0]
-
-    @property
-    def errored(self) -> bool:
-        return self._engine.errored
 
     def stream(
         self,
@@ -134,18 +128,6 @@ class TracedEngine:
             if isinstance(stream, AsyncGenerator):
                 await stream.aclose()
             request.end()
-
-    async def abort(self, request_id: str) -> None:
-        await self._engine.abort(request_id)
-
-    async def check_health(self) -> None:
-        await self._engine.check_health()
-
-    async def utility(self, name: str, *arguments: Any) -> Any:
-        return await self._engine.utility(name, *arguments)
-
-    def text_spans(self) -> list[tuple[float, float, int]]:
-        return self._engine.text_spans()
 
 
 class _RequestSpan:

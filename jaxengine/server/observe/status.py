@@ -39,7 +39,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.get("/status.json")
     async def status(request: Request) -> dict[str, Any]:
-        """Returns the state of the engine, for the page at /. Ids of requests of other keys are left out."""
+        """Returns the state of the engine, for the page at /. Requests of other keys have numbers for ids."""
         shown = Viewer(request.state.sees).status(await engine.utility("status"))
         return {"model": model, "version": __version__, **shown}
 
@@ -50,7 +50,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     ) -> Response:
         """Returns the last `seconds` of the engine's steps and requests, for ui.perfetto.dev.
 
-        Ids of requests of other keys are left out.
+        Requests of other keys have numbers in place of their ids.
         """
         viewer = Viewer(request.state.sees)
         timeline = await engine.utility("trace", seconds)

@@ -91,7 +91,7 @@ def test_an_engine_is_not_pickled(make_llm):
 EXIT = """
 import os, sys, jax
 from jaxengine.api.owner import Owner
-Owner()
+owner = Owner(has_devices=True)
 jax.jit(lambda x: x @ x)(jax.numpy.ones((300, 300))).block_until_ready()
 if (pid := os.fork()) == 0:
     sys.exit(3)
@@ -104,3 +104,23 @@ def test_a_fork_of_an_engines_process_can_end():
     command = [sys.executable, "-W", "ignore", "-c", EXIT]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert ended.stdout == "3\n", ended.stderr
+
+
+NO_DEVICES = """
+import os
+from jaxengine.api.owner import Owner
+import jax
+opened = []
+jax.local_devices = lambda **options: opened.append(options) or []
+owner = Owner(has_devices=False)
+if (pid := os.fork()) == 0:
+    os._exit(len(opened) + 2 * owner.is_here)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_a_fork_of_a_process_without_devices_opens_none():
+    """A TPU has one process at a time, and it is the engine's."""
+    command = [sys.executable, "-W", "ignore", "-c", NO_DEVICES]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.stdout == "0\n", ended.stderr

@@ -134,6 +134,7 @@ def test_a_refusal_is_said_and_the_next_text_is_answered(talk, command, text, me
         (("--url", "http://a", "some/model"), "--model-name names the server's model"),
         (("--url", "http://a", "--stop-after", '{"strings": ["x"]}'), "stop_after"),
         (("--url", "http://a", "--api-key", "a", "--api-key-file", "b"), "absent with --api-key"),
+        (("--url", "http://a", "--api-key-file", "/no/such"), "api_key_file is '/no/such'; allowed: a text file"),
         (("--model-name", "m"), "absent without --url; --model names the model to load"),
         (("--api-key", "hidden"), "api_key is '...'; allowed: absent without --url"),
         (("--url", "http://a", "--temperature", "9"), "temperature"),

@@ -23,7 +23,7 @@ SETS = {name for name, schema in SCHEMAS.items() if '"uniqueItems"' in json.dump
 
 
 def grammar_of(schema: Any, **options: Any) -> str:
-    grammar = StructuredOutputsParams(json=schema, **options).compiled_from()
+    grammar = StructuredOutputsParams(json=schema, **options).compiled_from(lambda text: ())
     return compile_grammar(grammar.kind, grammar.text, dict(grammar.options))
 
 

@@ -80,12 +80,20 @@ def test_an_output_need_not_reason(chat_llm, likely):
 
 def test_alone_in_a_crowd_preempted_and_in_step(chat_llm, likely, chat_options, monkeypatch):
     """The same tokens; the pool is too small for all of them. Also with no step ahead and without cached prefixes."""
-    from jaxengine import LLM
-
     monkeypatch.setattr(structured_module, "_MASK_SECONDS", 5.0)
     bias = likely(["<file_sep>"], 6.5)
     long = {"regex": "[a-z ]{700,}"}
-    many = [thinking(seed, "<file_sep>", constraint=long, max_tokens=90, logit_bias=bias) for seed in range(8)]
+    same_in_any_company(
+        chat_llm,
+        chat_options,
+        [thinking(seed, "<file_sep>", constraint=long, max_tokens=90, logit_bias=bias) for seed in range(8)],
+    )
+
+
+def same_in_any_company(chat_llm, chat_options, many):
+    """The requests have the same tokens alone, together in a pool that is too small for them, and step by step."""
+    from jaxengine import LLM
+
     scheduler, prompt = use_scheduler(chat_llm, num_pages=80), "word " * 40
     alone = tokens_of([generate(chat_llm, each, prompt=prompt)[0] for each in many[:2]])
     before = scheduler.num_preemptions

@@ -9,8 +9,8 @@ import pytest
 from jaxengine.parsers.registry import REASONING_PARSERS
 from jaxengine.requests.sampling_params import SamplingParams
 from jaxengine.scheduler.errors import RequestError
-from tests.conftest import use_scheduler
 from tests.jaxengine.grammars.test_constraints import generate, nothing_is_left, tokens_of
+from tests.jaxengine.grammars.test_reasoning_first import same_in_any_company
 from tests.tables import each_row
 
 __all__ = ["nothing_is_left"]
@@ -84,18 +84,7 @@ def test_an_output_that_does_not_reason_is_not_limited(chat_llm):
 
 
 def test_alone_in_a_crowd_preempted_and_in_step(chat_llm, chat_options):
-    from jaxengine import LLM
-
-    many = [limited(20 + seed, seed=seed, max_tokens=90) for seed in range(8)]
-    scheduler, prompt = use_scheduler(chat_llm, num_pages=80), "word " * 40
-    alone = tokens_of([generate(chat_llm, each, prompt=prompt)[0] for each in many[:2]])
-    before = scheduler.num_preemptions
-    together = tokens_of(generate(chat_llm, *many, prompt=prompt))
-    assert together[:2] == alone and scheduler.num_preemptions > before
-    with LLM(**chat_options, async_scheduling=False, enable_prefix_caching=False) as other:
-        use_scheduler(other, num_pages=80)
-        assert tokens_of(generate(other, *many, prompt=prompt)) == together
-    use_scheduler(chat_llm)
+    same_in_any_company(chat_llm, chat_options, [limited(20 + seed, seed=seed, max_tokens=90) for seed in range(8)])
 
 
 REFUSED = {

@@ -18,8 +18,8 @@ _ANY = _on("decode bucket")
 _SPLIT = _on("split decodes")
 _PARTS = (("many_parts", "mgpu"),)
 _TOKENS = _on("verify tails")
-_WINDOW = _on("decode window")
-_SINKS = _on("decode sinks")
+_WINDOW = _on("decode window and sinks")
+_SINKS = _on("decode window and sinks")
 _CODES = _on("codes of decodes")
 
 MUTANTS = [

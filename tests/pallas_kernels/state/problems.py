@@ -47,7 +47,7 @@ BATCHES = {
     "one decode": Batch((1,), 1, 1, 1),
     "a prompt of one token among decodes": Batch((1, 1, 1), 2, 4, 4),
     "one prompt": Batch((29,), 0, 32, 2),
-    "chunks of all sizes": Batch((64, 65, 1, 63, 130), 0, 400, 6),
+    "chunks of all sizes": Batch((64, 65, 1, 63, 249), 0, 512, 6),
     "decodes and prompts": Batch((1, 1, 1, 7, 1, 80, 2), 3, 128, 8),
     "a sequence without tokens": Batch((1, 0, 5, 0, 3), 1, 16, 8),
 }

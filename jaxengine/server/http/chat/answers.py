@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from jaxengine.server.http.answers import ABSENT, Answer, NullBody, PromptLogprobs, TokenLogprob, Usage
+from jaxengine.server.http.weight_spans import WeightVersions
 
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
 
@@ -43,6 +44,7 @@ class ChatChoice(Answer):
     finish_reason: FinishReason
     stop_reason: int | str | None
     token_ids: list[int] | None
+    weight_versions: list[WeightVersions] = ABSENT
     routed_experts: None
 
 
@@ -85,6 +87,7 @@ class ChatChunkChoice(Answer):
     finish_reason: FinishReason | None
     stop_reason: int | str | None = ABSENT
     token_ids: list[int] | None = ABSENT
+    weight_versions: list[WeightVersions] = ABSENT
 
 
 class ChatCompletionChunk(Answer):

@@ -74,16 +74,14 @@ class _Batch:
     async def prepare(self, ignored: list[str]) -> None:
         """Prepares the prompts. ignored: appends fields that have no effect for this model. Raises RequestError."""
         for number, each in enumerate(self._completions):
-            own: list[str] = []
-            await each.prepare(own)
-            ignored += own if number == 0 else ()
+            await each.prepare(ignored if number == 0 else [])
 
     async def whole(self) -> Response:
         """Returns the complete response, whose counts are those of all conversations together."""
         bodies: dict[int, dict[str, Any]] = {}
-        places = interleave(self._answer, len(self._completions), self._places)
-        async with contextlib.aclosing(places) as found:
-            async for number, body in found:
+        streams = interleave(self._answer, len(self._completions), self._places)
+        async with contextlib.aclosing(streams):
+            async for number, body in streams:
                 bodies[number] = body
         choices = [{**bodies[number]["choices"][0], "index": number} for number in range(len(bodies))]
         total = _added([body["usage"] for body in bodies.values()])

@@ -38,6 +38,7 @@ class ChatAnswer:
             (body.top_logprobs or 0) if body.logprobs else None,
             as_token_ids=body.names_tokens_by_id(server.config),
             with_token_ids=bool(body.return_token_ids),
+            with_versions=bool(body.return_weight_versions),
         )
         self._num_prompt_tokens = 0
 

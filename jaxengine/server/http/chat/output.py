@@ -9,6 +9,7 @@ from typing import Any
 from jaxengine.parsers.events import ArgumentsDelta, ContentDelta, Event, ReasoningDelta, ToolCallStart, message_of
 from jaxengine.requests.outputs import CompletionOutput, Logprob, PositionLogprobs
 from jaxengine.server.http.protocol import NULL_CHOICE, json_logprob, json_position
+from jaxengine.server.http.weight_spans import SpanWriter
 from jaxengine.tokens.tokenizer import Tokenizer
 
 _NULL_MESSAGE = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning", "reasoning_content"))
@@ -23,6 +24,7 @@ class ChatChoiceWriter:
       logprobs: number of likeliest tokens with log-probabilities; None for no log-probabilities.
       as_token_ids: tokens are written as token_id:N.
       with_token_ids: choices also have token_ids.
+      with_versions: choices also have weight_versions.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class ChatChoiceWriter:
         *,
         as_token_ids: bool,
         with_token_ids: bool,
+        with_versions: bool,
     ):
         self._tokenizer = tokenizer
         self._role = role
@@ -41,6 +44,7 @@ class ChatChoiceWriter:
         self._logprobs = logprobs
         self._as_token_ids = as_token_ids
         self._with_token_ids = with_token_ids
+        self._spans = SpanWriter() if with_versions else None
         self._calling: set[int] = set()
 
     def whole(self, output: CompletionOutput, events: Sequence[Event]) -> dict[str, Any]:
@@ -60,7 +64,7 @@ class ChatChoiceWriter:
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                 for call in parsed.tool_calls
             ]
-        return {**NULL_CHOICE, **self._choice(output, "message", message)}
+        return {**NULL_CHOICE, **self._choice(output, "message", message), **self._versions(output)}
 
     def opening(self, index: int) -> list[dict[str, Any]]:
         """The first choices of a stream for output `index`."""
@@ -75,7 +79,7 @@ class ChatChoiceWriter:
         """
         if any(isinstance(event, ToolCallStart) for event in events):
             self._calling.add(output.index)
-        deltas = _deltas(events)
+        deltas, versions = _deltas(events), self._versions(output)
         ends = output.finish_reason is not None
         if not deltas or (ends and "tool_calls" in deltas[-1]):
             deltas.append({})
@@ -88,11 +92,15 @@ class ChatChoiceWriter:
         choices += [self._choice(rest, "delta", delta) for delta in deltas[1:]]
         for choice in choices[:-1]:
             choice |= {"finish_reason": None, "stop_reason": None}
+        choices[-1] |= versions
         return choices
 
     def prompt_logprobs(self, positions: Sequence[PositionLogprobs | None]) -> list[dict[str, Any] | None]:
         """The prompt's log-probabilities in vLLM's form: by token id for each token."""
         return [json_position(position) for position in positions]
+
+    def _versions(self, output: CompletionOutput) -> dict[str, Any]:
+        return {} if self._spans is None else self._spans.of(output.index, output)
 
     def _choice(self, output: CompletionOutput, kind: str, said: dict[str, Any]) -> dict[str, Any]:
         reason = output.finish_reason

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from jaxengine.server.http.answers import ABSENT, Answer, NullBody, PromptLogprobs, Usage
+from jaxengine.server.http.weight_spans import WeightVersions
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -24,6 +25,7 @@ class CompletionChunkChoice(Answer):
     stop_reason: int | str | None
     token_ids: list[int] | None
     prompt_token_ids: list[int] | None
+    weight_versions: list[WeightVersions] = ABSENT
 
 
 class CompletionChoice(Answer):
@@ -36,6 +38,7 @@ class CompletionChoice(Answer):
     routed_experts: None
     prompt_logprobs: PromptLogprobs | None
     prompt_token_ids: list[int] | None
+    weight_versions: list[WeightVersions] = ABSENT
 
 
 class Completion(NullBody):

@@ -9,6 +9,7 @@ from jaxengine.requests.outputs import CompletionOutput, PositionLogprobs, Reque
 from jaxengine.requests.sampling_params import SamplingParams
 from jaxengine.server.http.completions.offsets import OutputOffsets, prompt_offsets
 from jaxengine.server.http.protocol import json_logprob, json_position
+from jaxengine.server.http.weight_spans import SpanWriter
 from jaxengine.tokens.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class ChoiceWriter:
         self._tokenizer = tokenizer
         self._n = body.n or 1
         self._offsets: dict[int, OutputOffsets] = {}
+        self._spans = SpanWriter()
 
     def choice(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
         """JSON of a choice. The n answers of prompt p have indices p * n to p * n + n - 1."""
@@ -56,7 +58,7 @@ class ChoiceWriter:
         shown = bool(body.return_token_ids)
         choice["token_ids"] = completion.token_ids if shown else None
         choice["prompt_token_ids"] = output.prompt_token_ids if shown and begins else None
-        return choice
+        return choice | (self._spans.of(index, completion) if body.return_weight_versions else {})
 
     @staticmethod
     def says_something(choice: dict[str, Any]) -> bool:

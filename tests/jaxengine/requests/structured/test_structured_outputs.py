@@ -112,9 +112,9 @@ def test_an_option_that_would_do_nothing_is_refused(chosen):
 def test_the_words_around_reasoning():
     for given, kept in (("a", (("a",),)), (["a", "b"], (("a",), ("b",))), ([["a", "b"], "c"], (("a", "b"), ("c",)))):
         params = StructuredOutputsParams(regex="x", reasoning_end=given, reasoning_begin="y")
-        grammar = params.compiled_from((7, 8))
+        grammar = params.compiled_from(lambda text: (7, 8))
         assert (grammar.reasoning_end, grammar.reasoning_begin) == (kept, (7, 8))
-        assert params.compiled_from(()).reasoning_end == ()  # the model cannot open it
+        assert params.compiled_from(lambda text: ()).reasoning_end == ()  # the model cannot open it
         assert StructuredOutputsParams(**dataclasses.asdict(params)) == params
 
 

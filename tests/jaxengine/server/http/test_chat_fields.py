@@ -68,6 +68,7 @@ CHAT = {
     "truncate_prompt_tokens": 3,
     "truncation_side": ("right", {"truncate_prompt_tokens": 3}),
     "return_token_ids": True,
+    "return_weight_versions": True,
     "return_tokens_as_token_ids": (True, {"logprobs": True}),
     "logprobs": True,
     "top_logprobs": (2, {"logprobs": True}),

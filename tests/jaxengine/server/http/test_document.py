@@ -99,6 +99,7 @@ SCRIPTED = [
     ("/v1/messages", {**MESSAGE, **STREAM}),
 ]
 COMPUTED = [
+    ("/v1/chat/completions/batch", {**CHAT, "messages": [MESSAGES, MESSAGES]}),
     ("/v1/chat/completions", {**CHAT, "prompt_logprobs": 1}),
     ("/v1/completions", {**COMPLETION, "echo": True, "logprobs": 2, "prompt_logprobs": 1, "return_token_ids": True}),
     ("/v1/completions", {**COMPLETION, **COUNTED, "logprobs": 2, "return_token_ids": True}),

@@ -139,6 +139,13 @@ CASES: dict[str, Case] = {
         ),
         {"logprobs": 1},
     ),
+    "return_weight_versions": Case(
+        True,
+        lambda before, after: (
+            "weight_versions" not in before.choice
+            and [(span["start"], span["end"]) for span in after.choice["weight_versions"]] == [(0, 3)]
+        ),
+    ),
     "stream": Case(
         True,
         lambda before, after: (

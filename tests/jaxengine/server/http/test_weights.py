@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 
 import numpy as np
@@ -93,3 +94,40 @@ async def test_pause_and_sleep(app):
         assert (await client.post("/update_weights", json={"path": str(TINY_CHECKPOINT)})).status_code == 200
         assert (await client.post("/wake_up")).json() == {"asleep": []}
         assert await tokens(client) == first
+
+
+async def test_answers_say_which_weights_made_them(app, tmp_path):
+    """Whole and streamed, one of several, and across a switch; not unless it is asked for."""
+    folders = [write(tmp_path / str(seed), changed(seed)) for seed in (1, 2)]
+    long = {**BODY, "max_tokens": 60, "return_weight_versions": True, "n": 2, "temperature": 1, "seed": 3}
+    async with http_client(app, "root") as client:
+
+        async def switch(folder, version):
+            answer = await client.post("/update_weights", json={"path": folder, "weight_version": version})
+            assert answer.status_code == 200, answer.text
+
+        await switch(folders[0], "a")
+        plain = (await client.post("/v1/completions", json=BODY)).json()["choices"][0]
+        assert "weight_versions" not in plain
+        whole = (await client.post("/v1/completions", json=long)).json()["choices"]
+        assert [each["weight_versions"] for each in whole] == [[{"version": "a", "start": 0, "end": 60}]] * 2
+        spans: dict[int, list] = {}
+        async with client.stream("POST", "/v1/completions", json={**long, "stream": True}) as response:
+            number = 0
+            async for line in response.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                for choice in json.loads(line[6:])["choices"]:
+                    if "weight_versions" in choice:
+                        assert choice["finish_reason"] == "length" and choice["index"] not in spans
+                        spans[choice["index"]] = choice["weight_versions"]
+                number += 1
+                if number == 4:
+                    switching = asyncio.create_task(switch(folders[1], "b"))
+            await switching
+        assert spans.keys() == {0, 1}
+        for found in spans.values():
+            assert [each["version"] for each in found] in (["a", "b"], ["a"])
+            assert found[0]["start"] == 0 and found[-1]["end"] == 60
+            assert all(one["end"] == other["start"] for one, other in itertools.pairwise(found))
+        await switch(str(TINY_CHECKPOINT), 0)

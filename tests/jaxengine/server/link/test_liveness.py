@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from jaxengine.api.engine_client import EngineDeadError
+from jaxengine.api.owner import Owner
 from jaxengine.scheduler.errors import OverloadedError, RequestError
 from jaxengine.server.link.messages import Load, Update
 from jaxengine.server.link.queue_limits import QueueLimits
@@ -20,6 +21,7 @@ def remote(*, eager: bool = False) -> Any:
     engine: Any = object.__new__(RemoteEngine)
     engine.__dict__.update(
         _dead=None,
+        _owner=Owner(has_devices=False),
         _draining=False,
         _welcomed=SimpleNamespace(done=lambda: True),
         inputs=SimpleNamespace(config=SimpleNamespace(enforce_eager=eager)),

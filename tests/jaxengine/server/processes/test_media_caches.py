@@ -173,7 +173,7 @@ def test_what_is_sent_and_kept(core, tmp_path, kind, changes, count):
 def test_in_one_process(core):
     """LLM's cache of values, its figures, and what forgets it."""
     llm = object.__new__(LLM)
-    llm.core, llm._lock, llm._calls = core, FairLock(), {}
+    llm._core, llm._lock, llm._calls = core, FairLock(), {}
     shown = picture(8, 40, 48)
     before = {metric.name: metric.value for metric in llm.get_metrics()}
 

@@ -1,0 +1,165 @@
+"""The conformance tests of the device's kernels, one process for each kernel: `scripts/gpu_check` runs them.
+
+A kernel is a function of the suite, its cases are what the function is run with. A kernel that hangs or ends its
+process is named with the case in which it did; the others go on, and it has another turn behind that case. This module
+is also a plugin of pytest, which writes a line for every case that begins or ends. It needs pytest and no plugin of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.processes import ROOT, START_S, watch
+from benchmarks.recorder import Recorder, Row
+
+# No plugin is needed. The project's options that only plugins know would end pytest without them, for its `addopts`
+# has --strict-config.
+PLAIN = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+PYTEST = ["-m", "pytest", "-c", "pyproject.toml", "-o", "addopts=--import-mode=importlib", "--disable-warnings"]
+PYTEST += ["-p", "no:cacheprovider", "-q"]
+FOLDER = "tests/pallas_kernels/"
+# "device" is the name of the compiled kernels in the suite's own table, "cpu" the one where there is no accelerator.
+DEVICE, TINY = (FOLDER, "-k", "device"), (f"{FOLDER}attention/test_paged_attention.py", "-k", "cpu and block")
+# Of the first turn: a process takes a part of it to start. A later one is longer than a hang, which it names.
+LEAST_S = 30.0
+MAX_ENDED = 3  # processes of one kernel
+
+
+def pytest_addoption(parser):
+    parser.addoption("--case-lines", help="file that gets a line of JSON for each case that begins or ends")
+
+
+def pytest_configure(config):
+    if config.getoption("--case-lines"):
+        config.pluginmanager.register(_Lines(Path(config.getoption("--case-lines"))))
+
+
+class _Lines:
+    """Writes [case, outcome, message] for each event of a case; the outcome is "begun" at first."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def _write(self, *line: str) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def pytest_runtest_logstart(self, nodeid):
+        self._write(nodeid, "begun", "")
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" or report.outcome != "passed":
+            message = getattr(getattr(report.longrepr, "reprcrash", None), "message", "") if report.failed else ""
+            self._write(report.nodeid, report.outcome, message[:500])
+
+
+def run(
+    path: Path, seconds: float, stall_s: float, selection: Sequence[str], each: Callable[[], None], **variables: str
+) -> str:
+    """Runs the selected cases, each kernel for its part of the seconds; returns "complete", "failed" or "cut".
+
+    The rows in `path` are whole after every case. Rows that it has are taken over, those that were cut go on.
+    """
+    deadline = time.monotonic() + seconds
+    recorder = Recorder("conformance", path)
+    recorder.resume()
+    kernels, errors = collect(selection, seconds, **variables)
+    recorder.rows = [_row(name, cases, recorder.named(name)) for name, cases in kernels.items()]
+    recorder.rows += [{**_row(error, [], None), "ended": ["collection"]} for error in errors]
+    recorder.write()
+    while todo := [row for row in recorder.rows if row["done"] < row["cases"] and len(row["ended"]) < MAX_ENDED]:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            break
+        row = min(todo, key=lambda row: row["turns"])
+        turn_s = min(left, max(stall_s + START_S if row["turns"] else LEAST_S, left / len(todo)))
+        _turn(recorder, row, kernels[row["name"]][row["done"] :], turn_s, stall_s, each, **variables)
+    if any(row["failed"] or row["ended"] for row in recorder.rows):
+        return "failed"
+    return "cut" if todo else "complete"
+
+
+def collect(selection: Sequence[str], seconds: float, **variables: str) -> tuple[dict[str, list[str]], list[str]]:
+    """Selected cases by kernel, and what pytest could not collect."""
+    command = [sys.executable, *PYTEST, "--collect-only", *selection]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **PLAIN, **variables}
+    try:
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return {}, [f"pytest collected for more than {seconds:.0f} s"]
+    lines, kernels = done.stdout.splitlines(), dict[str, list[str]]()
+    for case in lines:
+        if "::" in case and not case.startswith("ERROR"):
+            kernels.setdefault(case.partition("[")[0].removeprefix(FOLDER), []).append(case)
+    errors = [line for line in lines if line.startswith("ERROR ")]
+    if not (kernels or errors):
+        errors = [f"pytest ended with {done.returncode}: {(done.stdout + done.stderr)[-500:]}"]
+    return kernels, errors
+
+
+def _row(name: str, cases: list[str], before: Row | None) -> Row:
+    if before and before.get("cases") == len(cases):
+        return before
+    counts: Row = {"cases": len(cases), "done": 0, "passed": 0, "skipped": 0, "turns": 0}
+    return {"name": name, **counts, "failed": [], "ended": []}
+
+
+def _turn(
+    recorder: Recorder,
+    row: Row,
+    cases: list[str],
+    seconds: float,
+    stall_s: float,
+    each: Callable[[], Any],
+    **variables: str,
+) -> None:
+    """Runs cases of one kernel in a process of its own."""
+    assert recorder.path
+    before, lines = {**row, "turns": row["turns"] + 1}, recorder.path.with_suffix(".lines")
+    lines.unlink(missing_ok=True)
+    command = [sys.executable, *PYTEST, "-p", __name__, "--case-lines", str(lines), *cases]
+
+    def update(ended: int | str = "cut") -> Row:
+        now = recorder.add(_counted(before, cases, _outcomes(lines), ended, stall_s), ("name",), quiet=True)
+        each()
+        return now
+
+    log = recorder.path.with_suffix(".log")
+    now = update(watch(command, log, lines, seconds, stall_s, update, **PLAIN, **variables))
+    print("{name}: {done} of {cases} cases, {passed} passed, {skipped} skipped".format_map(now), flush=True)
+    print("".join(f"  {word}\n" for word in (*now["failed"], *now["ended"])), end="", flush=True)
+    lines.unlink(missing_ok=True)
+
+
+def _outcomes(lines: Path) -> dict[str, tuple[str, str]]:
+    """Outcome and message of each case that has begun; a line that is being written is left out."""
+    whole = lines.read_text().rpartition("\n")[0].splitlines() if lines.exists() else []
+    return {case: (outcome, message) for case, outcome, message in map(json.loads, whole)}
+
+
+def _counted(
+    before: Row, cases: list[str], outcomes: dict[str, tuple[str, str]], ended: int | str, stall_s: float
+) -> Row:
+    """The row within a turn or after one. ended: how the process ended, as `watch` says it."""
+    over = {case: outcome for case, outcome in outcomes.items() if outcome[0] != "begun"}
+    kinds = [outcome for outcome, _ in over.values()]
+    failed = [f"{case}: {message}" for case, (outcome, message) in over.items() if outcome == "failed"]
+    row = {
+        **before,
+        "done": before["done"] + len(over),
+        **{kind: before[kind] + kinds.count(kind) for kind in ("passed", "skipped")},
+        "failed": before["failed"] + failed,
+    }
+    if ended != "cut" and len(over) < len(cases):
+        begun = [case for case in outcomes if case not in over]
+        how = f"hung for {stall_s:.0f} s" if ended == "hung" else f"its process ended with {ended}"
+        row["ended"] = [*before["ended"], f"{begun[-1] if begun else 'before a case'}: {how}"]
+        row["done"] += bool(begun)
+    return row
