@@ -63,7 +63,7 @@ def check_sampling_options(args: argparse.Namespace, options: Mapping[str, Any])
     A server knows the words around its model's reasoning, which thinking_token_budget needs.
     """
     of_server = args.url is not None and options.get("thinking_token_budget") is not None
-    words = {"thinking_words": {"reasoning_end": "</think>"}} if of_server else {}
+    words: dict[str, Any] = {"thinking_words": {"reasoning_end": "</think>"}} if of_server else {}
     SamplingParams(**words | dict(options))
 
 
