@@ -52,7 +52,7 @@ class EndsDelivered(msgspec.Struct, array_like=True, tag="ends_delivered"):
 
 
 class Call(msgspec.Struct, array_like=True, tag="call"):
-    """Calls a function of `EngineCore.utilities`."""
+    """Asks for a call of a function of `EngineCore.utilities`. number: that of its Reply; nobody reads the one of 0."""
 
     number: int
     name: str
@@ -92,7 +92,7 @@ class Reply(msgspec.Struct, array_like=True):
 
 
 class Started(msgspec.Struct, array_like=True):
-    """The first token of a request."""
+    """The first token of a request. Times are those of Request, in seconds of time.monotonic."""
 
     handle: int
     num_cached_tokens: int
@@ -102,7 +102,7 @@ class Started(msgspec.Struct, array_like=True):
 
 
 class Ended(msgspec.Struct, array_like=True):
-    """The end of a request. output_token_ids: for requests without an output per step."""
+    """The end of a request. Times are those of Request; output_token_ids: i32, None for one with an output per step."""
 
     handle: int
     reason: str
@@ -140,7 +140,7 @@ class Vectors(msgspec.Struct, array_like=True):
 
 
 class PromptPart(msgspec.Struct, array_like=True):
-    """A PromptScores of one request."""
+    """A PromptScores of one request: the first score is of prompt token `first`."""
 
     handle: int
     first: int
@@ -193,7 +193,7 @@ def owner_of(request: Request) -> tuple[int, int]:
 
 
 def error_of(failure: Failure) -> Exception:
-    """Returns the exception for the caller of a Submit or a Call."""
+    """Returns the exception for the caller of a Submit or a Call: a RequestError, RuntimeError for "internal"."""
     if failure.kind == "overloaded":
         return OverloadedError(failure.message, retry_after=failure.retry_after)
     if kind := {"request": RequestError, "unknown adapter": UnknownAdapterError}.get(failure.kind):
@@ -231,7 +231,10 @@ def updates_of(output: EngineOutput, clients: Sequence[int]) -> dict[int, Update
 
 
 def output_of(update: Update, follow: Callable[[int], Request]) -> EngineOutput:
-    """Converts an update to an EngineOutput of the API process's own requests, which `follow` finds by handle."""
+    """Converts an update to an EngineOutput of the API process's own requests, which `follow` finds by handle.
+
+    Also enters the engine's times, counts and ends in these requests.
+    """
     output = EngineOutput()
     for each in update.started:
         request = follow(each.handle)
