@@ -161,7 +161,7 @@ def _rules(
     tokenizer: Tokenizer,
     switches: Sequence[str],
 ) -> list[str]:
-    """Rules of a format's grammar for calls. Raises RequestError."""
+    """The rules that a format's `grammar` has for calls of `functions`, in Lark's notation. Raises RequestError."""
 
     def token_id(word: str) -> int | None:
         found = tokenizer.backend.token_to_id(word)
