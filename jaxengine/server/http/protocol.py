@@ -163,7 +163,7 @@ class ResponseFormat(RequestModel):
     json_schema: JsonSchema | None = None
 
     def structured_outputs(self) -> dict[str, Any] | None:
-        """The same as vLLM's structured_outputs, or None. Raises RequestError."""
+        """The same as vLLM's structured_outputs; None for any text. Raises RequestError without a schema."""
         if self.type == "json_object":
             return {"json_object": True}
         if self.type == "text":
@@ -392,7 +392,7 @@ class TextRequest(GenerationRequest):
 
 
 def json_logprob(logprob: float) -> float:
-    """A log-probability in JSON: -9999.0 for minus infinity."""
+    """A log-probability in JSON: -9999.0 for anything less, such as minus infinity."""
     return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB
 
 

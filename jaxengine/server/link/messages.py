@@ -188,7 +188,7 @@ decode_from_engine: Callable[[Any], FromEngine] = msgspec.msgpack.Decoder(FromEn
 
 
 def owner_of(request: Request) -> tuple[int, int]:
-    """Returns (number of the API process, its handle), which a request's tag encodes."""
+    """Returns (number of the API process's connection, its handle for the request), which a request's tag encodes."""
     return divmod(request.tag, 1 << 32)
 
 
@@ -202,9 +202,9 @@ def error_of(failure: Failure) -> Exception:
 
 
 def updates_of(output: EngineOutput, clients: Sequence[int]) -> dict[int, Update]:
-    """Returns the Update of each API process for a step, by its number; the sender fills in number, received and load.
+    """Returns the Update of each API process for a step, by the number of its connection.
 
-    clients: numbers of all API processes that have requests.
+    The sender fills in number, received and load. clients: numbers of the connections of all that have requests.
     """
     updates = _token_updates(output.emitted, clients) if output.emitted else {}
 

@@ -53,7 +53,10 @@ _FIRST, _LAST = int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.NOBLOCK)
 
 @dataclass(eq=False)
 class _Client:
-    """An API process: its index, its requests, and the replies not sent yet."""
+    """A connection of an API process: its requests, and the replies not sent yet.
+
+    index: of the process; number: of the connection, counted from 1.
+    """
 
     identity: bytes
     index: int

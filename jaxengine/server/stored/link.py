@@ -144,7 +144,7 @@ class RemoteStore:
 
     @classmethod
     async def connect(cls, path: str) -> RemoteStore:
-        """Connects, waiting for the store."""
+        """Returns a client once the store listens at `path` and is connected, however long that takes."""
         store = cls(path)
         await store._connected.wait()
         return store

@@ -44,7 +44,7 @@ Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 
 
 class ResponseFunction(RequestModel):
-    """A function that the model may call; strict: as in chat_protocol.Function."""
+    """A function that the model may call; strict: as in chat.protocol.Function."""
 
     type: Literal["function"]
     name: Name
