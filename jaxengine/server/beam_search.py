@@ -25,7 +25,9 @@ async def beam_search(
 
     Args:
       prompt: with prompt_token_ids.
+      request_id: of the output; the engine's requests have ids that begin with it.
       n: number of best sequences to return, None for all.
+
     A search that exceeds `options.timeout` ends with the sequences so far, and finish_reason "abort".
     Raises the same errors as EngineClient.stream.
     """

@@ -23,7 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command. Raises ConfigError for invalid options."""
+    """Runs the server until it ends; returns the exit status, which is 2 if a package is missing.
+
+    Raises ConfigError for invalid options.
+    """
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         needed = f"serving needs {', '.join(missing)}: pip install 'jaxengine[serve]', or '.[serve]' in a clone"

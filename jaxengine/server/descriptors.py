@@ -19,7 +19,7 @@ def max_connections(config: ServerConfig) -> int:
 
 
 def raise_descriptor_limit() -> None:
-    """Raises this process's limit of open files as far as the system allows."""
+    """Raises this process's limit of open files to what the most connections need, as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = 2 * _MOST_CONNECTIONS + _SPARE
     wanted = most if hard == resource.RLIM_INFINITY else min(hard, most)

@@ -38,7 +38,7 @@ def read_modules(modules: tuple[str, ...]) -> list[tuple[str, str]]:
 
 
 def refuse_models_name(name: str, names: Iterable[str]) -> None:
-    """Raises RequestError for an adapter's name that is, or looks like, one of the model's."""
+    """Raises RequestError for an adapter's name that is, or looks like, one of `names`, the model's."""
     if (own := alike(name, names)) is not None:
         how = "is" if own == name else f"looks like {show_value(own)}, which is"
         raise RequestError(f"lora_name {show_value(name)} {how} the model's own", param="lora_name", value=name)
@@ -47,7 +47,11 @@ def refuse_models_name(name: str, names: Iterable[str]) -> None:
 async def load_from_root(
     engine: EngineClient, config: ServerConfig, names: tuple[str, ...], name: str, path: str
 ) -> None:
-    """Loads an adapter from a folder in lora_root. Raises RequestError, and then nothing has changed."""
+    """Loads an adapter from a folder in lora_root, and returns when it is loaded. Cancelling the call does not stop it.
+
+    names: the model's, which the adapter may not have. path: relative to lora_root, or absolute. Raises RequestError,
+    and then nothing has changed.
+    """
     refuse_models_name(name, names)
     if config.lora_root is None:
         raise RequestError("no adapter can be loaded: the server was started without lora_root", param="lora_path")

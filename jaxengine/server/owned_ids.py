@@ -87,7 +87,7 @@ class OwnedEngine(EngineWrapper):
 
 
 def owned(engine: EngineClient) -> EngineClient:
-    """Returns `engine` with the ids of owners apart."""
+    """Returns `engine` in an OwnedEngine, or itself if it is one."""
     return engine if isinstance(engine, OwnedEngine) else OwnedEngine(engine)
 
 

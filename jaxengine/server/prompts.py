@@ -20,9 +20,10 @@ FORMS = "a string, a list of strings, a list of token ids or a list of lists of 
 def read_prompts(
     prompt: Any, max_prompts: int, vocab_size: int, longest: int | None, *, param: str = "prompt"
 ) -> list[str | list[int]]:
-    """Returns the prompts of a request's field `param`. longest: limit of token ids; None if prompts are truncated.
+    """Returns the prompts that a request has in its field `param`: texts, or lists of token ids.
 
-    Raises RequestError.
+    longest: limit of a prompt's token ids; None if prompts are truncated. vocab_size: ids must be below it. Raises
+    RequestError for another form than FORMS, too many or too long prompts, and an empty one.
     """
     prompts = prompt if isinstance(prompt, list) and not _begins_with_id(prompt) else [prompt]
     if not 1 <= len(prompts) <= max_prompts:
@@ -75,8 +76,10 @@ class PromptEncoder:
     async def encode(
         self, texts: Sequence[str], *, add_special_tokens: bool = True, param: str = "prompt"
     ) -> list[list[int]]:
-        """Returns the token ids of each text. Raises RequestError for one that cannot fit, before any work on it, and
-        OverloadedError if too many requests are waiting.
+        """Returns the token ids of each text; a thread computes those of long texts. param: their field, for errors.
+
+        Raises RequestError for one that cannot fit, before any work on it, and OverloadedError if too many requests are
+        waiting.
         """
         tokenizer = self._inputs.require_tokenizer()
         self.verify_length(max(map(len, texts)), param)
@@ -92,7 +95,11 @@ class PromptEncoder:
             raise RequestError(problem, param=param)
 
     def cut(self, token_ids: list[int], keep: int | None, side: str | None, max_tokens: int | None) -> list[int]:
-        """Truncates to `truncate_prompt_tokens`, from `truncation_side`."""
+        """Returns a prompt's token ids truncated as its request asks.
+
+        keep: truncate_prompt_tokens; None: all; -1: as many as leave room for max_tokens, or for one token if that is
+        None. side: truncation_side; "right" keeps the first tokens, any other value or None the last ones.
+        """
         if keep is None:
             return token_ids
         if keep == -1:

@@ -47,7 +47,8 @@ class RayConfig:
 
     Attributes:
       min_replicas, max_replicas: least and largest number of engines.
-      target_ongoing_requests: requests per replica, running and waiting, that Ray aims at; None: max_num_seqs.
+      target_ongoing_requests: requests per replica, running and waiting, that Ray aims at; None: max_num_seqs, or 32
+        if that is not given.
       num_ingresses: processes that serve HTTP.
       num_cpus, num_gpus, resources: needs of each host of a replica; TPUs are resources, {"TPU": 4}.
       placement_strategy: for the hosts of an engine with nnodes > 1.
@@ -92,7 +93,12 @@ class Call(msgspec.Struct):
 
 
 class Answer(msgspec.Struct):
-    """An output sent back, or the reason why there is none."""
+    """An output sent back, or the reason why there is none.
+
+    Attributes:
+      error: message of a RequestError; param: its field.
+      retry_after: seconds of an OverloadedError; None for other errors.
+    """
 
     output: RequestOutput | None = None
     error: str | None = None
@@ -319,7 +325,10 @@ class Node:
 
 
 def _start_node(rank: int, options: Mapping[str, Any], key: str) -> Any:
-    """Starts host `rank` of the engine, in bundle `rank` of this replica's placement group."""
+    """Starts host `rank` of the engine, in bundle `rank` of this replica's placement group; returns its actor.
+
+    options: of EngineConfig. key: the cluster's secret.
+    """
     words = ["--node-rank", str(rank)]
     for name in ("nnodes", "master_addr", "master_port", "cluster_timeout"):
         if name in options:

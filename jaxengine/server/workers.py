@@ -28,8 +28,9 @@ class Workers:
         self._count = 0
 
     async def run(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Runs `function` on a thread; returns its result or raises its exception. Raises OverloadedError if the queue
-        is full.
+        """Runs `function` on a thread; returns its result or raises its exception. A cancelled call runs on there.
+
+        Raises OverloadedError if the queue is full.
         """
         if self._count >= self._most:
             raise OverloadedError(f"{self._count} requests are being read already; try again later")

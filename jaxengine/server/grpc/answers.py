@@ -50,7 +50,7 @@ class AnswerWriter:
             yield chunk
 
     def prompt_info(self, output: RequestOutput) -> pb.PromptInfo:
-        """The requested information about the prompt."""
+        """The prompt's number of tokens, and their ids and log-probabilities as far as they are wanted."""
         info = pb.PromptInfo(num_prompt_tokens=len(output.prompt_token_ids))
         if self._wanted.prompt_token_ids:
             info.token_ids.extend(output.prompt_token_ids)
@@ -61,7 +61,7 @@ class AnswerWriter:
         return info
 
     def usage(self, output: RequestOutput) -> pb.Usage:
-        """Token counts so far."""
+        """Token counts: of the prompt, and of the outputs as far as they have been written."""
         return pb.Usage(
             num_prompt_tokens=len(output.prompt_token_ids),
             num_output_tokens=sum(self._num_tokens.values()),

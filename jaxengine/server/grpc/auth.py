@@ -47,7 +47,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
 
 
 def key_of(metadata: Any) -> bytes:
-    """The key in a call's metadata, b"" for none."""
+    """The key in a call's metadata, which is pairs of name and value or None; b"" for no key, or different ones."""
     values = [value for name, value in metadata or () if name.lower() == "authorization"]
     return bearer_key([value if isinstance(value, bytes) else value.encode() for value in values])
 

@@ -65,10 +65,10 @@ class Client:
         self._channel.close()
 
     def generate(self, prompt: Prompt, *, timeout: float | None = None, **options: Any) -> pb.GenerateResponse:
-        """Generates the complete answer.
+        """Generates the complete answer, and returns when it is there. Raises grpc.RpcError.
 
         Args:
-          timeout: seconds after which the call ends with DEADLINE_EXCEEDED.
+          timeout: seconds after which the call ends with DEADLINE_EXCEEDED; None: only the server's limit applies.
           options: fields of GenerateRequest and of its groups, by their own names: temperature, top_p, num_sequences,
             max_new_tokens, stop_strings, output_token_ids, cache_salt, ...; with messages also those of ChatMessages.
             TypeError for others.
@@ -79,25 +79,35 @@ class Client:
     def generate_stream(
         self, prompt: Prompt, *, timeout: float | None = None, **options: Any
     ) -> Iterator[pb.GenerateChunk]:
-        """Yields the answer in chunks, with arguments as for `generate`. The returned iterator has a method
-        cancel().
+        """Starts to generate, and returns an iterator over the answer's chunks. Arguments are those of `generate`.
+
+        Raises TypeError at once; the iteration raises grpc.RpcError. The iterator's method cancel() ends the call.
         """
         request = generate_request(prompt, **options)
         return self._stub.GenerateStream(request, timeout=timeout, metadata=self._metadata)
 
     def tokenize(self, prompt: str | Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        """Tokenizes a text or conversation; options: other fields of TokenizeRequest."""
+        """Tokenizes a text or conversation; options: other fields of TokenizeRequest.
+
+        Raises ValueError for other options, TypeError for another kind of prompt, grpc.RpcError.
+        """
         request = pb.TokenizeRequest(**options)
         _set_prompt(request, prompt)
         return list(self._stub.Tokenize(request, metadata=self._metadata).token_ids)
 
     def detokenize(self, token_ids: Sequence[int], **options: Any) -> str:
-        """Converts token ids to text; options: other fields of DetokenizeRequest."""
+        """Converts token ids to text; options: other fields of DetokenizeRequest.
+
+        Raises ValueError for other options, grpc.RpcError.
+        """
         request = pb.DetokenizeRequest(token_ids=token_ids, **options)
         return self._stub.Detokenize(request, metadata=self._metadata).text
 
     def score(self, prompt: Prompt, *, timeout: float | None = None, **options: Any) -> pb.ScoreResponse:
-        """Log-probabilities of the prompt's tokens; options: other fields of ScoreRequest."""
+        """Computes the log-probabilities of the prompt's tokens; options: other fields of ScoreRequest.
+
+        timeout: as for `generate`. Raises ValueError for other options, grpc.RpcError.
+        """
         request = pb.ScoreRequest(**options)
         _set_prompt(request, prompt)
         return self._stub.Score(request, timeout=timeout, metadata=self._metadata)
@@ -119,7 +129,7 @@ def generate_request(prompt: Prompt, **options: Any) -> pb.GenerateRequest:
 
 
 def bad_fields(error: grpc.RpcError) -> list[str]:
-    """The fields for which a call was refused, as spelt in the proto."""
+    """The fields for which a call was refused, as spelt in the proto; [] if its error names none."""
     status = rpc_status.from_call(error)  # type: ignore[arg-type]
     found = []
     for detail in () if status is None else status.details:

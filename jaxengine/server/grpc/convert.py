@@ -160,7 +160,10 @@ class RequestReader:
         return prompt["prompt_token_ids"], parts
 
     async def _prompt(self, request: pb.GenerateRequest | pb.ScoreRequest) -> dict[str, Any]:
-        """Reads the prompt as token ids, with its cache salt."""
+        """Reads the prompt as token ids, cut as the request asks, with its media and its cache salt.
+
+        Raises RequestError for a prompt that is empty or too long.
+        """
         kind, keep = request.WhichOneof("prompt"), request.truncate_prompt_tokens
         parts: list[MediaPart] = []
         if kind is None:
@@ -230,7 +233,10 @@ class RequestReader:
 
 
 def _chat_message(message: pb.ChatMessage, where: str) -> dict[str, Any]:
-    """Converts a message to the form that chat templates and media.parts read. Raises RequestError."""
+    """Converts a message to the form that chat templates and media.parts read. Raises RequestError.
+
+    where: path of the message, for errors.
+    """
     if not message.parts:
         return {"role": message.role, "content": message.content}
     if message.content:
@@ -242,7 +248,10 @@ def _chat_message(message: pb.ChatMessage, where: str) -> dict[str, Any]:
 
 
 def _read_struct(struct: Struct, param: str, what: str) -> dict[str, Any]:
-    """Converts a Struct to a dict. Raises RequestError."""
+    """Converts a Struct to a dict. Raises RequestError for one that is too large or has a number that is not finite.
+
+    param, what: the field and what it contains, for errors.
+    """
     if struct.ByteSize() > MAX_TEMPLATE_VARIABLES_BYTES:
         raise RequestError(f"{what} are too long; allowed are {MAX_TEMPLATE_VARIABLES_BYTES} bytes", param=param)
     try:
@@ -300,7 +309,7 @@ def read_request_id(request: pb.GenerateRequest | pb.ScoreRequest) -> str:
 
 
 def field_of(request: Message, param: str | None) -> str | None:
-    """Name of the proto field that corresponds to a RequestError's param."""
+    """Name of the proto field that corresponds to a RequestError's param; `param` itself if none is known."""
     names = request.DESCRIPTOR.fields_by_name
     if param is None or param in names:
         return param
@@ -374,8 +383,9 @@ def _wanted(response: pb.ResponseOptions) -> Wanted:
 
 
 def _num_candidates(candidates: pb.CandidateTokens, field: str, asked: bool = True) -> int:
-    """Number of likeliest tokens to report: -1 for all; 0 for only the chosen one, unless `asked`. Raises
-    RequestError.
+    """Number of likeliest tokens to report: -1 for all; 0, which reports only the chosen one, if not `asked`.
+
+    Raises RequestError, naming `field`, if candidates select nothing.
     """
     if not asked:
         return 0

@@ -107,7 +107,10 @@ class InferenceService:
         return pb.DetokenizeResponse(text=text)
 
     async def _finish(self, generation: Generation, lora: str | None, context: Context) -> RequestOutput:
-        """Runs a request of kind FINAL_ONLY; returns its only output."""
+        """Runs a request of kind FINAL_ONLY; returns its only output. lora: name of its adapter, or None.
+
+        Raises CallError if its deadline passes, and the errors of EngineClient.stream.
+        """
         async with aclosing(self._run(generation, lora, context)) as outputs:
             async for output in outputs:
                 _refuse_expired(output)
@@ -142,8 +145,9 @@ class InferenceService:
         return self._keys.name_of(key_of(context.invocation_metadata()))
 
     def _timeout(self, context: Context) -> float | None:
-        """Seconds from arrival to the caller's deadline or the server's limit, whichever is earlier. Raises CallError
-        if past.
+        """Seconds from arrival to the caller's deadline or the server's limit, whichever is earlier; None for neither.
+
+        Raises CallError (DEADLINE_EXCEEDED) if that time has passed.
         """
         age, left = time.monotonic() - ARRIVAL.get(), context.time_remaining()
         limits = [None if left is None else age + left, self._config.request_timeout]
@@ -153,7 +157,10 @@ class InferenceService:
         return timeout
 
     async def _write(self, context: Context, chunk: pb.GenerateChunk) -> None:
-        """Writes a chunk, waiting until the reader has room; meanwhile further outputs are merged."""
+        """Writes a chunk, waiting until the reader has room; meanwhile further outputs are merged.
+
+        Raises CallError (ABORTED) after stream_write_timeout.
+        """
         limit = self._config.stream_write_timeout
         try:
             async with asyncio.timeout(limit):
@@ -162,7 +169,10 @@ class InferenceService:
             raise CallError(grpc.StatusCode.ABORTED, f"the stream was left unread for {limit:g} s") from None
 
     async def _model(self, name: str) -> tuple[str, str | None]:
-        """(model name for the answer, adapter name or None). Raises CallError."""
+        """(model name for the answer, adapter name or None) of a request's `model`, "" for the default.
+
+        Raises CallError (NOT_FOUND) for a model or adapter that is not served.
+        """
         if not name or name in self._model_names:
             return name or self._model_names[0], None
         if any(each["name"] == name for each in await loaded_adapters(self._engine)):

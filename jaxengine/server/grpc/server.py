@@ -53,7 +53,10 @@ class GrpcServer:
         self._watch = asyncio.create_task(health.follow(engine))
 
     async def stop(self, grace: float) -> None:
-        """Reports NOT_SERVING, refuses new calls as UNAVAILABLE, and ends open ones after `grace` seconds."""
+        """Reports NOT_SERVING, refuses new calls as UNAVAILABLE, and ends open ones after `grace` seconds.
+
+        Returns when all have ended and the port is closed.
+        """
         self._watch.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._watch
@@ -64,7 +67,7 @@ class GrpcServer:
 
 
 async def start_grpc(engine: EngineClient, config: ServerConfig) -> GrpcServer:
-    """Serves `engine` on config.grpc_port, on the running event loop.
+    """Begins to serve `engine` on config.grpc_port, on the running event loop; returns once it is listening.
 
     Raises ConfigError, naming the option, for a port in use and for unusable keys or certificates.
     """
@@ -140,7 +143,10 @@ def _listen(server: grpc.aio.Server, config: ServerConfig) -> int:
 
 
 class Certificates:
-    """Files of a server's certificate, read again when they change, so that renewal needs no restart."""
+    """Files of a server's certificate, read again when they change, so that renewal needs no restart.
+
+    Making one, and `credentials`, raise ConfigError for a file that cannot be read.
+    """
 
     def __init__(self, config: ServerConfig):
         assert config.ssl_certfile is not None and config.ssl_keyfile is not None

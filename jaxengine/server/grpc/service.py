@@ -34,6 +34,9 @@ ARRIVAL: ContextVar[float] = ContextVar("arrival")
 class OpenCalls:
     """Tracks open calls; refuses new ones while draining and beyond `most`.
 
+    Args:
+      log: write a log line for each call.
+      most: number of calls that may be open.
     Attributes:
       read_timeout: seconds within which a call's message must arrive.
     """
@@ -51,8 +54,9 @@ class OpenCalls:
         return self._count
 
     def enter(self, name: str, context: Any) -> None:
-        """Counts a call until its status is sent. Raises EngineDrainingError while draining, OverloadedError beyond
-        `most`.
+        """Counts a call, even if it is refused here, until its status is sent. name: its method, for the log.
+
+        Raises EngineDrainingError while draining, OverloadedError beyond `most`.
         """
         started = time.monotonic()
 
@@ -73,7 +77,7 @@ class OpenCalls:
             raise OverloadedError(f"{self._most} calls are open already")
 
     async def drain(self, grace: float) -> None:
-        """Refuses new calls and waits at most `grace` seconds until the open ones have ended."""
+        """Refuses new calls and waits at most `grace` seconds until the open ones have ended. It ends none itself."""
         self._draining = True
         try:
             async with asyncio.timeout(grace):
@@ -117,7 +121,10 @@ def _guarded(name: str, method: Method, request_type: type[Message], calls: Open
 
 
 async def first_message(requests: Requests, context: grpc.aio.ServicerContext, timeout: float) -> Any:
-    """Returns the call's first message; ends the call if it does not arrive in time."""
+    """Returns the call's first message.
+
+    Ends the call if none arrives within `timeout` seconds (DEADLINE_EXCEEDED) or if it has none (INVALID_ARGUMENT).
+    """
     try:
         async with asyncio.timeout(timeout):
             return await anext(requests)

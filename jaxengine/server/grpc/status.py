@@ -34,7 +34,11 @@ class CallError(Exception):
 
 
 def status_of(error: Exception, field: str | None) -> Status:
-    """(code, message, trailing metadata) for an exception; field: proto field that a RequestError concerns."""
+    """(code, message, trailing metadata) for an exception.
+
+    An unexpected one is logged, and is INTERNAL to the caller. field: proto field that a RequestError concerns, or
+    None.
+    """
     if isinstance(error, CallError):
         return error.code, public(str(error)), ()
     if isinstance(error, OverloadedError):

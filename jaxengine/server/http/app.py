@@ -70,8 +70,8 @@ ROUTERS = (
 def create_app(engine: EngineClient, config: ServerConfig, store: Responses | None = None) -> FastAPI:
     """Creates the application over `engine`. `app.state.traffic` is its TrafficState.
 
-    store: store of responses; by default a new one.
-    Raises ConfigError for unusable key files.
+    store: store of responses; by default a new one in this process.
+    Raises ConfigError for unusable key files or an unknown parser.
     """
     engine = owned(engine)
     traffic = TrafficState()
@@ -137,8 +137,8 @@ class TrafficState:
     """Counts of the requests being answered.
 
     Attributes:
-      num_running: requests that are being answered, except those about the server's own state.
-      has_served: whether any such request has succeeded.
+      num_running: POST requests that are being answered, and responses that are made in the background.
+      has_served: whether any POST request has been answered with status 200.
     """
 
     def __init__(self):

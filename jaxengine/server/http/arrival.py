@@ -28,7 +28,10 @@ class LimitsMiddleware:
     """
 
     def __init__(self, app: ASGIApp, max_header_bytes: int, max_request_bytes: int, read_timeout: float):
-        """read_timeout: seconds to receive a body, in addition to the time that LEAST_BYTES_PER_SECOND allows."""
+        """max_header_bytes, max_request_bytes: largest headers and largest body of a request.
+
+        read_timeout: seconds to receive a body, in addition to the time that LEAST_BYTES_PER_SECOND allows.
+        """
         self._app = app
         self._max_header_bytes = max_header_bytes
         self._max_request_bytes = max_request_bytes
@@ -111,7 +114,11 @@ class LimitsMiddleware:
             self._num_drains -= 1
 
     def _check_headers(self, scope: Scope) -> None:
-        """Checks the headers. Raises ApiError."""
+        """Checks the size of the headers and Content-Length, both in bytes.
+
+        Raises ApiError: 431 for headers that are too large, 413 for a body that is, 400 for a Content-Length that is no
+        number or that comes with Transfer-Encoding.
+        """
         size = len(scope.get("raw_path") or b"") + len(scope["query_string"])
         size += sum(len(name) + len(value) + 4 for name, value in scope["headers"])
         if size > self._max_header_bytes:

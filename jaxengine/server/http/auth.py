@@ -52,7 +52,7 @@ class AuthMiddleware:
 
 
 def require_admin(request: Request) -> None:
-    """Dependency of routes that change the server. Raises ApiError without an operator's key."""
+    """Dependency of routes that change the server. Raises ApiError: 403 for another key, 401 for none."""
     if request.scope["state"]["is_admin"]:
         return
     if _key(request.scope):
@@ -65,7 +65,7 @@ def _unauthorized() -> ApiError:
 
 
 def _key(scope: Scope) -> bytes:
-    """The request's key, from "Authorization: Bearer KEY" or, as Anthropic's clients send it, X-Api-Key."""
+    """The request's key, from "Authorization: Bearer KEY" or, as Anthropic's clients send it, X-Api-Key, or b""."""
     given = [value for name, value in scope["headers"] if name == b"authorization"]
     plain = {value.strip() for name, value in scope["headers"] if name == b"x-api-key"}
     return plain.pop() if not given and len(plain) == 1 else bearer_key(given)

@@ -31,7 +31,7 @@ _OF_EVENTS = "Server-sent events. The schema is of the JSON that the data of eac
 
 
 def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
-    """Replaces the application's document. routes: all routes."""
+    """Replaces the application's OpenAPI document by one with the types of all responses. routes: all routes."""
     plain = app.openapi
 
     def document() -> dict[str, Any]:

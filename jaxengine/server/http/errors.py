@@ -98,7 +98,7 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
-    """OpenAI's form, with vLLM's values of `type` and the HTTP status as `code`."""
+    """The JSON body of an error in OpenAI's form, with vLLM's values of `type` and the HTTP status as `code`."""
     fallback = "BadRequestError" if error.status_code < 500 else "InternalServerError"
     body = {
         "message": scrub(error.detail, error.kept),
@@ -110,14 +110,14 @@ def error_body(error: ApiError) -> dict[str, Any]:
 
 
 def messages_error_body(error: ApiError) -> dict[str, Any]:
-    """Anthropic's form."""
+    """The JSON body of an error in Anthropic's form."""
     fallback = "invalid_request_error" if error.status_code < 500 else "api_error"
     kind = _MESSAGES_TYPES.get(error.status_code, fallback)
     return {"type": "error", "error": {"type": kind, "message": scrub(error.detail, error.kept)}}
 
 
 def error_response(error: ApiError) -> Response:
-    """The error as a response."""
+    """The error as a response, in the form of the API whose path is requested."""
     return _ErrorResponse(error)
 
 

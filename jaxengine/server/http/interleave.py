@@ -15,7 +15,7 @@ async def interleave(
 ) -> AsyncGenerator[tuple[int, T], None]:
     """Yields (index, item) of the streams `start(0)` to `start(number - 1)`, at most `at_once` of them concurrently.
 
-    Each stream is at most one item ahead, so that a slow reader holds the streams back. Ends with the first error of
+    Each stream is at most one item ahead, so that a slow reader holds the streams back. Raises the first error of
     any stream; all streams are closed in every case.
     """
     if number == 1:

@@ -17,7 +17,10 @@ from jaxengine.server.options import ServerConfig
 
 
 def check_model(name: str | None, served: tuple[str, ...]) -> str:
-    """The model name for the response. Raises ApiError for a model that is not served."""
+    """The model name for the response: `name`, or the first of `served` for None.
+
+    Raises ApiError (404) for a model that is not served.
+    """
     if name is not None and name not in served:
         shown = f"the model {show_value(name)} does not exist; this server has {', '.join(served)}"
         raise ApiError(404, shown, param="model", kept=shown)
@@ -25,7 +28,11 @@ def check_model(name: str | None, served: tuple[str, ...]) -> str:
 
 
 async def choose_model(engine: EngineClient, name: str | None, served: tuple[str, ...]) -> tuple[str, str | None]:
-    """(model name for the response, adapter name or None). Raises ApiError for a model that is not served."""
+    """(model name for the response, adapter name or None) of a request's `model`, which is `name`; None: the first of
+    `served`, the model's own names.
+
+    Raises ApiError (404) for a model or adapter that is not served.
+    """
     if name is not None and name not in served:
         loaded = [each["name"] for each in await loaded_adapters(engine)]
         return (name, name) if name in loaded else (check_model(name, (*served, *loaded)), None)

@@ -56,7 +56,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.get("/load")
     @answers(Load)
     async def load(request: Request) -> dict[str, int]:
-        """Number of requests for text that this API process is answering."""
+        """Number of POST requests that this API process is answering, and of responses it makes in the background."""
         return {"server_load": request.app.state.traffic.num_running}
 
     return routes

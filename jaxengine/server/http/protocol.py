@@ -163,7 +163,7 @@ class ResponseFormat(RequestModel):
     json_schema: JsonSchema | None = None
 
     def structured_outputs(self) -> dict[str, Any] | None:
-        """The same as vLLM's structured_outputs, or None. Raises RequestError."""
+        """The same as vLLM's structured_outputs; None for any text. Raises RequestError without a schema."""
         if self.type == "json_object":
             return {"json_object": True}
         if self.type == "text":
@@ -207,12 +207,15 @@ class NamedRequest(RequestModel):
         return self
 
     def options(self, request: Request, config: ServerConfig, lora: str | None = None) -> RequestOptions:
-        """Scheduling options of the request."""
+        """Scheduling options of the request. lora: name of its adapter, or None."""
         state, timeout = request.state, self.timeout or config.request_timeout
         return RequestOptions(self.priority or 0, timeout, state.client, state.arrival, lora, state.owner_tag)
 
     def register(self, prefix: str, request: Request) -> str:
-        """Records the user in the request's state; returns the request's id for response, engine and `abort`."""
+        """Records the user in the request's state; returns the request's id for response, engine and `abort`.
+
+        prefix: of the id, such as "chatcmpl".
+        """
         request.state.user = self.user
         name = f"{prefix}-{self.request_id or request.state.unique_id}"
         logger.debug("%s is requested by user %r", name, self.user)
@@ -323,7 +326,10 @@ class TextRequest(GenerationRequest):
     def beam_params(
         self, inputs: InputProcessor, max_tokens: int | None, width: int | None = None
     ) -> BeamSearchParams | None:
-        """Parameters of a beam search, None without one; width: if other than n. Raises RequestError."""
+        """Parameters of a beam search, None without one. Raises RequestError.
+
+        max_tokens: None: as many as fit into the context. width: number of beams; None: n.
+        """
         if not self.use_beam_search:
             return None
         params = BeamSearchParams(
@@ -386,7 +392,7 @@ class TextRequest(GenerationRequest):
 
 
 def json_logprob(logprob: float) -> float:
-    """A log-probability in JSON: -9999.0 for minus infinity."""
+    """A log-probability in JSON: -9999.0 for anything less, such as minus infinity."""
     return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB
 
 

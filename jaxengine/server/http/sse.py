@@ -87,6 +87,8 @@ async def stream_events(
     Nothing is sent before the first event, so that an exception until then is answered with an HTTP status of its own:
     a generator should submit to the engine before it yields. A later exception ends the stream with the event
     `failed(error)`. `events` is closed in every case.
+
+    write_timeout: seconds after which a stream that its client does not read is ended.
     """
     try:
         first = await while_connected(request.receive, anext(events, b""))

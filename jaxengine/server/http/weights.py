@@ -61,7 +61,10 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.post("/sleep")
     async def sleep(level: Annotated[int, Query(ge=0, le=2)] = 1, mode: Mode = "abort") -> dict[str, Any]:
-        """Gives up device memory until /wake_up: level 1 keeps weights in host memory, level 2 keeps none."""
+        """Gives up device memory until /wake_up: level 1 keeps weights in host memory, level 2 keeps none.
+
+        Level 0 gives up nothing and only pauses.
+        """
         await engine.utility("check_sleep", level, mode)
         await _pause(engine, mode)
         await engine.utility("fall_asleep", level)

@@ -28,10 +28,12 @@ class EngineLink:
     """Sends and receives an engine's messages, on the event loop on which it is created."""
 
     def __init__(self, address: str, index: int, received: Callable[[FromEngine], None], lost: Callable[[], None]):
-        """Connects.
+        """Begins to connect and returns at once; messages sent meanwhile are queued. Needs a running event loop.
 
         Args:
+          address: ZeroMQ address of the engine's socket.
           index: number of this API process.
+          received: called with each message of the engine.
           lost: called when a connection has ended; the next one is being opened.
         """
         self._address = address
@@ -53,7 +55,9 @@ class EngineLink:
         self._loop.call_soon(self._read, self._socket)
 
     def reopen(self) -> None:
-        """Drops this connection and opens another, as if the engine had closed it."""
+        """Drops this connection with its queued messages, opens another, and calls `lost`, as if the engine had closed
+        it.
+        """
         self._close()
         self._open()
         self._lost()

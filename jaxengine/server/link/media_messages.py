@@ -60,19 +60,26 @@ def pixels_of(item: MediaItem) -> tuple[bytes, bytes, bytes]:
 def message_item(
     item: MediaItem, pixels: tuple[bytes, bytes, bytes] | None, place: Place | None = None, *, keep: bool = False
 ) -> Item:
-    """Converts an item, with pixels or with None."""
+    """Converts an item to its form in a message.
+
+    pixels: as `pixels_of` returns them; None if the receiver has them or they are at `place`. keep: as in Item.
+    """
     positions = _bytes(item.positions, np.int32)
     return Item(item.modality, item.digest, len(item.patches), positions, item.cached, pixels, place, keep)
 
 
 def media_message(media: Media, items: list[Item], epoch: int = 0, memory: str = "") -> MediaMessage:
-    """Converts a prompt's Media, with these items."""
+    """Converts a prompt's Media to its form in a message, with these items in place of its own."""
     places = None if media.rope_positions is None else _bytes(media.rope_positions, np.int32)
     return MediaMessage(items, places, media.rope_delta, epoch, memory)
 
 
 def read_item(item: Item, pixels: tuple[bytes, bytes, bytes]) -> MediaItem:
-    """Returns the item with these pixels, as views of the bytes. Raises ValueError for bytes of a wrong size."""
+    """Returns a MediaItem of this item and its pixels, whose arrays are views of the bytes.
+
+    pixels: f32 patches, i32 columns and i32 rows as raw bytes, as `pixels_of` returns them. Raises ValueError for bytes
+    that cannot be divided into `item.num_patches` patches.
+    """
     patches, columns, rows = pixels
     return MediaItem(
         item.modality,

@@ -60,7 +60,10 @@ class MediaSender:
         """Handles the end of the last connection."""
 
     async def complete(self, prepared: PreparedRequest, *, whole: bool = False) -> None:
-        """Recomputes, on a thread, the pixels that `message` needs and the request no longer has."""
+        """Recomputes, on a thread, the pixels that `message` needs and the request no longer has.
+
+        whole: all that it does not have, because a message with `whole` follows.
+        """
         while (media := prepared.requests[0].media) is not None:
             wanted = {
                 index: item
@@ -134,7 +137,7 @@ class KeySender(KeepingSender):
 
 
 def sent_pixels(item: MediaItem) -> tuple[bytes, bytes, bytes]:
-    """Returns the pixels of an item for a message."""
+    """Returns the pixels of an item for a message, as `pixels_of` does. Raises RuntimeError if they were dropped."""
     if isinstance(item, PreparedItem) and item.make is not None:
         raise RuntimeError("the pixels of a picture must be sent, but were not recomputed")
     return pixels_of(item)

@@ -52,7 +52,7 @@ class EndsDelivered(msgspec.Struct, array_like=True, tag="ends_delivered"):
 
 
 class Call(msgspec.Struct, array_like=True, tag="call"):
-    """Calls a function of `EngineCore.utilities`."""
+    """Asks for a call of a function of `EngineCore.utilities`. number: that of its Reply; nobody reads the one of 0."""
 
     number: int
     name: str
@@ -92,7 +92,7 @@ class Reply(msgspec.Struct, array_like=True):
 
 
 class Started(msgspec.Struct, array_like=True):
-    """The first token of a request."""
+    """The first token of a request. Times are those of Request, in seconds of time.monotonic."""
 
     handle: int
     num_cached_tokens: int
@@ -102,7 +102,7 @@ class Started(msgspec.Struct, array_like=True):
 
 
 class Ended(msgspec.Struct, array_like=True):
-    """The end of a request. output_token_ids: for requests without an output per step."""
+    """The end of a request. Times are those of Request; output_token_ids: i32, None for one with an output per step."""
 
     handle: int
     reason: str
@@ -140,7 +140,7 @@ class Vectors(msgspec.Struct, array_like=True):
 
 
 class PromptPart(msgspec.Struct, array_like=True):
-    """A PromptScores of one request."""
+    """A PromptScores of one request: the first score is of prompt token `first`."""
 
     handle: int
     first: int
@@ -188,12 +188,12 @@ decode_from_engine: Callable[[Any], FromEngine] = msgspec.msgpack.Decoder(FromEn
 
 
 def owner_of(request: Request) -> tuple[int, int]:
-    """Returns (number of the API process, its handle), which a request's tag encodes."""
+    """Returns (number of the API process's connection, its handle for the request), which a request's tag encodes."""
     return divmod(request.tag, 1 << 32)
 
 
 def error_of(failure: Failure) -> Exception:
-    """Returns the exception for the caller of a Submit or a Call."""
+    """Returns the exception for the caller of a Submit or a Call: a RequestError, RuntimeError for "internal"."""
     if failure.kind == "overloaded":
         return OverloadedError(failure.message, retry_after=failure.retry_after)
     if kind := {"request": RequestError, "unknown adapter": UnknownAdapterError}.get(failure.kind):
@@ -202,9 +202,9 @@ def error_of(failure: Failure) -> Exception:
 
 
 def updates_of(output: EngineOutput, clients: Sequence[int]) -> dict[int, Update]:
-    """Returns the Update of each API process for a step, by its number; the sender fills in number, received and load.
+    """Returns the Update of each API process for a step, by the number of its connection.
 
-    clients: numbers of all API processes that have requests.
+    The sender fills in number, received and load. clients: numbers of the connections of all that have requests.
     """
     updates = _token_updates(output.emitted, clients) if output.emitted else {}
 
@@ -231,7 +231,10 @@ def updates_of(output: EngineOutput, clients: Sequence[int]) -> dict[int, Update
 
 
 def output_of(update: Update, follow: Callable[[int], Request]) -> EngineOutput:
-    """Converts an update to an EngineOutput of the API process's own requests, which `follow` finds by handle."""
+    """Converts an update to an EngineOutput of the API process's own requests, which `follow` finds by handle.
+
+    Also enters the engine's times, counts and ends in these requests.
+    """
     output = EngineOutput()
     for each in update.started:
         request = follow(each.handle)

@@ -57,8 +57,10 @@ class QueueLimits:
             )
 
     def check_client(self, load: Load, num_waiting: int, num_requests: int) -> None:
-        """Raises OverloadedError if `num_requests` more of a client with `num_waiting` would leave less than half of
-        the queue to others, which a fair share requires.
+        """Raises OverloadedError if a client with `num_waiting` requests in the queue may not add `num_requests` more.
+
+        A fair share leaves others half of the queue: the client may fill the free slots and half of max_requests. One
+        with no request waiting is never refused here.
         """
         places = self.num_slots + self.max_requests // 2 - load.num_running - num_waiting
         if num_waiting and num_requests > places:

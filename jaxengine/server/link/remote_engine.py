@@ -58,7 +58,10 @@ class RemoteEngine:
     inputs: InputProcessor
 
     def __init__(self, address: str, config: ServerConfig, index: int):
-        """index: number of this API process."""
+        """Begins to connect and returns at once; `inputs` is missing until `connect` sets it.
+
+        address: ZeroMQ address of the engine's socket. index: number of this API process.
+        """
         self._owner = Owner(has_devices=False)
         self._config = config
         self._index = index
@@ -88,7 +91,10 @@ class RemoteEngine:
 
     @classmethod
     async def connect(cls, address: str, config: ServerConfig, index: int = 0) -> RemoteEngine:
-        """Waits for the engine, and opens its model for tokenizer and template."""
+        """Returns a client once the engine has answered, however long that takes, and its tokenizer has been opened.
+
+        Arguments are those of the constructor. Raises ConfigError, ModelFileError.
+        """
         engine = cls(address, config, index)
         welcome = await engine._welcomed
         engine.inputs, engine._send_queue.media = await asyncio.to_thread(open_inputs, welcome, index)
@@ -167,7 +173,10 @@ class RemoteEngine:
                 self._nobody_reads.set()
 
     async def abort(self, request_id: str) -> None:
-        """Aborts a request; its stream yields a last output with finish_reason "abort"."""
+        """Asks the engine to end a request, whose stream then yields a last output with finish_reason "abort".
+
+        Does not wait for that. An unknown id has no effect. Raises EngineDeadError.
+        """
         self._check_alive()
         if request_id in self._streams:
             self._aborted.add(request_id)
@@ -185,7 +194,10 @@ class RemoteEngine:
                 raise EngineDeadError(f"the engine has not finished a step for {time.monotonic() - self._heard:.0f} s")
 
     async def utility(self, name: str, *arguments: Any) -> Any:
-        """Calls a function of `EngineCore.utilities`. Raises RequestError, EngineDeadError, RuntimeError."""
+        """Calls a function of `EngineCore.utilities` in the engine's process, and returns its result.
+
+        Raises RequestError as the function does, EngineDeadError, and RuntimeError if it fails otherwise.
+        """
         self._check_alive()
         self._num_calls += 1
         future = self._calls[self._num_calls] = asyncio.get_running_loop().create_future()

@@ -67,7 +67,7 @@ class SendQueue:
         self.media.lost()
 
     def load_with(self, load: Load, num_slots: int) -> Load:
-        """Returns the engine's last known load plus that of the queued Submits."""
+        """Returns `load`, which the engine last sent, plus that of the queued Submits. num_slots: of the engine."""
         if not self._pending:
             return load
         num_new = sum(pending.num_requests for pending in self._pending)

@@ -102,7 +102,11 @@ class SharedSender(KeepingSender):
     """
 
     def __init__(self, max_bytes: int, max_item_bytes: int):
-        """max_item_bytes: largest item that is cached; a larger one is sent in the message."""
+        """Creates the shared memory of the first epoch.
+
+        max_bytes: its size. max_item_bytes: largest item that is put into it; a larger one is sent in the message, and
+        not cached.
+        """
         self.cache = self
         self._max_bytes, self._max_item_bytes = max_bytes, max_item_bytes
         self._epoch = 1
@@ -211,8 +215,9 @@ class SharedSender(KeepingSender):
         referred.append(entry)
 
     def _room(self, arena: Arena, size: int) -> int | None:
-        """Returns the offset of memory for an item, evicting the least recently used items that have no unread
-        messages.
+        """Returns the offset of `size` bytes for an item, or None if there is no room.
+
+        Evicts the least recently used items that have no unread messages, as far as needed.
         """
         if size > self._max_bytes:
             return None

@@ -65,7 +65,10 @@ def submit(number: int, prepared: PreparedRequest, media: MediaMessage | None) -
 
 
 def requests_of(message: Submit, client: int, media: Media | None) -> list[Request]:
-    """Converts a Submit to the scheduler's requests; media: its decoded pictures."""
+    """Converts a Submit to the scheduler's requests, one for each member.
+
+    client: number of the API process's connection, which is in their tags. media: the decoded pictures, or None.
+    """
     params, prompt = message.params, np.frombuffer(message.prompt_token_ids, np.int32)
     names = ("max_tokens", "eos_token_ids", "stop_token_ids", "priority", "arrival_time", "deadline", "cache_salt")
     shared = {name: getattr(message, name) for name in (*names, "lora", "client", "per_step", "text_ends")}

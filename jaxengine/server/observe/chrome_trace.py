@@ -58,8 +58,8 @@ def _processes(model: str) -> Iterable[tuple[int, str]]:
 
 
 def _device_spans(steps: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
-    """Returns (start, end) of the device's work on each step, with end no later than the host knew the device to be
-    idle.
+    """Returns (start, end) of the device's work on each step, in seconds. No end is later than the time at which the
+    host knew the device to be idle.
     """
     spans, before = [], 0.0
     for index, step in enumerate(steps):
@@ -117,7 +117,14 @@ def _by_request(
 def _request_events(
     track: int, life: Mapping[str, Any], taken: Sequence[tuple[str, float, float, int]], now: float
 ) -> Iterable[Event]:
-    """Yields a request's track: preprocessing, queued, prefill, decode; within them its chunks and preemptions."""
+    """Yields the events of a request's track: preprocessing, queued, prefill, decode; in them chunks and preemptions.
+
+    Args:
+      track: number of the track.
+      life: the request in the "requests" of `Timeline.last`, times in seconds.
+      taken: (name, start, end, number of the step) of its events in steps, in seconds.
+      now: the end, in seconds, of a request that is still running.
+    """
     end = now if life["finished"] is None else life["finished"]
     began = end if life["first_scheduled"] is None else life["first_scheduled"]
     first = end if life["first_token"] is None else life["first_token"]
@@ -141,7 +148,10 @@ def _request_events(
 def _inside(
     taken: Sequence[tuple[str, float, float, int]], first: float, last: float
 ) -> Iterable[tuple[str, float, float, int]]:
-    """Yields slices that do not overlap, within the request's life; a preemption lasts until the next admission."""
+    """Yields the events in `taken` that last, cut to `first` to `last`, the request's life, without overlaps.
+
+    A preemption lasts until the next admission.
+    """
     end_before = first
     for index, (name, start, stop, step) in enumerate(taken):
         if name == "preempted":

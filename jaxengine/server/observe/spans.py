@@ -134,7 +134,9 @@ class _RequestSpan:
     """Data of one request's span until it ends."""
 
     def __init__(self, tracer: Tracer, model: str, asked: Mapping[str, Any], arrival: float, delta: bool = False):
-        """asked: sampling parameters, for attributes. delta: whether an output has only the new tokens."""
+        """asked: sampling parameters, for attributes. arrival: in seconds of time.monotonic. delta: whether an output
+        has only the new tokens.
+        """
         self._tracer = tracer
         self._parent = context.get_current()
         self._start = time.time_ns() - int((time.monotonic() - arrival) * 1e9)
@@ -202,7 +204,7 @@ def _latencies(output: RequestOutput) -> dict[str, float]:
 
 
 def _tracer(endpoint: str) -> Tracer:
-    """Creates a tracer that sends spans to an OTLP endpoint in the background."""
+    """Creates a tracer that sends spans to an OTLP endpoint in the background. Raises ConfigError."""
     exporter = _exporter(endpoint)
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
@@ -218,7 +220,7 @@ def _tracer(endpoint: str) -> Tracer:
 
 
 def _exporter(endpoint: str) -> Any:
-    """Imports the class that exports spans to the endpoint; its package includes the SDK."""
+    """Imports the class that exports spans to the endpoint; its package includes the SDK. Raises ConfigError."""
     url = urlsplit(endpoint)
     if url.scheme not in _EXPORTERS or not url.netloc:
         raise ConfigError("otlp_traces_endpoint", endpoint, "an address that begins with http, https, grpc or grpcs://")

@@ -54,7 +54,10 @@ class _HttpServer(uvicorn.Server):
 
 
 async def serve(child: Child) -> None:
-    """Serves until the supervisor's order to drain."""
+    """Serves until the supervisor's order to drain, and then lets requests finish for shutdown_timeout.
+
+    Raises ConfigError for an unusable option, RuntimeError if HTTP does not start.
+    """
     config = ServerConfig(**child.job["server"])
     drain = child.stopping()
     raise_descriptor_limit()

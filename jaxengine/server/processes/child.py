@@ -67,15 +67,16 @@ class Child:
             ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
     def follow(self, handle: Callable[[dict[str, Any]], None]) -> None:
-        """Calls `handle` with each order, on a thread; earlier orders at once."""
+        """Calls `handle` with each order, a JSON object, on a thread; with earlier ones before it returns."""
         with self._lock:
             self._handle = handle
             for order in self._early:
                 handle(order)
 
     def stopping(self) -> asyncio.Event:
-        """Returns an event of the running loop that is set on the supervisor's order to stop. Also handles the only
-        other order, "explain".
+        """Returns an event of the running loop that is set on the supervisor's order to stop or drain.
+
+        Also handles the only other order, "explain".
         """
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
 
@@ -89,8 +90,9 @@ class Child:
         return stop
 
     def tell(self, event: str, **fields: Any) -> None:
-        """Sends an event to the supervisor. It is dropped if the supervisor has stopped reading and the
-        pipe is full.
+        """Sends an event to the supervisor, without waiting: it is dropped if the pipe is full because nobody reads.
+
+        Ends this process if the supervisor has ended.
         """
         with contextlib.suppress(BlockingIOError):
             try:

@@ -53,7 +53,10 @@ _FIRST, _LAST = int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.NOBLOCK)
 
 @dataclass(eq=False)
 class _Client:
-    """An API process: its index, its requests, and the replies not sent yet."""
+    """A connection of an API process: its requests, and the replies not sent yet.
+
+    index: of the process; number: of the connection, counted from 1.
+    """
 
     identity: bytes
     index: int
@@ -108,7 +111,9 @@ class EngineServer:
         self._poller.register(self._awake, zmq.POLLIN)
 
     def order(self, order: dict[str, Any]) -> None:
-        """Queues an order of the supervisor for the loop; handles "explain" and "drain" at once. Thread-safe."""
+        """Queues an order of the supervisor, a JSON object with "order", for the loop; handles "explain" and "drain" at
+        once. Thread-safe.
+        """
         if order["order"] == "explain":
             self._explain()
             return
@@ -119,7 +124,7 @@ class EngineServer:
         os.write(self._wake, b"\0")
 
     def run(self) -> None:
-        """Serves until the order to stop."""
+        """Serves until the order to stop. Raises what the engine raises when it fails."""
         while self._receive():
             output = self.core.advance() if self.core.has_unfinished else EngineOutput()
             if self._aborted:
@@ -340,7 +345,9 @@ def _load_adapters(core: EngineCore, config: ServerConfig) -> None:
 
 
 def main(child: Child) -> None:
-    """Runs the process. Its exit status is 2 for an unusable option or model, as the command's."""
+    """Runs the process to its end. Its exit status is 2 for an unusable option or model, as the command's; 1 if the
+    engine fails later; 0 after the order to stop.
+    """
     child.end_with_parent()
     try:
         core = EngineCore(EngineConfig(**child.job["engine"]))

@@ -122,8 +122,10 @@ class Supervisor:
         self._give_up_at = float("inf")
 
     def run(self) -> int:
-        """Runs the server and returns the exit status: 0 after draining, 2 for unusable options or an
-        unusable model.
+        """Runs the server and returns the exit status.
+
+        0 after draining, 128 plus the number of a signal that ends it at once, and 1 if processes fail or do not end in
+        time. Before it is ready, the status of the process that ended: 2 for unusable options or an unusable model.
         """
         self._warn()
         awake, wake = socket.socketpair()
@@ -174,7 +176,10 @@ class Supervisor:
             self._start(*which)
 
     def _look_at(self, child: _Child, timeout: float) -> None:
-        """Kills a process that has been silent for too long; it is restarted once it has ended."""
+        """Kills a process that has been silent for `timeout` seconds, after it was asked to log its state.
+
+        It is restarted once it has ended.
+        """
         now = time.monotonic()
         if child.asked is None:
             if now - child.heard > timeout:
@@ -292,7 +297,7 @@ class Supervisor:
                 child.order("stop")
 
     def urls(self) -> str:
-        """Returns the server's address for clients."""
+        """Returns the server's addresses for clients, of HTTP and of gRPC if it has a port, as one text."""
         server, scheme = self._server, "https" if self._server.ssl_certfile else "http"
         host = f"[{server.host}]" if ":" in server.host else server.host
         grpc = "" if server.grpc_port is None else f", gRPC at {host}:{server.grpc_port}"

@@ -144,7 +144,7 @@ class RemoteStore:
 
     @classmethod
     async def connect(cls, path: str) -> RemoteStore:
-        """Connects, waiting for the store."""
+        """Returns a client once the store listens at `path` and is connected, however long that takes."""
         store = cls(path)
         await store._connected.wait()
         return store
@@ -176,7 +176,10 @@ class RemoteStore:
         self._task.cancel()
 
     async def _call(self, name: _Method, response_id: str, owner: str, **more: Any) -> StoreReply:
-        """more: further fields of StoreCall."""
+        """Sends a call and waits for its reply. more: further fields of StoreCall.
+
+        Raises EngineDeadError without a connection or if it is lost, OverloadedError if the store has no room.
+        """
         if self._writer is None:
             raise _gone()
         number = next(self._numbers)

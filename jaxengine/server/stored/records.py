@@ -106,7 +106,7 @@ class Responses(Protocol):
         ...
 
     async def stop(self, response_id: str, owner: str) -> Found | None:
-        """Stops the generation of a response, if it is running, and returns its final state."""
+        """Stops the generation of a response, if it is running, and returns its final state once that is stored."""
         ...
 
     async def delete(self, response_id: str, owner: str) -> Found | None:

@@ -21,7 +21,8 @@ class Turn:
 
     Attributes:
       messages: JSON lists of chat messages, in order.
-      num_bytes: size of the conversation up to this turn, with every occurrence of a long text.
+      num_bytes: size of the conversation up to this turn, with every occurrence of a long text and RECORD_BYTES for
+        each turn.
       num_links: responses of this turn, and later turns that continue it.
     """
 
@@ -76,14 +77,15 @@ class Share:
         return Needs(wanted, history) if wanted or history else None
 
     def conversation_bytes(self, stored: StoredResponse) -> int:
-        """Returns the size of a response's conversation."""
+        """Returns the size in bytes of a response's conversation, as Turn.num_bytes counts it."""
         earlier = self._earlier(stored)
         own = RECORD_BYTES + stored.question.num_bytes + stored.answer.num_bytes
         return own + (0 if earlier is None else earlier.num_bytes)
 
     def added_bytes(self, stored: StoredResponse, texts: Mapping[bytes, bytes]) -> int:
-        """Returns by how much a new response would enlarge the share, its conversation's earlier turns included, which
-        cannot be evicted while it is there.
+        """Returns how many bytes of the share a new response would occupy, those included that are there already.
+
+        These are its long texts, and its conversation's earlier turns, which cannot be evicted while it is there.
         """
         digests = {digest for document in stored.documents for digest in document.digests}
         long = sum(len(self._texts.get(each) or texts[each]) for each in digests)

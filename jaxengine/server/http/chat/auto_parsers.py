@@ -15,7 +15,10 @@ logger = logging.getLogger(__name__)
 
 
 def without_auto(config: ServerConfig, inputs: InputProcessor) -> ServerConfig:
-    """Replaces "auto" by the parsers' names, which are logged; None if the template is not recognised."""
+    """Returns the config with the parsers' names in place of "auto", and logs them.
+
+    They are None if the template is not recognised; without a parser of tool calls enable_auto_tool_choice is off too.
+    """
     changes: dict[str, Any] = {}
     for option, rows in (("tool_call_parser", TOOL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
         if getattr(config, option) == AUTO:

@@ -48,7 +48,7 @@ class BatchChatRequest(ChatRequest):
     messages: Annotated[list[Messages], Field(fail_fast=True), at_most(_MAX_CONVERSATIONS)]  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def conversations(self, most: int) -> list[ChatRequest]:
-        """The requests of which each has one conversation. Raises RequestError for more than `most`."""
+        """The requests of which each has one conversation. Raises RequestError for too many or empty ones."""
         if len(self.messages) > most:
             problem = f"messages holds {len(self.messages)} conversations; allowed are 1 to {most}"
             raise RequestError(problem, param="messages")
@@ -62,7 +62,10 @@ class _Batch:
     """A request being answered."""
 
     def __init__(self, server: ChatServer, body: BatchChatRequest, name: str, model: str, options: RequestOptions):
-        """Raises RequestError."""
+        """Makes an answer for each conversation. name: id of the request; options: scheduling of each.
+
+        Raises RequestError.
+        """
         requests = body.conversations(server.config.max_prompts)
         self._head = {"id": name, "object": "chat.completion", "created": int(time.time()), "model": model}
         self._places = max(1, server.engine.inputs.config.max_num_seqs)
@@ -72,7 +75,10 @@ class _Batch:
         ]
 
     async def prepare(self, ignored: list[str]) -> None:
-        """Prepares the prompts. ignored: appends fields that have no effect for this model. Raises RequestError."""
+        """Prepares the prompts, and appends to `ignored` the fields that have no effect for this model.
+
+        Raises RequestError.
+        """
         for number, each in enumerate(self._completions):
             await each.prepare(ignored if number == 0 else [])
 

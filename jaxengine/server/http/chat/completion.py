@@ -43,7 +43,10 @@ class ChatAnswer:
         self._num_prompt_tokens = 0
 
     async def prepare(self, ignored: list[str]) -> None:
-        """Prepares the prompt. ignored: appends fields that have no effect for this model. Raises RequestError."""
+        """Prepares the prompt, and appends to `ignored` the fields that have no effect for this model.
+
+        Raises RequestError.
+        """
         await self._run.prepare()
         ignored += self._run.ignored
         self._num_prompt_tokens = len(self._run.prompt["prompt_token_ids"])

@@ -48,7 +48,7 @@ class ChatChoiceWriter:
         self._calling: set[int] = set()
 
     def whole(self, output: CompletionOutput, events: Sequence[Event]) -> dict[str, Any]:
-        """A choice with its complete message."""
+        """A choice with its complete message; events: those of the parser for the whole output."""
         parsed = message_of(events)
         content = parsed.content
         if content is None and not (parsed.tool_calls or parsed.reasoning):
@@ -67,12 +67,12 @@ class ChatChoiceWriter:
         return {**NULL_CHOICE, **self._choice(output, "message", message), **self._versions(output)}
 
     def opening(self, index: int) -> list[dict[str, Any]]:
-        """The first choices of a stream for output `index`."""
+        """The first choices of a stream for output `index`, one per chunk: its role, and the text for `echo`."""
         deltas = [{"role": self._role, "content": ""}, *([{"content": self._before}] if self._before else ())]
         return [{"index": index, "delta": each, "logprobs": None, "finish_reason": None} for each in deltas]
 
     def chunks(self, output: CompletionOutput, events: Sequence[Event]) -> list[dict[str, Any]]:
-        """Choices with the new parts, one per chunk; [] if nothing requested is new.
+        """Choices with the new parts, one per chunk; [] if nothing requested is new. events: the parser's new ones.
 
         A chunk never contains two calls, nor a call and the finish reason: OpenAI's client would not notice that the
         call is complete.
@@ -118,7 +118,11 @@ class ChatChoiceWriter:
 def token_logprobs(
     tokenizer: Tokenizer, output: CompletionOutput, count: int | None, as_token_ids: bool = False
 ) -> list[dict[str, Any]] | None:
-    """Log-probabilities of each token and of the `count` likeliest (-1: all); None if not requested."""
+    """OpenAI's chat form of each token's log-probability, with the `count` likeliest tokens (-1: all).
+
+    None if `count` is None or the output has none. as_token_ids: tokens are written as token_id:N in place of their
+    text.
+    """
     if count is None or output.logprobs is None:
         return None
 

@@ -33,7 +33,7 @@ class ChatRenderer:
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="chat template")
 
     async def prompt(self, body: ChatRequest) -> dict[str, Any]:
-        """The prompt for `engine.generate`: text, token ids, pictures and videos. Raises RequestError."""
+        """The prompt for EngineClient.stream: text, token ids, pictures and videos. Raises RequestError."""
         messages, parts = self._inputs.media_reader.collect(body.messages)
         text, whole = await self._encode(body, messages)
         ids = self._encoder.cut(whole, body.truncate_prompt_tokens, body.truncation_side, body.most_tokens[1])

@@ -108,8 +108,8 @@ def tool_use(
 
 
 def _forced_text(body: ChatRequest, switches: Sequence[str]) -> ToolUse | None:
-    """A forced call that may be of a text tool with a form; None where no such tool may be called. Raises
-    RequestError.
+    """The ToolUse of a forced call that may be of a text tool with a form; None where no such tool may be called.
+    Raises RequestError.
 
     The text is written as it is, because no grammar holds for a text within JSON.
     """
@@ -133,7 +133,7 @@ def _forced_text(body: ChatRequest, switches: Sequence[str]) -> ToolUse | None:
 def _forced_in_own_way(
     body: ChatRequest, tool_format: ToolFormat, tokenizer: Tokenizer, switches: Sequence[str]
 ) -> ToolUse:
-    """A forced call in the model's own format. Raises RequestError."""
+    """The ToolUse of a forced call in the model's own format. Raises RequestError."""
     functions = [tool.function for tool in body.tools or ()]
     if isinstance(body.choice, NamedTool):
         functions = [each for each in functions if each.name == body.choice.function.name]
@@ -161,7 +161,7 @@ def _rules(
     tokenizer: Tokenizer,
     switches: Sequence[str],
 ) -> list[str]:
-    """Rules of a format's grammar for calls. Raises RequestError."""
+    """The rules that a format's `grammar` has for calls of `functions`, in Lark's notation. Raises RequestError."""
 
     def token_id(word: str) -> int | None:
         found = tokenizer.backend.token_to_id(word)

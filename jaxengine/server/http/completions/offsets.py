@@ -20,7 +20,7 @@ class OutputOffsets:
     def __init__(
         self, tokenizer: Tokenizer | None, params: SamplingParams, prompt_token_ids: Sequence[int], first: int
     ):
-        """tokenizer: None for an output without text. first: the offset of the output."""
+        """tokenizer: None for an output without text. first: the offset of the output, in characters."""
         self._offset = first
         self._detokenizer: IncrementalDetokenizer | None = None
         if tokenizer is not None and params.detokenize:
@@ -32,7 +32,7 @@ class OutputOffsets:
             )
 
     def of(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the offsets of the next tokens."""
+        """Return the offsets of the output's next tokens, one for each."""
         return [self._append(token_id) for token_id in token_ids]
 
     def _append(self, token_id: int) -> int:

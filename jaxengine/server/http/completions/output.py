@@ -32,7 +32,10 @@ class ChoiceWriter:
         self._spans = SpanWriter()
 
     def choice(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
-        """JSON of a choice. The n answers of prompt p have indices p * n to p * n + n - 1."""
+        """JSON of the choice for `completion`, one of the outputs of the prompt `prompt_index`.
+
+        The n answers of prompt p have indices p * n to p * n + n - 1.
+        """
         body = self._body
         index = prompt_index * self._n + completion.index
         begins = index not in self._offsets

@@ -46,7 +46,10 @@ class _Message:
             raise body.as_asked(error) from None
 
     async def prepare(self, ignored: list[str]) -> None:
-        """Prepares the prompt. ignored: appends fields that have no effect for this model. Raises RequestError."""
+        """Prepares the prompt, and appends to `ignored` the fields that have no effect for this model.
+
+        Raises RequestError.
+        """
         try:
             await self._run.prepare()
         except RequestError as error:

@@ -27,7 +27,7 @@ _LEFT_OUT = re.compile(r"redacted_thinking|server_tool_use|(?!tool_result)[a-z_]
 
 
 def read_messages(system: str | list[Any] | None, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Converts to chat messages. Raises RequestError."""
+    """Converts a request's `system`, None without one, and `messages` to chat messages. Raises RequestError."""
     read = _read("system", system, "system") if system else []
     for number, message in enumerate(messages):
         where, role = f"messages[{number}]", message.get("role")

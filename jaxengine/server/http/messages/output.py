@@ -28,7 +28,7 @@ class MessageWriter:
         self._texts: list[str] = []
 
     def add(self, events: Sequence[Event]) -> list[Said]:
-        """Adds new parts; returns their events."""
+        """Adds the parser's new events; returns Anthropic's events for them."""
         said: list[Said] = []
         for part in events:
             match part:
@@ -47,7 +47,7 @@ class MessageWriter:
         return said
 
     def close(self) -> list[Said]:
-        """The last events of the content. An empty answer gets an empty text block."""
+        """Ends the content and returns its last events. An empty answer gets an empty text block."""
         said = self._close()
         if not self.content:
             said = [*self._turn_to("text", text=""), *self._close()]
@@ -94,5 +94,5 @@ def _input(arguments: str) -> dict[str, Any]:
 
 
 def sse(said: Said) -> bytes:
-    """Encodes an event for sending."""
+    """Encodes one of Anthropic's events as a server-sent event."""
     return b"event: %b\n%b" % (said["type"].encode(), event(said))

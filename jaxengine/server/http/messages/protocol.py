@@ -191,7 +191,7 @@ class Conversation(RequestModel):
 
     @property
     def asked_budget(self) -> int | None:
-        """Tokens of reasoning that `thinking` allows."""
+        """Tokens of reasoning that `thinking` allows; None if it sets no limit."""
         return None if self.thinking is None else self.thinking.budget_tokens
 
     @property
@@ -247,7 +247,7 @@ class MessagesRequest(Conversation, ConversationRequest):
 
 
 def as_messages_error(error: RequestError) -> RequestError:
-    """The error of a chat request, with MessagesRequest's field name."""
+    """The error of a chat request, with MessagesRequest's field name where it has another one."""
     return renamed(error, _NAMES[error.param]) if error.param in _NAMES else error
 
 

@@ -75,7 +75,10 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
 
 def _vectors(kind: str, field: str, body: EmbeddingRequest) -> Any:
-    """Returns a writer of entries whose `field` is the vector in the request's encoding."""
+    """Returns a function (index, answer) -> entry, whose `field` is the vector in the request's encoding.
+
+    kind: the entry's "object".
+    """
 
     def entry(index: int, each: PooledAnswer) -> dict[str, Any]:
         data: Any = each.outputs.data

@@ -51,7 +51,10 @@ class PoolingServer:
     async def encode(
         self, texts: Sequence[str], params: PoolingParams, *, special: bool = True, param: str = "input"
     ) -> list[list[int]]:
-        """Tokenizes each text, with the model's prompt that the parameters name before it."""
+        """Tokenizes each text, with the model's prompt that the parameters name before it. Raises RequestError.
+
+        special: whether special tokens are added. param: field of the texts, for errors.
+        """
         prefix = params.prefix(self.engine.inputs.require_pooling())
         whole = [prefix + text for text in texts]
         return await self._encoder.encode(whole, add_special_tokens=special, param=param)
@@ -93,7 +96,7 @@ class PoolingServer:
 
 
 def counts(answers: Sequence[PoolingRequestOutput[Any]]) -> dict[str, Any]:
-    """OpenAI's token counts."""
+    """OpenAI's token counts, of all answers together."""
     cached = sum(answer.num_cached_tokens for answer in answers)
     return usage(sum(len(answer.prompt_token_ids) for answer in answers), 0, cached)
 

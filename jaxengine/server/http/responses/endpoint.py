@@ -111,7 +111,7 @@ class _Making:
         ignored += ["reasoning"] if self._run.ignored else []
 
     async def events(self) -> AsyncGenerator[list[Said], None]:
-        """Generates the response to its end; yields the events of each step."""
+        """Generates the response to its end; yields the events of each step. Raises EngineClient.stream's errors."""
         said = self.writer.open()
         async with contextlib.aclosing(self._run.pieces()) as pieces:
             try:
@@ -243,7 +243,7 @@ class _Responses:
     async def _make(
         self, body: ResponsesRequest, request: Request, model: str, lora: str | None, held: Held
     ) -> tuple[_Making, Keeper | None]:
-        """Prepares a response and, unless it is not to be stored, its keeper."""
+        """Prepares a response and its keeper, None if it is not to be stored. Raises RequestError, ApiError."""
         owner, store = _owner(request), _store(request)
         earlier, earlier_bytes = await self._earlier(body, request, held)
         response_id = body.request_id or f"resp_{secrets.token_hex(16)}"
@@ -344,7 +344,9 @@ class _Responses:
         return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
 
     async def show(self, request: Request, response_id: str, part: Part, use: Callable[[list[Any]], bytes]) -> Response:
-        """Returns the JSON that `use` makes of a part of a stored response. Raises ApiError, RequestError."""
+        """Returns the JSON that `use` makes of the values in a part of a stored response. Raises ApiError (404),
+        RequestError.
+        """
         held = self._memory.hold()
         try:
             _, shown = await read_back(_store(request), response_id, _owner(request), part, held, use)
@@ -358,7 +360,11 @@ def _joined(lists: list[Any]) -> list[dict[str, Any]]:
 
 
 def _input_items(lists: list[Any], limit: int, after: str | None, newest_first: bool) -> bytes:
-    """Returns a page of a response's input items. Raises RequestError."""
+    """Returns a page of a response's input items as JSON: at most `limit`, from the one after the id `after`; None:
+    from the first.
+
+    lists: lists of items, in order. Raises RequestError for an unknown id.
+    """
     items = _joined(lists)
     if newest_first:
         items.reverse()

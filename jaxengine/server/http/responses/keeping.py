@@ -58,7 +58,7 @@ class Held:
         self._num_bytes = 0
 
     def take(self, num_bytes: int) -> None:
-        """Raises OverloadedError."""
+        """Adds bytes to the request's part. Raises OverloadedError."""
         self._memory.change(num_bytes)
         self._num_bytes += num_bytes
 
@@ -70,7 +70,7 @@ class Held:
 
 
 async def off_loop(size: int, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """Returns work's result; works on a thread if it handles more than a few bytes."""
+    """Returns work's result; works on a thread if it handles more than a few bytes. size: bytes that it handles."""
     return work(*args, **kwargs) if size <= _SHORT_BYTES else await asyncio.to_thread(work, *args, **kwargs)
 
 
@@ -91,7 +91,7 @@ def weight(value: Any) -> int:
 
 
 def there(found: _T | None, response_id: str) -> _T:
-    """Returns `found`; raises ApiError for None, a response that is not stored or belongs to another client."""
+    """Returns `found`; raises ApiError (404) for None, a response that is not stored or belongs to another client."""
     if found is None:
         raise ApiError(404, f"there is no stored response {show_value(response_id)}", param="response_id")
     return found
@@ -100,9 +100,10 @@ def there(found: _T | None, response_id: str) -> _T:
 async def read_back(
     store: Responses, response_id: str, owner: str, part: Part, held: Held, use: Callable[[list[Any]], _T]
 ) -> tuple[Found, _T]:
-    """Returns the result of `use` over the values of a part's documents, on a thread if it is large.
+    """Returns a stored response and the result of `use` over the values of a part's documents, on a thread if it is
+    large.
 
-    Raises ApiError if there is no such response, OverloadedError.
+    held: takes the part's bytes. Raises ApiError if there is no such response, OverloadedError if there is no room.
     """
     found = there(await store.find(response_id, owner), response_id)
     size = found.num_bytes[part]
@@ -126,8 +127,9 @@ class Asked:
 
     @classmethod
     async def of(cls, question: Sequence[Json], items: Sequence[Json]) -> Asked:
-        """question: the request's messages; items: its input items. Of a picture in a data URL only the picture is
-        kept.
+        """Makes the documents, on a thread if they are large. question: the request's messages; items: its input items.
+
+        Of a picture in a data URL only the picture is kept.
         """
         return await off_loop(weight(items), cls._of, question, items)
 
@@ -248,7 +250,10 @@ class Keeper:
 
 
 def check_size(num_bytes: int, most: int, *, continued: bool) -> None:
-    """Raises RequestError for a conversation that is too large to be stored."""
+    """Raises RequestError for a conversation of more than `most` bytes, which is too large to be stored.
+
+    continued: whether it continues a stored response, whose field the error then names.
+    """
     if num_bytes > most:
         param = "previous_response_id" if continued else "input"
         text = f"the conversation of {param} has {num_bytes} bytes; a stored one may have {most}"

@@ -48,7 +48,9 @@ class ResponseWriter:
         return [self._say(f"response.{kind}", response=dict(self.response)) for kind in ("created", "in_progress")]
 
     def add(self, events: Sequence[Event], logprobs: Sequence[dict[str, Any]] | None) -> list[Said]:
-        """Adds parser events and returns stream events; logprobs: of the tokens that the events come from."""
+        """Adds parser events and returns stream events; logprobs: of the tokens that the events come from, as
+        `token_logprobs` returns them.
+        """
         self.parts += events
         said: list[Said] = []
         left = list(logprobs or ())
@@ -74,7 +76,10 @@ class ResponseWriter:
     def close(
         self, status: str, usage: dict[str, Any], error: dict[str, Any] | None = None, reason: str | None = None
     ) -> list[Said]:
-        """Returns the last events. status: completed, incomplete (for `reason`), failed (with `error`) or cancelled."""
+        """Ends the response and returns its last events.
+
+        status: completed, incomplete (for `reason`), failed (with `error`) or cancelled.
+        """
         if self._item is None and not self.response["output"] and status == "completed":
             said = self._turn_to("message")  # an empty answer still has a message
         else:
@@ -88,7 +93,7 @@ class ResponseWriter:
         return [*said, self._say(f"response.{last}", response=dict(self.response))]
 
     def _turn_to(self, kind: str) -> list[Said]:
-        """Opens an item of this kind, unless one is open."""
+        """Opens an item of this kind in place of the open one, unless that is of it; returns the events."""
         if self._item is not None and self._item["type"] == kind:
             return []
         said = self._close("completed")
@@ -175,8 +180,8 @@ class ResponseWriter:
 
 
 def called(call: ParsedCall, origins: Mapping[str, Origin]) -> dict[str, str]:
-    """Returns the function of a call for a chat message. The text of a custom tool is written anew, as the model may
-    have written it in another form.
+    """Returns name and arguments of a call for a chat message. The text of a custom tool is written anew, as the model
+    may have written it in another form.
     """
     arguments = call.arguments
     if call.name in origins and origins[call.name].is_custom:

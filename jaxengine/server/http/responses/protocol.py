@@ -183,7 +183,10 @@ class ResponsesRequest(ConversationRequest):
         yield from (f"tools.{kind}" for kind in dict.fromkeys(self.callables.left_out))
 
     def chat_request(self, messages: Sequence[dict[str, Any]]) -> ChatRequest:
-        """Returns the equivalent chat request, with `messages`. Raises RequestError with this class's field names."""
+        """Returns the equivalent chat request. Its messages are the instructions, as a system message, and `messages`.
+
+        Raises RequestError with this class's field names.
+        """
         fields: dict[str, Any] = {name: getattr(self, name) for name in _SAME}
         fields |= {
             "messages": [{"role": "system", "content": self.instructions}, *messages]

@@ -32,7 +32,7 @@ class TextInput:
         self._is_other = False
 
     def feed(self, arguments: str) -> str:
-        """Reads a piece; returns what is certain of the text."""
+        """Reads a piece of the arguments; returns the part of the text that has become certain with it."""
         if self._has_ended:
             return ""
         self._held += arguments

@@ -44,7 +44,7 @@ Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 
 
 class ResponseFunction(RequestModel):
-    """A function that the model may call; strict: as in chat_protocol.Function."""
+    """A function that the model may call; strict: as in chat.protocol.Function."""
 
     type: Literal["function"]
     name: Name
@@ -229,7 +229,7 @@ def read_additional_tools(items: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
 
 
 def flat_name(name: str, namespace: str | None) -> str:
-    """Returns the name under which the model knows a tool of a namespace: server__tool."""
+    """Returns the name under which the model knows a tool: in a namespace server__tool, otherwise its own."""
     if namespace is None:
         return name
     return f"{namespace}{'' if namespace.endswith(_SEPARATOR) else _SEPARATOR}{name}"
