@@ -49,7 +49,7 @@ class CausalLM(Protocol):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        """Keyword arguments of ModelConfig, but for its architecture, from a config.json."""
+        """Keyword arguments of ModelConfig, but for its architecture, from a config.json. Raises ModelConfigError."""
         ...
 
     @classmethod
