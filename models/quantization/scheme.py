@@ -79,6 +79,6 @@ class Scheme(Protocol):
           table: [rows, D], as a checkpoint has it; read row by row.
           input_parts: devices that split the axis `in` of a matrix or of a stack.
 
-        Raises ValueError where the stored form cannot be split so.
+        Raises ValueError where the stored form cannot be split so, ModelConfigError where it cannot have this shape.
         """
         ...

@@ -121,7 +121,7 @@ class Stored(Protocol):
         ...
 
     def tensors(self, module: StoredModule) -> Mapping[str, tuple[Shape, ...]]:
-        """Tensors that the module must have, and the shapes that each may have."""
+        """Tensors that the module must have, by the ends of their names, and the shapes that each may have."""
         ...
 
     def optional(self, module: StoredModule) -> Mapping[str, tuple[Shape, ...]]:

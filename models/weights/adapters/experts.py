@@ -128,9 +128,11 @@ def find_joined(
 
 
 def is_transposed(tensors: AdapterTensors, joined: Iterable[JoinedExperts], ranks: Mapping[str, int]) -> bool | None:
-    """Whether pairs of a file are for transposed matrices, judged by those that are not square; None where unknown.
+    """Whether pairs of a file are for transposed matrices, A [experts * rank, out] in place of [experts * rank, in].
 
-    ranks: by the names of parameters.
+    Judged by those that are not square; None where there are none, or some say yes and others no.
+
+    joined: the pairs of the file. ranks: of each parameter, by JoinedExperts.key.
     """
     tells = {
         tensors.shapes(each.name) == each.shapes(ranks[each.key], True)

@@ -1,8 +1,8 @@
 """GGUF files as checkpoints: Hugging Face names and orientation over the tensors of a llama.cpp file.
 
 Owns the order of the query and key rows of llama files, stacked experts as tensors of their own, and matrices whose
-blocks are read as codes and scales. Differences between architectures are rows of gguf_layout; the header
-is read by gguf_header, block formats by gguf_dequant.
+blocks are read as codes and scales. Differences between architectures are rows of gguf/layout.py; the header
+is read by gguf/header.py, block formats by gguf/dequant.py.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class GGUFFile:
     Attributes:
       path: as given, as text.
       metadata: the file's key-values: Python scalars, strings, lists of strings, numpy arrays of numbers.
-      architecture: one of gguf_layout.LAYOUTS.
+      architecture: one of jaxengine.models.weights.gguf.layout.LAYOUTS.
 
     Raises ModelFileError for a file that is missing, not a regular file, inconsistent, of another architecture, or one
     part of a split model. Reading is safe from several threads. A context manager; `close` may be called twice.
