@@ -35,7 +35,7 @@ class SmolLM3ForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
-        """llama.cpp has no rope in every fourth layer, whatever a file says."""
+        """Read a file as llama.cpp does: without rope in every fourth layer, whatever it says."""
         shared = gguf_fields(gguf)
         layer, count = shared["attention"][0], len(shared["attention"])
         layers = [layer if (index + 1) % 4 else replace(layer, rope=None) for index in range(count)]

@@ -181,7 +181,7 @@ class TowerMLP(nnx.Module):
         self.gated = len(sources) > 1
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[P, D] -> [P, D]"""
+        """Map [P, D] -> [P, D]."""
         inner = self.up(x)
         if self.gated:
             gate, up = (part.astype(jnp.float32) for part in jnp.split(inner, 2, axis=-1))
@@ -207,7 +207,7 @@ class TowerLayer(nnx.Module):
 class PatchMerger(nnx.Module):
     """`merge` neighbouring patches to one row of the model: norm, then two products with a GELU between (Qwen2-VL).
 
-    norm: of each patch, or with `joined` of all of them at once.
+    norm: of each patch, or with `joined` of all of them at once. names: modules of the two products.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ class PatchMerger(nnx.Module):
         self.down = Linear(inner, (Source(second, out_size),), axes=(ffn, "embed"), bias=True, build=build)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[P, D of the tower] -> [P / merge, D of the model]"""
+        """Map [P, D of the tower] -> [P / merge, D of the model]."""
         x = self.norm(x.reshape(-1, self.width)) if self.joined else self.norm(x).reshape(-1, self.width)
         return self.down(gelu(self.up(x).astype(jnp.float32)).astype(x.dtype))
 
