@@ -246,7 +246,8 @@ def read_gguf(
 def build_model(config: ModelConfig, build: Build) -> CausalLM:
     """Build the model of a ModelConfig with ShapeDtypeStructs for weights: nothing is allocated until load_params.
 
-    Raises ValueError for a mesh over which its weights cannot be split.
+    Raises ValueError for a mesh over which its weights cannot be split, and ModelConfigError, which is one, for a
+    config that its family or its quantization cannot build.
     """
     return build_abstract(model_for_hf(config.architecture), config, _as_stored(config, build))
 

@@ -148,7 +148,7 @@ class ConfigFields:
         return self._get(name, default)
 
     def integer(self, name: str, default: Any = _REQUIRED, *, minimum: int = 1) -> Any:
-        """Read an integer of at most the field's limit in _MAXIMA, or MAX_INTEGER for a field without one."""
+        """Read an integer from `minimum` to the field's limit in _MAXIMA, or MAX_INTEGER for a field without one."""
         value = self._get(name, default)
         if value is default:
             return value

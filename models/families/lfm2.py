@@ -113,7 +113,10 @@ def _ffn_size(fields: ConfigFields) -> int:
 
 
 def _layer_kinds(fields: ConfigFields) -> tuple[str, ...]:
-    """CONV or FULL for each layer: as `layer_types` lists them, else those in `full_attn_idxs` are FULL, or all."""
+    """CONV or FULL for each layer: as `layer_types` lists them, else those in `full_attn_idxs` are FULL, or all.
+
+    Raises ModelConfigError.
+    """
     num_layers, kinds = fields.integer("num_hidden_layers"), fields.value("layer_types", None)
     if kinds is None:
         full = fields.value("full_attn_idxs", None)

@@ -78,7 +78,10 @@ def hybrid_fields(fields: ConfigFields) -> dict[str, Any]:
 
 
 def _layer_kinds(fields: ConfigFields) -> tuple[str, ...]:
-    """LINEAR or FULL for each layer: as `layer_types` lists them, else every `full_attention_interval`-th is FULL."""
+    """LINEAR or FULL for each layer: as `layer_types` lists them, else every `full_attention_interval`-th is FULL.
+
+    Raises ModelConfigError.
+    """
     num_layers, kinds = fields.integer("num_hidden_layers"), fields.value("layer_types", None)
     if kinds is None:
         every = fields.integer("full_attention_interval", 4)

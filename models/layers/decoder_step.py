@@ -53,8 +53,11 @@ class DecoderStep:
     def __init__(
         self, config: ModelConfig, build: Build, groups: Sequence[Paged | State], batch: ForwardBatch, kv: Any
     ):
-        """groups: of the stage, as many with pages as the batch has page tables. kv: the pool, or a Cache where layers
-        keep states."""
+        """Compute what the layers share.
+
+        groups: of the stage, as many with pages as the batch has page tables. kv: the pool, or a Cache where layers
+        keep states.
+        """
         assert build.stage is not None
         self._stage: Stage = build.stage
         self._is_cache, self._batch = isinstance(kv, Cache), batch

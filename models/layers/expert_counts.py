@@ -37,7 +37,7 @@ class ExpertRows(NamedTuple):
 
 
 def routed(num_tokens: int, num_experts: int, num_per_token: int) -> np.ndarray:
-    """Simulate routing: number of tokens of each expert, i64[num_experts]."""
+    """Simulate routing: tokens of each expert, i64[num_experts], the same for equal arguments."""
     scores = np.random.default_rng(0).random((num_tokens, num_experts))
     picked = np.argpartition(scores, num_per_token - 1, axis=1)[:, :num_per_token]
     return np.bincount(picked.ravel(), minlength=num_experts)

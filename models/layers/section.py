@@ -22,7 +22,7 @@ class Section:
         return x
 
     def key_limits(self, config: ModelConfig, positions: jax.Array) -> jax.Array | None:
-        """i32[T], the position after the last key that each token at `positions` sees; None: its own position is."""
+        """Position after the last key that each token at `positions` sees, i32[T]; None where that key is its own."""
         return None
 
     def after_layer(self, count: int, x: jax.Array) -> jax.Array:
@@ -41,7 +41,7 @@ class Capture(Section):
     """Keeps the hidden states after chosen numbers of layers of this stage; made and read within one trace."""
 
     def __init__(self, counts: Sequence[int]):
-        """counts: 0 is the first layer's input, n what the stage's layer number n - 1 gives, before any norm."""
+        """Keep those after `counts`: 0 is the first layer's input, n what layer number n - 1 gives, before any norm."""
         self.counts = tuple(counts)
         self._found: dict[int, jax.Array] = {}
 

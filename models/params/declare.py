@@ -77,7 +77,7 @@ class ParamDecl:
     checkpoint keeps a linear weight as [out, in], ours is [in, out]. With `num_experts` the weight has a further, first
     axis, and each of its entries comes from that expert's tensors.
 
-    Where the joined axis is split over n devices, each holds the n-th part of every source's contribution, one after
+    Where the joined axis is split over n devices, each holds one n-th of every source's contribution, one after
     the other (q | k | v of its own heads). So the joined weight's order depends on the mesh; a part's does not.
 
     Attributes:

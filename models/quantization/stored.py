@@ -55,7 +55,9 @@ class StoredModule(NamedTuple):
     """One module of an open checkpoint whose matrix is quantised.
 
     Attributes:
+      source: the checkpoint. name: the module's in it.
       shape: (out, in) of the matrix.
+      present: names of all tensors of the checkpoint.
     """
 
     source: WeightSource

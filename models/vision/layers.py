@@ -30,12 +30,12 @@ def tower_axis(axis: str, build: Build) -> str:
 
 
 def quick_gelu(x: jax.Array) -> jax.Array:
-    """x * sigmoid(1.702 x) (Hendrycks & Gimpel 2016, arXiv:1606.08415), `quick_gelu` in configurations."""
+    """Compute x * sigmoid(1.702 x) (Hendrycks & Gimpel 2016, arXiv:1606.08415), `quick_gelu` in configurations."""
     return x * jax.nn.sigmoid(1.702 * x)
 
 
 def gelu(x: jax.Array) -> jax.Array:
-    """GELU by the error function, `gelu` in configurations."""
+    """Compute GELU by the error function, `gelu` in configurations."""
     return jax.nn.gelu(x, approximate=False)
 
 
@@ -58,8 +58,10 @@ def rope_frequencies(size: int, theta: float) -> np.ndarray:
 def axial_rope(
     rows: jax.Array, columns: jax.Array, row_freqs: np.ndarray, column_freqs: np.ndarray
 ) -> tuple[jax.Array, jax.Array]:
-    """cos and sin, each f32[P, H / 2], of patches at rows and columns i32[P]: as many pairs as there are `row_freqs`
-    turn by the row, and the rest by the column."""
+    """Compute cos and sin, f32[P, H / 2] each, of patches at rows and columns i32[P].
+
+    As many pairs as there are `row_freqs` turn by the row, and the rest by the column.
+    """
     turned = zip((rows, columns), (row_freqs, column_freqs), strict=True)
     angles = jnp.concatenate(
         [place.astype(jnp.float32)[:, None] * freqs.astype(np.float32) for place, freqs in turned], 1
@@ -148,7 +150,7 @@ class TowerAttention(nnx.Module):
         self.out = Linear(size, (Source(out, size),), axes=(heads, "embed"), bias=out_bias, build=build)
 
     def __call__(self, x: jax.Array, turns: tuple[jax.Array, jax.Array], attend: Attend) -> jax.Array:
-        """x [P, D] -> [P, D]. turns: cos and sin of the patches."""
+        """Map x [P, D] -> [P, D]. turns: cos and sin of the patches, as `apply_rope` takes them."""
         with jax.named_scope("qkv"):
             q, k, v = jnp.split(self.qkv(x).reshape(x.shape[0], -1, self.head_dim), 3, axis=1)
         with jax.named_scope("rope"):
@@ -234,5 +236,5 @@ class PatchMerger(nnx.Module):
 
 
 def joined_qkv(name: str, size: int) -> tuple[Source, ...]:
-    """q, k and v of a module that has all three, one after the other."""
+    """Sources of q, k and v of a module that has all three, one after the other."""
     return parts_of(name, size, size, size)

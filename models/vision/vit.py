@@ -193,8 +193,10 @@ class VitAttention(nnx.Module):
 
 
 def attend_units(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Softmax attention inside of each unit, [U, S, N, H] each, to the same: scores are there of one unit at a time,
-    and of a part of its queries where it has many."""
+    """Attend inside of each unit, [U, S, N, H] each, to the same shape.
+
+    Scores exist of one unit at a time, and of a part of its queries where it has many.
+    """
     num_positions, head_dim = q.shape[1], q.shape[3]
     blocks = -(-num_positions // _QUERIES)
     rows = -(-num_positions // blocks)

@@ -62,7 +62,8 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 class AdapterConfig:
     """A checked adapter_config.json. Raises ModelFileError, with `path`, for an invalid or unsupported one.
 
-    Names of modules are those of the adapter's file, unless said otherwise.
+    Names of modules are those of the adapter's file, unless said otherwise. Methods raise ModelFileError, too, where
+    the expressions of the file take too many steps to match.
     """
 
     def __init__(self, path: Path, raw: Mapping[str, Any]):
