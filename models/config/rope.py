@@ -224,7 +224,7 @@ class Rope:
 def rope_frequencies(rotary_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
     """Radians per position of each rotated pair, float64[rotary_dim / 2].
 
-    scaling: not longrope, see Rope.up_to. Raises ModelConfigError for factors of another number than pairs.
+    With longrope those of its long factors. Raises ModelConfigError for factors of another number than pairs.
     """
     freqs = theta ** (-np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
     if scaling is None:

@@ -21,7 +21,7 @@ class Pictures(Section):
     """`ForwardBatch.sections["pictures"]`.
 
     Attributes:
-      rows: [N, E], what towers have left (jaxengine.models.vision.tower); E is D, or a multiple of it where layers add
+      rows: [N, E], what towers have left (jaxengine.models.config.tower); E is D, or a multiple of it where layers add
         parts of their own. None in a stage that is not the first.
       index: i32[T], the row of each token, -1 for those that are what their id says.
     """

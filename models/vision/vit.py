@@ -162,7 +162,7 @@ class VitNames:
 class VitAttention(nnx.Module):
     """Attention of each unit's positions to all of them.
 
-    qk_norms: what q and k pass before, norms or rope, [U * S, heads of this device, H] to the same; None for nothing.
+    qk_norms: norms, or rope, that q and k pass through, [U * S, heads of this device, H] to the same; None for none.
     """
 
     def __init__(
