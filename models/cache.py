@@ -118,7 +118,7 @@ def paged_groups(groups: Sequence[Paged | State]) -> list[Paged]:
 
 
 def state_rows(groups: Sequence[Paged | State], num_rows: int) -> tuple[tuple[jax.Array, ...], ...]:
-    """Zeros for Cache.states of one device."""
+    """Allocate Cache.states of one device, zeroed; num_rows: rows of each array."""
     return tuple(
         tuple(jnp.zeros((num_rows, *array.shape), array.dtype) for array in arrays) for arrays in state_arrays(groups)
     )
@@ -131,7 +131,7 @@ def state_arrays(groups: Sequence[Paged | State]) -> list[tuple[StateArray, ...]
 
 
 def group_layers(windows: Sequence[int | None], *, hybrid: bool = True) -> list[tuple[int | None, tuple[int, ...]]]:
-    """Group layers with these windows: (window, layers) of each cache group.
+    """Group layers with these windows (None: all keys): (window, indices of its layers) of each cache group.
 
     Layers of one window are dealt out to groups of at most n layers, one after the other, so that every pipeline stage
     has a similar share of each; n is chosen so that few rows of the groups' pages stay empty, and few groups are needed
@@ -180,7 +180,10 @@ def kv_partition(kv: KVPages) -> KVPages:
 
 
 def abstract_kv(groups: Sequence[Paged | State], num_pages: int, *, layout: str, mesh: Mesh) -> KVPages:
-    """Shapes of the pool over all devices of the mesh, nothing allocated; its `spec` is that of one device."""
+    """Shapes of the pool over all devices of the mesh, nothing allocated; its `spec` is that of one device.
+
+    num_pages: pages of any group that each rank holds.
+    """
     num_layers = sum(len(group.layers) for group in paged_groups(groups))
     kv = jax.eval_shape(lambda: _pool(pool_spec(groups, num_pages), layout, num_layers))
 
@@ -197,7 +200,7 @@ def device_kv(shapes: KVPages) -> KVPages:
 
 
 def of_layer(kv: KVPages, index: int) -> KVPages:
-    """Replace the pool's scales by those of one layer, given by its index among this stage's layers with pages."""
+    """Return the pool with the scales of one layer, given by its index among this stage's layers with pages."""
     k_scale, v_scale = (None if scale is None else scale[index] for scale in (kv.k_scale, kv.v_scale))
     return replace(kv, k_scale=k_scale, v_scale=v_scale)
 

@@ -49,7 +49,7 @@ class CausalLM(Protocol):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        """Keyword arguments of ModelConfig, but for its architecture, from a config.json."""
+        """Keyword arguments of ModelConfig, but for its architecture, from a config.json. Raises ModelConfigError."""
         ...
 
     @classmethod
@@ -68,11 +68,11 @@ class CausalLM(Protocol):
         ...
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """[R, D] -> f32[R, V / n] where n devices share the rows; whole on one device. Of the last stage only."""
+        """Compute logits: [R, D] -> f32[R, V / n] where n devices share the rows. Of the last stage only."""
         ...
 
     def pool(self, pooled: jax.Array) -> jax.Array:
-        """What a pooling model tells of prompts, f32[R, N]: their pooled states f32[R, D], or the scores of labels."""
+        """Result of a pooling model for prompts' pooled states f32[R, D]: the states, or scores of labels f32[R, N]."""
         ...
 
     def cache_groups(self, page_size: int, kv_dtype: Any, *, hybrid: bool = True) -> tuple[Paged | State, ...]:

@@ -196,7 +196,10 @@ def _unsupported(architecture: str, known: Iterable[str]) -> str:
 
 
 def read_hf(raw: Mapping[str, Any], pooler: Pooler | None = None) -> ModelConfig:
-    """Read the ModelConfig of a Hugging Face config.json. Raises ModelConfigError."""
+    """Read the ModelConfig of a Hugging Face config.json. Raises ModelConfigError.
+
+    pooler: what a pooling model does with hidden states; None for a model that generates.
+    """
     fields = ConfigFields(with_one_rope(ConfigFields(raw).raw))
     model = model_for_hf(hf_architecture(fields))
     if pooler is not None and not fields.boolean("is_causal", True):
@@ -214,7 +217,7 @@ def read_hf(raw: Mapping[str, Any], pooler: Pooler | None = None) -> ModelConfig
 def read_folder(folder: Path, raw: Mapping[str, Any] | None = None, pooler: Pooler | None = None) -> ModelConfig:
     """Read the ModelConfig of a Hugging Face folder. Raises ModelFileError, which names the file and the field.
 
-    raw: content to use instead of the folder's config.json; None to read the file.
+    raw: content to use instead of the folder's config.json; None to read the file. pooler: as in `read_hf`.
     """
     raw = read_config_json(folder) if raw is None else raw
     try:
@@ -243,7 +246,8 @@ def read_gguf(
 def build_model(config: ModelConfig, build: Build) -> CausalLM:
     """Build the model of a ModelConfig with ShapeDtypeStructs for weights: nothing is allocated until load_params.
 
-    Raises ValueError for a mesh over which its weights cannot be split.
+    Raises ValueError for a mesh over which its weights cannot be split, and ModelConfigError, which is one, for a
+    config that its family or its quantization cannot build.
     """
     return build_abstract(model_for_hf(config.architecture), config, _as_stored(config, build))
 

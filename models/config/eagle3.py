@@ -84,6 +84,8 @@ def read_head(fields: ConfigFields, layer: Mapping[str, Any], model: ModelConfig
 def _streams(fields: ConfigFields, num_layers: int) -> tuple[int, ...]:
     """Read Eagle3Config.streams: the listed ones, else those that heads are trained on by default.
 
+    num_layers: layers of the target model. Raises ModelConfigError.
+
     Lists are of two kinds. Some count the layers before a hidden state, others name the layer that produced it,
     from 0 on; the latter begin with 1, where the former begin with 2.
     """

@@ -104,7 +104,8 @@ class ModelConfigError(ValueError):
 class ConfigFields:
     """A mapping read field by field. `prefix` is prepended to every name ("llama." for GGUF metadata).
 
-    A field that is absent, or null, takes the default; without a default it is an error.
+    A field that is absent, or null, takes the default, which is not checked. Methods raise ModelConfigError for such a
+    field without a default, and for a value of another type or outside of its limits.
     """
 
     def __init__(self, raw: Mapping[str, Any], prefix: str = ""):
@@ -147,7 +148,7 @@ class ConfigFields:
         return self._get(name, default)
 
     def integer(self, name: str, default: Any = _REQUIRED, *, minimum: int = 1) -> Any:
-        """Read an integer of at most the field's limit in _MAXIMA, or MAX_INTEGER for a field without one."""
+        """Read an integer from `minimum` to the field's limit in _MAXIMA, or MAX_INTEGER for a field without one."""
         value = self._get(name, default)
         if value is default:
             return value

@@ -25,12 +25,12 @@ EXPERT_SIZE = "expert_feed_forward_length"
 
 
 def gguf_architecture(metadata: Mapping[str, Any]) -> str:
-    """Read llama.cpp's name of the model's architecture."""
+    """Read llama.cpp's name of the model's architecture. Raises ModelConfigError if there is none."""
     return ConfigFields(metadata).text("general.architecture")
 
 
 def gguf_family(metadata: Mapping[str, Any]) -> str:
-    """Family that reads a file, as in CausalLM.gguf_architecture.
+    """Return the name of the family that reads a file, as in CausalLM.gguf_architecture. Raises ModelConfigError.
 
     Files of Mixtral call themselves llama, and those of DeepSeek V3 deepseek2.
     """
@@ -89,6 +89,8 @@ def gguf_fields(
       yarn: YaRN settings that the family has and files lack, named as in a config.json. With an attention_factor
         the family reads yarn_log_multiplier itself.
       attention: further fields of every layer's LayerAttention.
+
+    Raises ModelConfigError.
     """
     metadata, fields = gguf.metadata, gguf.fields
     general = ConfigFields(metadata)
@@ -127,7 +129,8 @@ def gguf_fields(
 
 
 def gguf_sliding(fields: ConfigFields, full_every: int) -> tuple[bool, ...]:
-    """Whether each layer has the window: as `attention.sliding_window_pattern` lists, else all but every n-th."""
+    """Whether each layer has the window: as `attention.sliding_window_pattern` lists, else all but every
+    `full_every`-th. Raises ModelConfigError for a list of other things than a boolean for each layer."""
     num_layers, name = fields.integer("block_count"), "attention.sliding_window_pattern"
     listed = fields.value(name, None)
     if listed is None:

@@ -14,7 +14,7 @@ def gguf_latent_fields(gguf: GGUFConfig, **options: Any) -> dict[str, Any]:
     """Read `gguf_fields` of a model with multi-head latent attention.
 
     Current files give the sizes of attention over latents, with one kv head, and those of a head in addition; older
-    ones give the latter only. options: as for gguf_fields.
+    ones give the latter only. options: as for gguf_fields. Raises ModelConfigError.
     """
     fields, prefix = gguf.fields, gguf.fields.prefix
     rope_dim = fields.integer("rope.dimension_count")

@@ -109,13 +109,16 @@ def hf_fields(
     architecture.
 
     Args:
-      windows: window of each layer, or one for all.
-      ropes: rope of each layer, None for the one in the file.
+      windows: window of each layer, or one for all; None for a layer that sees all keys.
+      ropes: rope of each layer, with None for a layer without; None in place of the list for the file's in all layers.
       head_dim: default for a file without it; None for hidden_size / num_attention_heads.
+      activation: the only one that the family has; another is an error.
       partial_rotary: whether the family may rotate a part of each head only.
       tied: default of tie_word_embeddings.
       eps: name of the field with the epsilon of norms.
       attention: further fields of every layer's LayerAttention.
+
+    Raises ModelConfigError.
     """
     if fields.text(activation.field, activation.values[0]) not in activation.values:
         raise fields.fail(activation.field, repr(activation.values[0]))
@@ -152,7 +155,7 @@ def text_fields(fields: ConfigFields) -> ConfigFields:
     """Fields of the language model in a multimodal configuration: `text_config`, with what is said outside of it.
 
     `tie_word_embeddings` outside counts only where text_config leaves it out: there transformers 5 writes the default
-    of the wrapper's class.
+    of the wrapper's class. Raises ModelConfigError, also for rope that is scaled outside of text_config.
     """
     text = fields.mapping("text_config")
     if text is None:
@@ -176,7 +179,10 @@ def _check_outer_rope(fields: ConfigFields, text: Mapping[str, Any]) -> None:
 
 
 def read_head_dim(fields: ConfigFields, default: int | None = None) -> int:
-    """Read `head_dim`; where it is absent the default, and without that hidden_size / num_attention_heads."""
+    """Read `head_dim`; where it is absent the default, and without that hidden_size / num_attention_heads.
+
+    Raises ModelConfigError, also where that is no whole number.
+    """
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     if default is None and not fields.has("head_dim") and hidden_size % num_heads:
         raise ModelConfigError(
@@ -187,7 +193,10 @@ def read_head_dim(fields: ConfigFields, default: int | None = None) -> int:
 
 
 def layer_kinds(fields: ConfigFields, full_every: int = 1) -> tuple[str, ...]:
-    """FULL or SLIDING for each layer: as `layer_types` lists them, else every `full_every`-th layer is FULL."""
+    """FULL or SLIDING for each layer: as `layer_types` lists them, else every `full_every`-th layer is FULL.
+
+    Raises ModelConfigError for a list with other kinds or of another length.
+    """
     num_layers = fields.integer("num_hidden_layers")
     kinds = fields.value("layer_types", None)
     if kinds is None:
@@ -205,7 +214,7 @@ def windows_by_kind(kinds: Iterable[str], window: int | None) -> tuple[int | Non
 def ropes_by_kind(
     fields: ConfigFields, head_dim: int, kinds: Sequence[str], *, sliding_theta: str = "rope_theta"
 ) -> tuple[Rope, ...]:
-    """Read the rope of each layer of these kinds.
+    """Read the rope of each layer of these kinds, FULL or SLIDING. Raises ModelConfigError.
 
     transformers 5 writes a mapping for each kind into `rope_parameters`; transformers 4 `rope_theta` and `rope_scaling`
     for FULL layers, and the field `sliding_theta` for SLIDING ones, which are not scaled.
@@ -224,9 +233,14 @@ def ropes_by_kind(
 
 
 def read_rope(fields: ConfigFields, head_dim: int, *, partial_rotary: bool = False, interleaved: bool = False) -> Rope:
-    """Read a model's Rope from its config.json.
+    """Read a model's Rope from its config.json. Raises ModelConfigError.
 
     transformers 4 writes `rope_theta` and `rope_scaling`; transformers 5 one mapping, `rope_parameters`.
+
+    Args:
+      head_dim: elements of a head.
+      partial_rotary: partial_rotary_factor may be less than 1; otherwise that is an error.
+      interleaved: see Rope.
     """
     max_positions = fields.integer("max_position_embeddings")
     rope = fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {}

@@ -17,6 +17,8 @@ def hf_latent_fields(fields: ConfigFields, *, interleaved: bool = True, **option
     Args:
       interleaved: see Rope.
       options: as for hf_fields.
+
+    Raises ModelConfigError.
     """
     num_heads, rope_dim = fields.integer("num_attention_heads"), fields.integer("qk_rope_head_dim")
     if fields.integer("num_key_value_heads", num_heads) != num_heads:

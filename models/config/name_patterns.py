@@ -71,8 +71,9 @@ class _Text:
     """A name, or its mirror image.
 
     Attributes:
-      mirror: the other of the two.
-      backward: whether it is the mirror image.
+      effort: steps that may still be taken.
+      origin: the name that this is the mirror image of; None for a name itself.
+      where: of a name, the positions at which a part without characters holds, as far as computed.
     """
 
     name: str

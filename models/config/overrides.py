@@ -41,7 +41,7 @@ def overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
     Fields of the language model count in `text_config` where there is one. A new scaling of rope keeps the base and
     the sections of the old one, and where it is the stretched context is the new context length.
 
-    Raises ModelConfigError for a rope that is no mapping.
+    Raises ModelConfigError for a rope that is no mapping, or that overrides give twice.
     """
     merged, text = dict(raw), raw.get(_TEXT)
     outer, inner = dict[str, Any](), dict[str, Any]()
@@ -64,7 +64,8 @@ def overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
 def check_read(raw: Mapping[str, Any], overrides: Mapping[str, Any], read: Callable[[Mapping[str, Any]], Any]) -> None:
     """Raise UnreadError for a field that `read`, which reads a config.json, does not look at.
 
-    Each is replaced by something that no reader takes: what reads it fails, or returns something else.
+    Each is replaced by something that no reader takes: what reads it fails, or returns something else. Errors of `read`
+    about the overrides themselves pass through.
     """
     expected = read(overridden(raw, overrides))
     for name, probe in _probes(raw, overrides):
@@ -101,7 +102,7 @@ def _probes(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> Iterator[tu
 
 
 def _changed(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Change fields that stand beside each other."""
+    """Return fields of one mapping with changes, rope in the spelling that the mapping has. Raises ModelConfigError."""
     merged = {**_shortened(fields, changes), **{name: value for name, value in changes.items() if name not in _ROPE}}
     if not changes.keys() & {*_ROPE}:
         return merged
@@ -158,7 +159,7 @@ def _rescaled(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with(rope: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Put fields into a mapping, for FULL layers where it has one for each kind."""
+    """Put fields into a rope's mapping, for FULL layers where it has one for each kind; an empty one stays empty."""
     if isinstance(full := rope.get(FULL), Mapping):
         return {**rope, FULL: {**full, **fields}}
     return {**rope, **fields} if rope else {}
@@ -177,7 +178,7 @@ def _stretched(rope: Mapping[str, Any], fields: Mapping[str, Any]) -> int | None
 def overridden_metadata(metadata: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return GGUF metadata with another rope or context length.
 
-    Raises UnreadError for other fields, ModelConfigError for a rope that is no mapping.
+    Raises UnreadError for other fields, ModelConfigError for a rope that is no mapping or is given twice.
     """
     prefix, changed = f"{metadata.get('general.architecture')}.", dict(metadata)
     for name in overrides:

@@ -65,7 +65,10 @@ class RopeScaling:
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], max_position_embeddings: int) -> RopeScaling | None:
-        """Read the `rope_scaling` (or `rope_parameters`) mapping of a config.json; None for plain rope."""
+        """Read the `rope_scaling` (or `rope_parameters`) mapping of a config.json; None for plain rope.
+
+        max_position_embeddings: the model's, default of the original context. Raises ModelConfigError.
+        """
         fields = ConfigFields(raw)
         rope_type = fields.text("rope_type", None) or fields.text("type", "default")
         if rope_type == "dynamic" and not fields.has("alpha"):
@@ -205,7 +208,7 @@ class Rope:
         return replace(self, scaling=chosen)
 
     def section_of_pairs(self) -> np.ndarray:
-        """Section of each rotated pair, i32[rotary_dim / 2]: time 0, height 1 or width 2."""
+        """Section of each rotated pair, i32[rotary_dim / 2]: time 0, height 1 or width 2. For a rope with sections."""
         if not self.sections_interleaved:
             return np.repeat(np.arange(3, dtype=np.int32), self.sections)
         sections = np.zeros(self.rotary_dim // 2, np.int32)
@@ -219,7 +222,10 @@ class Rope:
 
 
 def rope_frequencies(rotary_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
-    """Radians per position of each rotated pair, float64[rotary_dim / 2]."""
+    """Radians per position of each rotated pair, float64[rotary_dim / 2].
+
+    With longrope those of its long factors. Raises ModelConfigError for factors of another number than pairs.
+    """
     freqs = theta ** (-np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
     if scaling is None:
         return freqs

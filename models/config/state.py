@@ -206,7 +206,10 @@ LayerState = GatedDelta | ShortConvolution | StateSpace
 
 
 def read_state_space(fields: ConfigFields, inner_size: int, *, norm: str | None) -> StateSpace:
-    """Read the fields that configurations with Mamba-2 share; inner_size: inputs of all heads."""
+    """Read the fields that configurations with Mamba-2 share. Raises ModelConfigError.
+
+    inner_size: elements of a token's inputs, of all heads. norm: StateSpace.norm.
+    """
     num_heads, auto = fields.integer("mamba_n_heads"), fields.value("mamba_d_head", "auto") == "auto"
     head_dim = inner_size // num_heads if auto else fields.integer("mamba_d_head")
     if head_dim * num_heads != inner_size:

@@ -42,7 +42,7 @@ class XIELU(nnx.Module):
         self.alpha_p, self.alpha_n = scalar("alpha_p"), scalar("alpha_n")
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """f32[T, F] -> the same"""
+        """Apply the activation to f32[T, F]."""
         a_p = jax.nn.softplus(self.alpha_p[...].astype(jnp.float32))
         a_n = BETA + jax.nn.softplus(self.alpha_n[...].astype(jnp.float32))
         return BETA * x + jnp.where(x > 0, a_p * x * x, a_n * (jnp.expm1(jnp.minimum(x, EPS)) - x))

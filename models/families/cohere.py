@@ -31,7 +31,7 @@ class PerHeadLayerNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """x [T, heads of this device, H] -> the same"""
+        """Normalise x [T, heads of this device, H]."""
         y = x.astype(jnp.float32)
         y = rms_normalized(y - jnp.mean(y, axis=-1, keepdims=True), self.eps)
         return (y * self.weight[...].astype(jnp.float32)).astype(x.dtype)

@@ -20,7 +20,7 @@ from jaxengine.models.params.source import CheckpointNames
 
 
 class ErnieExperts(MixtureOfExperts):
-    """With the correction bias as a row of a table."""
+    """Mixture of experts with the correction bias as a row, [1, E]."""
 
     def make_correction_bias(self, source: str, num_experts: int) -> nnx.Param:
         tensor = Source(source, 1)

@@ -126,7 +126,7 @@ class FalconH1ForCausalLM(LlamaForCausalLM):
 
 
 def _numbers(fields: ConfigFields, name: str, count: int) -> tuple[float, ...]:
-    """So many numbers above zero, ones where the file does not say."""
+    """Read a list of `count` numbers above zero; ones where the file does not say. Raises ModelConfigError."""
     given = fields.value(name, [1.0] * count)
     if not isinstance(given, list) or len(given) != count:
         raise fields.fail(name, f"a list of {count} numbers")

@@ -102,12 +102,15 @@ class Gemma2ForCausalLM(Decoder):
 
 def gguf_scale(fields: ConfigFields, layers_of_27b: int) -> float | None:
     """What products of q and k are multiplied with, as llama.cpp has it: files do not say query_pre_attn_scalar, which
-    is hidden_size / heads in the model of 27B parameters, and head_dim in all others."""
+    is hidden_size / heads in the model of 27B parameters, and head_dim in all others.
+
+    layers_of_27b: number of layers by which that model is known. Raises ModelConfigError.
+    """
     if fields.integer("block_count") != layers_of_27b:
         return (fields.integer("attention.key_length", 256)) ** -0.5
     return (fields.integer("embedding_length") / fields.integer("attention.head_count")) ** -0.5
 
 
 def read_cap(fields: ConfigFields, name: str, default: float | None) -> float | None:
-    """A soft cap: absent means the default, null means none."""
+    """Read a soft cap: absent means the default, null means none. Raises ModelConfigError."""
     return fields.number(name, None if name in fields.raw else default)

@@ -30,7 +30,7 @@ class Glm4MoeForCausalLM(Qwen3MoeForCausalLM):
 
 def sigmoid_experts(fields: ConfigFields) -> ExpertsConfig:
     """Experts in DeepSeek-V3's words: sigmoid scores with a correction bias, groups, shared experts
-    and dense layers first."""
+    and dense layers first. Raises ModelConfigError."""
     for name, value in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         if fields.text(name, value) not in ("sigmoid", "noaux_tc"):
             raise fields.fail(name, f"{value!r} or absent")

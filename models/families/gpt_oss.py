@@ -62,6 +62,6 @@ class GptOssForCausalLM(LlamaForCausalLM):
 
 
 def clamped_swiglu(gate: jax.Array, up: jax.Array, *, alpha: float, limit: float) -> jax.Array:
-    """(up + 1) * gate * sigmoid(alpha * gate), with gate at most `limit` and up from -limit to limit."""
+    """Compute (up + 1) * gate * sigmoid(alpha * gate), with gate at most `limit` and up from -limit to limit."""
     gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
     return (up + 1) * gate * jax.nn.sigmoid(alpha * gate)

@@ -60,7 +60,7 @@ class GraniteForCausalLM(LlamaForCausalLM):
 
 
 def granite_multipliers(fields: ConfigFields) -> dict[str, Any]:
-    """Those outside of attention."""
+    """Read the multipliers outside of attention, as arguments of ModelConfig. Raises ModelConfigError."""
     return {
         "embedding_multiplier": fields.number("embedding_multiplier", 1.0),
         "residual_multiplier": fields.number("residual_multiplier", 1.0),

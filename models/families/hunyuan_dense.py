@@ -55,9 +55,11 @@ class HunYuanDenseV1ForCausalLM(LlamaForCausalLM):
 
 
 def with_stretched_base(fields: ConfigFields, head_dim: int | None = None) -> ConfigFields:
-    """rope_type "dynamic" with `alpha` as plain rope: its base is rope_theta * alpha ** (H / (H - 2)) at any length.
+    """Return fields with plain rope in place of rope_type "dynamic" with `alpha`; others as they are.
 
-    head_dim: where the file does not say.
+    Its base is rope_theta * alpha ** (H / (H - 2)) at any length.
+
+    head_dim: where the file does not say; None for hidden_size / num_attention_heads. Raises ModelConfigError.
     """
     rope = ConfigFields(fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {})
     kind = rope.text("rope_type", None) or rope.text("type", "default")

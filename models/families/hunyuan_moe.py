@@ -80,7 +80,7 @@ class HunYuanMoEV1ForCausalLM(Qwen3MoeForCausalLM):
 
 
 def _of_all_layers(fields: ConfigFields, name: str) -> int:
-    """An integer, or a list of one for each layer that are all the same."""
+    """Read an integer, or a list of the same one for each layer. Raises ModelConfigError."""
     listed = fields.value(name)
     if not isinstance(listed, list):
         return fields.integer(name)
@@ -90,7 +90,7 @@ def _of_all_layers(fields: ConfigFields, name: str) -> int:
 
 
 def _read_rope(fields: ConfigFields, head_dim: int) -> Rope:
-    """A rope that is called dynamic has an `alpha`, by which its base is stretched once and for all."""
+    """Read the rope. One called dynamic has an `alpha`, by which its base is stretched. Raises ModelConfigError."""
     rope = ConfigFields(fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {})
     if "dynamic" not in (rope.text("rope_type", None), rope.text("type", None)):
         return read_rope(fields, head_dim)

@@ -86,7 +86,10 @@ class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
 
 
 def hybrid_fields(fields: ConfigFields, ffn_size: int) -> dict[str, Any]:
-    """What both spell alike."""
+    """Read the arguments of ModelConfig that LFM2 and LFM2-MoE spell alike. Raises ModelConfigError.
+
+    ffn_size: width of the dense feed-forward layers.
+    """
     fields.require(conv_bias=False)
     fields = fields.with_defaults(rope_theta=1e6, intermediate_size=ffn_size)
     shared = hf_fields(fields, eps="norm_eps", tied=fields.boolean("tie_embedding", True))
@@ -97,7 +100,10 @@ def hybrid_fields(fields: ConfigFields, ffn_size: int) -> dict[str, Any]:
 
 
 def _ffn_size(fields: ConfigFields) -> int:
-    """Two thirds of what the file says, times a factor, rounded up, unless it says that it means what it says."""
+    """Width of feed-forward layers: two thirds of what the file says, times a factor, rounded up to a multiple.
+
+    With block_auto_adjust_ff_dim false it is what the file says. Raises ModelConfigError.
+    """
     size = fields.integer("block_ff_dim", None) or fields.integer("intermediate_size")
     if not fields.boolean("block_auto_adjust_ff_dim", True):
         return size
@@ -107,7 +113,10 @@ def _ffn_size(fields: ConfigFields) -> int:
 
 
 def _layer_kinds(fields: ConfigFields) -> tuple[str, ...]:
-    """CONV or FULL for each layer: as `layer_types` lists them, else those in `full_attn_idxs` are FULL, or all."""
+    """CONV or FULL for each layer: as `layer_types` lists them, else those in `full_attn_idxs` are FULL, or all.
+
+    Raises ModelConfigError.
+    """
     num_layers, kinds = fields.integer("num_hidden_layers"), fields.value("layer_types", None)
     if kinds is None:
         full = fields.value("full_attn_idxs", None)

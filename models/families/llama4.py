@@ -139,7 +139,7 @@ class Llama4ForConditionalGeneration(Llama4ForCausalLM):
 
 
 def _flags(fields: ConfigFields, name: str, default: list[int]) -> list[int]:
-    """A list of 0 or 1 for each layer; one that is empty means the default."""
+    """Read a list of 0 or 1 for each layer; an empty or absent one means the default. Raises ModelConfigError."""
     listed = fields.value(name, None) or default
     if not isinstance(listed, list) or len(listed) != len(default) or any(flag not in (0, 1) for flag in listed):
         raise fields.fail(name, f"a list of {len(default)} of 0, 1")
@@ -147,7 +147,7 @@ def _flags(fields: ConfigFields, name: str, default: list[int]) -> list[int]:
 
 
 def _chunks(fields: ConfigFields, with_rope: list[int]) -> list[int | None]:
-    """Of each layer: as `layer_types` lists them, else layers with rope have them."""
+    """Chunk of each layer, None for none: as `layer_types` lists them, else those with rope have one."""
     size, kinds = fields.integer("attention_chunk_size", None), fields.value("layer_types", None)
     if kinds is None:
         kinds = [CHUNKED if rotated else "full_attention" for rotated in with_rope]

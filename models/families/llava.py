@@ -57,7 +57,7 @@ NAMES = CheckpointNames(
 
 
 def read_text(fields: ConfigFields) -> dict[str, Any]:
-    """Of ModelConfig what the text part of a configuration says, by its model_type."""
+    """Read arguments of ModelConfig from the text part of a config.json, by its model_type. Raises ModelConfigError."""
     text = text_fields(fields)
     kind = text.text("model_type", "llama")
     if kind not in TEXTS:

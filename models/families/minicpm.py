@@ -32,7 +32,10 @@ class MiniCPMForCausalLM(GraniteForCausalLM):
 
 
 def multipliers(fields: ConfigFields) -> dict[str, float]:
-    """Those of embeddings, of what layers add and of logits, in MiniCPM's words."""
+    """Read the multipliers of embeddings, of what layers add and of logits, as MiniCPM writes them.
+
+    Returns arguments of ModelConfig. Raises ModelConfigError.
+    """
     num_layers, hidden_size = fields.integer("num_hidden_layers"), fields.integer("hidden_size")
     return {
         "embedding_multiplier": fields.number("scale_emb", 1.0),

@@ -11,7 +11,10 @@ from jaxengine.models.families.llama import LlamaForCausalLM
 
 
 def read_layer_windows(fields: ConfigFields) -> tuple[int | None, ...]:
-    """Window of each layer: `layer_types` if listed, else the layers from `max_window_layers` on, if any is used."""
+    """Window of each layer: `layer_types` if listed, else the layers from `max_window_layers` on, if any is used.
+
+    None for a layer that sees all keys. Raises ModelConfigError.
+    """
     num_layers = fields.integer("num_hidden_layers")
     if not fields.boolean("use_sliding_window", False):
         return (None,) * num_layers

@@ -45,7 +45,10 @@ class Qwen2MoeForCausalLM(Qwen3MoeForCausalLM):
 
 
 def gated_experts(fields: ConfigFields, *, norm_weights: bool) -> ExpertsConfig:
-    """Experts beside a shared MLP that each token weighs; norm_weights: where `norm_topk_prob` is not said."""
+    """Read experts beside a shared MLP that each token weighs. Raises ModelConfigError.
+
+    norm_weights: ExpertsConfig.norm_weights where `norm_topk_prob` is absent.
+    """
     return ExpertsConfig(
         num_experts=fields.integer("num_experts"),
         num_per_token=fields.integer("num_experts_per_tok"),

@@ -45,7 +45,7 @@ class Qwen2_5_VLForConditionalGeneration(Qwen2VLForConditionalGeneration):
 
 
 def without_mrope(fields: ConfigFields) -> ConfigFields:
-    """The same with a rope of type "default" for one of type "mrope", as older files call it where it has sections."""
+    """Return fields with rope of type "default" in place of "mrope", as older files call it where it has sections."""
     changed = {}
     for name in _ROPES:
         if (rope := fields.mapping(name)) is not None:
@@ -61,7 +61,15 @@ def with_sight(
     read_tower: Callable[[ConfigFields, int], TowerConfig],
 ) -> dict[str, Any]:
     """Keyword arguments of a ModelConfig with ropes by places, as `mrope_section` beside what else is said of the rope
-    says, and with the tower of `vision_config`."""
+    says, and with the tower of `vision_config`.
+
+    Args:
+      shared: the other arguments.
+      text, fields: of the text, and of the whole configuration.
+      read_tower: (vision_config, hidden size of the text) -> the tower.
+
+    Raises ModelConfigError.
+    """
     rope = ConfigFields(next((found for name in _ROPES if (found := text.mapping(name)) is not None), {}))
     sections = rope.value("mrope_section")
     if not isinstance(sections, list) or any(type(count) is not int for count in sections):

@@ -48,12 +48,15 @@ class Qwen3MoeForCausalLM(LlamaForCausalLM):
         return self.make_experts(build)
 
     def make_experts(self, build: Build) -> nnx.Module:
-        """The feed-forward part of a layer that has experts."""
+        """Make the feed-forward part of a layer that has experts."""
         return MixtureOfExperts(self.config, source=f"{LAYER}.mlp", build=build)
 
 
 def dense_layers(fields: ConfigFields) -> tuple[int, ...]:
-    """Layers listed in `mlp_only_layers`, and all but every `decoder_sparse_step`-th."""
+    """Layers without experts: those in `mlp_only_layers`, and all but every `decoder_sparse_step`-th.
+
+    Raises ModelConfigError.
+    """
     listed = fields.value("mlp_only_layers", [])
     if not isinstance(listed, list) or any(type(layer) is not int or layer < 0 for layer in listed):
         raise fields.fail("mlp_only_layers", "a list of layer indices >= 0")

@@ -48,7 +48,7 @@ class Qwen3NextForCausalLM(Qwen2MoeForCausalLM):
         return Attention(attention, size, eps=eps, source=source, build=build, qkv=qkv, gate=gate, qk_norms=norms)
 
     def delta_inputs(self, state: GatedDelta, source: str) -> list[Source]:
-        """q, k, v, z, beta and the decay. In the checkpoint those of a head of keys stand together."""
+        """Sources of q, k, v, z, beta and the decay. In the checkpoint those of a head of keys stand together."""
         per_key, heads = state.num_v_heads // state.num_k_heads, state.num_k_heads
         keys, values = state.k_head_dim, per_key * state.v_head_dim
         return [
@@ -58,7 +58,10 @@ class Qwen3NextForCausalLM(Qwen2MoeForCausalLM):
 
 
 def hybrid_fields(fields: ConfigFields) -> dict[str, Any]:
-    """What families with delta nets and gated attention spell alike."""
+    """Read the arguments of ModelConfig that families with delta nets and gated attention write alike.
+
+    Raises ModelConfigError.
+    """
     bias = fields.boolean("attention_bias", False)
     fields = fields.with_defaults(partial_rotary_factor=0.25)
     shared = hf_fields(fields, head_dim=256, partial_rotary=True, bias=bias, output_bias=bias)
@@ -75,7 +78,10 @@ def hybrid_fields(fields: ConfigFields) -> dict[str, Any]:
 
 
 def _layer_kinds(fields: ConfigFields) -> tuple[str, ...]:
-    """LINEAR or FULL for each layer: as `layer_types` lists them, else every `full_attention_interval`-th is FULL."""
+    """LINEAR or FULL for each layer: as `layer_types` lists them, else every `full_attention_interval`-th is FULL.
+
+    Raises ModelConfigError.
+    """
     num_layers, kinds = fields.integer("num_hidden_layers"), fields.value("layer_types", None)
     if kinds is None:
         every = fields.integer("full_attention_interval", 4)
@@ -86,14 +92,14 @@ def _layer_kinds(fields: ConfigFields) -> tuple[str, ...]:
 
 
 def gated_inputs(attention: LayerAttention, source: str) -> list[Source]:
-    """q, k, v and the gate: in the checkpoint a head's queries and gate stand together."""
+    """Sources of q, k, v and the gate: in the checkpoint a head's queries and gate stand together."""
     q, gate = _in_turns(f"{source}.q_proj", attention.num_heads, attention.head_dim, attention.head_dim)
     rows = attention.num_kv_heads * attention.head_dim
     return [q, Source(f"{source}.k_proj", rows), Source(f"{source}.v_proj", rows), gate]
 
 
 def _in_turns(name: str, count: int, *sizes: int) -> list[Source]:
-    """A tensor of `count` times these many rows of each: all rows of one after the other."""
+    """One source per size, of a tensor in which `count` times so many rows of each follow each other in turns."""
     stride, firsts = sum(sizes), [sum(sizes[:index]) for index in range(len(sizes))]
     return [
         Source(name, count * size, group=size, first=first, tensor_rows=count * stride, stride=stride)

@@ -35,7 +35,7 @@ class SmolLM3ForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
-        """llama.cpp has no rope in every fourth layer, whatever a file says."""
+        """Read a file as llama.cpp does: without rope in every fourth layer, whatever it says."""
         shared = gguf_fields(gguf)
         layer, count = shared["attention"][0], len(shared["attention"])
         layers = [layer if (index + 1) % 4 else replace(layer, rope=None) for index in range(count)]
@@ -43,7 +43,10 @@ class SmolLM3ForCausalLM(LlamaForCausalLM):
 
 
 def _rotated_layers(fields: ConfigFields) -> list[bool]:
-    """Whether each layer has rope: `no_rope_layers` has a 1 for those that do, and may be longer than the model."""
+    """Whether each layer has rope: `no_rope_layers` has a 1 for those that do, and may be longer than the model.
+
+    Without it all but every `no_rope_layer_interval`-th have. Raises ModelConfigError.
+    """
     num_layers = fields.integer("num_hidden_layers")
     listed = fields.value("no_rope_layers", None)
     if listed is None:

@@ -39,7 +39,7 @@ class Starcoder2ForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
-        """Files have all biases, and no window: llama.cpp has none for this family."""
+        """Read a file as llama.cpp does: with all biases, and without a window."""
         shared = gguf_fields(gguf, eps="attention.layer_norm_epsilon", bias=True, output_bias=True)
         return shared | {"mlp_bias": True}
 

@@ -199,7 +199,10 @@ class Attention(nnx.Module):
             return self.out(o.reshape(x.shape[0], -1), step.rows), kv
 
     def rotate(self, q: jax.Array, k: jax.Array, step: StepInputs) -> tuple[jax.Array, jax.Array]:
-        """Apply norms, rope and temperature, in this order, to projected q [T, N, H] and k [T, K, H]."""
+        """Return projected q [T, N, H] and k [T, K, H] after norms, rope and temperature, in this order, if any.
+
+        The temperature, a factor for each token, multiplies q alone.
+        """
         if self.q_norm is not None and self.k_norm is not None:
             with jax.named_scope("qk_norm"):
                 q, k = self.q_norm(q), self.k_norm(k)

@@ -67,10 +67,10 @@ class Decoder(nnx.Module):
 
     @abstractmethod
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
-        """The DecoderLayer of this number in the whole model; its sources are under "model.layers.{layer}"."""
+        """Make the DecoderLayer of this number in the whole model; its sources are under "model.layers.{layer}"."""
 
     def make_norm(self, build: Build) -> nnx.Module:
-        """The norm after the last layer."""
+        """Make the norm after the last layer."""
         return self.norm_class(self.config.hidden_size, self.config.rms_norm_eps, source="model.norm", build=build)
 
     @property
@@ -83,11 +83,11 @@ class Decoder(nnx.Module):
         return self.build.stage
 
     def embed_tokens(self, token_ids: jax.Array) -> jax.Array:
-        """i32[T] -> [T, D], what the first layer gets."""
+        """Embed tokens, i32[T] -> [T, D]: what the first layer gets."""
         return scaled(self.embed(token_ids), self.config.embedding_multiplier)
 
     def token_logits(self, hidden: jax.Array) -> jax.Array:
-        """[R, D] -> f32[R, V] as the devices of the vocabulary compute them."""
+        """Compute logits, [R, D] -> f32[R, V], each device for its part of the vocabulary; see `own_logits`."""
         tied = self.config.tie_word_embeddings
         logits = self.embed.logits(hidden) if tied else self.lm_head(hidden, out_dtype=jnp.float32)
         return scaled(logits, self.config.logit_scale)
@@ -112,12 +112,12 @@ class Decoder(nnx.Module):
         return x, step.cache
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """[R, D] -> f32[R, V / n] where n devices share the rows; whole on one device."""
+        """Compute logits: [R, D] -> f32[R, V / n] where n devices share the rows; whole on one device."""
         with jax.named_scope("logits"):
             return own_logits(self.token_logits(hidden), self.config.vocab_size)
 
     def pool(self, pooled: jax.Array) -> jax.Array:
-        """What a pooling model tells of prompts, f32[R, N]: their pooled states f32[R, D], or the scores of labels."""
+        """Result of a pooling model for prompts' pooled states f32[R, D]: the states, or scores of labels f32[R, N]."""
         assert self.config.pooler is not None
         if self.config.pooler.classifier is None:
             return pooled

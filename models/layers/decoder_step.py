@@ -53,8 +53,11 @@ class DecoderStep:
     def __init__(
         self, config: ModelConfig, build: Build, groups: Sequence[Paged | State], batch: ForwardBatch, kv: Any
     ):
-        """groups: of the stage, as many with pages as the batch has page tables. kv: the pool, or a Cache where layers
-        keep states."""
+        """Compute what the layers share.
+
+        groups: of the stage, as many with pages as the batch has page tables. kv: the pool, or a Cache where layers
+        keep states.
+        """
         assert build.stage is not None
         self._stage: Stage = build.stage
         self._is_cache, self._batch = isinstance(kv, Cache), batch
@@ -121,7 +124,10 @@ def _step_inputs(layers: Sequence[LayerAttention], step: StepContext) -> dict[La
 
 
 def _layer_pages(groups: Sequence[Paged | State], batch: ForwardBatch, kv: KVPages) -> dict[int, LayerPages]:
-    """Where the pages of each layer with some are."""
+    """Location of the pages of each layer that has some, by its number in the model.
+
+    Raises ValueError for a pool whose pages are no multiple of the largest group's layers.
+    """
     paged, pages = paged_groups(groups), {}
     num_pages, rest = divmod(kv.num_pages, num_places(paged))
     if rest:
@@ -135,7 +141,9 @@ def _layer_pages(groups: Sequence[Paged | State], batch: ForwardBatch, kv: KVPag
 
 
 def layer_runner() -> Callable[..., tuple[jax.Array, Any, nnx.State]]:
-    """Make the function of one step that runs a layer.
+    """Make the function of one step that runs a layer: (graph, state, x, kv, pages, step) -> (x, kv, ExpertLoad).
+
+    graph, state: the layer as `nnx.split` gives it. Others are a DecoderLayer's; ExpertLoad is empty without experts.
 
     Layers of one kind have equal graphs and share one trace of it. Steps share none: a layer of a user's own may read
     values that have changed since another step was traced.

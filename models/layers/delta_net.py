@@ -28,7 +28,7 @@ L2_EPS = 1e-6
 
 
 def l2_normalized(x: jax.Array) -> jax.Array:
-    """Compute x / |x| over the last axis, in float32."""
+    """Compute x / sqrt(|x|^2 + L2_EPS) over the last axis, in float32."""
     y = x.astype(jnp.float32)
     return y * jax.lax.rsqrt(jnp.sum(y * y, axis=-1, keepdims=True) + L2_EPS)
 

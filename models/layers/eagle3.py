@@ -155,8 +155,11 @@ class Eagle3Source(WrappedSource):
         return self._columns[rows] if name == _COLUMNS else self._source.read(self._stored[name], rows, columns)
 
     def _read_columns(self, config: Eagle3Config) -> np.ndarray:
-        """Compute Eagle3.columns of the full vocabulary, i32[V], from d2t, which holds for each draft its token id less
-        its index."""
+        """Compute Eagle3.columns, i32[V]: for each token of the vocabulary 1 + its index among the drafts, else 0.
+
+        d2t holds for each draft its token id less its index; without it the drafts are the whole vocabulary. Raises
+        ModelFileError if it is missing though there are fewer drafts, or does not name distinct tokens.
+        """
         count, vocab_size, stored = config.draft_vocab_size, config.vocab_size, self._stored.pop("d2t", None)
         ids = np.arange(count, dtype=np.int64)
         if stored is not None:

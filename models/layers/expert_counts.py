@@ -37,14 +37,17 @@ class ExpertRows(NamedTuple):
 
 
 def routed(num_tokens: int, num_experts: int, num_per_token: int) -> np.ndarray:
-    """Simulate routing: number of tokens of each expert, i64[num_experts]."""
+    """Simulate routing: tokens of each expert, i64[num_experts], the same for equal arguments."""
     scores = np.random.default_rng(0).random((num_tokens, num_experts))
     picked = np.argpartition(scores, num_per_token - 1, axis=1)[:, :num_per_token]
     return np.bincount(picked.ravel(), minlength=num_experts)
 
 
 def rows_at_once(num_tokens: int, k: int, own: int, average: int, platform: str) -> int:
-    """Rows of a block where a device has `own` full experts: see `rows_of_own`. platform: as for `expert_rows`."""
+    """Rows of a block where a device has `own` full experts, for tokens with k experts each: see `rows_of_own`.
+
+    platform: as for `expert_rows`.
+    """
     kernel = group_kernel(platform)
     return rows_of_own(num_tokens, k, own, average, 1 if kernel is None else kernel.group_step(average, own))[1]
 
@@ -92,8 +95,10 @@ def expert_rows(layer: MixtureOfExperts, mesh: MeshLayout, num_tokens: int, plat
 
 
 def _operands(weight: Weight, mesh: MeshLayout, num_rows: int) -> tuple[tuple[Any, ...], int]:
-    """Shapes of a device's operands of the product with `num_rows` rows, and the number of elements of one of its
-    matrices."""
+    """Shapes of a device's operands of the product with `num_rows` rows, and the elements of one of its matrices.
+
+    Operands: rows, their scales (None where rows have none), codes or values, and their scales (None for plain ones).
+    """
 
     def part(param: Any) -> jax.ShapeDtypeStruct:
         axes = param.get_metadata()["decl"].axes

@@ -29,7 +29,7 @@ def by_expert(ids: jax.Array, num_experts: int, step: int = 1) -> tuple[jax.Arra
     """Sort ids i32[N] by expert: the order i32[M], and the number of rows of each expert, i32[num_experts].
 
     Each expert has a multiple of `step` rows: its own, in the order of ids, and up to step - 1 of padding, which are
-    entries from N on. Rows of no expert come last. M is N + num_experts * (step - 1).
+    entries from N on. Rows of no expert, with ids from num_experts on, come last. M is N + num_experts * (step - 1).
     """
     ids, sizes = ids.ravel(), tokens_per_expert(ids, num_experts)
     if step > 1:
@@ -89,9 +89,10 @@ def in_blocks(
     step: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
     carry: jax.Array,
 ) -> jax.Array:
-    """Fold step(first row, i32[G] rows of each group, carry) over every block that has rows; returns the final carry.
+    """Fold step(first row, i32[G] rows of each group in the block, carry) over blocks; returns the final carry.
 
-    sizes: i32[G], rows of consecutive groups; together at most `most`.
+    sizes: i32[G], rows of consecutive groups; together at most `most`. block: rows of a block. Blocks without rows are
+    left out, unless one block has room for all rows: that one is always run.
     """
     ends = jnp.cumsum(sizes)
 

@@ -49,7 +49,8 @@ class Linear(nnx.Module):
     def __call__(self, x: jax.Array, rows: Rows | None = None, *, out_dtype: Any = None) -> jax.Array:
         """Multiply [R, in] -> [R, out] in `out_dtype` (default: x's).
 
-        rows: description of x's rows, None where they are not the step's tokens. Only adapters need it.
+        rows: description of x's rows, None where they are not the step's tokens. Only a product with room for adapters
+        needs it, and raises ValueError for None.
         """
         out_dtype, split = out_dtype or x.dtype, num_shards(self.axes[0]) > 1
         own_dtype = x.dtype if split else out_dtype if self.bias is None else jnp.float32

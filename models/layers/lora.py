@@ -96,8 +96,10 @@ class LoraPools(nnx.Module):
 
 
 def with_visits(adapters: Adapters | None, spec: LoraSpec | None, platform: str) -> Adapters | None:
-    """Add the visits that the grouped form needs to a step's adapters, if it has one; platform: a row of the
-    registry."""
+    """Return a step's adapters with the visits that the grouped form needs; as they are where programs lack that form.
+
+    adapters, spec: None where there are none. platform: a row of the kernel registry.
+    """
     if adapters is None or spec is None or not groups_on(spec, platform):
         return adapters
 

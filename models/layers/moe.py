@@ -324,7 +324,7 @@ class MixtureOfExperts(nnx.Module):
         """Route x[T, D]: weights f32[T, k] and experts i32[T, k] of each token, the best first.
 
         Experts of equal score come in the order of their indices. With `norm_weights` the weights of softmax scores are
-        the softmax over the k largest logits.
+        the softmax over the k largest logits. All are multiplied by `routed_scaling_factor`.
         """
         experts = self.experts
         logits = self._router_logits(x, adapters)

@@ -21,7 +21,7 @@ class Pictures(Section):
     """`ForwardBatch.sections["pictures"]`.
 
     Attributes:
-      rows: [N, E], what towers have left (jaxengine.models.vision.tower); E is D, or a multiple of it where layers add
+      rows: [N, E], what towers have left (jaxengine.models.config.tower); E is D, or a multiple of it where layers add
         parts of their own. None in a stage that is not the first.
       index: i32[T], the row of each token, -1 for those that are what their id says.
     """
@@ -40,14 +40,14 @@ class Pictures(Section):
             return picture_limits(self.index, positions)
 
     def after_layer(self, count: int, x: jax.Array) -> jax.Array:
-        """x with what pictures add there (DeepStack, Meng et al. 2024, arXiv:2406.04334)."""
+        """Add part `count` of pictures' rows to x, if there is one (DeepStack, Meng et al. 2024, arXiv:2406.04334)."""
         if self.rows is None or count * x.shape[1] >= self.rows.shape[1]:
             return x
         with jax.named_scope("deepstack"):
             return jnp.where(self.index[:, None] >= 0, x + self._part(count, x), x)
 
     def _part(self, part: int, x: jax.Array) -> jax.Array:
-        """A part of the embeddings, as x [T, D]; of any row for tokens that have none."""
+        """Part number `part` of the tokens' rows, like x [T, D]; that of any row for tokens without one."""
         assert self.rows is not None
         width = x.shape[1]
         return self.rows[jnp.maximum(self.index, 0), part * width : (part + 1) * width].astype(x.dtype)

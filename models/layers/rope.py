@@ -28,10 +28,12 @@ def rope_table(positions: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array]:
 
 
 def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool = False) -> jax.Array:
-    """Rotate x[T, heads, H] by the table of its rows; computed in float32, returned in x's dtype.
+    """Rotate the first R of the H elements of x[T, heads, H] and keep the others; float32, returned in x's dtype.
 
-    interleaved: neighbours are pairs. In the result the first elements of all pairs come before the second ones:
-    products of q and k do not depend on the order, and q and k have no other use.
+    cos, sin: [T, R / 2], `rope_table` of the rows' positions.
+
+    interleaved: neighbours are pairs; otherwise elements i and i + R / 2 are. In the result the first elements of all
+    pairs come before the second ones: products of q and k do not depend on the order, and q and k have no other use.
     """
     half = cos.shape[-1]
     low, high, kept = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)

@@ -23,7 +23,7 @@ class Section:
         return x
 
     def key_limits(self, config: ModelConfig, positions: jax.Array) -> jax.Array | None:
-        """i32[T], the position after the last key that each token at `positions` sees; None: its own position is."""
+        """Position after the last key that each token at `positions` sees, i32[T]; None where that key is its own."""
         return None
 
     def around_layer(self, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -31,19 +31,22 @@ class Section:
         return run
 
     def after_layer(self, count: int, x: jax.Array) -> jax.Array:
-        """Hidden states [T, D] after layer number count - 1 of the whole model."""
+        """Hidden states [T, D] after layer number count - 1 of the whole model, x being what the layer gave."""
         return x
 
     def observe(self, count: int, x: jax.Array, load: jax.Array | None = None) -> None:
-        """Takes note of the hidden states [T, D] after `count` layers, all sections applied. load: i32[E], the tokens
-        that each expert of the last of these layers was picked for; None of a layer without experts."""
+        """Takes note of the hidden states [T, D] after `count` layers of this stage, all sections applied.
+
+        load: i32[E], the tokens that each expert of the last of these layers was picked for; None of a layer without
+        experts.
+        """
 
 
 class Capture(Section):
     """Keeps the hidden states after chosen numbers of layers of this stage; made and read within one trace."""
 
     def __init__(self, counts: Sequence[int]):
-        """counts: 0 is the first layer's input, n what the layer with number n - 1 gives, before any norm."""
+        """Keep those after `counts`: 0 is the first layer's input, n what layer number n - 1 gives, before any norm."""
         self.counts = tuple(counts)
         self._found: dict[int, jax.Array] = {}
 
@@ -52,11 +55,11 @@ class Capture(Section):
             self._found[count] = x
 
     def after(self, count: int) -> jax.Array:
-        """[T, D], those of one of the counts."""
+        """Hidden states [T, D] after `count` layers; KeyError for another number than those kept."""
         return self._found[count]
 
     def joined(self) -> jax.Array:
-        """[T, n * D], those of the n counts side by side."""
+        """Hidden states [T, n * D] after the n counts, side by side."""
         return jnp.concatenate([self._found[count] for count in self.counts], axis=-1)
 
 
@@ -78,10 +81,10 @@ class ExpertLoads(Section):
             self._loads.append(load)
 
     def stacked(self) -> jax.Array:
-        """i32[layers with experts, E]."""
+        """Loads i32[layers with experts, E], in the order of the layers, of which there must be one."""
         return jnp.stack(self._loads)
 
 
 def sections_of(batch: ForwardBatch) -> list[Section]:
-    """Those of a batch that act between layers."""
+    """Sections of a batch that act between layers."""
     return [each for each in batch.sections.values() if isinstance(each, Section)]

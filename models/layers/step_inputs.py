@@ -22,7 +22,7 @@ class StepContext(NamedTuple):
     Attributes:
       kv: the pool.
       build: of the model.
-      key_limits: i32[T], the position after the last key that each token sees, None where that is its own.
+      key_limits: i32[T], the position after the last key that each token sees; None where that key is its own.
     """
 
     batch: ForwardBatch

@@ -77,7 +77,7 @@ class ParamDecl:
     checkpoint keeps a linear weight as [out, in], ours is [in, out]. With `num_experts` the weight has a further, first
     axis, and each of its entries comes from that expert's tensors.
 
-    Where the joined axis is split over n devices, each holds the n-th part of every source's contribution, one after
+    Where the joined axis is split over n devices, each holds one n-th of every source's contribution, one after
     the other (q | k | v of its own heads). So the joined weight's order depends on the mesh; a part's does not.
 
     Attributes:
@@ -134,8 +134,10 @@ class DeclaredParam:
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
     def most_parts(self, axis: int) -> int:
-        """Number that the parts of an axis must divide, for all to be equal: of each source, and without splitting
-        groups."""
+        """Largest number of equal parts of an axis; other numbers must divide it.
+
+        On the axis along which sources are joined each part has as much of every source, in whole groups.
+        """
         if axis != self.decl.joined_axis:
             return self.shape[axis]
         return math.gcd(*(source.num_contributed // source.group for source in self.decl.sources))
@@ -153,7 +155,10 @@ class DeclaredParam:
 
 
 def declare(shape: tuple[int, ...], dtype: Any, decl: ParamDecl) -> nnx.Param:
-    """Declare a weight of a module, as zeros: real values come from jaxengine.models.weights."""
+    """Declare a weight of a module, as zeros: real values come from jaxengine.models.weights.
+
+    Raises ValueError for sources or axes that do not fit the shape.
+    """
     rows = sum(source.num_contributed for source in decl.sources)
     if len(decl.axes) != len(shape) or shape[decl.joined_axis] != rows or decl.num_experts not in (None, shape[0]):
         raise ValueError(f"declaration {decl} does not fit a weight of shape {shape}")

@@ -45,7 +45,7 @@ def inside(folder: str | os.PathLike[str], name: str) -> Path:
 
 
 def open_regular(path: str | os.PathLike[str]) -> tuple[int, int]:
-    """Open a regular file for reading: (descriptor, bytes); the caller closes it.
+    """Open a regular file for reading: (descriptor, size in bytes); the caller closes it.
 
     Raises ModelFileError for anything else; FileNotFoundError where there is nothing.
     """
@@ -63,7 +63,10 @@ def open_regular(path: str | os.PathLike[str]) -> tuple[int, int]:
 
 
 def read_bytes(folder: str | os.PathLike[str], name: str, limit: int) -> bytes | None:
-    """Read a file of a model's folder, at most `limit` bytes; None where there is no such file."""
+    """Read a file of a model's folder; None where there is no such file.
+
+    Raises ModelFileError for one that `inside` or `open_regular` refuses, of more than `limit` bytes, or unreadable.
+    """
     path = inside(folder, name)
     try:
         descriptor, size = open_regular(path)
@@ -82,7 +85,7 @@ def read_bytes(folder: str | os.PathLike[str], name: str, limit: int) -> bytes |
 
 
 def read_text(folder: str | os.PathLike[str], name: str, limit: int) -> str | None:
-    """Read a file of UTF-8 text as `read_bytes` does."""
+    """Read a file of UTF-8 text as `read_bytes` does. Raises ModelFileError, also for other text."""
     raw = read_bytes(folder, name, limit)
     try:
         return None if raw is None else raw.decode()
@@ -91,7 +94,10 @@ def read_text(folder: str | os.PathLike[str], name: str, limit: int) -> str | No
 
 
 def read_object(folder: str | os.PathLike[str], name: str, limit: int = MAX_JSON_BYTES) -> dict[str, Any] | None:
-    """Read the JSON object in a file of a model's folder; None where there is no such file."""
+    """Read the JSON object in a file of a model's folder, of at most `limit` bytes; None where there is no such file.
+
+    Raises ModelFileError as `read_text` and `parse_object` do.
+    """
     source = read_text(folder, name, limit)
     return None if source is None else parse_object(Path(folder) / name, source)
 
@@ -99,8 +105,10 @@ def read_object(folder: str | os.PathLike[str], name: str, limit: int = MAX_JSON
 def parse_object(
     path: str | os.PathLike[str], source: str, pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None
 ) -> dict[str, Any]:
-    """Parse a JSON object of at most MAX_JSON_DEPTH levels; `path` is for the ModelFileError, `pairs_hook` as
-    json's."""
+    """Parse a JSON object of at most MAX_JSON_DEPTH levels. Raises ModelFileError, which names `path`.
+
+    pairs_hook: json's object_pairs_hook; it may raise ModelFileError itself.
+    """
     try:
         value = json.loads(source, object_pairs_hook=pairs_hook)
     except ModelFileError:

@@ -57,7 +57,7 @@ class CheckpointNames(NamedTuple):
 
 
 def renamed(name: str, prefixes: Iterable[tuple[str, str]]) -> str:
-    """Replace the beginning of a name; the first matching prefix counts."""
+    """Replace the beginning of a name, by pairs (old, new); the first match counts, and without one it stays."""
     return next((new + name[len(old) :] for old, new in prefixes if name.startswith(old)), name)
 
 

@@ -90,7 +90,7 @@ class TableEntries(InOrder):
         return module.read("weight.nested_quant_map")[entries] * scales + np.float32(state["nested_offset"])
 
     def _read_state(self, module: StoredModule) -> dict[str, Any]:
-        """Parse the JSON state of a module, with the used fields checked."""
+        """Parse the JSON state of a module. Raises ModelFileError where a field that is used is missing or wrong."""
         shape = module.source.shape(module.tensor(self._state))
         if len(shape) != 1 or shape[0] > _MOST_BYTES:
             raise module.fail(self._state, f"must be a text of at most {_MOST_BYTES} bytes, got shape {tuple(shape)}")

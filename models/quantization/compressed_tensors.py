@@ -121,7 +121,15 @@ def _strategy(weights: Mapping[str, Any]) -> Any:
 
 
 def _microscaled(name: str, kept: str, weights: Mapping[str, Any], rows: Any) -> Stored:
-    """Storage format of floats in small groups. Rows are rounded to the weights' own format, or not at all."""
+    """Storage format of floats in small groups, whose rows are rounded to the same format or not at all.
+
+    Args:
+      name: of the format, for messages.
+      kept: NVFP4, MXFP4 or MXFP8.
+      weights, rows: fields `weights` and `input_activations` of a group; rows None: not rounded.
+
+    Raises ModelConfigError for other fields than the format's.
+    """
     wanted = _MICROSCALED[kept]
     for field, value in wanted.items():
         one_of(weights, field, (value,), True if field == "symmetric" else None)
@@ -141,7 +149,7 @@ def _microscaled(name: str, kept: str, weights: Mapping[str, Any], rows: Any) ->
 
 
 def _activation(settings: Any) -> Activation | None:
-    """Parse `input_activations`."""
+    """Parse `input_activations`: how rows are rounded; None for not at all. Raises ModelConfigError."""
     if settings is None:
         return None
     if not isinstance(settings, Mapping):

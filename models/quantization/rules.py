@@ -113,7 +113,7 @@ def _effort(quantization: Quantization) -> Effort:
 
 
 def _any_fits(entries: tuple[str, ...], names: Sequence[str], effort: Effort, *, linear: bool) -> bool:
-    """Whether one of the entries matches a module with these names; linear: whether LINEAR does."""
+    """Whether one of the entries matches a module with these names; linear: whether LINEAR matches it."""
     exact, others = _parted(entries)
     if not exact.isdisjoint(names) or (linear and LINEAR in others):
         return True

@@ -29,7 +29,7 @@ class Weight(Protocol):
         ...
 
     def grouped_matmul(self, x: jax.Array, group_sizes: jax.Array, bias: jax.Array | None, out_dtype: Any) -> jax.Array:
-        """Multiply rows of x [M, in] by the matrix of their group, plus its bias: see
+        """Multiply rows of x [M, in] by the matrix of their group, plus its bias: [M, out] in `out_dtype`, see
         jaxengine.pallas_kernels.matmul.grouped.
         """
         ...
@@ -79,6 +79,6 @@ class Scheme(Protocol):
           table: [rows, D], as a checkpoint has it; read row by row.
           input_parts: devices that split the axis `in` of a matrix or of a stack.
 
-        Raises ValueError where the stored form cannot be split so.
+        Raises ValueError where the stored form cannot be split so, ModelConfigError where it cannot have this shape.
         """
         ...

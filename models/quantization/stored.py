@@ -55,7 +55,9 @@ class StoredModule(NamedTuple):
     """One module of an open checkpoint whose matrix is quantised.
 
     Attributes:
+      source: the checkpoint. name: the module's in it.
       shape: (out, in) of the matrix.
+      present: names of all tensors of the checkpoint.
     """
 
     source: WeightSource
@@ -121,7 +123,7 @@ class Stored(Protocol):
         ...
 
     def tensors(self, module: StoredModule) -> Mapping[str, tuple[Shape, ...]]:
-        """Tensors that the module must have, and the shapes that each may have."""
+        """Tensors that the module must have, by the ends of their names, and the shapes that each may have."""
         ...
 
     def optional(self, module: StoredModule) -> Mapping[str, tuple[Shape, ...]]:

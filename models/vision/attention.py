@@ -24,7 +24,7 @@ _HIDDEN = -1e30
 
 
 class _Running(NamedTuple):
-    """Of queries [..., B] and what they have seen: the largest score, the sum of exponentials, that of values [..., H].
+    """State of queries [..., B] after some keys: the largest score, the sum of exponentials, that of values [..., H].
 
     All float32.
     """
@@ -35,7 +35,7 @@ class _Running(NamedTuple):
 
 
 def segment_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, *, scale: float) -> jax.Array:
-    """Patches see those of their segment: softmax(scale * q k^T) v with sums in float32.
+    """Attend within segments: softmax(scale * q k^T) v over the patches of a segment, with sums in float32.
 
     Keys are taken in blocks with a running softmax (FlashAttention, Dao et al. 2022, arXiv:2205.14135), from the first
     to the last that any query of a block sees, so the cost is that of the segments' squares.
@@ -73,7 +73,7 @@ def segment_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Arr
 def window_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, window: jax.Array, *, longest: int, scale: float
 ) -> jax.Array:
-    """Patches see those of their window of their segment, a window's patches being neighbours.
+    """Attend within the windows of segments, a window's patches being neighbours.
 
     Blocks are of `window_block(longest)` patches, and queries look at the keys of their own block and of those beside
     it: the cost is P times that length.
@@ -107,7 +107,7 @@ def window_attention(
 
 
 def window_block(longest: int) -> int:
-    """Queries of a block of window_attention: a power of two."""
+    """Patches of a block of window_attention: the smallest power of two that is at least `longest`."""
     return 1 << max(0, longest - 1).bit_length()
 
 
@@ -140,7 +140,7 @@ def _nothing_seen(query: jax.Array) -> _Running:
 def _with_keys(
     running: _Running, query: jax.Array, key: jax.Array, value: jax.Array, seen: jax.Array, scale: float
 ) -> _Running:
-    """The queries [..., B, H] after they saw these keys and values [..., K, H], as far as `seen` [..., B, K] says."""
+    """State of queries [..., B, H] after further keys and values [..., K, H], as far as `seen` [..., B, K] says."""
     scores = jnp.einsum("...qh,...kh->...qk", query, key, preferred_element_type=jnp.float32) * scale
     scores = jnp.where(seen, scores, _HIDDEN)
     largest = jnp.maximum(running.largest, scores.max(axis=-1))
@@ -151,5 +151,5 @@ def _with_keys(
 
 
 def _result(running: _Running) -> jax.Array:
-    """What the values come to; zeros where nothing was seen."""
+    """Attention output f32[..., B, H] of a state; zeros where nothing was seen."""
     return running.out / jnp.maximum(running.total, jnp.finfo(jnp.float32).tiny)[..., None]

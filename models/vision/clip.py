@@ -51,7 +51,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def read_clip_or_siglip(fields: ConfigFields, default: str = CLIP) -> tuple[str, VitConfig]:
-    """The model_type and sizes of `vision_config`. Raises ModelConfigError."""
+    """The model_type, by default `default`, and sizes of `vision_config`. Raises ModelConfigError."""
     kind = vision_fields(fields).text("model_type", default)
     if kind not in DEFAULTS:
         raise vision_fields(fields).fail("model_type", " or ".join(DEFAULTS))
@@ -86,7 +86,7 @@ class ClipEncoder(nnx.Module):
         self.last_norm = norm
 
     def __call__(self, patches: jax.Array) -> jax.Array:
-        """f32[P, F] -> [P, D * number of states taken]"""
+        """Encode patches: f32[P, F] -> [P, D * number of states taken]."""
         vit, num_units = self.vit, len(patches) // self.vit.num_patches
         with jax.named_scope("patches"):
             x = self.patches(patches).reshape(num_units, vit.num_patches, vit.hidden_size)

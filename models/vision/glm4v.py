@@ -35,7 +35,8 @@ _PROJECTION_EPS = 1e-5
 
 @dataclass(frozen=True, kw_only=True)
 class Glm4vTowerConfig(Qwen2VLTowerConfig):
-    """
+    """Sizes of the tower, in addition to Qwen2-VL's.
+
     Attributes:
       intermediate_size: of the MLP that makes rows of the model; that of layers is the model's hidden size.
       side: rows and columns of the learned positions.
@@ -114,7 +115,7 @@ class Glm4vTower(nnx.Module):
         return TowerLayer((self._norm(f"{LAYER}.norm1", build), self._norm(f"{LAYER}.norm2", build)), attention, mlp)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        """f32[P, F] and i32[C, P] to [P / merge, D]; see jaxengine.models.config.tower."""
+        """Encode patches: f32[P, F] and i32[C, P] to [P / merge, D]; see jaxengine.models.config.tower."""
         segment, row, column, height, width = columns
         config = self.config
         head_dim = config.hidden_size // config.num_heads
@@ -155,6 +156,6 @@ class Glm4vMerger(nnx.Module):
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[R, D] -> [R, D]"""
+        """Map [R, D] -> [R, D]."""
         x = self.norm(self.proj(x))
         return self.mlp(gelu(x.astype(jnp.float32)).astype(x.dtype))

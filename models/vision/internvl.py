@@ -120,7 +120,7 @@ class _HeadsNorm(nnx.Module):
         self.weight = declare((config.hidden_size,), build.dtype, ParamDecl((self.axis,), (rows,)))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[R, heads of this device, H] -> the same"""
+        """Normalise x [R, heads of this device, H]."""
         y = x.astype(jnp.float32)
         width = y.shape[1] * y.shape[2] * num_shards(self.axis)
         mean_square = sum_parts(jnp.sum(y * y, axis=(1, 2), keepdims=True), self.axis) / width
@@ -147,7 +147,7 @@ class _Layer(nnx.Module):
         self.attention_scale, self.mlp_scale = (declare((size,), build.dtype, decl) for decl in decls)
 
     def __call__(self, x: jax.Array, num_units: int) -> jax.Array:
-        """[U * S, D] -> [U * S, D]"""
+        """Map [U * S, D] -> [U * S, D]."""
         with jax.named_scope("attention"):
             x = x + self.attention(self.attention_norm(x), num_units) * self.attention_scale[...]
         with jax.named_scope("mlp"):

@@ -30,12 +30,12 @@ def tower_axis(axis: str, build: Build) -> str:
 
 
 def quick_gelu(x: jax.Array) -> jax.Array:
-    """x * sigmoid(1.702 x) (Hendrycks & Gimpel 2016, arXiv:1606.08415), `quick_gelu` in configurations."""
+    """Compute x * sigmoid(1.702 x) (Hendrycks & Gimpel 2016, arXiv:1606.08415), `quick_gelu` in configurations."""
     return x * jax.nn.sigmoid(1.702 * x)
 
 
 def gelu(x: jax.Array) -> jax.Array:
-    """GELU by the error function, `gelu` in configurations."""
+    """Compute GELU by the error function, `gelu` in configurations."""
     return jax.nn.gelu(x, approximate=False)
 
 
@@ -58,8 +58,10 @@ def rope_frequencies(size: int, theta: float) -> np.ndarray:
 def axial_rope(
     rows: jax.Array, columns: jax.Array, row_freqs: np.ndarray, column_freqs: np.ndarray
 ) -> tuple[jax.Array, jax.Array]:
-    """cos and sin, each f32[P, H / 2], of patches at rows and columns i32[P]: as many pairs as there are `row_freqs`
-    turn by the row, and the rest by the column."""
+    """Compute cos and sin, f32[P, H / 2] each, of patches at rows and columns i32[P].
+
+    As many pairs as there are `row_freqs` turn by the row, and the rest by the column.
+    """
     turned = zip((rows, columns), (row_freqs, column_freqs), strict=True)
     angles = jnp.concatenate(
         [place.astype(jnp.float32)[:, None] * freqs.astype(np.float32) for place, freqs in turned], 1
@@ -148,7 +150,7 @@ class TowerAttention(nnx.Module):
         self.out = Linear(size, (Source(out, size),), axes=(heads, "embed"), bias=out_bias, build=build)
 
     def __call__(self, x: jax.Array, turns: tuple[jax.Array, jax.Array], attend: Attend) -> jax.Array:
-        """x [P, D] -> [P, D]. turns: cos and sin of the patches."""
+        """Map x [P, D] -> [P, D]. turns: cos and sin of the patches, as `apply_rope` takes them."""
         with jax.named_scope("qkv"):
             q, k, v = jnp.split(self.qkv(x).reshape(x.shape[0], -1, self.head_dim), 3, axis=1)
         with jax.named_scope("rope"):
@@ -181,7 +183,7 @@ class TowerMLP(nnx.Module):
         self.gated = len(sources) > 1
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[P, D] -> [P, D]"""
+        """Map [P, D] -> [P, D]."""
         inner = self.up(x)
         if self.gated:
             gate, up = (part.astype(jnp.float32) for part in jnp.split(inner, 2, axis=-1))
@@ -207,7 +209,7 @@ class TowerLayer(nnx.Module):
 class PatchMerger(nnx.Module):
     """`merge` neighbouring patches to one row of the model: norm, then two products with a GELU between (Qwen2-VL).
 
-    norm: of each patch, or with `joined` of all of them at once.
+    norm: of each patch, or with `joined` of all of them at once. names: modules of the two products.
     """
 
     def __init__(
@@ -228,11 +230,11 @@ class PatchMerger(nnx.Module):
         self.down = Linear(inner, (Source(second, out_size),), axes=(ffn, "embed"), bias=True, build=build)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[P, D of the tower] -> [P / merge, D of the model]"""
+        """Map [P, D of the tower] -> [P / merge, D of the model]."""
         x = self.norm(x.reshape(-1, self.width)) if self.joined else self.norm(x).reshape(-1, self.width)
         return self.down(gelu(self.up(x).astype(jnp.float32)).astype(x.dtype))
 
 
 def joined_qkv(name: str, size: int) -> tuple[Source, ...]:
-    """q, k and v of a module that has all three, one after the other."""
+    """Sources of q, k and v of a module that has all three, one after the other."""
     return parts_of(name, size, size, size)

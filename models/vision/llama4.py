@@ -134,7 +134,7 @@ class _Layer(nnx.Module):
         self.mlp = VitMLP(vit, source=f"{source}.mlp", build=build)
 
     def __call__(self, x: jax.Array, num_units: int) -> jax.Array:
-        """[U * S, D] -> [U * S, D]"""
+        """Map [U * S, D] -> [U * S, D]."""
         with jax.named_scope("attention"):
             x = x + self.attention(self.attention_norm(x), num_units)
         with jax.named_scope("mlp"):

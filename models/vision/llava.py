@@ -74,7 +74,7 @@ def read_llava(fields: ConfigFields) -> LlavaTowerConfig:
 
 
 def read_llava_next(fields: ConfigFields) -> LlavaTowerConfig:
-    """LLaVA-NeXT's: a unit has room for the ends of its lines. Raises ModelConfigError."""
+    """The tower of a LLaVA-NeXT, whose units have room for the ends of their lines. Raises ModelConfigError."""
     tower = read_llava(fields)
     lines = tower.vit.grid
     return replace(tower, unit=tower.vit.num_patches + lines, num_newlines=lines)
@@ -89,7 +89,7 @@ class Projector(nnx.Module):
         self.activation = ACTIVATIONS[activation]
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[R, in] -> [R, D]"""
+        """Map [R, in] -> [R, D]."""
         return self.down(self.activation(self.up(x, out_dtype=jnp.float32)).astype(x.dtype))
 
 

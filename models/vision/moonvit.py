@@ -131,7 +131,7 @@ class MoonVitTower(nnx.Module):
         return TowerLayer((before_attention, before_mlp), attention, mlp)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        """f32[P, F] and i32[C, P] to [P / merge, D]; see jaxengine.models.config.tower."""
+        """Encode patches: f32[P, F] and i32[C, P] to [P / merge, D]; see jaxengine.models.config.tower."""
         segment, row, column, height, width = columns
         config = self.config
         head_dim = config.hidden_size // config.num_heads

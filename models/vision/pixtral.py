@@ -144,7 +144,7 @@ class PixtralTower(nnx.Module):
         return TowerLayer((before_attention, before_mlp), attention, mlp)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        """f32[P, F] and i32[C, P] to [P / merge, D]; see jaxengine.models.config.tower."""
+        """Encode patches: f32[P, F] and i32[C, P] to [P / merge, D]; see jaxengine.models.config.tower."""
         segment, rows, places = columns
         head_dim = self.config.hidden_size // self.config.num_heads
         # Rows have every other frequency of a head's, and columns the rest.
@@ -178,7 +178,7 @@ class PixtralProjector(nnx.Module):
         self.activation = ACTIVATIONS[config.projector_activation]
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[P, D of the tower] -> [P / merge, D of the model]"""
+        """Map [P, D of the tower] -> [P / merge, D of the model]."""
         width, joined = x.shape[1], x
         if self.norm is not None and self.merging is not None:
             # The checkpoint has a channel's patches side by side, as torch's unfold gives them.

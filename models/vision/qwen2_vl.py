@@ -65,7 +65,8 @@ class Qwen2VLTowerConfig(TowerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2_5VLTowerConfig(Qwen2VLTowerConfig):
-    """
+    """Sizes of the tower, in addition to Qwen2-VL's.
+
     Attributes:
       window_size: rows and columns of patches in a window.
       full_layers: those whose patches see their whole frame.
@@ -81,9 +82,9 @@ class Qwen2_5VLTowerConfig(Qwen2VLTowerConfig):
 
 
 def read_sizes(fields: ConfigFields, *, width: str = "hidden_size", **defaults: Any) -> dict[str, Any]:
-    """What the towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL spell alike in vision_config, as their config's arguments.
+    """Read what Qwen2-VL, Qwen2.5-VL and Qwen3-VL spell alike in vision_config, as arguments of a Qwen2VLTowerConfig.
 
-    width: the field of the tower's hidden size. defaults: of fields that may be absent.
+    width: the field of the tower's hidden size. defaults: of fields that may be absent. Raises ModelConfigError.
     """
     fields = fields.with_defaults(**{"spatial_merge_size": 2, "temporal_patch_size": 2, **defaults})
     channels = fields.integer("in_channels", None) or fields.integer("in_chans", 3)
@@ -125,7 +126,7 @@ def read_qwen2_vl(fields: ConfigFields, hidden_size: int) -> Qwen2VLTowerConfig:
 
 
 def read_qwen2_5_vl(fields: ConfigFields, hidden_size: int) -> Qwen2_5VLTowerConfig:
-    """The same of Qwen2.5-VL."""
+    """The tower of Qwen2.5-VL's vision_config, for a model of this hidden size. Raises ModelConfigError."""
     sizes = read_sizes(fields, depth=32, num_heads=16, patch_size=14, hidden_act="silu")
     if fields.integer("out_hidden_size", hidden_size) != hidden_size:
         raise fields.fail("out_hidden_size", f"the hidden_size of the text, {hidden_size}")
@@ -202,7 +203,7 @@ class Qwen2VLTower(nnx.Module):
         return self.norm_class(size or self.config.hidden_size, EPS, source=source, build=build)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        """f32[P, F] and i32[C, P] to [P / merge, D]; see jaxengine.models.config.tower."""
+        """Encode patches: f32[P, F] and i32[C, P] to [P / merge, D]; see jaxengine.models.config.tower."""
         named = dict(zip(self.config.columns, columns, strict=True))
         head_dim = self.config.hidden_size // self.config.num_heads
         with jax.named_scope("patches"):
@@ -219,7 +220,7 @@ class Qwen2VLTower(nnx.Module):
         return self.patches(patches)
 
     def run(self, x: jax.Array, turns: tuple[jax.Array, jax.Array], columns: dict[str, jax.Array]) -> jax.Array:
-        """Layers and merger."""
+        """Run layers and merger on x [P, D of the tower]: the tower's result."""
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{index}"):
                 x = layer(x, turns, self.attend(index, columns))
@@ -227,7 +228,7 @@ class Qwen2VLTower(nnx.Module):
             return self.merger(x)
 
     def attend(self, layer: int, columns: dict[str, jax.Array]) -> Attend:
-        """What a layer's patches see."""
+        """Function by which a layer's patches attend to those that they see."""
         del layer
         return partial(segment_attention, segment=columns["segment"], scale=self._scale)
 

@@ -22,7 +22,8 @@ _MERGER = ("norm", "linear_fc1", "linear_fc2")
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3VLTowerConfig(Qwen2VLTowerConfig):
-    """
+    """Sizes of the tower, in addition to Qwen2-VL's.
+
     Attributes:
       side: rows and columns of the learned positions.
       deepstack_layers: those whose states become further parts of a row, in this order.
@@ -61,7 +62,7 @@ def read_qwen3_vl(fields: ConfigFields, hidden_size: int) -> Qwen3VLTowerConfig:
 
 
 def read_qwen3_5(fields: ConfigFields, hidden_size: int) -> Qwen3VLTowerConfig:
-    """The same of Qwen3.5, whose layers add no states of the tower's."""
+    """The tower of Qwen3.5's vision_config, whose layers add no states of it. Raises ModelConfigError."""
     return read_qwen3_vl(ConfigFields({**fields.raw, "deepstack_visual_indexes": []}), hidden_size)
 
 
@@ -102,7 +103,7 @@ class Qwen3VLTower(Qwen2VLTower):
         return jnp.sum(self.positions[...][index].astype(jnp.float32) * shares[..., None], axis=1)
 
     def run(self, x: jax.Array, turns: tuple[jax.Array, jax.Array], columns: dict[str, jax.Array]) -> jax.Array:
-        """[P / merge, num_parts * D]"""
+        """Run layers and mergers on x [P, D of the tower]: [P / merge, num_parts * D]."""
         parts = []
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{index}"):

@@ -44,7 +44,7 @@ class VitConfig:
     Attributes:
       num_layers: those of the checkpoint.
       image_size, patch_size: pixels of a side; a unit is a square of squares.
-      has_class_token: whether a position that is no patch comes first.
+      has_class_token: whether a unit has a position that is no patch: the first, in Llama 4 the last.
       activation: a name of ACTIVATIONS.
     """
 
@@ -65,7 +65,7 @@ class VitConfig:
 
     @property
     def num_patches(self) -> int:
-        """Of a unit."""
+        """Patches of a unit."""
         return self.grid**2
 
     @property
@@ -80,7 +80,10 @@ class VitConfig:
 
 
 def vision_fields(fields: ConfigFields, **defaults: Any) -> ConfigFields:
-    """`vision_config` of a configuration, by names that errors tell whole; defaults for what a file leaves out."""
+    """Fields of a configuration's `vision_config`, which errors name too. Raises ModelConfigError without one.
+
+    defaults: of fields that may be absent.
+    """
     vision = fields.mapping("vision_config")
     if vision is None:
         raise fields.fail("vision_config", "a mapping")
@@ -89,7 +92,7 @@ def vision_fields(fields: ConfigFields, **defaults: Any) -> ConfigFields:
 
 
 def read_vit(vision: ConfigFields, **more: Any) -> VitConfig:
-    """The sizes, as all configurations spell them. Raises ModelConfigError."""
+    """The sizes, as all configurations spell them; more: further ones of VitConfig. Raises ModelConfigError."""
     vision.require(num_channels=3)
     size, heads = vision.integer("hidden_size"), vision.integer("num_attention_heads")
     if size % heads:
@@ -122,7 +125,7 @@ def _side(vision: ConfigFields, name: str) -> int:
 
 
 def read_activation(fields: ConfigFields, name: str, default: str = "gelu") -> str:
-    """A name of ACTIVATIONS."""
+    """Read the field `name`, a name of ACTIVATIONS. Raises ModelConfigError for another."""
     found = fields.text(name, default)
     if found not in ACTIVATIONS:
         raise fields.fail(name, f"one of {', '.join(ACTIVATIONS)}")
@@ -131,7 +134,7 @@ def read_activation(fields: ConfigFields, name: str, default: str = "gelu") -> s
 
 def read_layer_index(fields: ConfigFields, index: Any, num_layers: int) -> int:
     """How many layers there are below the states that an index of `vision_feature_layer` means; negative from the end:
-    -1 is what the last layer gives, -2 what it gets."""
+    -1 is what the last layer gives, -2 what it gets. Raises ModelConfigError for another index."""
     if type(index) is not int or not -num_layers - 1 <= index <= num_layers:
         raise fields.fail("vision_feature_layer", f"an integer from {-num_layers - 1} to {num_layers}")
     return index if index >= 0 else num_layers + 1 + index
@@ -159,7 +162,7 @@ class VitNames:
 class VitAttention(nnx.Module):
     """Attention of each unit's positions to all of them.
 
-    q_norm, k_norm: over all heads at once, [R, heads of this device, H] to the same; None for none.
+    qk_norms: norms, or rope, that q and k pass through, [U * S, heads of this device, H] to the same; None for none.
     """
 
     def __init__(
@@ -190,8 +193,10 @@ class VitAttention(nnx.Module):
 
 
 def attend_units(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Softmax attention inside of each unit, [U, S, N, H] each, to the same: scores are there of one unit at a time,
-    and of a part of its queries where it has many."""
+    """Attend inside of each unit, [U, S, N, H] each, to the same shape.
+
+    Scores exist of one unit at a time, and of a part of its queries where it has many.
+    """
     num_positions, head_dim = q.shape[1], q.shape[3]
     blocks = -(-num_positions // _QUERIES)
     rows = -(-num_positions // blocks)
@@ -223,7 +228,7 @@ class VitMLP(nnx.Module):
         self.activation = ACTIVATIONS[config.activation]
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[R, D] -> [R, D]"""
+        """Map [R, D] -> [R, D]."""
         return self.fc2(self.activation(self.fc1(x, out_dtype=jnp.float32)).astype(x.dtype))
 
 
@@ -246,13 +251,13 @@ class VitLayer(nnx.Module):
 
 
 def table(rows: int, size: int, source: str, build: Build, *, flat: bool = False) -> nnx.Param:
-    """Vectors that are added to states, [rows, size]; flat: [1, rows * size], of a tensor with a first axis of 1."""
+    """Declare vectors that are added to states, [rows, size]; flat: [1, rows * size], of a tensor [1, ...]."""
     shape = (1, rows * size) if flat else (rows, size)
     return declare(shape, build.dtype, ParamDecl((None, None), (Source(source, shape[0]),), init_std=0.02))
 
 
 def run_layers(layers: Any, x: jax.Array, num_units: int, wanted: tuple[int, ...]) -> list[jax.Array]:
-    """[U * S, D] through layers, and of it what there is below the layers of these numbers, in their order."""
+    """Run x [U * S, D] through layers; return the states behind the first n of them, for each n of `wanted`."""
     states = {0: x}
     for number, layer in enumerate(layers, 1):
         with jax.named_scope(f"layer_{number - 1}"):
@@ -261,15 +266,18 @@ def run_layers(layers: Any, x: jax.Array, num_units: int, wanted: tuple[int, ...
 
 
 def joined_neighbours(x: jax.Array, grid: int, factor: int) -> jax.Array:
-    """States of units of grid x grid patches [P, D] to [P / factor**2, D * factor**2]: those of each square of factor x
-    factor patches side by side, row by row ("pixel shuffle")."""
+    """Join states of units of grid x grid patches, [P, D] to [P / factor**2, D * factor**2]: those of each square of
+    factor x factor patches side by side, row by row ("pixel shuffle")."""
     side, size = grid // factor, x.shape[1]
     cut = x.reshape(-1, side, factor, side, factor, size).transpose(0, 1, 3, 2, 4, 5)
     return cut.reshape(-1, size * factor**2)
 
 
 def read_merge(fields: ConfigFields, name: str, factor: int, vit: VitConfig) -> int:
-    """How many patches of a side become one row. Raises ModelConfigError where it does not divide them."""
+    """Return `factor`, the patches of a side that become one row, if it divides those of a unit's side.
+
+    Raises ModelConfigError, which names the field `name`, if not.
+    """
     if vit.grid % factor:
         raise fields.fail(name, f"such that it divides the {vit.grid} patches of a unit's side")
     return factor

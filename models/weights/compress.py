@@ -157,7 +157,10 @@ def packed(values: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _write(folder: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> None:
-    """Write one file, or several of at most MAX_FILE_BYTES (or one tensor) and their index."""
+    """Write one file, or several of at most MAX_FILE_BYTES (or one tensor) and their index.
+
+    Raises ModelFileError where that fails; files begun stay.
+    """
     written: list[tuple[Path, list[str]]] = []
     held: dict[str, np.ndarray] = {}
     total = 0

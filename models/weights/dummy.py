@@ -33,7 +33,7 @@ _BYTES_MEAN, _BYTES_STD = 4 * 127.5, math.sqrt(4 * (256**2 - 1) / 12)  # moments
 def dummy_params(
     model_abstract: CausalLM, *, seed: int = 0, mesh: Mesh | None = None, progress: Progress | None = None
 ) -> nnx.State:
-    """Fill the state of `model_abstract` at random; arguments as for load.load_params."""
+    """Make the state of `model_abstract` from random weights; mesh and progress as for load.load_params."""
     params = list(declared_params(model_abstract))
     total = sum(param.num_bytes for param in params)
     done, made = 0, []

@@ -201,7 +201,7 @@ def _whole(model: CausalLM) -> CausalLM:
 def _check_names(model: CausalLM, source: WeightSource, partial: bool = False) -> bool:
     """Check that every tensor the full model needs is present with its shape, and every present tensor is needed.
 
-    partial: weights none of whose tensors are present are not needed.
+    partial: weights none of whose tensors are present are not needed. Raises ModelFileError, with all faults.
 
     Returns whether a tied checkpoint stores the embedding a second time as the output head. Some do; their equality is
     checked when the embedding is read.
@@ -263,8 +263,10 @@ def _is_zero_bias(source: WeightSource, name: str) -> bool:
 
 
 def _needed_tensors(model: CausalLM) -> dict[str, tuple[int, ...]]:
-    """Shapes of the needed tensors by name. Several sources may read one tensor, each rows of its own, all rows in
-    total."""
+    """Shapes of the needed tensors by name.
+
+    Several sources may read one tensor. Raises ValueError unless each of its rows is read once.
+    """
     shapes: dict[str, set[tuple[int, ...]]] = {}
     spans: dict[str, list[tuple[int, int]]] = {}
     for param in declared_params(model):
@@ -283,7 +285,7 @@ def _needed_tensors(model: CausalLM) -> dict[str, tuple[int, ...]]:
 
 
 def _check_rope_factors(source: WeightSource, model: CausalLM, names: list[str]) -> None:
-    """Check that the model's rope scaling equals one of the tensors in which GGUF files store it."""
+    """Raise ModelFileError unless the model's rope scaling equals one of the tensors in which GGUF files store it."""
     stored = {tuple(source.read(name).ravel().astype(np.float32).tolist()) for name in names}
     scalings = {attention.rope.scaling for attention in model.config.attention if attention.rope is not None}
     if not all(scaling and tuple(np.asarray(scaling.factors, np.float32).tolist()) in stored for scaling in scalings):

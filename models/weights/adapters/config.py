@@ -60,7 +60,11 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 class AdapterConfig:
-    """A checked adapter_config.json."""
+    """A checked adapter_config.json. Raises ModelFileError, with `path`, for an invalid or unsupported one.
+
+    Names of modules are those of the adapter's file, unless said otherwise. Methods raise ModelFileError, too, where
+    the expressions of the file take too many steps to match.
+    """
 
     def __init__(self, path: Path, raw: Mapping[str, Any]):
         self.path = path
@@ -102,7 +106,7 @@ class AdapterConfig:
         return self._ranks.find(name, self._r)
 
     def scale_of(self, name: str, rank: int) -> float:
-        """Factor of B, as in Kalajdzievski 2023, arXiv:2312.03732, with rslora."""
+        """Factor of B: lora_alpha / rank, or / sqrt(rank) with rslora (Kalajdzievski 2023, arXiv:2312.03732)."""
         return self._alphas.find(name, self._alpha) / (math.sqrt(rank) if self._root else rank)
 
     def wants(self, name: str) -> bool:

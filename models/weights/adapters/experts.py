@@ -50,7 +50,7 @@ class JoinedExperts:
     out: int
 
     def shapes(self, rank: int, transposed: bool) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Shapes of A and B."""
+        """Shapes of A and B in a file, for the parameter's matrices or for their transposes."""
         size, out = (self.out, self.size) if transposed else (self.size, self.out)
         return (self.experts.num_experts * rank, size), (out, rank * self.experts.num_experts)
 
@@ -128,9 +128,11 @@ def find_joined(
 
 
 def is_transposed(tensors: AdapterTensors, joined: Iterable[JoinedExperts], ranks: Mapping[str, int]) -> bool | None:
-    """Whether pairs of a file are for transposed matrices, judged by those that are not square; None where unknown.
+    """Whether pairs of a file are for transposed matrices, A [experts * rank, out] in place of [experts * rank, in].
 
-    ranks: by the names of parameters.
+    Judged by those that are not square; None where there are none, or some say yes and others no.
+
+    joined: the pairs of the file. ranks: of each parameter, by JoinedExperts.key.
     """
     tells = {
         tensors.shapes(each.name) == each.shapes(ranks[each.key], True)

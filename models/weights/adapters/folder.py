@@ -51,7 +51,10 @@ class AdapterWeights:
 
 
 def read_adapter(folder: str | os.PathLike[str], targets: AdapterTargets, max_rank: int, dtype: Any) -> AdapterWeights:
-    """Read an adapter for a model. Raises ModelFileError."""
+    """Read an adapter for a model with these targets; dtype: of the model, and of the matrices that are returned.
+
+    Raises ModelFileError for an invalid or unsupported one, for another model's, or a rank above `max_rank`.
+    """
     folder, dtype = Path(folder), jnp.dtype(dtype)
     raw = read_object(folder, CONFIG_FILE, _MAX_CONFIG_BYTES)
     if raw is None:
@@ -104,7 +107,10 @@ def _weights_file(folder: Path) -> Path:
 def _stored_modules(
     tensors: AdapterTensors, config: AdapterConfig, targets: AdapterTargets
 ) -> tuple[dict[str, str], list[JoinedExperts]]:
-    """Find the modules with both matrices: a map from the model's names to the file's, and joined experts."""
+    """Find the modules of a file: a map from the model's names to the file's, and pairs for all experts of a layer.
+
+    Raises ModelFileError for a module without one of both matrices, or one that the model does not have.
+    """
     path = tensors.path
     stored: dict[str, str] = {}
     joined, of_joined = find_joined(tensors, config, targets)

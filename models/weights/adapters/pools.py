@@ -40,7 +40,7 @@ class ExpertTargets:
     interleaved: bool
 
     def rows_of_parts(self, parts: int, rows: int) -> list[slice]:
-        """Slices of the rows [out] of a stack's matrix for each of its modules."""
+        """Slices of the rows of a stack's matrix [rows, in] for each of its `parts` modules."""
         own = rows // parts
         if self.interleaved:
             return [slice(part, None, parts) for part in range(parts)]
@@ -121,7 +121,10 @@ def _of_experts(
 
 
 def with_pools(model: Any, params: nnx.State, mesh: Mesh | None) -> nnx.State:
-    """Combine loaded weights with zeroed adapter pools on the mesh, if the model has any, into its state."""
+    """Combine loaded weights with zeroed adapter pools, if the model has any, into its state.
+
+    params: result of load_params. mesh: where pools lie; None for the default device.
+    """
     loaded = dict(nnx.to_flat_state(params))
     state = []
     for path, variable in nnx.to_flat_state(nnx.state(model)):
@@ -161,7 +164,11 @@ def slot_shape(pool: DeclaredPool, spec: LoraSpec) -> tuple[int, ...]:
 
 
 def slot_values(pool: DeclaredPool, spec: LoraSpec, matrices: Matrices) -> np.ndarray:
-    """Values of one adapter's part of a pool, in its dtype; zeros for modules that the adapter does not change."""
+    """Values of one adapter's part of a pool, of `slot_shape` and the pool's dtype.
+
+    matrices: A [r, in] and B [out, r] by module, r at most spec.max_lora_rank. Zeros fill the rest, and the modules
+    that the adapter does not change.
+    """
     values, rank = np.zeros(slot_shape(pool, spec), pool.dtype), spec.max_lora_rank
     if pool.decl.num_experts is not None:
         return _values_of_experts(pool, rank, matrices, values)

@@ -32,12 +32,15 @@ class AdapterTensors:
             raise ModelFileError(self.path, "holds no matrices")
 
     def shapes(self, module: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shapes of A and B."""
+        """Shapes of A and B of a module that has both."""
         a, b = (tuple(self._checkpoint.shape(f"{PREFIX}{module}{end}")) for end in ENDS)
         return a, b
 
     def read(self, module: str, a: tuple[int, ...], b: tuple[int, ...], scale: float) -> tuple[np.ndarray, np.ndarray]:
-        """Read A and B, which must have these shapes, B times the scale, in the model's dtype."""
+        """Read A and B times the scale, in the model's dtype.
+
+        a, b: the shapes that they must have. Raises ModelFileError for others, and for numbers that are not finite.
+        """
         names = [f"{PREFIX}{module}{end}" for end in ENDS]
         first, second = (self._read(name, shape) for name, shape in zip(names, (a, b), strict=True))
         return self._finite(module, first, 1.0), self._finite(module, second, scale)

@@ -21,7 +21,7 @@ class ArraySource:
     path = PATH
 
     def __init__(self, tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]):
-        """tensors: name and array (numpy or jax, of any sharding) of each tensor.
+        """Take tensors: the name and array (numpy or jax, of any sharding) of each.
 
         Raises ModelFileError for a name that comes twice and for a value that is not an array.
         """

@@ -182,7 +182,10 @@ def load_checkpoint(folder: Path, model: CausalLM, *, mesh: Mesh | None = None) 
 
 
 def _check_files(weights: Path) -> None:
-    """Check that a folder holds only regular files and folders, as orbax follows links out of it and hangs on pipes."""
+    """Raise ModelFileError unless a folder holds only regular files and folders.
+
+    Orbax follows links out of it and hangs on pipes.
+    """
     for folder, folders, files in os.walk(weights):
         for name in (*folders, *files):
             mode = os.lstat(Path(folder) / name).st_mode
@@ -191,7 +194,10 @@ def _check_files(weights: Path) -> None:
 
 
 def read_layout(folder: Path) -> dict[str, Any]:
-    """Read the layout.json of a checkpoint folder: format, mesh (axis sizes), weights (name -> arrangement)."""
+    """Read the layout.json of a checkpoint folder: format, mesh (axis sizes), weights (name -> arrangement).
+
+    Raises ModelFileError for a missing or invalid one, and for another version of the format.
+    """
     path = folder / LAYOUT_FILE
     layout = read_object(folder, LAYOUT_FILE, MAX_LAYOUT_BYTES)
     if layout is None:

@@ -62,7 +62,8 @@ class TensorInfo:
 class SafetensorsCheckpoint:
     """WeightSource over a checkpoint folder or one .safetensors file; headers are read at once, tensors on demand.
 
-    Only the bytes of the requested rows and columns of a tensor are read.
+    Only the bytes of the requested rows and columns of a tensor are read. Raises ModelFileError for a checkpoint that
+    is missing, invalid or of pickle files, and for a tensor that it does not have.
     """
 
     def __init__(self, path: str | os.PathLike[str]):

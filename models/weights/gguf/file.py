@@ -1,8 +1,8 @@
 """GGUF files as checkpoints: Hugging Face names and orientation over the tensors of a llama.cpp file.
 
 Owns the order of the query and key rows of llama files, stacked experts as tensors of their own, and matrices whose
-blocks are read as codes and scales. Differences between architectures are rows of gguf_layout; the header
-is read by gguf_header, block formats by gguf_dequant.
+blocks are read as codes and scales. Differences between architectures are rows of gguf/layout.py; the header
+is read by gguf/header.py, block formats by gguf/dequant.py.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class GGUFFile:
     Attributes:
       path: as given, as text.
       metadata: the file's key-values: Python scalars, strings, lists of strings, numpy arrays of numbers.
-      architecture: one of gguf_layout.LAYOUTS.
+      architecture: one of jaxengine.models.weights.gguf.layout.LAYOUTS.
 
     Raises ModelFileError for a file that is missing, not a regular file, inconsistent, of another architecture, or one
     part of a split model. Reading is safe from several threads. A context manager; `close` may be called twice.
@@ -130,7 +130,7 @@ class GGUFFile:
         return unpermute_rows(stored, last_head - first_head)[first - start : last - start]
 
     def _read_rows(self, info: TensorInfo, kind: str | None, first: int, last: int, columns: slice) -> np.ndarray:
-        """Read rows in the order of the file: complete rows, at least one, and some at a time."""
+        """Read rows [first, last) in the order of the file, some complete rows at a time; kind: as for `_shape`."""
         if len(info.shape) == 1:  # blocks may cross entries, so this is one row
             return _decoded(info, kind, self._bytes(info, 0, info.num_bytes)).reshape(-1)[first:last]
         row_bytes = info.num_bytes // info.shape[0]
@@ -207,7 +207,7 @@ class GGUFFile:
 
 
 def _shape(info: TensorInfo, kind: str | None) -> tuple[int, ...]:
-    """Shape of a tensor, or of one part (codes, scales or zeros) of a kept matrix."""
+    """Shape of a tensor (kind None), or of one part (codes, scales or zeros) of a kept matrix."""
     return info.shape if kind in (None, CODES) else (info.shape[0], info.shape[1] // info.format.group)
 
 

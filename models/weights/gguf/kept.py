@@ -31,6 +31,7 @@ def read_formats(
     A product is kept where the file has all of its matrices quantised. Stacked matrices with one per head are not.
 
     Args:
+      formats: block format of each quantised matrix, by its module.
       build: builds the file's abstract model for a Build.
       keep_tables: keep token tables, too.
     """

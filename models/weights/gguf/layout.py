@@ -72,7 +72,7 @@ class GGUFLayout(NamedTuple):
     Attributes:
       parts: modules of a layer's tensors where they differ from _LAYER. "{expert}" in a module: the tensor's first
         axis is that of the experts.
-      permuted: rows of q and k are in the order in which llama.cpp rotates neighbours (see gguf.unpermute_rows).
+      permuted: rows of q and k are in the order in which llama.cpp rotates neighbours (gguf/file.py, unpermute_rows).
       norm_offset: number that the converter has added to the weights of norms.
       bare: a layer's tensors whose checkpoint names have no `.weight` or `.bias`.
       rows: a layer's vectors that represent a matrix of one row.

@@ -115,7 +115,7 @@ def _numbers(rows: Any, shape: KVShape) -> np.ndarray | None:
 
 
 def read_scales(source: WeightSource, shape: KVShape) -> KVScales | None:
-    """Read the checkpoint's scales, by the model's names for its tensors; None where it has none for any layer.
+    """Read the checkpoint's scales, for codes of STORED_FOR, by the model's names; None where no layer has any.
 
     Raises ModelFileError where it has scales of some layers only, or invalid ones.
     """

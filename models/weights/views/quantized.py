@@ -90,7 +90,7 @@ class QuantizedSource(WrappedSource):
                 self._shapes[name] = tuple(shape)
 
     def _exchange(self, scheme: Quantized, module: StoredModule) -> None:
-        """Check a module's tensors and remove their names."""
+        """Check a module's tensors and remove their names. Raises ModelFileError."""
         stored = scheme.stored
         for kind, shapes in {**stored.optional(module), **stored.tensors(module)}.items():
             if not module.has(kind):
@@ -113,8 +113,10 @@ class QuantizedSource(WrappedSource):
                 raise ModelFileError(self.path, f"{bad} of {held.size} {what} are not finite numbers", module.name)
 
     def _check_alike(self, param: DeclaredParam) -> None:
-        """Check that all modules of one product agree on data that is read from the first only: input order and static
-        scale."""
+        """Raise ModelFileError unless the modules of one product agree on what is read from the first only.
+
+        That is the order of inputs and their static scale, which must also be finite and above 0.
+        """
         kinds = {declared.name.rpartition(".")[2] for declared in param.decl.sources}
         if not kinds <= {CODES, PAIRS}:
             return
