@@ -85,7 +85,7 @@ class EncoderRows:
         return self.num_rows - self._num_free
 
     def begin_step(self) -> None:
-        """What is encoded from now on belongs to another step."""
+        """Starts a step, which encodes nothing yet."""
         self.encodes, self._num_patches = [], 0
 
     def reach(self, media: Media | None, start: int, count: int) -> int:
@@ -158,7 +158,10 @@ class EncoderRows:
         return found
 
     def passed(self, slot: int, position: int) -> None:
-        """A slot's tokens before this position are computed once the step that is put together has run."""
+        """Lets go of the pictures that a slot no longer needs once its tokens before `position` are computed.
+
+        That is when the step being put together has run.
+        """
         own = self._needed.get(slot)
         if own is None:
             return
@@ -169,7 +172,7 @@ class EncoderRows:
             del self._needed[slot]
 
     def release(self, slot: int) -> None:
-        """A slot is given up."""
+        """Lets go of all pictures that a slot needs: it is given up."""
         for digest in self._needed.pop(slot, {}):
             self._leave(slot, digest)
 

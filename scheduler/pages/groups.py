@@ -125,7 +125,7 @@ class PageTables:
                 self._write(group, slot, hits.num_columns - len(pages), pages)
 
     def grow(self, slot: int, num_tokens: int) -> None:
-        """Takes the pages that the slot's first `num_tokens` tokens still need; they are free."""
+        """Takes the pages that the slot's first `num_tokens` tokens still need; ValueError if the pool has too few."""
         first, last = int(self.num_columns[slot]), self._columns(num_tokens)
         if last > first:
             pages = self.pool.allocate(self.num_groups * (last - first)).reshape(self.num_groups, -1)
@@ -160,7 +160,10 @@ class PageTables:
         self.num_columns[slots] += 1
 
     def grow_to(self, slots: np.ndarray, num_tokens: np.ndarray) -> None:
-        """Takes the pages that the first `num_tokens` i64[n] tokens of `slots` i64[n] still need; they are free."""
+        """Takes the pages that the first `num_tokens` i64[n] tokens of `slots` i64[n] still need.
+
+        The caller has checked that they are free (`num_missing_of`).
+        """
         while (needy := num_tokens > self.num_columns[slots] * self.page_size).any():
             self.grow_by_one(slots[needy])
 
@@ -205,7 +208,7 @@ class PageTables:
             self.snapshots.reset()
 
     def take_deltas(self) -> list[Deltas]:
-        """The entries written since the last call."""
+        """Returns the entries written since the last call, those that name snapshots included."""
         deltas, self.deltas = self.deltas, []
         if self.snapshots is not None and (entries := self.snapshots.take_entries()) is not None:
             slots, columns, values = entries
