@@ -48,7 +48,7 @@ class Kept:
     fill: int = 0
 
     def begin(self) -> jax.Array:
-        """The device's part."""
+        """One device's part as it begins."""
         return jnp.full(self.shape, self.fill, self.dtype) if self.fill else jnp.zeros(self.shape, self.dtype)
 
 

@@ -64,6 +64,6 @@ def _shown(mesh_axes: Mapping[str, str] | None, sizes: Mapping[Any, int]) -> Any
 
 
 def engine_mesh(mesh: Mesh, mesh_axes: Mapping[str, str] | None) -> tuple[Mesh, bool]:
-    """The mesh with axes data, attn and model, and the second result of `devices_by_axes`."""
+    """The mesh with axes data, attn and model, and the second result of `devices_by_axes`. Raises as that."""
     devices, is_exact = devices_by_axes(mesh, mesh_axes)
     return Mesh(devices, MESH_AXES), is_exact

@@ -38,7 +38,10 @@ def program_on(
 
 
 def on_devices(mesh: Mesh, function: Callable, arguments: Any, results: Any) -> Callable:
-    """A function of the devices' own parts as one of whole arrays; PartitionSpecs in the places of these."""
+    """A function of the devices' own parts as one of whole arrays.
+
+    arguments, results: pytrees of the structure of these, with a PartitionSpec in the place of each array.
+    """
     if mesh.size == 1:
         return function
     return jax.shard_map(function, mesh=mesh, in_specs=arguments, out_specs=results, check_vma=False)

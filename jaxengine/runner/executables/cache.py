@@ -142,7 +142,10 @@ class ExecutableCache:
     def compile(
         self, function: Callable, arguments: Sequence[Any], *, donate: tuple[int, ...], places: Any = None
     ) -> Executable:
-        """As `get` compiles it, kept nowhere. places: the shardings of the results, None for those that follow."""
+        """Compiles a program as `get` does, and keeps it nowhere.
+
+        places: the shardings of the results, None for those that follow.
+        """
         backend = self._devices[0].platform
         with _ENGINE(self._traces):
             traced = jax.jit(function, donate_argnums=donate, out_shardings=places).trace(*arguments)
@@ -178,7 +181,11 @@ class ExecutableCache:
         return file_name(repr((environment, devices, name, donate, shapes, structure, description)))
 
     def _know_sources(self) -> None:
-        """Digest the sources, with what an earlier process knew of them."""
+        """Computes the digest of our sources, and keeps their parsed imports in the cache's folder for the next
+        process.
+
+        Where an earlier process of the same Python has written such a file, these sources are not parsed again.
+        """
         file = file_name(f"sources {sys.version}")  # an AST is written otherwise by another Python
         if not num_known_sources():
             learn_sources(self._files.read(file) or b"")
@@ -239,7 +246,7 @@ def _compiler_options() -> tuple[str, ...]:
 
 
 def _cpu_flags() -> str:
-    """Host code is compiled for the very CPU: its features, and its number of cores, decide what is emitted."""
+    """The host's processor as far as code for it depends on it: its features and its number of cores."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

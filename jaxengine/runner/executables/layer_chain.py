@@ -103,7 +103,7 @@ class NotStorableError(Exception):
 
 
 def serialize(compiled: Executable) -> bytes:
-    """For `load`. Raises NotStorableError."""
+    """The bytes of a program, for `load`. Raises NotStorableError."""
     if not isinstance(compiled, InParts):
         return _serialize_one(compiled)
     chain = compiled.chain
@@ -142,7 +142,11 @@ def _stored_size(program: jax.stages.Compiled) -> int:
 
 
 def load(payload: bytes, in_tree: Any, out_tree: Any, devices: Sequence[Any]) -> Executable:
-    """What `serialize` wrote; runs code from it. in_tree: of (arguments, {})."""
+    """Loads the program that `serialize` wrote; runs code from the payload.
+
+    in_tree, out_tree: structures of (arguments, {}) and of the result. devices: which it runs on. Raises whatever jax
+    raises for a payload that it cannot load.
+    """
     if not payload.startswith(_MAGIC):
         return serialize_executable.deserialize_and_load(payload, in_tree, out_tree, execution_devices=devices)
     begin = len(_MAGIC) + 8
@@ -235,7 +239,7 @@ class _Plan:
         self.lowered: list[Any] = []
 
     def add(self, parts: Sequence[Sequence[JaxprEqn]], index: int) -> None:
-        """The part of this index; those before it have been added."""
+        """Adds the part of this index; those before it have been added."""
         eqns, outer = parts[index], index in (0, len(parts) - 1)
         # Layers differ in numbers, too, which their program therefore takes as arguments.
         eqns = (
@@ -295,7 +299,7 @@ class _Plan:
         return tuple(found)
 
     def chain(self, programs: Sequence[Any]) -> Chain:
-        """programs: `lowered`, compiled."""
+        """The finished chain. programs: `lowered`, compiled, whose memory counts in its peak."""
         alive: dict[int, int] = {}
         peak = 0
         for call in self._calls:

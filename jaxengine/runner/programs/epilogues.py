@@ -29,8 +29,10 @@ SAMPLE = "sample"
 
 
 def make_sample(spec: EpilogueSpec) -> Callable:
-    """Chooses a token for every row and remembers it: (TokenState, SamplingState, SampledRows, logits f32[S, V / n]) ->
-    (TokenState, SampleOutput)."""
+    """Makes the epilogue that chooses a token for every row and remembers it.
+
+    It is (TokenState, SamplingState, SampledRows, logits f32[S, V / n]) -> (TokenState, SampleOutput).
+    """
 
     def sample_rows(tokens: TokenState, sampling: SamplingState, rows: SampledRows, logits: jax.Array):
         flags = flags_of(rows.features[0])

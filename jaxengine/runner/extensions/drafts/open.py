@@ -35,7 +35,10 @@ class OpenedDraft(NamedTuple):
 
 
 def settle_draft(config: EngineConfig, model: ModelConfig) -> EngineConfig:
-    """The config with its draft model or head on this machine, if it names one. Raises as `open_draft`."""
+    """The config with its draft model or head on this machine, if it names one.
+
+    Raises as `open_draft`, and ConfigError for other streams than the head's.
+    """
     chosen = config.speculative_config
     if chosen is None or chosen.method not in STORED:
         return config
