@@ -204,11 +204,10 @@ def partition_spec(layout: str, *, head_axis: Axes = None, data_axis: Axes = Non
 
 
 def to_storage(values: jax.Array, spec: KVSpec, layout: str, scale: jax.Array | None = None) -> jax.Array:
-    """Round values [..., K, C] to the pool's dtype, in the form that `layout` stores; quantised ones are divided by
-    `scale` [K] and saturate.
+    """Round values [..., K, C] to the pool's dtype, in the form that `layout` stores.
 
-    With token scales the result is [..., K, C + 4]: the largest of a token's C values in a head becomes the largest
-    code.
+    Quantised ones are divided by `scale` f32 [K] and saturate; ValueError for None there. With token scales the result
+    is [..., K, C + 4], `scale` is not used, and the largest of a token's C values in a head becomes the largest code.
     """
     stored = storage_dtype(spec, layout)
     if not is_quantized(spec):

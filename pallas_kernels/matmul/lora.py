@@ -42,7 +42,7 @@ class LoraVisits(NamedTuple):
 
 
 def has_lora_product(platform: str) -> bool:
-    """Whether `platform`, a row of the registry, has this operation."""
+    """Whether `platform`, one of registry.PLATFORMS, has this operation."""
     return (OP, platform) in KERNELS
 
 
