@@ -38,8 +38,9 @@ def choose_devices(
     """The config with a mesh's sizes in it, and the devices the engine runs on, the stages' one after the other.
 
     Args:
-      devices: to choose from, the first ones; None for all of the processes.
-      mesh: with the axes data, attn and model (jaxengine.runner.mesh_axes); all of its devices are used.
+      devices: to choose from, the first ones; None for `jax.devices()`.
+      mesh: with the axes data, attn and model (jaxengine.runner.mesh_axes), all of whose devices are used; None without
+        one.
 
     Raises ConfigError when there are too few devices, a mesh and other statements about devices, or processes that
     cannot have equal parts of every stage.

@@ -320,7 +320,11 @@ class StageExtension:
         """Gives up the arrays that hold what can be computed again."""
 
     def before_forward(self, bucket: Bucket, params: Sequence[Any], state: Any, message: Any) -> Any:
-        """Dispatches what comes before a forward pass; what that is given, as `DeviceExtension.given` has it."""
+        """Dispatches what comes before a forward pass; returns what the pass is given, as `DeviceExtension.given` has
+        it.
+
+        None for nothing. params: the model's leaves. state: DeviceState before the step.
+        """
         return None
 
     def after_sample(self, params: Sequence[Any], state: Any, forwarded: Any) -> None:

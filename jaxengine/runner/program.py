@@ -48,7 +48,7 @@ def on_devices(mesh: Mesh, function: Callable, arguments: Any, results: Any) -> 
 
 
 def shape_on(mesh: Mesh, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec) -> Any:
-    """A shape, which stands for an array."""
+    """An abstract array, which the mesh splits as `spec` says."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
 

@@ -248,10 +248,8 @@ class StageRunner:
         return self._state.slots
 
     def everywhere(self, x: jax.Array) -> jax.Array:
-        """x [replicas, ...], a part on each replica, on every device where several processes have parts.
-
-        So that this process can read it.
-        """
+        """x [replicas, ...], a part on each replica, so that this process can read it: whole on every device if there
+        are several processes."""
         return self.programs.gather_ranks(x) if self._several_processes else x
 
     def _receive(self, hidden: jax.Array) -> jax.Array:

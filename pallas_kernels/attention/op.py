@@ -66,7 +66,7 @@ def ragged_paged_attention(
     platform: str | None = None,
     tuning: Tuning | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Attend q [T, N, H] to the pages of each token's sequence; returns o [T, N, Hv] in q's dtype (and lse f32 [T, N]).
+    """Attend q [T, N, H] to the pages of each token's sequence; returns o [T, N, Hv] in q's dtype.
 
     Where values lie in keys, q is [T, N, Hv], the query of a key's first Hv elements, and `q_rest` [T, N, H - Hv] that
     of the others: they are computed separately, and joining them would copy both.
@@ -81,6 +81,7 @@ def ragged_paged_attention(
     sinks: f32 [N], one more logit per head in the softmax denominator, with value 0.
     tree_mask: u32 [T, ceil(Q / 32)] for sequences of at most Q new tokens; bit b of a token's row says that it sees
         new token b of its own sequence. Bits narrow the causal range: a parent comes before its children.
+    return_lse: return (o, log-sum-exp f32 [T, N]).
     platform: one of registry.PLATFORMS, None for the pool's layout.
     Raises ValueError for shapes, dtypes or options that do not fit.
     """

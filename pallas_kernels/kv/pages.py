@@ -289,7 +289,10 @@ def pages_of(rows: jax.Array, head_dim: int, page_size: int, layout: str) -> KVP
 
 
 def _parts(spec: KVSpec) -> int:
-    """Size of the third dimension of canonical pages: 2, keys and values, or 1 where values lie in keys."""
+    """Size of the third dimension of canonical pages: 2, keys and values, or 1 where values lie in keys.
+
+    Raises ValueError if keys and values differ in head dim.
+    """
     if spec.values_in_keys:
         return 1
     if spec.head_dim != spec.v_head_dim:

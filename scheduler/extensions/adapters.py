@@ -171,7 +171,7 @@ class AdapterSlots:
                 min(free, key=lambda slot: slot.used).claim = request
 
     def _is_idle(self, slot: _Slot, request: Request, is_running: np.ndarray) -> bool:
-        """Whether nobody uses a slot, nor is kept it who comes before the request.
+        """Whether nobody uses a slot, and it is not kept for a request that comes before this one.
 
         What is kept for later ones is no reason to wait: a request that was preempted may have lost its slot to one of
         them, which waits in turn because of its claim.
@@ -195,12 +195,12 @@ class AdapterSlots:
 
 
 def _order(request: Request) -> tuple[int, int]:
-    """Who comes first is less."""
+    """Sort key of requests: who comes first is less."""
     return request.priority, request.arrival_index
 
 
 def few_run(num_slots: int, columns: Iterable[np.ndarray]) -> bool:
-    """Whether running requests have few of the pools' slots."""
+    """Whether running requests have few of the pools' slots; columns: as `running_adapters` has them."""
     return are_few(int(running_adapters(num_slots, columns).sum()), num_slots)
 
 

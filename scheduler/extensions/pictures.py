@@ -107,7 +107,8 @@ class EncoderRows:
         return count
 
     def take(self, slot: int, media: Media | None, start: int, count: int) -> None:
-        """Has a slot need the pictures of these tokens, which `reach` allowed; those not there are to be encoded."""
+        """Has a slot need the pictures of tokens [start, start + count), which `reach` allowed; lists those not there
+        in `encodes`."""
         if media is None or start >= media.end:
             return
         own, items = self._needed.setdefault(slot, {}), _within(media, start, count)
@@ -150,7 +151,8 @@ class EncoderRows:
         return section
 
     def index(self, media: Media, start: int, count: int) -> np.ndarray:
-        """i32[count], the rows of tokens whose pictures are there, -1 for those without one."""
+        """i32[count], the rows of the tokens from `start` on, -1 for those without a picture; the pictures must be
+        there."""
         found = np.full(count, -1, np.int32)
         for item in _within(media, start, count):
             first, last = np.searchsorted(item.positions, (start, start + count))

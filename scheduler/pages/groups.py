@@ -91,7 +91,10 @@ class PageTables:
 
     def lookup(self, digests: Sequence[bytes]) -> Hits:
         """The longest prefix of a digest chain that every group can serve, with a state behind it where there are
-        snapshots."""
+        snapshots.
+
+        digests: of the prefix's pages, in order. Nothing is taken: the pages may be given away until `begin`.
+        """
         run, whole = len(digests), {}
         for group in self._whole:
             whole[group] = self.pool.lookup([page_key(digest, group) for digest in digests[:run]])
@@ -116,7 +119,7 @@ class PageTables:
         return Hits(run, tuple(pages), num_known)
 
     def begin(self, slot: int, hits: Hits) -> None:
-        """Gives an empty slot the pages of a known prefix."""
+        """Gives a slot without pages those of a known prefix, as `lookup` found them."""
         self.num_columns[slot] = self._num_registered[slot] = hits.num_columns
         self._held[:, slot] = [len(hits.pages[group]) for group, _ in self._windowed]
         for group, pages in enumerate(hits.pages):
@@ -178,7 +181,10 @@ class PageTables:
                 self._held[index, slot] = columns - end
 
     def register(self, slot: int, digests: Sequence[bytes], num_tokens: int) -> None:
-        """Makes pages findable that the slot's first `num_tokens` tokens fill; a step writes all before any reads."""
+        """Makes pages findable that the slot's first `num_tokens` tokens fill; a step writes all before any reads.
+
+        digests: of the slot's pages from the first one on, as far as they are known.
+        """
         first, last = int(self._num_registered[slot]), min(num_tokens // self.page_size, len(digests))
         for column in range(first, last):
             for group in range(self.num_groups):
@@ -232,7 +238,7 @@ class PageTables:
 
 
 def page_key(digest: bytes, group: int) -> bytes:
-    """What a page of a group is found by."""
+    """The key under which PagePool finds a page of a group."""
     return digest + bytes((group,)) if group else digest
 
 

@@ -56,9 +56,10 @@ _UNKNOWN_OPTION = re.compile(r"No such compile option: '(\w+)'")
 
 
 def compile_program(lowered: jax.stages.Lowered, backend: str) -> jax.stages.Compiled:
-    """Compiles as all our programs are compiled; backend as `jax.default_backend` names it.
+    """Compiles a lowered program as all our programs are compiled; backend as `jax.default_backend` names it.
 
-    An option that this release of the compiler does not know is left out from then on, with a warning.
+    An option that this release of the compiler does not know is left out from then on, with a warning. Raises jax's
+    JaxRuntimeError for whatever else the compiler refuses.
     """
     wanted = _COMPILER_OPTIONS.get(backend, {})
     while True:
@@ -162,7 +163,10 @@ class ExecutableCache:
         return len(self._files.read(self._file_name(name, arguments, results, donate, description)) or b"")
 
     def get_number(self, name: str, arguments: Sequence[Any], description: str, compute: Callable[[], int]) -> int:
-        """A number that follows from a compilation, remembered like the program it belongs to."""
+        """Returns a number that follows from a compilation, remembered like the program it belongs to.
+
+        compute: gives it where it is not remembered; at least 0. arguments, description: as `get`'s.
+        """
         file = self._file_name(name, arguments, (), (), description)
         if (stored := self._files.read(file)) is not None:
             return int.from_bytes(stored, "little")

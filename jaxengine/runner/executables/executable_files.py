@@ -249,12 +249,14 @@ def _open_folder(path: Path) -> _Folder:
 
 
 def _walk(path: Path, user: int) -> tuple[int, bool]:
-    """A descriptor of the folder, and whether only root could put another in its place.
+    """A descriptor of the folder, made if it is not there, and whether only root could put another in its place.
 
     One step after the other from the root, so that nothing can be exchanged between a look and the next step. A link
     counts if it is this user's or root's: of others', it could lead to a folder of his own that holds their files.
     Whoever may write to a folder above his own can only put there what is not his, or has not his key; so these are not
     asked for.
+
+    Raises OSError, and _NotTrusted for a link of others.
     """
     rest, links, sealed = list(reversed(path.parts[1:])), 0, True
     at = os.open("/", os.O_PATH | os.O_DIRECTORY)

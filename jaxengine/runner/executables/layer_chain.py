@@ -205,7 +205,7 @@ def _cut(jaxpr: Jaxpr) -> list[list[JaxprEqn]] | None:
     kinds = [id(eqns[place].params["jaxpr"]) for place in layers]
 
     def cost(size: int) -> int:
-        """Layers that are compiled, and calls."""
+        """Layers that are compiled plus calls, for groups of `size` layers."""
         groups = [tuple(kinds[i : i + size]) for i in range(0, len(kinds), size)]
         return sum(map(len, set(groups))) + len(groups)
 
@@ -343,7 +343,7 @@ def _shape_of(atom: Any) -> jax.ShapeDtypeStruct:
 
 
 def _signature(leaf: Any) -> tuple[Any, ...]:
-    """Values of one signature may be arguments of one program."""
+    """Shape, dtype and layout of a value; values of one signature may be arguments of one program."""
     order = None if leaf.sharding is None else getattr(leaf.format.layout, "major_to_minor", None)
     if order == tuple(range(len(leaf.shape))):
         order = None
@@ -351,7 +351,7 @@ def _signature(leaf: Any) -> tuple[Any, ...]:
 
 
 def _key(eqns: Sequence[JaxprEqn], inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[Any, ...]:
-    """Equal for parts that do the same to arguments of the same shapes."""
+    """A key that is equal for parts that do the same to arguments of the same shapes."""
     numbers = {var: number for number, var in enumerate(inputs)}
 
     def number_of(atom: Any) -> Any:

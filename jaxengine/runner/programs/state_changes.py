@@ -54,7 +54,7 @@ def rows_name(name: str, size: int) -> str:
 
 
 def own_slot(state: DeviceState, slots: jax.Array) -> jax.Array:
-    """Slots numbered over all replicas as this one numbers its own."""
+    """Slots numbered over all replicas as this one numbers its own; the number of slots for those of others."""
     return own_slots(slots, state.slots.num_computed.shape[0])
 
 

@@ -229,8 +229,10 @@ def tiles_of(group_sizes: jax.Array, num_rows: int, tile_rows: int, step: int) -
 
 
 def tile_rows_of(num_rows: int, num_groups: int, most: int) -> int:
-    """Rows of a tile: a power of two from 16 to `MOST_SHARED_ROWS` that most groups stay below; more where groups are
-    large."""
+    """Rows of a tile, at most `most`: a power of two from 16 to `MOST_SHARED_ROWS` that most groups stay below.
+
+    Twice MOST_SHARED_ROWS where groups are large.
+    """
     average = max(num_rows // num_groups, 1)
     if average >= _MANY_ROWS * 2 * MOST_SHARED_ROWS:
         return min(2 * MOST_SHARED_ROWS, most)

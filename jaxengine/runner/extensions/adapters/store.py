@@ -137,7 +137,8 @@ class AdapterStore:
         self._keep(adapter, weights)
 
     def remove(self, name: str, slots: AdapterSlots, in_use: Callable[[], set[Adapter]]) -> None:
-        """Lets no further request name an adapter; those that do run to their ends. Raises RequestError.
+        """Lets no further request name an adapter; those that do run to their ends. Raises RequestError for an unknown
+        name.
 
         in_use: as of `advance`.
         """

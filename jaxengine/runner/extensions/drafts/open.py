@@ -130,7 +130,10 @@ def open_drafting(source: ModelSource, config: ResolvedConfig, layout: MeshLayou
 
 
 def _as_read(head: ModelSource, model: WeightSource | None) -> ModelSource:
-    """A head with its weights as Eagle3 names them; model: of the weights that it may share."""
+    """A head with its weights as Eagle3 names them; model: of the weights that it may share.
+
+    Raises ModelFileError; the head is closed then.
+    """
     if head.weights is None:
         return head
     assert isinstance(head.config, Eagle3Config) and not isinstance(head.weights, Path)

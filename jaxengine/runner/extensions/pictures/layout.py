@@ -84,7 +84,10 @@ class EncoderLayout:
         return tuple(sorted(sizes))
 
     def pack(self, encodes: Sequence[Sequence[Encode]]) -> EncoderInput:
-        """The message of each rank's pictures, in the smallest size that holds them."""
+        """The messages of each rank's pictures, in the smallest size that holds them.
+
+        A rank's pictures may have at most max_patches patches.
+        """
         shares = [share for own in encodes for share in self._shares(own)]
         most = max(sum(each.item.num_patches for each in share) for share in shares)
         size = next(size for size in self.sizes if size >= most)
