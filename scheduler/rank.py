@@ -178,7 +178,7 @@ class Rank:
         return batch
 
     def _batch(self) -> ScheduledBatch:
-        """The step's rows, one token for each decode."""
+        """Makes the batch of the step put together, with one token for each decode."""
         s, decodes = self.slots, self.decodes
         # Long chunks come last: the model may attend to their keys in another form (jaxengine.models.layers.mla_made).
         prefills = sorted(self._prefills, key=lambda chunk: chunk[1])

@@ -167,10 +167,10 @@ class Scheduler:
         self._enqueue(request)
 
     def hold(self, request: Request, wait: Wait) -> None:
-        """Takes the slot of a request that must wait apart: nobody is to wait for it.
+        """Takes the slot of a running request, which must wait apart: nobody is to wait for it.
 
-        What it has computed stays in the prefix cache. A token that a step in flight samples for it is dropped, so no
-        other may be in flight.
+        wait: why, one that `is_apart`. What it has computed stays in the prefix cache. A token that a step in flight
+        samples for it is dropped, so no other may be in flight.
         """
         self.ranks[request.rank].release(request.slot)
         request.status, request.wait = RequestStatus.PREEMPTED, wait
@@ -187,7 +187,7 @@ class Scheduler:
             self._enqueue(request)
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """Ends a request in whatever state it is; its pages are free at once."""
+        """Ends a request in whatever state it is; its pages are free at once. Does nothing for one that has ended."""
         if request.status is RequestStatus.FINISHED:
             return
         if request.slot >= 0:

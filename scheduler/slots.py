@@ -19,12 +19,14 @@ class Slots:
 
     `num_tokens` counts tokens whose position is decided, `num_known` those whose id the host has seen; they differ by
     the tokens of the step in flight. Positions below `num_fed` were known when the request took the slot and are sent
-    from the host; from there on each step feeds the token sampled before it. `epoch` changes with every owner, so
-    results of an earlier owner can be told apart. `last_step` is the number of the step a slot had a row in last,
-    `last_token_time` when its last token came.
+    from the host; from there on each step feeds the token sampled before it. `limit` is the number of tokens, prompt
+    included, at which the request ends, `min_stop` the one from which on a stop token ends it. `epoch` changes with
+    every owner, so results of an earlier owner can be told apart. `last_step` is the number of the step a slot had a
+    row in last, `last_token_time` when its last token came.
 
     Attributes:
       requests: object[max_num_seqs], the owners, None where there is none.
+      known: for each slot the tokens to feed, i32[num_fed], None where it has no owner.
     """
 
     def __init__(self, max_num_seqs: int):

@@ -65,7 +65,11 @@ class ModelRunner:
         progress: Progress | None = None,
         peers: Peers = ALONE,
     ):
-        """stages in order; config resolved; progress(done, total, what) is called per program."""
+        """Compiles and allocates; returns when every process has done so. Raises ConfigError where the memory does not
+        suffice.
+
+        stages in order; config resolved; progress(done, total, what) is called per program.
+        """
         self.config = config
         self.packer = stages[0].programs.packer
         self.compiles = CompileWatch()

@@ -280,8 +280,11 @@ class StageRunner:
 
     @property
     def _bytes_beside_forward(self) -> int:
-        """What is kept of slots, and the most that an epilogue of the step before and what it works on, and a program
-        of an extension, can hold while a forward pass runs."""
+        """Bytes of one device beside a forward pass that runs: what is kept of slots, and the most that others can hold
+        then.
+
+        That is an epilogue of the step before with what it works on, and a program of an extension.
+        """
         epilogues = [
             self.programs.forwarded_bytes(*key) + workspace_bytes(own.memory_analysis())
             for key, own in self._epilogues.items()

@@ -88,9 +88,10 @@ class Snapshots:
         return min([count, *(border - computed for border in self._borders[slot] if border > computed)])
 
     def keep(self, slot: int, digests: Sequence[bytes], computed: int, count: int) -> None:
-        """Keeps the state behind the first `computed` tokens if that is a border; the step computes `count` of them.
+        """Has the step keep the state behind the first `computed` tokens of a slot if that is a border.
 
-        The device keeps none of rows of one token.
+        Not if it is kept already, or every snapshot is in use by the step. count: how many of these tokens the step
+        computes; the device keeps no state of rows of one token. digests: of the slot's pages.
         """
         if computed not in self._borders[slot] or count < 2:
             return

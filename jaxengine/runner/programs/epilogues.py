@@ -57,7 +57,10 @@ def choose(
     flags: SamplerFlags,
     **more: Any,
 ) -> SampleOutput:
-    """`sample` of logits whose rows are of these slots and positions. more: as `sample` has it."""
+    """Chooses a token for each row of logits, as `sample` does. slot, position: i32[S], of the rows.
+
+    more: further arguments of `sample`.
+    """
     with jax.named_scope("sample"):
         return sample(
             logits,

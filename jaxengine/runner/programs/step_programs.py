@@ -230,7 +230,7 @@ class StepPrograms:
         return {each.name: kept for each in self.extensions if (kept := of(each)) is not None}
 
     def _state_partition(self) -> DeviceState:
-        """PartitionSpecs in the places of arrays."""
+        """The state with a PartitionSpec in the place of each array."""
         ranks: Any = RANKS
         vocab: Any = _RANKS_VOCAB
         slots, tokens = (

@@ -99,7 +99,7 @@ class AdapterStore:
         return read_adapter(folder, self._targets, self._max_rank, self._dtype)
 
     def known(self, name: str, path: str, number: int) -> bool:
-        """Whether this adapter is loaded.
+        """Whether an adapter of this name, path and number is loaded.
 
         Raises RequestError where its name or number is not allowed, another adapter has one of them or a name that
         looks alike, or no further one may be loaded.

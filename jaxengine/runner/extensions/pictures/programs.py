@@ -44,7 +44,8 @@ class EncoderPrograms:
         return self.place() if size == PLACE else self.encode(size, params)
 
     def encode(self, size: int, params: Sequence[Any]) -> Program:
-        """Pictures of up to `size` patches on a device: (params, rows, the fields of an EncoderInput) -> rows."""
+        """The program that encodes up to `size` patches on a device: (params, rows, the fields of an EncoderInput) ->
+        rows."""
         layout, tower, mesh = self.layout, self.layout.tower, self._mesh
         count, places = layout.num_ranks * layout.parts, _PICTURES if layout.parts > 1 else _RANKS
         message = (
@@ -56,7 +57,7 @@ class EncoderPrograms:
         return program_on(mesh, self.name(size), self._encode, arguments, self.rows, (1,))
 
     def place(self) -> Program:
-        """Embeddings as they came: (rows, the fields of a PlaceInput) -> rows."""
+        """The program that takes embeddings as they came: (rows, the fields of a PlaceInput) -> rows."""
         layout, mesh = self.layout, self._mesh
         shape = layout.num_ranks, layout.num_placed
         message = (
