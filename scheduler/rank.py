@@ -1,7 +1,7 @@
 """One rank's part of the schedule: its pages, its slots, and the rows they give the next step.
 
 Decodes come first, then running prefills, then what the scheduler admits, while tokens, slots and pages last. A prefill
-chunk and a decode are one thing, a request with `num_scheduled_tokens` new tokens. The decodes are handled as arrays;
+chunk and a decode are one thing, a request with `num_scheduled` new tokens. The decodes are handled as arrays;
 Python objects are touched only for requests that start, end, prefill, are preempted or want every token. Knows nothing
 of the line of waiting requests or of other ranks.
 """
