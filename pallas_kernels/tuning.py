@@ -187,7 +187,7 @@ def _card(capability: str, num_sms: int) -> Card:
 def tuning_of(platform: str) -> Tuning:
     """Sizes for the chip that the current trace is for, or the defaults where the chip is not known.
 
-    platform: a row of `registry.KERNELS`.
+    platform: one of `registry.PLATFORMS`.
     """
     table = Tuning()
     if platform == "tpu":

@@ -38,12 +38,14 @@ class Buckets:
 
     Args:
       decode_sizes: sizes for decode-only steps; max_num_seqs is added.
-      mixed_sizes: token counts for steps with prefill; max_num_batched_tokens is added. Every mixed bucket has room
-        for min(T - 1, max_num_seqs) sequences: a rank's T tokens, of which one row has two, cannot have more. The
-        largest has room for max_num_seqs, which another rank may decode meanwhile.
+      mixed_sizes: token counts for steps with prefill; max_num_batched_tokens is added. Every mixed bucket has room for
+        min(T - 1, max_num_seqs) sequences: a rank's T tokens, of which one row has two, cannot have more. The largest
+        has room for max_num_seqs, which another rank may decode meanwhile.
       widths: tokens that a decode may have in steps without prefill, besides 1; each for as many sequences as
         `most_wide` says.
       sections: names of message sections; each mixed bucket is there once more for steps with all of them.
+
+    Raises ValueError for a size beyond its limit or below 1.
     """
 
     def __init__(
@@ -97,7 +99,10 @@ class Buckets:
         return size if size <= 2 * bucket.num_seqs else bucket.num_seqs
 
     def round_up_wide(self, num_seqs: int, width: int) -> Bucket:
-        """The smallest bucket that holds decodes of `width` tokens of so many sequences, at most `most_wide`."""
+        """The smallest bucket that holds decodes of `width` tokens, one of the widths, of so many sequences.
+
+        num_seqs: at most `most_wide`; IndexError for more.
+        """
         sizes = self._wide_sizes[width]
         size = sizes[bisect.bisect_left(sizes, num_seqs)]
         return Bucket(size * width, size, width)
@@ -109,6 +114,8 @@ class Buckets:
 
         mixed: some sequence has more than one token although the counts, each the largest of any rank, do not show it.
         prompt: PROMPT_FEATURES act on its prompt tokens. sections: it has message sections besides its own.
+
+        Raises ValueError for counts that no step may have.
         """
         if not 1 <= num_seqs <= min(num_tokens, self.max_num_seqs) or num_tokens > self.max_num_batched_tokens:
             raise ValueError(
@@ -122,5 +129,5 @@ class Buckets:
 
 
 def most_wide(width: int, max_num_seqs: int, max_num_batched_tokens: int) -> int:
-    """The most sequences whose decodes may have `width` tokens in one step."""
+    """The most sequences whose decodes may have `width` tokens in one step; 0 where not even one may."""
     return min(max_num_seqs, min(MAX_WIDE_TOKENS, max_num_batched_tokens) // width)

@@ -55,7 +55,10 @@ class Column:
         return f"an int from {low} to {high}" if isinstance(self.default, int) else f"a number from {low:g} to {high:g}"
 
     def read(self, name: str, value: Any) -> float | int | bool:
-        """Checks a value; name: for messages. Raises RequestError with the value and what is allowed."""
+        """Checks a value and returns it in the parameter's type.
+
+        name: for messages. Raises RequestError with the value and what is allowed.
+        """
         if not self._allows(value):
             raise RequestError(f"{name} must be {self.allowed}, got {show_value(value)}", param=name, value=value)
         return type(self.default)(value)

@@ -74,8 +74,10 @@ class Media:
         return self.items[-1].end
 
     def marks(self, page_size: int) -> dict[int, bytes]:
-        """What tells a page of the prompt with embeddings from others with the same tokens: the items that it has, the
-        first row of each, and where its rows are."""
+        """For each page of the prompt with embeddings, by its number, what tells it from others with the same tokens.
+
+        That is the items that it has, the first row of each, and where its rows are. page_size: in tokens.
+        """
         found: dict[int, bytes] = {}
         for item in self.items:
             pages = item.positions // page_size

@@ -62,7 +62,10 @@ class Packer:
         return self.num_groups * self.buckets.max_num_seqs
 
     def pack(self, step: ScheduledStep) -> StepInput:
-        """The message for a step of at least one row, in the smallest bucket that holds the batch of every rank."""
+        """Writes the messages of a step of at least one row, in the smallest bucket that holds the batch of every rank.
+
+        Raises ValueError where none holds them.
+        """
         batches = step.batches
         num_rows = max([batch.num_rows for batch in batches])
         if step.width > 1:
@@ -90,14 +93,18 @@ class Packer:
         return StepInput(bucket, buffer, PageDeltas.concatenate(overflow))
 
     def nothing(self, bucket: Bucket, features: int) -> np.ndarray:
-        """The message of a step without rows in which these features are on."""
+        """Returns the messages i32[ranks, size] of a step without rows in which these features are on."""
         message = self._empty[bucket].copy()
         for own in message:
             self.layouts[bucket].view(own, "header")[2] = features
         return message
 
     def _write(self, layout: StepLayout, message: np.ndarray, batch: ScheduledBatch) -> None:
-        """Writes one rank's rows, tokens and the deltas that fit."""
+        """Writes one rank's rows, tokens, sections, and as many new page-table entries (deltas) as fit into its
+        message.
+
+        `pack` returns the others as StepInput.overflow.
+        """
         num_rows, first = batch.num_rows, batch.num_decode
         slot, num_scheduled, start, sample, next_token = layout.view(message, "rows")
         slot[:num_rows] = batch.slots
@@ -116,7 +123,10 @@ class Packer:
             layout.view(message, "deltas")[:, :count] = [column[:count] for column in batch.deltas]
 
     def _layout(self, bucket: Bucket) -> StepLayout:
-        """Room for the pages a step can newly fill; only a prefix-cache hit can bring more."""
+        """Lays out a bucket's message, with room for the entries of the pages that a step can newly fill.
+
+        Only a prefix-cache hit can bring more.
+        """
         num_deltas = bucket.num_seqs * -(-bucket.width // self.page_size)
         if not bucket.decode_only and bucket.width == 1:
             num_deltas += bucket.num_tokens // self.page_size
@@ -140,7 +150,7 @@ class Packer:
 
 
 def delta_chunks(deltas: PageDeltas, size: int, padding_row: int) -> Iterator[np.ndarray]:
-    """Splits deltas into messages i32[3, size]; entries left over name `padding_row`."""
+    """Splits deltas into messages i32[3, size] of rows, columns and pages; entries left over name `padding_row`."""
     for first in range(0, len(deltas.rows), size):
         chunk = np.zeros((3, size), np.int32)
         chunk[0] = padding_row

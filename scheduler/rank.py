@@ -1,7 +1,7 @@
 """One rank's part of the schedule: its pages, its slots, and the rows they give the next step.
 
 Decodes come first, then running prefills, then what the scheduler admits, while tokens, slots and pages last. A prefill
-chunk and a decode are one thing, a request with `num_scheduled_tokens` new tokens. The decodes are handled as arrays;
+chunk and a decode are one thing, a request with `num_scheduled` new tokens. The decodes are handled as arrays;
 Python objects are touched only for requests that start, end, prefill, are preempted or want every token. Knows nothing
 of the line of waiting requests or of other ranks.
 """
@@ -139,7 +139,10 @@ class Rank:
         return Offer(known, hits, cached, count) if self.pages.can_take(hits, need + reserved) else None
 
     def admit(self, request: Request, offer: Offer) -> None:
-        """Gives a request the slot, the pages and the tokens of its offer, made after the last change."""
+        """Gives a request the slot, the pages and the tokens of its offer, made after the last change.
+
+        Raises OverflowError, TypeError or ValueError where a value of the request fits no column; then it has no slot.
+        """
         s, (known, hits, cached, count) = self.slots, offer
         limit = min(request.num_prompt_tokens + request.max_tokens, self.config.max_model_len)
         request.rank = self.index
@@ -163,7 +166,7 @@ class Rank:
         return None if self._prefills else len(self.decodes)
 
     def commit(self) -> ScheduledBatch:
-        """Counts the step as done and describes it."""
+        """Ends the step being put together: counts its tokens as computed, and returns the batch to be dispatched."""
         s, batch = self.slots, self._batch()
         for extension in self._extensions:
             extension.complete(batch)
@@ -175,7 +178,7 @@ class Rank:
         return batch
 
     def _batch(self) -> ScheduledBatch:
-        """The step's rows, one token for each decode."""
+        """Makes the batch of the step put together, with one token for each decode."""
         s, decodes = self.slots, self.decodes
         # Long chunks come last: the model may attend to their keys in another form (jaxengine.models.layers.mla_made).
         prefills = sorted(self._prefills, key=lambda chunk: chunk[1])
@@ -228,7 +231,10 @@ class Rank:
         now: float,
         counts: np.ndarray | None = None,
     ) -> list[End]:
-        """Takes in the tokens of one of its batches, in order; adds to `result` and returns who is to be ended."""
+        """Takes in the tokens of one of its batches, in order; adds to `result` and returns who is to be ended.
+
+        Arguments as `Results.take` has them.
+        """
         return self._results.take(batch, token_ids, counts, result, now)
 
     def release(self, slot: int) -> None:
@@ -249,14 +255,20 @@ class Rank:
             extension.release(slot)
 
     def preempt_all(self) -> list[Request]:
-        """Takes all slots and pages away, between two steps and with none in flight; returns who had them, to wait."""
+        """Takes all slots and pages away, between two steps and with none in flight.
+
+        Returns the requests that had them, which are to wait again.
+        """
         self.preempted = []
         for slot in self.slots.active.nonzero()[0].tolist():
             self._preempt(slot)
         return self.preempted
 
     def _schedule_decodes(self, num_in_flight: int) -> np.ndarray:
-        """Slots that feed their last token, i64[n]; each has a page for it."""
+        """Returns the slots that feed their last token, i64[n], and takes a page for each that needs one.
+
+        Where pages do not suffice, requests are preempted, the last in line first.
+        """
         s = self.slots
         ready = s.active & (s.num_computed >= s.num_fed) & (s.num_tokens < s.limit)
         slots = ready.nonzero()[0] if self.config.num_micro_batches == 1 else self._next_share(ready, num_in_flight)
@@ -288,7 +300,10 @@ class Rank:
         return np.sort(slots[np.argsort(s.last_step[slots], kind="stable")[:count]])
 
     def _schedule_prefills(self) -> list[tuple[int, int]]:
-        """(slot, tokens) of running requests whose known tokens are not all computed."""
+        """Returns (slot, tokens) of running requests whose known tokens are not all computed, and takes their pages.
+
+        Where pages do not suffice, requests are preempted, the last in line first.
+        """
         s, slots = self.slots, self._unfed()
         if not len(slots):
             return []

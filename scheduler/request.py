@@ -157,7 +157,8 @@ class Request:
         return np.concatenate([self.prompt_token_ids, self.output_token_ids])
 
     def compute_with(self, weights_digest: bytes) -> None:
-        """Names the weights that will compute all of its tokens: pages of other weights are not its pages."""
+        """Sets the weights that will compute all of its tokens, by their digest; forgets the page digests of other
+        weights."""
         if self.weights_digest != weights_digest:
             self.weights_digest = weights_digest
             self.page_hashes.clear()

@@ -25,7 +25,11 @@ class End(NamedTuple):
 
     @classmethod
     def by(cls, request: Request, token: int, stopped: bool) -> End:
-        """The end that a token brings; stopped: it is one of those that stop the request; below 0: it was none."""
+        """Returns the end that a token brings its request.
+
+        stopped: whether the token is one of those that stop the request. A negative token is none: the row's logits
+        were not finite. Otherwise the request has reached its length.
+        """
         if token < 0:
             return cls(request, FinishReason.ERROR, NOT_FINITE)
         if stopped:
@@ -45,17 +49,23 @@ class Results:
         self._rows = np.arange(slots.max_num_seqs)
 
     def expect_late(self, request: Request) -> None:
-        """Told of a request that is about to lose its slot while tokens of it are in flight: it is to wait for them."""
+        """Takes note that a request is about to lose its slot while tokens of it are in flight, and has it wait for
+        them."""
         self._late[request.slot, int(self._slots.epoch[request.slot])] = request
         request.wait = Wait.TOKEN
 
     def take(
         self, batch: ScheduledBatch, token_ids: np.ndarray, counts: np.ndarray | None, result: StepResult, now: float
     ) -> list[End]:
-        """Adds to `result` and returns who is to be ended.
+        """Takes in the tokens that a step of this rank sampled: adds to `result`, and returns the ends that they bring.
 
-        token_ids: i32[>= rows], or i32[>= rows, W] of which each row has as many as `counts` i32[>= rows] says, at
-        least one; fewer than were scheduled where some were wrong.
+        The caller ends these requests.
+
+        Args:
+          token_ids: i32[>= rows], or i32[>= rows, W] of which each row has as many as `counts` i32[>= rows] says, at
+            least one; fewer than were scheduled where some were wrong.
+          counts: None where each row has one token.
+          now: when they came, seconds of the engine's clock.
         """
         s, width = self._slots, 1 if counts is None else token_ids.shape[1]
         # A decode always chooses, and never a request's first token.
@@ -130,7 +140,11 @@ class Results:
         ends: list[End],
         now: float,
     ) -> None:
-        """Tokens of a request that was preempted before they came; place: of the first among all that were chosen."""
+        """Takes in tokens i32[n] of a request that was preempted before they came; those after one that ends it are
+        dropped.
+
+        place: of the first among all that were chosen.
+        """
         request.wait = Wait.NONE
         for column, token in enumerate(token_ids.tolist()):
             result.num_new_tokens += 1

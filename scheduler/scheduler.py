@@ -70,7 +70,7 @@ class Scheduler:
             rank.extend([extension.ranks[index] for extension in self.extensions if extension.ranks])
 
     def extension(self, name: str) -> Any:
-        """The extension of a capability that the engine was started with."""
+        """The extension of a capability that the engine was started with; StopIteration for any other."""
         return next(extension for extension in self.extensions if extension.name == name)
 
     @property
@@ -124,7 +124,8 @@ class Scheduler:
         """Queues a request; one that must wait for what it needs waits apart (`Wait.is_apart`).
 
         Raises:
-          RequestError: the id is taken, or the prompt leaves no room for a token. Nothing has changed then.
+          RequestError: the id is taken, the policy has no priorities or no clients, the prompt is empty or leaves no
+            room for a token, or the request may need more pages than a pool has. Nothing has changed then.
         """
         config = self.config
         if request.request_id in self._requests:
@@ -166,10 +167,10 @@ class Scheduler:
         self._enqueue(request)
 
     def hold(self, request: Request, wait: Wait) -> None:
-        """Takes the slot of a request that must wait apart: nobody is to wait for it.
+        """Takes the slot of a running request, which must wait apart: nobody is to wait for it.
 
-        What it has computed stays in the prefix cache. A token that a step in flight samples for it is dropped, so no
-        other may be in flight.
+        wait: why, one that `is_apart`. What it has computed stays in the prefix cache. A token that a step in flight
+        samples for it is dropped, so no other may be in flight.
         """
         self.ranks[request.rank].release(request.slot)
         request.status, request.wait = RequestStatus.PREEMPTED, wait
@@ -179,14 +180,14 @@ class Scheduler:
             self._fair.stop(request)
 
     def release(self, request: Request) -> None:
-        """Puts a request that waits apart back in line."""
+        """Puts a request that waits apart back in line; does nothing for any other."""
         if request in self._held:
             self._held.remove(request)
             request.wait = Wait.NONE
             self._enqueue(request)
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """Ends a request in whatever state it is; its pages are free at once."""
+        """Ends a request in whatever state it is; its pages are free at once. Does nothing for one that has ended."""
         if request.status is RequestStatus.FINISHED:
             return
         if request.slot >= 0:
@@ -208,7 +209,11 @@ class Scheduler:
         return self.ranks[request.rank].slots.output(request.slot)
 
     def schedule(self, now: float = 0.0) -> ScheduledStep:
-        """The next step. One without rows means that nothing can run before the next `update`."""
+        """Puts together the next step, and counts it as in flight if it has rows.
+
+        One without rows means that nothing can run before the next `update`. now: seconds of the engine's clock;
+        requests whose deadline has passed are ended.
+        """
         expired = self._expire(now) if self._deadlines else []
         for rank in self.ranks:
             rank.begin(self._num_in_flight)
@@ -237,11 +242,14 @@ class Scheduler:
         now: float = 0.0,
         counts: np.ndarray | None = None,
     ) -> StepResult:
-        """Takes in the tokens a step sampled: for each rank, ids by row, i32[ranks, >= rows].
+        """Takes in the tokens a step sampled, and ends the requests that they end; returns what is to be told of them.
 
-        Rows that do not sample are ignored. A negative id says that the row's logits were not finite; its request ends
-        with an error. now: when they came. Of a step of some width ids are i32[ranks, >= rows, width], and each row has
-        as many as `counts` i32[ranks, >= rows] says.
+        Args:
+          token_ids: for each rank, ids by row, i32[ranks, >= rows]; of a step of some width i32[ranks, >= rows, width].
+            Rows that do not sample are ignored. A negative id says that the row's logits were not finite; its request
+            ends with an error.
+          now: when they came, seconds of the engine's clock.
+          counts: i32[ranks, >= rows], how many tokens each row of a step of some width has; else None.
         """
         self._num_in_flight -= 1
         result = StepResult()
@@ -286,7 +294,7 @@ class Scheduler:
     def _admit(self, now: float) -> list[Request]:
         """Gives waiting requests their ranks and slots, in line order, until the first in line fits nowhere.
 
-        Returns requests that could not be taken in: what is wrong with one of them is to end no other.
+        Ends requests that could not be taken in, and returns them: what is wrong with one is to end no other.
         """
         failed = []
         while (request := self._waiting.first()) is not None and request.wait is Wait.NONE:

@@ -19,12 +19,14 @@ class Slots:
 
     `num_tokens` counts tokens whose position is decided, `num_known` those whose id the host has seen; they differ by
     the tokens of the step in flight. Positions below `num_fed` were known when the request took the slot and are sent
-    from the host; from there on each step feeds the token sampled before it. `epoch` changes with every owner, so
-    results of an earlier owner can be told apart. `last_step` is the number of the step a slot had a row in last,
-    `last_token_time` when its last token came.
+    from the host; from there on each step feeds the token sampled before it. `limit` is the number of tokens, prompt
+    included, at which the request ends, `min_stop` the one from which on a stop token ends it. `epoch` changes with
+    every owner, so results of an earlier owner can be told apart. `last_step` is the number of the step a slot had a
+    row in last, `last_token_time` when its last token came.
 
     Attributes:
       requests: object[max_num_seqs], the owners, None where there is none.
+      known: for each slot the tokens to feed, i32[num_fed], None where it has no owner.
     """
 
     def __init__(self, max_num_seqs: int):
@@ -67,9 +69,15 @@ class Slots:
         return len(self._free)
 
     def take(self, request: Request, known: np.ndarray, num_computed: int, limit: int) -> int:
-        """Gives `request` a slot. `known` are the tokens to feed, of which `num_computed` have their KV already.
+        """Gives `request` a slot, of which one must be free, and returns it.
 
-        Where a value of the request fits no column, that raises, and the slot is free as before.
+        Args:
+          known: i32[n], the tokens to feed.
+          num_computed: how many of these have their KV already.
+          limit: tokens, those of the prompt included, at which the request ends.
+
+        Raises OverflowError, TypeError or ValueError where a value of the request fits no column; the slot is then free
+        as before.
         """
         slot = self._free[-1]
         num_output = len(known) - request.num_prompt_tokens
@@ -132,8 +140,13 @@ class Slots:
         return self._output[slots, self.num_known[slots] - self.num_prompt[slots] - 1]
 
     def append_tokens(self, slots: np.ndarray, token_ids: np.ndarray, known: np.ndarray) -> None:
-        """Records sampled tokens i32[n], each with its slot and how many of that one are known with it; those of a slot
-        in order."""
+        """Records sampled tokens, those of a slot in order.
+
+        Args:
+          slots: the slot of each token.
+          token_ids: i32[n].
+          known: for each token, how many tokens of its slot are known with it, those of the prompt included.
+        """
         self._output[slots, known - self.num_prompt[slots] - 1] = token_ids
         self.num_known[slots] = known
 

@@ -36,7 +36,7 @@ class CompileWatch:
 
 
 def _listen() -> None:
-    """jax offers no way to take a listener back, so one serves all engines."""
+    """Registers the listener unless that is done: jax offers no way to take one back, so one serves all engines."""
     global _registered
     with _listening:
         if not _registered:

@@ -35,11 +35,15 @@ from jaxengine.sharding.stages import Stage, devices_of_stages, split_layers, st
 def choose_devices(
     config: EngineConfig, devices: Sequence[Any] | None, mesh: Mesh | None
 ) -> tuple[EngineConfig, list[Any]]:
-    """The devices the engine runs on, the stages' one after the other, and the config with a mesh's sizes in it.
+    """The config with a mesh's sizes in it, and the devices the engine runs on, the stages' one after the other.
 
-    mesh: with the axes data, attn and model (jaxengine.runner.mesh_axes).
+    Args:
+      devices: to choose from, the first ones; None for `jax.devices()`.
+      mesh: with the axes data, attn and model (jaxengine.runner.mesh_axes), all of whose devices are used; None without
+        one.
 
-    Raises ConfigError when there are too few devices, or a mesh and other statements about devices.
+    Raises ConfigError when there are too few devices, a mesh and other statements about devices, or processes that
+    cannot have equal parts of every stage.
     """
     if mesh is not None:
         said = (config.tensor_parallel_size, config.data_parallel_size, config.pipeline_parallel_size)
@@ -63,7 +67,8 @@ def choose_devices(
 
 
 def _of_every_process(config: EngineConfig, available: Sequence[Any], stage_size: int) -> list[Any]:
-    """The first devices of each process, so that every stage has equally many of each.
+    """The first devices of each process, so that every stage has equally many of each. ConfigError where that cannot
+    be.
 
     A process must have a part in whatever is executed, and hidden states must not cross from process to process.
     """
@@ -99,7 +104,10 @@ def open_stages(
 ) -> list[StageRunner]:
     """The model's stages with their weights; closes the source.
 
-    mesh: in the engine's axes, where the caller's says how heads are split.
+    mesh: in the engine's axes, where the caller's says how heads are split; else None. progress(done, total, what) is
+    called with bytes.
+
+    Raises ConfigError where the model cannot be split like that, ModelFileError for weights that do not fit.
     """
     layout = config.mesh_layout(source.config)
     if mesh is not None and dict(mesh.shape) != (wanted := {name: getattr(layout, name) for name in MESH_AXES}):
@@ -131,7 +139,10 @@ def open_stages(
 
 
 def choose_stages(model_config: ModelConfig, config: ResolvedConfig, layout: MeshLayout) -> list[Stage]:
-    """The layers of each pipeline stage: as `pipeline_layers` says, else such that the largest has the fewest bytes."""
+    """The layers of each pipeline stage: as `pipeline_layers` says, else such that the largest has the fewest bytes.
+
+    Raises as `build_split`.
+    """
     if config.pipeline_layers is not None:
         return stages_of(config.pipeline_layers)
     if config.pipeline_parallel_size == 1:
@@ -150,8 +161,13 @@ def choose_stages(model_config: ModelConfig, config: ResolvedConfig, layout: Mes
 
 
 def build_split(model_config: ModelConfig, config: ResolvedConfig, layout: MeshLayout, stage: Stage) -> CausalLM:
-    """The abstract model of a stage. Raises ConfigError with the sizes that would do if the mesh does not divide it,
-    ModelFileError for a checkpoint that stores modules of one product in several ways."""
+    """The abstract model of a stage.
+
+    Raises:
+      ConfigError: the mesh does not divide it, with the sizes that would do; or a stage lacks what it must have: layers
+        that attend, the first one all layers that add parts of pictures.
+      ModelFileError: the checkpoint stores modules of one product in several ways.
+    """
     parts = 1 if model_config.tower is None else model_config.tower.num_parts
     if not stage.is_first and stage.layers[0] < parts - 1:
         # Embeddings are where they are encoded; hidden states alone go on to the next stage.
@@ -179,7 +195,11 @@ def build_split(model_config: ModelConfig, config: ResolvedConfig, layout: MeshL
 
 
 def load_weights(source: ModelSource, model: CausalLM, mesh: Mesh, config: ResolvedConfig, progress: Progress) -> Any:
-    """The weights of an abstract model on its mesh, wherever the source has them; an nnx.State."""
+    """The weights of an abstract model on its mesh, wherever the source has them, made up where it has none; an
+    nnx.State.
+
+    progress(done, total, what) is called with bytes. Raises ModelFileError.
+    """
     if source.weights is None:
         return dummy_params(model, seed=config.seed, mesh=mesh, progress=progress)
     if isinstance(source.weights, Path):

@@ -48,7 +48,7 @@ class Kept:
     fill: int = 0
 
     def begin(self) -> jax.Array:
-        """The device's part."""
+        """One device's part as it begins."""
         return jnp.full(self.shape, self.fill, self.dtype) if self.fill else jnp.zeros(self.shape, self.dtype)
 
 
@@ -320,7 +320,11 @@ class StageExtension:
         """Gives up the arrays that hold what can be computed again."""
 
     def before_forward(self, bucket: Bucket, params: Sequence[Any], state: Any, message: Any) -> Any:
-        """Dispatches what comes before a forward pass; what that is given, as `DeviceExtension.given` has it."""
+        """Dispatches what comes before a forward pass; returns what the pass is given, as `DeviceExtension.given` has
+        it.
+
+        None for nothing. params: the model's leaves. state: DeviceState before the step.
+        """
         return None
 
     def after_sample(self, params: Sequence[Any], state: Any, forwarded: Any) -> None:

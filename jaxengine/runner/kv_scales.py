@@ -48,7 +48,7 @@ _NUM_TOKENS = 512  # of random text, where nothing else is measured
 
 
 def known_scales(source: ModelSource, config: ResolvedConfig) -> KVScales | None:
-    """Those that need no measuring; None where they are to be measured. Of a source that is open.
+    """The scales that need no measuring; None where they are to be measured. The source must be open.
 
     Raises ConfigError for a file that cannot be used; ModelFileError for scales of a checkpoint that are none.
     """
@@ -69,8 +69,10 @@ def known_scales(source: ModelSource, config: ResolvedConfig) -> KVScales | None
 
 
 def stored_scales(source: ModelSource) -> KVScales | None:
-    """Those of the checkpoint, converted or not, for codes of STORED_FOR; None where it has none. Raises
-    ModelFileError."""
+    """The scales of the checkpoint, converted or not, for codes of STORED_FOR; None where it has none.
+
+    Raises ModelFileError.
+    """
     if source.weights is None:
         return None
     shape = _shape(source.config)
@@ -81,7 +83,7 @@ def stored_scales(source: ModelSource) -> KVScales | None:
 
 
 def scales_of(largest: KVScales, dtype: str) -> KVScales:
-    """From the largest magnitudes."""
+    """The scales with which codes of `dtype` hold these largest magnitudes."""
     return largest.each(lambda magnitudes: scales_for(magnitudes, dtype))
 
 
@@ -159,7 +161,7 @@ def _run(runner: ModelRunner, prompt: np.ndarray) -> None:
 
 
 def write_largest(path: Path, largest: KVScales) -> None:
-    """A file that `read_largest` reads. ConfigError, where it cannot be written."""
+    """Writes a file that `read_largest` reads. Raises ConfigError where it cannot be written."""
     try:
         path.write_text(json.dumps(to_object(largest)) + "\n")
     except OSError as error:
@@ -168,7 +170,7 @@ def write_largest(path: Path, largest: KVScales) -> None:
 
 
 def read_largest(path: Path, shape: KVShape) -> KVScales:
-    """Raises ConfigError for a file that is none of this model."""
+    """The largest magnitudes that `write_largest` wrote. Raises ConfigError for a file that is none of this model."""
     try:
         content, why = read_object(path.parent, path.name), "there is no such file"
     except ModelFileError as error:

@@ -180,6 +180,7 @@ def plan_memory(
     """Sizes the KV pool.
 
     Args:
+      total, weights, page_bytes: bytes of one device: its memory, the weights, and a page.
       windows: of the cache groups, whose pages are all `page_bytes` large.
       shared: number of devices that are parts of this host's memory; 0 where devices have memories of their own.
 

@@ -39,7 +39,10 @@ def devices_by_axes(mesh: Mesh, mesh_axes: Mapping[str, str] | None) -> tuple[np
 
 
 def _meanings(sizes: Mapping[Any, int], mesh_axes: Mapping[str, str] | None) -> dict[Any, str]:
-    """What each axis of the mesh means, but for those of size 1 without a meaning."""
+    """What each axis of the mesh means, but for those of size 1 without a meaning. Raises ConfigError.
+
+    sizes: of the mesh's axes, by name.
+    """
     if mesh_axes is not None and not isinstance(mesh_axes, Mapping):
         raise ConfigError("mesh_axes", mesh_axes, 'a dict from axes of the mesh, such as {"tp": "tensor"}')
     given = dict(mesh_axes or {})
@@ -64,6 +67,6 @@ def _shown(mesh_axes: Mapping[str, str] | None, sizes: Mapping[Any, int]) -> Any
 
 
 def engine_mesh(mesh: Mesh, mesh_axes: Mapping[str, str] | None) -> tuple[Mesh, bool]:
-    """The mesh with axes data, attn and model, and the second result of `devices_by_axes`."""
+    """The mesh with axes data, attn and model, and the second result of `devices_by_axes`. Raises as that."""
     devices, is_exact = devices_by_axes(mesh, mesh_axes)
     return Mesh(devices, MESH_AXES), is_exact

@@ -65,7 +65,11 @@ class ModelRunner:
         progress: Progress | None = None,
         peers: Peers = ALONE,
     ):
-        """stages in order; config resolved; progress(done, total, what) is called per program."""
+        """Compiles and allocates; returns when every process has done so. Raises ConfigError where the memory does not
+        suffice.
+
+        stages in order; config resolved; progress(done, total, what) is called per program.
+        """
         self.config = config
         self.packer = stages[0].programs.packer
         self.compiles = CompileWatch()
@@ -202,7 +206,7 @@ class ModelRunner:
         self.change_rows(BIAS_ROWS, rows, self.last.programs.vocab_size)
 
     def set_token_counts(self, sequences: list[tuple[int, np.ndarray, np.ndarray]]) -> None:
-        """Tells penalties what slots' prompts and outputs hold so far: (slot, prompt, output)."""
+        """Tells penalties what slots' prompts and outputs hold so far: (slot, prompt i32[n], output i32[m])."""
         rows = ((slot, self._counts(prompt, output)) for slot, prompt, output in sequences)
         self.change_rows(COUNTS_ROWS, rows, self.last.programs.vocab_size)
 
@@ -226,7 +230,10 @@ class ModelRunner:
             self.change_state(name, slots, values)
 
     def set_column(self, name: str, known: np.ndarray, slots: list[int], values: list[int]) -> None:
-        """Tells the devices the values that differ from what they know of these slots."""
+        """Tells the devices the values that differ from what they know of these slots.
+
+        name: of the state change. known: i32[slots], what they know of all slots; brought up to date.
+        """
         news = [pair for pair in zip(slots, values, strict=True) if known[pair[0]] != pair[1]]
         for first in range(0, len(news), NUM_COLUMN_ROWS):
             rows = np.full((2, NUM_COLUMN_ROWS), len(known), np.int32)
@@ -244,7 +251,7 @@ class ModelRunner:
         return output
 
     def fetch(self, array: jax.Array) -> np.ndarray:
-        """A result; waits for it."""
+        """A result as a numpy array; waits for it."""
         return np.asarray(array) if self.peers is ALONE else self.peers.run(lambda: np.asarray(array))
 
     def _counts(self, prompt: np.ndarray, output: np.ndarray) -> np.ndarray:

@@ -46,7 +46,10 @@ def open_resolved(
     mesh: Mesh | None = None,
     mesh_axes: Mapping[str, str] | None = None,
 ) -> OpenedModel:
-    """Opens the model of a config and settles what the config leaves open. Raises as EngineCore does."""
+    """Opens the model of a config and settles what the config leaves open; loads no weights.
+
+    Raises ConfigError, ModelConfigError or ModelFileError.
+    """
     if mesh is None and mesh_axes is not None:
         raise ConfigError("mesh_axes", mesh_axes, "None without a mesh")
     is_exact = False
@@ -72,7 +75,10 @@ def load_runner(
     *,
     peers: Peers = ALONE,
 ) -> ModelRunner:
-    """Loads the weights and compiles, as every process of an engine does."""
+    """Loads the weights and compiles, as every process of an engine does.
+
+    Raises ConfigError for what does not fit, sizes or memory, and ModelFileError for weights that do not.
+    """
     show, coded = not config.disable_log_stats, is_coded(config.kv_cache_dtype)
     scales = known_scales(source, config) if coded else None
     if coded and scales is None and peers is not ALONE:
@@ -115,7 +121,7 @@ class ProgressBar:
 
 
 def kernel_platform(device: Any) -> str:
-    """The kernels a device runs; warns where there are none for it."""
+    """The name of the platform whose kernels a device runs; warns where there are none for it."""
     platform = platform_of(device)
     if platform == "gpu_xla":
         logger.warning(

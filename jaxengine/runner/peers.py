@@ -21,11 +21,12 @@ class Peers:
         """Returns when every process has compiled."""
 
     def call(self, op: str, arrays: Sequence[np.ndarray], function: Callable[[], _T], **fields: Any) -> _T:
-        """Has the others execute what `op` names, with these arrays and fields, and calls what executes it here."""
+        """Has the others execute what `op` names, with these arrays and fields; returns what `function`, which does it
+        here, gives."""
         return function()
 
     def run(self, function: Callable[[], _T]) -> _T:
-        """Calls what uses the devices, and may wait for the other processes."""
+        """Calls what uses the devices, and may wait for the other processes; returns what it gives."""
         return function()
 
 

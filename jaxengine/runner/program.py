@@ -38,14 +38,17 @@ def program_on(
 
 
 def on_devices(mesh: Mesh, function: Callable, arguments: Any, results: Any) -> Callable:
-    """A function of the devices' own parts as one of whole arrays; PartitionSpecs in the places of these."""
+    """A function of the devices' own parts as one of whole arrays.
+
+    arguments, results: pytrees of the structure of these, with a PartitionSpec in the place of each array.
+    """
     if mesh.size == 1:
         return function
     return jax.shard_map(function, mesh=mesh, in_specs=arguments, out_specs=results, check_vma=False)
 
 
 def shape_on(mesh: Mesh, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec) -> Any:
-    """A shape, which stands for an array."""
+    """An abstract array, which the mesh splits as `spec` says."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
 

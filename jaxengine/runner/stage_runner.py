@@ -118,7 +118,8 @@ class StageRunner:
     def foresee_needs(self) -> StageNeeds:
         """The most that programs will need, before the pool's size is known.
 
-        A small pool stands in for it in the largest forward pass, and the others are taken to be as large.
+        Compiles or loads epilogues and extensions' programs, and the largest forward pass with a small pool in place of
+        the real one, unless what it needs is remembered; other forward passes are taken to be as large.
         """
         programs = self.programs
         kv = programs.kv_shapes(programs.num_columns)
@@ -198,7 +199,10 @@ class StageRunner:
         return k, v
 
     def forward(self, bucket: Bucket, message: np.ndarray, hidden: jax.Array | None) -> Any:
-        """Dispatches the stage's part of a forward pass: hidden states for the next stage, or Forwarded."""
+        """Dispatches the stage's part of a forward pass, and returns hidden states for the next stage, or Forwarded.
+
+        message: i32[ranks, size]. hidden: those of the stage before, None in the first.
+        """
         if bucket not in self._forwards:  # enforce_eager: compiled when it first occurs
             self.compile_forward(bucket)
         if self._reads_message:  # sent once for the programs before, of and after the forward pass
@@ -216,7 +220,7 @@ class StageRunner:
         return output
 
     def run_epilogue(self, name: str, size: int, forwarded: Forwarded) -> Any:
-        """Dispatches an epilogue of that size on what a forward pass left; its output."""
+        """Dispatches an epilogue of that size on what a forward pass left, and returns its output."""
         own = self.programs.epilogues[name]
         if (name, size) not in self._epilogues:  # enforce_eager
             self.compile_epilogue(name, size)
@@ -244,7 +248,8 @@ class StageRunner:
         return self._state.slots
 
     def everywhere(self, x: jax.Array) -> jax.Array:
-        """x [replicas, ...], a part on each replica, so that this process can read it."""
+        """x [replicas, ...], a part on each replica, so that this process can read it: whole on every device if there
+        are several processes."""
         return self.programs.gather_ranks(x) if self._several_processes else x
 
     def _receive(self, hidden: jax.Array) -> jax.Array:
@@ -275,8 +280,11 @@ class StageRunner:
 
     @property
     def _bytes_beside_forward(self) -> int:
-        """What is kept of slots, and the most that an epilogue of the step before and what it works on, and a program
-        of an extension, can hold while a forward pass runs."""
+        """Bytes of one device beside a forward pass that runs: what is kept of slots, and the most that others can hold
+        then.
+
+        That is an epilogue of the step before with what it works on, and a program of an extension.
+        """
         epilogues = [
             self.programs.forwarded_bytes(*key) + workspace_bytes(own.memory_analysis())
             for key, own in self._epilogues.items()

@@ -79,7 +79,7 @@ class NewWeights:
         return sum(part_bytes(each) * len(each.sharding.addressable_devices) for each in arrays)
 
     def put(self, runner: ModelRunner) -> None:
-        """Has the next step use them."""
+        """Puts the arrays in the place of the runner's weights, for all steps from the next one on."""
         for stage, new in zip(runner.stages, self._stages, strict=True):
             for index, array in new.items():
                 stage.params[index] = array
@@ -189,10 +189,12 @@ def _of_stage(stage: StageRunner, source: WeightSource, strict: bool) -> dict[in
 
 
 def _checked(stage: StageRunner, state: nnx.State, overflowing: Sequence[Any] = ()) -> dict[int, jax.Array]:
-    """A stage's new arrays by index; they must be finite, and as those that the compiled programs take.
+    """A stage's new arrays by index, as those that the compiled programs take; waits for them.
 
     overflowing: the dtypes of arrays to be fetched and looked at, for those that were made of finite numbers; () for
-      all.
+    all.
+
+    Raises WeightUpdateError for numbers that are not finite.
     """
     loaded = {path: variable.get_value() for path, variable in nnx.to_flat_state(state)}
     new = {}
@@ -208,8 +210,10 @@ def _checked(stage: StageRunner, state: nnx.State, overflowing: Sequence[Any] = 
 
 
 def _own_tree(runner: ModelRunner, stage: StageRunner, tree: Any, strict: bool) -> dict[int, jax.Array]:
-    """A stage's new arrays from a tree of the engine's own structure: an array that lies as the engine's is not
-    copied."""
+    """A stage's new arrays by index, from a tree of the engine's own structure. Raises WeightUpdateError.
+
+    An array that lies as the engine's is not copied.
+    """
     state = nnx.state(tree, nnx.Param) if isinstance(tree, nnx.Module) else tree
     given = {path: variable.get_value() for path, variable in nnx.to_flat_state(state)}
     if len(runner.stages) > 1:

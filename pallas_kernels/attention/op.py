@@ -32,7 +32,7 @@ def attention_schedule(
     """Build the work list of a step's attention: a pytree to pass to `ragged_paged_attention`.
 
     Build it once per step; all layers with equal `window`, `chunk` and `causal` share it. It depends on lengths only,
-    never on page ids. num_tokens: T. platform: a registry row, None for the default device's.
+    never on page ids. num_tokens: T. platform: one of registry.PLATFORMS, None for the default device's.
     tuning: sizes to work with, None for the table's sizes of the chip; attention uses the same ones.
     kv_limits: i32 [T], per token the exclusive end of the keys that it sees, for tokens that see some later ones; 0 for
         other tokens and padding. A limit past the sequence's keys is clipped. Windows still end at a token's own
@@ -66,7 +66,7 @@ def ragged_paged_attention(
     platform: str | None = None,
     tuning: Tuning | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Attend q [T, N, H] to the pages of each token's sequence; returns o [T, N, Hv] in q's dtype (and lse f32 [T, N]).
+    """Attend q [T, N, H] to the pages of each token's sequence; returns o [T, N, Hv] in q's dtype.
 
     Where values lie in keys, q is [T, N, Hv], the query of a key's first Hv elements, and `q_rest` [T, N, H - Hv] that
     of the others: they are computed separately, and joining them would copy both.
@@ -81,7 +81,8 @@ def ragged_paged_attention(
     sinks: f32 [N], one more logit per head in the softmax denominator, with value 0.
     tree_mask: u32 [T, ceil(Q / 32)] for sequences of at most Q new tokens; bit b of a token's row says that it sees
         new token b of its own sequence. Bits narrow the causal range: a parent comes before its children.
-    platform: a registry row, None for the pool's layout.
+    return_lse: return (o, log-sum-exp f32 [T, N]).
+    platform: one of registry.PLATFORMS, None for the pool's layout.
     Raises ValueError for shapes, dtypes or options that do not fit.
     """
     platform = platform or kv.layout

@@ -210,11 +210,10 @@ def partition_spec(layout: str, *, head_axis: Axes = None, data_axis: Axes = Non
 
 
 def to_storage(values: jax.Array, spec: KVSpec, layout: str, scale: jax.Array | None = None) -> jax.Array:
-    """Round values [..., K, C] to the pool's dtype, in the form that `layout` stores; quantised ones are divided by
-    `scale` [K] and saturate.
+    """Round values [..., K, C] to the pool's dtype, in the form that `layout` stores.
 
-    With token scales the result is [..., K, C + 4]: the largest of a token's C values in a head becomes the largest
-    code.
+    Quantised ones are divided by `scale` f32 [K] and saturate; ValueError for None there. With token scales the result
+    is [..., K, C + 4], `scale` is not used, and the largest of a token's C values in a head becomes the largest code.
     """
     stored = storage_dtype(spec, layout)
     if not is_quantized(spec):
@@ -296,7 +295,10 @@ def pages_of(rows: jax.Array, head_dim: int, page_size: int, layout: str) -> KVP
 
 
 def _parts(spec: KVSpec) -> int:
-    """Size of the third dimension of canonical pages: 2, keys and values, or 1 where values lie in keys."""
+    """Size of the third dimension of canonical pages: 2, keys and values, or 1 where values lie in keys.
+
+    Raises ValueError if keys and values differ in head dim.
+    """
     if spec.values_in_keys:
         return 1
     if spec.head_dim != spec.v_head_dim:

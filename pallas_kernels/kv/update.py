@@ -19,7 +19,7 @@ def kv_update_schedule(slot_mapping: jax.Array, *, page_size: int, platform: str
     """Group a step's tokens into aligned pieces of pages: a pytree to pass to `kv_cache_update`.
 
     Build it once per step: it depends on the offsets of slot_mapping i32[T] within their pages and on which of them
-    are consecutive, so all layers share it. platform: a registry row.
+    are consecutive, so all layers share it. platform: one of registry.PLATFORMS.
     tuning: sizes to work with, None for the table's sizes of the chip; the update uses the same ones.
     """
     build = kernel("kv_update_schedule", platform)

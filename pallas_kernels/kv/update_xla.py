@@ -14,7 +14,7 @@ from jaxengine.pallas_kernels.tuning import Tuning
 
 
 def kv_update_schedule(slot_mapping: jax.Array, *, page_size: int, tuning: Tuning) -> None:
-    """None: the scatter needs only the slots."""
+    """Return None: the scatter needs only the slots."""
 
 
 def kv_cache_update(

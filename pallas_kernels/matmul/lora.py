@@ -42,7 +42,7 @@ class LoraVisits(NamedTuple):
 
 
 def has_lora_product(platform: str) -> bool:
-    """Whether `platform`, a row of the registry, has this operation."""
+    """Whether `platform`, one of registry.PLATFORMS, has this operation."""
     return (OP, platform) in KERNELS
 
 
@@ -63,7 +63,8 @@ def slots_of_tile(rank: int, sizes: LoraTiles) -> int:
 
 
 def tile_rows_of(num_rows: int, sizes: LoraTiles) -> int:
-    """Rows of a tile: all rows if they fit, else the largest multiple of 16 that divides them."""
+    """Rows of a tile: all rows if they fit, else the largest multiple of 16 that divides them, `sizes.rows` if none
+    does."""
     if num_rows <= sizes.rows:
         return num_rows
     return max((rows for rows in range(16, sizes.rows + 1, 16) if num_rows % rows == 0), default=sizes.rows)

@@ -88,8 +88,10 @@ def dynamic_scales(largest: jax.Array, dtype: str, *, kind: str = FLOAT32) -> ja
 
 
 def static_scales(x: jax.Array, scales: jax.Array, dtype: str) -> jax.Array:
-    """Given scales f32 [M, 1] or [1, 1] for rows x [M, in]; NaN for rows that hold NaN, which integer codes cannot
-    express."""
+    """Given scales f32 [M, 1] or [1, 1] for rows x [M, in]; with integer codes NaN for rows that hold NaN.
+
+    Integer codes cannot express NaN.
+    """
     if jnp.issubdtype(dtype, jnp.floating):
         return scales
     return jnp.where(jnp.any(jnp.isnan(x), axis=1, keepdims=True), jnp.nan, scales)

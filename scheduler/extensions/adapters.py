@@ -83,9 +83,9 @@ class AdapterSlots:
         return list(self._waiting)
 
     def admits(self, request: Request) -> bool:
-        """Whether a request that is next in line may run as far as its adapter is concerned, in `adapter_slot`.
+        """Whether the next request in line may run as far as its adapter is concerned; if so sets its `adapter_slot`.
 
-        One that may not is to be kept beside the line until `assign` returns it.
+        A request that may not is recorded as waiting; keep it beside the line until `assign` returns it.
         """
         index = self._find(request.adapter)
         if index is not None:
@@ -100,9 +100,10 @@ class AdapterSlots:
         return False
 
     def assign(self, is_running: np.ndarray) -> list[Request]:
-        """Gives slots to the adapters that are waited for, in the order of the requests; who may be in line again.
+        """Gives slots to the adapters that are waited for, in the order of the requests.
 
-        is_running: bool[slots], those whose adapters running requests have.
+        Returns the requests that may be in line again, because their adapters are on the devices. is_running:
+        bool[slots], those whose adapters running requests have.
         """
         ready = []
         for slot in self._slots:
@@ -125,7 +126,7 @@ class AdapterSlots:
         return ready
 
     def loaded(self, index: int, adapter: Adapter) -> None:
-        """What was asked for in `loads` is there."""
+        """Takes note that an adapter of `loads` is in its slot; does nothing if the slot has been given to another."""
         if self._slots[index].owner is adapter:
             self._slots[index].ready = True
 
@@ -138,7 +139,7 @@ class AdapterSlots:
         return [each for each in self.waiting if each.adapter is adapter]
 
     def retire(self, adapter: Adapter) -> None:
-        """No new request will have the adapter: its slot is the next to be given away."""
+        """Makes an adapter's slot the next to be given away: no new request will have the adapter."""
         index = self._find(adapter)
         if index is not None:
             self._slots[index].used = -1
@@ -170,7 +171,7 @@ class AdapterSlots:
                 min(free, key=lambda slot: slot.used).claim = request
 
     def _is_idle(self, slot: _Slot, request: Request, is_running: np.ndarray) -> bool:
-        """Whether nobody uses a slot, nor is kept it who comes before the request.
+        """Whether nobody uses a slot, and it is not kept for a request that comes before this one.
 
         What is kept for later ones is no reason to wait: a request that was preempted may have lost its slot to one of
         them, which waits in turn because of its claim.
@@ -194,12 +195,12 @@ class AdapterSlots:
 
 
 def _order(request: Request) -> tuple[int, int]:
-    """Who comes first is less."""
+    """Sort key of requests: who comes first is less."""
     return request.priority, request.arrival_index
 
 
 def few_run(num_slots: int, columns: Iterable[np.ndarray]) -> bool:
-    """Whether running requests have few of the pools' slots."""
+    """Whether running requests have few of the pools' slots; columns: as `running_adapters` has them."""
     return are_few(int(running_adapters(num_slots, columns).sum()), num_slots)
 
 

@@ -101,7 +101,8 @@ class DraftWidth:
         return allowed[place + 1 if wider else place - 1]
 
     def prefilled(self) -> None:
-        """Told of a step that has a prompt's tokens: when there have been as many as rows, these are of other texts."""
+        """Takes note of a step with tokens of prompts: once there have been as many as rows, these are of other
+        texts."""
         self._num_prefills += 1
 
     def expected(self, width: int, runs: np.ndarray) -> float:
@@ -110,8 +111,12 @@ class DraftWidth:
         return 1.0 + float(np.where(runs < 0, guessed, np.minimum(runs, width - 1)).mean())
 
     def observe(self, width: int, num_rows: int, accepted: np.ndarray, seconds: float | None) -> None:
-        """Told of a step of at most `num_rows` rows in a rank: drafts accepted of each row with guesses, i64[n], and
-        how long it took, if known."""
+        """Takes note of a step of at most `num_rows` rows in a rank.
+
+        Args:
+          accepted: i64[n], drafts accepted of each row with guesses.
+          seconds: how long the step took; None where that is not known.
+        """
         if width > 1:
             place = np.arange(width - 1)
             came, right = ((accepted[:, None] >= least).sum(axis=0) for least in (place, place + 1))

@@ -94,7 +94,7 @@ class DecodeDrafts:
         return _NONE if self.widths is None else self._masked & (self._runs < 0) & (self.widths > 1)
 
     def begin(self) -> None:
-        """Every decode has one token."""
+        """Starts a step, in which every decode has one token unless `widen` gives it more."""
         self.widths = None
 
     def look_ahead(self, decodes: np.ndarray, most: int) -> np.ndarray:
@@ -123,7 +123,7 @@ class DecodeDrafts:
         return self._runs
 
     def widen(self, decodes: np.ndarray, width: int) -> np.ndarray:
-        """Gives the decodes that `look_ahead` was asked of up to `width` tokens each; `widths`."""
+        """Gives the decodes that `look_ahead` was asked of up to `width` tokens each, and returns `widths`."""
         s = self._slots
         widths = np.minimum(s.limit[decodes] - s.num_tokens[decodes], width)
         self.widths = np.where(self._runs < 0, widths, 1 + np.minimum(self._runs, width - 1))
@@ -135,7 +135,10 @@ class DecodeDrafts:
         return self.widths
 
     def token_ids(self, last: np.ndarray | None) -> np.ndarray | None:
-        """The decodes' tokens as ScheduledBatch has them; `last` ones i32[n], None where the device knows these."""
+        """Returns the decodes' tokens as ScheduledBatch.decode_token_ids has them.
+
+        last: i32[n], the last token of each decode; None where the device knows these.
+        """
         if self.widths is None or (last is None and not self._known):
             return last
         first = np.cumsum(self.widths, dtype=np.int64) - self.widths
@@ -167,7 +170,10 @@ class Drafts(SchedulerExtension):
         self.ranks = [RankDrafts(self._options, rank) for rank in ranks]
 
     def decode_width(self) -> int:
-        """More than 1 only where the step has nothing but decodes, and every rank has pages for its own."""
+        """Gives the decodes of the step being put together their drafts; returns the width of its bucket.
+
+        1 unless the step has nothing but decodes, and every rank has pages for its own.
+        """
         counts = [each.rank.num_decodes for each in self.ranks]
         rows = [count for count in counts if count is not None]
         if len(rows) < len(counts):
@@ -200,7 +206,8 @@ class RankDrafts(RankExtension):
         return self._drafts.look_ahead(self.rank.decodes, most)
 
     def widen(self, width: int) -> int:
-        """Gives decodes, the step's only rows, up to `width` tokens: the last one and drafts. The most that one has.
+        """Gives decodes, the step's only rows, up to `width` tokens: the last one and drafts. Returns the most that one
+        has.
 
         0 where pages do not suffice: nobody is preempted for a draft. `look_ahead` was called before.
         """
@@ -213,7 +220,10 @@ class RankDrafts(RankExtension):
         return int(widths.max(initial=0))
 
     def complete(self, batch: ScheduledBatch) -> None:
-        """Drafts count as right until the step's results come: `Results.take` takes back those that were not."""
+        """Writes the drafts into the batch. They count as right until the step's results come.
+
+        `Results.take` takes back those that were not.
+        """
         if self.rank.config.num_micro_batches > 1:  # stages do not hear which drafts were right
             batch.start = batch.start.copy()
             batch.start[: batch.num_decode] = self.rank.slots.num_computed[batch.slots[: batch.num_decode]]

@@ -23,7 +23,7 @@ class Intake(SchedulerExtension):
         self._waiting: list[Request] = []
 
     def close(self, first: int) -> None:
-        """Has all requests wait that arrive from that index on."""
+        """Has all requests wait that arrive from that arrival index on. Changes nothing where it is closed already."""
         self.first = first if self.first is None else self.first
 
     def open(self) -> None:

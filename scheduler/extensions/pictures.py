@@ -85,7 +85,7 @@ class EncoderRows:
         return self.num_rows - self._num_free
 
     def begin_step(self) -> None:
-        """What is encoded from now on belongs to another step."""
+        """Starts a step, which encodes nothing yet."""
         self.encodes, self._num_patches = [], 0
 
     def reach(self, media: Media | None, start: int, count: int) -> int:
@@ -107,7 +107,8 @@ class EncoderRows:
         return count
 
     def take(self, slot: int, media: Media | None, start: int, count: int) -> None:
-        """Has a slot need the pictures of these tokens, which `reach` allowed; those not there are to be encoded."""
+        """Has a slot need the pictures of tokens [start, start + count), which `reach` allowed; lists those not there
+        in `encodes`."""
         if media is None or start >= media.end:
             return
         own, items = self._needed.setdefault(slot, {}), _within(media, start, count)
@@ -150,7 +151,8 @@ class EncoderRows:
         return section
 
     def index(self, media: Media, start: int, count: int) -> np.ndarray:
-        """i32[count], the rows of tokens whose pictures are there, -1 for those without one."""
+        """i32[count], the rows of the tokens from `start` on, -1 for those without a picture; the pictures must be
+        there."""
         found = np.full(count, -1, np.int32)
         for item in _within(media, start, count):
             first, last = np.searchsorted(item.positions, (start, start + count))
@@ -158,7 +160,10 @@ class EncoderRows:
         return found
 
     def passed(self, slot: int, position: int) -> None:
-        """A slot's tokens before this position are computed once the step that is put together has run."""
+        """Lets go of the pictures that a slot no longer needs once its tokens before `position` are computed.
+
+        That is when the step being put together has run.
+        """
         own = self._needed.get(slot)
         if own is None:
             return
@@ -169,7 +174,7 @@ class EncoderRows:
             del self._needed[slot]
 
     def release(self, slot: int) -> None:
-        """A slot is given up."""
+        """Lets go of all pictures that a slot needs: it is given up."""
         for digest in self._needed.pop(slot, {}):
             self._leave(slot, digest)
 

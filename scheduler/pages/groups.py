@@ -91,7 +91,10 @@ class PageTables:
 
     def lookup(self, digests: Sequence[bytes]) -> Hits:
         """The longest prefix of a digest chain that every group can serve, with a state behind it where there are
-        snapshots."""
+        snapshots.
+
+        digests: of the prefix's pages, in order. Nothing is taken: the pages may be given away until `begin`.
+        """
         run, whole = len(digests), {}
         for group in self._whole:
             whole[group] = self.pool.lookup([page_key(digest, group) for digest in digests[:run]])
@@ -116,7 +119,7 @@ class PageTables:
         return Hits(run, tuple(pages), num_known)
 
     def begin(self, slot: int, hits: Hits) -> None:
-        """Gives an empty slot the pages of a known prefix."""
+        """Gives a slot without pages those of a known prefix, as `lookup` found them."""
         self.num_columns[slot] = self._num_registered[slot] = hits.num_columns
         self._held[:, slot] = [len(hits.pages[group]) for group, _ in self._windowed]
         for group, pages in enumerate(hits.pages):
@@ -125,7 +128,7 @@ class PageTables:
                 self._write(group, slot, hits.num_columns - len(pages), pages)
 
     def grow(self, slot: int, num_tokens: int) -> None:
-        """Takes the pages that the slot's first `num_tokens` tokens still need; they are free."""
+        """Takes the pages that the slot's first `num_tokens` tokens still need; ValueError if the pool has too few."""
         first, last = int(self.num_columns[slot]), self._columns(num_tokens)
         if last > first:
             pages = self.pool.allocate(self.num_groups * (last - first)).reshape(self.num_groups, -1)
@@ -160,7 +163,10 @@ class PageTables:
         self.num_columns[slots] += 1
 
     def grow_to(self, slots: np.ndarray, num_tokens: np.ndarray) -> None:
-        """Takes the pages that the first `num_tokens` i64[n] tokens of `slots` i64[n] still need; they are free."""
+        """Takes the pages that the first `num_tokens` i64[n] tokens of `slots` i64[n] still need.
+
+        The caller has checked that they are free (`num_missing_of`).
+        """
         while (needy := num_tokens > self.num_columns[slots] * self.page_size).any():
             self.grow_by_one(slots[needy])
 
@@ -175,7 +181,10 @@ class PageTables:
                 self._held[index, slot] = columns - end
 
     def register(self, slot: int, digests: Sequence[bytes], num_tokens: int) -> None:
-        """Makes pages findable that the slot's first `num_tokens` tokens fill; a step writes all before any reads."""
+        """Makes pages findable that the slot's first `num_tokens` tokens fill; a step writes all before any reads.
+
+        digests: of the slot's pages from the first one on, as far as they are known.
+        """
         first, last = int(self._num_registered[slot]), min(num_tokens // self.page_size, len(digests))
         for column in range(first, last):
             for group in range(self.num_groups):
@@ -205,7 +214,7 @@ class PageTables:
             self.snapshots.reset()
 
     def take_deltas(self) -> list[Deltas]:
-        """The entries written since the last call."""
+        """Returns the entries written since the last call, those that name snapshots included."""
         deltas, self.deltas = self.deltas, []
         if self.snapshots is not None and (entries := self.snapshots.take_entries()) is not None:
             slots, columns, values = entries
@@ -229,7 +238,7 @@ class PageTables:
 
 
 def page_key(digest: bytes, group: int) -> bytes:
-    """What a page of a group is found by."""
+    """The key under which PagePool finds a page of a group."""
     return digest + bytes((group,)) if group else digest
 
 

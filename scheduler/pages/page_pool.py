@@ -43,7 +43,7 @@ class PagePool:
         return self._num_blank + self._num_cached
 
     def allocate(self, count: int) -> np.ndarray:
-        """Takes `count` free pages, i32[count], each with one reference. The caller has checked `num_free`."""
+        """Takes `count` free pages, i32[count], each with one reference. Raises ValueError for more than `num_free`."""
         if count > self.num_free:
             raise ValueError(f"count is {count}; only {self.num_free} pages are free")
         blank = min(count, self._num_blank)
@@ -68,7 +68,8 @@ class PagePool:
     def free(self, pages: np.ndarray) -> None:
         """Drops one reference from each of `pages`, i32[n] in sequence order; from one that stands there twice two.
 
-        Later pages of a sequence are reused before earlier ones: a prefix is worth more than its continuation.
+        Later pages of a sequence are reused before earlier ones: a prefix is worth more than its continuation. Raises
+        ValueError for a page without a reference.
         """
         counts = self.ref_count[pages]
         if len(pages) and counts.min() < 1:
@@ -110,7 +111,7 @@ class PagePool:
         return np.array(pages, np.int32)
 
     def find(self, digest: bytes) -> int | None:
-        """The page that carries a digest."""
+        """The page that carries a digest, None where none does."""
         return self._page_of.get(digest)
 
     def reset_prefix_cache(self) -> None:

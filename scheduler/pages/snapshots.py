@@ -50,7 +50,7 @@ class Snapshots:
         self._entries: dict[tuple[int, int], int] = {}
 
     def begin_step(self) -> None:
-        """What the step before has made can be found now."""
+        """Starts a step: what the step before has made can be found from now on."""
         self._of |= self._made
         self._made.clear()
         self._busy.clear()
@@ -60,13 +60,19 @@ class Snapshots:
         return digest in self._of
 
     def borders(self, hits: Hits, num_tokens: int) -> list[int]:
-        """Tokens behind which to keep a state, of a sequence of which so many are known when it begins."""
+        """The numbers of tokens, ascending, behind which a state of a sequence is to be kept.
+
+        num_tokens: tokens that are known when it begins.
+        """
         last = (num_tokens - 1) // self.page_size
         columns = sorted({min(hits.num_known, last), last})
         return [column * self.page_size for column in columns if column > hits.num_columns]
 
     def begin(self, slot: int, digest: bytes | None, borders: list[int]) -> None:
-        """A sequence takes a slot, from the state behind this page on if any, to keep states at these borders."""
+        """Sets up the slot of a sequence that begins, which keeps states behind these numbers of tokens.
+
+        digest: of the page behind whose state it goes on, which there must be (`has`); None to begin without one.
+        """
         self._borders[slot] = borders
         self._entries[slot, POSITION] = 0
         if digest is not None:
@@ -75,13 +81,17 @@ class Snapshots:
             self._entries[slot, LOAD] = snapshot
 
     def cut(self, slot: int, computed: int, count: int) -> int:
-        """Tokens of a chunk that must not go beyond the next border."""
+        """How many of `count` tokens a chunk may have, so that it does not go beyond the next border.
+
+        computed: tokens of the slot in front of the chunk.
+        """
         return min([count, *(border - computed for border in self._borders[slot] if border > computed)])
 
     def keep(self, slot: int, digests: Sequence[bytes], computed: int, count: int) -> None:
-        """Keeps the state behind the first `computed` tokens if that is a border; the step computes `count` of them.
+        """Has the step keep the state behind the first `computed` tokens of a slot if that is a border.
 
-        The device keeps none of rows of one token.
+        Not if it is kept already, or every snapshot is in use by the step. count: how many of these tokens the step
+        computes; the device keeps no state of rows of one token. digests: of the slot's pages.
         """
         if computed not in self._borders[slot] or count < 2:
             return

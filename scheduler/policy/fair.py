@@ -65,7 +65,8 @@ class FairQueue:
         return 0 if number is None else len(self._lines[number])
 
     def push(self, request: Request) -> None:
-        """Into its client's line: a new one at the end, one that was preempted at its old place, the front."""
+        """Puts a request into its client's line, a new one at the end and a preempted one in its old place, at the
+        front."""
         number = self._numbers.get(request.client)
         if number is None:
             number = self._add(request.client)
@@ -118,7 +119,7 @@ class FairQueue:
         self._service[self._numbers[request.client]] -= OUTPUT_WEIGHT
 
     def stop(self, request: Request) -> None:
-        """Told of a request that has lost its slot, once it waits again if it is to."""
+        """Counts a request as no longer running: it has lost its slot. Called after `push` if it waits again."""
         self._running[self._numbers[request.client]] -= 1
         self._forget_if_idle()
 

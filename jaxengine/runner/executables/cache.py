@@ -56,9 +56,10 @@ _UNKNOWN_OPTION = re.compile(r"No such compile option: '(\w+)'")
 
 
 def compile_program(lowered: jax.stages.Lowered, backend: str) -> jax.stages.Compiled:
-    """Compiles as all our programs are compiled; backend as `jax.default_backend` names it.
+    """Compiles a lowered program as all our programs are compiled; backend as `jax.default_backend` names it.
 
-    An option that this release of the compiler does not know is left out from then on, with a warning.
+    An option that this release of the compiler does not know is left out from then on, with a warning. Raises jax's
+    JaxRuntimeError for whatever else the compiler refuses.
     """
     wanted = _COMPILER_OPTIONS.get(backend, {})
     while True:
@@ -142,7 +143,10 @@ class ExecutableCache:
     def compile(
         self, function: Callable, arguments: Sequence[Any], *, donate: tuple[int, ...], places: Any = None
     ) -> Executable:
-        """As `get` compiles it, kept nowhere. places: the shardings of the results, None for those that follow."""
+        """Compiles a program as `get` does, and keeps it nowhere.
+
+        places: the shardings of the results, None for those that follow.
+        """
         backend = self._devices[0].platform
         with _ENGINE(self._traces):
             traced = jax.jit(function, donate_argnums=donate, out_shardings=places).trace(*arguments)
@@ -159,7 +163,10 @@ class ExecutableCache:
         return len(self._files.read(self._file_name(name, arguments, results, donate, description)) or b"")
 
     def get_number(self, name: str, arguments: Sequence[Any], description: str, compute: Callable[[], int]) -> int:
-        """A number that follows from a compilation, remembered like the program it belongs to."""
+        """Returns a number that follows from a compilation, remembered like the program it belongs to.
+
+        compute: gives it where it is not remembered; at least 0. arguments, description: as `get`'s.
+        """
         file = self._file_name(name, arguments, (), (), description)
         if (stored := self._files.read(file)) is not None:
             return int.from_bytes(stored, "little")
@@ -178,7 +185,11 @@ class ExecutableCache:
         return file_name(repr((environment, devices, name, donate, shapes, structure, description)))
 
     def _know_sources(self) -> None:
-        """Digest the sources, with what an earlier process knew of them."""
+        """Computes the digest of our sources, and keeps their parsed imports in the cache's folder for the next
+        process.
+
+        Where an earlier process of the same Python has written such a file, these sources are not parsed again.
+        """
         file = file_name(f"sources {sys.version}")  # an AST is written otherwise by another Python
         if not num_known_sources():
             learn_sources(self._files.read(file) or b"")
@@ -239,7 +250,7 @@ def _compiler_options() -> tuple[str, ...]:
 
 
 def _cpu_flags() -> str:
-    """Host code is compiled for the very CPU: its features, and its number of cores, decide what is emitted."""
+    """The host's processor as far as code for it depends on it: its features and its number of cores."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

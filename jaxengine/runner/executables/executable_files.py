@@ -89,7 +89,7 @@ class ExecutableFiles:
         return self._own is not None
 
     def write(self, name: str, payload: bytes) -> None:
-        """Keeps it if it can."""
+        """Keeps a payload under a name, if it can. Warns once where it cannot."""
         if not self.can_keep():
             return
         assert self._own is not None
@@ -101,7 +101,10 @@ class ExecutableFiles:
             self.can_keep()
 
     def _use(self, path: Path) -> None:
-        """Raises OSError where it cannot be opened or made, _NotTrusted where others may have written it."""
+        """Opens a folder to read from, and to keep files in if it is this user's own; removes old files there.
+
+        Raises OSError where it cannot be opened or made, _NotTrusted where others may have written it.
+        """
         folder = _open_folder(path.absolute())
         self._folders.append(folder)
         if folder.key is not None:
@@ -188,7 +191,11 @@ class _Folder(NamedTuple):
                         os.unlink(name, dir_fd=self.descriptor)
 
     def _content(self, name: str, flags: int, forbidden: int = _OTHERS_WRITE) -> bytes:
-        """Raises OSError, and _NotTrusted for what is not the owner's, or has permissions that are forbidden."""
+        """The bytes of a file.
+
+        forbidden: permissions that it may not have. Raises OSError, and _NotTrusted for what is not the owner's, or has
+        permissions that are forbidden.
+        """
         with open(os.open(name, flags, dir_fd=self.descriptor), "rb") as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode) or status.st_uid != self.owner or status.st_mode & forbidden:
@@ -242,12 +249,14 @@ def _open_folder(path: Path) -> _Folder:
 
 
 def _walk(path: Path, user: int) -> tuple[int, bool]:
-    """A descriptor of the folder, and whether only root could put another in its place.
+    """A descriptor of the folder, made if it is not there, and whether only root could put another in its place.
 
     One step after the other from the root, so that nothing can be exchanged between a look and the next step. A link
     counts if it is this user's or root's: of others', it could lead to a folder of his own that holds their files.
     Whoever may write to a folder above his own can only put there what is not his, or has not his key; so these are not
     asked for.
+
+    Raises OSError, and _NotTrusted for a link of others.
     """
     rest, links, sealed = list(reversed(path.parts[1:])), 0, True
     at = os.open("/", os.O_PATH | os.O_DIRECTORY)
@@ -292,14 +301,14 @@ def _step(at: int, part: str) -> int:
 
 
 def _default_folder() -> Path:
-    """Raises RuntimeError where the user has no home."""
+    """The user's cache folder for executables. Raises RuntimeError where the user has no home."""
     chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))
     # The XDG specification has relative ones ignored.
     return (chosen if chosen.is_absolute() else Path.home() / ".cache") / "jaxengine" / "executables"
 
 
 def _code(key: bytes, name: str, digest: bytes) -> bytes:
-    """The name is in it: a file cannot stand in for another one."""
+    """The authentication code of a file, of its name too: a file cannot stand in for another one."""
     return hmac.digest(key, name.encode() + b"\0" + digest, "sha256")
 
 

@@ -103,7 +103,7 @@ class NotStorableError(Exception):
 
 
 def serialize(compiled: Executable) -> bytes:
-    """For `load`. Raises NotStorableError."""
+    """The bytes of a program, for `load`. Raises NotStorableError."""
     if not isinstance(compiled, InParts):
         return _serialize_one(compiled)
     chain = compiled.chain
@@ -142,7 +142,11 @@ def _stored_size(program: jax.stages.Compiled) -> int:
 
 
 def load(payload: bytes, in_tree: Any, out_tree: Any, devices: Sequence[Any]) -> Executable:
-    """What `serialize` wrote; runs code from it. in_tree: of (arguments, {})."""
+    """Loads the program that `serialize` wrote; runs code from the payload.
+
+    in_tree, out_tree: structures of (arguments, {}) and of the result. devices: which it runs on. Raises whatever jax
+    raises for a payload that it cannot load.
+    """
     if not payload.startswith(_MAGIC):
         return serialize_executable.deserialize_and_load(payload, in_tree, out_tree, execution_devices=devices)
     begin = len(_MAGIC) + 8
@@ -201,7 +205,7 @@ def _cut(jaxpr: Jaxpr) -> list[list[JaxprEqn]] | None:
     kinds = [id(eqns[place].params["jaxpr"]) for place in layers]
 
     def cost(size: int) -> int:
-        """Layers that are compiled, and calls."""
+        """Layers that are compiled plus calls, for groups of `size` layers."""
         groups = [tuple(kinds[i : i + size]) for i in range(0, len(kinds), size)]
         return sum(map(len, set(groups))) + len(groups)
 
@@ -235,7 +239,7 @@ class _Plan:
         self.lowered: list[Any] = []
 
     def add(self, parts: Sequence[Sequence[JaxprEqn]], index: int) -> None:
-        """The part of this index; those before it have been added."""
+        """Adds the part of this index; those before it have been added."""
         eqns, outer = parts[index], index in (0, len(parts) - 1)
         # Layers differ in numbers, too, which their program therefore takes as arguments.
         eqns = (
@@ -295,7 +299,7 @@ class _Plan:
         return tuple(found)
 
     def chain(self, programs: Sequence[Any]) -> Chain:
-        """programs: `lowered`, compiled."""
+        """The finished chain. programs: `lowered`, compiled, whose memory counts in its peak."""
         alive: dict[int, int] = {}
         peak = 0
         for call in self._calls:
@@ -339,7 +343,7 @@ def _shape_of(atom: Any) -> jax.ShapeDtypeStruct:
 
 
 def _signature(leaf: Any) -> tuple[Any, ...]:
-    """Values of one signature may be arguments of one program."""
+    """Shape, dtype and layout of a value; values of one signature may be arguments of one program."""
     order = None if leaf.sharding is None else getattr(leaf.format.layout, "major_to_minor", None)
     if order == tuple(range(len(leaf.shape))):
         order = None
@@ -347,7 +351,7 @@ def _signature(leaf: Any) -> tuple[Any, ...]:
 
 
 def _key(eqns: Sequence[JaxprEqn], inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[Any, ...]:
-    """Equal for parts that do the same to arguments of the same shapes."""
+    """A key that is equal for parts that do the same to arguments of the same shapes."""
     numbers = {var: number for number, var in enumerate(inputs)}
 
     def number_of(atom: Any) -> Any:

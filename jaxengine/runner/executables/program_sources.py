@@ -74,7 +74,7 @@ def num_known_sources() -> int:
 
 
 def file_digest(root: Path, file: Path) -> str:
-    """The same of a user's own file and all that it imports of ours and beside it."""
+    """A digest of a user's own file and all that it imports of ours and beside it, as `source_digest`'s."""
     return source_digest(root, (), file)
 
 
@@ -123,7 +123,10 @@ def _source(path: Path) -> _Source:
 
 
 def _imported(root: Path, path: Path, source: _Source, own_file: Callable[[str], Path | None]) -> Iterator[Path]:
-    """The files that the source at `path` imports: ours, and for a user's own file those beside it."""
+    """Yield the files that the source at `path` imports: jaxengine's own, and for a user's own source those beside it.
+
+    root: the folder that holds `jaxengine`. own_file: module name -> its file in jaxengine, None if it has none.
+    """
     own = path.is_relative_to(root) and path.relative_to(root).parts[0] == _PACKAGE
     for name, attribute in source.imports:
         found = None

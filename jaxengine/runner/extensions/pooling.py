@@ -91,7 +91,8 @@ class Pooler(HostExtension):
 
 
 def make_pool(spec: EpilogueSpec) -> Callable:
-    """What a pooling model tells of each prompt: (params, pooled states f32[S, D]) -> (PoolOutput,)."""
+    """Makes the epilogue that pools: (params, pooled states f32[S, D]) -> (PoolOutput,), what is told of each
+    prompt."""
 
     def pool_prompts(params: list[jax.Array], hidden: jax.Array):
         model = nnx.merge(spec.graph, jax.tree.unflatten(spec.params_tree, params))

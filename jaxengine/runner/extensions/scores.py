@@ -72,12 +72,13 @@ class Scorer(HostExtension):
         return pending.output(SCORE)
 
     def score(self, pending: PendingStep) -> None:
-        """Scores the prompts of a step whose sampler has not been dispatched; the other processes do the same."""
+        """Dispatches the scoring of the prompts of a step whose sampler has not been dispatched; the other processes do
+        the same."""
         pending.outputs[SCORE] = self.runner.run_epilogue(SCORE, pending)
 
 
 def make_score(spec: EpilogueSpec) -> Callable:
-    """(params, Scored) -> (TokenLogprobs of the targets,)."""
+    """Makes the epilogue (params, Scored) -> (TokenLogprobs of the targets,), which scores prompt tokens."""
 
     def score_prompts(params: list[jax.Array], scored: Scored):
         model = nnx.merge(spec.graph, jax.tree.unflatten(spec.params_tree, params))

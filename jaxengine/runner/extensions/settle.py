@@ -8,7 +8,10 @@ from jaxengine.media.open import open_processor
 
 
 def settled(config: EngineConfig, source: ModelSource) -> EngineConfig:
-    """The config with what drafts is on this machine, if it names a draft model or head. Raises as `settle_draft`."""
+    """The config with what drafts is on this machine, if it names a draft model or head.
+
+    Raises ConfigError or ModelFileError, as `settle_draft`.
+    """
     if config.speculative_config is None:
         return config
     from jaxengine.runner.extensions.drafts.open import settle_draft

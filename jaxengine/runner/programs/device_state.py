@@ -69,7 +69,7 @@ def init_slots(num_slots: int, num_tables: int, num_columns: int, sections: Mapp
 
 
 def init_tokens(num_slots: int, vocab_size: int, sections: Mapping[str, Any]) -> TokenState:
-    """The same of tokens. vocab_size: of one device."""
+    """State of the tokens of slots that nobody has used yet; sections: as they begin. vocab_size: of one device."""
     return TokenState(
         last_token=jnp.zeros(num_slots, jnp.int32),
         token_counts=jnp.zeros((num_slots, vocab_size), jnp.int32),

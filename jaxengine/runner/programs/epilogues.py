@@ -29,8 +29,10 @@ SAMPLE = "sample"
 
 
 def make_sample(spec: EpilogueSpec) -> Callable:
-    """Chooses a token for every row and remembers it: (TokenState, SamplingState, SampledRows, logits f32[S, V / n]) ->
-    (TokenState, SampleOutput)."""
+    """Makes the epilogue that chooses a token for every row and remembers it.
+
+    It is (TokenState, SamplingState, SampledRows, logits f32[S, V / n]) -> (TokenState, SampleOutput).
+    """
 
     def sample_rows(tokens: TokenState, sampling: SamplingState, rows: SampledRows, logits: jax.Array):
         flags = flags_of(rows.features[0])
@@ -55,7 +57,10 @@ def choose(
     flags: SamplerFlags,
     **more: Any,
 ) -> SampleOutput:
-    """`sample` of logits whose rows are of these slots and positions. more: as `sample` has it."""
+    """Chooses a token for each row of logits, as `sample` does. slot, position: i32[S], of the rows.
+
+    more: further arguments of `sample`.
+    """
     with jax.named_scope("sample"):
         return sample(
             logits,

@@ -22,7 +22,7 @@ class Foreseen(NamedTuple):
 
 
 def foresee(program: Program, executables: ExecutableCache, description: str, backend: str) -> Foreseen:
-    """It is compiled to tell.
+    """What a program will take of memory. It is compiled to tell, unless that is remembered.
 
     description: as ExecutableCache.get has it; backend as `jax.default_backend` names it.
     """
@@ -58,7 +58,7 @@ def held_by(
 
 
 def _held_bytes(compiled: Executable, backend: str, stored: int = 0) -> tuple[int, int]:
-    """What it holds, and would as a whole. stored: bytes of the program's file, 0 where there is none."""
+    """Bytes that it holds, and that it would as a whole. stored: bytes of the program's file, 0 where there is none."""
     analysis = compiled.memory_analysis()
     code = 0 if analysis is None else analysis.generated_code_size_in_bytes
     own, whole = (stored, stored) if stored or code else serialized_bytes(compiled)

@@ -54,7 +54,7 @@ def rows_name(name: str, size: int) -> str:
 
 
 def own_slot(state: DeviceState, slots: jax.Array) -> jax.Array:
-    """Slots numbered over all replicas as this one numbers its own."""
+    """Slots numbered over all replicas as this one numbers its own; the number of slots for those of others."""
     return own_slots(slots, state.slots.num_computed.shape[0])
 
 
@@ -79,7 +79,10 @@ def _on_sampling(function: Callable) -> Callable[..., DeviceState]:
 
 
 def state_changes(vocab_size: int | None) -> dict[str, StateChange]:
-    """Those that every stage has, and with a vocabulary those of one that samples. vocab_size: of all devices."""
+    """The state changes of every stage, by name, and with a vocabulary those of a stage that samples.
+
+    vocab_size: of all devices; None in a stage that does not sample.
+    """
     changes = {PAGE_DELTAS: StateChange(_write_deltas, [((3, NUM_DELTAS), np.int32, EVERYWHERE)])}
     if vocab_size is None:
         return changes

@@ -230,7 +230,7 @@ class StepPrograms:
         return {each.name: kept for each in self.extensions if (kept := of(each)) is not None}
 
     def _state_partition(self) -> DeviceState:
-        """PartitionSpecs in the places of arrays."""
+        """The state with a PartitionSpec in the place of each array."""
         ranks: Any = RANKS
         vocab: Any = _RANKS_VOCAB
         slots, tokens = (
@@ -271,7 +271,10 @@ class StepPrograms:
         return sorted(layer for group in paged_groups(self.groups) for layer in group.layers)
 
     def largest(self, kv: KVPages) -> Program:
-        """(pool) -> the largest magnitudes of keys and of values, f32[ranks, layers with pages, K] each."""
+        """(pool) -> the largest magnitudes of keys and of values, f32[ranks, layers with pages, K] each.
+
+        None in place of those of values that lie in keys.
+        """
         place = {layer: place for group in paged_groups(self.groups) for place, layer in enumerate(group.layers)}
         of_heads = self.shape.shape((1, 1, 1), np.float32, logical_to_spec(("batch", None, "kv_heads")))
 
@@ -289,6 +292,6 @@ class StepPrograms:
         return self._program(f"state of {self.model.stage}", self._own_state, (), self.state_shapes, donate=())
 
     def gather_ranks(self, x: jax.Array) -> jax.Array:
-        """x [ranks, ...], a part on each rank, on every device."""
+        """x [ranks, ...], of which each rank has a part, as an array that is whole on every device."""
         gather = on_devices(self.mesh, lambda part: stack_ranks(part[0]), (RANKS,), EVERYWHERE)
         return jax.jit(gather)(x)

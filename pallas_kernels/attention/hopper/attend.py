@@ -1,11 +1,12 @@
-"""Paged attention on NVIDIA GPUs of compute capability 9.0 (Hopper): the row functions of platform "gpu".
+"""Paged attention on NVIDIA GPUs of compute capability 9.0 (Hopper): the registry's functions of kind "hopper".
 
 Dispatches the public operation to kernels: rows of few new tokens go to the split-KV decode kernels, longer runs to the
 prefill kernel, latents to their own kernel. Attention that no kernel supports (`why_not`) goes to the XLA work list,
 which reads the same pool.
 
-The pool's layout is [P, K, page_size * 2 * H] in its own dtype; see decode.py for the view the
-kernels take. Inside shard_map `spec` counts the heads of the shard, in the schedule as in the attention.
+The pool's layout is [P, K, page_size * 2 * H] in its own dtype, without the factor 2 where values lie in keys; see
+decode.py for the view the kernels take. Inside shard_map `spec` counts the heads of the shard, in the schedule as in
+the attention.
 """
 
 from __future__ import annotations
@@ -106,9 +107,10 @@ def ragged_paged_attention(
     q_rest: jax.Array | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention output o [T, N, H] in q's dtype and lse f32 [T, N]; the public operation has checked the arguments.
+    """Attention output o [T, N, Hv] in q's dtype and lse f32 [T, N]; the public operation has checked the arguments.
 
-    interpret: False, or True or the Mosaic GPU interpreter's parameters to run the kernels on the CPU.
+    interpret: False, or True or the Mosaic GPU interpreter's parameters to run the kernels on the CPU. Raises
+    ValueError where `spec` does not count the heads that the pool's shard holds.
     """
     check_layout(kv.layout, kv.spec)
     num_tokens, page_size = q.shape[0], kv.page_size

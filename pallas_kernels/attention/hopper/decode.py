@@ -297,9 +297,11 @@ def _attend(shape: DecodeShape, refs: _Refs, first, end) -> None:
 
 
 def _operands(shape: DecodeShape, refs: _Refs, slot, begin, end):
-    """Keys and values of a block in shared memory as operands of wgmma, unseen values set to 0.
+    """Return keys and values of the block in place `slot` of shared memory as operands of wgmma, [DECODE_KEYS, H] each.
 
-    Keys [begin, end) of the block are in use; the other slots may hold NaN, and 0 * NaN is not 0.
+    Positions [begin, end) of the block are in use. Values of the others may be NaN and are set to 0, because 0 * NaN is
+    not 0; keys are left alone. Where the pool has another dtype both are widened to the queries' first, and the place
+    is released.
     """
     block, width = DECODE_KEYS, shape.spec.head_dim
     stored = refs.kv_smem.at[slot, pl.ds(0, block)], refs.kv_smem.at[slot, pl.ds(block, block)]

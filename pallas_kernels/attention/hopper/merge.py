@@ -99,11 +99,10 @@ def merge_parts(
     sizes: HopperAttention,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Merge the parts of cut pairs: output [R * K, M, H] and log-sum-exp f32 [R * K, M] of every pair, as
-    `merge_partials`.
+    """Merge the parts of cut pairs: output [R * K, M, H] in o's dtype and log-sum-exp f32 [R * K, M] of every pair.
 
-    whole, parts: the two results of `latent_attention`. Few pairs are cut; their merged results are scattered into
-    `whole`.
+    whole, parts: the two results of `latent_attention`. sinks: f32 [K, M] logits, None for none. A row that saw nothing
+    gives 0, and -inf unless it has a sink. Few pairs are cut; their merged results are scattered into `whole`.
     """
     cuts, (o, lse), (part_o, part_lse) = items.cuts, whole, parts
     merged_o, merged_lse = merge_partials(

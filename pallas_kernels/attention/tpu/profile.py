@@ -65,9 +65,15 @@ def block_profile(
     """Build one grid step on one core: (function, shapes of its arguments, list that tracing fills with a trip's
     sizes).
 
-    decode: tiles of one token, else of a run. num_tokens: tokens of the step whose block sizes are taken. max_pages:
-    width
-    of the page table. part: one of PARTS or COPIES. trips: repetitions. To be traced for a TPU (`jax.set_mesh`).
+    To be traced for a TPU (`jax.set_mesh`).
+
+    Args:
+      decode: tiles of one token, else of a run.
+      num_tokens: tokens of the step whose block sizes are taken.
+      max_pages: width of the page table.
+      dtype, kv_dtype: of queries and of the pool.
+      part: one of PARTS or COPIES; ValueError for another.
+      trips: repetitions.
     """
     if part not in PARTS + COPIES:
         raise ValueError(f"part must be one of {', '.join(PARTS + COPIES)}, got {part!r}")

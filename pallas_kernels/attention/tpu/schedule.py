@@ -65,7 +65,10 @@ def attention_schedule(
     tuning: Tuning,
     kv_limits: jax.Array | None = None,
 ) -> Schedule:
-    """Cut a batch of T = num_tokens tokens into segments; a few integer operations on [T, S] and smaller."""
+    """Cut a batch of T = num_tokens tokens into segments; a few integer operations on [T, S] and smaller.
+
+    Raises ValueError for `kv_limits`, which the kernel does not have.
+    """
     if kv_limits is not None:
         raise ValueError("kv_limits: the TPU kernel has no tokens that see some that follow; XLA on CPU and GPU has")
     num_seqs, sizes = batch.kv_lens.shape[0], tuning.tpu_attention

@@ -86,10 +86,13 @@ def choose_blocks(
     num_tiles: int,
     single: bool,
 ) -> Blocks:
-    """Block sizes for tiles of `rows` query rows per kv head over a pool of `row_bytes` a token.
+    """Choose block sizes for tiles of `rows` query rows per kv head over a pool of `row_bytes` bytes a token.
 
-    single: tiles of one token, which are bound by bandwidth: long blocks amortise the work per block. Otherwise the
-    matrix unit is the bound, and short blocks waste less of it on keys past the causal edge.
+    Args:
+      max_pages: columns of the page table.
+      num_tiles: tiles of the kernel call.
+      single: tiles of one token, which are bound by bandwidth: long blocks amortise the work per block. Otherwise the
+        matrix unit is the bound, and short blocks waste less of it on keys past the causal edge.
     """
     # Keys lie along lanes in the scores: a block is a multiple of a lane tile.
     unit = LANES // math.gcd(page_size, LANES)

@@ -89,11 +89,11 @@ def _num_terms(codes: jax.Array, scales: jax.Array) -> int:
 
 
 def _row_product(row: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None, terms: int) -> jax.Array:
-    """Multiply row f32[in] by the matrix: f32[1, out].
+    """Multiply row f32[in] by the matrix, codes [in, out] or pairs [in / 2, out]: f32[1, out].
 
-    Terms of equal shape, added element by element, are one vectorised loop, of which each core runs a part (as in
-    dense_cpu). Terms of one sum share a scale; a product with ones adds the sums. A large matrix is done some groups at
-    a time.
+    terms: rows of codes that are added per sum. Terms of equal shape, added element by element, are one vectorised
+    loop, of which each core runs a part (see jaxengine.pallas_kernels.matmul.cpu.dense). Terms of one sum share a
+    scale; a product with ones adds the sums. A large matrix is done some groups at a time.
     """
     num_scales, out_size = scales.shape
     packed = per_byte(codes.dtype)

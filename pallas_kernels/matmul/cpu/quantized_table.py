@@ -34,10 +34,11 @@ def quantized_table_matmul(
 
 
 def _row_product(row: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None) -> jax.Array:
-    """Multiply row f32[in] by the table's transpose: f32[1, V].
+    """Multiply row f32[in] by the transpose of the table: f32[1, V].
 
-    Each group of inputs is a term; terms added element by element are one vectorised loop, of which each core runs a
-    part (as in dense_cpu); a product with ones adds up the remaining sums.
+    codes: [V, in] int8, or [V, in / 2] uint8 in pairs; scales, zeros: [n, V]. Each group of inputs is a term; terms
+    added element by element are one vectorised loop, of which each core runs a part (see
+    jaxengine.pallas_kernels.matmul.cpu.dense); a product with ones adds up the remaining sums.
     """
     count = len(scales)
     width = codes.shape[1] // count
@@ -60,7 +61,7 @@ def _blocks_product(x: jax.Array, codes: jax.Array, scales: jax.Array, zeros: ja
     rows = row_parts(x, codes.dtype)
 
     def multiply(block, out):
-        # Barrier and last block as in quantized_cpu.columns_product.
+        # Barrier and last block as in jaxengine.pallas_kernels.matmul.cpu.quantized.columns_product.
         table, block = lax.optimization_barrier(((codes, scales, zeros), block))
 
         def of_block(array: jax.Array) -> jax.Array:

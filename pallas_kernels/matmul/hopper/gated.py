@@ -28,7 +28,8 @@ _AROUND = {"jit", "pjit", "convert_element_type"}
 
 
 def why_not_fused(width: int, activation: Gating) -> str:
-    """Reason why the kernel cannot activate gates and ups, `width` of each, that it multiplies; "" if it can."""
+    """Reason why the kernel cannot activate the gates and ups that it multiplies, `width` columns of each; "" if it
+    can."""
     if width % 8:
         return f"{width} columns are no multiple of 8"
     tile = jax.ShapeDtypeStruct((WARPGROUP_ROWS, 8), jnp.float32)

@@ -40,9 +40,9 @@ def grouped_matmul(
     interpret: Any = False,
     tensor_memory: bool | None = None,
 ) -> jax.Array:
-    """Product [M, out] in out_dtype; the public operation has checked the arguments.
+    """Return rows times their group's matrix, [M, out] in out_dtype; the public operation has checked the arguments.
 
-    sizes: by default those of the table. interpret: see `mosaic_gpu.launch`. tensor_memory: as `quantized_matmul`.
+    sizes, interpret, tensor_memory: as jaxengine.pallas_kernels.matmul.hopper.quantized.quantized_matmul's.
     """
     _, size, out = w.shape
     if _is_xla(interpret, f"[{size}, {out}]", why_xla(size, out, 1, w.dtype, x.dtype)):
@@ -63,8 +63,11 @@ def gated_matmul(
     interpret: Any = False,
     tensor_memory: bool | None = None,
 ) -> jax.Array:
-    """Activated product [M, F] in out_dtype; the public operation has checked the arguments. Options as for the
-    product."""
+    """Return activation(gate, up) of rows times their group's matrix, [M, F] in out_dtype.
+
+    The public operation has checked the arguments. sizes, interpret and tensor_memory: as
+    jaxengine.pallas_kernels.matmul.hopper.quantized.quantized_matmul's.
+    """
     _, size, out = w.shape
     reason = why_xla(size, out, 1, w.dtype, x.dtype)
     if _is_unfused(interpret, size, out, reason, activation, tensor_memory):
@@ -88,7 +91,11 @@ def quantized_grouped_matmul(
     interpret: Any = False,
     tensor_memory: bool | None = None,
 ) -> jax.Array:
-    """Product [M, out] in out_dtype; arguments and options as for `grouped_matmul`."""
+    """Return rows times their group's quantised matrix, [M, out] in out_dtype.
+
+    The public operation has checked the arguments. sizes, interpret and tensor_memory: as
+    jaxengine.pallas_kernels.matmul.hopper.quantized.quantized_matmul's.
+    """
     size, out = x.shape[1], scales.shape[2]
     if _is_xla(interpret, f"[{size}, {out}]", _why_xla(x, x_scales, codes, scales, dtype)):
         options = {"dtype": dtype, "out_dtype": out_dtype, "transposed": _multiplies()}
@@ -113,7 +120,11 @@ def quantized_gated_matmul(
     interpret: Any = False,
     tensor_memory: bool | None = None,
 ) -> jax.Array:
-    """Activated product [M, F] in out_dtype; as `gated_matmul`."""
+    """Return activation(gate, up) of rows times their group's quantised matrix, [M, F] in out_dtype.
+
+    The public operation has checked the arguments. sizes, interpret and tensor_memory: as
+    jaxengine.pallas_kernels.matmul.hopper.quantized.quantized_matmul's.
+    """
     reason = _why_xla(x, x_scales, codes, scales, dtype)
     if _is_unfused(interpret, x.shape[1], scales.shape[2], reason, activation, tensor_memory):
         options = {"dtype": dtype, "out_dtype": out_dtype, "sizes": sizes, "interpret": interpret}
@@ -190,7 +201,10 @@ class Tiles(NamedTuple):
 
 
 def tiles_of(group_sizes: jax.Array, num_rows: int, tile_rows: int, step: int) -> Tiles:
-    """Cut consecutive groups of i32[G] rows into tiles; each group begins at a multiple of `step`."""
+    """Cut consecutive groups of i32[G] rows, num_rows at most in all, into tiles of at most `tile_rows` rows.
+
+    Each group begins at a multiple of `step`, which divides tile_rows.
+    """
     num_groups = group_sizes.size
     steps, each = -(-group_sizes // step), -(-group_sizes // tile_rows)
     ends, last_steps, last_tiles = (jnp.cumsum(counts) for counts in (group_sizes, steps, each))
@@ -215,8 +229,10 @@ def tiles_of(group_sizes: jax.Array, num_rows: int, tile_rows: int, step: int) -
 
 
 def tile_rows_of(num_rows: int, num_groups: int, most: int) -> int:
-    """Rows of a tile: a power of two from 16 to `MOST_SHARED_ROWS` that most groups stay below; more where groups are
-    large."""
+    """Rows of a tile, at most `most`: a power of two from 16 to `MOST_SHARED_ROWS` that most groups stay below.
+
+    Twice MOST_SHARED_ROWS where groups are large.
+    """
     average = max(num_rows // num_groups, 1)
     if average >= _MANY_ROWS * 2 * MOST_SHARED_ROWS:
         return min(2 * MOST_SHARED_ROWS, most)

@@ -50,7 +50,7 @@ def lora_product(
     sizes: LoraTiles | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """Sum f32[T, out]; the public operation has checked the arguments.
+    """Return y f32[T, out] with what the adapters add; the public operation has checked the arguments.
 
     sizes: those that the visits were made with. interpret: see `mosaic_gpu.launch`.
     """

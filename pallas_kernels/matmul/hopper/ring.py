@@ -39,7 +39,7 @@ def share_work(registers: tuple[int, int] | None, load: Callable[[], None], comp
 
 def fill(count: Any, stages: int, free: Any, load: Callable[[Any, Any], None]) -> None:
     """Call load(step, slot) for `count` steps as far ahead as there is room, and wait until all slots have been
-    used."""
+    read."""
 
     def body(step, carry):
         slot = lax.rem(step, jnp.int32(stages))

@@ -87,8 +87,10 @@ def quantized_gated_matmul(
     sizes: TpuProducts | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """Activated product [M, F] in out_dtype; the public operation has checked the arguments. Options as for the
-    product."""
+    """Return activation(gate, up) of rows times their group's quantised matrix, [M, F] in out_dtype.
+
+    The public operation has checked the arguments. sizes, interpret: as `quantized_grouped_matmul`'s.
+    """
     options = {"dtype": dtype, "out_dtype": out_dtype, "sizes": sizes, "interpret": interpret}
     size = x.shape[1]
     if why := why_not_aligned(size, scales.shape[1], dtype):
@@ -164,8 +166,11 @@ def product_of_groups(
     sizes: TpuProducts | None,
     interpret: Any,
 ) -> jax.Array:
-    """Product [M, out], or activated [M, out / 2], in out_dtype; arguments as of the operations, which have checked
-    them."""
+    """Product [M, out], or activated [M, out / 2], in out_dtype; the operations have checked the arguments.
+
+    matrix: with codes [G, in, out]. activation: None for the plain product. sizes, interpret: as
+    `quantized_grouped_matmul`'s.
+    """
     sizes = tuning_of("tpu").tpu_products if sizes is None else sizes
     rows = rows_for(x, x_scales, matrix.codes.dtype, matrix.count, len(group_sizes), dtype, sizes)
     return _call(rows, matrix, group_sizes, activation, out_dtype, sizes, interpret)

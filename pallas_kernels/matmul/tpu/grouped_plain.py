@@ -32,8 +32,10 @@ def grouped_matmul(
     sizes: TpuProducts | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """Product [M, out] in out_dtype; the public operation has checked the arguments. Options as for quantised
-    matrices."""
+    """Return rows times their group's matrix, [M, out] in out_dtype; the public operation has checked the arguments.
+
+    sizes: by default those of the chip that the trace is for. interpret: argument of `pl.pallas_call`.
+    """
     if why_not_aligned(x.shape[1], 1, x.dtype):
         y = lax.ragged_dot(x, w, group_sizes, preferred_element_type=jnp.float32)
         row = jnp.arange(len(x), dtype=jnp.int32)
@@ -53,8 +55,10 @@ def gated_matmul(
     sizes: TpuProducts | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """Activated product [M, F] in out_dtype; the public operation has checked the arguments. Options as for quantised
-    matrices."""
+    """Return activation(gate, up) of rows times their group's matrix, [M, F] in out_dtype.
+
+    The public operation has checked the arguments. sizes, interpret: as `grouped_matmul`'s.
+    """
     size = x.shape[1]
     if why := why_not_aligned(size, 1, x.dtype):
         log_not_fused(size, w.shape[2] // 2, why)

@@ -23,7 +23,10 @@ def lora_product(
     rank: int,
     sizes: LoraTiles | None = None,
 ) -> jax.Array:
-    """Sum f32[T, out]; the public operation has checked the arguments. sizes: those that the visits were made with."""
+    """Return y f32[T, out] with what the adapters add; the public operation has checked the arguments.
+
+    sizes: those that the visits were made with.
+    """
     sizes = Tuning().lora_tiles if sizes is None else sizes
     num_rows, each = len(x), slots_of_tile(rank, sizes)
     tile_rows = tile_rows_of(num_rows, sizes)

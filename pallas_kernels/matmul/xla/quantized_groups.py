@@ -1,7 +1,7 @@
 """Quantised grouped products as plain XLA, for TPUs and CUDA cards, over tiles of rows.
 
-As in grouped_tiles, a trip gathers the codes of a few matrices. With one scale per channel the codes are multiplied
-directly, otherwise those of the trip are widened. jax.lax.ragged_dot would widen all matrices.
+As in `matmul.xla.grouped`, a trip gathers the codes of a few matrices. With one scale per channel the codes are
+multiplied directly, otherwise those of the trip are widened. jax.lax.ragged_dot would widen all matrices.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def quantized_grouped_matmul(
 ) -> jax.Array:
     """Product [M, out] in out_dtype; the public operation has checked the arguments.
 
-    transposed: see grouped_tiles. fine: see quantized_xla.fine_rows.
+    transposed: as `matmul.xla.grouped.grouped_matmul`'s. fine: see `matmul.xla.quantized.fine_rows`.
     """
     out_size = codes.shape[2]
     by_channel = scales.shape[1] == 1 and zeros is None and (x_scales is None or x_scales.shape[1] == 1)

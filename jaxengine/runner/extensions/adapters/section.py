@@ -91,7 +91,7 @@ class StagePools(StageExtension):
         return jax.device_put([slot_values(pool, spec, matrices) for pool in pools], places)
 
     def write(self, slot: int, values: list[jax.Array]) -> None:
-        """Dispatches that a slot of the pools holds what `put` gave."""
+        """Dispatches the program that puts into a slot of the pools what `put` gave."""
         params, indexes = self._stage.params, [pool.index for pool in self._extension.pools]
         write = self._stage.program(NAME, self._extension.write_name)
         written = write([params[index] for index in indexes], np.int32(slot), values)

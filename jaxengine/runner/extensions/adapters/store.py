@@ -99,7 +99,11 @@ class AdapterStore:
         return read_adapter(folder, self._targets, self._max_rank, self._dtype)
 
     def known(self, name: str, path: str, number: int) -> bool:
-        """Whether this adapter is loaded; RequestError where another one has its name or number."""
+        """Whether an adapter of this name, path and number is loaded.
+
+        Raises RequestError where its name or number is not allowed, another adapter has one of them or a name that
+        looks alike, or no further one may be loaded.
+        """
         _check_name(name)
         if type(number) is not int or number < 1:
             text = f"lora_int_id must be a whole number of at least 1, got {show_value(number)}"
@@ -133,7 +137,8 @@ class AdapterStore:
         self._keep(adapter, weights)
 
     def remove(self, name: str, slots: AdapterSlots, in_use: Callable[[], set[Adapter]]) -> None:
-        """Lets no further request name an adapter; those that do run to their ends. Raises RequestError.
+        """Lets no further request name an adapter; those that do run to their ends. Raises RequestError for an unknown
+        name.
 
         in_use: as of `advance`.
         """
@@ -145,7 +150,7 @@ class AdapterStore:
         self._forget(in_use)
 
     def begin_load(self, name: str, path: str, number: int | None = None) -> int:
-        """Has an adapter read on the thread; the ticket for `is_loaded`, 0 for one that is loaded already.
+        """Has an adapter read on the thread, and returns the ticket for `is_loaded`, 0 for one that is loaded already.
 
         number: None for one that is free; then it is an error that the adapter is loaded already.
 
@@ -163,7 +168,10 @@ class AdapterStore:
         return self._num_loads
 
     def is_loaded(self, ticket: int) -> bool:
-        """Whether a load is done, which is told once. Raises RequestError where it has failed."""
+        """Whether a load is done, which is told once; requests may name the adapter from then on.
+
+        Raises RequestError where the load has failed, and for a ticket that is unknown or was done.
+        """
         load = self._loads.get(ticket)
         if load is None:
             raise RequestError(f"there is no load {show_value(ticket)}", param="ticket", value=ticket)
@@ -199,12 +207,14 @@ class AdapterStore:
             self._pools.set_rows(slots, [-1 if each.adapter is None else each.adapter_slot for each in admitted])
 
     def advance(self, slots: AdapterSlots, in_use: Callable[[], set[Adapter]]) -> list[tuple[Request, RequestError]]:
-        """Completes what has come and starts the next of what the scheduler asks for; whose adapter could not be read.
+        """Completes what has come and starts the next of what the scheduler asks for; does not wait.
 
         One at a time, for running requests wait meanwhile, and what is not yet in its place takes memory beside the
         pools: a crowd of adapters is brought over several steps.
 
         in_use: tells the adapters of unfinished requests.
+
+        Returns the requests whose adapter could not be read, each with its error.
         """
         failed: list[tuple[Request, RequestError]] = []
         self._wanted += slots.loads
@@ -220,7 +230,10 @@ class AdapterStore:
         return failed
 
     def _complete(self, upload: _Upload, slots: AdapterSlots) -> list[tuple[Request, RequestError]]:
-        """Brings what has come to its slot, if anybody still wants it; whose adapter could not be read."""
+        """Brings what has come to its slot, if anybody still wants it.
+
+        Returns the requests whose adapter could not be read, each with its error.
+        """
         if slots.owners[upload.slot] is not upload.adapter:
             return []
         try:
@@ -234,7 +247,7 @@ class AdapterStore:
         return []
 
     def wait(self, seconds: float) -> None:
-        """Until something has come, or so long."""
+        """Waits until the upload has come, but at most `seconds`; returns at once if there is none."""
         wait([] if self._upload is None else [self._upload.job], seconds)
 
     def shutdown(self) -> None:

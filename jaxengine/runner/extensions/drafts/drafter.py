@@ -105,7 +105,7 @@ class Drafter(StageExtension):
     def before_forward(
         self, bucket: Bucket, params: Sequence[Any], state: DeviceState, message: jax.Array
     ) -> Drafts | None:
-        """Dispatches what is done before a bucket's forward pass; the drafts of a wide one."""
+        """Dispatches what is done before a bucket's forward pass; returns the drafts of a wide one, else None."""
         self._newest = bucket, message
         if ("before", bucket) not in self._compiled:
             return None

@@ -66,8 +66,11 @@ class DraftHeadSpec(DraftSpec):
 
 
 def make_follow(spec: DraftHeadSpec) -> Callable:
-    """Runs the head over a step whose tokens have been chosen: (HeadWeights, HeadState, DeviceState as the sampler left
-    it, SampledRows, hidden states [T, F], message) -> HeadState."""
+    """Makes the program that runs the head over a step whose tokens have been chosen.
+
+    It is (HeadWeights, HeadState, DeviceState as the sampler left it, SampledRows, hidden states [T, F], message) ->
+    HeadState.
+    """
 
     def follow(
         weights: HeadWeights,
@@ -104,10 +107,11 @@ def make_follow(spec: DraftHeadSpec) -> Callable:
 
 
 def make_head_draft(spec: DraftHeadSpec) -> Callable:
-    """Guesses the tokens behind each row's last one: (HeadWeights, HeadState, DeviceState as it is before the step,
-    message) -> (HeadState, Drafts of S rows, spec.width - 1 of each).
+    """Makes the program that guesses the tokens behind each row's last one with the head.
 
-    The keys and values of these guesses are of the head's own hidden states; `follow` writes them again.
+    It is (HeadWeights, HeadState, DeviceState as it is before the step, message) -> (HeadState, Drafts of S rows,
+    spec.width - 1 of each). The keys and values of these guesses are of the head's own hidden states; `follow` writes
+    them again.
     """
 
     def draft(

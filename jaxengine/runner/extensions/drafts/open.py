@@ -35,7 +35,10 @@ class OpenedDraft(NamedTuple):
 
 
 def settle_draft(config: EngineConfig, model: ModelConfig) -> EngineConfig:
-    """The config with its draft model or head on this machine, if it names one. Raises as `open_draft`."""
+    """The config with its draft model or head on this machine, if it names one.
+
+    Raises as `open_draft`, and ConfigError for other streams than the head's.
+    """
     chosen = config.speculative_config
     if chosen is None or chosen.method not in STORED:
         return config
@@ -127,7 +130,10 @@ def open_drafting(source: ModelSource, config: ResolvedConfig, layout: MeshLayou
 
 
 def _as_read(head: ModelSource, model: WeightSource | None) -> ModelSource:
-    """A head with its weights as Eagle3 names them; model: of the weights that it may share."""
+    """A head with its weights as Eagle3 names them; model: of the weights that it may share.
+
+    Raises ModelFileError; the head is closed then.
+    """
     if head.weights is None:
         return head
     assert isinstance(head.config, Eagle3Config) and not isinstance(head.weights, Path)

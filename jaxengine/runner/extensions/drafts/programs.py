@@ -35,7 +35,7 @@ from jaxengine.sharding.rules import part_bytes, part_shape
 
 
 class DraftPrograms:
-    """Of one draft model, for the steps of one model on one mesh.
+    """The programs of one draft model, for the steps of one model on one mesh.
 
     Attributes:
       model: the draft model, abstract.
@@ -78,14 +78,14 @@ class DraftPrograms:
 
     def before(self, bucket: Bucket, weights: Any, kept: Any) -> Program | None:
         """What runs before a bucket's forward pass: (weights, kept, DeviceState, message) -> kept, and of a wide one
-        (kept, Drafts)."""
+        (kept, Drafts). None where nothing does."""
         if bucket.width == 1:
             return self._program(f"draft's {bucket}", make_extend(self._spec(bucket)), bucket, weights, kept)
         return self._drafting(bucket, make_draft(self._spec(bucket)), weights, kept)
 
     def after(self, bucket: Bucket, weights: Any, kept: Any) -> Program | None:
         """What runs when a bucket's tokens have been chosen: (weights, kept, DeviceState, SampledRows, hidden states,
-        message) -> kept."""
+        message) -> kept. None where nothing does."""
         return None
 
     def _spec(self, bucket: Bucket) -> Any:
@@ -115,7 +115,7 @@ class DraftPrograms:
 
 
 class HeadPrograms(DraftPrograms):
-    """Of a head that reads the model's hidden states, for the steps of one model on one mesh."""
+    """The programs of a head that reads the model's hidden states, for the steps of one model on one mesh."""
 
     def __init__(self, model: Any, target: StepPrograms, config: ResolvedConfig):
         super().__init__(model, target, config)

@@ -139,7 +139,10 @@ class DraftsExtension(DeviceExtension):
         return DraftRows(rows(num_rows, np.int32, width - 1), rows(num_rows, np.int32), flag, flag)
 
     def fill_tokens(self, step: ForwardPass) -> ForwardPass | None:
-        """Drafts after each row's last token, where the message has none."""
+        """The pass with a token id in the place of every -1: each row's last token, and behind it the row's drafts.
+
+        None where the message has all drafts, or rows have none; then others fill in the last tokens.
+        """
         if (drafts := self._drafts(step)) is None:
             return None
         assert step.last_token is not None
@@ -237,10 +240,11 @@ def verifier(width: int) -> str:
 
 
 def make_verify(spec: EpilogueSpec) -> Callable:
-    """Chooses a token at every position of every row, and keeps those after drafts that were right: (SlotState,
-    TokenState, SamplingState, SampledRows, logits f32[S * W, V / n]) -> (SlotState, TokenState, VerifyOutput).
+    """Makes the epilogue that chooses a token at every position of every row, and keeps those after drafts that were
+    right.
 
-    What a row has computed after its first wrong draft is as if it had not been, and is written again.
+    It is (SlotState, TokenState, SamplingState, SampledRows, logits f32[S * W, V / n]) -> (SlotState, TokenState,
+    VerifyOutput). What a row has computed after its first wrong draft is as if it had not been, and is written again.
     """
 
     def verify_rows(

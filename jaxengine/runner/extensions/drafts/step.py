@@ -86,8 +86,10 @@ class Rows(NamedTuple):
 
 
 def make_extend(spec: DraftSpec) -> Callable:
-    """Writes the draft model's keys and values of a step's tokens: (params: list of arrays, its pool, DeviceState as it
-    is before the step, message) -> its pool."""
+    """Makes the program that writes the draft model's keys and values of a step's tokens.
+
+    It is (params: list of arrays, its pool, DeviceState as it is before the step, message) -> its pool.
+    """
 
     def extend(params: list[jax.Array], kv: KVPages, state: DeviceState, message: jax.Array) -> KVPages:
         assert state.tokens is not None
@@ -99,11 +101,11 @@ def make_extend(spec: DraftSpec) -> Callable:
 
 
 def make_draft(spec: DraftSpec) -> Callable:
-    """Guesses the tokens behind each row's last one: (params: list of arrays, its pool, DeviceState as it is before the
-    step, message) -> (its pool, Drafts of S rows, spec.width - 1 of each).
+    """Makes the program that guesses the tokens behind each row's last one.
 
-    Each pass takes one token of every row and draws the next. The last draft's keys and values are written too, for
-    all may turn out to be right.
+    It is (params: list of arrays, its pool, DeviceState as it is before the step, message) -> (its pool, Drafts of S
+    rows, spec.width - 1 of each). Each pass takes one token of every row and draws the next. The last draft's keys and
+    values are written too, for all may turn out to be right.
     """
 
     def draft(params: list[jax.Array], kv: KVPages, state: DeviceState, message: jax.Array) -> tuple[KVPages, Drafts]:

@@ -84,7 +84,10 @@ class EncoderLayout:
         return tuple(sorted(sizes))
 
     def pack(self, encodes: Sequence[Sequence[Encode]]) -> EncoderInput:
-        """The message of each rank's pictures, in the smallest size that holds them."""
+        """The messages of each rank's pictures, in the smallest size that holds them.
+
+        A rank's pictures may have at most max_patches patches.
+        """
         shares = [share for own in encodes for share in self._shares(own)]
         most = max(sum(each.item.num_patches for each in share) for share in shares)
         size = next(size for size in self.sizes if size >= most)
@@ -108,7 +111,7 @@ class EncoderLayout:
         return EncoderInput(patches, columns, targets.reshape(self.num_ranks, -1))
 
     def place(self, placed: Sequence[Sequence[Encode]]) -> Iterator[PlaceInput]:
-        """The messages of each rank's embeddings that came as such."""
+        """Yields the messages of each rank's embeddings that came as such, `num_placed` rows at a time."""
         rows = [[row for each in own for row in each.rows.tolist()] for own in placed]
         values = [[row for each in own for row in each.item.patches[each.item.rows]] for own in placed]
         for first in range(0, max(map(len, rows)), max(1, self.num_placed)):
@@ -133,7 +136,8 @@ class EncoderLayout:
 
 
 def make_encode(graph: nnx.GraphDef, params_tree: Any, *, parts: int) -> Callable:
-    """(params: list of arrays, pool [N, E], message) -> the pool with the embeddings of the message's pictures.
+    """Makes the program that encodes: (params: list of arrays, pool [N, E], message) -> the pool with the new
+    embeddings.
 
     parts: as EncoderLayout's; devices then gather what each has made.
     """

@@ -20,7 +20,7 @@ _RANKS, _PICTURES = logical_to_spec(("batch",)), logical_to_spec(("pictures",))
 
 
 class EncoderPrograms:
-    """Of the first stage of a model that sees.
+    """The encoder's programs, of the first stage of a model that sees.
 
     Attributes:
       layout: the sizes of calls and their messages.
@@ -36,15 +36,16 @@ class EncoderPrograms:
         self.rows = shape_on(mesh, (layout.num_ranks * layout.num_rows, size), dtype, _RANKS)
 
     def name(self, size: int) -> str:
-        """Of the program of a size, one of EncoderLayout.programs."""
+        """The name of the program of a size, one of EncoderLayout.programs."""
         return f"place {self.layout.num_placed} embeddings" if size == PLACE else f"encode {size} patches"
 
     def program(self, size: int, params: Sequence[Any]) -> Program:
-        """That of EncoderLayout.programs."""
+        """The program of a size, one of EncoderLayout.programs. params: the model's leaves, arrays or shapes."""
         return self.place() if size == PLACE else self.encode(size, params)
 
     def encode(self, size: int, params: Sequence[Any]) -> Program:
-        """Pictures of up to `size` patches on a device: (params, rows, the fields of an EncoderInput) -> rows."""
+        """The program that encodes up to `size` patches on a device: (params, rows, the fields of an EncoderInput) ->
+        rows."""
         layout, tower, mesh = self.layout, self.layout.tower, self._mesh
         count, places = layout.num_ranks * layout.parts, _PICTURES if layout.parts > 1 else _RANKS
         message = (
@@ -56,7 +57,7 @@ class EncoderPrograms:
         return program_on(mesh, self.name(size), self._encode, arguments, self.rows, (1,))
 
     def place(self) -> Program:
-        """Embeddings as they came: (rows, the fields of a PlaceInput) -> rows."""
+        """The program that takes embeddings as they came: (rows, the fields of a PlaceInput) -> rows."""
         layout, mesh = self.layout, self._mesh
         shape = layout.num_ranks, layout.num_placed
         message = (

@@ -146,5 +146,6 @@ class PictureEncoder(HostExtension):
             pool.place(message)
 
     def set_rope_deltas(self, slots: list[int], deltas: list[int]) -> None:
-        """Sets each slot's M-RoPE delta: mrope_position - position for tokens after the prompt."""
+        """Sets each slot's M-RoPE delta: what its tokens' M-RoPE positions after the prompt are more than their
+        positions."""
         self.runner.set_column(DELTAS, self._known, slots, deltas)
