@@ -32,7 +32,7 @@ def sigmoid_experts(fields: ConfigFields) -> ExpertsConfig:
     """Experts in DeepSeek-V3's words: sigmoid scores with a correction bias, groups, shared experts
     and dense layers first. Raises ModelConfigError."""
     for name, value in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
-        if fields.text(name, value) not in ("sigmoid", "noaux_tc"):
+        if fields.text(name, value) not in ("sigmoid", "noaux_tc"):  # dots.llm1 gives noaux_tc for both
             raise fields.fail(name, f"{value!r} or absent")
     size = fields.integer("moe_intermediate_size")
     first = min(fields.integer("first_k_dense_replace", 0, minimum=0), fields.integer("num_hidden_layers"))
