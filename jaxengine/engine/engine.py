@@ -58,7 +58,7 @@ class Engine:
         return (self.scheduler.num_unfinished > 0 and not self.scheduler.paused) or bool(self._in_flight)
 
     def queue(self, requests: Sequence[Request]) -> None:
-        """Queues the requests that one caller's became. Raises RequestError, and none of them is queued then."""
+        """Queues the requests that one caller's became. Raises RequestError, and none of them goes on then."""
         added = []
         try:
             for request in requests:
@@ -84,13 +84,19 @@ class Engine:
     def record_finish(
         self, request: Request, reason: FinishReason | None = None, num_output: int | None = None
     ) -> None:
-        """Counts the end of a request of `uncounted` as its caller saw it; by default as it ended, with all tokens."""
+        """Counts the end of a request of `uncounted` as its caller saw it; ignores any other request.
+
+        reason, num_output: its end and its tokens for the caller; None: as it ended, and all of them.
+        """
         if request in self.uncounted:
             self.uncounted.remove(request)
             self.stats.count_undelivered(self.request_stats.observe_end(request, reason, num_output))
 
     def step(self) -> EngineOutput:
-        """Dispatches the next step; collects the oldest in flight once there are enough of them, or none to add."""
+        """Dispatches the next step; collects the oldest in flight once there are enough of them, or none to add.
+
+        Returns what has come of that. Waits for the device where it collects, and shortly if there is nothing to do.
+        """
         with self.runner.compiles.watch():
             output = EngineOutput()
             for each in self._active:
