@@ -27,7 +27,7 @@ class RequestOptions:
 
     Attributes:
       priority: smaller runs first, a 64-bit int; needs scheduling_policy="priority".
-      timeout: seconds after arrival at which the request is aborted.
+      timeout: seconds after arrival at which the request is aborted; None for no limit.
       client: name of the client; needs scheduling_policy="fair". None for all clients without a name.
       arrival: time of arrival, in seconds of this machine's time.monotonic; default: when the options are created.
       lora: name of a loaded adapter; needs enable_lora. None for the base model.

@@ -122,7 +122,7 @@ class Pictures(LoopExtension):
         return True
 
     def _describe_cache(self) -> dict[str, Any]:
-        """Returns where pictures made ready are kept (EncoderOptions.mm_cache_placement), and `engine_bytes`, kept here.
+        """Returns where pictures made ready are kept (EncoderOptions.mm_cache_placement), and the bytes kept here.
 
         A server's engine process answers for its API processes too.
         """
