@@ -132,8 +132,8 @@ def write_tokens(history: jax.Array, slots: jax.Array, positions: jax.Array, tok
 
 
 def _two_at_least(num_slots: int, slots: jax.Array, *others: jax.Array) -> list[jax.Array]:
-    """What is to be scattered, i32[S] each, with a row of no slot behind a single one: XLA CPU copies the whole operand
-    of a one-row scatter."""
+    """The arguments of a scatter, i32[S] each, with a row of no slot behind a single one: XLA CPU copies the whole
+    operand of a one-row scatter."""
     if slots.shape[0] > 1:
         return [slots, *others]
     return [jnp.pad(slots, (0, 1), constant_values=num_slots), *(jnp.pad(other, (0, 1)) for other in others)]
