@@ -101,6 +101,8 @@ class _Metadata:
 def build_tokenizer(values: Mapping[str, Any], path: str) -> Tokenizer:
     """Builds the tokenizer of a GGUF file, including special tokens and the BOS/EOS that it asks for.
 
+    values: the file's metadata by key. path: of the file, for errors.
+
     Raises ModelFileError for metadata that is incomplete, contradictory, or names an unknown model or pre-tokenizer.
     """
     metadata = _Metadata(values, path)
@@ -160,7 +162,7 @@ def special_tokens(values: Mapping[str, Any], path: str) -> SpecialTokens:
 
 
 def chat_template_of(values: Mapping[str, Any], path: str) -> str | None:
-    """The file's chat template, Jinja source, or None."""
+    """The file's chat template, Jinja source, or None if it has none. Raises ModelFileError if it is not a text."""
     template = values.get("tokenizer.chat_template")
     if template is not None and type(template) is not str:
         raise ModelFileError(path, f"must be a text, got {type(template).__name__}", "tokenizer.chat_template")
