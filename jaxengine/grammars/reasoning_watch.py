@@ -103,7 +103,7 @@ class ReasoningWatch:
         return words
 
     def read(self, token_id: int) -> Sequence[int] | None:
-        """Takes the next token; returns None while the reasoning goes on, else the tokens that the grammar begins with."""
+        """Takes a token; returns None while the reasoning goes on, else the tokens that the grammar begins with."""
         data = self._vocabulary.text_bytes(token_id)
         if self._num_begun < len(self._begin):
             if token_id == self._begin[self._num_begun]:

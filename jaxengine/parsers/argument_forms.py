@@ -41,7 +41,9 @@ class ArgumentForm:
         return types_at(self.document, self.places[name])
 
     def texts(self, name: str) -> list[str]:
-        """Values that the schema of a parameter lists; [] if it lists none, or others than texts."""
+        """Values that the schema of a parameter lists; [] if it lists none. Lists that have others than texts do not
+        count.
+        """
         texts: list[str] | None = None
         for place in self.places[name]:
             for each in self.document.applicable(place, always=True):

@@ -104,7 +104,7 @@ GLM45 = ParameterWords(
 def grammar(calls: CallGrammar, words: ParameterWords) -> Iterator[str]:
     """Yields rules, with the top rule `calls`. Arguments have the order of their schema.
 
-    A string is only constrained if its schema lists values.
+    A string is only constrained if its schema lists values. Raises ValueError as `argument_forms`.
     """
     line = literal("\n") if words.lines else ""
     forms = [(name, form) for name, schema in calls.functions.items() for form in argument_forms(schema)]

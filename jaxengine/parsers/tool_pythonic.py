@@ -40,7 +40,7 @@ OLMO3 = "<function_calls>", "</function_calls>"
 def grammar(calls: CallGrammar, words: tuple[str, str] = ("", ""), brackets: bool = True) -> Iterator[str]:
     """Yields rules, with the top rule `calls`. Arguments have the order of their schema; values are written as JSON.
 
-    Raises ValueError for a name that is not a Python identifier.
+    Raises ValueError for a name that is not a Python identifier, and as `argument_forms`.
     """
     for name in calls.functions:
         if not all(part.isidentifier() for part in name.split(".")):
