@@ -76,7 +76,10 @@ class Engine:
         self.extensions.queued(requests)
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """Ends a request at once, in whatever state it is."""
+        """Ends a request at once, in whatever state it is; ignores one that has ended.
+
+        stop_reason: the stop string or token that was met, or a detail of the reason; None without one.
+        """
         if request.status is not RequestStatus.FINISHED:
             self.scheduler.finish(request, reason, stop_reason)
             self._ended(request)

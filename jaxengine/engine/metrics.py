@@ -114,7 +114,7 @@ class Metrics:
         return [{"kind": type(each).__name__.lower(), **dataclasses.asdict(each)} for each in self.collect()]
 
     def throughput(self) -> tuple[float, float]:
-        """Prompt and generated tokens a second over the last ten seconds."""
+        """Prompt tokens a second and generated tokens a second, over the last ten seconds."""
         now, prompt, generated = self._now()
         before = self._samples[0]
         for sample in self._samples:

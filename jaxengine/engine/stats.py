@@ -210,8 +210,8 @@ class RequestStats:
     def observe_end(self, request: Request, reason: FinishReason | None = None, num_output: int | None = None) -> int:
         """Takes in the end of a request as its caller saw it; returns how many of its tokens the caller did not get.
 
-        reason, num_output: default as the request has them. The histograms of how long requests took leave out those
-        that never began.
+        reason, num_output: its end and its tokens for the caller; None as the request has them. The histograms of how
+        long requests took leave out those that never began.
         """
         reason, num_known = reason or request.finish_reason, min(len(request.output_token_ids), request.max_tokens)
         num_output = num_known if num_output is None else num_output

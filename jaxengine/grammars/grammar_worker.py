@@ -135,7 +135,7 @@ class GrammarWorker:
             self._open(key)
 
     def advance(self, key: int, *token_ids: int, guess: Sequence[int] = ()) -> None:
-        """Tells that a sequence, whose mask has come, took tokens; the next mask is due then. Does not wait.
+        """Takes note of tokens that a sequence, whose mask has come, took; the next mask is due then. Does not wait.
 
         guess: tokens that may follow these; the masks behind them are made with it.
         """
@@ -277,7 +277,8 @@ class GrammarWorker:
     def _lose(self) -> None:
         """Replaces a process that has ended by itself, or was killed by others.
 
-        A sequence that one works on as it ends for the second time has done it, and fails.
+        A sequence that processes worked on when they ended, for the second time, fails. All sequences fail if several
+        processes in a row end before they are ready.
         """
         if not self._is_ready:
             self._num_lost_starts += 1

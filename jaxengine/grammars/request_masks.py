@@ -170,7 +170,7 @@ class RequestMasks:
             self._go_on(request, token_id, guess)
 
     def _look_on(self, request: Request, first: np.ndarray | None) -> None:
-        """Notes what may come of a request that reasons, or is FREE. first: its grammar's first mask."""
+        """Notes what may come of a request that reasons, or is FREE. first: its grammar's first mask; None if FREE."""
         watch = self._watches.get(request)
         if watch is None:
             self._known[request] = _Known((), None, num_free=UNLIMITED)
@@ -276,8 +276,8 @@ class RequestMasks:
         return rest[: min(most, len(rest) - known.is_end)] if rest else None
 
     def _place(self, request: Request, num_output: int) -> int:
-        """How many tokens behind those that the request has got num_output tokens of output are, drafts that will not
-        come left out.
+        """How many tokens an output of num_output tokens has beyond those that the request has got, without drafts that
+        will not come.
         """
         return num_output - self._num_tokens[request] - (self._surplus.get(request) or 0)
 

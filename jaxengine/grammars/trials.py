@@ -178,8 +178,8 @@ class GrammarTrials:
     def _lose(self, trial: _Trial, reason: str | None = None) -> None:
         """Ends a trial whose process has ended by itself, or has to for a reason, and decides about its grammar.
 
-        It is refused for the reason, or if a process has ended at it for the second time, and otherwise tried again. A
-        process that does not start says nothing of it: its verdict is that it can be used.
+        The grammar is refused for the reason, or if a process has ended at it for the second time; otherwise it is
+        tried again. If the process has never been ready, the verdict is that the grammar can be used.
         """
         self._end(trial)
         candidate = trial.candidate

@@ -70,7 +70,10 @@ def argument_forms(function: Schema) -> list[ArgumentForm]:
 def _forms(
     document: SchemaDocument, place: Place, known: dict[int, list[ArgumentForm]], depth: int
 ) -> list[ArgumentForm]:
-    """Forms of one schema. known: forms by the id of their schema; one that contains itself adds nothing there."""
+    """Forms of one schema. known: forms by the id of their schema; one that contains itself adds nothing there.
+
+    Raises as `argument_forms`.
+    """
     schema = place.schema
     if not isinstance(schema, Mapping):
         return [ArgumentForm(document)]

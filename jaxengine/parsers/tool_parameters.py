@@ -314,7 +314,7 @@ class ParameterToolParser(StateParser):
         self._state = self._in_value
 
     def _name_and_types(self) -> tuple[str, frozenset[str] | None]:
-        """The name of the current parameter, and the types that the format states of its value, if any."""
+        """The name of the current parameter, and the JSON types that the format states of its value; None if none."""
         name, _, says_string = "".join(self._word).strip().partition(_SAYS_STRING)
         if not self._words.says_string:
             return "".join(self._word).strip(), None

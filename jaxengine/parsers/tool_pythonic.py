@@ -62,7 +62,7 @@ def starts(name: str, words: tuple[str, str], brackets: bool = True) -> Iterator
 
 def _keywords(calls: CallGrammar, at: int, form: ArgumentForm) -> Iterator[str]:
     """Yields rules first_<at>_<n>, arguments from the n-th on of which none was written before, and rest_<at>_<n>, the
-    same with a comma before them.
+    same with a comma before them. Raises ValueError for a name that is not a Python identifier.
     """
     for number, name in enumerate(form.places):
         if not name.isidentifier():

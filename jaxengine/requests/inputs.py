@@ -341,7 +341,8 @@ class InputProcessor:
     def _tokenize_bad_words(self, params: SamplingParams) -> list[list[int]]:
         """Token ids of each bad word, at the start of a text and after a space, unless the latter ends with the former.
 
-        vLLM drops the latter if it has a different number of tokens, which would allow the word after a space.
+        vLLM drops the latter if it has a different number of tokens, which would allow the word after a space. Raises
+        RequestError for a blank word, and for too many tokens.
         """
         if not params.bad_words:
             return []

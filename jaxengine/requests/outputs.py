@@ -36,7 +36,8 @@ def position_logprobs(
 ) -> PositionLogprobs:
     """Logprobs of one position: the chosen token and the `num_logprobs` likeliest (-1: all given), k or k + 1 entries.
 
-    top_ids and top_logprobs are sorted, likeliest first, and may be longer than requested.
+    top_ids and top_logprobs are sorted, likeliest first, and may be longer than requested. decode: gives a token's
+    text; None leaves decoded_token None.
     """
     count = len(top_ids) if num_logprobs == -1 else num_logprobs
     best = zip(top_ids[:count], top_logprobs[:count], strict=True)

@@ -90,7 +90,8 @@ def sample(
     temperature and truncation included. assumed i32[S, k]: output tokens of each row that `token_counts` does not have
     yet, -1 for none. only i32[S]: where it is >= 0 the one token that a row may have, whatever its slot's mask says.
     is_guided bool[S]: rows with masks of their own, those behind the slots' in their order. process: logits processors
-    of a user's own, which run between bias and penalties where `flags.features` has one of them.
+    of a user's own, which run between bias and penalties where `flags.features` has one of them. Each of these four may
+    be None: no row has any.
     """
     rows = RowParams(
         *(

@@ -57,7 +57,7 @@ class SamplingState(NamedTuple):
 
 
 def init_state(max_num_seqs: int, vocab_size: int, num_masks: int | None = None) -> SamplingState:
-    """Every slot greedy and neutral: R = max_num_seqs rows, 4 * V + V / 8 bytes each; num_masks: M, at least R."""
+    """Every slot greedy and neutral: R = max_num_seqs rows, 4 * V + V / 8 bytes each; num_masks: M >= R, None for R."""
     return SamplingState(
         RowParams(*(jnp.full(max_num_seqs, value, value.dtype) for value in NEUTRAL)),
         logit_bias=jnp.zeros((max_num_seqs, vocab_size), jnp.float32),

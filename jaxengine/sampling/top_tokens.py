@@ -130,7 +130,7 @@ def _of_all_parts(logits: jax.Array, values: jax.Array, ids: jax.Array) -> tuple
 
 
 def _sorted_top(x: jax.Array, num_top: int) -> tuple[jax.Array, jax.Array]:
-    """The best values and their columns by a stable sort of the row."""
+    """The `num_top` best values of each row, best first, and their columns, i32, by a stable sort of the row."""
     columns = jnp.argsort(x, axis=1, descending=True, stable=True)[:, :num_top].astype(jnp.int32)
     return jnp.take_along_axis(x, columns, axis=1), columns
 
@@ -155,8 +155,8 @@ def _blockwise_best(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _best_blocks(logits: jax.Array, num_top: int) -> tuple[int, jax.Array | None]:
-    """(block size, the `num_top` blocks of the greatest maxima i32[S, num_top]); None where `num_top` is so large
-    a part of the vocabulary that blocks would not help.
+    """(block size, the `num_top` blocks of the greatest maxima i32[S, num_top]); None for the latter where `num_top`
+    is so large a part of the vocabulary that blocks would not help.
 
     Among blocks of equal maxima the first ones count, so that they hold the first ones of equal tokens as well. XLA
     CPU's top_k keeps that order only while it is asked for a small part of the row.

@@ -170,7 +170,9 @@ def chat_template_of(values: Mapping[str, Any], path: str) -> str | None:
 
 
 def _byte_level_bpe(metadata: _Metadata, vocabulary: dict[str, int]) -> tuple[Tokenizer, bool]:
-    """Builds a byte-level BPE tokenizer; returns it, and whether texts begin with BOS by default."""
+    """Builds a byte-level BPE tokenizer; returns it, and whether texts begin with BOS by default. Raises
+    ModelFileError.
+    """
     pre = metadata.get("pre", str, "default")
     if pre not in PRE_TOKENIZERS:
         raise metadata.fail(f"pre-tokenizer {pre!r} is not supported; supported: {', '.join(PRE_TOKENIZERS)}", "pre")
@@ -192,7 +194,7 @@ def _byte_level_bpe(metadata: _Metadata, vocabulary: dict[str, int]) -> tuple[To
 
 
 def _sentencepiece_bpe(metadata: _Metadata, vocabulary: dict[str, int], types: np.ndarray) -> Tokenizer:
-    """Builds a SentencePiece BPE tokenizer.
+    """Builds a SentencePiece BPE tokenizer. types: of each token, see NORMAL and the following. Raises ModelFileError.
 
     SentencePiece merges the neighbours whose union has the best score; the equivalent merges are all splits of each
     piece, sorted by score.

@@ -34,7 +34,8 @@ class WeightOrders:
     def read_weights(self, path: str, version: Version | None, mode: PauseMode, kv: KVMode, strict: bool) -> int:
         """Begins to read a folder on a thread; returns the number by which `weights_are_read` knows it.
 
-        Raises RequestError for an argument that is not allowed, and while MAX_READS others were read and not used.
+        Raises RequestError for an argument that is not allowed, and for more than MAX_READS that are being read, or are
+        read and neither used nor forgotten.
         """
         self._weights.check(version, mode, kv)
         if len(self._reads) >= MAX_READS:
