@@ -76,10 +76,7 @@ class Engine:
         self.extensions.queued(requests)
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """Ends a request at once, in whatever state it is; ignores one that has ended.
-
-        stop_reason: the stop string or token that was met, or a detail of the reason; None without one.
-        """
+        """Ends a request at once, in whatever state it is; ignores one that has ended. stop_reason: what it met."""
         if request.status is not RequestStatus.FINISHED:
             self.scheduler.finish(request, reason, stop_reason)
             self._ended(request)
@@ -87,19 +84,13 @@ class Engine:
     def record_finish(
         self, request: Request, reason: FinishReason | None = None, num_output: int | None = None
     ) -> None:
-        """Counts the end of a request of `uncounted` as its caller saw it; ignores any other request.
-
-        reason, num_output: its end and its tokens for the caller; None: as it ended, and all of them.
-        """
+        """Counts the end of a request of `uncounted` as its caller saw it; None: as it ended, with all its tokens."""
         if request in self.uncounted:
             self.uncounted.remove(request)
             self.stats.count_undelivered(self.request_stats.observe_end(request, reason, num_output))
 
     def step(self) -> EngineOutput:
-        """Dispatches the next step; collects the oldest in flight once there are enough of them, or none to add.
-
-        Returns what has come of that. Waits for the device where it collects, and shortly if there is nothing to do.
-        """
+        """Dispatches the next step, waits for the oldest if enough are in flight or none is added; returns the news."""
         with self.runner.compiles.watch():
             output = EngineOutput()
             for each in self._active:
