@@ -105,7 +105,7 @@ class EngineCore:
 
     @property
     def utilities(self) -> dict[str, Callable[..., Any]]:
-        """What an operator may call between two steps, by name; arguments and results are plain JSON values."""
+        """Functions an operator may call between two steps, by name; arguments and results are plain JSON values."""
         return {
             "reset_prefix_cache": self._reset_prefix_cache,
             "metrics": self.metrics.snapshot,
@@ -187,7 +187,7 @@ class EngineCore:
         return rejected
 
     def text_spans(self) -> list[tuple[float, float, int]]:
-        """When text was made of tokens here: (start, end, outputs), seconds of time.monotonic, the last ones."""
+        """The latest periods in which tokens were made text here: (start, end, outputs), seconds of time.monotonic."""
         return list(self._processor.spans)
 
     def _reset_prefix_cache(self) -> bool:

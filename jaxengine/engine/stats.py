@@ -34,7 +34,7 @@ N_BOUNDS = (1, 2, 5, 10, 20)
 
 
 def bounds_up_to(most: int) -> tuple[int, ...]:
-    """1, 2, 5, 10, 20, 50, ... as far as `most`."""
+    """The bounds 1, 2, 5, 10, 20, 50, ... as far as `most`."""
     steps = (digit * 10**power for power in range(len(str(most))) for digit in (1, 2, 5))
     return tuple(step for step in steps if step <= most)
 

@@ -232,8 +232,8 @@ class RequestMasks:
                 worker.close(key)
 
     def row(self, request: Request, num_output: int) -> np.ndarray | None:
-        """i32[num_words]: what the request may take behind so many tokens of output, where that is known; None for
-        every token."""
+        """The mask i32[num_words] of what the request may take behind num_output tokens of output, where that is known
+        (`has`); None for every token."""
         known = self._known[request]
         rest = known.forced[max(0, self._place(request, num_output)) :]
         return self._only(rest[0]) if rest else known.words
@@ -265,7 +265,7 @@ class RequestMasks:
         return known.tells(place) and not (place and request.params.has_long_bad_words)
 
     def forced(self, request: Request, num_output: int, most: int) -> Sequence[int] | None:
-        """The tokens, at most so many, that must stand behind num_output of output, as far as it is known what may
+        """The tokens, at most `most`, that must stand behind num_output tokens of output, as far as is known what may
         stand behind each: what a step can be given before they are sampled. None where guesses may stand there."""
         if request.params.has_long_bad_words or request in self._watches or _is_free(request):
             return ()

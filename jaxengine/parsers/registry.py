@@ -108,20 +108,20 @@ class ReasoningFormat(Protocol):
         ...
 
     def waits_for(self, prompt: str, continued: str = "") -> dict[str, Any]:
-        """The fields reasoning_end and reasoning_begin of structured_outputs for an output as of `open`; {} without
-        reasoning.
+        """The fields reasoning_end and reasoning_begin of structured_outputs for such an output as in `open`; {}
+        without reasoning.
         """
         ...
 
     def answers_after(self, prompt: str, continued: str = "", *, calls: bool = True) -> dict[str, Any] | None:
-        """The fields of stop_after for an output as of `open`; None if all of it is the answer.
+        """The fields of stop_after for such an output as in `open`; None if all of it is the answer.
 
         calls: whether a parser of the model's own tool calls follows.
         """
         ...
 
     def limited_by(self, prompt: str, continued: str = "") -> dict[str, Any] | None:
-        """The fields of thinking_words for an output as of `open`; None if it has no reasoning to limit."""
+        """The fields of thinking_words for such an output as in `open`; None if it has no reasoning to limit."""
         ...
 
 

@@ -119,7 +119,7 @@ def draw_keys(seeds: jax.Array, positions: jax.Array) -> jax.Array:
 
 
 def draw(logits: jax.Array, best: jax.Array, kept_from: jax.Array, temperature: jax.Array, keys: jax.Array):
-    """One token per row from softmax(logits / temperature) over the logits >= kept_from, by keys u32[S, 2]. i32[S].
+    """One token per row, i32[S], from softmax(logits / temperature) over the logits >= kept_from, by keys u32[S, 2].
 
     The best of logits / temperature plus Gumbel noise, of which every token has its own (Gumbel 1954). Never a token of
     probability 0 or outside the vocabulary. Rows with NaN give any number.
