@@ -100,7 +100,7 @@ class SchemaDocument:
 
     def applicable(self, place: Place, always: bool = False) -> Iterator[Place]:
         """Yields the schemas that may apply to the same value as `place`, itself first: by reference, as alternatives
-        or in addition. References without a target are skipped.
+        or in addition; at most _MAX_APPLICABLE. References without a target are skipped.
 
         always: only the schemas that apply in any case.
         """
@@ -155,7 +155,7 @@ def _joined(base: str, uri: str) -> str:
 
 
 def _pointed(place: Place, pointer: str) -> Place | None:
-    """Follows a JSON pointer; None if it points nowhere."""
+    """Follows a JSON pointer from a place; returns the place it points to, None if it points nowhere."""
     for step in pointer.split("/")[1:]:
         found, key = place.schema, step.replace("~1", "/").replace("~0", "~")
         if isinstance(found, Mapping) and key in found:

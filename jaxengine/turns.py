@@ -107,7 +107,9 @@ class FairThreads:
         self._lock = threading.Lock()
 
     def submit(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
-        """Calls `function` in the caller's context, at a turn of its OWNER; returns the future of its result.
+        """Has a thread call `function` in the caller's context, at a turn of its OWNER.
+
+        Returns the future of its result at once.
 
         A future that is cancelled before its turn leaves the line at once, with everything that it holds.
         """

@@ -109,7 +109,10 @@ class NotBuiltImportError(ModuleNotFoundError):
 
 
 def look_up(module: str) -> Callable[[str], Any]:
-    """Makes the `__getattr__` of a module of MODULES: imports a name from its home when it is first used."""
+    """Makes the `__getattr__` of a module of MODULES: imports a name from its home when it is first used.
+
+    It raises NotBuiltImportError for a name that vLLM has and this engine does not, AttributeError for another one.
+    """
     homes = _homes(module.removeprefix(f"{_ROOT}."))
 
     def find(name: str) -> Any:
@@ -174,7 +177,7 @@ def _homes(module: str) -> dict[str, str]:
 
 
 def _advice(name: str) -> str | None:
-    """The text of the longest row of NOT_BUILT that `name` is or begins with."""
+    """The text of the longest row of NOT_BUILT that `name` is or begins with; None if there is none."""
     parts = name.split(".")
     begins = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
     return next((NOT_BUILT[each] for each in begins if each in NOT_BUILT), None)

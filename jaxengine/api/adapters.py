@@ -17,7 +17,9 @@ _POLL_SECONDS = 0.01
 
 
 async def load_adapter(utility: Callable[..., Awaitable[Any]], name: str, path: str, number: int | None = None) -> None:
-    """Loads an adapter from a path on the engine's machine. Raises RequestError, with nothing changed.
+    """Loads an adapter from a path on the engine's machine, and waits until it is loaded.
+
+    Raises RequestError, with nothing changed, or EngineDeadError.
 
     utility: `EngineClient.utility`. number: the adapter's lora_int_id; None makes it an error that the adapter is
       already loaded.
@@ -28,9 +30,9 @@ async def load_adapter(utility: Callable[..., Awaitable[Any]], name: str, path: 
 
 
 def load_first(core: EngineCore, lock: AbstractContextManager[Any], request: LoRARequest | None) -> str | None:
-    """Loads the request's adapter unless it is loaded, and returns its name. Files are read without holding `lock`.
+    """Loads the request's adapter unless it is loaded, and returns its name; None without a request.
 
-    Raises ModelFileError or RequestError, with nothing changed.
+    lock: guards `core`; files are read without holding it. Raises ModelFileError or RequestError, with nothing changed.
     """
     if request is None:
         return None

@@ -95,7 +95,8 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         """Makes an engine of `EngineArgs`, or of an EngineConfig. usage_context: for vLLM's statistics of usage, which
         are not collected here.
 
-        Raises ConfigError for other values of start_engine_loop and stat_loggers than the defaults.
+        Raises ConfigError for other values of start_engine_loop and stat_loggers than the defaults; otherwise the same
+        errors as `LLM`.
         """
         for name, value, only in (("start_engine_loop", start_engine_loop, True), ("stat_loggers", stat_loggers, None)):
             if value is not only:
@@ -134,15 +135,18 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
     ) -> AsyncIterator[RequestOutput]:
         """Yields outputs as `sampling_params.output_kind` specifies, until the request is finished.
 
-        Leaving the iteration early, or cancelling the task that runs it, aborts the request and frees its pages.
+        The request begins with the iteration, which also raises the errors. Leaving the iteration early, or cancelling
+        the task that runs it, aborts the request and frees its pages.
 
         Args:
+          sampling_params: None for the model's defaults.
+          request_id: None for a new one.
           priority, timeout, client: see `RequestOptions`.
           lora_request: the adapter to use; it is loaded unless it already is.
 
         Raises:
           RequestError: the request cannot be served; other requests are not affected.
-          EngineDeadError: the engine has failed.
+          EngineDeadError: the engine has failed or was shut down.
         """
         # A copy: the caller may change the fields for another request before the iteration begins.
         params = sampling_params.clone() if isinstance(sampling_params, SamplingParams) else sampling_params
@@ -153,13 +157,13 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         return outputs if lora_request is None else self._with_adapter(lora_request, outputs)
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Loads an adapter unless it is loaded. Raises RequestError, with nothing changed."""
+        """Loads an adapter unless it is loaded. Returns True. Raises RequestError, with nothing changed."""
         number = lora_request.lora_int_id
         await load_adapter(self.utility, lora_request.lora_name, lora_request.path, number)
         return True
 
     async def remove_lora(self, lora_int_id: int) -> bool:
-        """Closes the adapter with this number to new requests. Returns whether there is one."""
+        """Closes the adapter with this lora_int_id to new requests. Returns whether there was one."""
         for each in await self.utility("adapters"):
             if each["number"] == lora_int_id:
                 await self.utility("unload_adapter", each["name"])
@@ -167,7 +171,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         return False
 
     async def list_loras(self) -> set[int]:
-        """Numbers of the loaded adapters."""
+        """Returns the lora_int_id of each loaded adapter."""
         return {each["number"] for each in await self.utility("adapters")}
 
     async def reset_mm_cache(self) -> None:
@@ -200,7 +204,9 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         timeout: float | None = None,
         client: str | None = None,
     ) -> AsyncIterator[PoolingRequestOutput[PoolingOutput]]:
-        """Yields the one output of a request to a pooling model; otherwise as `generate`."""
+        """Yields the one output of a request to a pooling model; otherwise as `generate`. pooling_params: None for the
+        model's defaults.
+        """
         params = copy.copy(pooling_params)
         return self.pool(prompt, params, request_id, RequestOptions(priority, timeout, client))
 
@@ -256,7 +262,10 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
                     self._run_command(lambda: self._stop(reader, request_id))
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request; its stream yields a last output with finish_reason "abort"."""
+        """Ends a request; its stream yields a last output with finish_reason "abort".
+
+        Returns before the engine has done so. Ignores an unknown id. Raises EngineDeadError.
+        """
         self._run_command(lambda: self._abort(request_id))
 
     async def check_health(self) -> None:
@@ -266,11 +275,17 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
             raise self._dead
 
     async def utility(self, name: str, *arguments: Any) -> Any:
-        """Calls a function of `EngineCore.utilities` between two steps. Raises RequestError, EngineDeadError."""
+        """Calls a function of `EngineCore.utilities` between two steps; returns its result, a plain JSON value.
+
+        Raises RequestError for an unknown name, the function's own errors, and EngineDeadError.
+        """
         return await self.between_steps(lambda: self.core.utility(name, *arguments))
 
     async def between_steps(self, function: Callable[[], _T]) -> _T:
-        """Calls a function on the engine's thread; returns its result, or raises its error or EngineDeadError."""
+        """Calls a function on the engine's thread before its next step, and waits for it.
+
+        Returns the function's result, or raises its error or EngineDeadError.
+        """
         loop, future = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 
         def settle(method: Callable[[Any], None], value: Any) -> None:
@@ -305,7 +320,11 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         return self.core.metrics.collect()
 
     def shutdown(self, timeout: float | None = 10.0) -> None:
-        """Stops the engine; streams still open end with EngineDeadError. Does nothing in a fork of its process."""
+        """Stops the engine; streams still open end with EngineDeadError. Does nothing in a fork of its process.
+
+        timeout: seconds to wait for the engine's thread to end; None for no limit. The engine is shut down in either
+          case.
+        """
         if not self._core.owner.is_here:
             return
         self._closing = True
@@ -314,7 +333,10 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         self.core.shutdown()
 
     def _run_command(self, command: Callable[[], None]) -> None:
-        """Queues `command` for the engine's thread, which runs it before its next step."""
+        """Queues `command` for the engine's thread, which runs it before its next step; does not wait for it.
+
+        Raises EngineDeadError.
+        """
         self._core.check_process()
         with self._command_lock:
             if self._dead is not None:

@@ -59,7 +59,8 @@ class EngineCore:
     ):
         """devices: to take from, default all; or a mesh that says how to use which, with mesh_axes as `LLM` has it.
 
-        Raises ConfigError, ModelConfigError or ModelFileError, each saying what to change.
+        Raises ConfigError, ModelConfigError or ModelFileError, each saying what to change; ClusterError with several
+        nodes.
         """
         if config.nnodes > 1 and (devices is not None or mesh is not None):
             raise ConfigError("nnodes", config.nnodes, "1 beside devices or a mesh; it takes those of all processes")
@@ -90,7 +91,10 @@ class EngineCore:
         self._profiler = Profiler(None if profiler is None else profiler.profiler_dir)
 
     def shutdown(self, reason: str | None = None) -> None:
-        """Ends the engine and its other processes, if it has any; with a reason, as a failure. Nothing in a fork."""
+        """Ends the engine and its other processes, if it has any. Does nothing in a fork.
+
+        reason: why it has failed, which the other processes are told; None for an ordinary end.
+        """
         if not self.owner.is_here:
             return
         self.dead = self.dead or EngineDeadError("the engine was shut down")
@@ -101,7 +105,7 @@ class EngineCore:
 
     @property
     def utilities(self) -> dict[str, Callable[..., Any]]:
-        """What an operator may call between two steps, by name; arguments and results are plain JSON values."""
+        """Functions an operator may call between two steps, by name; arguments and results are plain JSON values."""
         return {
             "reset_prefix_cache": self._reset_prefix_cache,
             "metrics": self.metrics.snapshot,
@@ -115,7 +119,7 @@ class EngineCore:
         }
 
     def utility(self, name: str, *arguments: Any) -> Any:
-        """Calls one of them. Raises RequestError for a name that is not there."""
+        """Calls one of `utilities`. Raises RequestError for another name, and the function's own errors."""
         if name not in self.utilities:
             raise RequestError(f"there is no {name!r}; allowed: {', '.join(self.utilities)}", param="name", value=name)
         return self.utilities[name](*arguments)
@@ -137,7 +141,7 @@ class EngineCore:
             raise self.dead
 
     def add(self, prepared: PreparedRequest) -> None:
-        """Queues a prepared request; raises RequestError, and nothing has changed then, or as `check`."""
+        """Queues a prepared request. Raises RequestError, with nothing changed, or the same errors as `check`."""
         self.check()
         if prepared.request_id in self._processor:
             raise RequestError(
@@ -147,20 +151,23 @@ class EngineCore:
         self._processor.add(prepared)
 
     def abort(self, request_id: str) -> list[AnyOutput]:
-        """Ends a request and frees its pages; returns its last output, or nothing when there is no such request."""
+        """Ends a request and frees its pages; returns its last outputs, [] when there is no such request."""
         running = self._processor.running(request_id)
         for request in running:
             self.engine.finish(request, FinishReason.ABORT)
         return self._process(EngineOutput(finished=running))
 
     def step(self) -> list[AnyOutput]:
-        """Runs one step; returns the outputs it brought. `pop_rejected` returns the requests that ended without one."""
+        """Runs one step; returns the outputs it brought. `pop_rejected` returns the requests that ended without one.
+
+        Raises the same errors as `advance`.
+        """
         return self._process(self.advance())
 
     def advance(self) -> EngineOutput:
-        """Runs one step; returns its tokens, for who makes text of them elsewhere.
+        """Runs one step; returns its tokens, for a caller who makes text of them elsewhere.
 
-        What a failed step leaves behind nobody knows, device buffers among it: there is no step after it.
+        Raises EngineDeadError if it fails, and from then on: nobody knows in what state it leaves device buffers.
         """
         self.check()
         try:
@@ -173,12 +180,14 @@ class EngineCore:
         return output
 
     def pop_rejected(self) -> list[tuple[str, RequestError]]:
-        """Requests that `step` has found not to be servable since the last call, by id, and their callers' errors."""
+        """Returns the requests that `step` has found not to be servable since the last call: ids and their callers'
+        errors.
+        """
         rejected, self._rejected = self._rejected, []
         return rejected
 
     def text_spans(self) -> list[tuple[float, float, int]]:
-        """When text was made of tokens here: (start, end, outputs), seconds of time.monotonic, the last ones."""
+        """The latest periods in which tokens were made text here: (start, end, outputs), seconds of time.monotonic."""
         return list(self._processor.spans)
 
     def _reset_prefix_cache(self) -> bool:
@@ -186,11 +195,11 @@ class EngineCore:
         return True
 
     def _count_rejections(self, count: int) -> None:
-        """Requests that were refused because too many waited, by a process in front of the engine."""
+        """Counts requests that a process in front of the engine has refused because too many waited."""
         self.engine.request_stats.num_rejections += count
 
     def _trace(self, seconds: float) -> dict[str, Any]:
-        """The last `seconds` of the engine's timeline, for `jaxengine/server/observe/chrome_trace.py`."""
+        """Returns the last `seconds` of the engine's timeline, for `jaxengine/server/observe/chrome_trace.py`."""
         return self.engine.timeline.last(seconds, list(self.engine.scheduler.requests))
 
     def _process(self, result: EngineOutput) -> list[AnyOutput]:
@@ -208,6 +217,6 @@ class EngineCore:
         return [*outputs]
 
     def _stop(self, request: Request, text: str, num_tokens: int) -> None:
-        """A stop string was found."""
+        """Ends a request in which a stop string was found. text: that string; num_tokens: of the output, up to it."""
         self.engine.finish(request, FinishReason.STOP, text)
         self.engine.record_finish(request, FinishReason.STOP, num_tokens)

@@ -49,7 +49,7 @@ class EngineClient(Protocol):
 
         Leaving the iteration early, or cancelling the task that runs it, aborts the request and frees its pages. A
         request that takes longer than `options.timeout` seconds ends with finish_reason "abort" and stop_reason
-        "timeout".
+        "timeout". None for an argument: the model's defaults, a new id, default options.
 
         Raises:
           RequestError: the request cannot be served; other requests are not affected. OverloadedError: try later.
@@ -68,7 +68,7 @@ class EngineClient(Protocol):
         ...
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request; its stream yields a last output with finish_reason "abort"."""
+        """Ends a request; its stream yields a last output with finish_reason "abort". Ignores an unknown id."""
         ...
 
     async def check_health(self) -> None:
@@ -78,7 +78,8 @@ class EngineClient(Protocol):
     async def utility(self, name: str, *arguments: Any) -> Any:
         """Calls a function of `EngineCore.utilities` between two steps; arguments and result are plain JSON values.
 
-        Raises RequestError for an unknown name, EngineDeadError if the engine has failed.
+        Raises RequestError for an unknown name, the function's own errors, and EngineDeadError if the engine has
+        failed.
         """
         ...
 

@@ -84,8 +84,9 @@ class _CtrlC:
 
     @classmethod
     def held(cls) -> _CtrlC | None:
-        """Starts to defer SIGINT. None where that has no effect: outside the main thread, or without a
-        Python handler.
+        """Starts to defer SIGINT; returns the object whose `let_go` ends that.
+
+        Returns None where it cannot be deferred: outside the main thread, or without a Python handler.
         """
         if threading.current_thread() is not threading.main_thread():
             return None

@@ -70,7 +70,11 @@ class LLM(WeightMethods, VllmMethods):
       mesh_axes: the meaning of the mesh's axes, {"fsdp": "data", "tp": "tensor"} for instance: "data" for replicas,
         "tensor" for tensor parallelism, or its parts "attn" and "model". Axes may share a meaning. One that is not
         named means its own name; an axis of one device needs no meaning.
-      options: see `jaxengine.EngineConfig`. An unknown or unsupported option raises ConfigError.
+      options: see `jaxengine.EngineConfig`.
+
+    Raises:
+      ConfigError: an unknown or unsupported option.
+      ModelConfigError, ModelFileError: the model is not supported, or a file of it is missing or invalid.
     """
 
     def __init__(
@@ -99,7 +103,7 @@ class LLM(WeightMethods, VllmMethods):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> Self:
-        """Makes an LLM of `EngineArgs`, or of an EngineConfig."""
+        """Makes an LLM of `EngineArgs`, or of an EngineConfig. Raises the same errors as `LLM`."""
         return cls(**engine_options(engine_args))
 
     def __enter__(self) -> LLM:
@@ -118,7 +122,9 @@ class LLM(WeightMethods, VllmMethods):
                 self._core.shutdown()
 
     def get_expert_load(self) -> np.ndarray | None:
-        """u32[expert layers, E]: tokens routed to each expert so far, modulo 2**32; None without experts.
+        """Returns how many tokens were routed to each expert so far, u32[expert layers, E], modulo 2**32.
+
+        None for a model without experts.
 
         Shows how evenly `enable_expert_parallel` loads the devices.
         """
@@ -149,8 +155,8 @@ class LLM(WeightMethods, VllmMethods):
           lora_request: the adapter to use, one for all or one per prompt; None for none. Needs enable_lora.
 
         Raises:
-          RequestError: the first invalid prompt or parameter, before any request is started; or a grammar that cannot
-            be compiled, after which all requests of this call are aborted.
+          RequestError: the first invalid prompt or parameter, or a grammar that cannot be compiled. No request of this
+            call goes on.
           ModelFileError: an adapter cannot be read.
           EngineDeadError: the engine has failed or was shut down.
         """
@@ -199,9 +205,10 @@ class LLM(WeightMethods, VllmMethods):
 
         Args:
           prompts: as for `generate`.
-          pooling_params: one for all or one per prompt.
+          pooling_params: one for all or one per prompt; None for the model's defaults.
           truncate_prompt_tokens, pooling_task: defaults for the truncate_prompt_tokens and task of pooling_params.
-        Raises the same errors as `generate`; also RequestError when a result is not finite.
+        Raises the same errors as `generate`; also RequestError when a result is not finite, and for a model that
+        generates text.
         """
         batch = _as_batch(prompts)
         params = scoring.params_for(len(batch), pooling_params, truncate_prompt_tokens, pooling_task)
@@ -218,7 +225,7 @@ class LLM(WeightMethods, VllmMethods):
         use_tqdm: bool | ProgressFactory = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """Returns an embedding of each prompt, `outputs.embedding`. Otherwise same as `encode`."""
+        """Returns an embedding of each prompt, `outputs.embedding`, a list of floats. Otherwise same as `encode`."""
         options: Any = {"truncate_prompt_tokens": truncate_prompt_tokens, "use_tqdm": use_tqdm}
         outputs = self.encode(prompts, pooling_params, pooling_task="embed", **options)
         return [EmbeddingRequestOutput.from_base(output) for output in outputs]
@@ -245,7 +252,9 @@ class LLM(WeightMethods, VllmMethods):
         use_tqdm: bool | ProgressFactory = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Returns a reward model's scores of each prompt, without activation unless use_activation is set."""
+        """Returns a reward model's scores of each prompt, `outputs.data` f32[N], without activation unless
+        pooling_params.use_activation is set. Otherwise same as `encode`.
+        """
         batch = _as_batch(prompts)
         params = scoring.params_for(len(batch), pooling_params, truncate_prompt_tokens, "classify")
         for each in params:
@@ -268,6 +277,10 @@ class LLM(WeightMethods, VllmMethods):
         A classifier with one label (cross-encoder, reranker) reads both texts, concatenated or formatted by
         `chat_template` from messages of the roles "query" and "document". An embedding model gives the cosine
         similarity.
+
+        chat_template: None for the engine's option; without that either, texts are concatenated. Raises the same errors
+          as `encode`; also RequestError for an empty text, for numbers of texts that do not match, for a classifier
+          with several labels, and for a template given to an embedding model.
         """
         inputs = self.core.inputs
         pairs = scoring.pairs_of(data_1, data_2)
@@ -295,10 +308,18 @@ class LLM(WeightMethods, VllmMethods):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answers one conversation or a list of them, formatted by the model's chat template.
+        """Answers one conversation or a list of them, formatted by a chat template; results come in their order.
 
-        Messages may contain pictures and videos, see jaxengine.media.parts.collect_media. mm_processor_kwargs: options
-        of the model's media processor.
+        Messages may contain pictures and videos, see jaxengine.media.parts.collect_media. Other arguments are those of
+        `generate` and of transformers' apply_chat_template.
+
+        Args:
+          chat_template: Jinja source or the name of one of the model's templates; None for the engine's option, or
+            else the model's.
+          chat_template_kwargs: variables of the template.
+          mm_processor_kwargs: options of the model's media processor.
+
+        Raises the same errors as `generate`; RequestError also for no messages, and those that the template refuses.
         """
         if not messages:
             raise RequestError("messages is empty; at least one is needed", param="messages", value=messages)
@@ -326,7 +347,7 @@ class LLM(WeightMethods, VllmMethods):
         return self._core.inputs.require_tokenizer().hf
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Returns the defaults of sampling_params: vLLM's, overridden by generation_config.json."""
+        """Returns the defaults of sampling_params: vLLM's, overridden as the option generation_config says."""
         return self._core.inputs.default_sampling_params()
 
     def get_metrics(self) -> list[Metric | Histogram]:
@@ -335,7 +356,7 @@ class LLM(WeightMethods, VllmMethods):
             return self.core.metrics.collect()
 
     def reset_prefix_cache(self) -> bool:
-        """Drops all cached prefixes. Returns whether it did."""
+        """Drops all cached prefixes. Returns True."""
         with self._lock:
             return self.core.utility("reset_prefix_cache")
 
@@ -345,12 +366,16 @@ class LLM(WeightMethods, VllmMethods):
             self.core.utility("reset_mm_cache")
 
     def start_profile(self) -> None:
-        """Starts a profile of this process (jax.profiler). Needs profiler_config; raises RequestError without it."""
+        """Starts a profile of this process (jax.profiler). Raises RequestError without profiler_config, and while one
+        is being taken.
+        """
         with self._lock:
             self.core.utility("start_profile")
 
     def stop_profile(self) -> None:
-        """Writes the profile into the folder of profiler_config. Raises RequestError if none was started."""
+        """Writes the profile into the folder of profiler_config. Raises RequestError if none was started, or it cannot
+        be written.
+        """
         with self._lock:
             self.core.utility("stop_profile")
 
@@ -396,7 +421,7 @@ class LLM(WeightMethods, VllmMethods):
         return [call.outputs[request_id] for request_id in started]
 
     def _run(self, call: _Call, num_requests: int, use_tqdm: bool | ProgressFactory) -> None:
-        """Runs steps, alternating with other threads, until all outputs of a call have arrived."""
+        """Runs steps, alternating with other threads, until all outputs of a call have arrived. Raises its error."""
         make = use_tqdm if callable(use_tqdm) else tqdm
         with make(total=num_requests, desc="Processed prompts", disable=not use_tqdm) as bar:
             shown, start, tokens = 0, time.monotonic(), (0, 0)
@@ -433,7 +458,7 @@ class LLM(WeightMethods, VllmMethods):
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Any:
-    """Returns prompts as a list; a single prompt becomes a list of one."""
+    """Returns several prompts as they are, and a single one as a list of one. Raises RequestError for anything else."""
     batch: Any = [prompts] if isinstance(prompts, (str, Mapping)) or is_token_ids(prompts) else prompts
     if not isinstance(batch, (Sequence, np.ndarray)):
         raise RequestError(

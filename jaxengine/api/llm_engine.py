@@ -54,6 +54,8 @@ class LLMEngine(VllmMethods):
     def from_engine_args(cls, engine_args: EngineConfig, usage_context: Any = None) -> Self:
         """Makes an engine of `EngineArgs`, or of an EngineConfig. usage_context: for vLLM's statistics of usage, which
         are not collected here.
+
+        Raises the same errors as `LLM`.
         """
         return cls(**engine_options(engine_args))
 
@@ -75,6 +77,7 @@ class LLMEngine(VllmMethods):
 
         Raises:
           RequestError: the request cannot be served; nothing has changed.
+          ModelFileError: the adapter cannot be read.
           EngineDeadError: the engine has failed or was shut down.
         """
         self.core.check()
@@ -87,7 +90,7 @@ class LLMEngine(VllmMethods):
         return request_id
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
-        """Ends one or several requests; unknown ids are ignored."""
+        """Ends one or several requests, which have no further output; unknown ids are ignored."""
         for each in [request_id] if isinstance(request_id, str) else request_id:
             self.core.abort(each)
 
@@ -96,7 +99,7 @@ class LLMEngine(VllmMethods):
         return self.core.has_unfinished or bool(self._outputs or self._errors)
 
     def get_num_unfinished_requests(self) -> int:
-        """The number of requests that wait or run, `n` sequences of a prompt counted as `n`."""
+        """Returns the number of requests that wait or run, `n` sequences of a prompt counted as `n`."""
         return self.core.engine.scheduler.num_unfinished
 
     def step(self) -> list[AnyOutput]:

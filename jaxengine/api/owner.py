@@ -53,8 +53,10 @@ def _watch_forks() -> None:
 
 
 def _after_fork() -> None:
-    """Marks the owners, and lets the fork end: jax's clients, deleted at a process's exit, wait for threads that a fork
-    does not have. The references that keep them are never returned.
+    """Tells the owners, in a forked process, that they are not here, and lets the fork end.
+
+    At exit a process deletes jax's clients, which would wait for threads that a fork does not have. They are kept by
+    references that are never returned.
     """
     owners = list(_OWNERS)
     for owner in owners:

@@ -9,7 +9,7 @@ from jaxengine.requests.outputs import RequestOutput
 
 
 def count_tokens(outputs: Iterable[AnyOutput], before: tuple[int, int] = (0, 0)) -> tuple[int, int]:
-    """Adds the prompt tokens and generated tokens of `outputs` to the counts `before`."""
+    """Adds the tokens of `outputs` to the counts `before`; both are (prompt tokens, generated tokens)."""
     prompt, generated = before
     for output in outputs:
         prompt += len(output.prompt_token_ids)

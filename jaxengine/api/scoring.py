@@ -17,7 +17,10 @@ def params_for(
     truncate_prompt_tokens: int | None = None,
     task: str | None = None,
 ) -> list[PoolingParams]:
-    """Copies of the parameters, one per prompt, with these defaults for unset fields. Raises RequestError."""
+    """Copies of the parameters, one per prompt, with these defaults for unset fields.
+
+    params: one for all, one for each of `count` prompts, or None for defaults. Raises RequestError for anything else.
+    """
     each: Any = [params or PoolingParams()] * count if params is None or isinstance(params, PoolingParams) else params
     if not isinstance(each, Sequence) or len(each) != count or not all(isinstance(one, PoolingParams) for one in each):
         raise RequestError(
@@ -50,7 +53,11 @@ def pairs_of(data_1: str | Sequence[str], data_2: str | Sequence[str]) -> list[t
 
 
 def pair_prompt(inputs: InputProcessor, query: str, document: str, chat_template: str | None = None) -> str:
-    """Prompt of a cross-encoder for a pair of texts. Raises RequestError for a model that does not score pairs."""
+    """Prompt of a cross-encoder for a pair of texts: formatted by a template, or concatenated if there is none.
+
+    chat_template: None for the engine's option. Raises RequestError for a model that does not score pairs, and where
+    the template fails.
+    """
     model = inputs.require_pooling()
     classifier = model.pooler.classifier
     if classifier is None or classifier.num_labels != 1:

@@ -59,11 +59,12 @@ class WeightMethods(ABC):
           kv: what becomes of keys and values that the old weights made: running requests are computed again
             ("recompute"), or go on with them ("keep"); "drop" is "recompute", and blanks cached prefixes at once.
             No request finds pages that other weights have made.
-          mapping: from names in params to Hugging Face names, or (name, order of axes or None, function or none).
+          mapping: from names in params to Hugging Face names, or (name, order of the array's axes or None, function of
+            the array or None). Names that it lacks stay as they are.
           strict: False leaves weights as they are for which params has no tensor.
         Raises WeightUpdateError, whose `faults` list every tensor that is missing, unknown or of a wrong shape, or
-        those given twice, or the first with numbers that do not do; RequestError; EngineDeadError. The old weights stay
-        then.
+        those given twice, or the first whose numbers are not finite; RequestError for another argument;
+        EngineDeadError. The old weights stay then.
         """
         with self._lock:
             weights = _weights_of(self.core)
@@ -79,10 +80,10 @@ class WeightMethods(ABC):
                 self.resume_generation()
 
     def pause_generation(self, mode: PauseMode = "keep") -> None:
-        """Lets no request run until `resume_generation`; those of other threads wait.
+        """Lets no request run until `resume_generation`; those of other threads wait. Returns once the pause is there.
 
         mode: what becomes of running requests: "keep" stops them where they are, "wait" lets them end first, "abort"
-          ends them. Raises RequestError for another one.
+          ends them. Raises RequestError for another one, and for "wait" while the engine sleeps and has requests.
         """
         with self._lock:
             weights = _weights_of(self.core)
@@ -94,7 +95,7 @@ class WeightMethods(ABC):
                 self._step()
 
     def resume_generation(self) -> None:
-        """Ends a pause."""
+        """Ends a pause. Raises RequestError while the engine sleeps."""
         with self._lock:
             _weights_of(self.core).resume()
 
@@ -117,7 +118,7 @@ class WeightMethods(ABC):
             _weights_of(self.core).sleep(level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Puts back what `sleep` gave up, and lets requests run once all is there.
+        """Puts back what `sleep` gave up, and ends the pause once all is there.
 
         tags: "weights", "kv_cache" or both, the latter by default. Raises RequestError for another tag, and for
         weights that were given up at level 2 and not replaced.
@@ -137,7 +138,9 @@ class WeightMethods(ABC):
             return _weights_of(self.core).version
 
     def weight_info(self, checksum: bool = False) -> dict[str, Any]:
-        """Returns `weight_version`; with `checksum` also `checksums`, SHA-256 of each weight as the devices hold it."""
+        """Returns `weight_version`; with `checksum` also `checksums`, SHA-256 by name of each weight as the devices
+        hold it, which raises RequestError while the engine sleeps.
+        """
         with self._lock:
             return _weight_info(self.core, checksum)
 
@@ -152,7 +155,9 @@ class AsyncWeightMethods(ABC):
 
     @abstractmethod
     async def between_steps(self, function: Callable[[], _T]) -> _T:
-        """Calls a function on the engine's thread; returns its result."""
+        """Calls a function on the engine's thread and waits for it; returns its result, or raises its error or
+        EngineDeadError.
+        """
 
     async def update_weights(
         self,
@@ -184,7 +189,7 @@ class AsyncWeightMethods(ABC):
             await asyncio.sleep(_SETTLE_SECONDS)
 
     async def resume_generation(self) -> None:
-        """Ends a pause."""
+        """Ends a pause. Raises RequestError while the engine sleeps."""
         weights = await self._weights()
         await self.between_steps(weights.resume)
 
@@ -219,20 +224,23 @@ class AsyncWeightMethods(ABC):
 
 
 def _weights_of(core: EngineCore) -> Any:
-    """Return the engine's jaxengine.engine.extensions.weights.Weights. Only who may step the engine may call it."""
+    """Return the engine's jaxengine.engine.extensions.weights.Weights. For a caller who may step the engine.
+
+    Raises EngineDeadError.
+    """
     core.check()
     return core.engine.extensions.require("weights")
 
 
 def _read_new(core: EngineCore, params: Any, mapping: Mapping[str, Renamed] | None, strict: bool) -> NewWeights:
-    """New weights on the devices, not in use yet; steps may go on meanwhile. Raises WeightUpdateError."""
+    """Read new weights onto the devices, not in use yet; steps may go on meanwhile. Raises WeightUpdateError."""
     from jaxengine.runner.weight_update import read_weights
 
     return read_weights(core.runner, params, mapping=mapping, strict=strict)
 
 
 def _weight_info(core: EngineCore, checksum: bool) -> dict[str, Any]:
-    """The version, and with `checksum` SHA-256 of each weight as it lies on the devices."""
+    """Return the version, and with `checksum` SHA-256 of each weight as it lies on the devices."""
     from jaxengine.runner.weight_update import checksums
 
     version = _weights_of(core).version

@@ -58,7 +58,7 @@ class Engine:
         return (self.scheduler.num_unfinished > 0 and not self.scheduler.paused) or bool(self._in_flight)
 
     def queue(self, requests: Sequence[Request]) -> None:
-        """Queues the requests that one caller's became. Raises RequestError, and none of them is queued then."""
+        """Queues the requests that one caller's became. Raises RequestError, and none of them goes on then."""
         added = []
         try:
             for request in requests:
@@ -76,7 +76,7 @@ class Engine:
         self.extensions.queued(requests)
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """Ends a request at once, in whatever state it is."""
+        """Ends a request at once, in whatever state it is; ignores one that has ended. stop_reason: what it met."""
         if request.status is not RequestStatus.FINISHED:
             self.scheduler.finish(request, reason, stop_reason)
             self._ended(request)
@@ -84,13 +84,13 @@ class Engine:
     def record_finish(
         self, request: Request, reason: FinishReason | None = None, num_output: int | None = None
     ) -> None:
-        """Counts the end of a request of `uncounted` as its caller saw it; by default as it ended, with all tokens."""
+        """Counts the end of a request of `uncounted` as its caller saw it; None: as it ended, with all its tokens."""
         if request in self.uncounted:
             self.uncounted.remove(request)
             self.stats.count_undelivered(self.request_stats.observe_end(request, reason, num_output))
 
     def step(self) -> EngineOutput:
-        """Dispatches the next step; collects the oldest in flight once there are enough of them, or none to add."""
+        """Dispatches the next step, waits for the oldest if enough are in flight or none is added; returns the news."""
         with self.runner.compiles.watch():
             output = EngineOutput()
             for each in self._active:

@@ -114,7 +114,7 @@ class Metrics:
         return [{"kind": type(each).__name__.lower(), **dataclasses.asdict(each)} for each in self.collect()]
 
     def throughput(self) -> tuple[float, float]:
-        """Prompt and generated tokens a second over the last ten seconds."""
+        """Prompt tokens a second and generated tokens a second, over the last ten seconds."""
         now, prompt, generated = self._now()
         before = self._samples[0]
         for sample in self._samples:
@@ -126,7 +126,7 @@ class Metrics:
         return (prompt - before[1]) / seconds, (generated - before[2]) / seconds
 
     def stepped(self) -> None:
-        """Called after each step: keeps what rates need, and logs vLLM's line every ten seconds of work."""
+        """Keeps what rates need, and logs vLLM's line every ten seconds of work. To be called after each step."""
         sample, samples = self._now(), self._samples
         if (busy_since := self._engine.busy_since) > self._stepped:
             then, *counts = self._logged

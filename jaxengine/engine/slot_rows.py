@@ -37,7 +37,7 @@ class SlotRows:
         self._biases: dict[int, _SlotBias] = {}
 
     def sync(self, step: ScheduledStep) -> None:
-        """Writes what has changed for the sampler of this step, the next one to be dispatched.
+        """Sends the devices what has changed for the sampler of this step, the next one to be dispatched.
 
         The tokens that its choices depend on are known (`is_behind`).
         """
@@ -82,7 +82,7 @@ class SlotRows:
                     yield request, row
 
     def leaves_any(self, request: Request, allowed: np.ndarray) -> bool:
-        """Whether the bias of the token that a request sampled last left any of these tokens, bool[V], to sample."""
+        """Whether the bias of the token that a request sampled last left any of the tokens `allowed`, bool[V]."""
         output = np.asarray(request.output_token_ids[:-1], np.int32)
         for owner, bias, _ in self._biases.values():
             if owner is request:
@@ -91,7 +91,7 @@ class SlotRows:
         return True
 
     def _begin(self, requests: list[Request]) -> None:
-        """Parameters, counts and biases of requests that have just got their slots: one message for each kind."""
+        """Sends parameters, counts and biases of requests that have just got their slots: one message for each kind."""
         params, counts, biases = [], [], []
         for request in requests:
             slot, features = self.number(request), request.params.features

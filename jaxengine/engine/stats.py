@@ -34,7 +34,7 @@ N_BOUNDS = (1, 2, 5, 10, 20)
 
 
 def bounds_up_to(most: int) -> tuple[int, ...]:
-    """1, 2, 5, 10, 20, 50, ... as far as `most`."""
+    """The bounds 1, 2, 5, 10, 20, 50, ... as far as `most`."""
     steps = (digit * 10**power for power in range(len(str(most))) for digit in (1, 2, 5))
     return tuple(step for step in steps if step <= most)
 
@@ -58,7 +58,7 @@ class Histogram:
         self.sum += value
 
     def observe_all(self, values: np.ndarray) -> None:
-        """values: f64[n], n > 0."""
+        """Counts values f64[n], n > 0."""
         # The requests of a step have mostly waited equally long.
         lowest, highest = bisect.bisect_left(self.bounds, values.min()), bisect.bisect_left(self.bounds, values.max())
         if lowest == highest:
@@ -76,7 +76,7 @@ class Recent:
         self._count = 0
 
     def add(self, values: np.ndarray) -> None:
-        """values: f64[n]."""
+        """Adds values f64[n], which replace the oldest ones."""
         size, first = len(self._values), self._count % len(self._values)
         values = values[-size:]
         fits = min(len(values), size - first)
@@ -85,7 +85,7 @@ class Recent:
         self._count += len(values)
 
     def percentiles(self, *shares: float) -> list[float | None]:
-        """Of the values held, at shares of 0 to 100; None while there are no values."""
+        """Returns percentiles of the values held, at shares from 0 to 100; None for each while there are no values."""
         held = self._values[: min(self._count, len(self._values))]
         return [float(value) for value in np.percentile(held, shares)] if len(held) else [None] * len(shares)
 
@@ -140,7 +140,7 @@ class StepStats:
             self.page_slots_empty += empty
 
     def count_generated(self, num_tokens: int) -> None:
-        """Tokens came, less those counted before that no caller was told of: a counter never goes back."""
+        """Counts tokens that came, less those counted before that no caller was told of: a counter never goes back."""
         undelivered = min(num_tokens, self._num_undelivered_tokens)
         self._num_undelivered_tokens -= undelivered
         self.num_generated_tokens += num_tokens - undelivered
@@ -187,7 +187,7 @@ class RequestStats:
         self.recent_intervals = Recent(16384)
 
     def observe_first_token(self, request: Request) -> None:
-        """A request's prompt is done and its first token came."""
+        """Takes in a request whose first token came: the tokens of its prompt, and the seconds since its arrival."""
         assert request.first_token_time is not None
         seconds = request.first_token_time - request.arrival_time
         self.num_prompt_tokens += request.num_prompt_tokens
@@ -195,13 +195,13 @@ class RequestStats:
         self.recent_first_token.add(np.array([seconds]))
 
     def observe_intervals(self, intervals: np.ndarray) -> None:
-        """Seconds between two tokens of a request, f64[n]."""
+        """Takes in the seconds between two tokens of a request, f64[n]."""
         if len(intervals):
             self.intervals.observe_all(intervals)
             self.recent_intervals.add(intervals)
 
     def observe_tokens(self, result: StepResult) -> None:
-        """Takes in when the tokens of a step came."""
+        """Takes in when the tokens of a step came, those of requests' first tokens included."""
         for intervals in result.intervals:
             self.observe_intervals(intervals)
         for request in result.first_tokens:
@@ -210,8 +210,8 @@ class RequestStats:
     def observe_end(self, request: Request, reason: FinishReason | None = None, num_output: int | None = None) -> int:
         """Takes in the end of a request as its caller saw it; returns how many of its tokens the caller did not get.
 
-        reason, num_output: default as the request has them. The histograms of how long requests took leave out those
-        that never began.
+        reason, num_output: its end and its tokens for the caller; None as the request has them. The histograms of how
+        long requests took leave out those that never began.
         """
         reason, num_known = reason or request.finish_reason, min(len(request.output_token_ids), request.max_tokens)
         num_output = num_known if num_output is None else num_output

@@ -22,7 +22,10 @@ PAGE_STATES = ("free", "cached", "active", "shared")
 
 
 def engine_status(engine: Engine, metrics: Metrics) -> dict[str, Any]:
-    """Times in seconds, sizes in bytes, usage as a share of 1; a percentile is None while there is nothing to tell."""
+    """Returns the engine's status: times in seconds, sizes in bytes, usage as a share of 1.
+
+    A percentile is None while there is nothing to tell.
+    """
     scheduler, counts, requests = engine.scheduler, engine.stats, engine.request_stats
     prompt_rate, generation_rate = metrics.throughput()
     first_token, intervals = requests.recent_first_token, requests.recent_intervals
@@ -69,10 +72,10 @@ def engine_status(engine: Engine, metrics: Metrics) -> dict[str, Any]:
 
 
 def page_map(scheduler: Scheduler) -> dict[str, Any]:
-    """The pages of all ranks in order, drawn with at most MAX_CELLS cells.
+    """Returns the pages of all ranks in order, drawn with at most MAX_CELLS cells.
 
     `cells` has a digit for each cell: the index into `states` of what most of its `pages_per_cell` pages are, the
-    more used one of equals.
+    more used one of equals. `counts`: pages in each of `states`.
     """
     states = np.concatenate([rank.pool.page_states() for rank in scheduler.ranks])
     per_cell = -(-len(states) // MAX_CELLS)
@@ -93,7 +96,9 @@ def page_map(scheduler: Scheduler) -> dict[str, Any]:
 
 
 def _memory(engine: Engine) -> dict[str, Any]:
-    """Of the device with the least room; `in_use` as the device or, on a CPU, the process reports it."""
+    """Returns the memory of the device with the least room, in bytes; `counts` says whose use `in_use` is: the
+    device's or, on a CPU, the process's.
+    """
     plan = engine.runner.plan
     return {
         **plan.parts,
@@ -110,7 +115,9 @@ def _longest_running(scheduler: Scheduler) -> list[Request]:
 
 
 def _running(scheduler: Scheduler, request: Request) -> dict[str, Any]:
-    """num_computed: tokens whose keys and values are there or being computed."""
+    """Returns a running request's row. num_computed: tokens whose keys and values are there or being computed; age:
+    seconds since its arrival.
+    """
     slots, slot = scheduler.ranks[request.rank].slots, request.slot
     return {
         "id": request.request_id,

@@ -80,7 +80,10 @@ class Timeline:
         times: tuple[float, float, float, float],
         idle_since: float | None,
     ) -> StepRecord:
-        """Records a step that was given to the device; times as StepRecord's first four."""
+        """Records a step that was given to the device; returns its record.
+
+        number: of the step; times: StepRecord's start to dispatched; idle_since: as there.
+        """
         bucket = message.bucket
         chunks = []
         for rank, batch in zip(scheduler.ranks, step.batches, strict=True):
@@ -124,9 +127,8 @@ class Timeline:
         self._ended.append(_life(request))
 
     def last(self, seconds: float, unfinished: list[Request]) -> dict[str, Any]:
-        """Plain JSON values: `now`, the steps that began in the last `seconds` and are done, and the requests that ran.
-
-        unfinished: requests that have not ended.
+        """Returns plain JSON values: `now`, `since`, the steps that began in the last `seconds` and are done, and the
+        requests that ended in that time or are unfinished.
         """
         now = time.monotonic()
         since = now - seconds
@@ -136,7 +138,7 @@ class Timeline:
 
 
 def _life(request: Request) -> dict[str, Any]:
-    """A request's times; None for what has not happened."""
+    """Returns a request's times and numbers of tokens; None for what has not happened."""
     reason = request.finish_reason
     return {
         "id": request.request_id,

@@ -52,7 +52,7 @@ class TokenBias:
         self._head_lengths = sorted({len(head) for head in ends})
 
     def forbidden(self, num_output: int, output: np.ndarray) -> Forbidden:
-        """What is forbidden now beyond the constant row.
+        """Returns what is forbidden to the next token beyond the constant row.
 
         num_output counts the tokens out so far; `output` i32[n] may lack the last ones unless bad words need them.
         """
@@ -64,7 +64,7 @@ class TokenBias:
         return Forbidden(num_output < self._min_tokens, ends)
 
     def row(self, forbidden: Forbidden) -> np.ndarray:
-        """f32[V]: what to add to the logits."""
+        """Returns what to add to the logits, f32[V]; -inf forbids a token."""
         row = self._row.copy()
         if forbidden.stops:
             row[self._stop_ids] = -np.inf

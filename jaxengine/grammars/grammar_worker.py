@@ -30,7 +30,8 @@ _MAX_STARTS = 2
 
 
 class NextMask(NamedTuple):
-    """i32[num_words], a bit for each token that may follow; None when the text can only end.
+    """The next mask of a sequence. words: i32[num_words], a bit for each token that may follow; None when the text can
+    only end.
 
     seconds: what it took; None for one that came with a compilation. forced: tokens that must follow first, each the
     only one allowed in its place; words are of what stands behind them. guessed: tokens of the guess behind these that
@@ -45,7 +46,7 @@ class NextMask(NamedTuple):
 
 
 class GrammarFailure(NamedTuple):
-    """A sequence that gets no more masks, and why. compiled: it had some."""
+    """A sequence that gets no more masks, and why. compiled: its grammar was compiled, and it had a first mask."""
 
     key: int
     compiled: bool
@@ -98,7 +99,7 @@ class GrammarWorker:
 
     @property
     def process(self) -> WorkerProcess | None:
-        """What masks come from; another one after a restart, None while there is none."""
+        """The process that masks come from; another one after a restart, None while there is none."""
         return self._process
 
     @property
@@ -122,7 +123,9 @@ class GrammarWorker:
             self._launch()
 
     def open(self, key: int, kind: str, text: str, options: Mapping[str, Any]) -> None:
-        """Starts a sequence; its first mask is due then. Arguments as worker.compile_grammar."""
+        """Starts a sequence without waiting; its first mask is due then, or a failure. Arguments as
+        worker.compile_grammar.
+        """
         self._sequences[key] = _Sequence(kind, text, dict(options))
         if not self._has_end:
             self._fail(key, "the model has no end-of-sequence token")
@@ -132,8 +135,10 @@ class GrammarWorker:
             self._open(key)
 
     def advance(self, key: int, *token_ids: int, guess: Sequence[int] = ()) -> None:
-        """The sequence, whose mask has come, took tokens; the next mask is due then, and those along a guess of
-        what follows."""
+        """Takes note of tokens that a sequence, whose mask has come, took; the next mask is due then. Does not wait.
+
+        guess: tokens that may follow these; the masks behind them are made with it.
+        """
         sequence = self._sequences[key]
         sequence.tokens += token_ids
         sequence.awaited, sequence.guess = True, guess
@@ -164,7 +169,9 @@ class GrammarWorker:
             self._select(self._process, left)
 
     def take(self) -> list[NextMask | GrammarFailure]:
-        """What has come since the last call, of sequences that were open then; does not wait."""
+        """Returns the masks and failures that have come since the last call, of sequences that were open then; does not
+        wait.
+        """
         self._pump()
         taken, self._taken = self._taken, []
         return taken
@@ -208,7 +215,10 @@ class GrammarWorker:
         self._process.send(message)
 
     def _pump(self) -> None:
-        """Reads and writes what can be without waiting; replaces a process that has failed."""
+        """Handles what the process has sent and sends it what is due, without waiting.
+
+        Replaces a process that has ended, or that takes too long to start, to compile a grammar or to compute a mask.
+        """
         if self._process is None:
             return
         messages, alive = self._process.receive()
@@ -265,7 +275,11 @@ class GrammarWorker:
             self._replace({self._masking[0]: f"took more than {MASK_SECONDS:g} s for the mask of one token"})
 
     def _lose(self) -> None:
-        """The process has ended by itself, or was killed by others: who is there for the second time has done it."""
+        """Replaces a process that has ended by itself, or was killed by others.
+
+        A sequence that processes worked on when they ended, for the second time, fails. All sequences fail if several
+        processes in a row end before they are ready.
+        """
         if not self._is_ready:
             self._num_lost_starts += 1
             if self._refusal or self._num_lost_starts == _MAX_STARTS:
@@ -281,7 +295,7 @@ class GrammarWorker:
         self._replace(dict.fromkeys(guilty, "twice ended the process that worked on it"))
 
     def _replace(self, guilty: dict[int, str]) -> None:
-        """Fails the guilty and starts anew for the others."""
+        """Fails the guilty, by key with a reason, and starts another process for the other sequences."""
         self._kill()
         for key, reason in guilty.items():
             logger.warning("a grammar %s", reason)
@@ -291,7 +305,7 @@ class GrammarWorker:
             self._launch()
 
     def _give_up(self, reason: str) -> None:
-        """Fails everybody; the next sequence tries again."""
+        """Ends the process and fails all sequences; the next one that is opened starts another process."""
         self._kill()
         self._num_lost_starts = 0
         for key in list(self._sequences):

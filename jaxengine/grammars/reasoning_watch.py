@@ -34,7 +34,7 @@ class _Words:
         self._tail = b""
 
     def read(self, data: bytes) -> bytes | None:
-        """Takes more of the text; what is behind the last word once that is there."""
+        """Takes more of the text; returns what is behind the last word once that is there, None before."""
         text = self._tail + data
         while self._words:
             word = self._words[-1]
@@ -67,7 +67,8 @@ class ReasoningWatch:
     def gives_way(self, first: np.ndarray | None) -> bool:
         """Whether the grammar begins at once: it may itself begin as the opening word does, or can hold nothing.
 
-        first: its first mask. A word that is one token always opens the reasoning.
+        first: its first mask, i32[num_words]; None if it can only end. A word that is one token always opens the
+        reasoning.
         """
         if not self._begin or (first is not None and len(self._begin) == 1):
             return False
@@ -102,7 +103,7 @@ class ReasoningWatch:
         return words
 
     def read(self, token_id: int) -> Sequence[int] | None:
-        """Takes the next token: None while the reasoning goes on, else the tokens that the grammar begins with."""
+        """Takes a token; returns None while the reasoning goes on, else the tokens that the grammar begins with."""
         data = self._vocabulary.text_bytes(token_id)
         if self._num_begun < len(self._begin):
             if token_id == self._begin[self._num_begun]:

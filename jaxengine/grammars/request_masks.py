@@ -101,7 +101,7 @@ class RequestMasks:
         *,
         looks_ahead: bool = False,
     ):
-        """As GrammarWorker; vocabulary: by which reasoning is followed."""
+        """As GrammarWorker; vocabulary: by which reasoning is followed, needed for grammars with reasoning_end."""
         self.worker, self._slow = (
             GrammarWorker(tokenizer, vocab_size, num_words, eos_token_ids, looks_ahead=looks_ahead) for _ in range(2)
         )
@@ -138,7 +138,11 @@ class RequestMasks:
         return not self._keys and not self._trials.awaits and self.worker.is_idle and self._slow.is_idle
 
     def add(self, request: Request) -> None:
-        """Has the grammar of a request compiled."""
+        """Begins to follow a request, which must have `params.grammar`, without waiting.
+
+        Its grammar is compiled in another process; `take` tells when the request may run, or why it is refused. A FREE
+        one has nothing to compile, and the next `take` tells of it.
+        """
         grammar = request.params.grammar
         assert grammar is not None
         key = next(self._numbers)
@@ -154,7 +158,10 @@ class RequestMasks:
         self._trials.add(key, request.client, grammar.kind, grammar.text, grammar.options)
 
     def advance(self, request: Request, token_id: int, guess: Guess = lambda request, num_output: None) -> None:
-        """A masked request took a token, and has not ended."""
+        """Takes note of a token that a masked request got, and asks for the next mask unless it is known.
+
+        The request has not ended. guess: finds drafts, see Guess.
+        """
         self._num_tokens[request] += 1
         self._surplus.pop(request, None)
         if request in self._watches:
@@ -163,7 +170,7 @@ class RequestMasks:
             self._go_on(request, token_id, guess)
 
     def _look_on(self, request: Request, first: np.ndarray | None) -> None:
-        """Notes what may come of a request that reasons, or is FREE. first: its grammar's first mask."""
+        """Notes what may come of a request that reasons, or is FREE. first: its grammar's first mask; None if FREE."""
         watch = self._watches.get(request)
         if watch is None:
             self._known[request] = _Known((), None, num_free=UNLIMITED)
@@ -173,7 +180,7 @@ class RequestMasks:
             self._known[request] = _Known((), watch.mask(first), num_free=watch.num_free)
 
     def _reason_on(self, request: Request, token_id: int, guess: Guess) -> None:
-        """The grammar may begin with this token, or behind it."""
+        """Takes note of a token of a request that reasons: its grammar may begin with this token, or behind it."""
         watch = self._watches[request]
         taken = watch.read(token_id)
         if _is_free(request):
@@ -193,7 +200,7 @@ class RequestMasks:
             self._begun.append(first)
 
     def _go_on(self, request: Request, token_id: int, guess: Guess) -> None:
-        """Another token of the grammar's text."""
+        """Takes note of another token of the grammar's text."""
         known = self._known[request]
         is_known = known.take(token_id)
         if known.forced:
@@ -225,15 +232,15 @@ class RequestMasks:
                 worker.close(key)
 
     def row(self, request: Request, num_output: int) -> np.ndarray | None:
-        """i32[num_words]: what the request may take behind so many tokens of output, where that is known; None for
-        every token."""
+        """The mask i32[num_words] of what the request may take behind num_output tokens of output, where that is known
+        (`has`); None for every token."""
         known = self._known[request]
         rest = known.forced[max(0, self._place(request, num_output)) :]
         return self._only(rest[0]) if rest else known.words
 
     def rows(self, request: Request, width: int) -> list[np.ndarray]:
-        """i32[num_words] of each of its places in a step, `width` of them at most: what may stand behind its output,
-        and behind each of the guesses there. The last one allows nothing where that is not known."""
+        """Masks i32[num_words] of the request's places in a step, at most `width`: what may stand behind its output,
+        and behind each of the drafts there. The last one allows nothing where that is not known."""
         known = self._known[request]
         masks = [*map(self._only, known.forced[:width]), *([] if known.words is None else [known.words])]
         asked, drafts = self._drafts.get(request, (-1, ()))
@@ -258,7 +265,7 @@ class RequestMasks:
         return known.tells(place) and not (place and request.params.has_long_bad_words)
 
     def forced(self, request: Request, num_output: int, most: int) -> Sequence[int] | None:
-        """The tokens, at most so many, that must stand behind num_output of output, as far as it is known what may
+        """The tokens, at most `most`, that must stand behind num_output tokens of output, as far as is known what may
         stand behind each: what a step can be given before they are sampled. None where guesses may stand there."""
         if request.params.has_long_bad_words or request in self._watches or _is_free(request):
             return ()
@@ -269,7 +276,9 @@ class RequestMasks:
         return rest[: min(most, len(rest) - known.is_end)] if rest else None
 
     def _place(self, request: Request, num_output: int) -> int:
-        """How many tokens behind those that the request has got that is, of num_output that there may be."""
+        """How many tokens an output of num_output tokens has beyond those that the request has got, without drafts that
+        will not come.
+        """
         return num_output - self._num_tokens[request] - (self._surplus.get(request) or 0)
 
     def wait_for(self, requests: Iterable[Request], seconds: float) -> None:
@@ -292,7 +301,7 @@ class RequestMasks:
             each.shutdown()
 
     def take(self) -> MaskEvents:
-        """What has become known since the last call; does not wait."""
+        """Returns what has become known since the last call; does not wait."""
         free, self._free = self._free, []
         events = MaskEvents([request for request in free if request in self._keys], [], [])
         for each in self._news():

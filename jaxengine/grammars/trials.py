@@ -81,11 +81,14 @@ class GrammarTrials:
 
     @property
     def processes(self) -> list[WorkerProcess]:
-        """What verdicts come from."""
+        """The processes that are trying a grammar."""
         return [trial.process for trial in self._trials if trial.candidate]
 
     def add(self, key: int, client: str, kind: str, text: str, options: Mapping[str, Any]) -> None:
-        """Has a grammar tried, as worker_process.compile_grammar has it; `key` is the caller's and used once."""
+        """Has a grammar tried in the client's turn, without waiting; `take` gives the verdict.
+
+        key: the caller's, used once. kind, text, options: as worker_process.compile_grammar.
+        """
         digest = hashlib.sha256(repr((kind, text, sorted(options.items()))).encode("utf-8", "surrogatepass")).digest()
         if self._judge([key], digest):
             return
@@ -109,7 +112,7 @@ class GrammarTrials:
         self._verdicts = [verdict for verdict in self._verdicts if verdict.key != key]
 
     def take(self) -> list[Verdict]:
-        """What has become known since the last call; does not wait."""
+        """Returns the verdicts that have become known since the last call; does not wait."""
         for trial in list(self._trials):
             self._look_after(trial)
         self._begin()
@@ -150,7 +153,11 @@ class GrammarTrials:
         trial.process.send(candidate.message)
 
     def _look_after(self, trial: _Trial) -> None:
-        """Takes in what a process says; ends one that takes too long, and one that nobody needs."""
+        """Handles the messages of a trial's process, and remembers what came of its grammar.
+
+        Ends one that takes too long to start or to compile, and one without a grammar while none waits and there is
+        another process.
+        """
         messages, alive = trial.process.receive()
         candidate, now = trial.candidate, time.monotonic()
         for message in messages:
@@ -169,7 +176,11 @@ class GrammarTrials:
             self._end(trial)
 
     def _lose(self, trial: _Trial, reason: str | None = None) -> None:
-        """A process has ended, by itself unless there is a reason: who is there for the second time has done it."""
+        """Ends a trial whose process has ended by itself, or has to for a reason, and decides about its grammar.
+
+        The grammar is refused for the reason, or if a process has ended at it for the second time; otherwise it is
+        tried again. If the process has never been ready, the verdict is that the grammar can be used.
+        """
         self._end(trial)
         candidate = trial.candidate
         if candidate is None:
@@ -196,7 +207,7 @@ class GrammarTrials:
         self._verdicts += [Verdict(key, reason, seconds) for key in candidate.keys]
 
     def _judge(self, keys: list[int], digest: bytes) -> bool:
-        """Gives the verdict of a grammar that is known; whether it is."""
+        """Gives these keys the verdict of their grammar if that is known; returns whether it is."""
         if digest not in self._known:
             return False
         reason, seconds, when = self._known[digest]

@@ -112,7 +112,8 @@ class GrammarError(ValueError):
 
 
 def compile_grammar(kind: str, text: str, options: Any) -> str:
-    """A constraint of StructuredOutputsParams in llguidance's notation; whether it is sound shows in its matcher.
+    """Translates a constraint of StructuredOutputsParams to llguidance's notation; whether it is sound shows in its
+    matcher.
 
     kind "json": text is a schema, options are llguidance's for it; "regex"; "choice": a JSON list of strings;
     "grammar": Lark or GBNF.
@@ -146,7 +147,7 @@ class Matchers:
         self._lock = threading.Lock()
 
     def expect(self, key: int) -> None:
-        """A sequence will be opened, unless it is closed before."""
+        """Takes note of a sequence that will be opened, unless it is closed before."""
         with self._lock:
             self._expected.add(key)
 
@@ -157,7 +158,10 @@ class Matchers:
             self._matchers.pop(key, None)
 
     def open(self, message: Open) -> Mask | Failed:
-        """Compiles its grammar, unless a recent one was the same, and computes the first mask."""
+        """Compiles a sequence's grammar, unless a recent one was the same, and computes the first mask.
+
+        Failed if the grammar cannot be used, or the sequence has been closed.
+        """
         start = time.perf_counter()
         try:
             with self._lock:
@@ -173,7 +177,11 @@ class Matchers:
         return Mask(message.key, True, len(message.tokens), [], words, [], time.perf_counter() - start)
 
     def advance(self, message: Advance, others_wait: bool = False) -> Mask | Failed:
-        """Takes tokens and computes the next mask. others_wait: there were others when the last one was answered."""
+        """Takes tokens and computes the next mask; Failed if the grammar does not allow them, or the sequence has been
+        closed.
+
+        others_wait: there were other messages when the last one was answered, so that looking ahead gets no more time.
+        """
         start, begin = time.perf_counter(), time.thread_time()
         if not others_wait:
             self._ahead_seconds = _AHEAD_SECONDS
@@ -209,7 +217,11 @@ class Matchers:
         return matcher
 
     def _next(self, matcher: llguidance.LLMatcher, tokens: list[int]) -> bytes:
-        """The mask after `tokens`, empty where the text can only end."""
+        """Returns the mask after `tokens`, a bit for each token id in little-endian bytes; b"" where the text can only
+        end.
+
+        Raises GrammarError if the grammar does not allow these tokens, or no token may follow.
+        """
         if tokens:
             matcher.consume_tokens(tokens)
         if not matcher.is_error() and matcher.is_stopped():
@@ -224,9 +236,11 @@ class Matchers:
     def _look_ahead(
         self, matcher: llguidance.LLMatcher, words: bytes, guess: list[int]
     ) -> tuple[list[int], bytes, list[bytes]]:
-        """The tokens that must come behind a mask, each the only one that the mask of its place allows, the mask behind
-        them, and those behind further tokens of the guess. The matcher stays where it is: what fails ahead fails when
-        it is there."""
+        """Returns the tokens that must come behind a mask, each the only one that its place's mask allows, the mask
+        behind them, and those behind further tokens of the guess.
+
+        words: the mask. The matcher stays where it is: what fails ahead fails when it is there.
+        """
         run, masks, num_forced = list[int](), [words], 0
         matcher_ahead, begin = None, time.thread_time()
         while len(run) < _MAX_AHEAD and time.thread_time() - begin < self._ahead_seconds:
@@ -252,7 +266,7 @@ class Matchers:
 
 
 def _only(words: bytes) -> int | None:
-    """The token that a mask allows if it is one; None for several, and for none."""
+    """Returns the token that a mask allows if it is only one; None for several, and for none."""
     allowed = int.from_bytes(words, "little")
     return allowed.bit_length() - 1 if allowed and not allowed & (allowed - 1) else None
 
@@ -268,7 +282,7 @@ def _be_nice(thread: int, value: int) -> None:
 
 
 def main() -> None:
-    """Serves one parent."""
+    """Serves the parent process until the connection ends. Sends Failed with key -1 if the tokenizer cannot be used."""
     connection = Connection(Order, _MAX_MEMORY_BYTES)
     compilations: queue.SimpleQueue[Open] = queue.SimpleQueue()
     masks: queue.SimpleQueue[Advance] = queue.SimpleQueue()

@@ -41,7 +41,9 @@ class ArgumentForm:
         return types_at(self.document, self.places[name])
 
     def texts(self, name: str) -> list[str]:
-        """Values that the schema of a parameter lists; [] if it lists none, or others than texts."""
+        """Values that the schema of a parameter lists; [] if it lists none. Lists that have others than texts do not
+        count.
+        """
         texts: list[str] | None = None
         for place in self.places[name]:
             for each in self.document.applicable(place, always=True):
@@ -68,7 +70,10 @@ def argument_forms(function: Schema) -> list[ArgumentForm]:
 def _forms(
     document: SchemaDocument, place: Place, known: dict[int, list[ArgumentForm]], depth: int
 ) -> list[ArgumentForm]:
-    """Forms of one schema. known: forms by the id of their schema; one that contains itself adds nothing there."""
+    """Forms of one schema. known: forms by the id of their schema; one that contains itself adds nothing there.
+
+    Raises as `argument_forms`.
+    """
     schema = place.schema
     if not isinstance(schema, Mapping):
         return [ArgumentForm(document)]

@@ -26,6 +26,6 @@ def object_start(name: str) -> tuple[str, ...]:
 
 
 def listed_starts(begins: Collection[str], name: str) -> Iterator[tuple[str, ...]]:
-    """Yields the beginnings of a JSON list of calls after one of some words."""
+    """Yields the beginnings of a JSON list, after each of some words, whose first call is of this function."""
     for begin in begins:
         yield (begin, "[", *object_start(name))

@@ -69,7 +69,7 @@ class PythonScanner:
         self._scalar: list[str] = []
 
     def read(self, char: str) -> Reading:
-        """Reads the next character."""
+        """Reads the next character; returns whether the value goes on, is complete, or is no such literal."""
         match self._state:
             case _State.STRING:
                 return self._string(char)

@@ -47,7 +47,7 @@ class HarmonyFormat:
 
 
 class HarmonyReasoningParser:
-    """functions: names of the request's functions."""
+    """Splits one output into reasoning and content. functions: names of the request's functions."""
 
     late_ends = ()
 

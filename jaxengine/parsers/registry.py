@@ -108,20 +108,20 @@ class ReasoningFormat(Protocol):
         ...
 
     def waits_for(self, prompt: str, continued: str = "") -> dict[str, Any]:
-        """The fields reasoning_end and reasoning_begin of structured_outputs for such an output; {} without
-        reasoning.
+        """The fields reasoning_end and reasoning_begin of structured_outputs for such an output as in `open`; {}
+        without reasoning.
         """
         ...
 
     def answers_after(self, prompt: str, continued: str = "", *, calls: bool = True) -> dict[str, Any] | None:
-        """The fields of stop_after for such an output; None if all of it is the answer.
+        """The fields of stop_after for such an output as in `open`; None if all of it is the answer.
 
         calls: whether a parser of the model's own tool calls follows.
         """
         ...
 
     def limited_by(self, prompt: str, continued: str = "") -> dict[str, Any] | None:
-        """The fields of thinking_words for such an output; None if all of it is the answer."""
+        """The fields of thinking_words for such an output as in `open`; None if it has no reasoning to limit."""
         ...
 
 
@@ -326,6 +326,9 @@ def _check(option: str, name: str | None, known: Mapping[str, object]) -> None:
 
 
 def by_template(rows: Mapping[str, ToolFormat] | Mapping[str, ReasoningRow], template: str) -> str | None:
-    """Resolves "auto": the row all of whose words are in the chat template, and of several the one with most words."""
+    """Resolves "auto": returns the name of the row all of whose words are in the chat template, or None.
+
+    Of several it is the one with most words.
+    """
     fitting = [name for name, row in rows.items() if row.template and all(word in template for word in row.template)]
     return max(fitting, key=lambda name: len(rows[name].template), default=None)

@@ -22,7 +22,7 @@ _BEGIN, _END = f'{{"{TEXT}": "', '"}'
 
 
 def text_arguments(text: str) -> str:
-    """Return the arguments of a call of a text tool."""
+    """Return the arguments of a call of a text tool, as JSON: an object with its text."""
     return json.dumps({TEXT: text}, ensure_ascii=False)
 
 

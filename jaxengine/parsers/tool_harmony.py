@@ -46,7 +46,7 @@ def forced_grammar(calls: CallGrammar) -> Iterator[str]:
 
 
 class HarmonyToolParser:
-    """functions: names of the request's functions."""
+    """Parses the calls of one output. functions: names of the request's functions."""
 
     def __init__(self, new_id: Iterable[str], functions: Collection[str]):
         self._out = Collector(new_id)

@@ -24,7 +24,7 @@ _START = re.compile(r"[<{\[]")
 
 
 def grammar(calls: CallGrammar) -> Iterator[str]:
-    """Yields rules, with the top rule `calls`."""
+    """Yields rules, with the top rule `calls`. Raises UnresolvedError for a reference of a schema to nowhere."""
     yield f"calls: {calls.word(_TAG)}? {calls.listed('call', '; ')}"
     # One rule up to the last brace: the lexer cannot backtrack before the brace, which may begin an answer too.
     for at, (name, schema) in enumerate(calls.functions.items()):

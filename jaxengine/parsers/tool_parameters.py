@@ -104,7 +104,7 @@ GLM45 = ParameterWords(
 def grammar(calls: CallGrammar, words: ParameterWords) -> Iterator[str]:
     """Yields rules, with the top rule `calls`. Arguments have the order of their schema.
 
-    A string is only constrained if its schema lists values.
+    A string is only constrained if its schema lists values. Raises ValueError as `argument_forms`.
     """
     line = literal("\n") if words.lines else ""
     forms = [(name, form) for name, schema in calls.functions.items() for form in argument_forms(schema)]
@@ -314,7 +314,7 @@ class ParameterToolParser(StateParser):
         self._state = self._in_value
 
     def _name_and_types(self) -> tuple[str, frozenset[str] | None]:
-        """The name of the current parameter, and the types that the format states of its value, if any."""
+        """The name of the current parameter, and the JSON types that the format states of its value; None if none."""
         name, _, says_string = "".join(self._word).strip().partition(_SAYS_STRING)
         if not self._words.says_string:
             return "".join(self._word).strip(), None

@@ -40,7 +40,7 @@ OLMO3 = "<function_calls>", "</function_calls>"
 def grammar(calls: CallGrammar, words: tuple[str, str] = ("", ""), brackets: bool = True) -> Iterator[str]:
     """Yields rules, with the top rule `calls`. Arguments have the order of their schema; values are written as JSON.
 
-    Raises ValueError for a name that is not a Python identifier.
+    Raises ValueError for a name that is not a Python identifier, and as `argument_forms`.
     """
     for name in calls.functions:
         if not all(part.isidentifier() for part in name.split(".")):
@@ -62,7 +62,7 @@ def starts(name: str, words: tuple[str, str], brackets: bool = True) -> Iterator
 
 def _keywords(calls: CallGrammar, at: int, form: ArgumentForm) -> Iterator[str]:
     """Yields rules first_<at>_<n>, arguments from the n-th on of which none was written before, and rest_<at>_<n>, the
-    same with a comma before them.
+    same with a comma before them. Raises ValueError for a name that is not a Python identifier.
     """
     for number, name in enumerate(form.places):
         if not name.isidentifier():

@@ -35,7 +35,7 @@ def types_of(document: SchemaDocument, name: str) -> frozenset[str]:
 
 
 def types_at(document: SchemaDocument, places: Iterable[Place]) -> frozenset[str]:
-    """Return the JSON types of the values of some schemas; only "string" if they give none."""
+    """Return the JSON types of the values that schemas at some places allow; only "string" if they give none."""
     found: set[str] = set()
     for place in places:
         for each in document.applicable(place):

@@ -137,7 +137,7 @@ class BeamSearch:
         return [beam.tokens for beam in self._beams] if self._num_left > 0 else []
 
     def advance(self, found: Sequence[PositionLogprobs]) -> None:
-        """Extends the beams by the logprobs of the next token of each of `prompts`."""
+        """Extends the beams by one token. found: logprobs of the next token of each of `prompts`, in their order."""
         grown = []
         for beam, position in zip(self._beams, found, strict=True):
             best = sorted(position.items(), key=lambda entry: (entry[1].rank or 0, entry[0]))
@@ -156,7 +156,10 @@ class BeamSearch:
         self._num_left = self._num_left - 1 if self._beams else 0
 
     def result(self, tokenizer: Tokenizer | None) -> BeamSearchOutput:
-        """Returns the best sequences, both those that ended and those that reached the limit."""
+        """Returns the best sequences, both those that ended and those that reached the limit.
+
+        tokenizer: makes their text; None leaves that None.
+        """
         for beam in self._beams:
             beam.finish_reason = "length"
         best = sorted([*self._completed, *self._beams], key=self._score, reverse=True)[: self._params.beam_width]

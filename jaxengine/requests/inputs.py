@@ -78,7 +78,7 @@ class InputProcessor:
         return processor_classes(self.config.logits_processors)
 
     def default_sampling_params(self) -> SamplingParams:
-        """vLLM's defaults, overridden by the model's generation_config.json."""
+        """vLLM's defaults, overridden as the options generation_config and override_generation_config say."""
         return SamplingParams(**self.generation_defaults)
 
     def require_tokenizer(self) -> Tokenizer:
@@ -106,7 +106,8 @@ class InputProcessor:
     ) -> dict[str, Any]:
         """The prompt of a conversation: its text, token ids and any pictures and videos.
 
-        messages, multi_modal_data: from `media_reader.read`. Raises the same errors as Tokenizer.apply_chat_template.
+        messages, multi_modal_data: from `media_reader.read`. chat_template: None for the engine's option, or else the
+        model's. Raises the same errors as Tokenizer.apply_chat_template; RequestError also without a tokenizer.
         """
         tokenizer = self.require_tokenizer()
         text = tokenizer.apply_chat_template(
@@ -131,7 +132,9 @@ class InputProcessor:
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> PreparedRequest:
-        """Checks a request and tokenizes its text.
+        """Checks a request and tokenizes its text. Takes long for pictures that `make_ready` has not seen.
+
+        request_id: None for the number of the request. options: None for the defaults.
 
         Raises:
           RequestError: names the field, its value and what is allowed.
@@ -230,7 +233,10 @@ class InputProcessor:
         return self._num_requests
 
     def _read_prompt(self, prompt: Prompt, prefix: str = "") -> tuple[str | None, list[int], str | None]:
-        """Reads (text, token ids, cache salt) of a prompt; prefix: text to prepend."""
+        """Reads (text, token ids, cache salt) of a prompt, text and salt None if it has none. Raises RequestError.
+
+        prefix: prepended to a prompt's text before it is tokenized.
+        """
         salt = None
         if isinstance(prompt, Mapping):
             if unknown := prompt.keys() - {*PROMPT_KEYS, READY}:
@@ -335,7 +341,8 @@ class InputProcessor:
     def _tokenize_bad_words(self, params: SamplingParams) -> list[list[int]]:
         """Token ids of each bad word, at the start of a text and after a space, unless the latter ends with the former.
 
-        vLLM drops the latter if it has a different number of tokens, which would allow the word after a space.
+        vLLM drops the latter if it has a different number of tokens, which would allow the word after a space. Raises
+        RequestError for a blank word, and for too many tokens.
         """
         if not params.bad_words:
             return []
@@ -387,7 +394,10 @@ def follows_every_step(params: SamplingParams) -> bool:
 
 
 def input_processor(source: ModelSource, config: ResolvedConfig, *, origin: int = 0) -> InputProcessor:
-    """Creates the InputProcessor for an engine of this model; needs no device. origin: see InputProcessor."""
+    """Creates the InputProcessor for an engine of this model; needs no device. origin: see InputProcessor.
+
+    Raises ConfigError for default sampling parameters that cannot be used, ModelFileError for an invalid tokenizer.
+    """
     try:
         SamplingParams(**source.generation_defaults)
     except RequestError as error:

@@ -34,7 +34,7 @@ class LoRARequest:
 
 
 def one_for_each(count: int, given: Any) -> list[LoRARequest | None]:
-    """The adapter of each of `count` prompts, given one for all or a list. Raises RequestError."""
+    """The adapter of each of `count` prompts, None for none, given one for all or a list. Raises RequestError."""
     each = list(given) if isinstance(given, (list, tuple)) else [given] * count
     if len(each) != count or not all(one is None or isinstance(one, LoRARequest) for one in each):
         text = f"lora_request must be one LoRARequest, or one or None for each of the {count} prompts"

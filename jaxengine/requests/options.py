@@ -27,7 +27,7 @@ class RequestOptions:
 
     Attributes:
       priority: smaller runs first, a 64-bit int; needs scheduling_policy="priority".
-      timeout: seconds after arrival at which the request is aborted.
+      timeout: seconds after arrival at which the request is aborted; None for no limit.
       client: name of the client; needs scheduling_policy="fair". None for all clients without a name.
       arrival: time of arrival, in seconds of this machine's time.monotonic; default: when the options are created.
       lora: name of a loaded adapter; needs enable_lora. None for the base model.
@@ -71,9 +71,9 @@ class RequestOptions:
 
 
 def options_for(count: int, priority: Any, client: Any, loras: Sequence[str | None]) -> list[RequestOptions]:
-    """The options of each of `count` prompts, given priority and client for all or one per prompt, and adapter names.
+    """The options of each of `count` prompts, given priority and client for all or one per prompt, None for none.
 
-    Raises RequestError if the numbers of values and prompts differ.
+    loras: names of adapters, one per prompt. Raises RequestError if the numbers of values and prompts differ.
     """
     priorities: list[Any] = list(priority) if isinstance(priority, Sequence) else [priority or 0] * count
     several = isinstance(client, Sequence) and not isinstance(client, str)

@@ -74,7 +74,7 @@ class _Sequence:
         return self.finish_reason is None and self.num_sent > 0 and len(self.token_ids) - self.num_sent < interval
 
     def output(self, kind: RequestOutputKind) -> CompletionOutput:
-        """The current output, as the output kind specifies."""
+        """Returns the current output, as the output kind specifies, and counts its tokens as sent."""
         first = self.num_sent if kind is RequestOutputKind.DELTA else 0
         self.num_sent = len(self.token_ids)
         text = ""

@@ -36,7 +36,8 @@ def position_logprobs(
 ) -> PositionLogprobs:
     """Logprobs of one position: the chosen token and the `num_logprobs` likeliest (-1: all given), k or k + 1 entries.
 
-    top_ids and top_logprobs are sorted, likeliest first, and may be longer than requested.
+    top_ids and top_logprobs are sorted, likeliest first, and may be longer than requested. decode: gives a token's
+    text; None leaves decoded_token None.
     """
     count = len(top_ids) if num_logprobs == -1 else num_logprobs
     best = zip(top_ids[:count], top_logprobs[:count], strict=True)
@@ -90,7 +91,8 @@ class WeightSpan(NamedTuple):
 def weight_spans(versions: Sequence[tuple[int | str, int]], num_tokens: int) -> list[WeightSpan] | None:
     """Spans of the first `num_tokens` output tokens.
 
-    versions: each version and the number of tokens before its first, in order; none or the first one alone, 0, is None.
+    versions: each version and the number of output tokens before its first, in order. Returns None if there are none,
+    or only the one that the engine started with, 0.
     """
     if not versions or versions == [(0, 0)]:
         return None
@@ -109,7 +111,8 @@ class CompletionOutput:
       cumulative_logprob: sum over all tokens so far, for every output kind; None without logprobs.
       logprobs: one dict per token, from token id to Logprob; None unless requested.
       finish_reason: "stop", "length", "abort" or "error"; None while running.
-      stop_reason: the stop string or stop token id that was met; None otherwise, and for the end-of-sequence token.
+      stop_reason: the stop string or stop token id that was met; details of "abort", such as "timeout", or "error";
+        None otherwise, and for the end-of-sequence token.
       hidden_states: [tokens, layers, hidden size] of the engine's capture_layers, in the dtype of the model: one row
         for each token of the prompt, then one for each output token but the last, which was chosen and not fed to the
         model. Everything so far, or only what is new (RequestOutputKind.DELTA); None unless requested.
@@ -168,7 +171,8 @@ class RequestOutput:
     def add(self, later: RequestOutput, aggregate: bool) -> None:
         """Merges a later output of the same request, per output: appended (aggregate, for DELTA) or replaced.
 
-        So a reader slower than the engine needs to hold one output, never a queue.
+        So a reader slower than the engine needs to hold one output, never a queue. Raises ValueError for another
+        request's output.
         """
         if later.request_id != self.request_id:
             raise ValueError(f"cannot add output of request {later.request_id!r} to that of {self.request_id!r}")

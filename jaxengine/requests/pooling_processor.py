@@ -87,7 +87,7 @@ class PoolingProcessor:
     def process(
         self, step: EngineOutput, now: float, stop: Callable[[Request, str, int], None]
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Processes the results of a step; returns the answers of requests that ended."""
+        """Processes the results of a step; returns the answers of requests that ended. stop: not called here."""
         for emitted in step.emitted:
             assert emitted.vectors is not None
             for tag, token_id, vector in zip(emitted.tags.tolist(), emitted.token_ids, emitted.vectors, strict=True):

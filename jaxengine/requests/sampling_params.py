@@ -320,7 +320,10 @@ class SamplingParams:
             raise _refuse("stop", self.stop, "empty when detokenize is False (strings are found in the text)")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Raises RequestError for an invalid value, AttributeError for an unknown field."""
+        """Sets a field to the checked and normalised value.
+
+        Raises RequestError for an invalid value or an unsupported field, AttributeError for an unknown field.
+        """
         if name not in _FIELDS:
             near = difflib.get_close_matches(name, _RULES, 1)
             raise AttributeError(f"SamplingParams has no field {name!r}" + (f"; it has {near[0]!r}" if near else ""))
@@ -386,11 +389,14 @@ class SamplingParams:
         return mine
 
     def clone_with(self, **changes: Any) -> SamplingParams:
-        """Returns a copy with `changes`, with all rules checked."""
+        """Returns a copy with `changes`, with all rules checked. Raises RequestError."""
         return replace(self, **changes)
 
     def checked(self) -> SamplingParams:
-        """Returns a copy with all rules checked, as fields may have been set since construction."""
+        """Returns a copy with all rules checked, as fields may have been set since construction.
+
+        Raises RequestError.
+        """
         mine = self.clone()
         mine.logit_bias = mine.logit_bias
         mine.__post_init__()

@@ -39,7 +39,7 @@ class StopAfter:
 
 
 def stop_after(name: str, value: Any) -> StopAfter:
-    """Rule of SamplingParams.stop_after, which is also given as a dict."""
+    """Checks a value of SamplingParams.stop_after, which may be a dict. Raises RequestError for `name`."""
     if isinstance(value, StopAfter):
         return value
     known = {field.name for field in fields(StopAfter)}

@@ -38,6 +38,7 @@ class StopStrings:
 
     keep: pass the stop string too; nothing needs to be held back then.
     met: the stop string that was found, else None.
+    Raises ValueError for an empty stop string.
     """
 
     def __init__(self, stop: tuple[str, ...], *, keep: bool):

@@ -45,7 +45,7 @@ class ThinkingWords:
 
 
 def thinking_words(name: str, value: Any) -> ThinkingWords:
-    """Rule of SamplingParams.thinking_words, which is also given as a dict."""
+    """Checks a value of SamplingParams.thinking_words, which may be a dict. Raises RequestError for `name`."""
     if isinstance(value, ThinkingWords):
         return value
     known = {field.name for field in fields(ThinkingWords)}
@@ -57,10 +57,11 @@ def thinking_words(name: str, value: Any) -> ThinkingWords:
 def limited(
     grammar: Grammar | None, num_tokens: int, words: ThinkingWords, encode: Callable[[str], Sequence[int]]
 ) -> Grammar:
-    """Returns the grammar of an output, None for a free one, with a limit of the reasoning before it.
+    """Returns the grammar of an output, with a limit of the reasoning before it.
 
-    encode: turns text into token ids of the model's vocabulary, none where it cannot write the text. Raises
-    RequestError where the limit would have no effect.
+    grammar: None for an output of any form. num_tokens: the limit. encode: turns text into token ids of the model's
+    vocabulary, none where it cannot write the text. Raises RequestError where the limit would have no effect, and for
+    a closing text that the model cannot write.
     """
     closing = tuple(encode(str(words.closing)))
     if not closing:

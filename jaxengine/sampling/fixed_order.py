@@ -26,13 +26,13 @@ _FAN_IN = 8
 
 
 def block_sums(x: jax.Array) -> jax.Array:
-    """[S, V / n] -> [S, ceil(V / BLOCK)], the sums of the whole row's consecutive blocks."""
+    """Sums of the consecutive blocks of BLOCK tokens of each whole row: [S, V / n] -> [S, ceil(V / BLOCK)]."""
     sums = _add_neighbours(_add_neighbours(x, _FAN_IN), BLOCK // _FAN_IN)
     return gather_parts(sums, VOCAB, dimension=1)
 
 
 def row_sums(x: jax.Array) -> jax.Array:
-    """[S, V / n] -> [S, 1]."""
+    """Sum of each whole row: [S, V / n] -> [S, 1]."""
     x = block_sums(x)
     while x.shape[1] > 1:
         x = _add_neighbours(x, _FAN_IN)
@@ -40,12 +40,12 @@ def row_sums(x: jax.Array) -> jax.Array:
 
 
 def row_counts(mask: jax.Array) -> jax.Array:
-    """bool[S, V / n] -> i32[S, 1], how many are True. Whole numbers: any order of addition will do."""
+    """How many of each whole row are True: bool[S, V / n] -> i32[S, 1]. Whole numbers may be added in any order."""
     return sum_parts(jnp.sum(mask.astype(jnp.int32), axis=1, keepdims=True), VOCAB)
 
 
 def running_sums(x: jax.Array) -> jax.Array:
-    """[S, C] -> [S, C], the sum up to and including each column; rows that every device holds whole.
+    """Sums up to and including each column: [S, C] -> [S, C]; rows that every device holds whole.
 
     Hillis and Steele 1986. What jnp.cumsum adds first depends on C, and on a GPU on the run.
     """
@@ -57,6 +57,6 @@ def running_sums(x: jax.Array) -> jax.Array:
 
 
 def _add_neighbours(x: jax.Array, num: int) -> jax.Array:
-    """[S, C] -> [S, ceil(C / num)], each the sum of `num` columns that follow one another."""
+    """Sums of each `num` columns that follow one another: [S, C] -> [S, ceil(C / num)]."""
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % num)))
     return functools.reduce(operator.add, [x[:, place::num] for place in range(num)])

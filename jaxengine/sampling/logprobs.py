@@ -32,7 +32,7 @@ class TokenLogprobs(NamedTuple):
 
 
 def no_logprobs(num_rows: int, num_top: int) -> TokenLogprobs:
-    """The value of rows nobody asked about."""
+    """The value of num_rows rows that nobody asked about; num_top: Kl."""
     return TokenLogprobs(
         jnp.full(num_rows, -jnp.inf, jnp.float32),
         jnp.zeros(num_rows, jnp.int32),

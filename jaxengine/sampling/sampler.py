@@ -90,7 +90,8 @@ def sample(
     temperature and truncation included. assumed i32[S, k]: output tokens of each row that `token_counts` does not have
     yet, -1 for none. only i32[S]: where it is >= 0 the one token that a row may have, whatever its slot's mask says.
     is_guided bool[S]: rows with masks of their own, those behind the slots' in their order. process: logits processors
-    of a user's own, which run between bias and penalties where `flags.features` has one of them.
+    of a user's own, which run between bias and penalties where `flags.features` has one of them. Each of these four may
+    be None: no row has any.
     """
     rows = RowParams(
         *(
@@ -176,14 +177,15 @@ def _mask_rows(state: SamplingState, slots: jax.Array, is_guided: jax.Array | No
 
 
 def _only_rows(token_ids: jax.Array, num_words: int) -> jax.Array:
-    """u32[S, W]: masks that allow one token each, i32[S]; none where it is another device's."""
+    """u32[S, W]: masks that allow one token each, i32[S], the number of its column here; none where it is another
+    device's."""
     words = jnp.arange(num_words, dtype=jnp.int32) == (token_ids >> 5)[:, None]
     return jnp.where(words, jnp.uint32(1) << (token_ids & 31).astype(jnp.uint32)[:, None], jnp.uint32(0))
 
 
 def _masked(logits: jax.Array, masks: jax.Array) -> jax.Array:
-    """-inf for the tokens that a row's mask, u32[S, W], does not allow; what is not finite stays so, as under a bias of
-    -inf."""
+    """Logits with -inf for the tokens that a row's mask, u32[S, W], does not allow; what is not finite stays so, as
+    under a bias of -inf."""
     bits = masks[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
     return jnp.where(bits.reshape(len(masks), -1)[:, : logits.shape[1]] > 0, logits, logits - jnp.inf)
 
@@ -197,8 +199,8 @@ def _adjust(
     assumed: jax.Array | None,
     process: Callable[..., jax.Array] | None,
 ) -> jax.Array:
-    """Bias, then a user's own processors, then penalties: repetition (Keskar et al. 2019) over prompt and output,
-    OpenAI's two over the output. Rows without them keep their logits bit for bit.
+    """Logits [S, V / n] after bias, then a user's own processors, then penalties: repetition (Keskar et al. 2019) over
+    prompt and output, OpenAI's two over the output. Rows without them keep their logits bit for bit.
     """
     logits = logits + _state_rows(state.logit_bias, slots)
     counts = _state_rows(token_counts, slots)

@@ -57,7 +57,7 @@ class SamplingState(NamedTuple):
 
 
 def init_state(max_num_seqs: int, vocab_size: int, num_masks: int | None = None) -> SamplingState:
-    """Every slot greedy and neutral: R = max_num_seqs rows, 4 * V + V / 8 bytes each; num_masks: M, at least R."""
+    """Every slot greedy and neutral: R = max_num_seqs rows, 4 * V + V / 8 bytes each; num_masks: M >= R, None for R."""
     return SamplingState(
         RowParams(*(jnp.full(max_num_seqs, value, value.dtype) for value in NEUTRAL)),
         logit_bias=jnp.zeros((max_num_seqs, vocab_size), jnp.float32),
@@ -102,7 +102,7 @@ def write_params(state: SamplingState, slots: jax.Array, words: jax.Array) -> Sa
 
 
 def write_slots(array: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Array:
-    """array [R] with values [M] at slots i32[M], which are distinct where they are < R; the others are dropped.
+    """The array [R] with values [M] written at slots i32[M], which are distinct where they are < R; others are dropped.
 
     Compares and selects: XLA:TPU sends a scatter into so small an array to the SparseCore, or walks it row by row.
     """
@@ -124,23 +124,23 @@ def count_tokens(token_counts: jax.Array, slots: jax.Array, token_ids: jax.Array
 
 
 def write_tokens(history: jax.Array, slots: jax.Array, positions: jax.Array, token_ids: jax.Array, valid: jax.Array):
-    """history i32[R, L] with token_ids i32[S] at (slots, positions) i32[S] where valid bool[S]; those outside are
-    dropped."""
+    """The history i32[R, L] with token_ids i32[S] written at (slots, positions) i32[S] where valid bool[S]; those
+    outside are dropped."""
     num_slots = history.shape[0]
     slots, positions, token_ids = _two_at_least(num_slots, jnp.where(valid, slots, num_slots), positions, token_ids)
     return history.at[slots, positions].set(token_ids, mode="drop")
 
 
 def _two_at_least(num_slots: int, slots: jax.Array, *others: jax.Array) -> list[jax.Array]:
-    """What is to be scattered, i32[S] each, with a row of no slot behind a single one: XLA CPU copies the whole operand
-    of a one-row scatter."""
+    """The arguments of a scatter, i32[S] each, with a row of no slot behind a single one: XLA CPU copies the whole
+    operand of a one-row scatter."""
     if slots.shape[0] > 1:
         return [slots, *others]
     return [jnp.pad(slots, (0, 1), constant_values=num_slots), *(jnp.pad(other, (0, 1)) for other in others)]
 
 
 def set_rows(array: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
-    """array [R, V] with rows [n, V] at slots i32[n], the later one where two are equal; those >= R change nothing."""
+    """The array [R, V] with rows [n, V] written at slots i32[n], the later of two equal ones; >= R changes nothing."""
 
     def write(index: jax.typing.ArrayLike, array: jax.Array) -> jax.Array:
         # Not a scatter: XLA CPU copies the whole operand of a one-row scatter.

@@ -60,7 +60,7 @@ def lowest_kept(
 
 
 def _search_top_k(logits: jax.Array, best: jax.Array, top_k: jax.Array, highest: jax.Array) -> jax.Array:
-    """The top_k-th logit of each row, which is at most `highest`."""
+    """The top_k-th logit of each row, f32[S, 1], which is at most `highest`."""
 
     def num_from(threshold: jax.Array) -> tuple[jax.Array, jax.Array]:
         num = row_counts(logits >= threshold).astype(jnp.float32)
@@ -78,7 +78,10 @@ def _top_p(
     kept: jax.Array,
     candidates: jax.Array,
 ) -> jax.Array:
-    """The logit from which top_p keeps tokens, of those >= kept; rows with top_p = 1 keep theirs."""
+    """The logit from which top_p keeps tokens, of those >= kept, f32[S, 1]; rows with top_p = 1 keep theirs.
+
+    candidates: the row's best logits, best first, f32[S, C].
+    """
     weights = jnp.exp((logits - best) / temperature)
 
     def mass_from(threshold: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -116,7 +119,7 @@ def draw_keys(seeds: jax.Array, positions: jax.Array) -> jax.Array:
 
 
 def draw(logits: jax.Array, best: jax.Array, kept_from: jax.Array, temperature: jax.Array, keys: jax.Array):
-    """One token per row from softmax(logits / temperature) over the logits >= kept_from, by keys u32[S, 2]. i32[S].
+    """One token per row, i32[S], from softmax(logits / temperature) over the logits >= kept_from, by keys u32[S, 2].
 
     The best of logits / temperature plus Gumbel noise, of which every token has its own (Gumbel 1954). Never a token of
     probability 0 or outside the vocabulary. Rows with NaN give any number.
@@ -150,11 +153,16 @@ def _highest(
     at_lower: tuple[jax.Array, jax.Array],
     upper: jax.Array,
 ) -> jax.Array:
-    """The highest threshold t, lower <= t <= upper, that measures at least `target`, or one that keeps the same tokens.
+    """The highest threshold t of each row, lower <= t <= upper, that measures at least `target`, f32[S, 1].
 
-    measure: of a threshold, what it keeps and how many logits it keeps; both fall as the threshold rises. at_lower:
-    these two at `lower`. Bisects until at most one token lies between the bounds or the lower one meets the target
-    exactly; a row whose at_lower does costs no pass.
+    It may be another one that keeps the same tokens. target, lower, upper: f32[S, 1].
+
+    Args:
+      measure: t [S, 1] -> (what t keeps, how many logits it keeps), f32[S, 1] each; both fall as t rises.
+      at_lower: measure(lower).
+
+    Bisects until at most one token lies between the bounds, or the lower bound meets the target exactly. No pass is
+    made for a row that begins so.
     """
 
     def unsettled(low, high, measured, num_low, num_high):
@@ -185,7 +193,7 @@ def _highest(
 
 
 def _ordered(x: jax.Array) -> jax.Array:
-    """float32 -> int32 with the same order (-0.0 just below 0.0)."""
+    """float32 as int32 that have the same order (-0.0 just below 0.0)."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 

@@ -39,7 +39,7 @@ def first_id(columns: jax.Array) -> Any:
 
 
 def first_true(mask: jax.Array) -> jax.Array:
-    """bool[S, C] -> i32[S], the first True of each row, C when there is none. XLA CPU's argmax is 4x slower."""
+    """The first True of each row, bool[S, C] -> i32[S]; C when there is none. XLA CPU's argmax is 4x slower."""
     size = mask.shape[1]
     return jnp.min(jnp.where(mask, jnp.arange(size, dtype=jnp.int32), size), axis=1)
 
@@ -122,14 +122,15 @@ def _take(logits: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def _of_all_parts(logits: jax.Array, values: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """f32[S, C] and i32[S, C], tokens that each device chose of its columns, as f32[S, n * C] and i32[S, n * C]."""
+    """The tokens that all devices chose, each of its columns: values f32[S, C] and ids i32[S, C], counted from the
+    device's first, -> f32[S, n * C] and ids of the vocabulary i32[S, n * C]."""
     bits = lax.bitcast_convert_type(values, jnp.int32)
     pairs = gather_parts(jnp.stack([bits, ids + first_id(logits)], axis=2), VOCAB, dimension=1)
     return lax.bitcast_convert_type(pairs[:, :, 0], jnp.float32), pairs[:, :, 1]
 
 
 def _sorted_top(x: jax.Array, num_top: int) -> tuple[jax.Array, jax.Array]:
-    """The best values and their columns by a stable sort of the row."""
+    """The `num_top` best values of each row, best first, and their columns, i32, by a stable sort of the row."""
     columns = jnp.argsort(x, axis=1, descending=True, stable=True)[:, :num_top].astype(jnp.int32)
     return jnp.take_along_axis(x, columns, axis=1), columns
 
@@ -154,8 +155,8 @@ def _blockwise_best(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _best_blocks(logits: jax.Array, num_top: int) -> tuple[int, jax.Array | None]:
-    """(block size, the `num_top` blocks of the greatest maxima i32[S, num_top]); None where `num_top` is so large
-    a part of the vocabulary that blocks would not help.
+    """(block size, the `num_top` blocks of the greatest maxima i32[S, num_top]); None for the latter where `num_top`
+    is so large a part of the vocabulary that blocks would not help.
 
     Among blocks of equal maxima the first ones count, so that they hold the first ones of equal tokens as well. XLA
     CPU's top_k keeps that order only while it is asked for a small part of the row.
@@ -166,7 +167,7 @@ def _best_blocks(logits: jax.Array, num_top: int) -> tuple[int, jax.Array | None
 
 
 def _tokens(blocks: jax.Array, block: int) -> jax.Array:
-    """i32[S, n] -> i32[S, n * block], the ids in the blocks."""
+    """The ids in blocks of `block` tokens, given by number: i32[S, n] -> i32[S, n * block]."""
     ids = blocks[:, :, None] * block + jnp.arange(block, dtype=jnp.int32)
     return ids.reshape(blocks.shape[0], -1)
 

@@ -50,10 +50,11 @@ def only_tokens(drafts: jax.Array, num_drafts: jax.Array, is_forced: jax.Array) 
 def verify(
     chosen: jax.Array, drafts: jax.Array, num_drafts: jax.Array, is_sampled: jax.Array, is_guided: jax.Array
 ) -> Verified:
-    """chosen i32[S, W], -1 for none; drafts i32[S, W - 1], of which num_drafts i32[S] are real.
+    """Finds the tokens that each row has got: the chosen ones up to and including the first that is not its draft.
 
-    is_guided bool[S]: rows with a mask for each place, one without tokens where it is not known: a draft in front of
-    such a place does not count.
+    chosen i32[S, W], -1 for none; drafts i32[S, W - 1], of which num_drafts i32[S] are real. is_sampled bool[S]: the
+    others get none. is_guided bool[S]: rows with a mask for each place, one without tokens where it is not known: a
+    draft in front of such a place does not count.
     """
     width = chosen.shape[1]
     agree = (drafts == chosen[:, :-1]) & (jnp.arange(width - 1) < num_drafts[:, None])

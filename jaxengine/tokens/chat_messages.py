@@ -155,7 +155,7 @@ def _checked_message(message: Any, where: str) -> Message:
 
 
 def _checked_calls(calls: Any, where: str) -> list[Any] | None:
-    """Checks the calls of an earlier answer; None if there are none."""
+    """Checks the calls of an earlier answer and returns them; None if there are none. Raises RequestError."""
     if not calls and (calls is None or isinstance(calls, (list, tuple))):
         return None
     if not isinstance(calls, (list, tuple)) or not all(isinstance(call, Mapping) for call in calls):
@@ -192,7 +192,7 @@ def _object(arguments: Any) -> Any:
 
 
 def _checked_part(part: Any, where: str) -> dict[str, str]:
-    """Checks a content part: text, or one of MEDIA_TYPES."""
+    """Checks a content part, text or one of MEDIA_TYPES, and returns it as a dict. Raises RequestError."""
     if isinstance(part, str):
         return {"type": "text", "text": str.__str__(part)}
     if not isinstance(part, Mapping):

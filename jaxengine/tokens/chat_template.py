@@ -68,7 +68,7 @@ def render_chat(
       placeholder: for a model that takes pictures or videos, returns the text that stands for "image" or "video" in
         templates that take only text.
 
-    Raises RequestError, whose param is the argument at fault.
+    Raises RequestError, whose param is the argument at fault; OverloadedError if too many templates are being rendered.
     """
     checked = checked_messages(messages)
     _check_options(add_generation_prompt, continue_final_message, tools)

@@ -101,6 +101,8 @@ class _Metadata:
 def build_tokenizer(values: Mapping[str, Any], path: str) -> Tokenizer:
     """Builds the tokenizer of a GGUF file, including special tokens and the BOS/EOS that it asks for.
 
+    values: the file's metadata by key. path: of the file, for errors.
+
     Raises ModelFileError for metadata that is incomplete, contradictory, or names an unknown model or pre-tokenizer.
     """
     metadata = _Metadata(values, path)
@@ -160,7 +162,7 @@ def special_tokens(values: Mapping[str, Any], path: str) -> SpecialTokens:
 
 
 def chat_template_of(values: Mapping[str, Any], path: str) -> str | None:
-    """The file's chat template, Jinja source, or None."""
+    """The file's chat template, Jinja source, or None if it has none. Raises ModelFileError if it is not a text."""
     template = values.get("tokenizer.chat_template")
     if template is not None and type(template) is not str:
         raise ModelFileError(path, f"must be a text, got {type(template).__name__}", "tokenizer.chat_template")
@@ -168,7 +170,9 @@ def chat_template_of(values: Mapping[str, Any], path: str) -> str | None:
 
 
 def _byte_level_bpe(metadata: _Metadata, vocabulary: dict[str, int]) -> tuple[Tokenizer, bool]:
-    """Builds a byte-level BPE tokenizer; returns it, and whether texts begin with BOS by default."""
+    """Builds a byte-level BPE tokenizer; returns it, and whether texts begin with BOS by default. Raises
+    ModelFileError.
+    """
     pre = metadata.get("pre", str, "default")
     if pre not in PRE_TOKENIZERS:
         raise metadata.fail(f"pre-tokenizer {pre!r} is not supported; supported: {', '.join(PRE_TOKENIZERS)}", "pre")
@@ -190,7 +194,7 @@ def _byte_level_bpe(metadata: _Metadata, vocabulary: dict[str, int]) -> tuple[To
 
 
 def _sentencepiece_bpe(metadata: _Metadata, vocabulary: dict[str, int], types: np.ndarray) -> Tokenizer:
-    """Builds a SentencePiece BPE tokenizer.
+    """Builds a SentencePiece BPE tokenizer. types: of each token, see NORMAL and the following. Raises ModelFileError.
 
     SentencePiece merges the neighbours whose union has the best score; the equivalent merges are all splits of each
     piece, sorted by score.

@@ -28,8 +28,8 @@ ADDED_TOKEN_FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")
 def read_hf_tokenizer(folder: Path) -> tuple[Tokenizer, SpecialTokens, str | dict[str, str] | None]:
     """Reads the tokenizer, its special ids, and the chat template or templates by name. Raises ModelFileError.
 
-    The template is chat_template.jinja if present, else the configuration's. Further ids that end an answer are those
-    of generation_config.json.
+    The template is chat_template.jinja if present, else the configuration's; None without either. Further ids that end
+    an answer are those of generation_config.json.
     """
     source = read_text(folder, TOKENIZER, MAX_TOKENIZER_BYTES)
     if source is None:
@@ -57,7 +57,10 @@ def _without_tokenizer(folder: Path) -> str:
 
 
 def _add_missing_tokens(tokenizer: Tokenizer, config: dict[str, Any], path: Path) -> None:
-    """Adds tokens that are only in tokenizer_config.json (`added_tokens_decoder`: id -> description)."""
+    """Adds tokens that are only in tokenizer_config.json (`added_tokens_decoder`: id -> description).
+
+    Raises ModelFileError for an id that contradicts tokenizer.json.
+    """
     key = "added_tokens_decoder"
     entries = config.get(key, {})
     if not isinstance(entries, dict) or not all(_TOKEN_ID.fullmatch(number) for number in entries):
@@ -112,7 +115,7 @@ def _chat_template(config: dict[str, Any], folder: Path) -> str | dict[str, str]
 
 
 def _content(entry: Any, path: Path, key: str) -> str:
-    """Text of a token that is given as text, or as an object with "content"."""
+    """Text of a token that is given as text, or as an object with "content". Raises ModelFileError for neither."""
     content = entry.get("content") if isinstance(entry, dict) else entry
     if not isinstance(content, str) or not content:
         raise ModelFileError(path, f"must be a token, got {repr(entry)[:100]}", key)

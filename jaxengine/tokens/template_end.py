@@ -23,8 +23,10 @@ _NO_ENDS = frozenset(
 def template_end(tokenizer: Any) -> int | None:
     """Return the id of the token with which the tokenizer's chat template ends an assistant's message.
 
-    None where it writes none, or one that begins a turn, and where it fails. tokenizer: a
-    jaxengine.tokens.tokenizer.Tokenizer with a template, which cannot be named here: it calls this.
+    None if the template writes no such token, if that token begins a turn, or if rendering fails; without rendering, if
+    the tokenizer has several templates or none, or if its template has a known end and no unknown token.
+
+    tokenizer: a jaxengine.tokens.tokenizer.Tokenizer; its type is not imported, because it calls this.
     """
     tokens = {token.content: at for at, token in tokenizer.backend.get_added_tokens_decoder().items()}
     if not _may_find_more(tokenizer, tokens):
@@ -55,7 +57,10 @@ def _may_find_more(tokenizer: Any, tokens: dict[str, int]) -> bool:
 
 
 def _end_in(text: str, tokens: list[str], bos: str | None) -> str | None:
-    """The token after _ANSWER in a rendered conversation, unless it begins a turn."""
+    """Return the token after _ANSWER in a rendered conversation; None if there is none, or if it begins a turn.
+
+    tokens: all texts that are tokens. bos: one of them that ends no turn.
+    """
     at = text.rfind(_ANSWER)
     if at < 0:
         return None

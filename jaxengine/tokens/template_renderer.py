@@ -44,7 +44,7 @@ class _Renderer:
         self._process: WorkerProcess | None = None
 
     def render(self, message: Render) -> Rendered | Refused:
-        """Renders a template. Raises TemplateFailure if there is no answer."""
+        """Renders a template, in a new process if the old one has ended. Raises TemplateFailure without an answer."""
         if self._process is not None and self._process.is_ours:
             answer = self._ask(self._process, message)
             if answer is not None:
@@ -84,9 +84,10 @@ class TemplateRenderer:
             self._idle.put(_Renderer())
 
     def render(self, source: str, variables: Mapping[str, Any]) -> str:
-        """Returns the text of a template; `variables` are plain JSON values.
+        """Renders a template, Jinja source, and waits for its text; `variables` are plain JSON values.
 
-        Raises TemplateFailure, or OverloadedError if all workers are busy for too long.
+        Raises BadTemplate, ConversationRefused, or TemplateFailure if it takes too long or ends its process;
+        OverloadedError if all workers are busy for WAIT_SECONDS.
         """
         message = Render(packed(source), packed(json.dumps(variables, ensure_ascii=False)))
         try:

@@ -108,12 +108,13 @@ class Tokenizer:
         """Encodes text to token ids. Special tokens written in `text` become their ids. `add_special_tokens`: add
         BOS/EOS.
 
-        Raises RequestError(param="prompt") for invalid Unicode.
+        Raises RequestError(param="prompt") for what is not a text, invalid Unicode, and text at which the tokenizer
+        fails.
         """
         return self.encode_batch([text], add_special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Encodes several texts in parallel, each as by `encode`."""
+        """Encodes several texts in parallel, each as by `encode`. Raises the same errors."""
         for text in texts:
             if not isinstance(text, str):
                 raise RequestError(f"a prompt must be a text, got {type(text).__name__}", param="prompt", value=text)
@@ -164,6 +165,9 @@ class Tokenizer:
 
         Variables of the template are given as keywords or, if their names are arguments here, as
         `chat_template_kwargs`.
+
+        Raises RequestError, whose param is the argument at fault; OverloadedError if too many templates are being
+        rendered.
         """
         return render_chat(
             self._renderer,

@@ -21,7 +21,9 @@ class Connection:
     """Connection over the standard input of a process that `WorkerProcess` started. Any thread may send."""
 
     def __init__(self, orders: Any, memory_bytes: int):
-        """orders: type of the messages to receive; memory_bytes: limit of mapped memory, beyond which allocations raise
+        """Limits this process and takes over its standard input.
+
+        orders: type of the messages to receive; memory_bytes: limit of mapped memory, beyond which allocations raise
         MemoryError.
         """
         # RLIMIT_FSIZE: a worker writes no files.
@@ -36,7 +38,10 @@ class Connection:
         self._frames, self._sending = Frames(orders), threading.Lock()
 
     def receive(self) -> Iterator[Any]:
-        """Yields messages from the parent, in order; exits the process when the connection is closed."""
+        """Yields messages from the parent, in order, waiting for each; exits the process when the connection is closed.
+
+        Raises msgspec.MsgspecError for invalid bytes.
+        """
         while data := self._socket.recv(1 << 20):
             yield from self._frames.feed(data)
         os._exit(0)

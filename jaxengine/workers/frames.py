@@ -12,7 +12,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class Frames:
-    """Splits received bytes into messages of one type, a tagged union of msgspec.Structs."""
+    """Splits received bytes into messages of one type, a tagged union of msgspec.Structs. kind: that type."""
 
     def __init__(self, kind: Any):
         self._decoder = msgspec.msgpack.Decoder(kind)

@@ -34,7 +34,9 @@ class WorkerProcess:
     """
 
     def __init__(self, module: str, answers: Any):
-        """module: the worker runs its `main`, see workers.connection; answers: type of the messages that the worker
+        """Starts the process; does not wait for it.
+
+        module: the worker runs its `main`, see workers.connection; answers: type of the messages that the worker
         sends.
         """
         ours, theirs = socket.socketpair()
@@ -71,7 +73,7 @@ class WorkerProcess:
         return bool(self._outgoing)
 
     def receive(self) -> tuple[list[Any], bool]:
-        """Messages received since the last call, and whether the worker is still alive."""
+        """Returns messages received since the last call, and whether the worker is still alive; does not wait."""
         messages: list[Any] = []
         try:
             while data := self._connection.recv(1 << 20):

@@ -97,7 +97,10 @@ class Extensions:
             each.prepare(request)
 
     def require(self, name: str) -> LoopExtension:
-        """Returns the extension of a name, which is made now if there is none. Raises RequestError if it cannot be."""
+        """Returns the extension of a name, from now on part of the steps, and makes it if there is none.
+
+        Raises RequestError if the engine was started without what it needs.
+        """
         found = self.by_name.get(name)
         if found is None:
             found = self.by_name[name] = _MAKERS[name](self)
@@ -119,16 +122,19 @@ class Extensions:
             each.shutdown()
 
     def adapter_store(self) -> AdapterStore:
-        """The adapters that requests may name. Raises RequestError where the engine has no room for any."""
+        """Returns the adapters that requests may name. Raises RequestError for an engine without enable_lora."""
         return cast("Adapters", self.require("adapters")).store
 
     def media_stats(self) -> MediaStats | None:
-        """What is counted of pictures; None for an engine that sees none."""
+        """Returns what is counted of pictures; None for an engine that sees none."""
         found = self.by_name.get("pictures")
         return None if found is None else cast("Pictures", found).stats
 
     def utilities(self) -> dict[str, Callable[..., Any]]:
-        """Functions that an operator may call between two steps: those of extensions that the engine lacks, too."""
+        """Returns functions that an operator may call between two steps, by name.
+
+        Those of extensions that the engine lacks are among them: they make one, answer for it, or raise RequestError.
+        """
         found = dict(self._absent_utilities())
         for each in self.by_name.values():
             found |= each.utilities

@@ -35,7 +35,7 @@ class DraftStats:
     num_forced: int = 0
 
     def count(self, drafts: np.ndarray, accepted: np.ndarray) -> None:
-        """Of each row of a step, the drafts that it had and how many were right, i64[n]."""
+        """Counts a step. drafts, accepted: i64[n], of each row how many drafts it had and how many were right."""
         self.num_drafts += int(np.count_nonzero(drafts))
         self.num_tokens += int(drafts.sum())
         self.accepted += (accepted[:, None] > np.arange(len(self.accepted))).sum(axis=0)
@@ -73,8 +73,11 @@ class Drafts(LoopExtension):
             drafts.set_histories(histories)
 
     def of_newest(self, request: Request, num_output: int) -> Sequence[int] | None:
-        """Returns the drafts that a request with a grammar has in the step dispatched last, after so many tokens of
-        output; None if more are known, or the step has no such drafts of it."""
+        """Returns the drafts that a request with a grammar has in the step dispatched last.
+
+        num_output: tokens of output in front of the drafts. None if the request has another number of known ones, or no
+        drafts in that step.
+        """
         slots, slot = self.loop.scheduler.ranks[request.rank].slots, request.slot
         if not self.loop.in_flight or slot < 0 or slots.num_known[slot] - slots.num_prompt[slot] != num_output:
             return None

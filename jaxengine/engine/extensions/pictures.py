@@ -36,7 +36,7 @@ class MediaStats:
     shared_bytes: int = 0
 
     def count(self, media: Media | None) -> None:
-        """A request was queued."""
+        """Counts the items of a request that was queued; None for one without any."""
         for item in () if media is None else media.items:
             self.num_queries += item.cached is not None
             self.num_hits += item.cached is True
@@ -98,7 +98,9 @@ class Pictures(LoopExtension):
         yield Gauge("jaxengine:encoder_cache_embeddings_used", sum(each.num_used for each in rows))
 
     def status(self) -> dict[str, Any]:
-        """What the tower has done since the start, and embeddings: those there is room for, kept, and in need."""
+        """Returns what the tower has done since the start, and numbers of embeddings: those that there is room for,
+        those that are kept, and those that running requests need.
+        """
         stats, rows = self.stats, self.loop.scheduler.extension(NAME).rows
         pictures = {
             "calls": stats.num_calls,
@@ -113,14 +115,14 @@ class Pictures(LoopExtension):
         return {"pictures": pictures}
 
     def _reset_cache(self) -> bool:
-        """Forgets pictures: those made ready, and embeddings that no running request needs."""
+        """Forgets pictures: those made ready, and embeddings that no running request needs. Returns True."""
         if self._cache is not None:
             self._cache.clear()
         self.loop.scheduler.extension(NAME).reset_cache()
         return True
 
     def _describe_cache(self) -> dict[str, Any]:
-        """Where pictures that were made ready are kept (EncoderOptions.mm_cache_placement), and bytes kept here.
+        """Returns where pictures made ready are kept (EncoderOptions.mm_cache_placement), and the bytes kept here.
 
         A server's engine process answers for its API processes too.
         """

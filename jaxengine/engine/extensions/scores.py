@@ -31,7 +31,7 @@ class _ScoredPrompt(NamedTuple):
 
     @property
     def tokens(self) -> slice:
-        """Of the rank's batch."""
+        """The stretch's tokens in the rank's batch."""
         return slice(self.token, self.token + self.count)
 
 
@@ -76,7 +76,7 @@ class Scores(LoopExtension):
 
 
 def _scored_prompts(step: ScheduledStep, ranks: list[Rank]) -> list[_ScoredPrompt]:
-    """What a step that has just been scheduled has to score."""
+    """The stretches of prompts that a step that has just been scheduled has to score."""
     if not step.features & PROMPT_LOGPROBS:
         return []
     scored = []

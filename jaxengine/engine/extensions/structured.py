@@ -46,13 +46,13 @@ class Structured(LoopExtension):
     """
 
     def __init__(self, masks: RequestMasks, drafts: Drafts | None = None):
-        """drafts: of an engine that has any; their masks are computed with the one in front of them."""
+        """drafts: None for an engine without any; their masks are computed with the one in front of them."""
         self.masks = masks
         self._drafts = drafts
         self._deadline: float | None = None
 
     def configure(self, config: SchedulerConfig) -> SchedulerConfig:
-        """Tokens that a grammar leaves no choice are scheduled before they are sampled."""
+        """Has tokens that a grammar leaves no choice scheduled before they are sampled, in an engine with drafts."""
         if self._drafts is None:
             return config
         from jaxengine.scheduler.extensions.drafts import DraftOptions
@@ -77,7 +77,7 @@ class Structured(LoopExtension):
         return Events(events.ready, events.ended, events.refused)
 
     def is_behind(self, step: ScheduledStep) -> bool:
-        """Whether a mask depends on a token that is still being computed, and may be several."""
+        """Whether a mask of the step depends on a token that is still being computed and is not certain."""
         for each in self._choices(step):
             slots, slot = self.loop.scheduler.ranks[each.request.rank].slots, each.request.slot
             is_known = slots.num_known[slot] >= slots.num_tokens[slot] - (each.width if each.is_guided else 1)

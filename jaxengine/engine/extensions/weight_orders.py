@@ -32,7 +32,11 @@ class WeightOrders:
         return checksums(self._weights.loop.runner)
 
     def read_weights(self, path: str, version: Version | None, mode: PauseMode, kv: KVMode, strict: bool) -> int:
-        """Begins to read a folder on a thread; returns the number by which `weights_are_read` knows it."""
+        """Begins to read a folder on a thread; returns the number by which `weights_are_read` knows it.
+
+        Raises RequestError for an argument that is not allowed, and for more than MAX_READS that are being read, or are
+        read and neither used nor forgotten.
+        """
         self._weights.check(version, mode, kv)
         if len(self._reads) >= MAX_READS:
             raise RequestError(f"{MAX_READS} folders are being read; try again when one of them is done", param="path")
@@ -51,7 +55,9 @@ class WeightOrders:
         return self._num_reads
 
     def weights_are_read(self, number: int) -> bool:
-        """Whether a folder has been read. Raises RequestError, and forgets it, if that failed."""
+        """Whether a folder has been read. Raises RequestError, and forgets it, if that failed; RequestError also for an
+        unknown number.
+        """
         job = self._find(number)
         if job.done() and (error := job.exception()) is not None:
             del self._reads[number]
@@ -62,7 +68,10 @@ class WeightOrders:
         self._reads.pop(number, None)
 
     def switch_weights(self, number: int, version: Version | None, kv: KVMode) -> dict[str, Any]:
-        """Replaces the weights by those that were read, while the engine is paused."""
+        """Replaces the weights by those that were read, while the engine is paused; returns a WeightUpdate's fields.
+
+        Raises RequestError for an unknown number, TimeoutError if they are not read yet.
+        """
         new = self._find(number).result(timeout=0)
         del self._reads[number]
         return self._weights.switch(new, version, kv)._asdict()

@@ -80,7 +80,7 @@ class Weights(LoopExtension):
         return self.loop.scheduler.paused or self._intake.first is not None
 
     def settle(self) -> bool:
-        """Whether the pause is there: no step is in flight, and nobody is left for whom it waits."""
+        """Whether the pause is there: no step is in flight, and nobody is left for whom it waits. Does not wait."""
         if self.loop.in_flight or not (self.loop.scheduler.paused or not self._earlier()):
             return False
         self.loop.scheduler.paused = True
@@ -102,7 +102,8 @@ class Weights(LoopExtension):
     def switch(self, new: NewWeights, version: Version | None = None, kv: KVMode = "recompute") -> WeightUpdate:
         """Replaces the weights while the engine is paused. version: None counts on from the last number.
 
-        Raises RequestError for an invalid argument, and nothing has changed then.
+        kv: what becomes of keys and values of the old weights, see KVMode. Raises RequestError for an invalid argument,
+        and nothing has changed then.
         """
         self.check(version, "keep", kv)
         version = self._next_version(version)

@@ -85,7 +85,9 @@ class MediaCache(Protocol):
         ...
 
     def item(self, item: MediaItem, made: Processed, make: Callable[[], Processed]) -> MediaItem:
-        """The item to put into the request. made: result of `get` or of the processor; make: preprocesses it again."""
+        """Returns the item to put into the request. made: result of `get` or of the processor; make: preprocesses it
+        again, with pixels.
+        """
         ...
 
     def clear(self) -> None:

@@ -66,7 +66,7 @@ class MediaInputs:
     def made_ready(self, prompt: Mapping[str, Any], text: str | None, token_ids: Sequence[int]) -> dict[str, Any]:
         """Returns a prompt, already tokenized, with a Media object instead of its files and arrays.
 
-        Raises RequestError; for too many items before anything is loaded.
+        Waits until they are loaded and preprocessed. Raises RequestError; for too many items before anything is loaded.
         """
         parts = read_multi_modal_data(prompt.get(DATA) or {}, param=DATA)
         check_parts(parts, self.processor, self._config)

@@ -15,7 +15,7 @@ STOP = "stop"
 
 @dataclass(slots=True)
 class PoolingOutput:
-    """data: f32[N], an embedding or the scores of labels."""
+    """The answer of a pooling model. data: f32[N], an embedding or the scores of labels."""
 
     data: np.ndarray
 
@@ -48,7 +48,7 @@ class PoolingRequestOutput(Generic[Output]):
 
 @dataclass(slots=True)
 class EmbeddingOutput:
-    """embedding: the vector, a list of floats."""
+    """An embedding of a prompt. embedding: the vector, a list of floats."""
 
     embedding: list[float]
 
@@ -59,7 +59,7 @@ class EmbeddingOutput:
 
 @dataclass(slots=True)
 class ClassificationOutput:
-    """probs: probability of each label; raw scores without use_activation."""
+    """The labels of a prompt. probs: probability of each label; raw scores without use_activation."""
 
     probs: list[float]
 
@@ -70,7 +70,7 @@ class ClassificationOutput:
 
 @dataclass(slots=True)
 class ScoringOutput:
-    """score: similarity or relevance of two texts."""
+    """The score of a pair. score: similarity or relevance of the two texts."""
 
     score: float
 

@@ -118,7 +118,10 @@ class PoolingParams:
         return prompts[name]
 
     def cut(self, token_ids: list[int], longest: int) -> list[int]:
-        """Applies truncate_prompt_tokens to the token ids. Raises RequestError."""
+        """Returns the last truncate_prompt_tokens token ids, all for None. longest: max_model_len.
+
+        Raises RequestError for a number that is not allowed.
+        """
         keep = self.truncate_prompt_tokens
         if keep is None:
             return token_ids

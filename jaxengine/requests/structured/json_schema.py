@@ -27,7 +27,10 @@ _KEY_PATTERNS = {
 
 
 def fit_for_grammar(text: str, lenient: bool) -> str:
-    """Rewrites a schema, as text; lenient: drop patterns that no grammar supports."""
+    """Rewrites a schema for the grammar compiler, from JSON text to JSON text.
+
+    lenient: drop patterns that no grammar supports.
+    """
     if not any(f'"{word}"' in text for word in ("format", "pattern", "propertyNames")):
         return text
     schema = json.loads(text)
@@ -107,7 +110,10 @@ def _is_beyond(schema: Any) -> bool:
 
 
 def _name_pattern(names: dict[str, Any], rules: Any) -> str | None:
-    """A pattern equivalent to the schema of property names, or None."""
+    """A pattern equivalent to `names`, a schema of property names, or None.
+
+    rules: the keywords of `names` that restrict a name; a pattern, a known format or lengths, each without the others.
+    """
     if rules == {"pattern"} and isinstance(names["pattern"], str):
         return names["pattern"]
     if rules == {"format"}:

@@ -151,7 +151,7 @@ class StructuredOutputsParams:
         return replace(self, **dict.fromkeys(chosen, True)) if chosen else self
 
     def compiled_from(self, encode: Callable[[str], Sequence[int]]) -> Grammar:
-        """The grammar from which jaxengine.grammars computes masks.
+        """Returns the grammar from which jaxengine.grammars computes masks.
 
         encode: turns reasoning_begin into token ids, none if the model cannot write that text.
         """
@@ -166,7 +166,7 @@ class StructuredOutputsParams:
         return Grammar(kind=kind, text=text, options=options, reasoning_end=end, reasoning_begin=begin)
 
     def in_lark(self) -> str:
-        """Body of a Lark rule equivalent to `json` or `json_object`."""
+        """Returns the body of a Lark rule equivalent to `json` or `json_object`."""
         schema = json.loads(self._fitted_json())
         if isinstance(schema, bool):
             schema = {} if schema else {"not": {}}
@@ -185,7 +185,10 @@ class StructuredOutputsParams:
 
 
 def structured_outputs(name: str, value: Any) -> StructuredOutputsParams:
-    """The rule of SamplingParams.structured_outputs: a StructuredOutputsParams, or a dict of its fields."""
+    """Checks a value of SamplingParams.structured_outputs: a StructuredOutputsParams, or a dict of its fields.
+
+    Raises RequestError for `name`.
+    """
     if isinstance(value, StructuredOutputsParams):
         return value
     known = {field.name for field in fields(StructuredOutputsParams)}
@@ -206,7 +209,10 @@ def structured_outputs(name: str, value: Any) -> StructuredOutputsParams:
 
 
 def words_of(owner: str, name: str, value: Any) -> tuple[tuple[str, ...], ...]:
-    """Alternatives of consecutive words, given as a text or as lists of texts. Raises RequestError for owner.name."""
+    """Returns alternatives of consecutive words, given as a text, or as a list of texts or of lists of texts.
+
+    Raises RequestError for owner.name.
+    """
     ends = _few(owner, name, (value,) if isinstance(value, str) else value)
     words = [_few(owner, name, (end,) if isinstance(end, str) else end) for end in ends]
     return tuple(tuple(_text(name, word, MAX_WORD_BYTES, owner) for word in end) for end in words)
@@ -234,7 +240,7 @@ def _choices(value: Any) -> tuple[str, ...]:
 
 
 def _schema(value: Any) -> str:
-    """Checks a schema; returns it as text."""
+    """Checks a schema, given as JSON text or as a mapping; returns it as text. Raises RequestError."""
     allowed = f"a JSON schema of at most {MAX_SCHEMA_BYTES} bytes, nested at most {MAX_NESTING} deep"
     try:
         if isinstance(value, str):
