@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from jaxengine.api.engine_client import EngineDeadError
     from jaxengine.api.llm import LLM
     from jaxengine.api.llm_engine import LLMEngine
+    from jaxengine.api.open_model import OpenModel, open_model
     from jaxengine.checkpoint.custom_models import register_model
     from jaxengine.config.compilation_config import CompilationConfig, CompilationLevel, CompilationMode
     from jaxengine.config.engine_args import EngineArgs
@@ -73,6 +74,7 @@ __all__ = [
     "Logprob",
     "ModelConfigError",
     "ModelFileError",
+    "OpenModel",
     "OverloadedError",
     "PoolerConfig",
     "PoolingOutput",
@@ -89,6 +91,7 @@ __all__ = [
     "TextPrompt",
     "TokensPrompt",
     "VocabColumns",
+    "open_model",
     "register_model",
 ]
 
@@ -119,6 +122,7 @@ _HOMES = {
     "Logprob": "jaxengine.requests.outputs",
     "ModelConfigError": "jaxengine.models.config.fields",
     "ModelFileError": "jaxengine.models.params.errors",
+    "OpenModel": "jaxengine.api.open_model",
     "OverloadedError": "jaxengine.scheduler.errors",
     "PoolerConfig": "jaxengine.config.pooler_config",
     "PoolingOutput": "jaxengine.requests.pooling.outputs",
@@ -135,6 +139,7 @@ _HOMES = {
     "TextPrompt": "jaxengine.requests.prepared",
     "TokensPrompt": "jaxengine.requests.prepared",
     "VocabColumns": "jaxengine.scheduler.logits_processor",
+    "open_model": "jaxengine.api.open_model",
     "register_model": "jaxengine.checkpoint.custom_models",
 }
 

@@ -17,8 +17,12 @@ from jaxengine.sharding.layout import RULES
 
 
 def split_over(axis: str) -> tuple[str, ...]:
-    """Names of the mesh axes of more than one device over which a logical axis is split."""
-    sizes = dict(jax.sharding.get_abstract_mesh().shape)
+    """Names of the mesh axes of more than one device over which a logical axis is split by `jax.shard_map`.
+
+    Axes that XLA splits arrays over by itself do not count: there, arrays are whole.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    sizes = {name: mesh.shape[name] for name in mesh.manual_axes}
     return tuple(name for name in RULES[axis] if sizes.get(name, 1) > 1)
 
 
@@ -182,7 +186,8 @@ def sum_parts(x: jax.Array, axis: str) -> jax.Array:
 def any_device(predicate: jax.Array) -> jax.Array:
     """Whether each predicate holds anywhere on the mesh, bool[...]: devices that exchange data must take the same
     branch."""
-    over = tuple(name for name, size in jax.sharding.get_abstract_mesh().shape.items() if size > 1)
+    mesh = jax.sharding.get_abstract_mesh()
+    over = tuple(name for name in mesh.manual_axes if mesh.shape[name] > 1)
     return lax.psum(predicate.astype("int32"), over) > 0 if over else predicate
 
 

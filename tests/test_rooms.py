@@ -61,6 +61,7 @@ APART = {
     "jaxengine.pallas_kernels:base": (
         "jaxengine.pallas_kernels.registry",
         "jaxengine.pallas_kernels.tuning",
+        "jaxengine.pallas_kernels.runs",
         "jaxengine.pallas_kernels.zeros",
         "jaxengine.pallas_kernels.mosaic_gpu",
         "jaxengine.pallas_kernels.mosaic_tpu",
@@ -238,9 +239,12 @@ ROOMS = {
         "jaxengine.checkpoint jaxengine.media:registry jaxengine.parsers jaxengine.engine "
         "jaxengine.requests.structured jaxengine.requests.media jaxengine.requests.pooling"
     ),
+    "jaxengine.rl": "jaxengine.models jaxengine.models.layers",
     "jaxengine.api": (
-        "jaxengine.models.quantization jaxengine.scheduler jaxengine.config jaxengine.checkpoint jaxengine.runner "
-        "jaxengine.cluster jaxengine.engine jaxengine.engine:loop jaxengine.requests.pooling jaxengine.requests"
+        "jaxengine.models.config jaxengine.models.quantization jaxengine.models jaxengine.models:registry "
+        "jaxengine.models.weights jaxengine.rl jaxengine.scheduler jaxengine.config jaxengine.checkpoint "
+        "jaxengine.runner jaxengine.cluster jaxengine.engine jaxengine.engine:loop jaxengine.requests.pooling "
+        "jaxengine.requests"
     ),
     "jaxengine": (
         "jaxengine.models.params jaxengine.models.config jaxengine.scheduler jaxengine:base jaxengine.config "

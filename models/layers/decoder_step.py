@@ -69,6 +69,8 @@ class DecoderStep:
         self._inputs = _step_inputs(self._attention, StepContext(batch, self._pool, build, *(limits or [None])))
         self._pages = _layer_pages(groups, batch, self._pool)
         self._run_layer = layer_runner()
+        for section in self._sections:
+            self._run_layer = section.around_layer(self._run_layer)
 
     def embed(self, x: jax.Array) -> jax.Array:
         """The first layer's input, x [T, D] being the embeddings of the tokens."""

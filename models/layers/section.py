@@ -5,7 +5,8 @@ Other entries are plain arrays or tuples, which the mixer that they are for look
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,10 @@ class Section:
     def key_limits(self, config: ModelConfig, positions: jax.Array) -> jax.Array | None:
         """i32[T], the position after the last key that each token at `positions` sees; None: its own position is."""
         return None
+
+    def around_layer(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """What runs a layer, a function of its graph (static) and of arrays, made of the function that does so."""
+        return run
 
     def after_layer(self, count: int, x: jax.Array) -> jax.Array:
         """Hidden states [T, D] after layer number count - 1 of the whole model."""
@@ -53,6 +58,13 @@ class Capture(Section):
     def joined(self) -> jax.Array:
         """[T, n * D], those of the n counts side by side."""
         return jnp.concatenate([self._found[count] for count in self.counts], axis=-1)
+
+
+class Recompute(Section):
+    """Computes each layer again for its gradient, instead of keeping what it computed (`jax.checkpoint`)."""
+
+    def around_layer(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        return jax.checkpoint(run, static_argnums=0)
 
 
 class ExpertLoads(Section):

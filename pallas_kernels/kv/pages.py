@@ -20,6 +20,8 @@ With `KVSpec.token_scales`, the codes of a token's key and of its value are each
 float32 scale: a row of a tile is H + 4 bytes wide. Codes and scales are then written and gathered together, and moved,
 counted and split like codes alone. Layouts whose kernels read tiles of codes do not support this (`check_layout`).
 
+"unpaged", the layout of whole sequences without pages, is not one of LAYOUTS: see kv/update_unpaged.py.
+
 On "cpu" element types narrower than 32 bits are stored as unsigned integers of equal width, because XLA:CPU widens the
 operand of a bf16 or fp8 scatter or gather to float32: the entire pool, in every call.
 """
@@ -34,6 +36,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
+
+from jaxengine.pallas_kernels.registry import UNPAGED
 
 LAYOUTS = ("cpu", "gpu", "gpu_xla", "tpu")
 PER_TOKEN_LAYOUTS = ("cpu", "gpu_xla")  # layouts that support token scales
@@ -156,6 +160,8 @@ def storage_dtype(spec: KVSpec, layout: str = "cpu") -> np.dtype:
 
 def pool_shape(spec: KVSpec, layout: str = "cpu") -> tuple[int, ...]:
     """Shape of `KVPages.data`."""
+    if layout == UNPAGED:
+        return (spec.num_pages * spec.page_size, spec.num_kv_heads, spec.token_width)
     check_layout(layout, spec)
     if layout == "tpu":
         return (spec.num_pages, spec.page_size, -(-spec.num_kv_heads * spec.token_width // LANES) * LANES)

@@ -10,7 +10,7 @@ from functools import partial
 import jax
 from jax import lax
 
-from jaxengine.pallas_kernels.registry import PLATFORM_ROWS, kernel
+from jaxengine.pallas_kernels.registry import kernel, platform_rows
 
 
 def matmul(x: jax.Array, weight: jax.Array, *, contract: int = 0) -> jax.Array:
@@ -24,6 +24,6 @@ def matmul(x: jax.Array, weight: jax.Array, *, contract: int = 0) -> jax.Array:
         text = f"x [R, n] and weight with n along axis {contract} (0 or 1) must agree"
         raise ValueError(f"matmul: {text}, got {x.shape} and {weight.shape}")
     by_platform = {
-        platform: partial(kernel("matmul", row), contract=contract) for platform, row in PLATFORM_ROWS.items()
+        platform: partial(kernel("matmul", row), contract=contract) for platform, row in platform_rows().items()
     }
     return lax.platform_dependent(x, weight, **by_platform)

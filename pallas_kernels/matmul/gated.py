@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxengine.pallas_kernels.registry import ADDS_BIAS, KERNELS, PLATFORM_ROWS, kernel
+from jaxengine.pallas_kernels.registry import ADDS_BIAS, KERNELS, kernel, platform_rows
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def biased_products(op: str, products: Mapping[str, Callable[..., jax.Array]]) -
 
     return {
         platform: products[platform] if (op, row) in ADDS_BIAS else partial(product_then_bias, products[platform])
-        for platform, row in PLATFORM_ROWS.items()
+        for platform, row in platform_rows().items()
     }
 
 
@@ -65,7 +65,7 @@ def gated_products(
         platform: partial(kernel(op, row), activation=activation, out_dtype=out_dtype, **options)
         if (op, row) in KERNELS
         else partial(product_then_activation, products[platform])
-        for platform, row in PLATFORM_ROWS.items()
+        for platform, row in platform_rows().items()
     }
 
 

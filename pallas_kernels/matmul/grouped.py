@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxengine.pallas_kernels.matmul.gated import Gating, biased_products, check_bias, check_halves, gated_products
-from jaxengine.pallas_kernels.registry import PLATFORM_ROWS, group_kernel, kernel
+from jaxengine.pallas_kernels.registry import UNPAGED, group_kernel, kernel, platform_rows
 
 
 def grouped_matmul(
@@ -74,12 +74,15 @@ def group_step(num_rows: int, num_groups: int) -> int:
     """
     from jax.experimental.pallas import tpu as pltpu
 
+    if UNPAGED in platform_rows().values():
+        return 1
     return group_kernel("tpu").group_step(num_rows, num_groups) if pltpu.is_tpu_device() else 1
 
 
 def _products(out_dtype: Any) -> dict[str, Callable[..., jax.Array]]:
     return {
-        platform: partial(kernel("grouped_matmul", row), out_dtype=out_dtype) for platform, row in PLATFORM_ROWS.items()
+        platform: partial(kernel("grouped_matmul", row), out_dtype=out_dtype)
+        for platform, row in platform_rows().items()
     }
 
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxengine.pallas_kernels.registry import KERNELS, PLATFORM_ROWS, kernel, kernel_module
+from jaxengine.pallas_kernels.registry import KERNELS, kernel, kernel_module, platform_rows
 from jaxengine.pallas_kernels.tuning import LoraTiles, Tuning
 
 OP = "lora_product"
@@ -135,7 +135,7 @@ def lora_product(
         raise ValueError(f"{OP}: x, a and b must all be bfloat16 or float32, got {x.dtype}, {a.dtype}, {bs[0].dtype}")
     by_platform = {
         platform: partial(kernel(OP, row), modules=tuple(modules), rank=rank)
-        for platform, row in PLATFORM_ROWS.items()
+        for platform, row in platform_rows().items()
         if has_lora_product(row)
     }
     return lax.platform_dependent(y, x, a, list(bs), visits, **by_platform)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxengine.pallas_kernels.matmul.rounding import E4M3, E8M0, UE8M0
-from jaxengine.pallas_kernels.registry import PLATFORM_ROWS, kernel
+from jaxengine.pallas_kernels.registry import kernel, platform_rows
 
 OP = "microscaled_rows"
 DTYPES = "float8_e4m3fn", "float4_e2m1fn"
@@ -54,6 +54,6 @@ def microscaled_rows(
         raise ValueError(f"{OP}: global_scale must be float32 [1, 1] or {(len(x), 1)}, got {got}")
     by_platform = {
         platform: partial(kernel(OP, row), group=group, dtype=dtype, kind=kind)
-        for platform, row in PLATFORM_ROWS.items()
+        for platform, row in platform_rows().items()
     }
     return lax.platform_dependent(x, global_scale, **by_platform)

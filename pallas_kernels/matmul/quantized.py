@@ -17,7 +17,7 @@ from jax import lax
 from jaxengine.pallas_kernels.matmul.gated import Gating, biased_products, check_bias, check_halves, gated_products
 from jaxengine.pallas_kernels.matmul.nibbles import per_byte
 from jaxengine.pallas_kernels.matmul.rounding import RoundedRows
-from jaxengine.pallas_kernels.registry import PLATFORM_ROWS, kernel, kernel_module
+from jaxengine.pallas_kernels.registry import kernel, kernel_module, platform_rows
 
 # uint8 holds two int4 codes a byte: see nibbles.
 CODES = ("int8", "float8_e4m3fn", "uint8")
@@ -53,7 +53,7 @@ def quantized_matmul(
     values, x_scales, dtype = _parts(x, dtype)
     by_platform = {
         platform: partial(kernel("quantized_matmul", row), dtype=dtype, out_dtype=jnp.dtype(out_dtype))
-        for platform, row in PLATFORM_ROWS.items()
+        for platform, row in platform_rows().items()
     }
     return lax.platform_dependent(values, x_scales, codes, scales, zeros, **by_platform)
 
@@ -132,7 +132,7 @@ def quantized_gated_matmul(
 def _grouped_products(dtype: Any, out_dtype: Any) -> dict[str, Callable[..., jax.Array]]:
     return {
         platform: partial(kernel("quantized_grouped_matmul", row), dtype=dtype, out_dtype=out_dtype)
-        for platform, row in PLATFORM_ROWS.items()
+        for platform, row in platform_rows().items()
     }
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxengine.pallas_kernels.matmul.nibbles import per_byte
-from jaxengine.pallas_kernels.registry import PLATFORM_ROWS, kernel
+from jaxengine.pallas_kernels.registry import kernel, platform_rows
 
 
 def quantized_table_matmul(
@@ -43,6 +43,6 @@ def quantized_table_matmul(
         raise ValueError(f"quantized_table_matmul: zeros must be {scales.shape} as scales, got {zeros.shape}")
     options = {"dtype": jnp.dtype(x.dtype if dtype is None else dtype), "out_dtype": jnp.dtype(out_dtype)}
     by_platform = {
-        platform: partial(kernel("quantized_table_matmul", row), **options) for platform, row in PLATFORM_ROWS.items()
+        platform: partial(kernel("quantized_table_matmul", row), **options) for platform, row in platform_rows().items()
     }
     return lax.platform_dependent(x, codes, scales, zeros, **by_platform)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxengine.pallas_kernels.registry import PLATFORM_ROWS, kernel
+from jaxengine.pallas_kernels.registry import kernel, platform_rows
 from jaxengine.pallas_kernels.state.rows import StateRows, check_rows
 
 
@@ -35,5 +35,5 @@ def causal_conv(x: jax.Array, weight: jax.Array, windows: jax.Array, rows: State
         raise ValueError(f"causal_conv: x [T, C], weight [C, k >= 2] and windows [R, k - 1, C] must agree, {text}")
     if any(not jnp.issubdtype(array.dtype, jnp.floating) for array in (x, weight, windows)):
         raise ValueError(f"causal_conv: numbers must be floating, got {x.dtype}, {weight.dtype} and {windows.dtype}")
-    by_platform = {platform: kernel("causal_conv", row) for platform, row in PLATFORM_ROWS.items()}
+    by_platform = {platform: kernel("causal_conv", row) for platform, row in platform_rows().items()}
     return lax.platform_dependent(x, weight, windows, rows, **by_platform)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxengine.pallas_kernels.registry import PLATFORM_ROWS, kernel
+from jaxengine.pallas_kernels.registry import kernel, platform_rows
 from jaxengine.pallas_kernels.state.rows import StateRows, check_rows
 
 
@@ -49,5 +49,5 @@ def gated_delta_rule(
     if {decay.dtype, beta.dtype, state.dtype} != {jnp.dtype("float32")}:
         text = f"{decay.dtype}, {beta.dtype} and {state.dtype}"
         raise ValueError(f"gated_delta_rule: decay, beta and state must be float32, got {text}")
-    by_platform = {platform: kernel("gated_delta_rule", row) for platform, row in PLATFORM_ROWS.items()}
+    by_platform = {platform: kernel("gated_delta_rule", row) for platform, row in platform_rows().items()}
     return lax.platform_dependent(q, k, v, decay, beta, state, rows, **by_platform)

@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxengine.pallas_kernels.state.recurrence_xla import recurrence
+from jaxengine.pallas_kernels.state.recurrence_xla import ChunkRuns, recurrence
 from jaxengine.pallas_kernels.state.rows import StateRows
 
 BLOCK = 16  # tokens of a chunk whose triangular system is solved token by token
 
 
-class _Tokens(NamedTuple):
+class Tokens(NamedTuple):
     """Per-token inputs of the rule: q and k [n, K, ...], the others [n, N, ...]."""
 
     q: jax.Array
@@ -37,7 +37,7 @@ def gated_delta_rule(
     rows: StateRows,
 ) -> tuple[jax.Array, jax.Array]:
     """Implement jaxengine.pallas_kernels.state.delta.gated_delta_rule."""
-    return recurrence(_Tokens(q, k, v, decay, beta), v.shape[1:], state, rows, single=_single, chunk=_chunk)
+    return recurrence(Tokens(q, k, v, decay, beta), v.shape[1:], state, rows, single=_single, chunk=chunk)
 
 
 def _heads(part: jax.Array, like: jax.Array, axis: int) -> jax.Array:
@@ -45,7 +45,7 @@ def _heads(part: jax.Array, like: jax.Array, axis: int) -> jax.Array:
     return jnp.repeat(part, like.shape[axis] // part.shape[axis], axis=axis)
 
 
-def _single(tokens: _Tokens, m: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _single(tokens: Tokens, m: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Apply the rule to one token of each of n sequences with states f32[n, N, H, Hv]: outputs f32[n, N, Hv], new
     states."""
     q, k, v, decay, beta = tokens
@@ -56,25 +56,29 @@ def _single(tokens: _Tokens, m: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.sum(m * q[:, :, :, None], axis=2), m
 
 
-def _chunk(tokens: _Tokens, m: jax.Array) -> tuple[jax.Array, jax.Array]:
+def chunk(tokens: Tokens, m: jax.Array, runs: ChunkRuns | None = None) -> tuple[jax.Array, jax.Array]:
     """Apply the rule to a chunk of C tokens of one sequence: outputs f32[N, C, Hv], and the state after it.
 
-    tokens: fields [heads, C, ...]; m: f32[N, H, Hv], the state before the chunk.
+    tokens: fields [heads, C, ...]; m: f32[N, H, Hv], the state before the chunk. runs: those of the tokens, None
+    where all go on from that state.
     """
     q, k, v, decay, beta = tokens
     q, k = _heads(q, v, 0), _heads(k, v, 0)
     until = jnp.cumsum(decay, axis=1)  # [N, C]
     size = until.shape[1]
     causal = jnp.tril(jnp.ones((size, size), bool))
+    causal = causal if runs is None else causal & runs.same
     # share[i, j]: the part of token j's contribution that has not decayed at token i.
     share = jnp.exp(jnp.where(causal, until[:, :, None] - until[:, None, :], -jnp.inf))
     system = beta[:, :, None] * jnp.einsum("nik,njk->nij", k, k) * share * ~jnp.eye(size, dtype=bool)
     faded = jnp.exp(until)[:, :, None]
+    faded = faded if runs is None else faded * runs.goes_on[:, None]
     wanted = beta[:, :, None] * (v - faded * jnp.einsum("nik,nkv->niv", k, m))
     change = solve_unit_lower(system, wanted)
     seen = jnp.einsum("nik,njk->nij", q, k) * share
     out = faded * jnp.einsum("nik,nkv->niv", q, m) + jnp.einsum("nij,njv->niv", seen, change)
     rest = jnp.exp(until[:, -1:] - until)[:, :, None]
+    rest = rest if runs is None else rest * runs.same[-1, :, None]
     return out, m * faded[:, -1:] + jnp.einsum("nik,niv->nkv", k * rest, change)
 
 

@@ -7,7 +7,7 @@ follows the real lengths and a step holds few states in addition to the stored o
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,18 @@ CHUNK = 64  # tokens of one sequence processed together
 Tokens = Any
 # A rule: (tokens, f32 states before) to (outputs, f32 states after).
 Rule = Callable[[Tokens, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+class ChunkRuns(NamedTuple):
+    """Runs of a chunk's C tokens, where these are of several sequences.
+
+    Attributes:
+      same: bool[C, C], whether two tokens are of one run.
+      goes_on: bool[C], whether a token is of the run whose state the chunk gets.
+    """
+
+    same: jax.Array
+    goes_on: jax.Array
 
 
 def recurrence(

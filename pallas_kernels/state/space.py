@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxengine.pallas_kernels.registry import PLATFORM_ROWS, kernel
+from jaxengine.pallas_kernels.registry import kernel, platform_rows
 from jaxengine.pallas_kernels.state.rows import StateRows, check_rows
 
 
@@ -50,5 +50,5 @@ def state_space(
     if {decay.dtype, dt.dtype, state.dtype} != {jnp.dtype("float32")}:
         text = f"{decay.dtype}, {dt.dtype} and {state.dtype}"
         raise ValueError(f"state_space: decay, dt and state must be float32, got {text}")
-    by_platform = {platform: kernel("state_space", row) for platform, row in PLATFORM_ROWS.items()}
+    by_platform = {platform: kernel("state_space", row) for platform, row in platform_rows().items()}
     return lax.platform_dependent(x, b, c, decay, dt, state, rows, **by_platform)

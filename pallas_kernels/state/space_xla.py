@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxengine.pallas_kernels.state.recurrence_xla import recurrence
+from jaxengine.pallas_kernels.state.recurrence_xla import ChunkRuns, recurrence
 from jaxengine.pallas_kernels.state.rows import StateRows
 
 
-class _Tokens(NamedTuple):
+class Tokens(NamedTuple):
     """Per-token inputs of the recurrence: b and c [n, G, ...], the others [n, N, ...]."""
 
     x: jax.Array
@@ -36,10 +36,10 @@ def state_space(
     rows: StateRows,
 ) -> tuple[jax.Array, jax.Array]:
     """Implement jaxengine.pallas_kernels.state.space.state_space."""
-    return recurrence(_Tokens(x, b, c, decay, dt), x.shape[1:], state, rows, single=_single, chunk=_chunk)
+    return recurrence(Tokens(x, b, c, decay, dt), x.shape[1:], state, rows, single=_single, chunk=chunk)
 
 
-def _single(tokens: _Tokens, m: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _single(tokens: Tokens, m: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Apply the recurrence to one token of each of n sequences with states f32[n, N, P, H]: outputs f32[n, N, P], new
     states."""
     x, b, c, decay, dt = tokens
@@ -48,19 +48,22 @@ def _single(tokens: _Tokens, m: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.sum(m * c, axis=-1), m
 
 
-def _chunk(tokens: _Tokens, m: jax.Array) -> tuple[jax.Array, jax.Array]:
+def chunk(tokens: Tokens, m: jax.Array, runs: ChunkRuns | None = None) -> tuple[jax.Array, jax.Array]:
     """Apply the recurrence to a chunk of C tokens of one sequence: outputs f32[N, C, P], and the state after it.
 
-    tokens: fields [heads or groups, C, ...]; m: f32[N, P, H], the state before the chunk.
+    tokens: fields [heads or groups, C, ...]; m: f32[N, P, H], the state before the chunk. runs:
+    those of the tokens, None where all go on from that state.
     """
     x, b, c, decay, dt = tokens
     (num_heads, size, _), num_groups = x.shape, b.shape[0]
     causal = jnp.tril(jnp.ones((size, size), bool))
     # Decay between any two tokens, summed up by itself: a difference of sums from the first would lose digits.
     between = jnp.cumsum(jnp.where(jnp.tril(causal, -1), decay[:, :, None], 0.0), axis=1)
+    causal = causal if runs is None else causal & runs.same
     # share[i, j]: the part of token j's contribution that has not decayed at token i.
     share = jnp.exp(jnp.where(causal, between, -jnp.inf))
     until = jnp.exp(jnp.cumsum(decay, axis=1))
+    until = until if runs is None else until * runs.goes_on
 
     def grouped(part: jax.Array) -> jax.Array:
         return part.reshape(num_groups, num_heads // num_groups, *part.shape[1:])

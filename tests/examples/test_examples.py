@@ -164,7 +164,7 @@ def test_logits_processor(run):
 
 
 def test_train_and_generate(run):
-    """The engine computes what the trainer's own forward pass has learnt."""
+    """The engine computes what the forward pass of trainers has learnt."""
     with fast_compile():
         *losses, answer = run("train_and_generate", str(TINY)).splitlines()
     first, *_, last = (float(line.rpartition(" ")[2]) for line in losses)
@@ -175,12 +175,12 @@ def test_train_and_generate(run):
 def test_forward_pass(run):
     with np.load(TINY / "golden.npz", allow_pickle=False) as golden:
         prompt, logits = golden["token_ids_0"].tolist(), golden["logits_0"]
-    hidden, *layers = run("forward_pass", str(TINY), ",".join(map(str, prompt))).splitlines()
+    shapes, *layers = run("forward_pass", str(TINY), ",".join(map(str, prompt))).splitlines()
     best = int(logits[-1].argmax())
-    assert hidden == f"hidden ({len(prompt)}, 64), logits ({len(prompt)}, 128), best next token {best}"
-    assert [line.partition(":")[0] for line in layers] == ["after layer 1"]
-    norms = ast.literal_eval(layers[0].rpartition(": |x| of each token ")[2])
-    assert len(norms) == len(prompt) and min(norms) > 0
+    assert shapes == f"states ({len(prompt)}, 3, 64), logits ({len(prompt)}, 128), best next token {best}"
+    assert [line.partition(":")[0] for line in layers] == ["layer 0", "layer 1", "layer 2"]
+    norms = [ast.literal_eval(line.rpartition(": |x| of each token ")[2]) for line in layers]
+    assert all(len(each) == len(prompt) and min(each) > 0 for each in norms)
 
 
 def test_hidden_states(run, monkeypatch, executables_dir):

@@ -28,6 +28,7 @@ from jaxengine.models.weights.formats.orbax import load_checkpoint, load_scales,
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.load import load_params
 from jaxengine.models.weights.views.kv_scales import KVScales, KVShape
+from jaxengine.rl import forward
 from jaxengine.sharding.layout import MeshLayout
 from jaxengine.sharding.mesh import make_mesh
 from jaxengine.sharding.rules import named_sharding
@@ -171,6 +172,7 @@ def load_into_meshes(folder: Path) -> None:
         print(f"{case}: {split} parts of weights", flush=True)
     check_refusals()
     check_converted(folder)
+    check_trainer()
     print("meshes ok")
 
 
@@ -247,6 +249,35 @@ def load_as_one_of_two(folder: Path, number: int, port: str) -> None:
     numbers = {"read": source.bytes_read, "grown": grown, "own": own}
     print(json.dumps(numbers | {"largest": max(tensor.nbytes for tensor in tensors.values())}))
     jax.distributed.shutdown()
+
+
+def check_trainer() -> None:
+    """Gradients of jaxengine.rl.forward over weights that XLA splits, as on one device."""
+    tokens = np.random.default_rng(0).integers(0, 200, (4, 11))
+    segments = np.repeat([[0, 1, 2]], 4, 0).repeat([4, 5, 2], 1)
+    layout = MeshLayout(2, 1, 2)
+    mesh = make_mesh(layout)
+    for config in (DENSE, MIXTURE):
+        model = build_model(config, Build(jnp.float32))
+        params = dummy_params(model, seed=1)
+
+        def loss(params, tokens, model=model):
+            logits = jax.nn.log_softmax(forward(model, params, tokens, segments, remat=True))
+            return -jnp.take_along_axis(logits[:, :-1], tokens[:, 1:, None], 2).mean()
+
+        step = jax.jit(jax.value_and_grad(loss))
+        value, grads = step(params, tokens)
+        axes = [param.decl.axes for param in declared_params(model)]
+        leaves, structure = jax.tree.flatten(params)
+        leaves = [jax.device_put(leaf, named_sharding(mesh, each)) for leaf, each in zip(leaves, axes, strict=True)]
+        assert any(not leaf.is_fully_replicated for leaf in leaves)
+        with jax.set_mesh(mesh):
+            split = structure.unflatten(leaves), jax.device_put(tokens, named_sharding(mesh, ("batch", None)))
+            other, others = step(*split)
+        assert abs(value - other) < 1e-5 * abs(value)
+        for one, two in zip(jax.tree.leaves(grads), jax.tree.leaves(others), strict=True):
+            assert np.abs(np.asarray(one) - np.asarray(two)).max() <= 1e-5 * max(np.abs(one).max(), 1e-2)
+        print(f"{config.architecture}: gradients over {layout}", flush=True)
 
 
 def resident_bytes(field: str) -> int:

@@ -1,0 +1,119 @@
+"""The forward pass that a trainer differentiates: the modules that serve, over whole sequences."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import ArrayLike
+
+from jaxengine.models.causal_lm import CausalLM
+from jaxengine.models.layers.section import Capture, Recompute
+from jaxengine.models.unpaged import check_unpaged, run_unpaged
+
+
+def forward(
+    model: CausalLM,
+    params: Any,
+    tokens: ArrayLike,
+    segment_ids: ArrayLike | None = None,
+    positions: ArrayLike | None = None,
+    *,
+    remat: bool = False,
+) -> jax.Array:
+    """Return the logits float32[B, T, V] of tokens int32[B, T]: those of the token after each.
+
+    A pure function, for `jax.grad`, `jax.jit`, `jax.checkpoint` and arrays that are split over any mesh with automatic
+    axes.
+
+    Args:
+      model: gives the family and its shape; its own weights are not read.
+      params: weights, an `nnx.State` as `nnx.state(model)` gives.
+      segment_ids: int32[B, T], for several sequences in a row. Neighbours with equal ids are a segment, and a token
+        sees only its own segment up to itself. Negative ids are padding. None: each row is one segment.
+      positions: int32[B, T], for rope; None to count from 0 in each segment. Windows count tokens, whatever these say.
+      remat: compute each layer again for its gradient, instead of keeping what it computed.
+
+    Raises ValueError for a model that has no such forward pass (a pooling model, a pipeline stage, one built for
+    several devices, quantised weights), for arguments whose shape or dtype does not fit, and for arrays over explicit
+    mesh axes.
+    """
+    given = _checked(model, params, tokens, segment_ids, positions)
+    return _logits(nnx.split(model)[0], params, *given, remat=remat)
+
+
+def hidden_states(
+    model: CausalLM,
+    params: Any,
+    tokens: ArrayLike,
+    segment_ids: ArrayLike | None = None,
+    positions: ArrayLike | None = None,
+) -> jax.Array:
+    """Return what goes from layer to layer, [B, T, layers + 1, D] in the model's dtype.
+
+    Counted as transformers counts `hidden_states`: 0 is the embeddings, n is what layer n gives, and the last is taken
+    after the final norm. Arguments and errors are `forward`'s.
+    """
+    given = _checked(model, params, tokens, segment_ids, positions)
+    return _states(nnx.split(model)[0], params, *given)
+
+
+@partial(jax.jit, static_argnums=0, static_argnames="remat")
+def _logits(
+    graph: Any,
+    params: Any,
+    tokens: jax.Array,
+    segment_ids: jax.Array | None,
+    positions: jax.Array | None,
+    *,
+    remat: bool,
+) -> jax.Array:
+    sections = {"recompute": Recompute()} if remat else {}
+    return run_unpaged(nnx.merge(graph, params), tokens, segment_ids, positions, sections)[1]
+
+
+@partial(jax.jit, static_argnums=0)
+def _states(
+    graph: Any, params: Any, tokens: jax.Array, segment_ids: jax.Array | None, positions: jax.Array | None
+) -> jax.Array:
+    model = nnx.merge(graph, params)
+    counts = range(model.config.num_layers)
+    capture = Capture(counts)
+    normed, _ = run_unpaged(model, tokens, segment_ids, positions, {"capture": capture})
+    return jnp.stack([*(capture.after(count).reshape(normed.shape) for count in counts), normed], axis=2)
+
+
+def _checked(
+    model: CausalLM, params: Any, tokens: Any, segment_ids: Any, positions: Any
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """Tokens, segments and positions as arrays; raises as `forward`."""
+    check_unpaged(model)
+    if jax.tree.structure(params) != jax.tree.structure(nnx.state(model)):
+        text = "params must be an nnx.State of the model's structure, as nnx.state(model) gives"
+        raise ValueError(f"{text}, got {type(params).__name__} with {len(jax.tree.leaves(params))} leaves")
+    _check_axes({"params": params, "tokens": tokens})
+    tokens = _integers("tokens", tokens, None)
+    segment_ids = None if segment_ids is None else _integers("segment_ids", segment_ids, tokens.shape)
+    return tokens, segment_ids, None if positions is None else _integers("positions", positions, tokens.shape)
+
+
+def _check_axes(arguments: dict[str, Any]) -> None:
+    """Raise ValueError for arrays over explicit mesh axes: XLA alone knows how to split what lies between layers."""
+    for name, tree in arguments.items():
+        for leaf in jax.tree.leaves(tree):
+            if explicit := jax.typeof(leaf).sharding.mesh.explicit_axes:
+                wanted = "axis_types=(jax.sharding.AxisType.Auto,) * number of axes, of jax.make_mesh"
+                raise ValueError(f"{name} must be split over automatic mesh axes ({wanted}), got explicit {explicit}")
+
+
+def _integers(name: str, values: Any, shape: tuple[int, ...] | None) -> jax.Array:
+    """Integers [B, T] as int32; raises ValueError for others."""
+    values = jnp.asarray(values)
+    wanted = "[B, T] with B, T >= 1" if shape is None else list(shape)
+    fits = values.ndim == 2 and values.size > 0 if shape is None else values.shape == shape
+    if not fits or not jnp.issubdtype(values.dtype, jnp.integer):
+        raise ValueError(f"{name} must be integers {wanted}, got {values.dtype}{list(values.shape)}")
+    return values.astype(jnp.int32)

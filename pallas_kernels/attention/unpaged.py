@@ -1,0 +1,128 @@
+"""Attention over whole sequences without pages: plain XLA that has a gradient (see jaxengine.pallas_kernels.runs).
+
+A token attends to tokens of its own run. Rows of more than BLOCK tokens are computed in blocks of queries, and each
+block again for its gradient: so memory grows with T and not with its square.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
+from jaxengine.pallas_kernels.kv.pages import KVPages
+from jaxengine.pallas_kernels.runs import run_indexes, run_numbers
+from jaxengine.pallas_kernels.tuning import Tuning
+
+BLOCK = 512  # queries of a row that are computed at a time
+
+
+class Schedule(NamedTuple):
+    """What decides which tokens of its row a token sees, i32[B, T] each: its run, and its number in that."""
+
+    run: jax.Array
+    offset: jax.Array
+
+
+def attention_schedule(
+    batch: RaggedBatch,
+    spec: AttentionSpec,
+    *,
+    num_tokens: int,
+    page_size: int,
+    tuning: Tuning,
+    kv_limits: jax.Array | None = None,
+) -> Schedule:
+    """Implement jaxengine.pallas_kernels.attention.op.attention_schedule; page_size is T."""
+    del spec, tuning
+    if kv_limits is not None:
+        raise ValueError("kv_limits must be None for whole sequences: tokens see none after their own")
+    run, offset = (of(batch.cu_q_lens, num_tokens).reshape(-1, page_size) for of in (run_numbers, run_indexes))
+    return Schedule(run, offset)
+
+
+def ragged_paged_attention(
+    q: jax.Array,
+    kv: KVPages,
+    batch: RaggedBatch,
+    schedule: Schedule,
+    *,
+    spec: AttentionSpec,
+    sinks: jax.Array | None,
+    tree_mask: jax.Array | None,
+    q_rest: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention output o [B * T, N, Hv] in q's dtype and lse f32 [B * T, N]; the public operation has checked the
+    arguments."""
+    del batch
+    if tree_mask is not None:
+        raise ValueError("tree_mask must be None for whole sequences: they have no drafts")
+    q = q if q_rest is None else jnp.concatenate((q, q_rest), axis=-1)
+    num_rows, length = schedule.run.shape
+    data = kv.data.reshape(num_rows, length, *kv.data.shape[1:])
+    k = data[..., : spec.head_dim]
+    v = data[..., : spec.v_head_dim] if spec.values_in_keys else data[..., spec.head_dim :]
+    q = q.reshape(num_rows, length, data.shape[2], -1, spec.head_dim)
+    sinks = None if sinks is None else sinks.reshape(1, *q.shape[2:4], 1, 1)
+    attend = partial(_attend, k=k, v=v, sinks=sinks, schedule=schedule, spec=spec)
+    if length <= BLOCK:
+        o, lse = attend(jnp.arange(length), q)
+    else:
+        o, lse = _in_blocks(attend, q)
+    return o.astype(q.dtype).reshape(num_rows * length, -1, spec.v_head_dim), lse.reshape(num_rows * length, -1)
+
+
+def _in_blocks(attend: Callable[..., tuple[jax.Array, jax.Array]], q: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Results of `_attend` for all queries [B, T, ...], a block after the other."""
+    length = q.shape[1]
+    places = jnp.minimum(jnp.arange(-(-length // BLOCK) * BLOCK), length - 1).reshape(-1, BLOCK)
+    # The last block repeats the last query; what it gives there is cut off, and so has no gradient.
+    results = lax.map(jax.checkpoint(lambda block: attend(block, q[:, block])), places)
+    o, lse = (jnp.moveaxis(part, 0, 1).reshape(q.shape[0], -1, *part.shape[3:])[:, :length] for part in results)
+    return o, lse
+
+
+def _attend(
+    places: jax.Array,
+    q: jax.Array,
+    *,
+    k: jax.Array,
+    v: jax.Array,
+    sinks: jax.Array | None,
+    schedule: Schedule,
+    spec: AttentionSpec,
+) -> tuple[jax.Array, jax.Array]:
+    """Output f32 [B, Q, K, G, Hv] and lse f32 [B, Q, K, G] of queries [B, Q, K, G, H] at `places` i32[Q] of the rows
+    whose keys are k [B, T, K, H] and values v [B, T, K, Hv]."""
+    logits = jnp.einsum("bqkgh,bskh->bkgqs", q, k, preferred_element_type=jnp.float32) * spec.sm_scale
+    if spec.soft_cap is not None:
+        logits = spec.soft_cap * jnp.tanh(logits / spec.soft_cap)
+    visible = _visible(places, schedule, spec)[:, None, None]
+    logits = jnp.where(visible, logits, -jnp.inf)
+    largest = jnp.max(logits, axis=-1, keepdims=True)  # finite: a token sees itself
+    largest = lax.stop_gradient(largest if sinks is None else jnp.maximum(largest, sinks))
+    shares = jnp.exp(logits - largest)
+    total = jnp.sum(shares, axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + jnp.exp(sinks - largest)
+    o = jnp.einsum("bkgqs,bskh->bqkgh", (shares / total).astype(v.dtype), v, preferred_element_type=jnp.float32)
+    return o, jnp.moveaxis((largest + jnp.log(total))[..., 0], 3, 1)
+
+
+def _visible(places: jax.Array, schedule: Schedule, spec: AttentionSpec) -> jax.Array:
+    """bool [B, Q, T], which tokens of their row the tokens at `places` see."""
+    run, offset = (part[:, None] for part in schedule)
+    own_run, own_offset = (part[:, places, None] for part in schedule)
+    visible = run == own_run
+    if spec.causal:
+        visible &= offset <= own_offset
+    if spec.window is not None:
+        visible &= offset > own_offset - spec.window
+    if spec.chunk is not None:
+        visible &= offset // spec.chunk == own_offset // spec.chunk
+    return visible

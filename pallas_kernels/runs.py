@@ -1,0 +1,21 @@
+"""Whole sequences side by side: B rows of T tokens, each cut into runs of consecutive tokens that see each other.
+
+The unpaged operations take the B * T tokens one row after the other, and the first token of each run (`cu_q_lens`).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def run_numbers(cu_q_lens: jax.Array, num_tokens: int) -> jax.Array:
+    """Number of the run of each token, i32[num_tokens]; cu_q_lens i32[S + 1]: first tokens of runs, then
+    `num_tokens`."""
+    starts = jnp.zeros((num_tokens,), jnp.int32).at[cu_q_lens[:-1]].add(1, mode="drop")
+    return jnp.cumsum(starts, dtype=jnp.int32) - 1
+
+
+def run_indexes(cu_q_lens: jax.Array, num_tokens: int) -> jax.Array:
+    """Index of each token in its run, i32[num_tokens]."""
+    return jnp.arange(num_tokens, dtype=jnp.int32) - cu_q_lens[run_numbers(cu_q_lens, num_tokens)]

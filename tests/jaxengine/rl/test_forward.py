@@ -1,0 +1,222 @@
+"""jaxengine.rl.forward: logits and gradients of every kind of layer against those that transformers recorded.
+
+Golden logits: tests/fixtures/recorders/models.py; gradients: tests/fixtures/recorders/gradients.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from jaxengine.models.build import Build
+from jaxengine.models.config.pooler import Pooler
+from jaxengine.models.quantization.registry import rounded
+from jaxengine.models.registry import build_model
+from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
+from jaxengine.models.weights.load import load_params
+from jaxengine.pallas_kernels.attention import unpaged
+from jaxengine.rl import forward
+from jaxengine.sharding.layout import MeshLayout
+from jaxengine.sharding.stages import Stage
+from tests.fixtures.drawn_weights import checkpoint
+from tests.models.conftest import CHECKPOINTS, load_recorded
+from tests.tables import each_row
+
+TOLERANCE = 1e-5  # of the largest number
+# Of gradients. The weights of this checkpoint are so wide that its loss is 25, and rounding weighs more.
+TOLERANCES = {"llama": 2e-5}
+# Dense, windows, experts, latent attention, states: all whose gradients are recorded.
+RECORDED = sorted(path.parent.name for path in CHECKPOINTS.glob("*/gradients.npz"))
+
+
+def packed(case: SimpleNamespace) -> SimpleNamespace:
+    """Two rows with both prompts twice, and with the first one and padding; `last`: where the last prompt is."""
+    long, short = case.prompts
+    parts = (short, long, short, long)
+    tokens, segments = np.zeros((2, sum(map(len, parts))), np.int32), np.full((2, sum(map(len, parts))), -1, np.int32)
+    tokens[0], segments[0] = np.concatenate(parts), np.repeat((3, 0, 7, 1), [len(part) for part in parts])
+    tokens[1, : len(long)], segments[1, : len(long)] = long, 5
+    return SimpleNamespace(tokens=tokens, segments=segments, last=slice(-len(long), None))
+
+
+def loss(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Mean cross-entropy of each token after the ones before it; logits [T, V]."""
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits[:-1]), tokens[1:, None], 1).mean()
+
+
+def loss_of_last(params: nnx.State, case: SimpleNamespace, rows: SimpleNamespace, **options: Any):
+    """The loss of the last prompt of the first row, and all logits."""
+    logits = forward(case.model, params, rows.tokens, rows.segments, **options)
+    return loss(logits[0, rows.last], jnp.asarray(rows.tokens[0, rows.last])), logits
+
+
+def recorded_gradients(name: str, model: Any, folder: Any) -> tuple[nnx.State, float]:
+    """Weights of the model's structure that hold transformers' gradients, NaN where none is recorded; their norm."""
+    tensors = {
+        key: np.full(values.shape, np.nan, np.float32)
+        for path in checkpoint(name).glob("*.safetensors")
+        for key, values in load_file(path).items()
+    }
+    with np.load(CHECKPOINTS / name / "gradients.npz", allow_pickle=False) as found:
+        ends = np.cumsum(found["counts"])[:-1]
+        for key, places, values in zip(
+            found["names"].tolist(), np.split(found["places"], ends), np.split(found["values"], ends), strict=True
+        ):
+            tensors[key].flat[places] = values
+        norm = float(found["norm"])
+    save_file(tensors, folder / "model.safetensors")
+    source = SafetensorsCheckpoint(folder)
+    state = load_params(model, source)
+    source.close()
+    return state, norm
+
+
+def assert_gradients(found: nnx.State, expected: nnx.State, norm: float, tolerance: float) -> None:
+    """Gradients of each weight are as expected, to `tolerance` of its largest; and so is the norm of all."""
+    ours = {path: np.asarray(values[...], np.float64) for path, values in nnx.to_flat_state(found)}
+    theirs = {path: np.asarray(values[...]) for path, values in nnx.to_flat_state(expected)}
+    known = 0
+    for path, values in ours.items():
+        compared = np.isfinite(theirs[path])
+        known += int(compared.sum())
+        bound = tolerance * np.abs(values).max() + 1e-9 * norm
+        assert np.abs(values - theirs[path])[compared].max(initial=0) <= bound, path
+    assert known > 100
+    assert abs(sum(np.sum(values**2) for values in ours.values()) ** 0.5 - norm) <= tolerance * norm
+
+
+def test_every_kind_of_layer_is_recorded():
+    kinds = {"llama", "gemma2", "qwen3_moe", "gpt_oss", "llama4", "deepseek_v3", "qwen3_next", "falcon_h1", "lfm2"}
+    assert kinds <= set(RECORDED) and len(RECORDED) >= 10
+
+
+SECOND = {"granite_hybrid": pytest.mark.thorough("a second family with Mamba-2")}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SECOND.get(name, ())) for name in RECORDED])
+def test_logits_and_gradients_are_those_of_transformers(name, tmp_path):
+    case = load_recorded(name)
+    rows = packed(case)
+    run = jax.jit(jax.value_and_grad(partial(loss_of_last, case=case, rows=rows), has_aux=True))
+    (_, logits), grads = run(nnx.state(case.model))
+    (long, short), logits = case.prompts, np.asarray(logits)
+    ends = np.cumsum([len(short), len(long), len(short)])
+    found = [*np.split(logits[0], ends), logits[1, : len(long)]]
+    for ours, golden in zip(found, (*reversed(case.logits), *reversed(case.logits), case.logits[0]), strict=True):
+        assert np.abs(ours - golden).max() <= TOLERANCE * np.abs(golden).max()
+    assert_gradients(grads, *recorded_gradients(name, case.model, tmp_path), TOLERANCES.get(name, TOLERANCE))
+
+
+@pytest.mark.parametrize("name", ["gemma2", "lfm2"])
+def test_layers_computed_again_and_blocks_of_queries_change_nothing(name, monkeypatch):
+    case = load_recorded(name)
+    rows, params = packed(case), nnx.state(case.model)
+    (value, _), grads = jax.value_and_grad(loss_of_last, has_aux=True)(params, case, rows)
+    monkeypatch.setattr(unpaged, "BLOCK", 32)
+    jax.clear_caches()
+    again = jax.jit(jax.value_and_grad(partial(loss_of_last, case=case, rows=rows, remat=True), has_aux=True))
+    (other, _), others = again(params)
+    jax.clear_caches()
+    np.testing.assert_allclose(value, other, rtol=1e-6)
+    for one, two in zip(jax.tree.leaves(grads), jax.tree.leaves(others), strict=True):
+        assert np.abs(one - two).max() <= TOLERANCE * max(np.abs(one).max(), 1e-3)
+
+
+def test_layers_computed_again_keep_less():
+    case = load_recorded("llama")
+    rows = packed(case)
+
+    def kept(remat: bool) -> int:
+        """Numbers that the backward pass is given."""
+        _, backward = jax.eval_shape(
+            lambda params: jax.vjp(lambda each: loss_of_last(each, case, rows, remat=remat)[0], params),
+            nnx.state(case.model),
+        )
+        return sum(leaf.size for leaf in jax.tree.leaves(backward))
+
+    assert kept(True) < 0.5 * kept(False)
+
+
+def test_positions_are_those_of_each_segment():
+    case = load_recorded("llama")
+    rows, params = packed(case), nnx.state(case.model)
+    own = np.concatenate([np.arange(len(case.prompts[index])) for index in (1, 0, 1, 0)])
+    rest = np.concatenate([np.arange(len(case.prompts[0])), np.arange(len(own) - len(case.prompts[0]))])
+    alone = forward(case.model, params, rows.tokens, rows.segments)
+    given = forward(case.model, params, rows.tokens, rows.segments, np.stack([own, rest]))
+    assert (np.asarray(alone) == np.asarray(given)).all()
+    moved = forward(case.model, params, rows.tokens, rows.segments, np.stack([own * 2, rest]))
+    assert not np.allclose(moved[0], alone[0]) and (np.asarray(moved[1]) == np.asarray(alone[1])).all()
+
+
+def test_weights_are_those_that_are_given():
+    case = load_recorded("llama")
+    params, abstract = nnx.state(case.model), build_model(case.config, Build("float32"))
+    tokens = case.prompts[1][None]
+    assert (np.asarray(forward(abstract, params, tokens)) == np.asarray(forward(case.model, params, tokens))).all()
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    assert not np.asarray(forward(case.model, zeros, tokens)).any()
+
+
+def test_bfloat16_is_close():
+    case = load_recorded("gpt_oss")
+    model = build_model(case.config, Build("bfloat16"))
+    source = SafetensorsCheckpoint(checkpoint("gpt_oss"))
+    logits = np.asarray(forward(model, load_params(model, source), case.prompts[1][None]))[0]
+    source.close()
+    assert logits.dtype == np.float32
+    assert np.abs(logits - case.logits[1]).max() <= 0.1 * np.abs(case.logits[1]).max()
+
+
+BUILDS = {
+    "pooling model": ({"pooler": Pooler()}, {}, "pooling model, which has no logits"),
+    "stage": ({}, {"stage": Stage(0, 1, is_last=False)}, "layers 0 to 0 of"),
+    "mesh": ({}, {"mesh": MeshLayout(model=2)}, "build it for one device"),
+    "int8": ({"quantization": rounded("int8")}, {}, "take a checkpoint of plain weights"),
+}
+
+
+@each_row("kind", BUILDS)
+def test_what_has_no_such_forward_pass_is_refused(kind):
+    changes, options, text = BUILDS[kind]
+    model = build_model(replace(load_recorded("llama").config, **changes), Build("float32", **options))
+    with pytest.raises(ValueError, match=f"LlamaForCausalLM cannot be run over whole sequences: .*{text}"):
+        forward(model, nnx.state(model), np.zeros((1, 4), np.int32))
+
+
+TOKENS = np.zeros((2, 4), np.int32)
+ARGUMENTS = {
+    "tokens of one row": ({"tokens": TOKENS[0]}, r"tokens must be integers \[B, T\] .*, got int32\[4\]"),
+    "no tokens": ({"tokens": TOKENS[:, :0]}, r"tokens must be integers \[B, T\] .*, got int32\[2, 0\]"),
+    "probabilities": ({"tokens": TOKENS * 0.5}, r"tokens must be integers .*, got float"),
+    "segments of others": ({"segment_ids": TOKENS[:1]}, r"segment_ids must be integers \[2, 4\], got int32\[1, 4\]"),
+    "positions of others": ({"positions": TOKENS[:, 1:]}, r"positions must be integers \[2, 4\], got int32\[2, 3\]"),
+    "no params": ({"params": {}}, "params must be an nnx.State .*, got dict with 0 leaves"),
+}
+
+
+@each_row("kind", ARGUMENTS)
+def test_arguments_that_do_not_fit_are_refused(kind):
+    changes, text = ARGUMENTS[kind]
+    model = load_recorded("llama").model
+    with pytest.raises(ValueError, match=text):
+        forward(**{"model": model, "params": nnx.state(model), "tokens": TOKENS} | changes)
+
+
+def test_explicit_mesh_axes_are_refused():
+    model = load_recorded("llama").model
+    mesh = jax.make_mesh((1,), ("fsdp",), axis_types=(jax.sharding.AxisType.Explicit,))
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    for changes in ({"params": jax.device_put(nnx.state(model), whole)}, {"tokens": jax.device_put(TOKENS, whole)}):
+        (name,) = changes
+        with pytest.raises(ValueError, match=f"{name} must be split over automatic mesh axes .*, got explicit .*fsdp"):
+            forward(**{"model": model, "params": nnx.state(model), "tokens": TOKENS} | changes)
