@@ -104,12 +104,15 @@ class TokenScores(NamedTuple):
       logprobs: f32[n].
       ranks: i32[n], 1 is best.
       top_ids, top_logprobs: i32[n, k], f32[n, k], best first.
+      given_logprobs: f32[n, g], of a request's logprob_token_ids in the order that it has; g may be larger, and is 0
+        where no request has any.
     """
 
     logprobs: np.ndarray
     ranks: np.ndarray
     top_ids: np.ndarray
     top_logprobs: np.ndarray
+    given_logprobs: np.ndarray
 
 
 _NONE = np.empty(0, np.int64)

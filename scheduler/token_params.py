@@ -23,6 +23,8 @@ PROCESSOR, MAX_PROCESSORS = 1 << 11, 20
 PROMPT_FEATURES = PROMPT_LOGPROBS
 # Entries of a token's logprobs at most: whatever samples sorts out as many as an engine may be asked for.
 MAX_LOGPROBS = 1024
+# Tokens whose logprobs a request may ask for by id, vLLM's own limit: the devices keep as many for every slot.
+MAX_LOGPROB_TOKEN_IDS = 128
 
 
 # Kind of a Grammar that allows every token: of a request with nothing but a limit of its reasoning.
@@ -73,6 +75,7 @@ class TokenParams:
     Attributes:
       min_tokens: no stop token ends the request before it has so many.
       logprobs, prompt_logprobs: entries to report for each token, None for none.
+      logprob_token_ids: tokens to report in addition, only with logprobs.
       logit_bias: what is added to the logits of tokens, by id.
       bad_words: token sequences that the request must not complete.
       grammar: what its output must keep to.
@@ -92,6 +95,7 @@ class TokenParams:
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()

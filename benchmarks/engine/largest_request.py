@@ -25,6 +25,7 @@ from jaxengine.scheduler.buckets import Buckets
 from jaxengine.scheduler.config import SchedulerConfig
 from jaxengine.scheduler.packing import Packer
 from jaxengine.scheduler.request import FinishReason, Request
+from jaxengine.scheduler.token_params import MAX_LOGPROB_TOKEN_IDS
 
 VOCAB = 151_936
 ROUNDS, STEPS = 5, 60
@@ -48,6 +49,7 @@ def largest(vocab_size: int) -> dict[str, Any]:
         "min_tokens": 90,
         "logprobs": 20,
         "prompt_logprobs": 20,
+        "logprob_token_ids": list(range(MAX_LOGPROB_TOKEN_IDS)),
         "logit_bias": dict.fromkeys(range(vocab_size), 1.0),
         "allowed_token_ids": range(vocab_size),
     }

@@ -23,6 +23,7 @@ from jaxengine.api.owner import refuse_pickle
 from jaxengine.api.weights import AsyncWeightMethods
 from jaxengine.config.engine_args import engine_options
 from jaxengine.config.engine_config import ConfigError, EngineConfig
+from jaxengine.requests.completion_logprobs import CompletionLogprobs, KnownCompletions
 from jaxengine.requests.inputs import InputProcessor
 from jaxengine.requests.lora import LoRARequest
 from jaxengine.requests.options import RequestOptions
@@ -155,6 +156,27 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         )
         outputs = self.stream(prompt, params, request_id, options)
         return outputs if lora_request is None else self._with_adapter(lora_request, outputs)
+
+    async def get_logprobs(
+        self,
+        prompts: Sequence[Prompt],
+        completions: Sequence[Sequence[int]],
+        *,
+        lora_request: LoRARequest | None = None,
+    ) -> CompletionLogprobs:
+        """As `LLM.get_logprobs`, of a list of prompts and with one adapter for all."""
+        known = KnownCompletions(self.inputs, prompts, completions)
+        asked = zip(known.prompts, known.params, strict=True)
+        outputs = await asyncio.gather(*(self._last(prompt, params, lora_request) for prompt, params in asked))
+        return known.result(outputs)
+
+    async def _last(self, prompt: Prompt, params: SamplingParams, lora_request: LoRARequest | None) -> RequestOutput:
+        """The last output of a request."""
+        output = None
+        async for each in self.generate(prompt, params, lora_request=lora_request):
+            output = each
+        assert output is not None
+        return output
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Loads an adapter unless it is loaded. Returns True. Raises RequestError, with nothing changed."""

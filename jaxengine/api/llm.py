@@ -25,6 +25,7 @@ from jaxengine.config.engine_args import engine_options
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.engine.metric_types import Histogram, Metric
 from jaxengine.requests.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, candidates
+from jaxengine.requests.completion_logprobs import CompletionLogprobs, KnownCompletions
 from jaxengine.requests.lora import LoRARequest, one_for_each
 from jaxengine.requests.options import RequestOptions, options_for
 from jaxengine.requests.outputs import RequestOutput
@@ -167,6 +168,31 @@ class LLM(WeightMethods, VllmMethods):
             loras = [load_first(self.core, self._lock, each) for each in one_for_each(len(batch), lora_request)]
         options = options_for(len(batch), priority, client, loras)
         return self._answer(batch, params, options, use_tqdm)
+
+    def get_logprobs(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        completions: Sequence[Sequence[int]],
+        *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        use_tqdm: bool | ProgressFactory = False,
+    ) -> CompletionLogprobs:
+        """Returns the log-probability of each token of a completion of each prompt, by the programs that serve.
+
+        They are raw: of temperature 1, without penalties, truncation or masks.
+
+        Args:
+          prompts: as for `generate`, without pictures.
+          completions: token ids of each prompt's completion; an empty one has no log-probabilities.
+          lora_request: as for `generate`.
+        Raises the same errors as `generate`; also RequestError when the engine reports logits (logprobs_mode).
+        """
+        batch = _as_batch(prompts)
+        known = KnownCompletions(self.core.inputs, batch, completions)
+        loras = one_for_each(len(batch), lora_request) if lora_request is not None else [None] * len(batch)
+        own = None if lora_request is None else [loras[index] for index in known.rows]
+        outputs = self.generate(known.prompts, known.params, use_tqdm, own) if known.rows else []
+        return known.result(outputs)
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool | ProgressFactory = False

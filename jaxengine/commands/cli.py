@@ -59,7 +59,7 @@ PARALLEL_OPTIONS = (
     "pipeline_parallel_size",
 )
 # Options whose results only `generate --json` shows.
-OUTPUT_OPTIONS = ("n", "logprobs", "prompt_logprobs")
+OUTPUT_OPTIONS = ("n", "logprobs", "logprob_token_ids", "prompt_logprobs")
 
 
 class _Parser(FlexibleArgumentParser):

@@ -92,12 +92,14 @@ class SlotRows:
 
     def _begin(self, requests: list[Request]) -> None:
         """Sends parameters, counts and biases of requests that have just got their slots: one message for each kind."""
-        params, counts, biases = [], [], []
+        params, counts, biases, logprob_ids = [], [], [], []
         for request in requests:
             slot, features = self.number(request), request.params.features
             params.append((slot, param_words(request.params, request.seed)))
             if features & PENALTIES:
                 counts.append((slot, request.prompt_token_ids, self._scheduler.output_token_ids(request)))
+            if request.params.logprob_token_ids:
+                logprob_ids.append((slot, request.params.logprob_token_ids))
             self._biases.pop(slot, None)
             row = None
             if features & BIAS:
@@ -105,6 +107,7 @@ class SlotRows:
                 row = self._bias_row(request, bias, self._forbidden(request, bias))
             biases.append((slot, row))
         self._runner.set_params(params)
+        self._runner.set_logprob_ids(logprob_ids)
         self._runner.set_token_counts(counts)
         self._runner.set_biases(biases)
 

@@ -149,7 +149,7 @@ class InputProcessor:
         options = options or RequestOptions()
         options.verify_against(self.config.scheduling_policy, self.config.enable_lora)
         prompt = self.make_ready(prompt)
-        text, token_ids, salt = self._read_prompt(prompt)
+        text, token_ids, salt = self.read_prompt(prompt)
         media = prompt.get(READY) if isinstance(prompt, Mapping) else None
         longest = self.config.max_model_len
         if not 1 <= len(token_ids) < longest:
@@ -208,7 +208,7 @@ class InputProcessor:
             text = f"dimensions is {recipe.dimensions}; allowed are 1 to {most}"
             raise RequestError(text, param="dimensions", value=recipe.dimensions)
         options.verify_against(self.config.scheduling_policy, self.config.enable_lora)
-        text, token_ids, salt = self._read_prompt(self.make_ready(prompt), params.prefix(model))
+        text, token_ids, salt = self.read_prompt(self.make_ready(prompt), params.prefix(model))
         token_ids = params.cut(token_ids, longest)
         if not 1 <= len(token_ids) <= longest:
             problem = f"prompt has {len(token_ids)} tokens; allowed are 1 to {longest} (max_model_len)"
@@ -232,7 +232,7 @@ class InputProcessor:
         self._num_requests += 1
         return self._num_requests
 
-    def _read_prompt(self, prompt: Prompt, prefix: str = "") -> tuple[str | None, list[int], str | None]:
+    def read_prompt(self, prompt: Prompt, prefix: str = "") -> tuple[str | None, list[int], str | None]:
         """Reads (text, token ids, cache salt) of a prompt, text and salt None if it has none. Raises RequestError.
 
         prefix: prepended to a prompt's text before it is tokenized.
@@ -277,7 +277,7 @@ class InputProcessor:
             options = "limit_mm_per_prompt, language_model_only"
             problem = f"{name} is given, but this model takes text only (see {options})"
             raise RequestError(problem, param=name)
-        text, token_ids, _ = self._read_prompt(prompt)
+        text, token_ids, _ = self.read_prompt(prompt)
         return self.media.made_ready(prompt, text, token_ids)
 
     def _check_token_ids(self, token_ids: Any) -> list[int]:
@@ -390,7 +390,7 @@ def make_processor(inputs: InputProcessor) -> Processor:
 def follows_every_step(params: SamplingParams) -> bool:
     """Whether the caller needs each token of the request as it is generated."""
     streamed = params.output_kind is not RequestOutputKind.FINAL_ONLY
-    return streamed or bool(params.stop) or params.logprobs is not None
+    return streamed or bool(params.stop) or params.num_logprobs is not None
 
 
 def input_processor(source: ModelSource, config: ResolvedConfig, *, origin: int = 0) -> InputProcessor:

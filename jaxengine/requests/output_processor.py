@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -80,7 +80,7 @@ class _Sequence:
         text = ""
         if self.detokenizer is not None:
             text = self.detokenizer.delta() if kind is RequestOutputKind.DELTA else self.detokenizer.text
-        scored = self.group.params.logprobs is not None
+        scored = self.group.params.num_logprobs is not None
         num_fed = len(self.group.prompt_token_ids) + len(self.token_ids) - 1
         versions = self.request.weight_versions
         return CompletionOutput(
@@ -272,9 +272,11 @@ class OutputProcessor:
         )
 
     def _score(self, sequence: _Sequence, token_id: int, scores: TokenScores, row: int) -> None:
-        count = sequence.group.params.logprobs
+        params = sequence.group.params
+        count, given_ids = params.num_logprobs, params.logprob_token_ids or ()
         assert count is not None
-        sequence.logprobs.append(self._position(token_id, scores, row, count))
+        given = list(zip(given_ids, scores.given_logprobs[row, : len(given_ids)].tolist(), strict=True))
+        sequence.logprobs.append(self._position(token_id, scores, row, count, given))
         sequence.cumulative_logprob += float(scores.logprobs[row])
 
     def _score_prompt(self, scores: PromptScores) -> None:
@@ -289,7 +291,9 @@ class OutputProcessor:
             entry = self._position(token_id, scores.scores, row, group.params.prompt_logprobs)
             group.prompt_logprobs[position] = entry
 
-    def _position(self, token_id: int, scores: TokenScores, row: int, count: int) -> PositionLogprobs:
+    def _position(
+        self, token_id: int, scores: TokenScores, row: int, count: int, given: Sequence[tuple[int, float]] = ()
+    ) -> PositionLogprobs:
         return position_logprobs(
             token_id,
             float(scores.logprobs[row]),
@@ -298,6 +302,7 @@ class OutputProcessor:
             scores.top_logprobs[row].tolist(),
             count,
             None if self._tokenizer is None else self._decode_one,
+            given,
         )
 
     def _decode_one(self, token_id: int) -> str:

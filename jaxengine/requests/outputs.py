@@ -5,7 +5,7 @@ Defines what callers see, and how a later output of a stream merges with an earl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -15,7 +15,11 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """A token at a position. rank: 1 is the likeliest of the vocabulary. decoded_token: None without a tokenizer."""
+    """A token at a position.
+
+    rank: 1 is the likeliest of the vocabulary; None of tokens of logprob_token_ids alone. decoded_token: None without a
+    tokenizer.
+    """
 
     logprob: float
     rank: int | None = None
@@ -33,8 +37,10 @@ def position_logprobs(
     top_logprobs: Sequence[float],
     num_logprobs: int,
     decode: Callable[[int], str] | None = None,
+    given: Iterable[tuple[int, float]] = (),
 ) -> PositionLogprobs:
-    """Logprobs of one position: the chosen token and the `num_logprobs` likeliest (-1: all given), k or k + 1 entries.
+    """Logprobs of one position: the chosen token and the `num_logprobs` likeliest (-1: all there are), k or k + 1
+    entries, then those of the `given` tokens, which have no rank unless they are among the others.
 
     top_ids and top_logprobs are sorted, likeliest first, and may be longer than requested. decode: gives a token's
     text; None leaves decoded_token None.
@@ -47,6 +53,9 @@ def position_logprobs(
         # The chosen token keeps its own rank: its index in the list is arbitrary among equals.
         if entry_id not in found:
             found[entry_id] = Logprob(float(value), int(place), None if decode is None else decode(entry_id))
+    for entry_id, value in given:
+        if entry_id not in found:
+            found[entry_id] = Logprob(float(value), None, None if decode is None else decode(entry_id))
     return found
 
 

@@ -22,7 +22,7 @@ from jaxengine.requests.stop_after import StopAfter, stop_after
 from jaxengine.requests.structured.params import StructuredOutputsParams, structured_outputs
 from jaxengine.requests.thinking import ThinkingWords, limited, thinking_words
 from jaxengine.scheduler.errors import RequestError, show_value
-from jaxengine.scheduler.token_params import HIDDEN_STATES, MAX_LOGPROBS, TokenParams
+from jaxengine.scheduler.token_params import HIDDEN_STATES, MAX_LOGPROB_TOKEN_IDS, MAX_LOGPROBS, TokenParams
 
 if TYPE_CHECKING:
     from jaxengine.scheduler.logits_processor import LogitsProcessor
@@ -50,7 +50,7 @@ _INT64_MAX = 2**63 - 1
 # Fields that are passed to a step unchanged.
 _TOKEN_FIELDS = (
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("min_tokens", "logprobs", "prompt_logprobs"),
+    *("min_tokens", "prompt_logprobs"),
 )
 
 Rule = Callable[[str, Any], Any]
@@ -136,10 +136,10 @@ def _texts(at_most: int, max_chars: int) -> Rule:
     return check
 
 
-def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+def _token_ids(name: str, value: Any, most: int = MAX_TOKEN_IDS) -> tuple[int, ...]:
     ids = () if value is None else value
-    if not isinstance(ids, (list, tuple, set, frozenset, range)) or len(ids) > MAX_TOKEN_IDS:
-        raise _refuse(name, value, f"a list of at most {MAX_TOKEN_IDS} token ids")
+    if not isinstance(ids, (list, tuple, set, frozenset, range)) or len(ids) > most:
+        raise _refuse(name, value, f"a list of at most {most} token ids")
     # Checking a million ids one by one would take a second.
     if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= _INT32_MAX:
         return tuple(dict.fromkeys(ids))
@@ -152,6 +152,10 @@ def _allowed_token_ids(name: str, value: Any) -> tuple[int, ...]:
     if not ids:
         raise _refuse(name, value, "None or a list with at least one token id")
     return ids
+
+
+def _logprob_token_ids(name: str, value: Any) -> tuple[int, ...] | None:
+    return _token_ids(name, value, MAX_LOGPROB_TOKEN_IDS) or None
 
 
 def _logit_bias(name: str, value: Any) -> dict[int, float]:
@@ -196,6 +200,7 @@ _RULES: dict[str, Rule] = {
     "min_tokens": _int(0, _INT32_MAX, "an int >= 0"),
     "logprobs": _optional(_num_logprobs),
     "prompt_logprobs": _optional(_num_logprobs),
+    "logprob_token_ids": _optional(_logprob_token_ids),
     "detokenize": _flag,
     "skip_special_tokens": _flag,
     "spaces_between_special_tokens": _flag,
@@ -243,6 +248,8 @@ class SamplingParams:
       logprobs: number of likeliest tokens whose log-probabilities are returned at each position, with the sampled
         one's.
       prompt_logprobs: the same for the tokens of the prompt.
+      logprob_token_ids: tokens whose log-probabilities are returned at each position of the output, in addition to
+        those of `logprobs`, or of logprobs=0 where that is None.
       detokenize: convert tokens to text.
       skip_special_tokens: leave special tokens out of the text.
       spaces_between_special_tokens: put spaces between special tokens that are in the text.
@@ -281,6 +288,7 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: Sequence[int] | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -298,7 +306,6 @@ class SamplingParams:
     stream_interval: int | None = None
     prompt_logprob_token_ids: Sequence[int] | None = None
     prompt_logprob_start: int | None = None
-    logprob_token_ids: Sequence[int] | None = None
     flat_logprobs: bool = False
     logits_processors: Any = None
     skip_reading_prefix_cache: bool | None = None
@@ -342,6 +349,12 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
 
+    @property
+    def num_logprobs(self) -> int | None:
+        """Number of likeliest tokens with log-probabilities at each position of the output, -1 for all; None where no
+        token has any."""
+        return 0 if self.logprobs is None and self.logprob_token_ids else self.logprobs
+
     def token_params(
         self,
         bad_words: Iterable[Iterable[int]] = (),
@@ -369,6 +382,8 @@ class SamplingParams:
             grammar = limited(grammar, self.thinking_token_budget, self.thinking_words, encode)
         return TokenParams(
             **{name: getattr(self, name) for name in _TOKEN_FIELDS},
+            logprobs=self.num_logprobs,
+            logprob_token_ids=tuple(self.logprob_token_ids or ()),
             logit_bias=self.logit_bias or {},
             allowed_token_ids=None if allowed is None else tuple(allowed),
             bad_words=tuple(map(tuple, bad_words)),
@@ -432,7 +447,7 @@ class SamplingParams:
                 raise _refuse(name, asked, f"at most max_logprobs ({most}); {whole}")
             if asked is not None and asked > most:
                 raise _refuse(name, asked, f"at most max_logprobs ({most})")
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids"):
             ids = getattr(self, name) or ()
             if max(ids, default=0) >= vocab_size:
                 outside = [token_id for token_id in ids if token_id >= vocab_size]

@@ -27,8 +27,10 @@ from jaxengine.runner.programs.pending_step import PendingStep
 from jaxengine.runner.programs.state_changes import (
     BIAS_ROWS,
     COUNTS_ROWS,
+    LOGPROB_ID_ROWS,
     NUM_COLUMN_ROWS,
     NUM_DELTAS,
+    NUM_LOGPROB_ID_ROWS,
     NUM_LONG_ROWS,
     NUM_PARAM_ROWS,
     PAGE_DELTAS,
@@ -40,6 +42,7 @@ from jaxengine.runner.stage_runner import StageRunner
 from jaxengine.sampling.state import NEUTRAL
 from jaxengine.scheduler.buckets import Bucket
 from jaxengine.scheduler.packing import StepInput, delta_chunks
+from jaxengine.scheduler.token_params import MAX_LOGPROB_TOKEN_IDS
 
 Progress = Callable[[int, int, str], None]
 
@@ -195,6 +198,13 @@ class ModelRunner:
     def set_params(self, rows: list[tuple[int, np.ndarray]]) -> None:
         """Stores sampling parameters: (slot, words), the latter as `param_words` gives them."""
         self.change_slots(PARAMETERS, rows, NUM_PARAM_ROWS, len(NEUTRAL))
+
+    def set_logprob_ids(self, rows: list[tuple[int, tuple[int, ...]]]) -> None:
+        """Stores the tokens whose logprobs slots report: (slot, ids). Slots that report none keep those of earlier
+        requests, which nobody reads."""
+        width = MAX_LOGPROB_TOKEN_IDS
+        own = [(slot, np.pad(np.array(ids, np.int32), (0, width - len(ids)), constant_values=-1)) for slot, ids in rows]
+        self.change_slots(LOGPROB_ID_ROWS, own, NUM_LOGPROB_ID_ROWS, width)
 
     def set_biases(self, biases: list[tuple[int, np.ndarray | None]]) -> None:
         """Sets additive logit biases of slots, f32[V]; None for no bias."""

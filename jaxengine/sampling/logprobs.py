@@ -1,4 +1,4 @@
-"""Log-probabilities the engine reports: of a chosen token, its rank, and the best `max_logprobs` tokens.
+"""Log-probabilities the engine reports: of a chosen token, its rank, the best `max_logprobs` tokens, and given ones.
 
 Owns the arithmetic from logits [S, V] to what a request sees, for sampled tokens and for prompt tokens. Traced inside
 the jitted step. Knows nothing of temperatures, requests or slots: whoever calls decides which logits are reported. Of a
@@ -29,25 +29,35 @@ class TokenLogprobs(NamedTuple):
     rank: jax.Array  # i32[S], 1 + number of tokens strictly better
     top_ids: jax.Array  # i32[S, Kl], best first, equal values by ascending id
     top_logprobs: jax.Array  # f32[S, Kl]
+    given_logprobs: jax.Array  # f32[S, G], of the tokens that a row names, -inf where it names none
 
 
-def no_logprobs(num_rows: int, num_top: int) -> TokenLogprobs:
-    """The value of num_rows rows that nobody asked about; num_top: Kl."""
+def no_logprobs(num_rows: int, num_top: int, num_given: int = 0) -> TokenLogprobs:
+    """The value of num_rows rows that nobody asked about; num_top: Kl; num_given: G."""
     return TokenLogprobs(
         jnp.full(num_rows, -jnp.inf, jnp.float32),
         jnp.zeros(num_rows, jnp.int32),
         jnp.zeros((num_rows, num_top), jnp.int32),
         jnp.full((num_rows, num_top), -jnp.inf, jnp.float32),
+        jnp.full((num_rows, num_given), -jnp.inf, jnp.float32),
     )
 
 
-def token_logprobs(logits: jax.Array, token_ids: jax.Array, *, num_top: int, normalize: bool) -> TokenLogprobs:
-    """Scores `token_ids` i32[S] under `logits` f32[S, V] and lists the `num_top` best tokens.
+def token_logprobs(
+    logits: jax.Array, token_ids: jax.Array, given_ids: jax.Array | None = None, *, num_top: int, normalize: bool
+) -> TokenLogprobs:
+    """Scores `token_ids` i32[S] under `logits` f32[S, V], lists the `num_top` best tokens, and scores `given_ids`
+    i32[S, G], of which -1 is none.
 
     normalize=True reports log-softmax, False the logits themselves. A token outside [0, V) gets (-inf, 0).
     """
-    valid = (token_ids >= 0) & (token_ids < vocab_size(logits))
-    chosen = take_tokens(logits, jnp.where(valid, token_ids, 0)[:, None])
+    if given_ids is None:
+        given_ids = jnp.zeros((logits.shape[0], 0), jnp.int32)
+    # Taken together: where devices share the vocabulary that is one exchange.
+    taken_ids = jnp.concatenate([token_ids[:, None], given_ids], axis=1)
+    valid = (taken_ids >= 0) & (taken_ids < vocab_size(logits))
+    taken = take_tokens(logits, jnp.where(valid, taken_ids, 0))
+    chosen = taken[:, :1]
     rank = 1 + row_counts(logits > chosen)[:, 0]
     shift = _log_sum_exp(logits) if normalize else jnp.zeros_like(chosen)
     if num_top:
@@ -55,8 +65,9 @@ def token_logprobs(logits: jax.Array, token_ids: jax.Array, *, num_top: int, nor
         top = best - shift
     else:
         top_ids, top = jnp.zeros((logits.shape[0], 0), jnp.int32), jnp.zeros((logits.shape[0], 0), jnp.float32)
+    scores = jnp.where(valid, taken - shift, -jnp.inf)
     return TokenLogprobs(
-        jnp.where(valid, (chosen - shift)[:, 0], -jnp.inf), jnp.where(valid, rank, 0), top_ids.astype(jnp.int32), top
+        scores[:, 0], jnp.where(valid[:, 0], rank, 0), top_ids.astype(jnp.int32), top, given_logprobs=scores[:, 1:]
     )
 
 

@@ -57,13 +57,14 @@ def flags_of(features: jax.Array) -> SamplerFlags:
 
 
 class SampleOutput(NamedTuple):
-    """S rows; Kl = min(max_logprobs, V). Without `any_logprobs` the last four hold (-inf, 0, 0, -inf)."""
+    """S rows; Kl = min(max_logprobs, V). Without `any_logprobs` the last five hold (-inf, 0, 0, -inf, -inf)."""
 
     token_ids: jax.Array  # i32[S]; -1: the row's logits hold NaN or +inf, or every token is forbidden
     logprob: jax.Array  # f32[S]
     rank: jax.Array  # i32[S], 1 = the best token
     top_ids: jax.Array  # i32[S, Kl]
     top_logprobs: jax.Array  # f32[S, Kl]
+    given_logprobs: jax.Array  # f32[S, G], of the row's `SamplingState.logprob_ids`
 
 
 def sample(
@@ -104,12 +105,13 @@ def sample(
 
     processed, normalize = logprobs_mode.startswith("processed"), logprobs_mode.endswith("logprobs")
     num_top = min(max_logprobs, vocab_size(logits))
+    given_ids = state.logprob_ids.at[slots].get(mode="fill", fill_value=-1)
 
     def score(scored: Callable[[], jax.Array], token_ids: jax.Array) -> TokenLogprobs:
         return lax.cond(
             flags.any_logprobs,
-            lambda: token_logprobs(scored(), token_ids, num_top=num_top, normalize=normalize),
-            lambda: no_logprobs(logits.shape[0], num_top),
+            lambda: token_logprobs(scored(), token_ids, given_ids, num_top=num_top, normalize=normalize),
+            lambda: no_logprobs(logits.shape[0], num_top, given_ids.shape[1]),
         )
 
     def choose(adjusted: jax.Array, draw_rows: Callable[..., tuple[jax.Array, jax.Array]]):

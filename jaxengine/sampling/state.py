@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from jaxengine.sampling.top_tokens import first_id
-from jaxengine.scheduler.token_params import TokenParams
+from jaxengine.scheduler.token_params import MAX_LOGPROB_TOKEN_IDS, TokenParams
 
 _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 
@@ -54,14 +54,17 @@ class SamplingState(NamedTuple):
     # i32[M, mask_words(V)], bit t % 32 of word t / 32 allows token t; all ones: every token. Of the R slots, and behind
     # them of each place of the rows of a step that have masks for their drafts.
     token_mask: jax.Array
+    logprob_ids: jax.Array  # i32[R, G], tokens whose logprobs are reported besides, -1 for none
 
 
 def init_state(max_num_seqs: int, vocab_size: int, num_masks: int | None = None) -> SamplingState:
-    """Every slot greedy and neutral: R = max_num_seqs rows, 4 * V + V / 8 bytes each; num_masks: M >= R, None for R."""
+    """Every slot greedy and neutral: R = max_num_seqs rows of 4 * V + V / 8 + 4 * G bytes; num_masks: M >= R, None for
+    R."""
     return SamplingState(
         RowParams(*(jnp.full(max_num_seqs, value, value.dtype) for value in NEUTRAL)),
         logit_bias=jnp.zeros((max_num_seqs, vocab_size), jnp.float32),
         token_mask=jnp.full((num_masks or max_num_seqs, mask_words(vocab_size)), -1, jnp.int32),
+        logprob_ids=jnp.full((max_num_seqs, MAX_LOGPROB_TOKEN_IDS), -1, jnp.int32),
     )
 
 
@@ -159,6 +162,15 @@ def set_bias_rows(state: SamplingState, slots: jax.Array, rows: jax.Array) -> Sa
 
 def set_mask_rows(state: SamplingState, numbers: jax.Array, rows: jax.Array) -> SamplingState:
     """Replaces token_mask rows: numbers i32[n], distinct where they are < M, rows i32[n, W]. Others are dropped."""
-    written = numbers[:, None] == jnp.arange(state.token_mask.shape[0], dtype=jnp.int32)
+    return state._replace(token_mask=_replaced_rows(state.token_mask, numbers, rows))
+
+
+def set_logprob_ids(state: SamplingState, slots: jax.Array, rows: jax.Array) -> SamplingState:
+    """Replaces logprob_ids[slots]: slots i32[n], distinct where they are < R, rows i32[n, G]. Others are dropped."""
+    return state._replace(logprob_ids=_replaced_rows(state.logprob_ids, slots, rows))
+
+
+def _replaced_rows(array: jax.Array, numbers: jax.Array, rows: jax.Array) -> jax.Array:
+    written = numbers[:, None] == jnp.arange(array.shape[0], dtype=jnp.int32)
     chosen = rows[jnp.argmax(written, axis=0)]
-    return state._replace(token_mask=jnp.where(jnp.any(written, axis=0)[:, None], chosen, state.token_mask))
+    return jnp.where(jnp.any(written, axis=0)[:, None], chosen, array)

@@ -60,7 +60,7 @@ class Scores(LoopExtension):
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
         """Adds the logprobs that were asked for."""
         if any(len(rows.scored) for rows in result.emitted):
-            scores = step.pending.logprobs()
+            scores = step.pending.logprobs(given=any(each.params.logprob_token_ids for each in self._requests))
             result.emitted = [
                 rows._replace(scores=_scores_at(scores, rows.rank, rows.rows[rows.scored])) for rows in result.emitted
             ]
@@ -97,5 +97,9 @@ def _scored_prompts(step: ScheduledStep, ranks: list[Rank]) -> list[_ScoredPromp
 
 def _scores_at(arrays: Any, rank: int, rows: np.ndarray | slice) -> TokenScores:
     return TokenScores(
-        arrays.logprob[rank, rows], arrays.rank[rank, rows], arrays.top_ids[rank, rows], arrays.top_logprobs[rank, rows]
+        arrays.logprob[rank, rows],
+        arrays.rank[rank, rows],
+        arrays.top_ids[rank, rows],
+        arrays.top_logprobs[rank, rows],
+        arrays.given_logprobs[rank, rows],
     )

@@ -58,9 +58,15 @@ class PendingStep:
         own = getattr(self.sampled, name, None)
         return None if own is None else self._fetch(own)
 
-    def logprobs(self) -> Any:
-        """The sampled rows' logprobs as numpy arrays; where rows have several positions those of all, row after row."""
-        return jax.tree.map(self._fetch, self.sampled)
+    def logprobs(self, given: bool) -> Any:
+        """The sampled rows' logprobs as numpy arrays; where rows have several positions those of all, row after row.
+
+        given: those of tokens that requests name as well; without, none of these are sent from the device.
+        """
+        own = self.sampled
+        if not given:
+            own = own._replace(given_logprobs=np.empty((*own.rank.shape, 0), np.float32))
+        return jax.tree.map(self._fetch, own)
 
     def output(self, name: str) -> Any:
         """What another epilogue gave, as numpy arrays; waits for it."""

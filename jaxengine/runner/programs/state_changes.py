@@ -17,6 +17,7 @@ from jaxengine.runner.extension import EVERYWHERE, Shape, StateChange
 from jaxengine.runner.programs.device_state import DeviceState, own_slots, write_page_deltas
 from jaxengine.sampling import state as sampling_state
 from jaxengine.sampling.state import NEUTRAL
+from jaxengine.scheduler.token_params import MAX_LOGPROB_TOKEN_IDS
 from jaxengine.sharding.rules import logical_to_spec
 
 # Entries of one message that brings page-table entries outside a step, and requests whose parameters one brings.
@@ -24,11 +25,14 @@ NUM_DELTAS = 1024
 NUM_PARAM_ROWS = 64
 # Slots of which one brings a number.
 NUM_COLUMN_ROWS = 64
+# Requests whose logprob_token_ids one brings.
+NUM_LOGPROB_ID_ROWS = 16
 
 # Long rows of slots, such as those over the vocabulary, come alone or so many at once.
 NUM_LONG_ROWS = 8
 
 PAGE_DELTAS, PARAMETERS, BIAS_ROWS, COUNTS_ROWS = "page deltas", "parameters", "bias rows", "counts rows"
+LOGPROB_ID_ROWS = "logprob id rows"
 
 _ROWS_VOCAB = logical_to_spec((None, "sampled_vocab"))
 
@@ -92,6 +96,11 @@ def state_changes(vocab_size: int | None) -> dict[str, StateChange]:
         ((NUM_PARAM_ROWS, len(NEUTRAL)), np.int32, EVERYWHERE),
     ]
     changes[PARAMETERS] = StateChange(_on_sampling(sampling_state.write_params), params)
+    ids: list[Shape] = [
+        ((NUM_LOGPROB_ID_ROWS,), np.int32, EVERYWHERE),
+        ((NUM_LOGPROB_ID_ROWS, MAX_LOGPROB_TOKEN_IDS), np.int32, EVERYWHERE),
+    ]
+    changes[LOGPROB_ID_ROWS] = StateChange(_on_sampling(sampling_state.set_logprob_ids), ids)
     set_biases = _on_sampling(sampling_state.set_bias_rows)
     biases = long_rows(BIAS_ROWS, set_biases, vocab_size, np.float32, _ROWS_VOCAB)
     return changes | biases | long_rows(COUNTS_ROWS, _set_counts, vocab_size, np.int32, _ROWS_VOCAB)

@@ -240,7 +240,8 @@ class StepPrograms:
         slot_state = SlotState(ranks, ranks, slots)
         if not self.shape.samples:
             return DeviceState(slot_state, None, None)
-        sampling = SamplingState(RowParams(*[ranks] * len(NEUTRAL)), logit_bias=vocab, token_mask=vocab)
+        params = RowParams(*[ranks] * len(NEUTRAL))
+        sampling = SamplingState(params, logit_bias=vocab, token_mask=vocab, logprob_ids=ranks)
         return DeviceState(slot_state, TokenState(ranks, vocab, tokens), sampling)
 
     def _own_state(self) -> DeviceState:

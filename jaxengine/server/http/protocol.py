@@ -59,7 +59,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 }
 
 # Those that text requests support.
-_OF_TEXT = frozenset(("use_beam_search", "length_penalty", "return_weight_versions"))
+_OF_TEXT = frozenset(("use_beam_search", "length_penalty", "logprob_token_ids", "return_weight_versions"))
 TEXT_REFUSED = {name: neutral for name, neutral in REFUSED.items() if name not in _OF_TEXT}
 
 # Fields of OpenAI and vLLM that do not affect the answer: hints for billing, caches, speed, length or the grammars'
@@ -263,6 +263,7 @@ class TextRequest(GenerationRequest):
     Attributes:
       truncate_prompt_tokens: number of prompt tokens to keep, from the end, or with truncation_side "right" from the
         beginning; -1: as many as leave room for max_tokens.
+      logprob_token_ids: tokens whose log-probabilities are returned in addition, at each position of the output.
       return_weight_versions: also return which version of the weights made which tokens, with the end of each choice.
       use_beam_search: return the n best sequences of a beam search, with length_penalty.
     """
@@ -278,6 +279,7 @@ class TextRequest(GenerationRequest):
     allowed_token_ids: TokenIds | None = None
     bad_words: Texts | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: TokenIds | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     echo: bool | None = None
@@ -304,6 +306,9 @@ class TextRequest(GenerationRequest):
             raise RequestError("stream_options is only allowed with stream=true", param="stream_options")
         if self.stream and self.prompt_logprobs is not None:
             raise RequestError("prompt_logprobs is not available with stream=true", param="prompt_logprobs")
+        # As in vLLM: it is `logprobs` that gives an answer its place for them.
+        if self.logprob_token_ids and getattr(self, "logprobs", None) in (None, False):
+            raise RequestError("logprob_token_ids is only allowed with logprobs", param="logprob_token_ids")
         keep = self.truncate_prompt_tokens
         if keep is not None and keep != -1 and keep < 1:
             raise RequestError(

@@ -123,13 +123,15 @@ class Refused(msgspec.Struct, array_like=True):
 
 
 class Scores(msgspec.Struct, array_like=True):
-    """TokenScores of n tokens as bytes, with num_top candidates each."""
+    """TokenScores of n tokens as bytes, with num_top candidates and num_given given tokens each."""
 
     num_top: int
+    num_given: int
     logprobs: bytes
     ranks: bytes
     top_ids: bytes
     top_logprobs: bytes
+    given_logprobs: bytes
 
 
 class Vectors(msgspec.Struct, array_like=True):
@@ -333,16 +335,19 @@ def _end(request: Request, ended: Ended) -> Request:
 def _scores(scores: TokenScores) -> Scores:
     ranks, top_ids = _bytes(scores.ranks, np.int32), _bytes(scores.top_ids, np.int32)
     logprobs, top_logprobs = _bytes(scores.logprobs, np.float32), _bytes(scores.top_logprobs, np.float32)
-    return Scores(scores.top_ids.shape[1], logprobs, ranks, top_ids, top_logprobs)
+    sizes, given = (scores.top_ids.shape[1], scores.given_logprobs.shape[1]), _bytes(scores.given_logprobs, np.float32)
+    return Scores(*sizes, logprobs, ranks, top_ids, top_logprobs, given)
 
 
 def _read(scores: Scores) -> TokenScores:
-    shape = len(scores.logprobs) // 4, scores.num_top
+    num_tokens = len(scores.logprobs) // 4
+    shape = num_tokens, scores.num_top
     return TokenScores(
         np.frombuffer(scores.logprobs, np.float32),
         np.frombuffer(scores.ranks, np.int32),
         np.frombuffer(scores.top_ids, np.int32).reshape(shape),
         np.frombuffer(scores.top_logprobs, np.float32).reshape(shape),
+        np.frombuffer(scores.given_logprobs, np.float32).reshape(num_tokens, scores.num_given),
     )
 
 

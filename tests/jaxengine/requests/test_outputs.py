@@ -23,6 +23,13 @@ def test_entry_does_not_repeat_the_chosen_token_and_keeps_its_rank():
     assert entry == {5: Logprob(-2.0, 1), 3: Logprob(-2.0, 1)}
 
 
+def test_entry_holds_given_tokens_without_a_rank_of_their_own():
+    given = [(8, -3.0), (3, -0.1), (9, -4.0), (2, float("-inf"))]
+    entry = position_logprobs(9, -4.0, 17, [3, 5], [-0.1, -2.0], 1, decode=str, given=given)
+    expected = {9: Logprob(-4.0, 17, "9"), 3: Logprob(-0.1, 1, "3"), 8: Logprob(-3.0, None, "8")}
+    assert entry == {**expected, 2: Logprob(float("-inf"), None, "2")} and list(entry) == [9, 3, 8, 2]
+
+
 @pytest.mark.parametrize(("asked", "ids"), [(0, [9]), (1, [9, 3]), (-1, [9, 3, 5, 8])])
 def test_entry_length_follows_what_was_asked(asked, ids):
     assert list(position_logprobs(9, -4.0, 17, [3, 5, 8], [-0.1, -2.0, -3.0], asked)) == ids

@@ -22,7 +22,7 @@ from jaxengine.requests.sampling_params import (
     verify_bad_word_tokens,
 )
 from jaxengine.scheduler.errors import RequestError
-from jaxengine.scheduler.token_params import PENALTIES, TRUNCATION
+from jaxengine.scheduler.token_params import LOGPROBS, PENALTIES, TRUNCATION
 from tests.tables import each_row
 
 INT64 = 2**63
@@ -74,6 +74,7 @@ WRONG = {
     "min_tokens": st.one_of(NO_INTS, st.none(), ints_outside(0, 2**31 - 1)),
     "logprobs": st.one_of(NO_INTS.filter(lambda value: value is not True), ints_outside(-1, 2**31 - 1)),
     "prompt_logprobs": st.one_of(NO_INTS.filter(lambda value: value is not True), ints_outside(-1, 2**31 - 1)),
+    "logprob_token_ids": st.one_of(NO_IDS.filter(lambda value: value is not None), st.just(list(range(129)))),
     "detokenize": NO_FLAGS,
     "skip_special_tokens": NO_FLAGS,
     "spaces_between_special_tokens": NO_FLAGS,
@@ -100,7 +101,6 @@ NOT_BUILT = {
     "stream_interval": 2,
     "prompt_logprob_token_ids": [1],
     "prompt_logprob_start": 0,
-    "logprob_token_ids": [3],
     "flat_logprobs": True,
     "logits_processors": [len],
     "skip_reading_prefix_cache": False,
@@ -187,6 +187,24 @@ def test_values_are_normalised():
     assert params.allowed_token_ids == (0, 1, 2) and params.logit_bias == {4: 1.0}
     empty = SamplingParams(stop=None, stop_token_ids=None, bad_words=None)  # pyright: ignore[reportArgumentType]
     assert (empty.stop, empty.stop_token_ids, empty.bad_words) == ((), (), ())
+
+
+def test_tokens_with_logprobs_by_id():
+    for ids, logprobs, expected in (
+        (None, None, None),
+        ([], None, None),
+        ([5, 3, 5], None, 0),
+        ([5, 3], 0, 0),
+        ([5, 3], 2, 2),
+        ([5, 3], -1, -1),
+    ):
+        params = SamplingParams(logprob_token_ids=ids, logprobs=logprobs)
+        own = params.token_params()
+        assert (params.logprob_token_ids, own.logprob_token_ids) == (((5, 3), (5, 3)) if ids else (None, ()))
+        assert params.num_logprobs == own.logprobs == expected and params.logprobs == logprobs
+        assert (own.features & LOGPROBS > 0) == (expected is not None)
+    with pytest.raises(RequestError, match="logprob_token_ids must be token ids inside the vocabulary"):
+        SamplingParams(logprob_token_ids=[5, 9]).verify_against(9, 20, 32, True)
 
 
 def test_later_changes_of_the_callers_objects_do_not_reach_in():

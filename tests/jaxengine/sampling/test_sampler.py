@@ -16,6 +16,7 @@ from jaxengine.sampling import state as sampling_state
 from jaxengine.sampling.sampler import SampleOutput, SamplerFlags
 from jaxengine.sampling.state import SamplingState
 from tests.jaxengine.sampling.draw_oracle import gumbel
+from tests.tables import each_row
 
 NUM_SLOTS = 40
 MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
@@ -146,6 +147,26 @@ def test_pipeline_is_the_oracles(mode):
             finite = np.isfinite(best)
             np.testing.assert_allclose(values[got.top_ids[row]][finite], best[finite], rtol=2e-5, atol=2e-5)
     assert tokens_checked > 220
+
+
+@each_row("mode", MODES)
+def test_given_tokens_have_the_logprobs_of_the_whole_list(mode):
+    """Bit for bit those that the list of all tokens has, whatever was drawn; -inf for none."""
+    rng = np.random.default_rng(3)
+    vocab_size, num_rows = 60, 8
+    params = [random_params(rng) for _ in range(num_rows)]
+    ids = np.full((num_rows, sampling_state.MAX_LOGPROB_TOKEN_IDS), -1, np.int32)
+    ids[:, :5] = rng.integers(0, vocab_size, (num_rows, 5))
+    ids[1], ids[2, :60] = -1, np.arange(vocab_size)
+    state = sampling_state.set_logprob_ids(state_of(vocab_size, *params), jnp.arange(num_rows), jnp.asarray(ids))
+    slots = rng.permutation(num_rows)
+    logits = rng.normal(0, 3, (num_rows, vocab_size))
+    got = run(logits, state, slots, 7, max_logprobs=vocab_size, logprobs_mode=mode)
+    for row, slot in enumerate(slots):
+        values = dict(zip(got.top_ids[row].tolist(), got.top_logprobs[row], strict=True))
+        values[-1] = np.float32(-np.inf)
+        expected = np.array([values[token_id] for token_id in ids[slot].tolist()], np.float32)
+        np.testing.assert_array_equal(got.given_logprobs[row].view(np.int32), expected.view(np.int32))
 
 
 @pytest.mark.parametrize(
@@ -314,6 +335,7 @@ def test_number_of_reported_tokens(max_logprobs, width):
         ((2,), "int32"),
         ((2, width), "int32"),
         ((2, width), "float32"),
+        ((2, sampling_state.MAX_LOGPROB_TOKEN_IDS), "float32"),
     ]
 
 

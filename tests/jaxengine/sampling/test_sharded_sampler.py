@@ -47,7 +47,7 @@ KINDS = ("spread", "border ties", "rounded", "flat", "forbidden", "poisoned")
 ROWS, TABLE, TABLE_ROW, WHOLE = (
     logical_to_spec(axes) for axes in (("batch",), ("batch", "sampled_vocab"), (None, "sampled_vocab"), ())
 )
-STATE = SamplingState(RowParams(*[ROWS] * len(NEUTRAL)), logit_bias=TABLE, token_mask=TABLE)
+STATE = SamplingState(RowParams(*[ROWS] * len(NEUTRAL)), logit_bias=TABLE, token_mask=TABLE, logprob_ids=ROWS)
 FLAGS = SamplerFlags(*[WHOLE] * 6)
 FLAGS_ON = SamplerFlags(*[np.array(True)] * 6)
 
@@ -127,6 +127,9 @@ def make_state(params: list[SamplingParams], rng: np.random.Generator) -> Sampli
         logit_bias=jnp.asarray(bias, jnp.float32),
         token_mask=jnp.asarray(mask_rows(rng)),
     )
+    ids = np.where(rng.random(state.logprob_ids.shape) < 0.5, -1, rng.integers(0, VOCAB_SIZE, state.logprob_ids.shape))
+    ids[:, : len(BORDERS)] = BORDERS
+    state = sampling_state.set_logprob_ids(state, jnp.arange(NUM_ROWS), jnp.asarray(ids, jnp.int32))
     return sampling_state.write_params(state, jnp.arange(NUM_ROWS), jnp.asarray(words))
 
 
@@ -193,7 +196,7 @@ def check_sample(layout: MeshLayout, mode: str) -> None:
 
     alone = jax.jit(sample)
     specs = (TABLE, STATE, TABLE, ROWS, ROWS, ROWS, FLAGS)
-    together = on_mesh(layout, sample, specs, sampler.SampleOutput(*[ROWS] * 5))
+    together = on_mesh(layout, sample, specs, sampler.SampleOutput(*[ROWS] * 6))
     state = joined(states, layout)
     wide_counts = np.concatenate([widen(own, layout, 0) for own in counts])
     slots = [rng.permutation(NUM_ROWS).astype(np.int32) for _ in states]
@@ -258,7 +261,7 @@ def check_prompt_logprobs() -> None:
 
         return score(hidden, targets, logits_fn)
 
-    together = on_mesh(layout, score_part, (ROWS, ROWS, TABLE_ROW), TokenLogprobs(*[ROWS] * 4))
+    together = on_mesh(layout, score_part, (ROWS, ROWS, TABLE_ROW), TokenLogprobs(*[ROWS] * 5))
     got = together(hidden.reshape(-1, 2), targets.reshape(-1), widen(weights, layout, np.nan))
     alone = jax.jit(lambda hidden, targets: score(hidden, targets, lambda rows: jnp.maximum(rows[:, :1], weights)))
     parts = [alone(*own) for own in zip(hidden, targets, strict=True)]
@@ -309,7 +312,7 @@ def check_collectives() -> None:
     found = re.findall(r" (all-[a-z]+|reduce-scatter|collective-[a-z]+)(?:-start)?\(", compiled)
     assert found == ["all-gather"], found
 
-    results = sampler.SampleOutput(*[ROWS] * 5)
+    results = sampler.SampleOutput(*[ROWS] * 6)
     traced = str(on_mesh(layout, sample, (*specs, FLAGS), results).trace(*batch, FLAGS_ON).jaxpr)
     shapes = re.findall(r":\w+\[([\d,]*)\] = (?:all_gather|psum)\w*\[", traced)
     longest = max(int(np.prod([int(size) for size in shape.split(",") if size])) for shape in shapes)

@@ -57,7 +57,7 @@ class DraftRows(NamedTuple):
 
 
 class VerifyOutput(NamedTuple):
-    """What the host reads of a step whose rows had drafts; the first five of all S * W positions, as SampleOutput's.
+    """What the host reads of a step whose rows had drafts; the first six of all S * W positions, as SampleOutput's.
 
     Attributes:
       counts: i32[replicas, S], tokens that each row has got, the first ones of its positions.
@@ -69,6 +69,7 @@ class VerifyOutput(NamedTuple):
     rank: jax.Array
     top_ids: jax.Array
     top_logprobs: jax.Array
+    given_logprobs: jax.Array
     counts: jax.Array
     num_drafts: jax.Array
 

@@ -36,6 +36,7 @@ class ChatAnswer:
             str(role),
             echoed,
             (body.top_logprobs or 0) if body.logprobs else None,
+            logprob_token_ids=body.logprob_token_ids or (),
             as_token_ids=body.names_tokens_by_id(server.config),
             with_token_ids=bool(body.return_token_ids),
             with_versions=bool(body.return_weight_versions),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from jaxengine.parsers.events import ArgumentsDelta, ContentDelta, Event, ReasoningDelta, ToolCallStart, message_of
@@ -22,6 +22,7 @@ class ChatChoiceWriter:
       role: role of the answer.
       before: text that the answer begins with, for `echo`.
       logprobs: number of likeliest tokens with log-probabilities; None for no log-probabilities.
+      logprob_token_ids: other tokens with log-probabilities.
       as_token_ids: tokens are written as token_id:N.
       with_token_ids: choices also have token_ids.
       with_versions: choices also have weight_versions.
@@ -34,6 +35,7 @@ class ChatChoiceWriter:
         before: str,
         logprobs: int | None,
         *,
+        logprob_token_ids: Sequence[int] = (),
         as_token_ids: bool,
         with_token_ids: bool,
         with_versions: bool,
@@ -41,7 +43,7 @@ class ChatChoiceWriter:
         self._tokenizer = tokenizer
         self._role = role
         self._before = before
-        self._logprobs = logprobs
+        self._logprobs, self._given_ids = logprobs, frozenset(logprob_token_ids)
         self._as_token_ids = as_token_ids
         self._with_token_ids = with_token_ids
         self._spans = SpanWriter() if with_versions else None
@@ -104,7 +106,7 @@ class ChatChoiceWriter:
 
     def _choice(self, output: CompletionOutput, kind: str, said: dict[str, Any]) -> dict[str, Any]:
         reason = output.finish_reason
-        logprobs = token_logprobs(self._tokenizer, output, self._logprobs, self._as_token_ids)
+        logprobs = token_logprobs(self._tokenizer, output, self._logprobs, self._as_token_ids, self._given_ids)
         choice = {
             "index": output.index,
             kind: said,
@@ -116,9 +118,14 @@ class ChatChoiceWriter:
 
 
 def token_logprobs(
-    tokenizer: Tokenizer, output: CompletionOutput, count: int | None, as_token_ids: bool = False
+    tokenizer: Tokenizer,
+    output: CompletionOutput,
+    count: int | None,
+    as_token_ids: bool = False,
+    given_ids: Collection[int] = (),
 ) -> list[dict[str, Any]] | None:
-    """OpenAI's chat form of each token's log-probability, with the `count` likeliest tokens (-1: all).
+    """OpenAI's chat form of each token's log-probability, with the `count` likeliest tokens (-1: all) and those of
+    `given_ids`, likeliest first.
 
     None if `count` is None or the output has none. as_token_ids: tokens are written as token_id:N in place of their
     text.
@@ -135,8 +142,9 @@ def token_logprobs(
 
     found = []
     for token_id, position in zip(output.token_ids, output.logprobs, strict=True):
-        best = sorted(position.items(), key=lambda item: -item[1].logprob)[: None if count == -1 else count]
-        tops = [one(other, entry) for other, entry in best]
+        best = sorted(position.items(), key=lambda item: -item[1].logprob)
+        most = len(best) if count == -1 else count
+        tops = [one(other, entry) for at, (other, entry) in enumerate(best) if at < most or other in given_ids]
         found.append({**one(token_id, position[token_id]), "top_logprobs": tops})
     return found
 

@@ -115,6 +115,16 @@ async def test_logprobs_without_top_and_tokens_by_id(client):
     (choice,) = answer.choices
     assert [token.token for token in choice.logprobs.content] == [f"token_id:{number}" for number in choice.token_ids]
     assert all(token.top_logprobs == [] for token in choice.logprobs.content)
+    for streams in (False, True):
+        fields = {"return_tokens_as_token_ids": True, "logprob_token_ids": [6, 5]}
+        given = await client.chat.completions.create(**ASK, logprobs=True, stream=streams, extra_body=fields)
+        parts = [part async for part in given] if streams else [given]
+        tokens = [token for part in parts for each in part.choices if each.logprobs for token in each.logprobs.content]
+        assert [token.token for token in tokens] == [token.token for token in choice.logprobs.content]
+        for token in tokens:
+            values = [other.logprob for other in token.top_logprobs]
+            assert {other.token for other in token.top_logprobs} == {"token_id:5", "token_id:6"}
+            assert values == sorted(values, reverse=True) and max(values) <= 0
 
 
 async def test_a_message_is_continued_and_echoed(client, app, chat_engine):
@@ -217,6 +227,11 @@ async def test_earlier_tool_calls_reach_the_template_as_objects(recorder):
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": -2}, "top_logprobs"),
         ({"logprobs": 1}, "logprobs"),
+        ({"logprob_token_ids": [5]}, "logprob_token_ids"),
+        ({"logprobs": False, "logprob_token_ids": [5]}, "logprob_token_ids"),
+        ({"logprobs": True, "logprob_token_ids": list(range(129))}, "logprob_token_ids"),
+        ({"logprobs": True, "logprob_token_ids": [10**6]}, "logprob_token_ids"),
+        ({"logprobs": True, "logprob_token_ids": [5], "use_beam_search": True, "max_tokens": 2}, "logprob_token_ids"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"max_completion_tokens": 10**6}, "max_completion_tokens"),
         ({"max_tokens": 0}, "max_tokens"),

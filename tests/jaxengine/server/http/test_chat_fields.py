@@ -72,6 +72,7 @@ CHAT = {
     "return_tokens_as_token_ids": (True, {"logprobs": True}),
     "logprobs": True,
     "top_logprobs": (2, {"logprobs": True}),
+    "logprob_token_ids": ([5, 6], {"logprobs": True}),
     "max_tokens": 5,
     "max_completion_tokens": 6,
     "tools": TOOLS,

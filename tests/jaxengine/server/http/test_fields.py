@@ -107,6 +107,16 @@ CASES: dict[str, Case] = {
     "logprobs": Case(
         2, lambda before, after: before.choice["logprobs"] is None and len(after.choice["logprobs"]["tokens"]) == 3
     ),
+    "logprob_token_ids": Case(
+        [5, 6],
+        lambda before, after: all(
+            {"token_id:5", "token_id:6"} <= set(top) and set(less) <= set(top)
+            for less, top in zip(
+                before.choice["logprobs"]["top_logprobs"], after.choice["logprobs"]["top_logprobs"], strict=True
+            )
+        ),
+        {"logprobs": 1, "return_tokens_as_token_ids": True},
+    ),
     "max_tokens": Case(2, lambda before, after: after.usage["completion_tokens"] == 2),
     "model": Case(
         "other", lambda before, after: [each.answer.json["model"] for each in (before, after)] == ["tiny", "other"]

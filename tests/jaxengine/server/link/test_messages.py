@@ -19,7 +19,8 @@ def _emitted(rows, scored):
     if scored:
         logprobs = (-token_ids[scored] / 100).astype(np.float32)
         ones = np.ones(len(scored), np.int32)
-        scores = TokenScores(logprobs, ones, token_ids[scored][:, None], logprobs[:, None])
+        given = logprobs[:, None] - np.arange(3, dtype=np.float32)
+        scores = TokenScores(logprobs, ones, token_ids[scored][:, None], logprobs[:, None], given)
     return TokenRows(tags, token_ids, np.array(scored, np.int64), scores)
 
 
@@ -30,6 +31,9 @@ def _seen(update):
     found = []
     for each in messages.output_of(read, lambda handle: pytest.fail("tokens need no request")).emitted:
         logprobs = {} if each.scores is None else dict(zip(each.scored.tolist(), each.scores.logprobs, strict=True))
+        if each.scores is not None:
+            given = each.scores.logprobs[:, None] - np.arange(3, dtype=np.float32)
+            np.testing.assert_array_equal(each.scores.given_logprobs, given)
         pairs = zip(each.tags.tolist(), each.token_ids.tolist(), strict=True)
         found += [(*pair, logprobs.get(index)) for index, pair in enumerate(pairs)]
     return found

@@ -1,0 +1,127 @@
+"""Log-probabilities of completions that are known: `LLM.get_logprobs` as requests to the engine, and its result.
+
+A request reads a prompt and its completion but the last token, whose log-probability is then one of the token that the
+request samples. So a completion may be as long as one that was generated, and needs no token beyond its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxengine.requests.inputs import InputProcessor
+from jaxengine.requests.media.inputs import has_media
+from jaxengine.requests.outputs import RequestOutput
+from jaxengine.requests.prepared import Prompt, is_token_ids
+from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
+from jaxengine.scheduler.errors import RequestError, show_value
+
+
+@dataclass(frozen=True)
+class CompletionLogprobs(Sequence[np.ndarray]):
+    """Log-probabilities of the tokens of n completions; item i is a view of those of completion i, f32[its length].
+
+    Attributes:
+      values: f32[N], those of all completions one after the other.
+      cu_lens: i64[n + 1], ascending from 0 to N; completion i has values[cu_lens[i] : cu_lens[i + 1]].
+    """
+
+    values: np.ndarray
+    cu_lens: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.cu_lens) - 1
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        index = range(len(self))[index]
+        return self.values[self.cu_lens[index] : self.cu_lens[index + 1]]
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return (self[index] for index in range(len(self)))
+
+
+class KnownCompletions:
+    """Completions whose log-probabilities are wanted.
+
+    Attributes:
+      rows: indexes of the completions that have tokens; the others need no request.
+      prompts, params: of the request of each of `rows`.
+    """
+
+    def __init__(self, inputs: InputProcessor, prompts: Sequence[Prompt], completions: Sequence[Sequence[int]]):
+        """prompts: as for `generate`, without pictures. completions: token ids of each. Raises RequestError."""
+        mode = inputs.config.logprobs_mode
+        if not mode.endswith("logprobs"):
+            problem = f"logprobs_mode is {mode!r}, and log-probabilities are asked for; allowed is 'raw_logprobs'"
+            raise RequestError(problem, param="logprobs_mode", value=mode)
+        inputs.refuse_generation()
+        if isinstance(completions, str) or len(completions) != len(prompts):
+            problem = f"completions must be a list of token ids for each of the {len(prompts)} prompts"
+            raise RequestError(problem, param="completions", value=completions)
+        self._own = [_token_ids(index, each, inputs) for index, each in enumerate(completions)]
+        self.rows = [index for index, own in enumerate(self._own) if own]
+        self.prompts: list[dict[str, Any]] = []
+        self.params: list[SamplingParams] = []
+        self._first: list[int] = []
+        for index in self.rows:
+            self._add(index, prompts[index], inputs)
+
+    def _add(self, index: int, prompt: Prompt, inputs: InputProcessor) -> None:
+        if has_media(prompt):
+            raise RequestError("get_logprobs takes prompts of text or tokens, not pictures", param="multi_modal_data")
+        _, prompt_ids, salt = inputs.read_prompt(prompt)
+        own, longest = self._own[index], inputs.config.max_model_len
+        if len(prompt_ids) + len(own) > longest:
+            room = f"at most {max(0, longest - len(prompt_ids))}, what its prompt leaves of max_model_len ({longest})"
+            problem = f"completions[{index}] has {len(own)} tokens; allowed are {room}"
+            raise RequestError(problem, param="completions", value=len(own))
+        salted = {} if salt is None else {"cache_salt": salt}
+        self.prompts.append({"prompt_token_ids": [*prompt_ids, *own[:-1]], **salted})
+        # At temperature 1 without truncation, processed log-probabilities are the raw ones.
+        self.params.append(
+            SamplingParams(
+                max_tokens=1,
+                prompt_logprobs=0 if len(own) > 1 else None,
+                logprob_token_ids=own[-1:],
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+        )
+        self._first.append(len(prompt_ids))
+
+    def result(self, outputs: Sequence[RequestOutput]) -> CompletionLogprobs:
+        """The log-probabilities. outputs: of the requests. Raises RequestError if one of them ended early."""
+        lengths = [len(own) for own in self._own]
+        cu_lens = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+        values = np.empty(cu_lens[-1], np.float32)
+        for index, first, output in zip(self.rows, self._first, outputs, strict=True):
+            own, (completion,) = self._own[index], output.outputs
+            if not completion.logprobs:
+                problem = f"completions[{index}] has no log-probabilities: its request ended with "
+                reason = f"{completion.finish_reason!r} ({completion.stop_reason})"
+                raise RequestError(problem + reason, param="completions")
+            known = output.prompt_logprobs[first:] if output.prompt_logprobs else []
+            positions = [*known, completion.logprobs[0]]
+            assert all(position is not None for position in positions)
+            found = [position[token].logprob for token, position in zip(own, positions, strict=True) if position]
+            values[cu_lens[index] : cu_lens[index + 1]] = found
+        return CompletionLogprobs(values, cu_lens)
+
+
+def _token_ids(index: int, completion: Any, inputs: InputProcessor) -> list[int]:
+    """A completion as a list. Raises RequestError."""
+    name, size = f"completions[{index}]", inputs.model_config.vocab_size
+    is_empty = not isinstance(completion, (str, Mapping)) and hasattr(completion, "__len__") and not len(completion)
+    if not is_empty and not is_token_ids(completion):
+        raise RequestError(f"{name} must be a list of token ids, got {show_value(completion)}", param="completions")
+    tokens: list[Any] = list(completion)
+    for token in tokens:
+        if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < size:
+            problem = f"{name} contains {show_value(token)}; allowed are token ids from 0 to {size - 1}"
+            raise RequestError(problem, param="completions", value=token)
+    return [int(token) for token in tokens]

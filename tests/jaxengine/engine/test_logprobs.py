@@ -1,0 +1,174 @@
+"""Log-probabilities of tokens given by id, and of completions that are known: those of decoding, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxengine import LLM, AsyncLLM, RequestError, SamplingParams
+from tests.conftest import compiled_programs, use_scheduler
+from tests.tables import each_row
+
+VOCAB = 128
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+ENGINES: dict[str, dict[str, Any]] = {
+    "raw": {"max_logprobs": -1},
+    "processed, with drafts": {
+        "max_logprobs": -1,
+        "logprobs_mode": "processed_logprobs",
+        "speculative_config": DRAFTS,
+    },
+}
+PREFIX = [9, 8, 7, 6, 5, 4, 9, 8, 7, 6, 5, 4]
+
+
+def prompts_of(seed: int, count: int = 8) -> list[list[int]]:
+    """Prompts that share a prefix of three pages, of lengths from 13 to 40."""
+    rng = np.random.default_rng(seed)
+    return [PREFIX + rng.integers(3, VOCAB, rng.integers(1, 28)).tolist() for _ in range(count)]
+
+
+def rollout_params(count: int = 8, **more: Any) -> list[SamplingParams]:
+    """Greedy and sampled ones of several lengths."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_p": 0.9, "top_k": 40},
+        {"temperature": 1.0, "repetition_penalty": 1.2, "logit_bias": {5: 2.0}},
+    ]
+    own = (kinds[index % len(kinds)] | {"seed": index, "max_tokens": 9 + 3 * index % 14} for index in range(count))
+    return [SamplingParams(ignore_eos=True, **each, **more) for each in own]
+
+
+def bits(values: Any) -> list[int]:
+    return np.asarray(values, np.float32).view(np.int32).tolist()
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_given_tokens_are_those_of_the_whole_vocabulary(make_llm, name):
+    """Beside requests with other ids and without any, in the same steps, and in a slot that had others before."""
+    llm: LLM = make_llm(**ENGINES[name])
+    prompts, params = prompts_of(0), rollout_params()
+    whole = llm.generate(prompts, [each.clone_with(logprobs=-1) for each in params], use_tqdm=False)
+    rng = np.random.default_rng(1)
+    ids = [rng.choice(VOCAB, size, replace=False).tolist() for size in (1, 3, 128, 0, 2, 40, 0, 7)]
+    asked = [
+        each.clone_with(logprobs=index % 3 or None, logprob_token_ids=own or None)
+        for index, (each, own) in enumerate(zip(params, ids, strict=True))
+    ]
+    before = compiled_programs()
+    for _ in range(2):
+        outputs = llm.generate(prompts, asked, use_tqdm=False)
+        for output, expected, own, each in zip(outputs, whole, ids, asked, strict=True):
+            (got,), (all_of,) = output.outputs, expected.outputs
+            assert got.token_ids == all_of.token_ids
+            if each.num_logprobs is None:
+                assert got.logprobs is None
+                continue
+            for token, position, every in zip(got.token_ids, got.logprobs, all_of.logprobs, strict=True):
+                best = [one for one, entry in every.items() if entry.rank <= each.num_logprobs]
+                assert {token, *own} <= set(position) <= {token, *own, *every} and len(best) <= len(position)
+                assert len(position) <= 1 + each.num_logprobs + len(own)
+                for one, entry in position.items():
+                    assert bits([entry.logprob]) == bits([every[one].logprob]), (name, token, one)
+                    assert entry.rank in (None, every[one].rank)
+                assert position[token].rank is not None
+        prompts, asked, whole, ids = prompts[::-1], asked[::-1], whole[::-1], ids[::-1]
+    assert compiled_programs() == before
+
+
+def recorded(llm: LLM, prompts: Any, params: Any) -> tuple[list[list[int]], list[np.ndarray]]:
+    """Completions, and their log-probabilities as they were while these were generated."""
+    outputs = [each.outputs[0] for each in llm.generate(prompts, params, use_tqdm=False)]
+    values = [
+        [position[token].logprob for token, position in zip(each.token_ids, each.logprobs, strict=True)]
+        for each in outputs
+    ]
+    return [each.token_ids for each in outputs], [np.asarray(each, np.float32) for each in values]
+
+
+# How rollouts run, and how they are scored: limits of the scheduler, and whether each request is alone.
+RUNS: dict[str, tuple[dict[str, Any], bool]] = {
+    "in a batch": ({}, False),
+    "alone": ({}, True),
+    "in chunks": ({"long_prefill_token_threshold": 5}, False),
+    "in small steps": ({"max_num_batched_tokens": 9}, False),
+    "preempted": ({"num_pages": 30}, False),
+    "without prefixes": ({"enable_prefix_caching": False}, False),
+}
+
+
+def test_known_completions_have_the_logprobs_of_decoding(make_llm):
+    llm: LLM = make_llm(max_logprobs=-1)
+    prompts, params = prompts_of(2), rollout_params(logprobs=0)
+    prompts[0] = prompts[0][:13]
+    params[0] = params[0].clone_with(max_tokens=96 - 13)  # to the end of the context
+    before = None
+    for way, (changes, alone) in RUNS.items():
+        scheduler = use_scheduler(llm, **changes)
+        parts = [slice(each, each + 1) for each in range(len(prompts))] if alone else [slice(None)]
+        runs = [recorded(llm, prompts[part], params[part]) for part in parts]
+        completions = [own for tokens, _ in runs for own in tokens]
+        values = [own for _, logprobs in runs for own in logprobs]
+        before = compiled_programs() if before is None else before
+        scored = [llm.get_logprobs(prompts[part], completions[part]) for part in parts]
+        got = [own for each in scored for own in each]
+        assert [len(own) for own in got] == [len(own) for own in completions]
+        for index, (one, other) in enumerate(zip(got, values, strict=True)):
+            assert bits(one) == bits(other), (way, index)
+        assert (scheduler.num_preemptions > 0) == (way == "preempted"), (way, scheduler.num_preemptions)
+        assert (scheduler.num_prefix_hits > 0) == (way != "without prefixes"), way
+        assert len(completions[0]) == 96 - 13
+    use_scheduler(llm)
+    assert compiled_programs() == before
+
+
+def test_the_flat_form(make_llm):
+    llm: LLM = make_llm(max_logprobs=-1)
+    use_scheduler(llm)
+    completions = [[5, 6, 7], [], np.array([9], np.int64), (1, 2)]
+    found = llm.get_logprobs([[3, 4], [5], [6, 7, 8], {"prompt_token_ids": [4], "cache_salt": "a"}], completions)
+    assert found.values.dtype == np.float32 and found.cu_lens.tolist() == [0, 3, 3, 4, 6] and len(found) == 4
+    assert [len(each) for each in found] == [3, 0, 1, 2] and (found.values < 0).all()
+    assert all(np.shares_memory(each, found.values) for each in found if len(each))
+    assert bits(found[-1]) == bits(found.values[4:]) and [len(each) for each in found[1:3]] == [0, 1]
+    with pytest.raises(IndexError):
+        found[4]
+    alone = llm.get_logprobs([3, 4], [[5, 6, 7]])
+    assert bits(alone[0]) == bits(found[0])
+    none = llm.get_logprobs([[3]], [[]])
+    assert none.values.shape == (0,) and none.cu_lens.tolist() == [0, 0]
+
+
+async def test_the_online_api_has_the_same(tiny_options, make_llm):
+    llm: LLM = make_llm(max_logprobs=-1)
+    prompts, completions = prompts_of(3, 3), [[5, 6, 7], [8], []]
+    expected = llm.get_logprobs(prompts, completions)
+    engine = AsyncLLM(**tiny_options, max_logprobs=-1)
+    try:
+        found = await engine.get_logprobs(prompts, completions)
+    finally:
+        engine.shutdown()
+    assert bits(found.values) == bits(expected.values) and found.cu_lens.tolist() == expected.cu_lens.tolist()
+
+
+@each_row(
+    ("prompts", "completions", "problem"),
+    [
+        ([[3], [4]], [[5]], "completions must be a list of token ids for each of the 2 prompts"),
+        ([[3]], "5", "completions must be a list of token ids for each of the 1 prompts"),
+        ([[3]], ["5"], r"completions\[0\] must be a list of token ids"),
+        ([[3]], [5], r"completions\[0\] must be a list of token ids"),
+        ([[3]], [[5, 1.0]], r"completions\[0\] contains 1.0"),
+        ([[3]], [[True]], r"completions\[0\] contains True"),
+        ([[3]], [[5, VOCAB]], r"completions\[0\] contains 128; allowed are token ids from 0 to 127"),
+        ([[3]], [[5, -1]], r"completions\[0\] contains -1"),
+        ([[3], [3] * 90], [[5], [5] * 7], r"completions\[1\] has 7 tokens; allowed are at most 6"),
+    ],
+)
+def test_what_is_no_completion_is_refused(make_llm, prompts, completions, problem):
+    with pytest.raises(RequestError, match=problem) as refused:
+        make_llm(max_logprobs=-1).get_logprobs(prompts, completions)
+    assert refused.value.param == "completions"
