@@ -69,7 +69,10 @@ def read_pooling(folder: Path, raw: Mapping[str, Any], config: EngineConfig, tok
 
 
 def pooling_of_gguf(metadata: Mapping[str, Any], config: EngineConfig) -> PoolingModel | None:
-    """Same as `read_pooling` for a GGUF file, whose metadata has a pooling type if it is an embedder."""
+    """Same as `read_pooling` for a GGUF file, whose metadata has a pooling type if it is an embedder.
+
+    Raises ConfigError.
+    """
     kind = metadata.get(f"{metadata.get('general.architecture')}.pooling_type")
     found = _GGUF_TYPES.get(int(kind)) if kind is not None else None
     if not _pools(config, "a GGUF file", None, found is not None):

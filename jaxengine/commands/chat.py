@@ -72,7 +72,8 @@ def chat(
 
     images: files and addresses of pictures to send with the first message.
     sampling_options: fields of SamplingParams; others have the model's defaults, and an answer may fill the context.
-    remote: answers in place of a model that is loaded here. quick: the one message to answer.
+    remote: answers in place of a model that is loaded here; None loads one by `engine_options`.
+    quick: the one message to answer, with status 1 if it is refused; None to read messages.
     """
     answer = _local(engine_options, sampling_options) if remote is None else remote.chat
     conversation = Conversation(system, images)
@@ -93,7 +94,7 @@ def chat(
 
 
 def _local(engine_options: Mapping[str, Any], sampling_options: Mapping[str, Any]) -> Answer:
-    """Loads a model; returns what answers a conversation with it."""
+    """Loads a model; returns the function that answers a conversation with it."""
     from jaxengine.api.llm import LLM
 
     llm = LLM(**engine_options)
@@ -110,6 +111,8 @@ def _local(engine_options: Mapping[str, Any], sampling_options: Mapping[str, Any
 
 def local_pieces(llm: LLM, prompt: Any, params: SamplingParams) -> Iterator[Piece]:
     """Yields the new parts of the output. Leaving the iteration early aborts the request.
+
+    prompt: as of `LLM.generate`. params: with output_kind DELTA.
 
     Raises:
       RequestError: the prompt is longer than max_model_len, or has a picture that cannot be used.

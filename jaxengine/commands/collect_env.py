@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def variables(environment: Mapping[str, str]) -> Iterator[str]:
-    """Lines of the variables that matter; of a secret only that it is set."""
+    """Yields a line for each environment variable that matters; of a secret it says only that it is set."""
     for name, value in sorted(environment.items()):
         if name.startswith(_VARIABLES):
             yield f"{name}=" + ("(set)" if _SECRET.search(name) else _LOGIN.sub("...", value))

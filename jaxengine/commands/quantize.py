@@ -84,7 +84,9 @@ def _read(path: str) -> str:
 
 
 def _perplexity(config: EngineConfig, text: str, size: int) -> float:
-    """Perplexity of a text, in windows of `size` tokens of which the first is given."""
+    """Perplexity of a text, in windows of `size` tokens of which the first is given; NaN for a text of less than two
+    tokens.
+    """
     options = {name: getattr(config, name) for name in ("model", "revision", "download_dir", "hf_token")}
     # One step size of each kind is enough, as speed does not matter.
     steps = {"cudagraph_capture_sizes": [], "prefill_sizes": []}

@@ -44,7 +44,7 @@ def add_engine_options(parser: argparse.ArgumentParser, names: Sequence[str] | N
     """Adds flags for all fields of EngineConfig except the model, or only for `names`.
 
     With all fields vLLM's other options are accepted too, to be refused or explained by EngineConfig.from_options;
-    --help does not list them. Where hf_overrides is, its short forms for rope are, too.
+    --help does not list them. If hf_overrides is one of `names`, so are its short forms for rope.
     """
     fields = [field.name for field in dataclasses.fields(EngineConfig) if field.name != "model"]
     add_options(parser, "engine options", EngineConfig, fields if names is None else names, SHORT)
