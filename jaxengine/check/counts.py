@@ -33,7 +33,10 @@ _FREE = PASSIVE | {"constant", "partition-id", "replica-id"}
 
 
 def operations(module: Module) -> dict[str, int]:
-    """Counts operations of matrix products by element type, the wider one of the two operands."""
+    """Counts operations of matrix products by element type, the wider one of the two operands.
+
+    A multiplication and its addition are two operations.
+    """
 
     def of_body(body: list[Instruction]) -> Counter[str]:
         by_name, found = {instruction.name: instruction for instruction in body}, Counter()

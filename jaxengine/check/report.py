@@ -60,7 +60,10 @@ def failures(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def summary(rows: Sequence[dict[str, Any]], seconds: dict[str, float]) -> str:
-    """Programs and compile seconds of each target, and the memory plans."""
+    """Programs and compile seconds of each target, and the memory plans, as lines.
+
+    seconds: total time of each target by name.
+    """
     lines = []
     for target, wall in seconds.items():
         own = [row for row in rows if row["target"] == target]

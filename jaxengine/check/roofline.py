@@ -42,7 +42,10 @@ class Work:
 
 
 def visible_keys(bucket: Bucket, context: int, window: int | None) -> tuple[int, int]:
-    """(keys read from the pool, query-key pairs) of one layer's attention."""
+    """(keys read from the pool, query-key pairs) of one layer's attention.
+
+    context: keys per sequence of a decode. window: keys that a token sees; None for all.
+    """
     if bucket.decode_only:
         keys = min(context, window or context)
         return bucket.num_seqs * keys, bucket.num_seqs * keys
@@ -90,7 +93,10 @@ def _cached_bytes(attention: LayerAttention, kv_dtype: str) -> int:
 
 def epilogue_work(model: Any, name: str, size: int, width: int) -> Work:
     """A device's share of an epilogue after steps whose rows have `width` tokens: the sampler reads the logits once, a
-    score makes those of every token."""
+    score makes those of every token.
+
+    name: of the epilogue. size: its rows, of a score its tokens.
+    """
     config, mesh = model.config, model.mesh
     columns = mesh.padded_vocab_size(config.vocab_size) // mesh.num_shards("sampled_vocab")
     if name != SCORE:

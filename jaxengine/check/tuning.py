@@ -42,8 +42,9 @@ _WORTH = 0.98
 def tune(target: Target, problems: Sequence[tuple]) -> Iterator[dict[str, Any]]:
     """Yields the result of each problem (given as fields of a Problem).
 
-    A result has "problem", "sizes" that differ from the usual ones, "best" and "usual" in microseconds, and "tried".
-    Raises RuntimeError if the compiler's process fails.
+    A result has "problem", "sizes" that differ from the usual ones, "best" and "usual" in microseconds, None where
+    nothing compiles, and "tried", the number of choices that compile. Raises RuntimeError if the compiler's process
+    fails.
     """
     if (device := _device_of(target)) is not None:
         for problem in (Problem(*fields) for fields in problems):
@@ -117,7 +118,7 @@ def _timed(candidate: Candidate, problem: Problem, device: Any) -> float | None:
 
 
 def main() -> int:
-    """Serves the request on standard input."""
+    """Serves the request on standard input: writes a result of `tune` for each problem to standard output."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     request = json.load(sys.stdin)
