@@ -58,7 +58,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def decode_roofline(weight_bytes: int, step_seconds: list[float]) -> dict[str, float]:
-    """Shortest decode step that memory bandwidth allows, and the share of that speed that was reached."""
+    """Shortest decode step that memory bandwidth allows, and the share of that speed that was reached.
+
+    weight_bytes: that a step reads. step_seconds: of measured steps, of which the fastest counts; empty for no share.
+    """
     bandwidth = memory_bandwidth()
     floor = weight_bytes / bandwidth
     result = {

@@ -36,7 +36,9 @@ def series(samples: Sequence[Sample]) -> dict[str, list[float]]:
 
 
 def meets(sample: Sample, slo: Mapping[str, float]) -> bool:
-    """Whether a request succeeded within all limits (metric -> milliseconds)."""
+    """Whether a request succeeded within all limits (metric -> milliseconds); a metric without a value meets its
+    limit.
+    """
     if sample.error is not None:
         return False
     values = {
@@ -48,7 +50,10 @@ def meets(sample: Sample, slo: Mapping[str, float]) -> bool:
 
 
 def summary(run: LoadResult, slo: Mapping[str, float] | None = None) -> dict[str, Any]:
-    """All figures of a load; latencies in milliseconds, None without samples."""
+    """All figures of a load; latencies in milliseconds, None without samples.
+
+    slo: limits as of `meets`; without any there is no goodput, None.
+    """
     good = [sample for sample in run.samples if sample.error is None]
     failed = [sample for sample in run.samples if sample.error is not None]
     tokens = sum(sample.output_tokens for sample in good)
@@ -128,10 +133,10 @@ def sweep_table(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def picture(title: str, results: Sequence[Mapping[str, Any]], curves: Mapping[str, Sequence[float]]) -> str:
-    """Draws an SVG: for one rate the cumulative distribution of each latency, for several the latencies and throughputs
-    by rate.
+    """Returns the text of an SVG: for one rate the cumulative distribution of each latency, for several the latencies
+    and throughputs by rate.
 
-    curves: milliseconds by metric, of one rate.
+    curves: milliseconds by metric, of one rate; unused for several.
     """
     if len(results) == 1:
         lines = {METRICS[name]: _cumulative(values) for name, values in curves.items() if values}

@@ -60,7 +60,7 @@ def given_embeds(value: Any) -> GivenEmbeds | None:
 
 
 def read_embeds(given: GivenEmbeds, options: MediaOptions) -> Embeds:
-    """Reads and checks embeddings. Raises MediaError."""
+    """Reads and checks embeddings; files and base64 are decoded. Raises MediaError."""
     data = given.data
     values = data if isinstance(data, np.ndarray) else _read_file(_decoded(data, options.max_media_bytes))
     if values.dtype.name not in ("float16", "bfloat16", "float32") or values.ndim != 2 or 0 in values.shape:

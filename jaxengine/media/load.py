@@ -65,7 +65,9 @@ class MediaLoader:
             _cancel(futures)
 
     async def process(self, function: Callable[..., _T], *args: Any) -> _T:
-        """Calls `function`, which preprocesses a prompt's pictures and videos, on a thread."""
+        """Calls `function`, which preprocesses a prompt's pictures and videos, on a thread; returns or raises what
+        it does.
+        """
         return await asyncio.wrap_future(self._processors.submit(function, *args))
 
     def load_now(self, parts: Sequence[MediaPart]) -> MultiModalData:

@@ -111,7 +111,7 @@ class PixtralProcessor(GridProcessor):
         return high, wide
 
     def _mark_ids(self) -> tuple[int, int]:
-        """The tokens after each line of a picture and after its last one. Raises RequestError."""
+        """The ids of the tokens (after each line of a picture, after its last one). Raises RequestError."""
         if self.tokenizer is None:
             raise RequestError(
                 f"a picture needs the model's tokenizer, for lines of it end with {' and '.join(self.marks)}",
