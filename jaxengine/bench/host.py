@@ -307,7 +307,7 @@ class FreeRunner:
 
 
 def _fields(sections):
-    """Shapes of the message sections of buckets that have them."""
+    """Message sections by name: functions that give a section's shape for a bucket that has them, None for others."""
     return {
         name: lambda bucket, values=values: (values, bucket.num_tokens) if bucket.sections else None
         for name, values in sections.items()

@@ -151,7 +151,7 @@ def _keeps_a_part(body: Sequence[Instruction]) -> bool:
 
 
 def _sends_on_parts(instruction: Instruction, by_name: Mapping[str, Instruction]) -> bool:
-    """Whether the instruction completes such a reduce-scatter.
+    """Whether the instruction completes a reduce-scatter of `_scatters`.
 
     Its parts have sizes that suit the rings, so rows beyond a device's own part are sent on to its neighbour.
     """

@@ -48,7 +48,10 @@ def load_plugins(names: Sequence[str]) -> None:
 
 
 def _load_entry(entry: EntryPoint) -> None:
-    """A module registers its models itself, a function when it is called; a class is registered."""
+    """Load an installed plugin: import it, register a class under the entry's name, and call a function.
+
+    A module registers its models itself. Raises whatever that code raises.
+    """
     loaded: Any = entry.load()
     model: Any = loaded  # not narrowed to a class without the protocol's attributes
     if inspect.isclass(loaded):

@@ -42,7 +42,11 @@ class Conversation:
     """Messages so far, the system message before them, and pictures to send with the next message."""
 
     def __init__(self, system: str | None, images: Sequence[str] = ()):
-        """images: files and addresses."""
+        """Begins without a message.
+
+        system: text of the system message; None for none. images: files and addresses of pictures for the first
+        message.
+        """
         self.system = system
         self.turns: list[Message] = []
         self.images = [*images]

@@ -99,7 +99,7 @@ def _packages() -> Iterator[str]:
 
 
 def _devices() -> Iterator[str]:
-    """In a process of its own, since another program may hold the devices for itself."""
+    """Yields lines about the devices, found in a process of its own, since another program may hold them for itself."""
     yield from _output([sys.executable, "-c", _DEVICES], "jax's devices cannot be listed")
     if shutil.which(_GPUS[0]):
         yield from _output([*_GPUS], "nvidia-smi fails")

@@ -104,7 +104,8 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
       kv_cache_memory_bytes: size of the KV pool; overrides gpu_memory_utilization.
       num_gpu_blocks_override: number of pages; overrides both.
       enable_prefix_caching: reuse the KV of known prefixes.
-      num_state_snapshots: prefix states to keep, for models with recurrent states; None for a quarter of max_num_seqs.
+      num_state_snapshots: prefix states to keep, for models with recurrent states; None for a quarter of max_num_seqs,
+        at least 4.
       disable_hybrid_kv_cache_manager: keep the KV of all tokens in sliding-window layers too, instead of freeing pages
         that have left the window.
       enable_chunked_prefill: let a prompt span several steps.
