@@ -73,6 +73,9 @@ def fixed_lengths(num_prompts: int, input_len: int, output_len: int, vocab_size:
 def ragged_trace(num_prompts: int, vocab_size: int, max_model_len: int, seed: int = 0) -> Workload:
     """Requests with log-normal prompt and output lengths, as in chat traffic: many short ones and a few very long.
 
+    max_model_len: limit of a prompt and its output together, each of which has at most half of it. Raises ValueError
+    for less than 16, or no prompts.
+
     Modelled on the ShareGPT trace of the paged-attention paper (Kwon et al., 2023, section 6.1: on average 161 prompt
     and 338 output tokens), with shorter outputs for a CPU: medians of 96 prompt and 64 output tokens and a shape of 1.0
     give averages near 150 and 100; the longest of 32 outputs is about five times their average.

@@ -40,9 +40,10 @@ def memory(compiled: Any) -> dict[str, int]:
 
 
 def program_text(compiled: Any, dumps: Path | None) -> str:
-    """The optimised HLO as text.
+    """The optimised HLO of a compiled program as text.
 
-    Read from the compiler's dump if there is one, as jaxlib cannot always read back the HLO of a newer libtpu.
+    Read from the compiler's dump if there is one in `dumps` (None for no folder), as jaxlib cannot always read back the
+    HLO of a newer libtpu.
     """
     if dumps is not None:
         for pattern in ("*after_codegen.txt", "*after_optimizations.txt"):

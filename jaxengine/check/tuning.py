@@ -42,9 +42,8 @@ _WORTH = 0.98
 def tune(target: Target, problems: Sequence[tuple]) -> Iterator[dict[str, Any]]:
     """Yields the result of each problem (given as fields of a Problem).
 
-    A result has "problem", "sizes" that differ from the usual ones, "best" and "usual" in microseconds, None where
-    nothing compiles, and "tried", the number of choices that compile. Raises RuntimeError if the compiler's process
-    fails.
+    A result has "problem", "sizes" that differ from the usual ones, "best" and "usual" in microseconds, None where they
+    are not feasible, and "tried", the number of feasible choices. Raises RuntimeError if the compiler's process fails.
     """
     if (device := _device_of(target)) is not None:
         for problem in (Problem(*fields) for fields in problems):
@@ -130,7 +129,9 @@ def main() -> int:
     known: dict[str, dict[str, Any]] = {}
 
     def estimated(candidate: Candidate) -> float | None:
-        """Estimated cost of a candidate; parts that several problems share are compiled once."""
+        """Estimated microseconds of a candidate, None if it is not feasible; parts that several problems share are
+        compiled once.
+        """
         key = f"{candidate.function} {candidate.arguments}"
         if key not in known:
             known[key] = compiled_figures(candidate)

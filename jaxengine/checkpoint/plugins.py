@@ -88,7 +88,7 @@ def _is_imported(path: Path) -> bool:
 
 
 def _import_file(path: Path) -> None:
-    """Import a file as the module of its name, or of another one where that is taken."""
+    """Import a file as the module of its name, or of another one where that is taken. Raise what the import raises."""
     name = path.stem
     if name in sys.modules or not name.isidentifier() or importlib.util.find_spec(name) is not None:
         name = f"plugin_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"

@@ -153,7 +153,10 @@ def _read_classifier(fields: ConfigFields, token_id: TokenId) -> Classifier:
 
 
 def _read_activation(fields: ConfigFields, num_labels: int) -> str:
-    """Activation of the scores: the one of training, else vLLM's choice: sigmoid for one label, softmax for several."""
+    """Activation of the scores: the one of training, else vLLM's choice: sigmoid for one label, softmax for several.
+
+    Raises ModelConfigError.
+    """
     problem = fields.text("problem_type", None)
     if problem is not None and problem not in _ACTIVATIONS:
         raise fields.fail("problem_type", ", ".join(_ACTIVATIONS))
@@ -170,7 +173,7 @@ def _read_activation(fields: ConfigFields, num_labels: int) -> str:
 
 
 def _labels(fields: ConfigFields) -> dict[int, str]:
-    """Label names by number, from id2label, whose keys are strings in JSON."""
+    """Label names by number, from id2label, whose keys are strings in JSON. Raises ModelConfigError."""
     names = fields.mapping("id2label") or {}
     if len(names) > MAX_LABELS or not all(
         str(key).isdecimal() and isinstance(name, str) for key, name in names.items()

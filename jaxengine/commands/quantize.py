@@ -32,7 +32,7 @@ WINDOW = 512
 def quantize(config: EngineConfig, name: str, folder: Path, text: str | None = None) -> str:
     """Writes the model to a new folder, with its matrices rounded as by quantization=`name`; returns a report.
 
-    text: a text file; the report then includes the model's perplexity on it before and after.
+    text: a text file; the report then includes the model's perplexity on it before and after. None for no perplexity.
 
     Raises ConfigError, before anything is written, for a model without safetensors or one that is already quantised,
     and for a text that cannot be read; ModelFileError for a folder that exists and for invalid model files.

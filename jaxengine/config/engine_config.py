@@ -351,7 +351,11 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
         )
 
     def _read(self, field: dataclasses.Field[Any]) -> Any:
-        """Normalises a field's value; a value of the wrong form is returned as it is."""
+        """Normalises a field's value; None becomes its default, and most values of a wrong form are returned as they
+        are.
+
+        Raises ConfigError for a value that an option's own reader refuses, or a text that is no size.
+        """
         name, value = field.name, plain(getattr(self, field.name))
         if value is None:
             return field.default

@@ -114,7 +114,7 @@ def _read_limits(value: Any) -> dict[str, dict[str, int]]:
 
 
 def _pairs(name: str, value: Any) -> Mapping[str, Any]:
-    """Reads a dict, a JSON object, or the form image=2,video=0."""
+    """Reads a dict, a JSON object, or the form image=2,video=0. Raises ConfigError, which names the option `name`."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

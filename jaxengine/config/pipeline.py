@@ -16,7 +16,10 @@ def read_layers(layers: Any, num_stages: int) -> tuple[int, ...]:
 
 
 def check_stages(num_stages: int, layers: tuple[int, ...] | None, num_layers: int) -> None:
-    """Raises ConfigError if the model's layers cannot be split into these stages."""
+    """Raises ConfigError if the model's layers cannot be split into these stages.
+
+    layers: number of layers of each stage, None to split by bytes. num_layers: of the model.
+    """
     if num_stages > num_layers:
         raise ConfigError("pipeline_parallel_size", num_stages, f"at most {num_layers} layers")
     if layers is not None and sum(layers) != num_layers:

@@ -50,7 +50,7 @@ def code_digest(roots: Iterable[Any]) -> str:
 
 
 def is_library(module: str | None) -> bool:
-    """Whether a module is jaxengine's, Python's or installed: its file says what it is."""
+    """Whether a module is jaxengine's, Python's or installed: its file says what it is. True for None."""
     if module is None or module == "__main__":
         return module is None
     top = module.partition(".")[0]

@@ -126,7 +126,7 @@ def _read_npy(data: bytes) -> np.ndarray:
 
 
 def _shaped(values: np.ndarray, shape: Sequence[int], name: str, order: Literal["C", "F"] = "C") -> np.ndarray:
-    """Returns `values`, [n], in the shape that the file claims. name: of the file's type."""
+    """Returns `values`, [n], in the shape that the file claims. name: of the file's type. Raises MediaError."""
     if len(shape) != 2 or 0 in shape:
         raise MediaError(f"is an array {values.dtype}{show_value(list(shape))}; allowed is {_ARRAY}")
     if any(type(size) is not int or size < 0 for size in shape) or math.prod(shape) != values.size:

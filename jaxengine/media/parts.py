@@ -138,7 +138,10 @@ def _check_types(content: Sequence[Any], where: str) -> None:
 
 
 def check_parts(parts: Sequence[MediaPart], model: MediaModel | None, options: MediaOptions) -> None:
-    """Raises RequestError for a part that the model does not take, and for too many parts of a modality."""
+    """Raises RequestError for a part that the model does not take, and for too many parts of a modality.
+
+    model: None for a text-only model, which takes none.
+    """
     taken = () if model is None else model.modalities
     for part in parts:
         if part.modality not in taken:

@@ -91,9 +91,9 @@ class MediaProcessor(Protocol):
         ...
 
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
-        """The largest possible item, or an item of a size (height, width) in pixels, for memory plans and limits.
+        """The largest possible item, or if `size`, (height, width) in pixels, is not None, an item of this size.
 
-        Its pixel values are meaningless and may be missing, patches with F = 0.
+        For memory plans and limits: its pixel values are meaningless and may be missing, patches with F = 0.
         """
         ...
 

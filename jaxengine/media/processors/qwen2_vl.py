@@ -243,7 +243,7 @@ def _read_bounds(fields: ConfigFields, default: Bounds) -> Bounds:
 
 
 def _asked_bounds(options: Mapping[str, Any], given: Bounds) -> Bounds:
-    """Reads pixel bounds from a request's mm_processor_kwargs."""
+    """Reads pixel bounds from a request's mm_processor_kwargs; `given` are the defaults. Raises RequestError."""
     if not options:
         return given
     try:
