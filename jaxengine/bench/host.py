@@ -322,7 +322,10 @@ def _buckets(config, sections=()):
 
 
 def _requests(generator, longest: int, turnover: int):
-    """Yields requests endlessly; no two share a prefix, and prompts are PROMPT_TOKENS to a page longer."""
+    """Yields requests endlessly; no two share a prefix, and prompts are PROMPT_TOKENS to a page longer.
+
+    longest: output tokens of each, unless `turnover`, their mean number, is more than 1.
+    """
     import numpy as np
 
     from jaxengine.scheduler.request import Request

@@ -78,7 +78,7 @@ def decode_roofline(weight_bytes: int, step_seconds: list[float]) -> dict[str, f
 def memory_bandwidth(num_bytes: int = 512 * 2**20, rounds: int = 5) -> float:
     """Memory read bandwidth of all cores together, bytes a second, the best of `rounds`.
 
-    Measured by dot products of an array that exceeds the caches.
+    Measured by dot products of an array of `num_bytes`, which must exceed the caches.
     """
     from concurrent.futures import ThreadPoolExecutor
     from os import cpu_count

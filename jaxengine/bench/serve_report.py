@@ -104,7 +104,7 @@ def _peak(samples: Sequence[Sample]) -> int:
 
 
 def text(result: Mapping[str, Any]) -> str:
-    """Formats the figures of one rate for people."""
+    """Formats the figures of one rate, as of `summary`, for people."""
     plain = {name: value for name, value in result.items() if name not in ("latency_ms", "errors", "first_error")}
     rows = [{"ms": METRICS[name], **spread} for name, spread in result["latency_ms"].items()]
     parts = [record(plain), table(rows)]
@@ -115,7 +115,7 @@ def text(result: Mapping[str, Any]) -> str:
 
 
 def sweep_table(results: Sequence[Mapping[str, Any]]) -> str:
-    """Formats a sweep as a table with one row per rate."""
+    """Formats a sweep as a table with one row per rate. results: of `summary`, with "request_rate"."""
     rows = []
     for result in results:
         latency = result["latency_ms"]
@@ -133,10 +133,10 @@ def sweep_table(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def picture(title: str, results: Sequence[Mapping[str, Any]], curves: Mapping[str, Sequence[float]]) -> str:
-    """Returns the text of an SVG: for one rate the cumulative distribution of each latency, for several the latencies
-    and throughputs by rate.
+    """Draws an SVG and returns its text: for one rate the cumulative distribution of each latency, for several the
+    latencies and throughputs by rate.
 
-    curves: milliseconds by metric, of one rate; unused for several.
+    results: of `summary`, with "request_rate". curves: milliseconds by metric, of one rate; unused for several.
     """
     if len(results) == 1:
         lines = {METRICS[name]: _cumulative(values) for name, values in curves.items() if values}

@@ -140,8 +140,9 @@ def _run(
 
 
 def environment(target: Target, dumps: Path, profile: bool) -> dict[str, str]:
-    """Environment variables with which a target's compiler runs without the device; profile: have it write cycle
-    estimates.
+    """Environment variables with which a target's compiler runs without the device.
+
+    dumps: folder for what the compiler dumps. profile: have it write cycle estimates.
     """
     ours = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
     ours["PYTHONPATH"] = os.pathsep.join([str(HOME), *filter(None, [os.environ.get("PYTHONPATH")])])

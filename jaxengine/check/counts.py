@@ -150,6 +150,8 @@ def _number(parameter: Instruction) -> int:
 def _touched(module: Module, parameter: Instruction, body: list[Instruction]) -> tuple[int | None, int | None, bool]:
     """Returns how a fusion uses a parameter: (bytes read, None for all; bytes written if updated in place, else None;
     whether the fusion returns it).
+
+    body: instructions of the fusion.
     """
     names, total, written = {parameter.name}, 0, None
     for inner in body:

@@ -144,7 +144,7 @@ class StagePrograms:
     """
 
     def __init__(self, model: CausalLM, config: ResolvedConfig, platform: Platform, mesh: Mesh, place: str):
-        """place: prefix of program names."""
+        """Makes the abstract weights and the engine's programs. place: prefix of program names."""
         self.config = config
         self.model = model
         self.mesh = mesh

@@ -69,7 +69,11 @@ def _model(
     windows: tuple[int | None, ...] = (None,),
     **fields: Any,
 ) -> ModelConfig:
-    """attention: additional fields of every layer; windows: repeated over the layers."""
+    """Makes the shape of a text model.
+
+    hidden, intermediate: sizes of activations and of the feed-forward part. head_dim: None for hidden / heads.
+    attention: additional fields of every layer; windows: repeated over the layers. fields: others of ModelConfig.
+    """
     head_dim = head_dim or hidden // heads
     rope = Rope(head_dim, rope_theta, rope_scaling)
     kinds = [LayerAttention(heads, kv_heads, head_dim, rope, window=window, **attention) for window in windows]

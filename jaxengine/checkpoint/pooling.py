@@ -101,7 +101,11 @@ def _pools(config: EngineConfig, name: str, own_task: str | None, says_so: bool)
 
 
 def _task(config: EngineConfig, name: str, own_task: str | None, has_tokens: bool) -> str:
-    """The task, EMBED or CLASSIFY. Raises ConfigError for one that the checkpoint does not support."""
+    """The task, EMBED or CLASSIFY. Raises ConfigError for one that the checkpoint does not support.
+
+    name: of the architecture, for messages. own_task: of the architecture; None for one that generates. has_tokens:
+    whether config.json names tokens that stand for labels.
+    """
     task = {"auto": own_task or (CLASSIFY if has_tokens else EMBED), "none": own_task}.get(
         config.convert, config.convert
     )

@@ -39,9 +39,9 @@ class Host0(Peers):
     """The worker's connection to host 0. The process exits when it is lost."""
 
     def __init__(self, config: EngineConfig, node_rank: int):
-        """Joins host 0. Raises ConfigError or ClusterError if that fails.
+        """Joins host 0 and starts to receive its messages. Raises ConfigError or ClusterError if that fails.
 
-        config: only its cluster options are used.
+        config: only its cluster options are used. node_rank: number of this process, 1 to nnodes - 1.
         """
         if config.nnodes < 2 or not 1 <= node_rank < config.nnodes:
             allowed = f"1 to nnodes - 1, with nnodes of at least 2; nnodes is {config.nnodes}"

@@ -30,7 +30,8 @@ def add_options(
 ) -> None:
     """Adds a flag for each field of the dataclass `cls`; if given, only for `names`, in their order.
 
-    short: alternative flags, by field. The metadata "nargs" of a field of strings sets how many values its flag takes.
+    title: of their group in --help. short: alternative flags, by field. The metadata "nargs" of a field of strings sets
+    how many values its flag takes.
     """
     hints, texts = typing.get_type_hints(cls), class_texts(cls)
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
