@@ -75,7 +75,7 @@ class Run:
 def run_workload(llm: LLM, workload: Workload, *, max_tokens: tuple[int, ...] | None = None) -> Run:
     """Submits all requests at once, greedy, with an empty prefix cache, and waits for all of them.
 
-    max_tokens: output lengths that replace the workload's own.
+    max_tokens: output lengths that replace the workload's own; None keeps them.
     """
     from jaxengine.requests.sampling_params import SamplingParams
 

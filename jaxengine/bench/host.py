@@ -166,9 +166,10 @@ def measure(
 
     turnover: mean number of tokens after which a request ends and another one starts; 0 for never.
     width: tokens of a decode, the last one and drafts.
-    windows: window of each cache group. sees: a model with an encoder, on text-only requests.
+    windows: window of each cache group, in tokens; None for all. sees: a model with an encoder, on text-only requests.
 
-    With windows other than (None,), or with `sees`, `more` is the extra time over a step with neither.
+    With windows other than (None,), or with `sees`, `more` is the extra time over a step with neither. Raises
+    ValueError for sizes below their minimum.
     """
     if num_seqs < 1 or num_steps < 1 or turnover < 0:
         raise ValueError(f"num_seqs {num_seqs} and num_steps {num_steps} must be at least 1, turnover {turnover} 0")
@@ -210,6 +211,8 @@ def measure(
 def sampled(tokens: Any, counts: Any, number: int, width: int) -> tuple[Any, Any]:
     """Sampled ids and accepted counts of step `number`; a step of width 1 gets the first token of each row, without
     counts.
+
+    tokens, counts: as of FreeRunner.
     """
     ids = tokens[number % len(tokens)]
     if width > 1:
@@ -306,7 +309,7 @@ class FreeRunner:
 
 
 def _fields(sections):
-    """Shapes of the message sections of buckets that have them."""
+    """Message sections by name: functions that give a section's shape for a bucket that has them, None for others."""
     return {
         name: lambda bucket, values=values: (values, bucket.num_tokens) if bucket.sections else None
         for name, values in sections.items()
@@ -321,7 +324,10 @@ def _buckets(config, sections=()):
 
 
 def _requests(generator, longest: int, turnover: int):
-    """Yields requests endlessly; no two share a prefix, and prompts are PROMPT_TOKENS to a page longer."""
+    """Yields requests endlessly; no two share a prefix, and prompts are PROMPT_TOKENS to a page longer.
+
+    longest: output tokens of each, unless `turnover`, their mean number, is more than 1.
+    """
     import numpy as np
 
     from jaxengine.scheduler.request import Request

@@ -58,7 +58,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def decode_roofline(weight_bytes: int, step_seconds: list[float]) -> dict[str, float]:
-    """Shortest decode step that memory bandwidth allows, and the share of that speed that was reached."""
+    """Shortest decode step that memory bandwidth allows, and the share of that speed that was reached.
+
+    weight_bytes: that a step reads. step_seconds: of measured steps, of which the fastest counts; empty for no share.
+    """
     bandwidth = memory_bandwidth()
     floor = weight_bytes / bandwidth
     result = {
@@ -75,7 +78,7 @@ def decode_roofline(weight_bytes: int, step_seconds: list[float]) -> dict[str, f
 def memory_bandwidth(num_bytes: int = 512 * 2**20, rounds: int = 5) -> float:
     """Memory read bandwidth of all cores together, bytes a second, the best of `rounds`.
 
-    Measured by dot products of an array that exceeds the caches.
+    Measured by dot products of an array of `num_bytes`, which must exceed the caches.
     """
     from concurrent.futures import ThreadPoolExecutor
     from os import cpu_count

@@ -97,7 +97,14 @@ class PeerProcess:
     """
 
     def __init__(self, peer: Peer, variant: str, python: Path, job: dict[str, Any], log: Path):
-        """job: gguf, threads, folder. The engine's output goes to `log`. Raises PeerError."""
+        """Starts the peer's script, and waits until its engine has loaded. Raises PeerError if it ends before.
+
+        Args:
+          variant: weight format, one of `peer.variants`.
+          python: interpreter that runs the script.
+          job: "gguf", "threads" and "folder" (see peer_scripts/peer.py).
+          log: file for the engine's output.
+        """
         self.peer, self.variant = peer, variant
         self._log = log
         with log.open("w") as errors:
@@ -116,7 +123,10 @@ class PeerProcess:
         self.version, self.load_seconds = ready["version"], ready["load_seconds"]
 
     def run(self, workload: dict[str, Any]) -> dict[str, Any]:
-        """Measures one workload; see `peer_scripts/peer.py` for both dicts. Raises PeerError."""
+        """Measures one workload and waits for its result; see `peer_scripts/peer.py` for both dicts.
+
+        Raises PeerError.
+        """
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(workload) + "\n")

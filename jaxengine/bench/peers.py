@@ -58,7 +58,10 @@ def run(args: argparse.Namespace) -> int:
 def _start(
     peers: list[Peer], args: argparse.Namespace, job: dict[str, Any], stack: contextlib.ExitStack
 ) -> list[PeerProcess]:
-    """Loads every variant of every peer. One that fails is reported and skipped."""
+    """Loads every variant of every peer, of args.variants if there are any. One that fails is reported and skipped.
+
+    job: as of PeerProcess. stack: closes the processes.
+    """
     engines = []
     for peer in peers:
         variants = [variant for variant in peer.variants if not args.variants or variant in args.variants]
@@ -74,7 +77,9 @@ def _start(
 
 
 def _measure(name: str, engines: list[PeerProcess], num_runs: int) -> list[dict[str, Any]]:
-    """Runs a workload on all engines; returns one row of figures per engine."""
+    """Runs a workload of RUNS on all engines, `num_runs` times; returns a row of figures per engine, of its fastest
+    run.
+    """
     from jaxengine.bench.workloads import recorded
 
     recorded_name, share_prefix = RUNS[name]
@@ -109,7 +114,10 @@ def _measure(name: str, engines: list[PeerProcess], num_runs: int) -> list[dict[
 
 
 def figure(workload: str, engine: PeerProcess, done: dict[str, Any]) -> dict[str, Any]:
-    """Table row of one engine: output tokens per second, and for a single request also its two phases."""
+    """Table row of one engine: output tokens per second, and for a single request also its two phases.
+
+    done: result of PeerProcess.run.
+    """
     seconds, first, tokens = done["seconds"], done["first_token_seconds"], done["output_tokens"]
     single = workload == "W1" and first is not None
     return {

@@ -41,7 +41,7 @@ def _cell(value: Any) -> str:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest of `values` that is not below a share `share` (0 to 1) of them (nearest rank)."""
+    """The smallest of `values`, at least one, that is not below a share `share` (0 to 1) of them (nearest rank)."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(round(share * len(ordered), 6)) - 1)]
 

@@ -98,7 +98,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _measure(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, list[float]], dict[str, Any]]:
-    """Returns the figures of each rate, the samples of the last rate by metric, and the settings."""
+    """Sends the load at each rate; returns (figures of each rate, samples of the last rate by metric, settings).
+
+    Raises BenchError or another OSError.
+    """
     from jaxengine.bench.serve_load import arrivals, plan, send
     from jaxengine.bench.serve_report import series, summary
 
@@ -125,7 +128,10 @@ async def _measure(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict
 
 
 async def prepare(args: argparse.Namespace) -> tuple[Traffic, Load]:
-    """Asks the server for its model and whether it accepts token ids. Raises BenchError."""
+    """Asks the server for its model and whether it accepts token ids; returns where and how to send, and what.
+
+    Raises BenchError for a server that cannot be measured, another OSError for one that does not answer.
+    """
     from jaxengine.bench.serve_client import BadUrlError, Server, get_json
     from jaxengine.bench.serve_load import Load, Traffic
 
@@ -162,7 +168,10 @@ async def prepare(args: argparse.Namespace) -> tuple[Traffic, Load]:
 
 
 async def _probed(traffic: Traffic, load: Load, prompts: str) -> Load:
-    """Sends one request as a probe; switches to text prompts if token ids are refused and were not required."""
+    """Sends one request as a probe; returns the load, with text prompts if token ids are refused and were not required.
+
+    prompts: "auto", or the form that is required. Raises BenchError if the probe fails.
+    """
     from jaxengine.bench.serve_load import plan, send
 
     done = await send(traffic, plan(replace(load, num_prompts=1, seed=load.seed - 1 & 0xFFFFFFFF)), [0.0])

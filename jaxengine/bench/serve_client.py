@@ -45,9 +45,9 @@ class Server:
 
     @classmethod
     def at(cls, url: str, api_key: str | None = None, ca_file: str | None = None) -> Server:
-        """Parses a base URL such as http://127.0.0.1:8000/v1. Raises BadUrlError.
+        """Parses a base URL such as http://127.0.0.1:8000/v1. Raises BadUrlError, and OSError for `ca_file`.
 
-        ca_file: certificates to trust instead of the system's, PEM.
+        ca_file: PEM file of certificates to trust instead of the system's; None for those.
         """
         try:
             parts = urlsplit(url)
@@ -195,7 +195,7 @@ class Sample:
 async def stream(connections: Connections, path: str, body: dict[str, Any], timeout: float | None) -> Sample:
     """Sends a streaming request and reads it to the end; any failure is recorded in the sample.
 
-    timeout: seconds after which the request is given up.
+    path: route of the server. body: of the request. timeout: seconds after which it is given up; None for no limit.
     """
     sample, payload = Sample(), json.dumps(body, separators=(",", ":")).encode()
     connection = None
@@ -245,7 +245,10 @@ async def _stream(connections: Connections, path: str, payload: bytes, sample: S
 
 
 async def _follow(connection: Connection, sample: Sample) -> None:
-    """Reads a stream of server-sent events into `sample`."""
+    """Reads a stream of server-sent events into `sample`, to the end, with the error that an event may report.
+
+    Raises OSError or h11.RemoteProtocolError, and ValueError, KeyError or TypeError for events of another form.
+    """
     rest, done = b"", False
     async for piece in connection.body():
         now = time.perf_counter()

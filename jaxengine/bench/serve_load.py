@@ -148,7 +148,10 @@ class Traffic:
 
 @dataclass(frozen=True)
 class LoadResult:
-    """Result of a load: the samples, the delay `lags` (seconds) of each sending, and CPU seconds of this process."""
+    """Result of a load: the samples, the delay `lags` (seconds) of each sending, and CPU seconds of this process.
+
+    With a limit of open requests the delays are 0.
+    """
 
     seconds: float
     samples: list[Sample]
@@ -161,7 +164,8 @@ async def send(
 ) -> LoadResult:
     """Sends every request at its time and waits for all responses.
 
-    max_concurrency: limit of open requests; a request that has to wait is timed from when it is sent.
+    times: seconds after the start, rising. max_concurrency: limit of open requests, None for no limit; a request that
+    has to wait is timed from when it is sent.
     """
     connections = Connections(traffic.server)
     places = asyncio.Semaphore(max_concurrency) if max_concurrency else None

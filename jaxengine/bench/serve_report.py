@@ -36,7 +36,9 @@ def series(samples: Sequence[Sample]) -> dict[str, list[float]]:
 
 
 def meets(sample: Sample, slo: Mapping[str, float]) -> bool:
-    """Whether a request succeeded within all limits (metric -> milliseconds)."""
+    """Whether a request succeeded within all limits (metric -> milliseconds); a metric without a value meets its
+    limit.
+    """
     if sample.error is not None:
         return False
     values = {
@@ -48,7 +50,10 @@ def meets(sample: Sample, slo: Mapping[str, float]) -> bool:
 
 
 def summary(run: LoadResult, slo: Mapping[str, float] | None = None) -> dict[str, Any]:
-    """All figures of a load; latencies in milliseconds, None without samples."""
+    """All figures of a load; latencies in milliseconds, None without samples.
+
+    slo: limits as of `meets`; without any there is no goodput, None.
+    """
     good = [sample for sample in run.samples if sample.error is None]
     failed = [sample for sample in run.samples if sample.error is not None]
     tokens = sum(sample.output_tokens for sample in good)
@@ -99,7 +104,7 @@ def _peak(samples: Sequence[Sample]) -> int:
 
 
 def text(result: Mapping[str, Any]) -> str:
-    """Formats the figures of one rate for people."""
+    """Formats the figures of one rate, as of `summary`, for people."""
     plain = {name: value for name, value in result.items() if name not in ("latency_ms", "errors", "first_error")}
     rows = [{"ms": METRICS[name], **spread} for name, spread in result["latency_ms"].items()]
     parts = [record(plain), table(rows)]
@@ -110,7 +115,7 @@ def text(result: Mapping[str, Any]) -> str:
 
 
 def sweep_table(results: Sequence[Mapping[str, Any]]) -> str:
-    """Formats a sweep as a table with one row per rate."""
+    """Formats a sweep as a table with one row per rate. results: of `summary`, with "request_rate"."""
     rows = []
     for result in results:
         latency = result["latency_ms"]
@@ -128,10 +133,10 @@ def sweep_table(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def picture(title: str, results: Sequence[Mapping[str, Any]], curves: Mapping[str, Sequence[float]]) -> str:
-    """Draws an SVG: for one rate the cumulative distribution of each latency, for several the latencies and throughputs
-    by rate.
+    """Draws an SVG and returns its text: for one rate the cumulative distribution of each latency, for several the
+    latencies and throughputs by rate.
 
-    curves: milliseconds by metric, of one rate.
+    results: of `summary`, with "request_rate". curves: milliseconds by metric, of one rate; unused for several.
     """
     if len(results) == 1:
         lines = {METRICS[name]: _cumulative(values) for name, values in curves.items() if values}

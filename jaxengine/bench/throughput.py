@@ -66,7 +66,7 @@ def _workload(args: argparse.Namespace, llm: LLM) -> Workload:
 
 
 def measure(llm: LLM, workload: Workload, num_runs: int) -> dict[str, Any]:
-    """Figures of the fastest of `num_runs` runs."""
+    """Runs a workload `num_runs` times; returns the figures of the fastest run."""
     from jaxengine.bench.engine_run import run_workload
 
     best = min((run_workload(llm, workload) for _ in range(num_runs)), key=lambda done: done.seconds)
@@ -87,7 +87,10 @@ def measure(llm: LLM, workload: Workload, num_runs: int) -> dict[str, Any]:
 
 
 def measure_static(llm: LLM, workload: Workload, tokens_per_second: float) -> dict[str, Any]:
-    """Runs the same requests in static batches of max_num_seqs; returns their figures and the speedup over them."""
+    """Runs the same requests in static batches of max_num_seqs; returns their figures and the speedup over them.
+
+    tokens_per_second: requested tokens a second without static batches, which are compared.
+    """
     from jaxengine.bench.engine_run import run_static
 
     batch_size = llm.core.runner.config.max_num_seqs

@@ -51,7 +51,7 @@ def compilers() -> dict[str, str]:
 
 
 def other_compilers(path: str) -> str:
-    """Describes how the installed compilers differ from a baseline's; "" if they do not."""
+    """Describes how the installed compilers differ from those in the baseline's file `path`; "" if they do not."""
     then, now = json.loads(Path(path).read_text()).get("compilers", {}), compilers()
     differing = [f"{name} {now[name]} (then {then.get(name)})" for name in now if now[name] != then.get(name)]
     return f"other compilers than the baseline's: {', '.join(differing)}" if differing else ""
@@ -59,6 +59,8 @@ def other_compilers(path: str) -> str:
 
 def load(path: str, settings: dict[str, Any]) -> list[dict[str, Any]]:
     """Reads the rows of a baseline.
+
+    settings: model and options of this check, which must be the baseline's.
 
     Raises:
       ConfigError: the file is not a baseline, or is one of another model or other options.
@@ -77,7 +79,10 @@ def load(path: str, settings: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def compare(rows: Sequence[dict[str, Any]], baseline: Sequence[dict[str, Any]]) -> None:
-    """Adds to each row's failures the figures that are more than SLACK worse than in the baseline."""
+    """Adds to each row's failures the figures that are more than SLACK worse than in the baseline.
+
+    Rows that the baseline does not have, and rows of programs that did not compile, are left alone.
+    """
     before = {(row["target"], row["program"]): row for row in baseline}
     for row in rows:
         old = before.get((row["target"], row["program"]))

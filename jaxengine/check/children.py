@@ -61,8 +61,9 @@ class Found:
 
 
 def check_smallest(places: Sequence[tuple[Target, dict[str, Any]]], job: Job, progress: Progress) -> Found:
-    """Checks the first of the targets that the model fits into, or the last. Each target comes with its
-    engine options.
+    """Checks the first of the targets that the model fits into, or the last.
+
+    places: targets, each with its engine options, which replace the job's.
     """
     too_small: dict[str, str] = {}
     for target, options in places:
@@ -75,7 +76,10 @@ def check_smallest(places: Sequence[tuple[Target, dict[str, Any]]], job: Job, pr
 
 
 def check_target(target: Target, job: Job, progress: Progress) -> list[dict[str, Any]]:
-    """Returns rows of a target's programs. Calls progress(target, done, total, name) before each is compiled."""
+    """Returns rows of a target's programs; waits for its processes.
+
+    Calls progress(name of the target, programs done, programs in total, name of the program) before each is compiled.
+    """
     rows, known = _run(target, job, progress)
     if target.backend == "tpu" and job.cycles and known and not target.no_profile:
         blocks, _ = _run(target, dataclasses.replace(job, bundle=None), progress, known=known, profile=True)
@@ -93,7 +97,7 @@ def _run(
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Compiles all programs, or with `profile` the kernel blocks; returns (rows, memory plan).
 
-    known: a memory plan from an earlier call.
+    known: a memory plan from an earlier call; None to make one. The plan is empty if there is none.
     """
     rows: list[dict[str, Any]] = []
     skip: list[str] = []
@@ -136,8 +140,9 @@ def _run(
 
 
 def environment(target: Target, dumps: Path, profile: bool) -> dict[str, str]:
-    """Environment variables with which a target's compiler runs without the device; profile: have it write cycle
-    estimates.
+    """Environment variables with which a target's compiler runs without the device.
+
+    dumps: folder for what the compiler dumps. profile: have it write cycle estimates.
     """
     ours = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
     ours["PYTHONPATH"] = os.pathsep.join([str(HOME), *filter(None, [os.environ.get("PYTHONPATH")])])

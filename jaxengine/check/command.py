@@ -81,7 +81,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Checks every target. Returns 1 if anything failed, else 0."""
+    """Checks every target and prints the report. Returns 1 if anything failed, else 0.
+
+    Raises ConfigError for wrong arguments and options, before anything is compiled.
+    """
     from jaxengine.bench.report import write_json
     from jaxengine.check import baseline, bundle, judge, report
     from jaxengine.check.children import Job, check_smallest

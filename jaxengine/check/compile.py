@@ -123,7 +123,10 @@ class Compiler:
         return open_stages(model, config, self._platform, self._devices)
 
     def run(self) -> None:
-        """Plans the memory, then compiles all programs that are not to be skipped."""
+        """Plans the memory, then compiles all programs that are not to be skipped, with a reply for each.
+
+        Raises TooSmall if the model does not fit into the target, ConfigError as the engine does.
+        """
         request = self.request
         num_pages, planned, held = request.num_pages, request.planned_bytes, request.planned_held
         given = request.options.get("num_gpu_blocks_override")
@@ -171,7 +174,11 @@ class Compiler:
 
     def _plan(self, stage: StagePrograms, whole: StagePrograms) -> StagePlan:
         """Plans memory as the engine does: measures the largest forward pass with a small pool, and adds the largest
-        epilogue with its inputs. Bytes held by programs are scaled from the compiled layers to all layers.
+        epilogue with its inputs.
+
+        stage: of the layers that are compiled. whole: the same stage with all layers, to which the bytes held by
+        programs are scaled. Raises TooSmall, and ConfigError if the number of pages is given or the target's memory is
+        not known.
         """
         total, given = self.target.hbm_bytes, self.request.options.get("num_gpu_blocks_override")
         if total and whole.weight_bytes > _MOST_WEIGHTS * total:
@@ -322,7 +329,9 @@ class Compiler:
 
 
 def main() -> int:
-    """Serves the request on standard input."""
+    """Serves the request on standard input: writes replies to standard output, and what compilers print to standard
+    error.
+    """
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 

@@ -33,7 +33,10 @@ _FREE = PASSIVE | {"constant", "partition-id", "replica-id"}
 
 
 def operations(module: Module) -> dict[str, int]:
-    """Counts operations of matrix products by element type, the wider one of the two operands."""
+    """Counts operations of matrix products by element type, the wider one of the two operands.
+
+    A multiplication and its addition are two operations.
+    """
 
     def of_body(body: list[Instruction]) -> Counter[str]:
         by_name, found = {instruction.name: instruction for instruction in body}, Counter()
@@ -147,6 +150,8 @@ def _number(parameter: Instruction) -> int:
 def _touched(module: Module, parameter: Instruction, body: list[Instruction]) -> tuple[int | None, int | None, bool]:
     """Returns how a fusion uses a parameter: (bytes read, None for all; bytes written if updated in place, else None;
     whether the fusion returns it).
+
+    body: instructions of the fusion.
     """
     names, total, written = {parameter.name}, 0, None
     for inner in body:

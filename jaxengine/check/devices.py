@@ -11,7 +11,7 @@ from jaxengine.check.targets import Target, gpu_target_config
 
 
 def target_devices(target: Target) -> list[Any]:
-    """The devices that the target's programs are compiled for."""
+    """The devices that the target's programs are compiled for, `num_devices` of them."""
     if target.backend == "cpu":
         devices = jax.devices("cpu")
     elif target.backend == "tpu":

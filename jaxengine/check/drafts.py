@@ -71,7 +71,10 @@ def drafting(stage: StagePrograms) -> Drafting | None:
 
 
 def drafts(stage: StagePrograms, num_pages: int, *, short: bool) -> Iterator[CheckedProgram]:
-    """Programs that run before and after the forward pass of each bucket. No roofline is given."""
+    """Programs of the drafter that run before and after the forward pass of each bucket; none without a drafter.
+
+    num_pages: of the drafter's pool. short: only for the corners of the bucket grid. No roofline is given.
+    """
     if (found := drafting(stage)) is None:
         return
     kept = found.programs.kept_shapes(num_pages)

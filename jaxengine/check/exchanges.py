@@ -107,7 +107,9 @@ def exchanges(module: Module) -> list[Exchange]:
 
 
 def _beside(module: Module, sizes: Mapping[str, int]) -> set[str]:
-    """Computations in branches of conditionals that exchange fewer bytes than another branch. sizes: bytes by
+    """Computations that only run in branches of conditionals other than the dearest, with those that they call.
+
+    The dearest branch exchanges the most bytes; of several with equally many it is the first. sizes: bytes by
     computation.
     """
 
@@ -149,7 +151,7 @@ def _keeps_a_part(body: Sequence[Instruction]) -> bool:
 
 
 def _sends_on_parts(instruction: Instruction, by_name: Mapping[str, Instruction]) -> bool:
-    """Whether the instruction completes such a reduce-scatter.
+    """Whether the instruction completes a reduce-scatter of `_scatters`.
 
     Its parts have sizes that suit the rings, so rows beyond a device's own part are sent on to its neighbour.
     """
@@ -187,7 +189,7 @@ def _scope(instruction: Instruction) -> str:
 
 
 def _scoped_sources(instruction: Instruction, by_name: Mapping[str, Instruction]) -> list[str]:
-    """Scopes of an instruction's operands, looking through those without a scope; [] if they are of
+    """Scopes of an instruction's operands, looking through those without a scope; [] if there are none, or of
     different places.
     """
     pending, seen, sources = list(instruction.operands), set(), []
@@ -251,7 +253,9 @@ def by_place(found: Sequence[Exchange]) -> dict[str, dict[str, int]]:
 
 
 def exchanged_bytes(found: Sequence[Exchange], place: str | None = None) -> int:
-    """Bytes exchanged in a place, or in all; of the branches of a conditional only the most expensive counts."""
+    """Bytes exchanged in a place, as in Exchange.place, or in all (None); of the branches of a conditional only the
+    most expensive counts.
+    """
     return sum(each.num_bytes for each in found if not each.beside and place in (None, each.place))
 
 
@@ -314,7 +318,7 @@ def scales(layer: nnx.Module) -> int:
 def gathered_inputs(layer: nnx.Module, num_per_token: int = 1) -> list[int]:
     """Elements per token that a layer gathers for each product whose codes are stored in an order of their own.
 
-    num_per_token: rows per token in a product of experts.
+    num_per_token: rows per token in a product of experts. A product without such an order has no entry.
     """
     weights = [weight for weight in _quantized(layer) if weight.gathered_inputs]
     return [weight.gathered_inputs * (num_per_token if weight.codes.ndim == 3 else 1) for weight in weights]
@@ -335,6 +339,7 @@ def layer_exchanges(
     results of their shares of the tokens; a shared MLP then exchanges the same as a dense one. With experts to which
     all tokens are gathered, a shared MLP adds at most a reduce-scatter, if the experts span more ranks than it does.
 
+    experts: None for a dense layer.
     summed: all-reduces of norms over heads of several devices (squares), of scales of rows (maximum), and of a state in
       addition to attention. ordered: products that gather rows to reorder them.
     """
@@ -362,7 +367,7 @@ def _of_mlp(mesh: MeshLayout, axis: str, *, gathered: int) -> Counter[str]:
 
 
 def wrong(found: Sequence[Exchange], wanted: Expected) -> list[str]:
-    """Describes the exchanges for which the model does not account."""
+    """Describes the exchanges for which the model does not account, one text each; [] if there are none."""
     places = by_place(found)
     texts = [f"no code wrote {exchange.text}" for exchange in found if not exchange.place]
     texts += [

@@ -192,7 +192,7 @@ class MustNotCopy:
 
 
 def copies(module: Module, must_not_copy: MustNotCopy) -> list[str]:
-    """Describes the instructions that move an entire protected array through memory."""
+    """Describes the instructions that move an entire protected array through memory, one text each."""
     found, given = [], _given(module)
     for body, instruction in module.outside_fusions():
         if instruction.fast or instruction.opcode in PASSIVE or instruction.opcode in _IN_PLACE:

@@ -22,8 +22,8 @@ _SHARED = re.compile(r"call ptr @mosaic_gpu_get_function\(.*, i32 (\d+), i32 \d+
 
 
 def memory(compiled: Any) -> dict[str, int]:
-    """Device memory of a program in bytes: peak, arguments, workspace (neither arguments, donated nor code), results,
-    code.
+    """Device memory of a compiled program in bytes, by name: peak, arguments, workspace (neither arguments, donated nor
+    code), results, code.
     """
     analysis = compiled.memory_analysis()
     workspace = workspace_bytes(analysis)
@@ -40,9 +40,10 @@ def memory(compiled: Any) -> dict[str, int]:
 
 
 def program_text(compiled: Any, dumps: Path | None) -> str:
-    """The optimised HLO as text.
+    """The optimised HLO of a compiled program as text.
 
-    Read from the compiler's dump if there is one, as jaxlib cannot always read back the HLO of a newer libtpu.
+    Read from the compiler's dump if there is one in `dumps` (None for no folder), as jaxlib cannot always read back the
+    HLO of a newer libtpu.
     """
     if dumps is not None:
         for pattern in ("*after_codegen.txt", "*after_optimizations.txt"):
@@ -64,13 +65,14 @@ def device_bytes(dumps: Path) -> int | None:
 
 
 def vmem_bytes(text: str) -> int | None:
-    """Largest amount of VMEM that a kernel of a TPU program reserves; None without kernels."""
+    """Largest number of bytes of VMEM that a kernel of a TPU program reserves; None without kernels. text: its HLO."""
     ends = [int(offset) + int(size) for found in _SCOPED.findall(text) for offset, size in _SCOPED_VMEM.findall(found)]
     return max(ends, default=None)
 
 
 def mosaic_gpu(log: str) -> dict[str, int | None]:
-    """Maxima over the kernels in a log: registers per thread, spilled bytes, bytes of shared memory.
+    """Maxima over the kernels in a log: registers per thread, spilled bytes, bytes of shared memory; None if there are
+    none.
 
     They are printed by ptxas (MOSAIC_GPU_DUMP_PTXAS) and in the host code (MOSAIC_GPU_DUMP_HOST_LLVM).
     """
@@ -84,5 +86,5 @@ def mosaic_gpu(log: str) -> dict[str, int | None]:
 
 
 def serialized(compiled: Any) -> bytes:
-    """Serialises the executable."""
+    """Serialises a compiled program's executable."""
     return serialize_executable.serialize(compiled)[0]

@@ -42,9 +42,10 @@ MIB = 2**20
 
 
 def failures(row: dict[str, Any], target: Target, planned: int, *, is_largest: bool) -> list[str]:
-    """Describes everything that is wrong with a row, one sentence each.
+    """Describes everything that is wrong with a row, one sentence each; [] if nothing is.
 
     Args:
+      row: figures of a program, as `Compiler.row` of jaxengine.check.compile collects them.
       planned: bytes of weights, pool and workspace that the memory plan allots on one device; 0 without a plan.
       is_largest: the row is the step that the workspace was planned for; its peak must also not be far below the plan.
     """
@@ -99,7 +100,7 @@ def overfull(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _more_than_needed(row: dict[str, Any], target: Target) -> list[str]:
-    """Describes where a step does more than `needs`, the model's own count."""
+    """Describes where a step does more than `needs`, the model's own count, one sentence each."""
     needs, found = row["needs"], []
     done, most = sum(row["operations"].values()), int(needs["operations"] * OPERATIONS_SLACK)
     # Plain attention multiplies whole tiles, which are mostly empty for few tokens.

@@ -144,7 +144,7 @@ class StagePrograms:
     """
 
     def __init__(self, model: CausalLM, config: ResolvedConfig, platform: Platform, mesh: Mesh, place: str):
-        """place: prefix of program names."""
+        """Makes the abstract weights and the engine's programs. place: prefix of program names."""
         self.config = config
         self.model = model
         self.mesh = mesh
@@ -185,11 +185,14 @@ class StagePrograms:
         return list(found)
 
     def forwarded_bytes(self, name: str, size: int) -> int:
-        """Bytes of one device that a forward pass leaves to an epilogue."""
+        """Bytes of one device that forward passes leave to the epilogue of this name and size."""
         return self.steps.forwarded_bytes(name, size)
 
     def epilogue(self, name: str, size: int, num_pages: int) -> CheckedProgram:
-        """An epilogue of the stage. num_pages: of a pool that it must leave alone."""
+        """An epilogue of the stage.
+
+        size: one of `epilogues`, its rows. num_pages: of a pool that it must leave alone.
+        """
         program, width = self.steps.epilogue(name, size, self.params), self.steps.epilogues[name].width
         places = size * width
         rows = Bucket(places, places)

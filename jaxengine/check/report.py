@@ -49,7 +49,7 @@ def _percent(row: dict[str, Any], of: str) -> float | None:
 
 
 def _of_codes(row: dict[str, Any]) -> float | None:
-    """Temporaries of a forward pass with quantised weights, in percent of all weight bytes."""
+    """Temporaries of a forward pass with quantised weights, in percent of all weight bytes; None for other programs."""
     needs = row.get("needs", {})
     return 100 * row["workspace_bytes"] / needs["weight_bytes"] if needs.get("quantized_bytes") else None
 
@@ -60,7 +60,10 @@ def failures(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def summary(rows: Sequence[dict[str, Any]], seconds: dict[str, float]) -> str:
-    """Programs and compile seconds of each target, and the memory plans."""
+    """Programs and compile seconds of each target, and the memory plans, as lines.
+
+    seconds: total time of each target by name.
+    """
     lines = []
     for target, wall in seconds.items():
         own = [row for row in rows if row["target"] == target]

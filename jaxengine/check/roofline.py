@@ -42,7 +42,10 @@ class Work:
 
 
 def visible_keys(bucket: Bucket, context: int, window: int | None) -> tuple[int, int]:
-    """(keys read from the pool, query-key pairs) of one layer's attention."""
+    """(keys read from the pool, query-key pairs) of one layer's attention.
+
+    context: keys per sequence of a decode. window: keys that a token sees; None for all.
+    """
     if bucket.decode_only:
         keys = min(context, window or context)
         return bucket.num_seqs * keys, bucket.num_seqs * keys
@@ -55,7 +58,10 @@ def visible_keys(bucket: Bucket, context: int, window: int | None) -> tuple[int,
 
 
 def attention_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dtype: str, context: int) -> Work:
-    """Work of one layer's attention: query and output, each visible key and value once, and both products."""
+    """Work of one layer's attention: query and output, each visible key and value once, and both products.
+
+    context: keys per sequence of a decode.
+    """
     keys, pairs = visible_keys(bucket, context, attention.reach)
     both = attention.head_dim + attention.v_head_dim
     queries = bucket.num_tokens * attention.num_heads * both * jnp.dtype(dtype).itemsize
@@ -90,7 +96,10 @@ def _cached_bytes(attention: LayerAttention, kv_dtype: str) -> int:
 
 def epilogue_work(model: Any, name: str, size: int, width: int) -> Work:
     """A device's share of an epilogue after steps whose rows have `width` tokens: the sampler reads the logits once, a
-    score makes those of every token."""
+    score makes those of every token.
+
+    name: of the epilogue. size: its rows, of a score its tokens.
+    """
     config, mesh = model.config, model.mesh
     columns = mesh.padded_vocab_size(config.vocab_size) // mesh.num_shards("sampled_vocab")
     if name != SCORE:
@@ -210,7 +219,10 @@ def _expert_rows(model: Any, bucket: Bucket, kv: KVPages | None) -> int | None:
 
 
 def step_work(model: Any, bucket: Bucket, kv_dtype: str, dtype: str, context: int) -> Work:
-    """A device's share of a forward pass of an abstract model, in which every rank has its own bucket of tokens."""
+    """A device's share of a forward pass of an abstract model, in which every rank has its own bucket of tokens.
+
+    context: keys per sequence of a decode.
+    """
     config, mesh = model.config, model.mesh
     products = product_work(model, bucket, dtype)
     num_bytes = bucket.num_tokens * config.hidden_size * jnp.dtype(dtype).itemsize + products.reached_bytes

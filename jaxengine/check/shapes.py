@@ -69,7 +69,11 @@ def _model(
     windows: tuple[int | None, ...] = (None,),
     **fields: Any,
 ) -> ModelConfig:
-    """attention: additional fields of every layer; windows: repeated over the layers."""
+    """Makes the shape of a text model.
+
+    hidden, intermediate: sizes of activations and of the feed-forward part. head_dim: None for hidden / heads.
+    attention: additional fields of every layer; windows: repeated over the layers. fields: others of ModelConfig.
+    """
     head_dim = head_dim or hidden // heads
     rope = Rope(head_dim, rope_theta, rope_scaling)
     kinds = [LayerAttention(heads, kv_heads, head_dim, rope, window=window, **attention) for window in windows]
@@ -188,7 +192,7 @@ def model_config(
     A name from SHAPES may be followed by `:N` for its first N layers, which `whole` ignores: layers of one kind compile
     alike, so checking a few is enough, while memory is planned for all.
 
-    quantization: as in EngineConfig. keep_tables: as in open_model.
+    quantization: as in EngineConfig; None for the model's own. keep_tables: as in open_model.
 
     Raises:
       ConfigError: the name is none of these, or the model is quantised in another way.

@@ -24,7 +24,9 @@ _BEHIND_MERGE = ("merger", "mergers", "projector")
 
 
 def encoders(stage: StagePrograms, *, short: bool) -> Iterator[CheckedProgram]:
-    """A program for each call size, or for the largest one; none for a stage without a vision tower."""
+    """A program for each call size of the stage's vision tower, or with `short` for the largest; none without a
+    tower.
+    """
     own = next((each.encoder for each in stage.steps.extensions if isinstance(each, PicturesExtension)), None)
     if own is None:
         return
@@ -46,8 +48,9 @@ def encoders(stage: StagePrograms, *, short: bool) -> Iterator[CheckedProgram]:
 
 
 def tower_work(model: CausalLM, layout: EncoderLayout, size: int) -> Work:
-    """A device's share of an encoder call: every weight and patch read once, and all products but those of
-    attention.
+    """A device's share of an encoder call: every weight and patch read once, and all products but those of attention.
+
+    size: patches of a device in the call.
     """
     num_bytes, flops = 4 * size * layout.tower.num_features, 0
     for param in declared_params(model):
@@ -62,7 +65,10 @@ def tower_work(model: CausalLM, layout: EncoderLayout, size: int) -> Work:
 
 
 def _expected(stage: StagePrograms, layout: EncoderLayout, size: int) -> Expected | None:
-    """Expected exchanges of an encoder call; None with several ranks, where forward passes already check them."""
+    """Expected exchanges of an encoder call; None with several ranks, where forward passes already check them.
+
+    size: patches of a device in the call, one of `layout.sizes`.
+    """
     model, itemsize = stage.model, jnp.dtype(stage.config.dtype).itemsize
     if model.mesh.num_ranks > 1:
         return None
@@ -72,7 +78,7 @@ def _expected(stage: StagePrograms, layout: EncoderLayout, size: int) -> Expecte
 
 
 def tower_exchanges(tower: nnx.Module, mesh: MeshLayout, layout: EncoderLayout) -> dict[str, Mapping[str, int]]:
-    """Expected exchanges by scope.
+    """Expected number of exchanges by scope and kind.
 
     A tower that is split by pictures has none inside and one all-gather after it; otherwise each product whose inputs
     are split is followed by an all-reduce.

@@ -42,8 +42,8 @@ _WORTH = 0.98
 def tune(target: Target, problems: Sequence[tuple]) -> Iterator[dict[str, Any]]:
     """Yields the result of each problem (given as fields of a Problem).
 
-    A result has "problem", "sizes" that differ from the usual ones, "best" and "usual" in microseconds, and "tried".
-    Raises RuntimeError if the compiler's process fails.
+    A result has "problem", "sizes" that differ from the usual ones, "best" and "usual" in microseconds, None where they
+    are not feasible, and "tried", the number of feasible choices. Raises RuntimeError if the compiler's process fails.
     """
     if (device := _device_of(target)) is not None:
         for problem in (Problem(*fields) for fields in problems):
@@ -117,7 +117,7 @@ def _timed(candidate: Candidate, problem: Problem, device: Any) -> float | None:
 
 
 def main() -> int:
-    """Serves the request on standard input."""
+    """Serves the request on standard input: writes a result of `tune` for each problem to standard output."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     request = json.load(sys.stdin)
@@ -129,7 +129,9 @@ def main() -> int:
     known: dict[str, dict[str, Any]] = {}
 
     def estimated(candidate: Candidate) -> float | None:
-        """Estimated cost of a candidate; parts that several problems share are compiled once."""
+        """Estimated microseconds of a candidate, None if it is not feasible; parts that several problems share are
+        compiled once.
+        """
         key = f"{candidate.function} {candidate.arguments}"
         if key not in known:
             known[key] = compiled_figures(candidate)

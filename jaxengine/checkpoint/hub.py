@@ -17,9 +17,14 @@ def download(
     cache_dir: str | None = None,
     token: str | bool | None = None,
 ) -> Path:
-    """Folder of the files of a hub id that match `patterns`, downloaded if missing.
+    """Downloads the files of a hub id that match `patterns`, unless they are there; returns their folder.
 
-    param: option that names it, for the error. token: see EngineConfig.hf_token.
+    Args:
+      param: option that names it, for the error.
+      patterns: globs, as of fnmatch.
+      revision: branch, tag or commit; None for the main branch.
+      cache_dir: folder for downloads; None for the hub's own.
+      token: see EngineConfig.hf_token.
 
     Raises ConfigError, with the reason and what to do.
     """

@@ -85,7 +85,10 @@ class ModelSource:
         return sorted(found)
 
     def load_tokenizer(self, config: EngineConfig) -> Tokenizer | None:
-        """Loads the model's tokenizer, or the one that replaces it; None with skip_tokenizer_init."""
+        """Loads the model's tokenizer, or the one that replaces it; None with skip_tokenizer_init.
+
+        Raises ModelFileError.
+        """
         if config.skip_tokenizer_init:
             return None
         if self.tokenizer_path is not None:
@@ -103,6 +106,7 @@ def open_model(config: EngineConfig, *, keep_tables: bool = True) -> ModelSource
 
     Raises:
       ConfigError: there is no such file, folder or hub model, or a plugin cannot be imported.
+      DefaultModelMissing: no model is named, and the package with the default one is not installed.
       ModelFileError: a file is invalid, or describes an unsupported model.
     """
     load_plugins(config.plugins)
@@ -118,9 +122,9 @@ def open_model(config: EngineConfig, *, keep_tables: bool = True) -> ModelSource
 
 
 def as_asked(model: ModelConfig, asked: str | None, *, is_gguf: bool = False) -> ModelConfig:
-    """Applies the option `quantization`: matrices as in the checkpoint, or rounded during loading.
+    """Returns the model as the option `quantization`, `asked`, wants it: as stored, or rounded during loading.
 
-    Raises ConfigError if the option contradicts the checkpoint.
+    asked: None for as stored. Raises ConfigError if the option contradicts the checkpoint.
     """
     if asked is None:
         return model
@@ -136,13 +140,16 @@ def as_asked(model: ModelConfig, asked: str | None, *, is_gguf: bool = False) ->
 
 
 def as_it_sees(model: ModelConfig, config: EngineConfig) -> ModelConfig:
-    """Drops the model's vision tower if requests may not contain pictures or videos."""
+    """Returns the model without its vision tower if it pools or requests may not contain pictures or videos."""
     blind = model.pooler is not None or not any(config.mm_limit(modality) for modality in MODALITIES)
     return replace(model, tower=None) if blind else model
 
 
 def _find_tokenizer(config: EngineConfig) -> Path | None:
-    """Folder of the tokenizer named by the options, downloaded if needed; None for the model's own."""
+    """Folder of the tokenizer named by the options, downloaded if needed; None for the model's own.
+
+    Raises ConfigError.
+    """
     revision = config.tokenizer_revision
     if config.tokenizer is None and revision is None:
         return None
@@ -159,7 +166,9 @@ def _find_tokenizer(config: EngineConfig) -> Path | None:
 
 
 def find_model(config: EngineConfig) -> Path:
-    """The file or folder that `config.model` names, downloaded if needed. Raises the same errors as `open_model`."""
+    """The file or folder that `config.model`, which is not None, names; downloaded if needed. Raises ConfigError or
+    ModelFileError.
+    """
     assert config.model is not None
     try:
         path = Path(config.model).expanduser()
@@ -232,7 +241,10 @@ def _open_folder(path: Path, config: EngineConfig) -> ModelSource:
 
 
 def _read_config(path: Path, config: EngineConfig) -> tuple[dict[str, Any], ModelConfig, PoolingModel | None]:
-    """Reads a folder's config.json with hf_overrides, and its pooling if it is a pooling model."""
+    """Reads a folder's config.json with hf_overrides; returns its content, the model, and its pooling if it pools.
+
+    Raises ConfigError or ModelFileError.
+    """
     stored, overrides = read_config_json(path), config.hf_overrides or {}
 
     def token_id(token: str) -> int | None:
@@ -295,9 +307,13 @@ def _with_generation_ends(model: ModelConfig, path: Path, config: EngineConfig) 
 
 
 def _generation_defaults(path: Path | None, config: EngineConfig) -> dict[str, Any]:
-    """Default sampling parameters of the model at `path` (None for a model without generation_config.json).
+    """Returns default sampling parameters by name, as generation_config and override_generation_config ask for.
 
-    Values are checked when they are used.
+    path: the model's folder; None for a GGUF file, which has no generation_config.json. max_new_tokens becomes
+    max_tokens. Values are checked when they are used.
+
+    Raises ConfigError for a named folder without the file or an unknown name to override, ModelFileError for an invalid
+    file.
     """
     content: dict[str, Any] = {}
     if config.generation_config == "auto":

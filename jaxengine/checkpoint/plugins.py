@@ -48,7 +48,10 @@ def load_plugins(names: Sequence[str]) -> None:
 
 
 def _load_entry(entry: EntryPoint) -> None:
-    """A module registers its models itself, a function when it is called; a class is registered."""
+    """Load an installed plugin: import it, register a class under the entry's name, and call a function.
+
+    A module registers its models itself. Raises whatever that code raises.
+    """
     loaded: Any = entry.load()
     model: Any = loaded  # not narrowed to a class without the protocol's attributes
     if inspect.isclass(loaded):
@@ -85,7 +88,7 @@ def _is_imported(path: Path) -> bool:
 
 
 def _import_file(path: Path) -> None:
-    """Import a file as the module of its name, or of another one where that is taken."""
+    """Import a file as the module of its name, or of another one where that is taken. Raise what the import raises."""
     name = path.stem
     if name in sys.modules or not name.isidentifier() or importlib.util.find_spec(name) is not None:
         name = f"plugin_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"

@@ -69,7 +69,10 @@ def read_pooling(folder: Path, raw: Mapping[str, Any], config: EngineConfig, tok
 
 
 def pooling_of_gguf(metadata: Mapping[str, Any], config: EngineConfig) -> PoolingModel | None:
-    """Same as `read_pooling` for a GGUF file, whose metadata has a pooling type if it is an embedder."""
+    """Same as `read_pooling` for a GGUF file, whose metadata has a pooling type if it is an embedder.
+
+    Raises ConfigError.
+    """
     kind = metadata.get(f"{metadata.get('general.architecture')}.pooling_type")
     found = _GGUF_TYPES.get(int(kind)) if kind is not None else None
     if not _pools(config, "a GGUF file", None, found is not None):
@@ -98,7 +101,11 @@ def _pools(config: EngineConfig, name: str, own_task: str | None, says_so: bool)
 
 
 def _task(config: EngineConfig, name: str, own_task: str | None, has_tokens: bool) -> str:
-    """The task, EMBED or CLASSIFY. Raises ConfigError for one that the checkpoint does not support."""
+    """The task, EMBED or CLASSIFY. Raises ConfigError for one that the checkpoint does not support.
+
+    name: of the architecture, for messages. own_task: of the architecture; None for one that generates. has_tokens:
+    whether config.json names tokens that stand for labels.
+    """
     task = {"auto": own_task or (CLASSIFY if has_tokens else EMBED), "none": own_task}.get(
         config.convert, config.convert
     )
@@ -150,7 +157,10 @@ def _read_classifier(fields: ConfigFields, token_id: TokenId) -> Classifier:
 
 
 def _read_activation(fields: ConfigFields, num_labels: int) -> str:
-    """Activation of the scores: the one of training, else vLLM's choice: sigmoid for one label, softmax for several."""
+    """Activation of the scores: the one of training, else vLLM's choice: sigmoid for one label, softmax for several.
+
+    Raises ModelConfigError.
+    """
     problem = fields.text("problem_type", None)
     if problem is not None and problem not in _ACTIVATIONS:
         raise fields.fail("problem_type", ", ".join(_ACTIVATIONS))
@@ -167,7 +177,7 @@ def _read_activation(fields: ConfigFields, num_labels: int) -> str:
 
 
 def _labels(fields: ConfigFields) -> dict[int, str]:
-    """Label names by number, from id2label, whose keys are strings in JSON."""
+    """Label names by number, from id2label, whose keys are strings in JSON. Raises ModelConfigError."""
     names = fields.mapping("id2label") or {}
     if len(names) > MAX_LABELS or not all(
         str(key).isdecimal() and isinstance(name, str) for key, name in names.items()

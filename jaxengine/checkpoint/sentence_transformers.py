@@ -54,7 +54,7 @@ def read_sentence_model(folder: Path) -> SentenceModel | None:
 
 
 def _read_modules(folder: Path) -> list[tuple[str, str]] | None:
-    """Reads modules.json: (class name, path) of each module, in order. None without the file."""
+    """Reads modules.json: (class name, path) of each module, in order. None without the file. Raises ModelFileError."""
     source = read_text(folder, MODULES, MAX_JSON_BYTES)
     if source is None:
         return None
@@ -71,7 +71,7 @@ def _read_modules(folder: Path) -> list[tuple[str, str]] | None:
 
 
 def _read_pooling(folder: Path, path: str) -> tuple[str, bool]:
-    """Reads a Pooling module: (pooling type, whether prompt tokens are pooled)."""
+    """Reads a Pooling module: (pooling type, whether prompt tokens are pooled). Raises ModelFileError."""
     name = f"{path}/config.json" if path else "config.json"
     raw = read_object(folder, name)
     if raw is None:

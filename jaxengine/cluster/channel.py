@@ -78,7 +78,10 @@ class Message:
 
 
 def encode(message: Message) -> bytes:
-    """Encodes a message: length of the header (u32, little-endian), header as JSON, bytes of the arrays in order."""
+    """Encodes a message: length of the header (u32, little-endian), header as JSON, bytes of the arrays in order.
+
+    The arrays' dtypes are of DTYPES; another one raises KeyError.
+    """
     arrays = [np.ascontiguousarray(array).reshape(array.shape) for array in message.arrays]
     listed = [[array.dtype.name, list(array.shape)] for array in arrays]
     header = json.dumps([message.op, dict(message.fields), listed]).encode()
@@ -125,7 +128,7 @@ def _decode_arrays(op: str, listed: Any, payload: bytes, start: int) -> list[np.
 
 
 def read_key(file: str | None) -> bytes:
-    """Reads the key from a file that only its user may access. Raises ConfigError for any other file."""
+    """Reads the key from a file that only its user may access. Raises ConfigError for None and for any other file."""
     name, wanted = "cluster_key_file", f"{_MIN_KEY_BYTES} to {_MAX_KEY_BYTES} random bytes"
     make = "make one with `head -c 32 /dev/urandom | base64 > key && chmod 600 key`, the same on every host"
     if file is None:
@@ -158,7 +161,10 @@ class Channel:
         connection.settimeout(SILENCE_SECONDS)
 
     def send(self, op: str, arrays: Sequence[np.ndarray] = (), **fields: Any) -> None:
-        """Sends a message."""
+        """Sends a message of the operation `op` with these fields; waits until the connection has taken it.
+
+        Raises ClusterError for a message that is too large, OSError when the connection has ended.
+        """
         payload = encode(Message(op, fields, arrays))
         if len(payload) > MAX_MESSAGE_BYTES:
             raise ClusterError(f"a message {op!r} has {len(payload)} bytes; allowed are {MAX_MESSAGE_BYTES}")
@@ -167,7 +173,10 @@ class Channel:
             self.connection.sendall(length + self._code(0, length, payload) + payload)
 
     def receive(self) -> Message:
-        """Waits for the next message and returns it. Raises ConnectionError at the end of the connection."""
+        """Waits for the next message and returns it, signs of life too.
+
+        Raises ConnectionError at the end of the connection, ClusterError for an invalid message.
+        """
         head = _receive_exactly(self.connection, 8 + _CODE_BYTES)
         length = int.from_bytes(head[:8], "little")
         if length > MAX_MESSAGE_BYTES:
@@ -180,7 +189,7 @@ class Channel:
     def follow(self, handle: Callable[[Message], bool]) -> None:
         """Passes messages to `handle` until it returns False, and sends regular signs of life.
 
-        Raises OSError or ClusterError once the other end is gone or has been silent for too long.
+        Raises OSError or ClusterError once the other end is gone or has been silent for SILENCE_SECONDS.
         """
         heard = said = time.monotonic()
         with selectors.DefaultSelector() as selector:

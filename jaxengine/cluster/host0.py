@@ -117,7 +117,10 @@ class Cluster(Peers):
         return self.run(function)
 
     def announce(self, op: str, arrays: Sequence[np.ndarray] = (), **fields: Any) -> None:
-        """Has the others execute what this process is about to execute."""
+        """Sends all workers the operation that this process is about to execute; does not wait until they execute it.
+
+        arrays, fields: of the message. Raises ClusterError if a process is lost.
+        """
         self.check()
         for worker in self._workers.values():
             try:
@@ -129,7 +132,7 @@ class Cluster(Peers):
     def run(self, function: Callable[[], _T]) -> _T:
         """Calls `function` on another thread, as devices may wait forever for a lost process; returns its result.
 
-        Raises ClusterError once a process is lost.
+        Raises ClusterError once a process is lost, and otherwise what `function` raises.
         """
         outcome: Future[_T] = Future()
         self._calls.put((function, outcome))
@@ -144,8 +147,10 @@ class Cluster(Peers):
             raise ClusterError(self._failure)
 
     def shutdown(self, reason: str | None = None) -> None:
-        """Ends the workers, normally or with a reason for failure, and waits briefly for them. A second call does
-        nothing, nor does one in a fork of this process, which shares the connections.
+        """Ends the workers, and waits up to _END_SECONDS for them.
+
+        reason: of a failure; None for a normal end. A second call does nothing, nor does one in a fork of this process,
+        which shares the connections.
         """
         if os.getpid() != self._pid:
             return
@@ -166,8 +171,10 @@ class Cluster(Peers):
             worker.channel.close()
 
     def _await(self, what: str, arrived: Callable[[_Worker], bool]) -> None:
-        """Waits until `arrived` holds for all workers. Raises ClusterError with the node ranks of those that are
-        missing.
+        """Waits until `arrived` holds for all workers, at most config.cluster_timeout seconds.
+
+        what: what they do then, a verb for messages ("join"). Raises ClusterError with the node ranks of those that are
+        missing, or if a process is lost.
         """
         config = self._config
         deadline = time.monotonic() + config.cluster_timeout
@@ -197,7 +204,10 @@ class Cluster(Peers):
             del function, outcome  # they hold arrays
 
     def _leave(self) -> None:
-        """Exit handler. Runs before jax's own, which would wait for devices that wait for a lost process."""
+        """Exit handler: ends the workers, and if a process was lost also this process, with status 1.
+
+        Runs before jax's own handler, which would wait for devices that wait for the lost process.
+        """
         self.shutdown()
         if self._failure is not None and os.getpid() == self._pid:
             logging.shutdown()
@@ -235,7 +245,7 @@ class Cluster(Peers):
             threading.Thread(target=self._greet, args=(connection, address), daemon=True).start()
 
     def _greet(self, connection: socket.socket, address: str) -> None:
-        """Serves a new connection, from its handshake to its end."""
+        """Serves a new connection, from its handshake to its end; one that is refused is logged."""
         try:
             try:
                 channel = accept_channel(connection, self._key)
@@ -253,7 +263,10 @@ class Cluster(Peers):
             close_connection(connection)
 
     def _enter(self, channel: Channel, hello: Message, address: str) -> _Worker | None:
-        """Admits a worker by its first message. Sends "refused" and raises ClusterError if it may not join."""
+        """Admits a worker by its first message, `hello`, and returns it.
+
+        address: from which it connects. Sends "refused" and raises ClusterError if it may not join.
+        """
         if hello.op != "hello":
             raise ClusterError(f"its first message is {hello.op!r}")
         rank, nnodes = hello.fields["node_rank"], self._config.nnodes
@@ -329,7 +342,10 @@ class Cluster(Peers):
 
 
 def join_jax(port: int, num_processes: int, process_id: int, timeout: int) -> None:
-    """Initialises jax.distributed for this process and discovers all devices. port: of the service, on this machine."""
+    """Initialises jax.distributed for this process and discovers all devices; waits for all processes.
+
+    port: of the service, on this machine. timeout: seconds.
+    """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_recoverability", True)  # jax does not end this process when another one is lost
     jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM

@@ -39,9 +39,9 @@ class Host0(Peers):
     """The worker's connection to host 0. The process exits when it is lost."""
 
     def __init__(self, config: EngineConfig, node_rank: int):
-        """Joins host 0. Raises ConfigError or ClusterError if that fails.
+        """Joins host 0 and starts to receive its messages. Raises ConfigError or ClusterError if that fails.
 
-        config: only its cluster options are used.
+        config: only its cluster options are used. node_rank: number of this process, 1 to nnodes - 1.
         """
         if config.nnodes < 2 or not 1 <= node_rank < config.nnodes:
             allowed = f"1 to nnodes - 1, with nnodes of at least 2; nnodes is {config.nnodes}"
@@ -74,7 +74,10 @@ class Host0(Peers):
         return message
 
     def watch(self, output: Any) -> None:
-        """Queues a step's output to be awaited: no caller reads it here, but a failure must be noticed."""
+        """Queues a step's output to be awaited, and returns at once.
+
+        No caller reads it here, but a failure must be noticed.
+        """
         self._outputs.put(output)
 
     def fail(self, error: BaseException) -> NoReturn:
@@ -86,7 +89,10 @@ class Host0(Peers):
         self.leave(reason)
 
     def leave(self, reason: str | None = None) -> NoReturn:
-        """Exits the process, even if a thread is waiting for other processes."""
+        """Exits the process, even if a thread is waiting for other processes.
+
+        reason: of a failure, which is logged, with status 1; None for status 0, after a farewell to host 0.
+        """
         if reason is None:
             self._channel.send("bye")
         else:
@@ -177,7 +183,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def serve(host0: Host0, runner: ModelRunner) -> Any:
-    """Executes the steps that host 0 sends, until it ends; returns the last step's output."""
+    """Executes the steps that host 0 sends, until it ends; returns the last step's output, None without one.
+
+    Raises ClusterError for an operation or a shape that this engine does not have.
+    """
     buckets, pending = set(runner.buckets), None
     while (message := host0.next()).op != "end":
         if message.op == "forward":

@@ -1,1 +1,3 @@
-"""The command line and its commands: chat, complete, generate, demo, convert, calibrate, tune, collect-env."""
+"""The command line, and the commands of this folder: chat, complete, generate, demo, convert, calibrate, tune and
+collect-env.
+"""

@@ -42,7 +42,11 @@ class Conversation:
     """Messages so far, the system message before them, and pictures to send with the next message."""
 
     def __init__(self, system: str | None, images: Sequence[str] = ()):
-        """images: files and addresses."""
+        """Begins without a message.
+
+        system: text of the system message; None for none. images: files and addresses of pictures for the first
+        message.
+        """
         self.system = system
         self.turns: list[Message] = []
         self.images = [*images]
@@ -72,7 +76,8 @@ def chat(
 
     images: files and addresses of pictures to send with the first message.
     sampling_options: fields of SamplingParams; others have the model's defaults, and an answer may fill the context.
-    remote: answers in place of a model that is loaded here. quick: the one message to answer.
+    remote: answers in place of a model that is loaded here; None loads one by `engine_options`.
+    quick: the one message to answer, with status 1 if it is refused; None to read messages.
     """
     answer = _local(engine_options, sampling_options) if remote is None else remote.chat
     conversation = Conversation(system, images)
@@ -93,7 +98,7 @@ def chat(
 
 
 def _local(engine_options: Mapping[str, Any], sampling_options: Mapping[str, Any]) -> Answer:
-    """Loads a model; returns what answers a conversation with it."""
+    """Loads a model; returns the function that answers a conversation with it."""
     from jaxengine.api.llm import LLM
 
     llm = LLM(**engine_options)
@@ -110,6 +115,8 @@ def _local(engine_options: Mapping[str, Any], sampling_options: Mapping[str, Any
 
 def local_pieces(llm: LLM, prompt: Any, params: SamplingParams) -> Iterator[Piece]:
     """Yields the new parts of the output. Leaving the iteration early aborts the request.
+
+    prompt: as of `LLM.generate`. params: with output_kind DELTA.
 
     Raises:
       RequestError: the prompt is longer than max_model_len, or has a picture that cannot be used.

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def variables(environment: Mapping[str, str]) -> Iterator[str]:
-    """Lines of the variables that matter; of a secret only that it is set."""
+    """Yields a line for each environment variable that matters; of a secret it says only that it is set."""
     for name, value in sorted(environment.items()):
         if name.startswith(_VARIABLES):
             yield f"{name}=" + ("(set)" if _SECRET.search(name) else _LOGIN.sub("...", value))
@@ -99,7 +99,7 @@ def _packages() -> Iterator[str]:
 
 
 def _devices() -> Iterator[str]:
-    """In a process of its own, since another program may hold the devices for itself."""
+    """Yields lines about the devices, found in a process of its own, since another program may hold them for itself."""
     yield from _output([sys.executable, "-c", _DEVICES], "jax's devices cannot be listed")
     if shutil.which(_GPUS[0]):
         yield from _output([*_GPUS], "nvidia-smi fails")

@@ -26,7 +26,7 @@ _ANY_RANK = 1 << 16
 def convert(config: EngineConfig, folder: Path, merge_lora: Path | None = None) -> None:
     """Loads the model for the config's dtype and parallel sizes and writes it to a new model folder.
 
-    merge_lora: folder of an adapter to merge into the weights.
+    merge_lora: folder of an adapter to merge into the weights; None for none.
 
     Raises ConfigError, ModelConfigError or ModelFileError, with advice; ModelFileError if the folder exists or cannot
     be written, before weights are read.

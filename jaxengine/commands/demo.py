@@ -65,7 +65,11 @@ def summary(
     num_pages: int,
     page_size: int,
 ) -> list[str]:
-    """Lines to print after the answers. before, after: metrics by name, before and after the run."""
+    """Lines to print after the answers.
+
+    before, after: metrics by name, before and after the run. seconds: of the run. ready_seconds: of loading.
+    num_pages, page_size: pages of the KV pool, and tokens of each.
+    """
     new_tokens = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
     prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     times = [output.metrics.time_to_first_token for output in outputs if output.metrics]

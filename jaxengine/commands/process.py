@@ -26,7 +26,7 @@ _GRACE_SECONDS = 1.0
 
 
 def main() -> NoReturn:
-    """Runs the command of sys.argv and exits with its status."""
+    """Runs the command of sys.argv and exits with its status, after Ctrl-C without a teardown of the interpreter."""
     _watch_interrupts()
     status = run_command()
     if status == INTERRUPTED:

@@ -118,10 +118,12 @@ class RemoteModel:
     """
 
     def __init__(self, url: str, name: str | None, api_key: str | None, options: Mapping[str, Any]):
-        """url: of the server, with or without /v1; name: None for the first model that it lists; options: fields of
-        SamplingParams to send.
+        """Prepares requests to a server, and asks it for its models unless `name` is given.
 
-        Raises ConfigError for a server that does not answer or has no model.
+        url: of the server, with or without /v1. name: None for the first model that it lists. api_key: None for none.
+        options: fields of SamplingParams to send.
+
+        Raises ConfigError for a wrong URL, and for a server that does not answer or has no model.
         """
         self._base = _base_of(url)
         self._headers = {"User-Agent": f"jaxengine/{__version__}"}
@@ -132,7 +134,9 @@ class RemoteModel:
         self.name = name or self._first_model()
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> Iterator[Piece]:
-        """Streams the answer to a conversation. Raises RequestError for a refusal, ConfigError for a lost server."""
+        """Streams the answer to a conversation. The iteration raises RequestError for a refusal, ConfigError for a lost
+        server.
+        """
         return self._stream("/chat/completions", {"messages": list(map(_as_openai, messages))})
 
     def complete(self, prompt: str) -> Iterator[Piece]:

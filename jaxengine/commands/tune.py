@@ -101,7 +101,9 @@ def _write_whole(path: Path, text: str) -> None:
 
 
 def _problems(args: argparse.Namespace) -> list[tuple]:
-    """The problems to tune, as fields of jaxengine.models.quantization.tuning.Problem."""
+    """The problems to tune, as fields of jaxengine.models.quantization.tuning.Problem. Raises ConfigError for a wrong
+    shape.
+    """
     shapes = []
     for shape in args.shapes.split(","):
         size, _, out = shape.partition("x")
@@ -124,14 +126,17 @@ def _row_text(row: dict[str, Any]) -> str:
 
 
 def merged(before: Sequence[tuple], found: Sequence[dict[str, Any]]) -> tuple[tuple, ...]:
-    """Entries of a chip in order; new ones replace those of the same problem."""
+    """Entries of a chip in order; new ones replace those of the same problem.
+
+    before: entries of the table, the fields of a problem and its sizes. found: results of jaxengine.check.tuning.tune.
+    """
     entries = {tuple(entry[:5]): entry[5] for entry in before}
     entries |= {tuple(row["problem"][:5]): row["sizes"] for row in found if row["best"] is not None}
     return tuple((*key, entries[key]) for key in sorted(entries, key=lambda key: (key[4], *key[:4])))
 
 
 def table_text(table: dict[str, tuple[tuple, ...]]) -> str:
-    """Source of the module that holds a table."""
+    """Source of the module that holds a table, which has entries as of `merged` by chip."""
     lines = []
     for chip in sorted(table):
         rows = [f"        ({', '.join(map(_literal, entry))}),\n" for entry in table[chip]]

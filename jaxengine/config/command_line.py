@@ -30,7 +30,8 @@ def add_options(
 ) -> None:
     """Adds a flag for each field of the dataclass `cls`; if given, only for `names`, in their order.
 
-    short: alternative flags, by field. The metadata "nargs" of a field of strings sets how many values its flag takes.
+    title: of their group in --help. short: alternative flags, by field. The metadata "nargs" of a field of strings sets
+    how many values its flag takes.
     """
     hints, texts = typing.get_type_hints(cls), class_texts(cls)
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
@@ -47,20 +48,23 @@ def add_options(
 
 
 def given_options(args: argparse.Namespace, cls: type) -> dict[str, Any]:
-    """The fields of `cls` that were given on the command line."""
+    """The values of the fields of `cls` that were given on the command line, by field; those not given are absent."""
     prefix = destination(cls, "")
     return {name.removeprefix(prefix): value for name, value in vars(args).items() if name.startswith(prefix)}
 
 
 def positive_int(text: str) -> int:
-    """Parses an integer of at least 1."""
+    """Parses an integer of at least 1. Raises argparse.ArgumentTypeError."""
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
 def output_file(text: str) -> str:
-    """Checks that a file can be written, before the minutes or hours that computing its content may take."""
+    """Returns a file's name if the file can be written; otherwise raises argparse.ArgumentTypeError.
+
+    Checked before the minutes or hours that computing its content may take.
+    """
     path = Path(text)
     if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text!r} cannot be written; name a file in a folder that is there")

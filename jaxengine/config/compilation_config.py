@@ -83,7 +83,7 @@ class CompilationConfig:
         return cls(**value)
 
     def divided(self, parts: int) -> CompilationConfig:
-        """The sizes for each of `parts` ranks that split a batch."""
+        """The config with the sizes for each of `parts` ranks that split a batch, rounded up."""
         names = ("cudagraph_capture_sizes", "prefill_sizes")
         sizes = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return replace(self, **{name: tuple(-(-size // parts) for size in each) for name, each in sizes.items()})
@@ -97,7 +97,11 @@ class CompilationConfig:
         *,
         sections: tuple[str, ...] = (),
     ) -> Buckets:
-        """The step shapes of one rank under these limits; sizes that were not given are the platform's."""
+        """The step shapes of one rank under these limits; sizes that were not given are the platform's.
+
+        widths: tokens, besides 1, that a decode may have. sections: message sections that some steps with prefill have
+        besides their own. Raises ConfigError for sizes beyond the limits.
+        """
         decode, prefill = self.cudagraph_capture_sizes, self.prefill_sizes
         if decode is None:
             decode = tuple(size for size in platform.decode_sizes if size < max_num_seqs)

@@ -103,10 +103,12 @@ def check_encoder(options: EncoderOptions) -> None:
 def settle_encoder(
     chosen: Mapping[str, Any], model: ModelConfig, platform: Platform, sizes: Sequence[tuple[int, int]]
 ) -> dict[str, Any]:
-    """Computes num_encoder_rows, max_encoder_patches, whole_pictures and uses_mrope of ResolvedConfig.
+    """Computes num_encoder_rows, max_encoder_patches, whole_pictures and uses_mrope of ResolvedConfig, by name.
+
+    The result is empty without a vision tower. Raises ConfigError.
 
     chosen: the other fields. sizes: (embeddings, patches) of the largest item of each modality that requests may
-      contain; unused without a vision tower. Raises ConfigError.
+      contain; unused without a vision tower.
     """
     tower = model.tower
     if tower is None:

@@ -104,7 +104,8 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
       kv_cache_memory_bytes: size of the KV pool; overrides gpu_memory_utilization.
       num_gpu_blocks_override: number of pages; overrides both.
       enable_prefix_caching: reuse the KV of known prefixes.
-      num_state_snapshots: prefix states to keep, for models with recurrent states; None for a quarter of max_num_seqs.
+      num_state_snapshots: prefix states to keep, for models with recurrent states; None for a quarter of max_num_seqs,
+        at least 4.
       disable_hybrid_kv_cache_manager: keep the KV of all tokens in sliding-window layers too, instead of freeing pages
         that have left the window.
       enable_chunked_prefill: let a prompt span several steps.
@@ -276,13 +277,17 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
-        """Creates a config from keyword options. An unknown or unimplemented option is refused by name."""
+        """Creates a config from keyword options. Raises ConfigError, which names it, for an unknown or unimplemented
+        option.
+        """
         return cls(**chosen_options({field.name for field in dataclasses.fields(cls)}, options))
 
     def resolved(
         self, model: ModelConfig, platform: Platform, pictures: Sequence[tuple[int, int]] = ()
     ) -> ResolvedConfig:
-        """Fills in all defaults for a model and platform. pictures: `sizes` of settle_encoder.
+        """Returns a config with all defaults filled in for a model and platform, and with the limits of one rank.
+
+        pictures: `sizes` of settle_encoder; a model with a vision tower needs them.
 
         Raises:
           ConfigError: values contradict each other or the model.
@@ -346,7 +351,11 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
         )
 
     def _read(self, field: dataclasses.Field[Any]) -> Any:
-        """Normalises a field's value; a value of the wrong form is returned as it is."""
+        """Normalises a field's value; None becomes its default, and most values of a wrong form are returned as they
+        are.
+
+        Raises ConfigError for a value that an option's own reader refuses, or a text that is no size.
+        """
         name, value = field.name, plain(getattr(self, field.name))
         if value is None:
             return field.default
@@ -402,7 +411,9 @@ class ResolvedConfig(EngineConfig):
         return self.num_gpu_blocks_override is not None or self.kv_cache_memory_bytes is not None
 
     def buckets(self, platform: Platform, *, sections: tuple[str, ...] = ()) -> Buckets:
-        """The shapes to compile; sections: message sections that some steps have besides their own."""
+        """The shapes of steps to compile; sections: message sections that some steps have besides their own. Raises
+        ConfigError.
+        """
         # A pooling model has no decodes; a step without prefill would only hold one-token prompts.
         platform = platform if self.runner == "generate" else dataclasses.replace(platform, decode_sizes=())
         limits = self.max_num_seqs, self.max_num_batched_tokens, self.widths
@@ -411,7 +422,11 @@ class ResolvedConfig(EngineConfig):
     def scheduler_config(
         self, num_pages: int, num_ranks: int = 1, windows: tuple[int | None, ...] = (None,)
     ) -> SchedulerConfig:
-        """The scheduler's options; num_pages of each rank, windows of the cache groups."""
+        """The scheduler's options.
+
+        num_pages: of each rank. windows: of each cache group, how many keys a token sees, itself included; None for
+        all.
+        """
         return SchedulerConfig(
             num_pages=num_pages,
             page_size=self.block_size,

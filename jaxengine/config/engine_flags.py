@@ -44,7 +44,7 @@ def add_engine_options(parser: argparse.ArgumentParser, names: Sequence[str] | N
     """Adds flags for all fields of EngineConfig except the model, or only for `names`.
 
     With all fields vLLM's other options are accepted too, to be refused or explained by EngineConfig.from_options;
-    --help does not list them. Where hf_overrides is, its short forms for rope are, too.
+    --help does not list them. If hf_overrides is one of `names`, so are its short forms for rope.
     """
     fields = [field.name for field in dataclasses.fields(EngineConfig) if field.name != "model"]
     add_options(parser, "engine options", EngineConfig, fields if names is None else names, SHORT)
@@ -70,7 +70,10 @@ def add_model(
     default: Any = argparse.SUPPRESS,
     help: str = MODEL_HELP,
 ) -> None:
-    """Lets the model be given as --model or as a positional argument; two different models are refused."""
+    """Lets the model be given as --model or as a positional argument; two different models are refused.
+
+    dest: attribute of the parsed arguments that holds it. default, help: as argparse's.
+    """
 
     class Once(argparse.Action):
         def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
@@ -105,9 +108,9 @@ def add_config_file(parser: argparse.ArgumentParser) -> None:
 
 
 def with_config_file(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
-    """Inserts the options of the --config file after the command's name.
+    """Inserts the options of the --config file after the command's name; returns the words.
 
-    parser: of all commands. Names of flags may have underscores.
+    argv: words after the program's name. parser: of all commands. Names of flags may have underscores.
     Raises ConfigError for a file that cannot be read, or that contains options unknown to the command.
     """
     words = with_hyphens(argv)

@@ -8,7 +8,10 @@ from jaxengine.scheduler.config import ExtensionOptions
 
 
 def extension_options(config: Any) -> tuple[ExtensionOptions, ...]:
-    """Options of the capabilities that follow from a ResolvedConfig; drafts depend on grammars, too."""
+    """Options of the capabilities that follow from a ResolvedConfig alone: pictures, snapshots and adapters.
+
+    Those of drafts depend on grammars too, so the engine's own extensions make them.
+    """
     options: list[ExtensionOptions] = []
     if config.num_encoder_rows:
         from jaxengine.scheduler.extensions.pictures import PictureOptions

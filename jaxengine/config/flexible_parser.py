@@ -59,7 +59,10 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     """
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        """As argparse's. A parser of commands leaves their words to the parser of the command."""
+        """Parses vLLM's spellings as argparse's parse_known_args does; --help=WORD prints help and ends the program.
+
+        A parser of commands leaves their words to the parser of the command.
+        """
         words = list(sys.argv[1:] if args is None else args)
         has_commands = any(isinstance(action, argparse._SubParsersAction) for action in self._actions)
         end = words.index("--") if "--" in words else len(words)

@@ -11,7 +11,7 @@ NAME = "gguf_file"
 
 
 def with_gguf_file(options: dict[str, Any]) -> dict[str, Any]:
-    """Merges gguf_file into `model`. Raises ConfigError."""
+    """Returns the options without gguf_file, which is appended to `model`. Raises ConfigError."""
     others = {name: value for name, value in options.items() if name != NAME}
     file = options.get(NAME)
     if file is None:

@@ -36,7 +36,7 @@ class MediaOptions:
       allowed_media_domains: hosts from which pictures may be fetched over http and https; "*" for all. None by default.
         Private addresses are only contacted if listed here as addresses, not through a name that resolves to them.
       allowed_local_media_path: folder from which file:// may be read; "" for none.
-      media_loading_thread_count: threads per process that decode, and as many that fetch.
+      media_loading_thread_count: threads per process that decode, as many that fetch, and as many that preprocess.
       mm_processor_kwargs: options of the model's processor of pictures and videos, a dict of its arguments.
       enable_mm_embeds: also accept embeddings instead of pictures. They bypass the tower and only their size and type
         are checked, so allow it only to clients that may be trusted with the model's input.
@@ -114,7 +114,7 @@ def _read_limits(value: Any) -> dict[str, dict[str, int]]:
 
 
 def _pairs(name: str, value: Any) -> Mapping[str, Any]:
-    """Reads a dict, a JSON object, or the form image=2,video=0."""
+    """Reads a dict, a JSON object, or the form image=2,video=0. Raises ConfigError, which names the option `name`."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

@@ -38,7 +38,7 @@ class ProfilerConfig:
 
     @classmethod
     def read(cls, value: Any) -> ProfilerConfig | None:
-        """Reads a dict of the fields; None, or a dict without a folder and anything else, for no profiling.
+        """Reads a dict of the fields, or of vLLM's; None, and a dict that sets nothing, give None: no profiling.
 
         Raises ConfigError.
         """

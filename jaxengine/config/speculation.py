@@ -71,7 +71,7 @@ class SpeculativeConfig:
 
     @classmethod
     def read(cls, value: Any) -> SpeculativeConfig | None:
-        """Reads a dict of vLLM's fields, or of another config's fields. Raises ConfigError."""
+        """Reads a dict of vLLM's fields, or of another config's fields; None for None. Raises ConfigError."""
         if value is None or isinstance(value, cls):
             return value
         if not isinstance(value, Mapping):
@@ -239,6 +239,8 @@ def check_head(head: Eagle3Config, model: ModelConfig) -> None:
 def _method(model: Any, method: Any) -> str:
     """The method by its name, or as in earlier vLLM versions by a model named "[ngram]"; a model without method is a
     draft model.
+
+    Raises ConfigError.
     """
     if method == "eagle":
         problem = f"{NAME}.method is 'eagle', a head of EAGLE 1 or 2, which are not built"

@@ -42,7 +42,7 @@ class UnknownCodeError(Exception):
 
 
 def code_digest(roots: Iterable[Any]) -> str:
-    """The digest of classes, functions and all that they read. Raises UnknownCodeError."""
+    """The digest, in hexadecimal, of classes, functions and all that they read. Raises UnknownCodeError."""
     walk = _Walk()
     for root in roots:
         walk.add(root, f"{getattr(root, '__qualname__', root)}")
@@ -50,7 +50,7 @@ def code_digest(roots: Iterable[Any]) -> str:
 
 
 def is_library(module: str | None) -> bool:
-    """Whether a module is jaxengine's, Python's or installed: its file says what it is."""
+    """Whether a module is jaxengine's, Python's or installed: its file says what it is. True for None."""
     if module is None or module == "__main__":
         return module is None
     top = module.partition(".")[0]
@@ -74,8 +74,9 @@ def functions_in(value: Any) -> Iterator[types.FunctionType]:
 
 
 def changed_code() -> list[Any]:
-    """What a user has put into modules of jaxengine that programs are traced from: functions and classes, in a class of
-    ours too."""
+    """Returns what a user has put into modules of jaxengine that programs are traced from: functions and classes, in a
+    class of ours too.
+    """
     names = sorted(name for name in sys.modules if name.startswith(_TRACED))
     found: list[Any] = []
     for module in filter(None, map(sys.modules.get, names)):
@@ -102,7 +103,7 @@ class _Walk:
         self._waiting.append((value, name, read))
 
     def digest(self) -> str:
-        """Visits all values."""
+        """Visits all values and returns the digest in hexadecimal. Raises UnknownCodeError."""
         while self._waiting:
             value, name, read = self._waiting.popleft()
             if len(self._alive) > _MAX_VALUES:
@@ -174,7 +175,7 @@ class _Walk:
                 raise UnknownCodeError(f"{name} calls or reads {each}")
 
     def _code(self, code: types.CodeType, name: str, doc: str | None = None) -> set[str]:
-        """Writes what a function does; the names that it and the functions in it take from elsewhere."""
+        """Writes what a function does; returns the names that it and the functions in it take from elsewhere."""
         names = set(code.co_names)
         constants = [each for each in code.co_consts if not isinstance(each, types.CodeType) and each != doc]
         kept = (code.co_names, code.co_varnames, code.co_freevars, code.co_flags)

@@ -1,6 +1,7 @@
 """Normalises values of options: paths, numpy's numbers, dtype objects, sizes such as "4G".
 
-Each function returns the stored form, or the value unchanged, for the option's check to refuse.
+`plain`, `whole_number` and `dtype_name` return the stored form, or the value unchanged, for the option's check to
+refuse.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _DTYPE_NAMES = {"half": "float16", "float": "float32"}
 def read_size(text: str) -> int:
     """Reads an integer as text: "4096", "4k" (4,000), "4K" (4,096), "1.5g", "4GiB" (2**32), "4GB" (4 * 10**9).
 
-    Raises ValueError for other texts, including fractions of a capital letter.
+    Raises ValueError for other texts, including fractions of K, M, G or T.
     """
     found = _SIZE.fullmatch(text.strip())
     if found is None:

@@ -222,7 +222,7 @@ def is_switch(name: str) -> bool:
 def settle(name: str, value: Any) -> None:
     """Accepts an option of NAMES that has no effect here; logs the reason for a harmless one.
 
-    Raises ConfigError for others.
+    Raises ConfigError for one that would have an effect, has been removed, or belongs to another command.
     """
     if asks_for_nothing(name, value):
         return

@@ -34,5 +34,5 @@ class Proposer(Protocol):
         ...
 
     def propose_one(self, known: np.ndarray, count: int) -> np.ndarray:
-        """Same as `propose` for one row on the host: known i32[n] -> i32[m], m <= count."""
+        """Same as `propose` for one row on the host: known i32[n] -> i32[m], m <= count; empty for no drafts."""
         ...

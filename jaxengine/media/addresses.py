@@ -35,7 +35,7 @@ _ISATAP = (0x5EFE, 0x02005EFE)
 def look_up(host: str, port: int, until: float) -> list[Any]:
     """Returns the addresses of a host as socket.getaddrinfo does.
 
-    until: deadline by time.monotonic. Raises MediaError for an unknown host, TimeoutError.
+    until: deadline by time.monotonic. Raises MediaError for an unknown host, TimeoutError after the deadline.
     """
     try:
         if is_address(host):

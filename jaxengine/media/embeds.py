@@ -60,7 +60,7 @@ def given_embeds(value: Any) -> GivenEmbeds | None:
 
 
 def read_embeds(given: GivenEmbeds, options: MediaOptions) -> Embeds:
-    """Reads and checks embeddings. Raises MediaError."""
+    """Reads and checks embeddings; files and base64 are decoded. Raises MediaError."""
     data = given.data
     values = data if isinstance(data, np.ndarray) else _read_file(_decoded(data, options.max_media_bytes))
     if values.dtype.name not in ("float16", "bfloat16", "float32") or values.ndim != 2 or 0 in values.shape:
@@ -126,7 +126,7 @@ def _read_npy(data: bytes) -> np.ndarray:
 
 
 def _shaped(values: np.ndarray, shape: Sequence[int], name: str, order: Literal["C", "F"] = "C") -> np.ndarray:
-    """Returns `values`, [n], in the shape that the file claims. name: of the file's type."""
+    """Returns `values`, [n], in the shape that the file claims. name: of the file's type. Raises MediaError."""
     if len(shape) != 2 or 0 in shape:
         raise MediaError(f"is an array {values.dtype}{show_value(list(shape))}; allowed is {_ARRAY}")
     if any(type(size) is not int or size < 0 for size in shape) or math.prod(shape) != values.size:

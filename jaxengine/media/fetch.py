@@ -44,7 +44,7 @@ def scheme_of(url: str) -> str:
 
 
 def fetch(url: str, options: MediaOptions) -> bytes:
-    """Fetches an address. Blocks for at most options.media_fetch_timeout.
+    """Fetches an address and returns its content. Blocks; the network for at most options.media_fetch_timeout seconds.
 
     Raises MediaError for an address that is not allowed, does not answer, or has too much content.
     """
@@ -60,7 +60,10 @@ def fetch(url: str, options: MediaOptions) -> bytes:
 
 
 def check_source(url: str, options: MediaOptions) -> None:
-    """Raises MediaError for an address that is not allowed, without any network access."""
+    """Raises MediaError for an address that may not be fetched, without any network access.
+
+    The content of a data URL, the path of a file and the addresses of a host are only checked by `fetch`.
+    """
     scheme = scheme_of(url)
     if scheme in _PORTS:
         _allowed_host(url, scheme, options)
@@ -71,7 +74,7 @@ def check_source(url: str, options: MediaOptions) -> None:
 
 
 def read_data(url: str, limit: int) -> bytes:
-    """Decodes a data URL (RFC 2397)."""
+    """Decodes a data URL (RFC 2397). Raises MediaError for other text, and for more than `limit` bytes."""
     head = _DATA.match(url)
     if head is None:
         raise MediaError("is not a data URL; allowed is data:image/png;base64,... or data:image/png,...")
@@ -119,7 +122,7 @@ def _local_root(options: MediaOptions) -> Path:
 
 
 def _allowed_host(url: str, scheme: str, options: MediaOptions) -> tuple[str, int, str]:
-    """Checks that an address may be fetched; returns (host, port, path with query)."""
+    """Checks that an address may be fetched; returns (host, port, path with query). Raises MediaError."""
     if len(url) > _MAX_URL_CHARS:
         raise MediaError(f"has {len(url)} characters; allowed are {_MAX_URL_CHARS}")
     try:
@@ -194,7 +197,10 @@ def _body(response: http.client.HTTPResponse, limit: int) -> bytes:
 
 
 def _connect(host: str, port: int, options: MediaOptions, until: float) -> _Socket:
-    """Connects to one of the host's addresses, all of which must be allowed."""
+    """Connects to one of the host's addresses, all of which must be allowed.
+
+    until: deadline by time.monotonic. Raises MediaError, OSError, TimeoutError.
+    """
     named = host in options.allowed_media_domains and is_address(host)
     found = look_up(host, port, until)
     # All of them: a name with both public and private addresses is suspicious.
@@ -227,7 +233,7 @@ class _Timed:
     _received = 0
 
     def hurry(self) -> None:
-        """Sets the deadline by what has been received from now on, as far as that is earlier than `until`."""
+        """Starts to demand the least rate: from now on the deadline grows with what is received, up to `until`."""
         self._hurried_at, self._received = time.monotonic(), 0
 
     def left(self) -> float:

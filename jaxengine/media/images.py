@@ -167,9 +167,10 @@ def to_rgb(
     background: tuple[int, int, int],
     orientation: Callable[[Image.Image], Any] = lambda image: orientation_in(image.info),
 ) -> np.ndarray:
-    """Decodes a picture and rotates it upright; transparent pixels are laid on `background`. Raises MediaError.
+    """Decodes a picture to uint8 [H, W, 3] and rotates it upright; transparent pixels are laid on `background`.
 
-    orientation: finds the EXIF orientation of the decoded picture, by default in the metadata of its file.
+    background: RGB. orientation: finds the EXIF orientation of the decoded picture, by default in the metadata of its
+    file. Raises MediaError.
     """
     name = image.format or "picture"
     _decoding(name, image.load)
@@ -237,7 +238,10 @@ def _check_tiff(image: Any, options: MediaOptions) -> None:
 
 
 def _webp_size(data: bytes) -> tuple[int, int]:
-    """Width and height in the first chunk of a WebP file (RFC 9649); 0 if it has none."""
+    """Width and height in pixels from the first chunk of a WebP file (RFC 9649); missing bytes are read as 0.
+
+    A chunk of an unknown kind is read as VP8, so that its sizes may be any.
+    """
     kind, body = data[12:16], data[20:30].ljust(10, b"\0")
     if kind == b"VP8X":
         return int.from_bytes(body[4:7], "little") + 1, int.from_bytes(body[7:10], "little") + 1

@@ -65,7 +65,9 @@ class MediaLoader:
             _cancel(futures)
 
     async def process(self, function: Callable[..., _T], *args: Any) -> _T:
-        """Calls `function`, which preprocesses a prompt's pictures and videos, on a thread."""
+        """Calls `function`, which preprocesses a prompt's pictures and videos, on a thread; returns or raises what
+        it does.
+        """
         return await asyncio.wrap_future(self._processors.submit(function, *args))
 
     def load_now(self, parts: Sequence[MediaPart]) -> MultiModalData:
@@ -77,7 +79,11 @@ class MediaLoader:
             _cancel(futures)
 
     def _check_room(self, owner: str | None, count: int) -> None:
-        """Raises OverloadedError if `count` more parts cannot wait. A prompt by itself may have any number of them."""
+        """Raises OverloadedError if `count` more parts of a client cannot wait. A prompt by itself may have any number
+        of them.
+
+        owner: the client; None for all without one.
+        """
         own, share = self._num_waiting[owner], share_of(owner, _MAX_WAITING)
         if own and own + count > share:
             whose = "" if owner is None else " of this client"
@@ -128,7 +134,7 @@ def read_multi_modal_data(data: Any, *, param: str = "multi_modal_data") -> list
     Each is an address, or a value for read_image or read_video; a list of pictures under "video" is one video. An image
     may also be given as embeddings, see given_embeds.
 
-    Raises RequestError.
+    param: field of the request that holds `data`, for errors. Raises RequestError.
     """
     if not isinstance(data, Mapping):
         raise RequestError(f"{param} must be a dict of {' and '.join(MODALITIES)}, got {show_value(data)}", param=param)

@@ -18,7 +18,7 @@ def open_processor(
 ) -> MediaProcessor | None:
     """The processor of the model at `path`; None for a model without a vision tower.
 
-    overrides: hf_overrides. tokenizer: see processor_for. Raises ModelFileError.
+    overrides: hf_overrides. tokenizer: see processor_for. Raises ModelFileError or ModelConfigError.
     """
     if model.tower is None:
         return None

@@ -106,7 +106,7 @@ def collect_media(messages: Any, model: MediaModel | None, options: MediaOptions
 
 
 def _collect(message: Mapping[str, Any], content: Sequence[Any], where: str, parts: list[MediaPart]) -> list[Any]:
-    """Returns a message's content for a template, and appends its media to `parts`."""
+    """Returns a message's content for a template, and appends its media to `parts`. Raises RequestError."""
     _check_types(content, where)
     kept: list[Any] = []
     for number, part in enumerate(content):
@@ -138,7 +138,10 @@ def _check_types(content: Sequence[Any], where: str) -> None:
 
 
 def check_parts(parts: Sequence[MediaPart], model: MediaModel | None, options: MediaOptions) -> None:
-    """Raises RequestError for a part that the model does not take, and for too many parts of a modality."""
+    """Raises RequestError for a part that the model does not take, and for too many parts of a modality.
+
+    model: None for a text-only model, which takes none.
+    """
     taken = () if model is None else model.modalities
     for part in parts:
         if part.modality not in taken:
@@ -214,7 +217,10 @@ _READERS = {
 
 
 def _address(part: Mapping[str, Any], key: str, where: str, param: str) -> str:
-    """The address in an OpenAI part, given in an object or as text."""
+    """The address in an OpenAI part, given in an object or as text. Raises RequestError.
+
+    part: of a message. key: its field with the address. where: name of the part in errors. param: field of the request.
+    """
     value = part.get(key)
     if isinstance(value, Mapping):
         _check_detail(value, f"{where}.{key}", param)
@@ -233,7 +239,7 @@ def _check_detail(holder: Mapping[str, Any], where: str, param: str) -> None:
 
 
 def _anthropic(source: Any, where: str, param: str) -> str:
-    """The address of an Anthropic source; base64 data becomes a data URL."""
+    """The address of an Anthropic source; base64 data becomes a data URL. Raises RequestError."""
     kind = source.get("type") if isinstance(source, Mapping) else None
     if kind == "url" and isinstance(source.get("url"), str):
         return source["url"]

@@ -35,7 +35,9 @@ def picture_end(data: bytes) -> int:
 
 def trimmed_url(url: str) -> str:
     """Returns a data URL of the same picture without white space and without bytes behind its end; `url` itself if it
-    has none. Another address, and data that is no picture, is returned as it is.
+    has none.
+
+    Another address, and data that is no picture, is returned as it is.
     """
     if url[:5].lower() != "data:":
         return url

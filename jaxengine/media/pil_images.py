@@ -20,8 +20,8 @@ from jaxengine.media.images import read_image, to_rgb
 def fetch_image(image_url: str, image_io_kwargs: Mapping[str, Any] | None = None) -> Image.Image:
     """Fetches a picture, RGB and upright, from a data:, http(s): or file: address, or a file's name.
 
-    image_io_kwargs: options of media_io_kwargs for pictures. For addresses that the program itself chose: any public
-    host and any file is read. Raises MediaError, ConfigError.
+    image_io_kwargs: options of media_io_kwargs for pictures; None for the defaults. Any public host and any file is
+    read, so the program itself must have chosen the address. Blocks. Raises MediaError, ConfigError.
     """
     io_kwargs = None if image_io_kwargs is None else {"image": dict(image_io_kwargs)}
     options = EngineConfig(allowed_media_domains=(ANY_DOMAIN,), allowed_local_media_path="/", media_io_kwargs=io_kwargs)

@@ -83,16 +83,17 @@ class MediaProcessor(Protocol):
         ...
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
-        """The grid of a picture that is given as `num_rows` embeddings, with this grid or none.
+        """The grid (time, height, width), in patches, of a picture that is given as `num_rows` embeddings.
 
-        Raises RequestError for a number that no picture has, and for a missing grid if the family needs one.
+        grid: as given with them; None if it was not. Raises RequestError for a number that no picture has, and for a
+        missing grid if the family needs one.
         """
         ...
 
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
-        """The largest possible item, or an item of a size (height, width), for memory plans and limits.
+        """The largest possible item, or if `size`, (height, width) in pixels, is not None, an item of this size.
 
-        Its pixel values are meaningless and may be missing, patches with F = 0.
+        For memory plans and limits: its pixel values are meaningless and may be missing, patches with F = 0.
         """
         ...
 

@@ -74,7 +74,10 @@ def _read(container: Any, name: str, options: MediaOptions, budget: PixelBudget)
 
 
 def _times(container: Any, stream: Any, until: float) -> np.ndarray:
-    """float64 [N]: seconds at which each frame is shown, in order, read without decoding."""
+    """float64 [N]: seconds at which each frame is shown, in order, read without decoding.
+
+    until: deadline of the file. Raises MediaError.
+    """
     stamps: list[int] = []
     for packet in container.demux(stream):
         _check_time(until)
@@ -86,7 +89,10 @@ def _times(container: Any, stream: Any, until: float) -> np.ndarray:
 
 
 def _frames(container: Any, stream: Any, wanted: set[int], size: tuple[int, int], until: float) -> list[np.ndarray]:
-    """Decodes the wanted frames, uint8 [H, W, 3] each."""
+    """Decodes the wanted frames, uint8 [H, W, 3] each, upright and in order; fewer if the file ends before.
+
+    wanted: numbers of frames. size: (width, height) of each. until: deadline of the file. Raises MediaError.
+    """
     frames, last = [], max(wanted)
     for number, frame in enumerate(container.decode(stream)):
         _check_time(until)

@@ -24,7 +24,11 @@ Measured = dict[str, Any]
 
 
 def serve(load: Callable[[dict[str, Any]], tuple[str, Callable[[Workload], Measured]]]) -> None:
-    """Runs the protocol. `load(job)` returns the engine's version and the function that runs one workload."""
+    """Runs the protocol until the end of input.
+
+    load: job -> the engine's version, and the function that runs one workload and returns its result, without
+    "peak_rss".
+    """
     # The engine's own prints go to stderr, so that they do not mix with the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

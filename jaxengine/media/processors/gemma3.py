@@ -107,7 +107,10 @@ class Gemma3Processor(UnitProcessor):
         return len(text) if text and not text.strip("\n") else 0
 
     def _parts(self, picture: np.ndarray, options: Mapping[str, Any]) -> list[np.ndarray]:
-        """Cuts an elongated picture into a row or column of at least two crops; [] for others."""
+        """Cuts an elongated picture into a row or column of at least two crops; [] for others.
+
+        Raises RequestError for an invalid option.
+        """
         most = integer_option(options, _CROPS, self.crops, _MAX_CROPS)
         least_side = integer_option(options, _CROP_SIZE, self.crop_size, 1 << 14)
         ratio = options.get(_RATIO, self.ratio)

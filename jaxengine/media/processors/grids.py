@@ -42,13 +42,18 @@ class GridProcessor:
                 raise ModelConfigError(text)
 
     def check_room(self, modality: str, frames: int, height: int, width: int, most: int | None) -> None:
-        """Raises RequestError if resized frames have more than `most` patches."""
+        """Raises RequestError if resized frames have more than `most` patches; None for no limit.
+
+        height, width: in pixels.
+        """
         steps = -(-frames // self.tower.temporal_patch_size)
         check_room(modality, steps * (height // self.tower.patch_size) * (width // self.tower.patch_size), most)
 
     def cut(self, frames: np.ndarray, seconds: tuple[float, ...] = ()) -> Processed:
         """Cuts frames f32[N, H, W, 3] into patches in the tower's order: the patches of each merged row together, each
         patch colour by colour and frame by frame.
+
+        seconds: as in Processed. The last frame is repeated to fill a temporal patch.
         """
         tower = self.tower
         patch, depth, merge = tower.patch_size, tower.temporal_patch_size, tower.spatial_merge_size
@@ -61,7 +66,10 @@ class GridProcessor:
         return self.processed(patches, grid, seconds)
 
     def processed(self, patches: np.ndarray, grid: tuple[int, int, int], seconds: tuple[float, ...] = ()) -> Processed:
-        """Reorders patches of a grid, given row by row of merged patches, for the tower."""
+        """Reorders patches of a grid, given row by row of merged patches, for the tower.
+
+        patches: f32 [number of patches, features]. grid: (time, height, width) in patches. seconds: as in Processed.
+        """
         tower = self.tower
         order, window = self.order(grid)
         merged = patches.reshape(len(order), tower.merge, patches.shape[1])
@@ -72,7 +80,11 @@ class GridProcessor:
         return Processed(np.ascontiguousarray(patches), chosen, order.astype(np.int32), len(order), grid, seconds)
 
     def _coordinates(self, grid: tuple[int, int, int], order: np.ndarray) -> dict[str, np.ndarray]:
-        """Columns of each patch: its frame, its coordinates within the frame, and the frame's size."""
+        """Columns of each patch by name, in the order of the tower: its frame, its coordinates within the frame, and
+        the frame's size.
+
+        grid, order: as of `order`.
+        """
         merge = self.tower.spatial_merge_size
         rows, columns = grid[1] // merge, grid[2] // merge
         frame, place = np.divmod(order, rows * columns)
@@ -87,7 +99,11 @@ class GridProcessor:
         }
 
     def order(self, grid: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
-        """The order of the tower's rows, as indexes into the picture's rows line by line, and the window of each."""
+        """The order of the tower's rows, as indexes into the picture's rows line by line, and the window of each; both
+        int [rows].
+
+        grid: (time, height, width) in patches.
+        """
         count = int(np.prod(grid)) // self.tower.merge
         return np.arange(count), np.zeros(count, np.int64)
 
@@ -109,7 +125,10 @@ class GridProcessor:
     def placeholders(
         self, ids: np.ndarray, items: Mapping[str, Sequence[Processed]]
     ) -> tuple[np.ndarray, list[tuple[str, int]]]:
-        """Positions of the placeholders and the item of each. Raises RequestError if their numbers differ."""
+        """Positions i64[n] of the placeholders in `ids`, and the item of each: (modality, number within the modality).
+
+        Raises RequestError if there is not one placeholder for each item.
+        """
         found = {modality: np.flatnonzero(ids == token) for modality, token in self.token_ids.items()}
         for modality, places in found.items():
             if len(places) != (given := len(items.get(modality, ()))):
@@ -123,7 +142,7 @@ class GridProcessor:
 
 
 def check_ratio(height: int, width: int) -> None:
-    """Raises RequestError for a strip that would be resized to nothing."""
+    """Raises RequestError for a strip, of which one side is more than MAX_ASPECT_RATIO times the other."""
     if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
         raise RequestError(
             f"the longer side of a picture must be at most {MAX_ASPECT_RATIO} times the shorter one, got "

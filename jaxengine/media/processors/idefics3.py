@@ -105,7 +105,7 @@ class Idefics3Processor(UnitProcessor):
 
 
 def with_longest_edge(height: int, width: int, edge: int) -> tuple[int, int]:
-    """Scales (height, width) so that the longer side is `edge` and the other is even."""
+    """Returns (height, width) in pixels, scaled so that the longer side is `edge` and the other is even."""
     ratio = width / height
     if width >= height:
         height = int(edge / ratio)

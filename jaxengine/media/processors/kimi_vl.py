@@ -98,7 +98,10 @@ class KimiVLProcessor(GridProcessor):
         return super().grid_of(num_rows, grid or (1, merge, merge * num_rows))
 
     def _sizes(self, height: int, width: int, limit: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Size of a picture after scaling, and after padding to whole rows of the tower. Raises RequestError."""
+        """(height, width) in pixels of a picture after scaling, and after padding to whole rows of the tower.
+
+        limit: patches that it may have. Raises RequestError.
+        """
         check_ratio(height, width)
         patch = self.tower.patch_size
         found = (width // patch) * (height // patch)
@@ -112,7 +115,7 @@ class KimiVLProcessor(GridProcessor):
         return (height, width), (high, wide)
 
     def _largest_grid(self) -> tuple[int, int]:
-        """A grid with at least as many patches as any picture's.
+        """A grid, (rows, columns) of patches, with at least as many patches as any picture's.
 
         A picture whose grid begins another row of the tower after `rows` patches, and another column after `columns`,
         is larger than these. If it was scaled down, it has less than `limit` patches times the factor of the partial

@@ -119,6 +119,8 @@ def _tilings(most: int) -> list[tuple[int, int]]:
 def _tiling(height: int, width: int, side: int, most: int, fills: bool) -> tuple[int, int]:
     """The (rows, columns) that shrinks a picture least. If it fits into several, those that enlarge it least (with
     `fills` most), and the smallest of these.
+
+    side: pixels of a tile's side. most: limit of tiles.
     """
     tilings = _tilings(most)
     sizes = np.asarray(tilings) * side

@@ -80,7 +80,7 @@ def _padded(picture: np.ndarray, colour: list[int]) -> np.ndarray:
 
 
 def middle(picture: np.ndarray, side: int) -> np.ndarray:
-    """Crops the central square; a smaller picture is padded with black."""
+    """Crops the central square of `side` pixels; a smaller picture is padded with black."""
     height, width = picture.shape[:2]
     if min(height, width) < side:
         larger = np.zeros((max(height, side), max(width, side), 3), np.uint8)

@@ -23,7 +23,10 @@ class EmbeddingRun(NamedTuple):
 
 
 def repeated(token_ids: np.ndarray, at: np.ndarray, counts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Repeats the ids at positions `at`; returns the new ids, and the new position of the first of each."""
+    """Repeats the ids at positions `at`, each as often as `counts` says.
+
+    Returns the new ids, and the new position of the first of each that was repeated.
+    """
     repeats = np.ones(len(token_ids), np.int64)
     repeats[at] = counts
     starts = np.cumsum(repeats) - repeats

@@ -34,7 +34,7 @@ BREAK, END = "[IMG_BREAK]", "[IMG_END]"
 
 
 class PixtralProcessor(GridProcessor):
-    """Processor of PixtralVision towers: scales a picture down until its longer side fits, and up to whole rows of the
+    """Processor of Pixtral's towers: scales a picture down until its longer side fits, and up to whole rows of the
     tower.
 
     Args:
@@ -102,7 +102,10 @@ class PixtralProcessor(GridProcessor):
         return Expanded(np.concatenate([*parts, ids[copied:]]).tolist(), positions, order)
 
     def _resized_size(self, height: int, width: int, longest: int) -> tuple[int, int]:
-        """Size of a picture after resizing, as by transformers' get_resize_output_image_size."""
+        """(height, width) in pixels of a picture after resizing, as by transformers' get_resize_output_image_size.
+
+        longest: limit of its longer side. Raises RequestError.
+        """
         check_ratio(height, width)
         ratio = max(height, width) / longest
         if ratio > 1:
@@ -111,7 +114,7 @@ class PixtralProcessor(GridProcessor):
         return high, wide
 
     def _mark_ids(self) -> tuple[int, int]:
-        """The tokens after each line of a picture and after its last one. Raises RequestError."""
+        """The ids of the tokens (after each line of a picture, after its last one). Raises RequestError."""
         if self.tokenizer is None:
             raise RequestError(
                 f"a picture needs the model's tokenizer, for lines of it end with {' and '.join(self.marks)}",

@@ -131,7 +131,11 @@ class Qwen2VLProcessor(GridProcessor):
         return tuple(step * (self.tower.temporal_patch_size / shown) for step in range(steps))
 
     def resized_size(self, modality: str, num_frames: int, height: int, width: int, bounds: Bounds) -> tuple[int, int]:
-        """Size of a picture or of a video's frames after resizing, as by transformers' smart_resize."""
+        """(height, width) in pixels of a picture or a video's frames after resizing, as by transformers' smart_resize.
+
+        bounds: of the pixels of a picture or frame. modality, num_frames: for subclasses. Raises RequestError if one
+        side is more than MAX_ASPECT_RATIO times the other.
+        """
         del modality, num_frames
         check_ratio(height, width)
         factor = self.factor
@@ -155,12 +159,14 @@ class Qwen2VLProcessor(GridProcessor):
         return self.processed(patches, grid, seconds)
 
     def largest_size(self, modality: str, num_frames: int, bounds: Bounds) -> tuple[int, int]:
-        """Height and width of the frames with the most patches."""
+        """Height and width in pixels of the frames with the most patches. modality, num_frames: for subclasses."""
         del modality, num_frames
         return self.widest(bounds.most)
 
     def widest(self, pixels: int) -> tuple[int, int]:
-        """Height and width, in whole rows of the tower, closest to `pixels` from below; the squarest such size."""
+        """Height and width in pixels, in whole rows of the tower, whose product is closest to `pixels` from below;
+        the squarest such size.
+        """
         units = max(1, pixels // self.factor**2)
         sides = range(math.isqrt(units), max(0, math.isqrt(units // MAX_ASPECT_RATIO)), -1)
         high = max(sides, key=lambda side: side * (units // side), default=1)
@@ -222,6 +228,8 @@ def grown(height: int, width: int, ratio: float, factor: int) -> tuple[int, int]
 def _read_bounds(fields: ConfigFields, default: Bounds) -> Bounds:
     """Reads pixel bounds: `size` with shortest_edge and longest_edge, which are numbers of pixels here, or min_pixels
     and max_pixels; the latter have precedence.
+
+    default: of bounds that are not there. Raises ModelConfigError.
     """
     size = ConfigFields(fields.mapping("size") or {})
     least = size.integer("shortest_edge", None) or size.integer("min_pixels", default.least)
@@ -235,7 +243,7 @@ def _read_bounds(fields: ConfigFields, default: Bounds) -> Bounds:
 
 
 def _asked_bounds(options: Mapping[str, Any], given: Bounds) -> Bounds:
-    """Reads pixel bounds from a request's mm_processor_kwargs."""
+    """Reads pixel bounds from a request's mm_processor_kwargs; `given` are the defaults. Raises RequestError."""
     if not options:
         return given
     try:

@@ -76,8 +76,9 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
         return (place - 1, place + 2) if whole else (place, place + 1)
 
     def _steps(self, modality: str, item: Processed) -> list[np.ndarray]:
-        """Tokens of each step of an item: placeholders for a picture; a time and placeholders for each step
-        of a video.
+        """Tokens of each step of an item: placeholders for a picture; a time and placeholders for each step of a video.
+
+        Raises RequestError for a video without a tokenizer.
         """
         token = self.token_ids[modality]
         if modality == "image":
@@ -103,9 +104,10 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
 def resized_frames(
     num_frames: int, height: int, width: int, bounds: Bounds, factor: int, depth: int
 ) -> tuple[int, int]:
-    """Size of frames after resizing with common pixel bounds, as by transformers' smart_resize of Qwen3-VL.
+    """(height, width) in pixels of frames after resizing, as by transformers' smart_resize of Qwen3-VL.
 
-    factor, depth: pixels along a side of a row of the tower, and frames of a patch.
+    bounds: of the pixels of all frames together. factor: pixels along a side of a row of the tower. depth: frames of a
+    patch. Raises RequestError if one side is more than MAX_ASPECT_RATIO times the other.
     """
     # Fewer frames are repeated to fill a patch.
     num_frames = max(num_frames, depth)

@@ -31,7 +31,8 @@ def read_settings(folder: Path, *places: tuple[str, str]) -> tuple[Path, ConfigF
     """Reads a processor's settings from the first of `places` that the checkpoint has; returns the file and the
     settings.
 
-    Raises ModelFileError.
+    places: pairs of a key in the file of all processors (WHOLE) and the name of a file of this one alone. Raises
+    ModelFileError.
     """
     whole = read_object(folder, WHOLE) or {}
     for key, name in places:
@@ -87,7 +88,7 @@ def _colours(fields: ConfigFields, name: str, above: float = -np.inf) -> tuple[f
 
 
 def check_options(options: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    """Raises RequestError for mm_processor_kwargs that the model does not have."""
+    """Raises RequestError for mm_processor_kwargs that the model does not have. known: names of those that it has."""
     for name in options:
         if name not in known:
             text = f"{OPTIONS} has {str(name)[:100]!r}; this model has {', '.join(known) or 'none'}"

@@ -121,7 +121,7 @@ class SmolVLMProcessor(Idefics3Processor):
 
 
 def _times(video: Any, count: int) -> tuple[float, ...]:
-    """Time of each frame, followed by the duration of the video, in seconds. Raises RequestError."""
+    """Times of `count` frames, followed by the duration of the video, in seconds. Raises RequestError."""
     indices = np.asarray(getattr(video, "frames_indices", range(count)))
     fps = getattr(video, "fps", None)
     times = (indices / (fps or UNKNOWN_FPS)).tolist()

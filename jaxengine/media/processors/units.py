@@ -27,7 +27,10 @@ from jaxengine.scheduler.errors import RequestError
 
 
 def read_size(fields: ConfigFields, name: str, *allowed: tuple[str, ...]) -> dict[str, int]:
-    """Reads a mapping to pixels whose keys are exactly one of `allowed`; a plain number stands for a single key."""
+    """Reads the mapping `name` of sides to pixels, whose keys are exactly those of one of `allowed`.
+
+    A plain number stands for a mapping with a single key. Raises ModelConfigError.
+    """
     value = fields.value(name)
     single = next((keys for keys in allowed if len(keys) == 1), None)
     if single is not None and type(value) is int:
@@ -83,7 +86,7 @@ class UnitProcessor:
         self.settings = f"{type(self).__name__} {sorted(settings.raw.items(), key=str)} {self.tower!r}"
 
     def read_settings(self, fields: ConfigFields) -> None:
-        """Reads the family's settings, in addition to those of Pixels."""
+        """Reads the family's settings, in addition to those of Pixels. Raises ModelConfigError."""
 
     @abstractmethod
     def placeholder_id(self) -> int:
@@ -91,7 +94,10 @@ class UnitProcessor:
 
     @abstractmethod
     def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:
-        """Cuts uint8[H, W, 3] into squares of `side` pixels; returns them and their (rows, columns)."""
+        """Cuts uint8[H, W, 3] into squares of `side` pixels; returns them and their (rows, columns).
+
+        options: mm_processor_kwargs, of which it uses `option_names`. Raises RequestError.
+        """
 
     @abstractmethod
     def pieces(self, item: Processed) -> list[int]:
@@ -99,7 +105,7 @@ class UnitProcessor:
 
     @abstractmethod
     def largest_size(self) -> tuple[int, int]:
-        """Height and width of a picture with the most units."""
+        """Height and width in pixels of a picture with the most units."""
 
     def option_names(self) -> tuple[str, ...]:
         """Names of mm_processor_kwargs that `units` uses."""
@@ -116,7 +122,7 @@ class UnitProcessor:
         return self.placeholder_id()
 
     def token_id(self, *names: str) -> int:
-        """A token id by the first of these fields that config.json has."""
+        """A token id by the first of these fields that config.json has. Raises ModelConfigError."""
         name = next((name for name in names if self.config_fields.has(name)), names[0])
         found = self.config_fields.integer(name, minimum=0)
         if found >= self.vocab_size:
@@ -191,7 +197,10 @@ class UnitProcessor:
         return Expanded(out, positions, order)
 
     def joined(self, token_ids: list[int], owners: list[int]) -> tuple[list[int], list[int]]:
-        """Adjusts an expanded prompt, and the owners of its tokens, to the tokenization of the expanded text."""
+        """Adjusts an expanded prompt, and the owners of its tokens, to the tokenization of the expanded text.
+
+        owners: for each token the number of its picture or video in the prompt; -1 for the prompt's own tokens.
+        """
         return token_ids, owners
 
     def normalized(self, units: np.ndarray) -> np.ndarray:
