@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxengine.api.core import EngineCore
 from jaxengine.engine.weight_types import KVMode, PauseMode, WeightUpdate
+from jaxengine.scheduler.errors import RequestError
 
 if TYPE_CHECKING:
     from jaxengine.runner.weight_update import NewWeights, Renamed
@@ -74,6 +75,42 @@ class WeightMethods(ABC):
             self.pause_generation(mode)
             with self._lock:
                 return weights.switch(new, version, kv)
+        finally:
+            if not was_paused:
+                self.resume_generation()
+
+    def update_lora(
+        self,
+        name: str,
+        params: Any,
+        *,
+        config: Mapping[str, Any] | None = None,
+        lora_int_id: int | None = None,
+        mode: PauseMode = "keep",
+        kv: KVMode = "recompute",
+    ) -> None:
+        """Replaces an adapter's matrices between two steps, or adds an adapter, from memory; compiles nothing.
+
+        Args:
+          name: as requests name it, in `LoRARequest.lora_name`.
+          params: tensors by PEFT's names ("base_model.model.NAME.lora_A.weight"), as a mapping or as pairs.
+          config: as in PEFT's adapter_config.json; None for that of the adapter which has the name.
+          lora_int_id: of a new adapter; None for one that is free. A `LoRARequest` for it may have any path.
+          mode: as of `update_weights`, for all requests.
+          kv: as of `update_weights`, for running requests with this adapter. Those of others go on with what they have.
+        Raises WeightUpdateError, whose `faults` list every tensor that is missing, unknown, given twice or of a wrong
+        shape, or whose numbers do not do; RequestError; EngineDeadError. The old adapter stays then.
+        """
+        with self._lock:
+            weights = _weights_of(self.core)
+            weights.check(None, mode, kv)
+            adapters = _adapters_of(self.core)
+        new = _read_adapter(adapters, name, params, config, lora_int_id)
+        was_paused = self.is_paused()
+        try:
+            self.pause_generation(mode)
+            with self._lock:
+                adapters.replace(new, kv)
         finally:
             if not was_paused:
                 self.resume_generation()
@@ -176,6 +213,29 @@ class AsyncWeightMethods(ABC):
             if not was_paused:
                 await self.resume_generation()
 
+    async def update_lora(
+        self,
+        name: str,
+        params: Any,
+        *,
+        config: Mapping[str, Any] | None = None,
+        lora_int_id: int | None = None,
+        mode: PauseMode = "keep",
+        kv: KVMode = "recompute",
+    ) -> None:
+        """As `LLM.update_lora`."""
+        weights = await self._weights()
+        weights.check(None, mode, kv)
+        adapters = await self.between_steps(lambda: _adapters_of(self.core))
+        new = await asyncio.to_thread(_read_adapter, adapters, name, params, config, lora_int_id)
+        was_paused = await self.is_paused()
+        try:
+            await self.pause_generation(mode)
+            await self.between_steps(lambda: adapters.replace(new, kv))
+        finally:
+            if not was_paused:
+                await self.resume_generation()
+
     async def pause_generation(self, mode: PauseMode = "keep") -> None:
         """As `LLM.pause_generation`."""
         weights = await self._weights()
@@ -229,6 +289,22 @@ def _read_new(core: EngineCore, params: Any, mapping: Mapping[str, Renamed] | No
     from jaxengine.runner.weight_update import read_weights
 
     return read_weights(core.runner, params, mapping=mapping, strict=strict)
+
+
+def _adapters_of(core: EngineCore) -> Any:
+    """Return the engine's jaxengine.engine.extensions.adapters.Adapters. Only who may step the engine may call it."""
+    core.check()
+    return core.engine.extensions.require("adapters")
+
+
+def _read_adapter(adapters: Any, name: str, params: Any, config: Mapping[str, Any] | None, number: int | None) -> Any:
+    """An adapter in host memory, not in use yet; steps may go on meanwhile. Raises WeightUpdateError, RequestError."""
+    from jaxengine.runner.weight_update import read_adapter
+
+    if config is not None and not isinstance(config, Mapping):
+        text = f"config must be the fields of PEFT's adapter_config.json, got {type(config).__name__}"
+        raise RequestError(text, param="config", value=config)
+    return read_adapter(params, lambda source: adapters.store.read_given(name, source, config, number))
 
 
 def _weight_info(core: EngineCore, checksum: bool) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,16 +21,19 @@ from jaxengine.models.params.declare import declared_params
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import WeightSource
 from jaxengine.models.weights.adapters.pools import abstract_leaves
-from jaxengine.models.weights.formats.arrays import ArraySource, FiniteSource
+from jaxengine.models.weights.formats.arrays import ArraySource, FiniteSource, Taken, fault_of, on_host
 from jaxengine.models.weights.formats.orbax import LAYOUT_FILE, load_checkpoint
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.load import load_params
+from jaxengine.models.weights.streamed import load_streamed
 from jaxengine.models.weights.views.parts import num_parts
 from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.sleep import Absent, are_present
 from jaxengine.runner.stage_runner import StageRunner
 from jaxengine.scheduler.errors import RequestError
 from jaxengine.sharding.rules import part_bytes
+
+_Read = TypeVar("_Read")
 
 # Faults that the text of an error names.
 MAX_SHOWN = 10
@@ -115,12 +118,11 @@ def read_weights(
                 _checked(stage, load_checkpoint(Path(params), stage.programs.model, mesh=stage.programs.mesh))
                 for stage in runner.stages
             ]
+        elif isinstance(params, str | os.PathLike):
+            _refuse_mapping(mapping)
+            found = _of_folder(runner, Path(params), strict)
         else:
-            source = _source(params, mapping)
-            try:
-                found = [_of_stage(stage, source, strict) for stage in runner.stages]
-            finally:
-                source.close()
+            found = _of_tensors(runner, _renamed(_pairs(params), mapping or {}), strict)
     except ModelFileError as error:
         raise WeightUpdateError.of([(error.where or error.path, error.what), *error.others]) from error
     new = NewWeights(found, time.monotonic() - start)
@@ -131,6 +133,27 @@ def read_weights(
             raise WeightUpdateError("the engine sleeps: until its weights are back it takes all of them, strict=True")
     if not new.num_leaves:
         raise WeightUpdateError("params has no tensor of this model")
+    return new
+
+
+def read_adapter(params: Any, read: Callable[[WeightSource], _Read]) -> _Read:
+    """Read an adapter's tensors by PEFT's names, a mapping or pairs, as `read` does. Raises WeightUpdateError."""
+    tensors, faults = dict[str, Any](), dict[str, str]()
+    for name, array in _renamed(_pairs(params), {}):
+        if name in tensors:
+            faults[name] = "is given twice"
+            continue
+        fault = fault_of(array)
+        tensors[name] = array if fault is None else Taken(())
+        if fault is not None:
+            faults[name] = fault
+    try:
+        new = read(ArraySource(tensors))
+    except ModelFileError as error:
+        found = [(error.where or error.path, error.what), *error.others]
+        raise WeightUpdateError.of([*faults.items(), *(each for each in found if each[0] not in faults)]) from error
+    if faults:
+        raise WeightUpdateError.of([*faults.items()])
     return new
 
 
@@ -152,16 +175,12 @@ def checksums(runner: ModelRunner) -> dict[str, str]:
     return found
 
 
-def _source(params: Any, mapping: Mapping[str, Renamed] | None) -> WeightSource:
-    if isinstance(params, str | os.PathLike):
-        _refuse_mapping(mapping)
-        return SafetensorsCheckpoint(Path(params))
+def _pairs(params: Any) -> Iterable[Any]:
     if not isinstance(params, Mapping | Iterable):
         raise WeightUpdateError(
             f"params must be a folder, tensors by name, an nnx.State or an nnx.Module, got {type(params).__name__}"
         )
-    pairs = params.items() if isinstance(params, Mapping) else params
-    return ArraySource(_renamed(pairs, mapping or {}))
+    return params.items() if isinstance(params, Mapping) else params
 
 
 def _renamed(pairs: Iterable[Any], mapping: Mapping[str, Renamed]) -> Iterable[tuple[str, Any]]:
@@ -176,16 +195,33 @@ def _renamed(pairs: Iterable[Any], mapping: Mapping[str, Renamed]) -> Iterable[t
             yield rule, array
             continue
         axes, function = rule[1], rule[2] if len(rule) == 3 else None
-        array = array if axes is None else np.transpose(np.asarray(array), tuple(axes))
+        array = array if axes is None else np.transpose(on_host(array), tuple(axes))
         yield rule[0], array if function is None else function(array)
     if unused:
         raise WeightUpdateError.of([(name, "is named by mapping and not in params") for name in sorted(unused)])
 
 
-def _of_stage(stage: StageRunner, source: WeightSource, strict: bool) -> dict[int, jax.Array]:
-    programs = stage.programs
-    state = load_params(programs.model, FiniteSource(source), mesh=programs.mesh, partial=not strict)
-    return _checked(stage, state, overflowing=(jnp.float16,))
+def _of_folder(runner: ModelRunner, folder: Path, strict: bool) -> list[dict[int, jax.Array]]:
+    source, states = SafetensorsCheckpoint(folder), []
+    try:
+        for stage in runner.stages:
+            model, mesh = stage.programs.model, stage.programs.mesh
+            states.append(load_params(model, FiniteSource(source), mesh=mesh, partial=not strict))
+    finally:
+        source.close()
+    return _of_finite(runner, states)
+
+
+def _of_tensors(runner: ModelRunner, tensors: Iterable[tuple[str, Any]], strict: bool) -> list[dict[int, jax.Array]]:
+    stages = [(stage.programs.model, stage.programs.mesh) for stage in runner.stages]
+    return _of_finite(runner, load_streamed(stages, tensors, partial=not strict))
+
+
+def _of_finite(runner: ModelRunner, states: Sequence[nnx.State]) -> list[dict[int, jax.Array]]:
+    """New arrays of all stages that were made of finite numbers: only float16 may have become infinite."""
+    return [
+        _checked(stage, state, overflowing=(jnp.float16,)) for stage, state in zip(runner.stages, states, strict=True)
+    ]
 
 
 def _checked(stage: StageRunner, state: nnx.State, overflowing: Sequence[Any] = ()) -> dict[int, jax.Array]:

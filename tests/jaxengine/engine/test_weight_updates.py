@@ -352,6 +352,37 @@ def test_requests_of_a_sleeping_engine(tiny_options):
     asyncio.run(run())
 
 
+def test_requests_time_out_in_a_pause(tiny_options):
+    """Those that ran, in a pause and asleep, and those that have come since; others stay."""
+
+    async def run() -> None:
+        engine = AsyncLLM(**tiny_options)
+        try:
+
+            async def last(request_id: str, timeout: float | None) -> Any:
+                async for output in engine.generate(PROMPTS[0], greedy(60), request_id, timeout=timeout):
+                    newest = output
+                return newest.outputs[0]
+
+            early = asyncio.create_task(last("early", 3600.0))
+            while not engine.core.has_unfinished:
+                await asyncio.sleep(0.001)
+            await engine.pause_generation("keep")
+            (request,) = engine.core.engine.scheduler.requests
+            for asleep in (False, True):
+                if asleep:
+                    await engine.sleep(1, mode="keep")
+                late = await asyncio.wait_for(last(f"late {asleep}", 0.05), 60)
+                assert (late.finish_reason, late.stop_reason) == ("abort", "timeout") and not early.done()
+            assert engine.core.idle_seconds > 60 and request in engine.core.engine.scheduler.requests
+            await engine.wake_up()
+            assert (await early).finish_reason == "length" and engine.core.idle_seconds == float("inf")
+        finally:
+            engine.shutdown()
+
+    asyncio.run(run())
+
+
 def test_an_update_does_not_wake_what_it_does_not_bring(tiny_options):
     """Weights that it leaves out, and adapters, are still in host memory: no step runs before `wake_up`."""
     with LLM(**tiny_options | {"enable_lora": True, "max_model_len": 32}) as llm:
