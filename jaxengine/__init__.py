@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from jaxengine.api.engine_client import EngineDeadError
     from jaxengine.api.llm import LLM
     from jaxengine.api.llm_engine import LLMEngine
+    from jaxengine.api.weights import ScannedLayers
     from jaxengine.checkpoint.custom_models import register_model
     from jaxengine.config.compilation_config import CompilationConfig, CompilationLevel, CompilationMode
     from jaxengine.config.engine_args import EngineArgs
@@ -83,6 +84,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScannedLayers",
     "ScoringOutput",
     "ScoringRequestOutput",
     "StructuredOutputsParams",
@@ -129,6 +131,7 @@ _HOMES = {
     "RequestOutput": "jaxengine.requests.outputs",
     "RequestOutputKind": "jaxengine.requests.sampling_params",
     "SamplingParams": "jaxengine.requests.sampling_params",
+    "ScannedLayers": "jaxengine.api.weights",
     "ScoringOutput": "jaxengine.requests.pooling.outputs",
     "ScoringRequestOutput": "jaxengine.requests.pooling.outputs",
     "StructuredOutputsParams": "jaxengine.requests.structured.params",

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxengine.api.core import EngineCore
 from jaxengine.engine.weight_types import KVMode, PauseMode, WeightUpdate
+from jaxengine.runner.weight_names import Renamed
+from jaxengine.runner.weight_names import ScannedLayers as ScannedLayers
 from jaxengine.scheduler.errors import RequestError
 
 if TYPE_CHECKING:
-    from jaxengine.runner.weight_update import NewWeights, Renamed
+    from jaxengine.runner.weight_update import NewWeights
 
 _T = TypeVar("_T")
 
@@ -44,6 +46,7 @@ class WeightMethods(ABC):
         kv: KVMode = "recompute",
         mapping: Mapping[str, Renamed] | None = None,
         strict: bool = True,
+        donate: bool = False,
     ) -> WeightUpdate:
         """Replaces the model's weights between two steps, all of them or none; compiles nothing.
 
@@ -60,8 +63,11 @@ class WeightMethods(ABC):
           kv: what becomes of keys and values that the old weights made: running requests are computed again
             ("recompute"), or go on with them ("keep"); "drop" is "recompute", and blanks cached prefixes at once.
             No request finds pages that other weights have made.
-          mapping: from names in params to Hugging Face names, or (name, order of axes or None, function or none).
+          mapping: from names in params to Hugging Face names, or (name, order of axes or None, function or none), or
+            to ScannedLayers, for an array with a tensor of each layer.
           strict: False leaves weights as they are for which params has no tensor.
+          donate: jax arrays in params are deleted as soon as they have been copied, also where a later one is at fault.
+            Those of the engine's own tree that are taken over without a copy are not.
         Raises WeightUpdateError, whose `faults` list every tensor that is missing, unknown or of a wrong shape, or
         those given twice, or the first with numbers that do not do; RequestError; EngineDeadError. The old weights stay
         then.
@@ -69,7 +75,7 @@ class WeightMethods(ABC):
         with self._lock:
             weights = _weights_of(self.core)
             weights.check(version, mode, kv)
-        new = _read_new(self.core, params, mapping, strict)
+        new = _read_new(self.core, params, mapping, strict, donate)
         was_paused = self.is_paused()
         try:
             self.pause_generation(mode)
@@ -200,11 +206,12 @@ class AsyncWeightMethods(ABC):
         kv: KVMode = "recompute",
         mapping: Mapping[str, Renamed] | None = None,
         strict: bool = True,
+        donate: bool = False,
     ) -> WeightUpdate:
         """As `LLM.update_weights`; requests that arrive while the engine is paused wait."""
         weights = await self._weights()
         weights.check(version, mode, kv)
-        new = await asyncio.to_thread(_read_new, self.core, params, mapping, strict)
+        new = await asyncio.to_thread(_read_new, self.core, params, mapping, strict, donate)
         was_paused = await self.is_paused()
         try:
             await self.pause_generation(mode)
@@ -284,11 +291,13 @@ def _weights_of(core: EngineCore) -> Any:
     return core.engine.extensions.require("weights")
 
 
-def _read_new(core: EngineCore, params: Any, mapping: Mapping[str, Renamed] | None, strict: bool) -> NewWeights:
+def _read_new(
+    core: EngineCore, params: Any, mapping: Mapping[str, Renamed] | None, strict: bool, donate: bool
+) -> NewWeights:
     """New weights on the devices, not in use yet; steps may go on meanwhile. Raises WeightUpdateError."""
     from jaxengine.runner.weight_update import read_weights
 
-    return read_weights(core.runner, params, mapping=mapping, strict=strict)
+    return read_weights(core.runner, params, mapping=mapping, strict=strict, donate=donate)
 
 
 def _adapters_of(core: EngineCore) -> Any:

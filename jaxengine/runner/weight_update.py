@@ -21,7 +21,7 @@ from jaxengine.models.params.declare import declared_params
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import WeightSource
 from jaxengine.models.weights.adapters.pools import abstract_leaves
-from jaxengine.models.weights.formats.arrays import ArraySource, FiniteSource, Taken, fault_of, on_host
+from jaxengine.models.weights.formats.arrays import ArraySource, FiniteSource, Taken, fault_of
 from jaxengine.models.weights.formats.orbax import LAYOUT_FILE, load_checkpoint
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.load import load_params
@@ -30,34 +30,11 @@ from jaxengine.models.weights.views.parts import num_parts
 from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.sleep import Absent, are_present
 from jaxengine.runner.stage_runner import StageRunner
+from jaxengine.runner.weight_names import Renamed, WeightUpdateError, renamed
 from jaxengine.scheduler.errors import RequestError
 from jaxengine.sharding.rules import part_bytes
 
 _Read = TypeVar("_Read")
-
-# Faults that the text of an error names.
-MAX_SHOWN = 10
-# A Hugging Face name for a trainer's, or that name, an order of axes and a function of the array, None for neither.
-Renamed = str | tuple[str, Sequence[int] | None] | tuple[str, Sequence[int] | None, Callable[[Any], Any] | None]
-
-
-class WeightUpdateError(RequestError):
-    """New weights that do not fit. The engine goes on with those that it has.
-
-    Attributes:
-      faults: (tensor, what is wrong) of every tensor at fault: missing, unknown, given twice, of a wrong shape or kind.
-    """
-
-    def __init__(self, message: str, faults: Sequence[tuple[str, str]] = ()):
-        super().__init__(message, param="params")
-        self.faults = [*faults]
-
-    @classmethod
-    def of(cls, faults: Sequence[tuple[str, str]]) -> WeightUpdateError:
-        """The error of at least one fault; names the first ones."""
-        shown = "; ".join(f"{name}: {text}" for name, text in faults[:MAX_SHOWN])
-        more = f"; and {len(faults) - MAX_SHOWN} more" if len(faults) > MAX_SHOWN else ""
-        return cls(f"the weights stay as they are: {shown}{more}", faults)
 
 
 class NewWeights:
@@ -94,6 +71,7 @@ def read_weights(
     *,
     mapping: Mapping[str, Renamed] | None = None,
     strict: bool = True,
+    donate: bool = False,
 ) -> NewWeights:
     """Read new weights for all stages and place them on their devices, beside the old ones.
 
@@ -102,16 +80,19 @@ def read_weights(
         or the engine's own tree, an nnx.State or an nnx.Module.
       mapping: from the names of `params` to Hugging Face names, for tensors by name. Those that it lacks keep theirs.
       strict: every weight must be there. Otherwise weights without any of their tensors stay as they are.
+      donate: jax arrays of `params` are deleted as soon as they have been read, also where later ones are at fault.
 
     Matrices that the engine rounded when it loaded are rounded again in the same way. Raises WeightUpdateError.
     """
     start = time.monotonic()
     if runner.config.nnodes > 1:
         raise WeightUpdateError(f"weights of an engine of {runner.config.nnodes} processes cannot be replaced")
+    if donate and isinstance(params, str | os.PathLike):
+        raise WeightUpdateError("donate gives up arrays; a folder has none")
     try:
         if isinstance(params, nnx.Module | nnx.State):
             _refuse_mapping(mapping)
-            found = [_own_tree(runner, stage, params, strict) for stage in runner.stages]
+            found = [_own_tree(runner, stage, params, strict, donate) for stage in runner.stages]
         elif isinstance(params, str | os.PathLike) and (Path(params) / LAYOUT_FILE).is_file():
             _refuse_mapping(mapping)
             found = [
@@ -122,7 +103,8 @@ def read_weights(
             _refuse_mapping(mapping)
             found = _of_folder(runner, Path(params), strict)
         else:
-            found = _of_tensors(runner, _renamed(_pairs(params), mapping or {}), strict)
+            tensors = renamed(_pairs(params), mapping or {}, donate=donate)
+            found = _of_tensors(runner, tensors, strict, donate)
     except ModelFileError as error:
         raise WeightUpdateError.of([(error.where or error.path, error.what), *error.others]) from error
     new = NewWeights(found, time.monotonic() - start)
@@ -139,7 +121,7 @@ def read_weights(
 def read_adapter(params: Any, read: Callable[[WeightSource], _Read]) -> _Read:
     """Read an adapter's tensors by PEFT's names, a mapping or pairs, as `read` does. Raises WeightUpdateError."""
     tensors, faults = dict[str, Any](), dict[str, str]()
-    for name, array in _renamed(_pairs(params), {}):
+    for name, array in renamed(_pairs(params), {}):
         if name in tensors:
             faults[name] = "is given twice"
             continue
@@ -183,24 +165,6 @@ def _pairs(params: Any) -> Iterable[Any]:
     return params.items() if isinstance(params, Mapping) else params
 
 
-def _renamed(pairs: Iterable[Any], mapping: Mapping[str, Renamed]) -> Iterable[tuple[str, Any]]:
-    unused = set(mapping)
-    for pair in pairs:
-        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
-            raise WeightUpdateError(f"params must be pairs of a name and an array, got {str(pair)[:100]}")
-        name, array = pair
-        unused.discard(name)
-        rule = mapping.get(name, name)
-        if isinstance(rule, str):
-            yield rule, array
-            continue
-        axes, function = rule[1], rule[2] if len(rule) == 3 else None
-        array = array if axes is None else np.transpose(on_host(array), tuple(axes))
-        yield rule[0], array if function is None else function(array)
-    if unused:
-        raise WeightUpdateError.of([(name, "is named by mapping and not in params") for name in sorted(unused)])
-
-
 def _of_folder(runner: ModelRunner, folder: Path, strict: bool) -> list[dict[int, jax.Array]]:
     source, states = SafetensorsCheckpoint(folder), []
     try:
@@ -212,9 +176,11 @@ def _of_folder(runner: ModelRunner, folder: Path, strict: bool) -> list[dict[int
     return _of_finite(runner, states)
 
 
-def _of_tensors(runner: ModelRunner, tensors: Iterable[tuple[str, Any]], strict: bool) -> list[dict[int, jax.Array]]:
+def _of_tensors(
+    runner: ModelRunner, tensors: Iterable[tuple[str, Any]], strict: bool, donate: bool
+) -> list[dict[int, jax.Array]]:
     stages = [(stage.programs.model, stage.programs.mesh) for stage in runner.stages]
-    return _of_finite(runner, load_streamed(stages, tensors, partial=not strict))
+    return _of_finite(runner, load_streamed(stages, tensors, partial=not strict, donate=donate))
 
 
 def _of_finite(runner: ModelRunner, states: Sequence[nnx.State]) -> list[dict[int, jax.Array]]:
@@ -243,9 +209,9 @@ def _checked(stage: StageRunner, state: nnx.State, overflowing: Sequence[Any] = 
     return new
 
 
-def _own_tree(runner: ModelRunner, stage: StageRunner, tree: Any, strict: bool) -> dict[int, jax.Array]:
+def _own_tree(runner: ModelRunner, stage: StageRunner, tree: Any, strict: bool, donate: bool) -> dict[int, jax.Array]:
     """A stage's new arrays from a tree of the engine's own structure: an array that lies as the engine's is not
-    copied."""
+    copied. donate: others are deleted once they have been."""
     state = nnx.state(tree, nnx.Param) if isinstance(tree, nnx.Module) else tree
     given = {path: variable.get_value() for path, variable in nnx.to_flat_state(state)}
     if len(runner.stages) > 1:
@@ -259,7 +225,9 @@ def _own_tree(runner: ModelRunner, stage: StageRunner, tree: Any, strict: bool) 
         if path not in given:
             if strict:
                 faults.append((name, "is missing"))
-        elif (array := given[path]).shape != old.shape or array.dtype != old.dtype:
+        elif (array := given[path]).is_deleted():
+            faults.append((name, "is an array that has been deleted or given up"))
+        elif array.shape != old.shape or array.dtype != old.dtype:
             faults.append((name, f"must be {old.dtype}{[*old.shape]}, got {array.dtype}{[*array.shape]}"))
         elif len(param.decl.sources) > 1 and num_parts(param, stage.programs.mesh)[param.decl.joined_axis] > 1:
             raise WeightUpdateError(
@@ -269,9 +237,14 @@ def _own_tree(runner: ModelRunner, stage: StageRunner, tree: Any, strict: bool) 
         elif not _is_finite(array):
             faults.append((name, "has numbers that are not finite"))
         else:
-            new[index] = array if array.format == old.format else _moved(array, old)
+            new[index] = array
     if faults:
         raise WeightUpdateError.of(faults)
+    for index, array in new.items():
+        if array.format != stage.params[index].format:
+            new[index] = jax.block_until_ready(_moved(array, stage.params[index]))
+            if donate:
+                array.delete()
     return new
 
 
