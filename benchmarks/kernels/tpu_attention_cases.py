@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import jax
@@ -17,6 +18,7 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as jax
 from benchmarks.kernels.tpu_profile import bare_kernel, fix_trips
 from jaxengine.pallas_kernels.attention.op import AttentionSpec
 from jaxengine.pallas_kernels.attention.ragged_batch import RaggedBatch
+from jaxengine.pallas_kernels.attention.tpu import attend
 from jaxengine.pallas_kernels.attention.tpu.profile import block_profile
 
 Case = tuple[Callable, Any, dict]  # what `tpu_profile.profile` wants of a builder
@@ -35,12 +37,16 @@ def ours(
     part: str,
     trips: int,
     kv_dtype: str = "bfloat16",
+    checked: bool = False,
 ) -> Case:
     """One grid step of our kernel, which does `part` `trips` times, at the block sizes of a step of `num_tokens`.
 
     part: "block" folds one block of keys that all rows see, "edge" one with a mask, "tile" opens and closes a tile
-    around an "edge". in_keys: of keys whose first elements are the values, how many are; None for values apart.
+    around an "edge"; "fetch" and "wait" start and await the copies of a block. in_keys: of keys whose first elements
+    are the values, how many are; None for values apart. checked: with bounds checks, which a chip does without.
     """
+    if checked:
+        attend.compiler_params = functools.partial(_checked, attend.compiler_params)
     spec = AttentionSpec(*heads, head_dim, in_keys or head_dim, head_dim**-0.5, values_in_keys=in_keys is not None)
     fn, args, sizes = block_profile(
         spec,
@@ -57,6 +63,10 @@ def ours(
     return bare, operands, sizes[0]._asdict()
 
 
+def _checked(compiler_params: Callable, interpret: Any, *semantics: Any, **options: Any) -> Any:
+    return replace(compiler_params(interpret, *semantics, **options), disable_bounds_checks=False)
+
+
 def theirs(
     *, heads: tuple[int, int], head_dim: int, page_size: int, max_pages: int, block_pages: int, block_q: int, trips: int
 ) -> Case:
@@ -64,7 +74,7 @@ def theirs(
     fix_trips(jax_kernel, lambda cond: trips if "kv_blk" in cond.__name__ else 1)
     jax_kernel.MultiPageAsyncCopyDescriptor.start = lambda self: None
     jax_kernel.MultiPageAsyncCopyDescriptor.wait = lambda self: self._vmem_buf
-    attend = functools.partial(
+    call = functools.partial(
         jax_kernel.ragged_paged_attention,
         sm_scale=head_dim**-0.5,
         num_kv_pages_per_block=block_pages,
@@ -80,7 +90,7 @@ def theirs(
         batch.cu_q_lens,
         jax.ShapeDtypeStruct((1,), jnp.int32),
     )
-    return *bare_kernel(attend, args, "ragged_paged_attention_kernel"), {}
+    return *bare_kernel(call, args, "ragged_paged_attention_kernel"), {}
 
 
 def _batch(num_seqs: int, num_tokens: int, max_pages: int) -> RaggedBatch:

@@ -42,23 +42,27 @@ _KERNEL = "profiled_kernel"  # the compiler names its dumps after the function
 class Profile(NamedTuple):
     cycles: int | None  # estimated; None where libtpu cannot profile the kernel
     facts: dict[str, Any]  # what the builder says of its case
+    bundles: int  # instruction words of the kernel, each counted once
 
 
 class ProfileError(RuntimeError):
     """The kernel does not compile for the chip; says why."""
 
 
-def profile(build: str, topology: str, *, timeout: float = 240, **arguments: Any) -> Profile:
+def profile(build: str, topology: str, *, timeout: float = 240, timed: bool = True, **arguments: Any) -> Profile:
     """Compile the bare kernel that the function named `build` ("module:function") returns and read its profile.
 
     build: called in the child as build(**arguments); returns what `bare_kernel` returns, and a dict for `facts`.
-    topology: e.g. "v6e:1x1". arguments: must survive JSON.
+    topology: e.g. "v6e:1x1". timed: whether to ask for cycles. arguments: must survive JSON.
     Raises ProfileError when the compiler refuses.
     """
     with tempfile.TemporaryDirectory() as folder:
         dump = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
-        ran = _child(build, topology, arguments, f"{dump} --xla_jf_dump_static_llo_profile_to={folder}/prof", timeout)
-        if ran.returncode and "Static LLO profiling" in ran.stderr:  # a copy its model does not know aborts libtpu
+        cycles = f" --xla_jf_dump_static_llo_profile_to={folder}/prof" if timed else ""
+        ran = _child(build, topology, arguments, dump + cycles, timeout)
+        if (
+            timed and ran.returncode and "Static LLO profiling" in ran.stderr
+        ):  # a copy its model does not know aborts libtpu
             ran = _child(build, topology, arguments, dump, timeout)
         if ran.returncode:
             errors = re.findall(r"^.*(?:Error|INTERNAL|UNIMPLEMENTED|RESOURCE_EXHAUSTED).*$", ran.stderr, re.M)
@@ -67,8 +71,13 @@ def profile(build: str, topology: str, *, timeout: float = 240, **arguments: Any
             )
         dumps = sorted(Path(folder, "prof").glob(f"*{_KERNEL}*"))
         found = "".join(path.read_text(errors="replace") for path in dumps)
-        cycles = re.search(r"estimated_cycles: (\d+)", found)
-        return Profile(int(cycles[1]) if cycles else None, json.loads(ran.stdout.splitlines()[-1]))
+        estimate = re.search(r"estimated_cycles: (\d+)", found)
+        bundles = next(Path(folder).glob(f"*{_KERNEL}*[0-9]-final_bundles.txt")).read_text(errors="replace")
+        return Profile(
+            int(estimate[1]) if estimate else None,
+            json.loads(ran.stdout.splitlines()[-1]),
+            len(re.findall(r"^ *0x", bundles, re.M)),
+        )
 
 
 def fix_trips(module: Any, trips: Callable[[Callable], int]) -> None:

@@ -19,7 +19,7 @@ from jaxengine.bench import host, latency, peers, serve, throughput
 from jaxengine.check import command as check
 from jaxengine.cluster.channel import ClusterError
 from jaxengine.commands import collect_env, complete, tune
-from jaxengine.commands.remote import add_url_options, remote_model
+from jaxengine.commands.remote import add_url_options, check_sampling_options, remote_model
 from jaxengine.commands.sampling_options import SAMPLING_OPTIONS
 from jaxengine.config.command_line import add_options, given_options, positive_int
 from jaxengine.config.engine_config import ConfigError, EngineConfig
@@ -318,6 +318,6 @@ def _chat(args: argparse.Namespace) -> int:
     from jaxengine.commands.chat import chat
 
     engine, sampling = given_options(args, EngineConfig), given_options(args, SamplingParams)
-    SamplingParams(**sampling)  # reports a wrong value before a model is loaded or a server asked
+    check_sampling_options(args, sampling)
     remote = remote_model(args, engine, sampling)
     return chat(engine, sampling, args.system, args.image, remote, args.quick)

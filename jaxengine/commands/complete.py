@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jaxengine.commands.chat import local_pieces, read_line, speed, use_readline
-from jaxengine.commands.remote import Piece, add_url_options, remote_model
+from jaxengine.commands.remote import Piece, add_url_options, check_sampling_options, remote_model
 from jaxengine.commands.sampling_options import SAMPLING_OPTIONS
 from jaxengine.config.command_line import add_options, given_options
 from jaxengine.config.engine_config import EngineConfig
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Continues texts until the end of input or Ctrl-C; returns the exit status."""
     engine_options, sampling_options = given_options(args, EngineConfig), given_options(args, SamplingParams)
-    SamplingParams(**sampling_options)  # reports a wrong value before the model is loaded
+    check_sampling_options(args, sampling_options)
     remote = remote_model(args, engine_options, sampling_options)
     complete = _local(engine_options, sampling_options) if remote is None else remote.complete
     if args.quick is not None:

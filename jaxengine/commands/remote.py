@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxengine.config.errors import ConfigError
+from jaxengine.requests.sampling_params import SamplingParams
 from jaxengine.scheduler.errors import RequestError
 from jaxengine.version import __version__
 
@@ -54,6 +55,16 @@ def add_url_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--api-key", metavar="KEY", help="with --url: its key; others can see a command's arguments")
     parser.add_argument("--api-key-file", metavar="FILE", help="with --url: a file with its key")
+
+
+def check_sampling_options(args: argparse.Namespace, options: Mapping[str, Any]) -> None:
+    """Reports a wrong sampling option, before a model is loaded or a server asked. Raises RequestError.
+
+    A server knows the words around its model's reasoning, which thinking_token_budget needs.
+    """
+    of_server = args.url is not None and options.get("thinking_token_budget") is not None
+    words: dict[str, Any] = {"thinking_words": {"reasoning_end": "</think>"}} if of_server else {}
+    SamplingParams(**words | dict(options))
 
 
 def remote_model(

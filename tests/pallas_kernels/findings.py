@@ -15,7 +15,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 FITTED_TO = ("0.10", "0.11", "0.12")
 IS_FITTED = ".".join(jax.__version__.split(".")[:2]) in FITTED_TO
 # Why Blackwell kernels do not run in this jax's interpreter, "" if they do.
-NO_TCGEN05 = "" if hasattr(gpu_callbacks, "tcgen05_commit_arrive") else "jax's interpreter has no tcgen05 before 0.12"
+NO_TCGEN05 = "" if hasattr(gpu_callbacks, "tcgen05_commit_arrive") else "jax's interpreter has no tcgen05 before 0.11.1"
 _LOCK = threading.Lock()
 _FOUND: dict[str, None] = {}
 

@@ -119,6 +119,7 @@ def _attend(
     cores = sizes.cores
     padded_tiles = -(-num_tiles // (blocks.tiles * cores)) * blocks.tiles * cores
     padded_tokens = padded_tiles * block_q
+    page_table, far_page_table, table_width = _place_page_table(batch.page_table, sizes)
     plan = Plan(
         spec,
         block_q,
@@ -140,6 +141,7 @@ def _attend(
             pages=blocks.pages,
             page_size=kv.page_size,
         ),
+        table_width,
     )
     if q_rest is not None and num_kv_heads > 1:  # each head has its own offset in its window
         q, q_rest = jnp.concatenate((q, q_rest), axis=-1), None
@@ -148,7 +150,8 @@ def _attend(
     rest = None if q_rest is None else arrange(q_rest.astype(plan.operand_dtype))
     o, lse = _call_kernel(
         walk,
-        *_place_page_table(batch.page_table, sizes),
+        page_table,
+        far_page_table,
         *_scales(kv, spec, num_kv_heads),
         None if sinks is None else jnp.maximum(sinks * LOG2E, NOTHING_SEEN).reshape(num_kv_heads, group),
         queries,
@@ -164,12 +167,16 @@ def _attend(
     return _arrange_results(o, lse, plan, group, num_tokens)
 
 
-def _place_page_table(page_table: jax.Array, sizes: TpuAttention) -> tuple[jax.Array | None, jax.Array | None]:
-    """Page table as (SMEM operand [S, W], None), or (None, HBM operand [S, 1, W']) if it is too large for SMEM."""
+def _place_page_table(page_table: jax.Array, sizes: TpuAttention) -> tuple[jax.Array | None, jax.Array | None, int]:
+    """Page table as (SMEM operand [S * W], None, W), or (None, HBM operand [S * W'], W') if it is too large for SMEM.
+
+    Flat, as the address of an entry in tiles of two dimensions takes five more operations.
+    """
+    width = page_table.shape[1]
     if fits_smem(sizes, page_table.shape):
-        return page_table, None
-    # A row is copied on its own, so it must be a full tile: [1, W'] is one, a row of [S, W] is not.
-    return None, _pad_axis(page_table, 1, -(-page_table.shape[1] // LANES) * LANES)[:, None]
+        return page_table.reshape(-1), None, width
+    width = -(-width // LANES) * LANES  # a row is copied on its own
+    return None, _pad_axis(page_table, 1, width).reshape(-1), width
 
 
 def _scales(kv: KVPages, spec: AttentionSpec, num_kv_heads: int) -> tuple[jax.Array, jax.Array]:
@@ -282,7 +289,7 @@ def _call_kernel(
                 statistics,
                 pltpu.VMEM((num_kv_heads, plan.rows, value_width), jnp.float32),
                 pltpu.SMEM((4,), jnp.int32),
-                pltpu.SMEM((2, *far_page_table.shape[1:]), jnp.int32) if is_far else None,
+                pltpu.SMEM((2 * plan.table_width,), jnp.int32) if is_far else None,
                 pltpu.SemaphoreType.DMA((2,)) if is_far else None,
             ],
         ),

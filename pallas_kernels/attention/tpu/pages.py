@@ -56,6 +56,7 @@ class Plan:
     cores: int
     mxu_columns: int  # columns of the matrix unit
     parts: int  # parts into which the work on a single kv head is cut
+    table_width: int  # entries of the page table for each sequence
 
     def sums_with_values(self, head: int) -> bool:
         """Whether one product of the matrix unit gives both a head's weighted values and the sum of its weights, in
@@ -106,8 +107,8 @@ class Refs(NamedTuple):
     """References that the kernel reads and writes; shapes are those one grid step sees."""
 
     walk: Walk  # SMEM
-    page_table: Any  # SMEM i32 [S, W], None if it is too large
-    far_page_table: Any  # HBM i32 [S, 1, W], None if it is in SMEM
+    page_table: Any  # SMEM i32 [S * W], None if it is too large
+    far_page_table: Any  # HBM i32 [S * W], None if it is in SMEM
     logit_scale: Any  # SMEM f32 [K] of q.k, for logits to base 2 (natural logits under a soft cap)
     value_scale: Any  # SMEM f32 [K]
     sinks: Any  # SMEM f32 [K, G] to base 2, or None
@@ -124,7 +125,7 @@ class Refs(NamedTuple):
     acc: Any  # f32 [K, rows, width of a value window]
     cursor: Any  # SMEM i32 [4] indexed by the names below
     # Of a page table in HBM, else None:
-    table_rows: Any  # SMEM i32 [2, 1, W]: of the segment being fetched and of the next one
+    table_rows: Any  # SMEM i32 [2 * W]: of the segment being fetched and of the next one
     row_arrived: Any  # DMA semaphore per row
 
 
@@ -187,7 +188,7 @@ def start_walk(refs: Refs, plan: Plan, begin, end) -> None:
     """Start the copies of a core's first items; `end`: one past the last segment of all."""
     refs.cursor[TABLE_ROW] = 1
     if refs.page_table is None:
-        pl.when(begin < end)(lambda: _table_row_copy(refs, begin, 0).start())
+        pl.when(begin < end)(lambda: _table_row_copy(refs, plan, begin, 0).start())
 
     def start(slot, item):
         return fetch(refs, plan, item, slot, end)
@@ -205,28 +206,20 @@ def fetch(refs: Refs, plan: Plan, item: Item, slot, end) -> Item:
 
     @pl.when(item[0] < end)
     def _():
-        first = segment.first_page + item[1] * plan.blocks.pages
-
-        def start(index):
-            if refs.page_table is None:
-                page = refs.table_rows[refs.cursor[TABLE_ROW], 0, first + index]
-            else:
-                page = refs.page_table[segment.seq, first + index]
-            _page_copy(refs, page, slot, index).start()
-
-        _for_pages(plan, segment, item, start)
+        near = refs.page_table is not None
+        table, row = (refs.page_table, segment.seq) if near else (refs.table_rows, refs.cursor[TABLE_ROW])
+        # Where the block begins in the flat table, once for all its pages: a page is then one addition away.
+        first = row * plan.table_width + segment.first_page + item[1] * plan.blocks.pages
+        _for_pages(plan, segment, item, lambda index: _page_copy(refs, table[first + index], slot, index).start())
 
     return next_item(refs, plan, segment, item)
 
 
 def wait_for(refs: Refs, plan: Plan, segment: Segment, item: Item, slot) -> None:
     """Wait until the pages of `item` are in buffer `slot`."""
-
-    def wait(index):
-        # A wait counts bytes: any page of the pool describes them.
-        _page_copy(refs, 0, slot, index).wait()
-
-    _for_pages(plan, segment, item, wait)
+    # A wait counts bytes, so one is enough for all pages, whatever it says of where they come from.
+    pages = refs.buffer.at[slot, pl.ds(0, _count(plan, segment, item)), :, : refs.pool.shape[2]]
+    pltpu.make_async_copy(pages, pages, refs.arrived.at[slot]).wait()
 
 
 def _page_copy(refs: Refs, page, slot, index) -> Any:
@@ -234,10 +227,14 @@ def _page_copy(refs: Refs, page, slot, index) -> Any:
     return pltpu.make_async_copy(refs.pool.at[page], destination, refs.arrived.at[slot])
 
 
+def _count(plan: Plan, segment: Segment, item: Item) -> jax.Array:
+    """Number of an item's pages."""
+    return jnp.clip(num_pages(segment, plan) - item[1] * plan.blocks.pages, 0, plan.blocks.pages)
+
+
 def _for_pages(plan: Plan, segment: Segment, item: Item, act: Callable) -> None:
     """Call `act` with the index of each page of an item; unrolled for a full item, so that copies interleave."""
-    pages = plan.blocks.pages
-    count = jnp.clip(num_pages(segment, plan) - item[1] * pages, 0, pages)
+    pages, count = plan.blocks.pages, _count(plan, segment, item)
 
     @pl.when(count == pages)
     def _():
@@ -249,18 +246,21 @@ def _for_pages(plan: Plan, segment: Segment, item: Item, act: Callable) -> None:
         lax.fori_loop(0, count, lambda index, _: act(index), None)
 
 
-def _table_row_copy(refs: Refs, segment, row) -> Any:
-    seq = refs.walk.seq[segment]
-    return pltpu.make_async_copy(refs.far_page_table.at[seq], refs.table_rows.at[row], refs.row_arrived.at[row])
+def _table_row_copy(refs: Refs, plan: Plan, segment, row) -> Any:
+    def at(row):
+        return pl.ds(pl.multiple_of(row * plan.table_width, LANES), plan.table_width)
+
+    source, destination = refs.far_page_table.at[at(refs.walk.seq[segment])], refs.table_rows.at[at(row)]
+    return pltpu.make_async_copy(source, destination, refs.row_arrived.at[row])
 
 
 def _enter_segment(refs: Refs, plan: Plan, segment, end) -> None:
     """Make the segment's row of the page table the current one, and start the copy of the next segment's row."""
     row = 1 - refs.cursor[TABLE_ROW]
     refs.cursor[TABLE_ROW] = row
-    _table_row_copy(refs, segment, row).wait()
+    _table_row_copy(refs, plan, segment, row).wait()
     following = _next_segment(refs, plan, segment)
-    pl.when(following < end)(lambda: _table_row_copy(refs, following, 1 - row).start())
+    pl.when(following < end)(lambda: _table_row_copy(refs, plan, following, 1 - row).start())
 
 
 def zero_unseen_values(refs: Refs, plan: Plan, segment: Segment, first_key, slot, end_page) -> None:

@@ -19,7 +19,18 @@ from jax import lax
 from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
 from jaxengine.pallas_kernels.attention.tpu import kernel
 from jaxengine.pallas_kernels.attention.tpu.attend import ragged_paged_attention
-from jaxengine.pallas_kernels.attention.tpu.pages import Plan, Refs, read_segment
+from jaxengine.pallas_kernels.attention.tpu.pages import (
+    FETCH_BLOCK,
+    FETCH_SEGMENT,
+    SLOT,
+    Plan,
+    Refs,
+    fetch,
+    next_item,
+    read_segment,
+    segments_before,
+    wait_for,
+)
 from jaxengine.pallas_kernels.attention.tpu.schedule import attention_schedule, block_q_of
 from jaxengine.pallas_kernels.attention.tpu.tiles import LANES
 from jaxengine.pallas_kernels.kv.pages import KVSpec, alloc
@@ -27,6 +38,8 @@ from jaxengine.pallas_kernels.tuning import tuning_of
 
 # Work of a trip: fold a block that all rows see, fold one with a mask, or open and close a tile around the latter.
 PARTS = ("block", "edge", "tile")
+# Or start or await the copies of a block's pages. Trips are written out: bundles are counted, not cycles.
+COPIES = ("fetch", "wait")
 _PAGES = 64  # pages of the pool
 
 
@@ -54,10 +67,10 @@ def block_profile(
 
     decode: tiles of one token, else of a run. num_tokens: tokens of the step whose block sizes are taken. max_pages:
     width
-    of the page table. part: one of PARTS. trips: repetitions. To be traced for a TPU (`jax.set_mesh`).
+    of the page table. part: one of PARTS or COPIES. trips: repetitions. To be traced for a TPU (`jax.set_mesh`).
     """
-    if part not in PARTS:
-        raise ValueError(f"part must be one of {', '.join(PARTS)}, got {part!r}")
+    if part not in PARTS + COPIES:
+        raise ValueError(f"part must be one of {', '.join(PARTS + COPIES)}, got {part!r}")
     sizes: list[Sizes] = []
     if spec.num_kv_heads == 1 and spec.values_in_keys:
         # Keys padded to their window: padding the queries would be a copy within the chip, at which a profile ends.
@@ -66,7 +79,7 @@ def block_profile(
     def body(*refs: Any, plan: Plan) -> None:
         if (plan.block_q == 1) == decode:  # a step with runs has a kernel for single tokens too
             sizes[:] = [Sizes(plan.block_q, plan.block_kv)]
-            _repeat(Refs(*refs), plan, part, trips)
+            (_repeat if part in PARTS else _copy)(Refs(*refs), plan, part, trips)
 
     def attend(q: jax.Array, kv: Any, batch: RaggedBatch) -> Any:
         table = tuning_of("tpu")  # sizes of the chip that is being traced for
@@ -102,3 +115,16 @@ def _repeat(refs: Refs, plan: Plan, part: str, trips: int) -> None:
                 kernel._close_head(refs, plan, segment.tile, head)
 
     lax.fori_loop(0, trips, trip, None)
+
+
+def _copy(refs: Refs, plan: Plan, part: str, trips: int) -> None:
+    cursor, end = refs.cursor, segments_before(refs, refs.walk.tile_start.shape[0])
+    item = cursor[FETCH_SEGMENT], cursor[FETCH_BLOCK]
+    for _ in range(trips):
+        if part == "fetch":
+            item = fetch(refs, plan, item, cursor[SLOT], end)
+        else:
+            segment = read_segment(refs, item)
+            wait_for(refs, plan, segment, item, cursor[SLOT])
+            item = next_item(refs, plan, segment, item)
+    cursor[FETCH_SEGMENT], cursor[FETCH_BLOCK] = item

@@ -125,7 +125,10 @@ def choose_parts(
 
 
 def fits_smem(sizes: TpuAttention, page_table_shape: tuple[int, ...]) -> bool:
-    """Whether all of a page table [S, W] fits in SMEM."""
+    """Whether all of a page table [S, W] fits in SMEM.
+
+    Counted in whole tiles, which is more than the flat table takes: many short rows come with a long walk.
+    """
     num_seqs, width = page_table_shape
     return _round_up(num_seqs, SUBLANES) * _round_up(width, LANES) * 4 <= sizes.smem_table_bytes
 

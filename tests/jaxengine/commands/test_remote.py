@@ -101,11 +101,12 @@ def test_pictures_are_sent_as_data_and_as_addresses(talk, tmp_path):
 
 
 def test_texts_are_continued(talk):
-    extra = ("--extra-args", '{"mine": 1}', "--model-name", "second")
+    extra = ("--extra-args", '{"mine": 1}', "--model-name", "second", "--thinking-token-budget", "5")
     status, out, _, seen = talk("complete", "a b\n\nc\n", *extra, path="")
     assert (status, out) == (0, "<a><b>\n<c>\n")
     (first, second) = (body for path, _, body in seen if path == "/v1/completions")
     assert first["prompt"] == "a b" and second["model"] == "second" and second["vllm_xargs"] == {"mine": 1}
+    assert second["thinking_token_budget"] == 5 and "thinking_words" not in second  # the server has its own
     assert len(seen) == 2  # a model with a name is not asked for
 
 
@@ -138,6 +139,8 @@ def test_a_refusal_is_said_and_the_next_text_is_answered(talk, command, text, me
         (("--model-name", "m"), "absent without --url; --model names the model to load"),
         (("--api-key", "hidden"), "api_key is '...'; allowed: absent without --url"),
         (("--url", "http://a", "--temperature", "9"), "temperature"),
+        (("--url", "http://a", "--thinking-token-budget", "-5"), "thinking_token_budget"),
+        (("--thinking-token-budget", "5"), "must be None without thinking_words"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(capsys, arguments, message):

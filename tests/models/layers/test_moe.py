@@ -339,10 +339,10 @@ def check_layouts(
     expert_rows._LEAST_ROWS = expert_rows._MOST_ROWS = block
     assert jax.device_count() == 8
     is_token = np.arange(NUM_TOKENS) % 5 > 0
-    assert registry._MODULES["grouped_matmul", "cpu"] == "matmul.cpu.grouped"
+    assert registry._ROWS["grouped_matmul", "cpu"] == "matmul.cpu.grouped"
     everything = replace(CONFIG, experts=ALL)
     expected = {config: run(make_layer(config), tokens(), jnp.asarray(is_token)) for config in (CONFIG, everything)}
-    registry._MODULES["grouped_matmul", "cpu"] = f"matmul.{grouped}"
+    registry._ROWS["grouped_matmul", "cpu"] = f"matmul.{grouped}"
     moe.group_step = lambda num_rows, num_groups: step
     cases = [(name, CONFIG, *LAYOUTS[name]) for name in LAYOUTS if name in names]
     cases += [(name, everything, *LAYOUTS_OF_ALL[name]) for name in LAYOUTS_OF_ALL if name in names]

@@ -35,7 +35,13 @@ MUTANTS = [
         "",
         _on("mixed") + _eager("mixed"),
     ),
-    Mutant("start dropped", _TPU, "_page_copy(refs, page, slot, index).start()", "pass", _ANY),
+    Mutant(
+        "start dropped",
+        _TPU,
+        ", lambda index: _page_copy(refs, table[first + index], slot, index).start())",
+        ", lambda index: None)",
+        _ANY,
+    ),
     Mutant(
         "buffer reused early",
         _TPU,
@@ -57,7 +63,7 @@ MUTANTS = [
         "    @pl.when(item[0] <= end)\n",
         _ANY,
     ),
-    Mutant("page off by one", _TPU, "segment.seq, first + index]", "segment.seq, first + index + 1]", _ANY),
+    Mutant("page off by one", _TPU, "table[first + index]", "table[first + index + 1]", _ANY),
     Mutant(
         "last page dropped",
         _TPU,
