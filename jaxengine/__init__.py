@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from jaxengine.api.llm import LLM
     from jaxengine.api.llm_engine import LLMEngine
     from jaxengine.api.open_model import OpenModel, open_model
+    from jaxengine.api.weights import ScannedLayers
     from jaxengine.checkpoint.custom_models import register_model
     from jaxengine.config.compilation_config import CompilationConfig, CompilationLevel, CompilationMode
     from jaxengine.config.engine_args import EngineArgs
@@ -85,6 +86,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScannedLayers",
     "ScoringOutput",
     "ScoringRequestOutput",
     "StructuredOutputsParams",
@@ -133,6 +135,7 @@ _HOMES = {
     "RequestOutput": "jaxengine.requests.outputs",
     "RequestOutputKind": "jaxengine.requests.sampling_params",
     "SamplingParams": "jaxengine.requests.sampling_params",
+    "ScannedLayers": "jaxengine.api.weights",
     "ScoringOutput": "jaxengine.requests.pooling.outputs",
     "ScoringRequestOutput": "jaxengine.requests.pooling.outputs",
     "StructuredOutputsParams": "jaxengine.requests.structured.params",

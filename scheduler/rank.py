@@ -18,7 +18,7 @@ from jaxengine.scheduler.config import SchedulerConfig
 from jaxengine.scheduler.extension import RankExtension
 from jaxengine.scheduler.pages.groups import PageTables
 from jaxengine.scheduler.pages.snapshots import Hits
-from jaxengine.scheduler.request import Request, RequestStatus
+from jaxengine.scheduler.request import Adapter, Request, RequestStatus
 from jaxengine.scheduler.results import End, Results
 from jaxengine.scheduler.slots import Slots
 from jaxengine.scheduler.token_params import PROMPT_FEATURES
@@ -254,14 +254,16 @@ class Rank:
         for extension in self._extensions:
             extension.release(slot)
 
-    def preempt_all(self) -> list[Request]:
+    def preempt_all(self, adapter: Adapter | None = None) -> list[Request]:
         """Takes all slots and pages away, between two steps and with none in flight.
 
-        Returns the requests that had them, which are to wait again.
+        Returns the requests that had them, which are to wait again. adapter: of requests with this one alone.
         """
         self.preempted = []
         for slot in self.slots.active.nonzero()[0].tolist():
-            self._preempt(slot)
+            request = self.slots.requests[slot]
+            if adapter is None or (request is not None and request.adapter is adapter):
+                self._preempt(slot)
         return self.preempted
 
     def _schedule_decodes(self, num_in_flight: int) -> np.ndarray:

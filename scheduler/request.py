@@ -85,6 +85,7 @@ class Request:
       deadline: the same clock; the request is aborted once it has passed.
       cache_salt: requests share cached pages only within one salt.
       weights_digest: which weights compute its pages, b"" for those that the engine started with.
+      adapter_digest: of the adapter that does, b"" for none. Of a running request, that with which it was let in.
       weight_versions: (version, number of output tokens before the first that was computed with it), in order; empty
         while the engine's weights have never been replaced.
       media: the pictures and videos of the prompt, which has a placeholder for each of their embeddings.
@@ -121,6 +122,7 @@ class Request:
     wait: Wait = Wait.NONE
     tag: int = -1
     weights_digest: bytes = b""
+    adapter_digest: bytes = b""
     weight_versions: list[tuple[int | str, int]] = field(default_factory=list)
 
     status: RequestStatus = RequestStatus.WAITING
@@ -157,10 +159,11 @@ class Request:
         return np.concatenate([self.prompt_token_ids, self.output_token_ids])
 
     def compute_with(self, weights_digest: bytes) -> None:
-        """Sets the weights that will compute all of its tokens, by their digest; forgets the page digests of other
-        weights."""
-        if self.weights_digest != weights_digest:
-            self.weights_digest = weights_digest
+        """Sets the weights that, with its adapter, will compute all of its tokens, by their digest; forgets the page
+        digests of others."""
+        adapter_digest = b"" if self.adapter is None else self.adapter.digest
+        if (self.weights_digest, self.adapter_digest) != (weights_digest, adapter_digest):
+            self.weights_digest, self.adapter_digest = weights_digest, adapter_digest
             self.page_hashes.clear()
 
     def extend_page_hashes(self, token_ids: np.ndarray, page_size: int) -> list[bytes]:
@@ -185,5 +188,5 @@ class Request:
     def _first_digest(self) -> bytes:
         # No text has the bytes 254 and 255, so that no salt can stand for weights or an adapter.
         weights = b"\xfe" + self.weights_digest if self.weights_digest else b""
-        adapter = b"" if self.adapter is None else b"\xff" + self.adapter.digest
+        adapter = b"\xff" + self.adapter_digest if self.adapter_digest else b""
         return hashlib.sha256(weights + adapter + (self.cache_salt or "").encode()).digest()

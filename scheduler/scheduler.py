@@ -19,7 +19,7 @@ from jaxengine.scheduler.errors import RequestError
 from jaxengine.scheduler.policy.fair import FairQueue
 from jaxengine.scheduler.policy.waiting import WaitingQueue
 from jaxengine.scheduler.rank import Offer, Rank
-from jaxengine.scheduler.request import FinishReason, Request, RequestStatus, Wait
+from jaxengine.scheduler.request import Adapter, FinishReason, Request, RequestStatus, Wait
 from jaxengine.scheduler.scheduler_extension import SchedulerExtension
 
 logger = logging.getLogger(__name__)
@@ -208,13 +208,20 @@ class Scheduler:
             return request.output_token_ids
         return self.ranks[request.rank].slots.output(request.slot)
 
+    @property
+    def next_deadline(self) -> float:
+        """The earliest deadline of a request that has not ended, inf for none."""
+        while self._deadlines and self._deadlines[0][2].status is RequestStatus.FINISHED:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else float("inf")
+
     def schedule(self, now: float = 0.0) -> ScheduledStep:
         """Puts together the next step, and counts it as in flight if it has rows.
 
         One without rows means that nothing can run before the next `update`. now: seconds of the engine's clock;
         requests whose deadline has passed are ended.
         """
-        expired = self._expire(now) if self._deadlines else []
+        expired = self.expire(now) if self._deadlines else []
         for rank in self.ranks:
             rank.begin(self._num_in_flight)
             for request in rank.preempted:
@@ -270,11 +277,11 @@ class Scheduler:
         for rank in self.ranks:
             rank.pages.reset_prefix_cache()
 
-    def preempt_all(self) -> None:
-        """Puts all running requests back in line, to be computed again from their first token. No step may be in
-        flight."""
+    def preempt_all(self, adapter: Adapter | None = None) -> None:
+        """Puts all running requests, or those with this adapter, back in line, to be computed again from their first
+        token. No step may be in flight."""
         for rank in self.ranks:
-            for request in rank.preempt_all():
+            for request in rank.preempt_all(adapter):
                 self._put_back(request)
 
     def replace_weights(self, digest: bytes) -> None:
@@ -282,7 +289,8 @@ class Scheduler:
         for rank in self.ranks:
             rank.weights_digest = digest
 
-    def _expire(self, now: float) -> list[Request]:
+    def expire(self, now: float) -> list[Request]:
+        """Ends the requests whose deadlines have passed, and returns them. `schedule` does it too."""
         expired = []
         while self._deadlines and self._deadlines[0][0] < now:
             request = heapq.heappop(self._deadlines)[2]

@@ -128,6 +128,11 @@ class EngineCore:
     def has_unfinished(self) -> bool:
         return self.engine.has_unfinished
 
+    @property
+    def idle_seconds(self) -> float:
+        """For how long `has_unfinished` stays False if nobody calls, inf for ever."""
+        return self.engine.idle_seconds
+
     def check_process(self) -> None:
         """Raises EngineDeadError in a fork."""
         if not self.owner.is_here:

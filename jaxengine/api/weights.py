@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxengine.api.core import EngineCore
 from jaxengine.engine.weight_types import KVMode, PauseMode, WeightUpdate
+from jaxengine.runner.weight_names import Renamed
+from jaxengine.runner.weight_names import ScannedLayers as ScannedLayers
+from jaxengine.scheduler.errors import RequestError
 
 if TYPE_CHECKING:
-    from jaxengine.runner.weight_update import NewWeights, Renamed
+    from jaxengine.runner.weight_update import NewWeights
 
 _T = TypeVar("_T")
 
@@ -43,6 +46,7 @@ class WeightMethods(ABC):
         kv: KVMode = "recompute",
         mapping: Mapping[str, Renamed] | None = None,
         strict: bool = True,
+        donate: bool = False,
     ) -> WeightUpdate:
         """Replaces the model's weights between two steps, all of them or none; compiles nothing.
 
@@ -60,8 +64,11 @@ class WeightMethods(ABC):
             ("recompute"), or go on with them ("keep"); "drop" is "recompute", and blanks cached prefixes at once.
             No request finds pages that other weights have made.
           mapping: from names in params to Hugging Face names, or (name, order of the array's axes or None, function of
-            the array or None). Names that it lacks stay as they are.
+            the array or None), or to ScannedLayers, for an array with a tensor of each layer. Names that it lacks stay
+            as they are.
           strict: False leaves weights as they are for which params has no tensor.
+          donate: jax arrays in params are deleted as soon as they have been copied, also where a later one is at fault.
+            Those of the engine's own tree that are taken over without a copy are not.
         Raises WeightUpdateError, whose `faults` list every tensor that is missing, unknown or of a wrong shape, or
         those given twice, or the first whose numbers are not finite; RequestError for another argument;
         EngineDeadError. The old weights stay then.
@@ -69,12 +76,48 @@ class WeightMethods(ABC):
         with self._lock:
             weights = _weights_of(self.core)
             weights.check(version, mode, kv)
-        new = _read_new(self.core, params, mapping, strict)
+        new = _read_new(self.core, params, mapping, strict, donate)
         was_paused = self.is_paused()
         try:
             self.pause_generation(mode)
             with self._lock:
                 return weights.switch(new, version, kv)
+        finally:
+            if not was_paused:
+                self.resume_generation()
+
+    def update_lora(
+        self,
+        name: str,
+        params: Any,
+        *,
+        config: Mapping[str, Any] | None = None,
+        lora_int_id: int | None = None,
+        mode: PauseMode = "keep",
+        kv: KVMode = "recompute",
+    ) -> None:
+        """Replaces an adapter's matrices between two steps, or adds an adapter, from memory; compiles nothing.
+
+        Args:
+          name: as requests name it, in `LoRARequest.lora_name`.
+          params: tensors by PEFT's names ("base_model.model.NAME.lora_A.weight"), as a mapping or as pairs.
+          config: as in PEFT's adapter_config.json; None for that of the adapter which has the name.
+          lora_int_id: of a new adapter; None for one that is free. A `LoRARequest` for it may have any path.
+          mode: as of `update_weights`, for all requests.
+          kv: as of `update_weights`, for running requests with this adapter. Those of others go on with what they have.
+        Raises WeightUpdateError, whose `faults` list every tensor that is missing, unknown, given twice or of a wrong
+        shape, or whose numbers do not do; RequestError; EngineDeadError. The old adapter stays then.
+        """
+        with self._lock:
+            weights = _weights_of(self.core)
+            weights.check(None, mode, kv)
+            adapters = _adapters_of(self.core)
+        new = _read_adapter(adapters, name, params, config, lora_int_id)
+        was_paused = self.is_paused()
+        try:
+            self.pause_generation(mode)
+            with self._lock:
+                adapters.replace(new, kv)
         finally:
             if not was_paused:
                 self.resume_generation()
@@ -168,15 +211,39 @@ class AsyncWeightMethods(ABC):
         kv: KVMode = "recompute",
         mapping: Mapping[str, Renamed] | None = None,
         strict: bool = True,
+        donate: bool = False,
     ) -> WeightUpdate:
         """As `LLM.update_weights`; requests that arrive while the engine is paused wait."""
         weights = await self._weights()
         weights.check(version, mode, kv)
-        new = await asyncio.to_thread(_read_new, self.core, params, mapping, strict)
+        new = await asyncio.to_thread(_read_new, self.core, params, mapping, strict, donate)
         was_paused = await self.is_paused()
         try:
             await self.pause_generation(mode)
             return await self.between_steps(lambda: weights.switch(new, version, kv))
+        finally:
+            if not was_paused:
+                await self.resume_generation()
+
+    async def update_lora(
+        self,
+        name: str,
+        params: Any,
+        *,
+        config: Mapping[str, Any] | None = None,
+        lora_int_id: int | None = None,
+        mode: PauseMode = "keep",
+        kv: KVMode = "recompute",
+    ) -> None:
+        """As `LLM.update_lora`."""
+        weights = await self._weights()
+        weights.check(None, mode, kv)
+        adapters = await self.between_steps(lambda: _adapters_of(self.core))
+        new = await asyncio.to_thread(_read_adapter, adapters, name, params, config, lora_int_id)
+        was_paused = await self.is_paused()
+        try:
+            await self.pause_generation(mode)
+            await self.between_steps(lambda: adapters.replace(new, kv))
         finally:
             if not was_paused:
                 await self.resume_generation()
@@ -232,11 +299,29 @@ def _weights_of(core: EngineCore) -> Any:
     return core.engine.extensions.require("weights")
 
 
-def _read_new(core: EngineCore, params: Any, mapping: Mapping[str, Renamed] | None, strict: bool) -> NewWeights:
+def _read_new(
+    core: EngineCore, params: Any, mapping: Mapping[str, Renamed] | None, strict: bool, donate: bool
+) -> NewWeights:
     """Read new weights onto the devices, not in use yet; steps may go on meanwhile. Raises WeightUpdateError."""
     from jaxengine.runner.weight_update import read_weights
 
-    return read_weights(core.runner, params, mapping=mapping, strict=strict)
+    return read_weights(core.runner, params, mapping=mapping, strict=strict, donate=donate)
+
+
+def _adapters_of(core: EngineCore) -> Any:
+    """Return the engine's jaxengine.engine.extensions.adapters.Adapters. Only who may step the engine may call it."""
+    core.check()
+    return core.engine.extensions.require("adapters")
+
+
+def _read_adapter(adapters: Any, name: str, params: Any, config: Mapping[str, Any] | None, number: int | None) -> Any:
+    """An adapter in host memory, not in use yet; steps may go on meanwhile. Raises WeightUpdateError, RequestError."""
+    from jaxengine.runner.weight_update import read_adapter
+
+    if config is not None and not isinstance(config, Mapping):
+        text = f"config must be the fields of PEFT's adapter_config.json, got {type(config).__name__}"
+        raise RequestError(text, param="config", value=config)
+    return read_adapter(params, lambda source: adapters.store.read_given(name, source, config, number))
 
 
 def _weight_info(core: EngineCore, checksum: bool) -> dict[str, Any]:

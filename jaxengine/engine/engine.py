@@ -55,7 +55,14 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether `step` still has something to do or to collect."""
-        return (self.scheduler.num_unfinished > 0 and not self.scheduler.paused) or bool(self._in_flight)
+        if not self.scheduler.paused:
+            return self.scheduler.num_unfinished > 0 or bool(self._in_flight)
+        return bool(self._in_flight) or self.scheduler.next_deadline < time.monotonic()
+
+    @property
+    def idle_seconds(self) -> float:
+        """For how long `has_unfinished` stays False if nobody calls, inf for ever: requests time out in a pause too."""
+        return max(0.0, self.scheduler.next_deadline - time.monotonic()) if self.scheduler.paused else float("inf")
 
     def queue(self, requests: Sequence[Request]) -> None:
         """Queues the requests that one caller's became. Raises RequestError, and none of them goes on then."""
@@ -124,9 +131,10 @@ class Engine:
 
     def _dispatch(self, output: EngineOutput) -> InFlight | None:
         """Puts the next step's forward pass in flight; None if nothing can run now."""
-        if self.scheduler.paused:
-            return None
         start = time.monotonic()
+        if self.scheduler.paused:
+            output.finished += self.scheduler.expire(start)
+            return None
         newest = self._in_flight[-1] if self._in_flight else None
         # Since when the device has had nothing to do, as far as the host can tell; None if it is at work.
         idle_since = self._idle_since if newest is None else start if newest.pending.is_ready() else None

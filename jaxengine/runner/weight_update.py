@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,40 +21,20 @@ from jaxengine.models.params.declare import declared_params
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import WeightSource
 from jaxengine.models.weights.adapters.pools import abstract_leaves
-from jaxengine.models.weights.formats.arrays import ArraySource, FiniteSource
+from jaxengine.models.weights.formats.arrays import ArraySource, FiniteSource, Taken, fault_of
 from jaxengine.models.weights.formats.orbax import LAYOUT_FILE, load_checkpoint
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.load import load_params
+from jaxengine.models.weights.streamed import load_streamed
 from jaxengine.models.weights.views.parts import num_parts
 from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.sleep import Absent, are_present
 from jaxengine.runner.stage_runner import StageRunner
+from jaxengine.runner.weight_names import Renamed, WeightUpdateError, renamed
 from jaxengine.scheduler.errors import RequestError
 from jaxengine.sharding.rules import part_bytes
 
-# Faults that the text of an error names.
-MAX_SHOWN = 10
-# A Hugging Face name for a trainer's, or that name, an order of axes and a function of the array, None for neither.
-Renamed = str | tuple[str, Sequence[int] | None] | tuple[str, Sequence[int] | None, Callable[[Any], Any] | None]
-
-
-class WeightUpdateError(RequestError):
-    """New weights that do not fit. The engine goes on with those that it has.
-
-    Attributes:
-      faults: (tensor, what is wrong) of every tensor at fault: missing, unknown, given twice, of a wrong shape or kind.
-    """
-
-    def __init__(self, message: str, faults: Sequence[tuple[str, str]] = ()):
-        super().__init__(message, param="params")
-        self.faults = [*faults]
-
-    @classmethod
-    def of(cls, faults: Sequence[tuple[str, str]]) -> WeightUpdateError:
-        """The error of at least one fault; names the first ones."""
-        shown = "; ".join(f"{name}: {text}" for name, text in faults[:MAX_SHOWN])
-        more = f"; and {len(faults) - MAX_SHOWN} more" if len(faults) > MAX_SHOWN else ""
-        return cls(f"the weights stay as they are: {shown}{more}", faults)
+_Read = TypeVar("_Read")
 
 
 class NewWeights:
@@ -91,6 +71,7 @@ def read_weights(
     *,
     mapping: Mapping[str, Renamed] | None = None,
     strict: bool = True,
+    donate: bool = False,
 ) -> NewWeights:
     """Read new weights for all stages and place them on their devices, beside the old ones.
 
@@ -99,28 +80,31 @@ def read_weights(
         or the engine's own tree, an nnx.State or an nnx.Module.
       mapping: from the names of `params` to Hugging Face names, for tensors by name. Those that it lacks keep theirs.
       strict: every weight must be there. Otherwise weights without any of their tensors stay as they are.
+      donate: jax arrays of `params` are deleted as soon as they have been read, also where later ones are at fault.
 
     Matrices that the engine rounded when it loaded are rounded again in the same way. Raises WeightUpdateError.
     """
     start = time.monotonic()
     if runner.config.nnodes > 1:
         raise WeightUpdateError(f"weights of an engine of {runner.config.nnodes} processes cannot be replaced")
+    if donate and isinstance(params, str | os.PathLike):
+        raise WeightUpdateError("donate gives up arrays; a folder has none")
     try:
         if isinstance(params, nnx.Module | nnx.State):
             _refuse_mapping(mapping)
-            found = [_own_tree(runner, stage, params, strict) for stage in runner.stages]
+            found = [_own_tree(runner, stage, params, strict, donate) for stage in runner.stages]
         elif isinstance(params, str | os.PathLike) and (Path(params) / LAYOUT_FILE).is_file():
             _refuse_mapping(mapping)
             found = [
                 _checked(stage, load_checkpoint(Path(params), stage.programs.model, mesh=stage.programs.mesh))
                 for stage in runner.stages
             ]
+        elif isinstance(params, str | os.PathLike):
+            _refuse_mapping(mapping)
+            found = _of_folder(runner, Path(params), strict)
         else:
-            source = _source(params, mapping)
-            try:
-                found = [_of_stage(stage, source, strict) for stage in runner.stages]
-            finally:
-                source.close()
+            tensors = renamed(_pairs(params), mapping or {}, donate=donate)
+            found = _of_tensors(runner, tensors, strict, donate)
     except ModelFileError as error:
         raise WeightUpdateError.of([(error.where or error.path, error.what), *error.others]) from error
     new = NewWeights(found, time.monotonic() - start)
@@ -131,6 +115,27 @@ def read_weights(
             raise WeightUpdateError("the engine sleeps: until its weights are back it takes all of them, strict=True")
     if not new.num_leaves:
         raise WeightUpdateError("params has no tensor of this model")
+    return new
+
+
+def read_adapter(params: Any, read: Callable[[WeightSource], _Read]) -> _Read:
+    """Read an adapter's tensors by PEFT's names, a mapping or pairs, as `read` does. Raises WeightUpdateError."""
+    tensors, faults = dict[str, Any](), dict[str, str]()
+    for name, array in renamed(_pairs(params), {}):
+        if name in tensors:
+            faults[name] = "is given twice"
+            continue
+        fault = fault_of(array)
+        tensors[name] = array if fault is None else Taken(())
+        if fault is not None:
+            faults[name] = fault
+    try:
+        new = read(ArraySource(tensors))
+    except ModelFileError as error:
+        found = [(error.where or error.path, error.what), *error.others]
+        raise WeightUpdateError.of([*faults.items(), *(each for each in found if each[0] not in faults)]) from error
+    if faults:
+        raise WeightUpdateError.of([*faults.items()])
     return new
 
 
@@ -152,40 +157,37 @@ def checksums(runner: ModelRunner) -> dict[str, str]:
     return found
 
 
-def _source(params: Any, mapping: Mapping[str, Renamed] | None) -> WeightSource:
-    if isinstance(params, str | os.PathLike):
-        _refuse_mapping(mapping)
-        return SafetensorsCheckpoint(Path(params))
+def _pairs(params: Any) -> Iterable[Any]:
     if not isinstance(params, Mapping | Iterable):
         raise WeightUpdateError(
             f"params must be a folder, tensors by name, an nnx.State or an nnx.Module, got {type(params).__name__}"
         )
-    pairs = params.items() if isinstance(params, Mapping) else params
-    return ArraySource(_renamed(pairs, mapping or {}))
+    return params.items() if isinstance(params, Mapping) else params
 
 
-def _renamed(pairs: Iterable[Any], mapping: Mapping[str, Renamed]) -> Iterable[tuple[str, Any]]:
-    unused = set(mapping)
-    for pair in pairs:
-        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
-            raise WeightUpdateError(f"params must be pairs of a name and an array, got {str(pair)[:100]}")
-        name, array = pair
-        unused.discard(name)
-        rule = mapping.get(name, name)
-        if isinstance(rule, str):
-            yield rule, array
-            continue
-        axes, function = rule[1], rule[2] if len(rule) == 3 else None
-        array = array if axes is None else np.transpose(np.asarray(array), tuple(axes))
-        yield rule[0], array if function is None else function(array)
-    if unused:
-        raise WeightUpdateError.of([(name, "is named by mapping and not in params") for name in sorted(unused)])
+def _of_folder(runner: ModelRunner, folder: Path, strict: bool) -> list[dict[int, jax.Array]]:
+    source, states = SafetensorsCheckpoint(folder), []
+    try:
+        for stage in runner.stages:
+            model, mesh = stage.programs.model, stage.programs.mesh
+            states.append(load_params(model, FiniteSource(source), mesh=mesh, partial=not strict))
+    finally:
+        source.close()
+    return _of_finite(runner, states)
 
 
-def _of_stage(stage: StageRunner, source: WeightSource, strict: bool) -> dict[int, jax.Array]:
-    programs = stage.programs
-    state = load_params(programs.model, FiniteSource(source), mesh=programs.mesh, partial=not strict)
-    return _checked(stage, state, overflowing=(jnp.float16,))
+def _of_tensors(
+    runner: ModelRunner, tensors: Iterable[tuple[str, Any]], strict: bool, donate: bool
+) -> list[dict[int, jax.Array]]:
+    stages = [(stage.programs.model, stage.programs.mesh) for stage in runner.stages]
+    return _of_finite(runner, load_streamed(stages, tensors, partial=not strict, donate=donate))
+
+
+def _of_finite(runner: ModelRunner, states: Sequence[nnx.State]) -> list[dict[int, jax.Array]]:
+    """New arrays of all stages that were made of finite numbers: only float16 may have become infinite."""
+    return [
+        _checked(stage, state, overflowing=(jnp.float16,)) for stage, state in zip(runner.stages, states, strict=True)
+    ]
 
 
 def _checked(stage: StageRunner, state: nnx.State, overflowing: Sequence[Any] = ()) -> dict[int, jax.Array]:
@@ -209,10 +211,10 @@ def _checked(stage: StageRunner, state: nnx.State, overflowing: Sequence[Any] = 
     return new
 
 
-def _own_tree(runner: ModelRunner, stage: StageRunner, tree: Any, strict: bool) -> dict[int, jax.Array]:
+def _own_tree(runner: ModelRunner, stage: StageRunner, tree: Any, strict: bool, donate: bool) -> dict[int, jax.Array]:
     """A stage's new arrays by index, from a tree of the engine's own structure. Raises WeightUpdateError.
 
-    An array that lies as the engine's is not copied.
+    An array that lies as the engine's is not copied. donate: the others are deleted once they have been.
     """
     state = nnx.state(tree, nnx.Param) if isinstance(tree, nnx.Module) else tree
     given = {path: variable.get_value() for path, variable in nnx.to_flat_state(state)}
@@ -227,7 +229,9 @@ def _own_tree(runner: ModelRunner, stage: StageRunner, tree: Any, strict: bool) 
         if path not in given:
             if strict:
                 faults.append((name, "is missing"))
-        elif (array := given[path]).shape != old.shape or array.dtype != old.dtype:
+        elif (array := given[path]).is_deleted():
+            faults.append((name, "is an array that has been deleted or given up"))
+        elif array.shape != old.shape or array.dtype != old.dtype:
             faults.append((name, f"must be {old.dtype}{[*old.shape]}, got {array.dtype}{[*array.shape]}"))
         elif len(param.decl.sources) > 1 and num_parts(param, stage.programs.mesh)[param.decl.joined_axis] > 1:
             raise WeightUpdateError(
@@ -237,9 +241,14 @@ def _own_tree(runner: ModelRunner, stage: StageRunner, tree: Any, strict: bool) 
         elif not _is_finite(array):
             faults.append((name, "has numbers that are not finite"))
         else:
-            new[index] = array if array.format == old.format else _moved(array, old)
+            new[index] = array
     if faults:
         raise WeightUpdateError.of(faults)
+    for index, array in new.items():
+        if array.format != stage.params[index].format:
+            new[index] = jax.block_until_ready(_moved(array, stage.params[index]))
+            if donate:
+                array.delete()
     return new
 
 

@@ -3,9 +3,32 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 MAX_WHAT, MAX_WHERE = 1500, 100  # characters
+
+
+class Faults:
+    """Errors of a model's files that are collected, to be raised as one."""
+
+    def __init__(self) -> None:
+        self._found: list[ModelFileError] = []
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """Take note of the block's ModelFileError, and go on after it."""
+        try:
+            yield
+        except ModelFileError as error:
+            self._found.append(error)
+
+    def check(self) -> None:
+        """Raise the first error, with all others as its `others`."""
+        if self._found:
+            first, *more = self._found
+            texts = [(each.where or each.path, each.what) for each in more]
+            raise ModelFileError(first.path, first.what, first.where, others=[*first.others, *texts]) from first
 
 
 class ModelFileError(ValueError):

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from jaxengine.models.causal_lm import CausalLM
+from jaxengine.models.params.declare import declared_params
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import WeightSource
 from jaxengine.models.quantization.online import Rounded
@@ -53,7 +54,7 @@ def compress(
     if stacked and not any(".experts.0." in name for name in renamed.names()):
         text = "keeps the experts of a layer in one tensor, and such are not written quantised"
         raise ModelFileError(checkpoint.path, text)
-    held = QuantizedSource(renamed, model).modules
+    held = QuantizedSource(renamed, declared_params(model), model.build.scheme).modules
     modules: dict[str, tuple[Any, StoredModule]] = {
         renamed.stored_name(module.tensor("weight")): (scheme.stored, module) for scheme, module in held.values()
     }

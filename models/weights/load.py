@@ -7,8 +7,10 @@ to the parts themselves stays near one weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -61,6 +63,7 @@ def load_params(
     mesh: Mesh | None = None,
     progress: Progress | None = None,
     partial: bool = False,
+    loaded: Mapping[tuple[Any, ...], jax.Array] = MappingProxyType({}),
 ) -> nnx.State:
     """Load the weights of `source` into the state of `model_abstract`.
 
@@ -71,6 +74,7 @@ def load_params(
       progress: called after each weight with (bytes done, bytes in total, name of the weight); bytes as loaded, of the
         weight on all devices.
       partial: the source may lack tensors. Weights none of whose tensors are there are left out of the state.
+      loaded: weights by path that `load_group` has loaded. Only names and shapes of their tensors are looked at.
 
     Each weight has a dtype of its own. Floating-point weights are converted from the checkpoint's dtype; other ones
     must be stored in theirs.
@@ -81,29 +85,67 @@ def load_params(
     some rows of a tensor twice or not at all.
     """
     params = list(declared_params(model_abstract))
-    source = RenamedSource(source, names := model_abstract.checkpoint_names)
-    if names.stacked_experts is not None and (experts := model_abstract.config.experts) is not None:
-        scheme = model_abstract.build.scheme
-        stacked = of_shapes(names.stacked_experts, source, model_abstract.config.hidden_size)
-        scheme = scheme if isinstance(scheme, Quantization) else None
-        source = StackedSource(source, stacked, experts.num_experts, scheme=scheme)
     for param in params:
         num_parts(param, mesh)
-    whole = _whole(model_abstract)
-    source = QuantizedSource(source, whole)
-    on_host = (jax.devices()[0] if mesh is None else mesh.devices.flat[0]).platform == "cpu"
-    loader = _Loader(source, mesh, _check_names(whole, source, partial), HugePages() if on_host else None)
+    source, tied_copy = check_source(model_abstract, source, partial)
+    loader = _Loader(source, mesh, tied_copy, _memory(mesh))
     if partial:
         present = set(source.names())
         params = [param for param in params if not present.isdisjoint(_tensors_of(param))]
     total = sum(param.num_bytes for param in params)
-    done, loaded = 0, []
+    done, found = 0, []
     for param in params:
-        loaded.append((param.path, param.variable.replace(loader.load(param))))
+        array = loaded[param.path] if param.path in loaded else loader.load(param)
+        found.append((param.path, param.variable.replace(array)))
         done += param.num_bytes
         if progress is not None:
             progress(done, total, param.name)
-    return nnx.from_flat_state(loaded)
+    return nnx.from_flat_state(found)
+
+
+def check_source(model_abstract: CausalLM, source: WeightSource, partial: bool = False) -> tuple[WeightSource, bool]:
+    """Check a checkpoint's names and shapes, as `load_params` does and with its errors.
+
+    Returns a view of it with the tensors that the model declares, and whether a tied head is stored too.
+    """
+    whole = _whole(model_abstract)
+    source = QuantizedSource(_of_model(model_abstract, source), declared_params(whole), whole.build.scheme)
+    return source, _check_names(whole, source, partial)
+
+
+def load_group(
+    model_abstract: CausalLM, params: Sequence[DeclaredParam], source: WeightSource, mesh: Mesh | None
+) -> dict[tuple[Any, ...], jax.Array]:
+    """Load some weights of a model, by path, from a source that has all tensors of these, and whose other tensors
+    nobody looks at.
+
+    Raises ModelFileError for a tensor of a wrong shape or kind. What `check_source` does for the entire checkpoint is
+    left to do.
+    """
+    held = QuantizedSource(_of_model(model_abstract, source), params, model_abstract.build.scheme)
+    for param in params:
+        for tensor, expert in product(param.decl.sources, range(param.decl.num_experts or 1)):
+            name, expected = tensor_name(tensor, expert), param.source_shape(tensor)
+            if (shape := tuple(held.shape(name))) != expected:
+                raise ModelFileError(source.path, f"shape must be {expected}, got {shape}", name)
+    loader = _Loader(held, mesh, False, _memory(mesh))
+    return {param.path: loader.load(param) for param in params}
+
+
+def _of_model(model: CausalLM, source: WeightSource) -> WeightSource:
+    """View of a checkpoint under the model's names, with a tensor for each expert."""
+    source = RenamedSource(source, names := model.checkpoint_names)
+    if names.stacked_experts is None or (experts := model.config.experts) is None:
+        return source
+    stacked = of_shapes(names.stacked_experts, source, model.config.hidden_size)
+    scheme = model.build.scheme if isinstance(model.build.scheme, Quantization) else None
+    return StackedSource(source, stacked, experts.num_experts, scheme=scheme)
+
+
+def _memory(mesh: Mesh | None) -> HugePages | None:
+    """Memory for weights of CPUs; None for devices with memory of their own."""
+    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    return HugePages() if device.platform == "cpu" else None
 
 
 @dataclass(frozen=True)
@@ -207,8 +249,6 @@ def _check_names(model: CausalLM, source: WeightSource, partial: bool = False) -
     checked when the embedding is read.
     """
     present, tied_copy, rope_factors, faults = set(source.names()), False, [], []
-    config = model.config
-    predicting = tuple(f"model.layers.{config.num_layers + n}." for n in range(config.num_nextn_predict_layers))
     known = _needed_tensors(model)
     needed = known if not partial else {name: known[name] for name in _begun(model, present)}
     for name, expected in needed.items():
@@ -227,17 +267,23 @@ def _check_names(model: CausalLM, source: WeightSource, partial: bool = False) -
             elif source.shape(HEAD) != source.shape(EMBEDDING):
                 faults.append((HEAD, f"has another shape than {EMBEDDING}, but tie_word_embeddings is true"))
             tied_copy = True
-        elif name.startswith(model.checkpoint_names.tower if config.tower is None else config.tower.unused):
-            continue
-        elif not (name.endswith((*IGNORABLE_SUFFIXES, *KV_SCALES)) or name.startswith(predicting)):
-            if not _is_zero_bias(source, name):
-                faults.append((name, "the model has no use for this tensor"))
+        elif not is_unread(model, name) and not _is_zero_bias(source, name):
+            faults.append((name, "the model has no use for this tensor"))
     if faults:
         (name, text), *others = faults
         raise ModelFileError(source.path, text, name, others=others)
     if rope_factors:
         _check_rope_factors(source, model, rope_factors)
     return tied_copy
+
+
+def is_unread(model: CausalLM, name: str) -> bool:
+    """Whether checkpoints of the model may have a tensor of this name that it does not read: of a part that is not
+    served, or one of IGNORABLE_SUFFIXES."""
+    config = model.config
+    towers = model.checkpoint_names.tower if config.tower is None else config.tower.unused
+    predicting = tuple(f"model.layers.{config.num_layers + n}." for n in range(config.num_nextn_predict_layers))
+    return name.startswith((*towers, *predicting)) or name.endswith((*IGNORABLE_SUFFIXES, *KV_SCALES))
 
 
 def _tensors_of(param: DeclaredParam) -> set[str]:

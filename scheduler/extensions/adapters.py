@@ -138,6 +138,25 @@ class AdapterSlots:
         self.loads = [each for each in self.loads if each[1] is not adapter]
         return [each for each in self.waiting if each.adapter is adapter]
 
+    def replace(self, old: Adapter, new: Adapter) -> int | None:
+        """Gives an adapter's slot to the one that takes its place; returns the slot if the devices have it there."""
+        index = self._find(old)
+        if index is None:
+            return None
+        slot = self._slots[index]
+        slot.owner = new
+        if slot.ready:
+            return index
+        self.loads.append((index, new))
+        return None
+
+    def reload(self, index: int) -> None:
+        """Has what belongs into a slot brought there again; no request is let in with it until then."""
+        slot = self._slots[index]
+        assert slot.owner is not None
+        slot.ready = False
+        self.loads.append((index, slot.owner))
+
     def retire(self, adapter: Adapter) -> None:
         """Makes an adapter's slot the next to be given away: no new request will have the adapter."""
         index = self._find(adapter)

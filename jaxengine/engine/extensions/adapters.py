@@ -10,7 +10,8 @@ from typing import Any
 from jaxengine.engine.extension import NO_EVENTS, Events, LoopExtension
 from jaxengine.engine.in_flight import InFlight
 from jaxengine.engine.metric_types import Gauge
-from jaxengine.runner.extensions.adapters.store import AdapterStore
+from jaxengine.engine.weight_types import KVMode
+from jaxengine.runner.extensions.adapters.store import AdapterStore, GivenAdapter
 from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.scheduler.batch import ScheduledStep
 from jaxengine.scheduler.request import Adapter, Request
@@ -77,6 +78,24 @@ class Adapters(LoopExtension):
         labels["max_lora"] = str(self.loop.runner.config.max_loras)
         yield Gauge("vllm:lora_requests_info", time.time(), labels)
 
+    def replace(self, given: GivenAdapter, kv: KVMode) -> None:
+        """Gives a name other matrices, between two steps and with none in flight; its requests go on with them.
+
+        kv: as of `LLM.update_weights`, for requests of this name. Raises RequestError, with nothing changed.
+        """
+        scheduler = self.loop.scheduler
+        old, new = self.store.replace(given, scheduler.extension("adapters").slots)
+        if old is not None:
+            if kv != "keep":
+                scheduler.preempt_all(old)
+            for request in scheduler.requests:
+                if request.adapter is old:
+                    request.adapter = new
+        if kv == "drop":
+            scheduler.reset_prefix_cache()
+            for extension in scheduler.extensions:
+                extension.reset_cache()
+
     def _unload(self, name: str) -> None:
         """Lets no further request name an adapter; those that do run to their ends. Raises RequestError."""
         self.store.remove(name, self.loop.scheduler.extension("adapters").slots, self._in_use)
@@ -84,7 +103,7 @@ class Adapters(LoopExtension):
     def _names(self) -> list[dict[str, Any]]:
         """The adapters that requests may name."""
         return [
-            {"name": each.adapter.name, "path": each.path, "number": each.number, "rank": each.rank}
+            {"name": each.adapter.name, "path": each.path or "", "number": each.number, "rank": each.rank}
             for each in self.store.adapters
         ]
 

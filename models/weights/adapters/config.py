@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -130,9 +130,9 @@ class AdapterConfig:
                 what = "modules_to_save names it, which is not supported: merge the adapter into its model"
                 raise ModelFileError(self.path, what, module)
 
-    def check_modules(self, stored: Mapping[str, str], targets: AdapterTargets) -> None:
-        """Raise ModelFileError unless the file has the matrices of all modules of the model that the configuration
-        names, and of no others.
+    def faults_of_modules(self, stored: Mapping[str, str], targets: AdapterTargets) -> Iterator[ModelFileError]:
+        """Yield an error for each module of the model that the configuration names and the file lacks, and for each
+        that the file has and the configuration does not name.
 
         Names without a module in this model say nothing. Single experts may be left out, for transformers may have
         them as one parameter, which PEFT does not change by target_modules.
@@ -141,7 +141,7 @@ class AdapterConfig:
         """
         for name in stored.values():
             if not self.wants(name) and not self.wants_parameter(f"{name}.weight"):
-                raise ModelFileError(
+                yield ModelFileError(
                     self.path, "the file has matrices of it, but target_modules does not name it", name
                 )
         named = "{} names it, but the file has no matrices of it"
@@ -150,9 +150,9 @@ class AdapterConfig:
                 continue
             names = targets.stored_names(module)
             if self._targets != _ALL_LINEAR and any(map(self.wants, names)):
-                raise ModelFileError(self.path, named.format("target_modules"), module)
-            if any(self.wants_parameter(f"{name}.weight") for name in names):
-                raise ModelFileError(self.path, named.format("target_parameters"), module)
+                yield ModelFileError(self.path, named.format("target_modules"), module)
+            elif any(self.wants_parameter(f"{name}.weight") for name in names):
+                yield ModelFileError(self.path, named.format("target_parameters"), module)
 
     def _is_saved(self, name: str) -> bool:
         return any(self._fits("modules_to_save", each, name) for each in self._saved)

@@ -17,8 +17,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.params.errors import Faults, ModelFileError
 from jaxengine.models.params.files import inside, read_object
+from jaxengine.models.params.source import WeightSource
 from jaxengine.models.weights.adapters.config import AdapterConfig
 from jaxengine.models.weights.adapters.experts import JoinedExperts, find_joined, is_transposed
 from jaxengine.models.weights.adapters.pools import AdapterTargets
@@ -35,12 +36,13 @@ class AdapterWeights:
     """An adapter, read and checked.
 
     Attributes:
+      config: by which it was read.
       rank: the largest rank of its matrices.
       digest: SHA-256 of everything that affects its results.
       matrices: by module of the model, A [r, in] and B [out, r] with the scale folded in, in the model's dtype.
     """
 
-    path: str
+    config: AdapterConfig
     rank: int
     digest: bytes
     matrices: Mapping[str, tuple[np.ndarray, np.ndarray]]
@@ -53,9 +55,10 @@ class AdapterWeights:
 def read_adapter(folder: str | os.PathLike[str], targets: AdapterTargets, max_rank: int, dtype: Any) -> AdapterWeights:
     """Read an adapter for a model with these targets; dtype: of the model, and of the matrices that are returned.
 
-    Raises ModelFileError for an invalid or unsupported one, for another model's, or a rank above `max_rank`.
+    Raises ModelFileError for an invalid or unsupported one, for another model's, or a rank above `max_rank`; its
+    `others` are all further faults of tensors.
     """
-    folder, dtype = Path(folder), jnp.dtype(dtype)
+    folder = Path(folder)
     raw = read_object(folder, CONFIG_FILE, _MAX_CONFIG_BYTES)
     if raw is None:
         raise ModelFileError(folder, f"has no {CONFIG_FILE}: name the folder that PEFT has saved")
@@ -63,27 +66,44 @@ def read_adapter(folder: str | os.PathLike[str], targets: AdapterTargets, max_ra
     config.check_saved(targets)
     checkpoint = SafetensorsCheckpoint(_weights_file(folder))
     try:
-        tensors = AdapterTensors(checkpoint, dtype)
-        stored, joined = _stored_modules(tensors, config, targets)
-        keys = {module: config.key_of(name) for module, name in stored.items()}
-        ranks = {key: config.rank_of(key) for key in (*keys.values(), *(each.key for each in joined))}
-        if (rank := max(ranks.values())) > max_rank:
-            raise ModelFileError(config.path, f"rank is {rank}; allowed is at most {max_rank} (max_lora_rank)", "r")
-        config.check_modules(stored, targets)
-        matrices: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-        for module, name in stored.items():
-            size, out = targets.shapes[module]
-            rank_of_it, scale = ranks[keys[module]], config.scale_of(keys[module], ranks[keys[module]])
-            matrices[module] = tensors.read(name, (rank_of_it, size), (out, rank_of_it), scale)
-        transposed = is_transposed(tensors, joined, ranks)
-        for each in joined:
-            found = each.read(tensors, ranks[each.key], config.scale_of(each.key, ranks[each.key]), transposed)
-            if twice := next((module for module in found if module in matrices), None):
-                raise ModelFileError(checkpoint.path, f"stands for {twice}, as does another matrix", each.name)
-            matrices |= found
-        return AdapterWeights(str(folder), rank, _digest(matrices, dtype), matrices)
+        return adapter_of(config, checkpoint, targets, max_rank, dtype)
     finally:
         checkpoint.close()
+
+
+def adapter_of(
+    config: AdapterConfig, source: WeightSource, targets: AdapterTargets, max_rank: int, dtype: Any
+) -> AdapterWeights:
+    """Make an adapter for a model of its configuration and its tensors. Raises as `read_adapter`."""
+    dtype, faults = jnp.dtype(dtype), Faults()
+    tensors = AdapterTensors(source, dtype, faults)
+    stored, joined = _stored_modules(tensors, config, targets, faults)
+    keys = {module: config.key_of(name) for module, name in stored.items()}
+    ranks = {key: config.rank_of(key) for key in (*keys.values(), *(each.key for each in joined))}
+    rank = max(ranks.values(), default=0)
+    with faults.collect():
+        if rank > max_rank:
+            raise ModelFileError(config.path, f"rank is {rank}; allowed is at most {max_rank} (max_lora_rank)", "r")
+    for fault in config.faults_of_modules(stored, targets):
+        with faults.collect():
+            raise fault
+    matrices: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    for module, name in stored.items():
+        if len(tensors.modules[name]) != len(ENDS):
+            continue
+        size, out = targets.shapes[module]
+        rank_of_it, scale = ranks[keys[module]], config.scale_of(keys[module], ranks[keys[module]])
+        with faults.collect():
+            matrices[module] = tensors.read(name, (rank_of_it, size), (out, rank_of_it), scale)
+    transposed = is_transposed(tensors, joined, ranks)
+    for each in joined:
+        with faults.collect():
+            found = each.read(tensors, ranks[each.key], config.scale_of(each.key, ranks[each.key]), transposed)
+            if twice := next((module for module in found if module in matrices), None):
+                raise ModelFileError(source.path, f"stands for {twice}, as does another matrix", each.name)
+            matrices |= found
+    faults.check()
+    return AdapterWeights(config, rank, _digest(matrices, dtype), matrices)
 
 
 def _digest(matrices: Mapping[str, tuple[np.ndarray, np.ndarray]], dtype: np.dtype) -> bytes:
@@ -105,27 +125,35 @@ def _weights_file(folder: Path) -> Path:
 
 
 def _stored_modules(
-    tensors: AdapterTensors, config: AdapterConfig, targets: AdapterTargets
+    tensors: AdapterTensors, config: AdapterConfig, targets: AdapterTargets, faults: Faults
 ) -> tuple[dict[str, str], list[JoinedExperts]]:
     """Find the modules of a file: a map from the model's names to the file's, and pairs for all experts of a layer.
 
-    Raises ModelFileError for a module without one of both matrices, or one that the model does not have.
+    faults: takes modules without one of both matrices, and those that the model does not have.
     """
     path = tensors.path
     stored: dict[str, str] = {}
-    joined, of_joined = find_joined(tensors, config, targets)
+    found = None
+    with faults.collect():
+        found = find_joined(tensors, config, targets)
+    if found is None:
+        faults.check()
+    assert found is not None
+    joined, of_joined = found
     for name in tensors.modules:
         if name in of_joined:
             continue
         module = targets.module(name)
-        if module not in targets.shapes:
-            raise ModelFileError(path, _why_not(module, targets), name)
-        if module in stored:
-            raise ModelFileError(path, f"stands for {module}, as does {stored[module]}", name)
-        stored[module] = name
+        with faults.collect():
+            if module not in targets.shapes:
+                raise ModelFileError(path, _why_not(module, targets), name)
+            if module in stored:
+                raise ModelFileError(path, f"stands for {module}, as does {stored[module]}", name)
+            stored[module] = name
     for name, ends in tensors.modules.items():
-        if len(ends) != len(ENDS):
-            raise ModelFileError(path, f"has {min(ends)[1:]} of it and not the other matrix", name)
+        with faults.collect():
+            if len(ends) != len(ENDS):
+                raise ModelFileError(path, f"has {min(ends)[1:]} of it and not the other matrix", name)
     return stored, joined
 
 

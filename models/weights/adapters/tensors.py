@@ -5,30 +5,34 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from jaxengine.models.params.errors import ModelFileError
-from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
+from jaxengine.models.params.errors import Faults, ModelFileError
+from jaxengine.models.params.source import WeightSource
 
 PREFIX, ENDS = "base_model.model.", (".lora_A.weight", ".lora_B.weight")
 
 
 class AdapterTensors:
-    """Tensors of a file by module, under the file's names.
+    """Tensors of a file, or of a trainer's memory, by module, under the file's names.
 
     modules: for each module, which of ENDS are present.
 
-    Raises ModelFileError for a file that is empty, or holds other tensors.
+    Raises ModelFileError for a file that is empty.
     """
 
-    def __init__(self, checkpoint: SafetensorsCheckpoint, dtype: np.dtype):
+    def __init__(self, checkpoint: WeightSource, dtype: np.dtype, faults: Faults):
+        """faults: takes those of tensors with other names."""
         self.path, self.modules = checkpoint.path, dict[str, set[str]]()
         self._checkpoint, self._dtype = checkpoint, dtype
         for tensor in checkpoint.names():
             end = next((end for end in ENDS if tensor.endswith(end)), None)
             if end is None or not tensor.startswith(PREFIX):
                 what = f"a tensor must be called {PREFIX}NAME{ENDS[0]} or {ENDS[1]}: nothing else is supported"
-                raise ModelFileError(self.path, what, tensor)
+                with faults.collect():
+                    raise ModelFileError(self.path, what, tensor)
+                continue
             self.modules.setdefault(tensor[len(PREFIX) : -len(end)], set()).add(end)
         if not self.modules:
+            faults.check()
             raise ModelFileError(self.path, "holds no matrices")
 
     def shapes(self, module: str) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -15,29 +15,20 @@ from jaxengine.models.params.source import WHOLE, WrappedSource
 PATH = "the given arrays"
 
 
+class Taken(NamedTuple):
+    """A tensor that was read and is not held any more."""
+
+    shape: tuple[int, ...]
+
+
 class ArraySource:
     """Tensors by name. Each is copied to host memory when it is read, and only the one read last is kept there."""
 
     path = PATH
 
-    def __init__(self, tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]):
-        """Take tensors: the name and array (numpy or jax, of any sharding) of each.
-
-        Raises ModelFileError for a name that comes twice and for a value that is not an array.
-        """
-        pairs: list[Any] = [*(tensors.items() if isinstance(tensors, Mapping) else tensors)]
-        twice = [
-            (str(name), "is given twice") for name, count in Counter(name for name, _ in pairs).items() if count > 1
-        ]
-        no_arrays = [
-            (str(name), f"must be an array, got {type(array).__name__}")
-            for name, array in pairs
-            if not isinstance(name, str) or not hasattr(array, "shape") or not hasattr(array, "dtype")
-        ]
-        if faults := [*twice, *no_arrays]:
-            (name, text), *others = faults
-            raise ModelFileError(PATH, text, name, others=others)
-        self._tensors: dict[str, Any] = dict(pairs)
+    def __init__(self, tensors: Mapping[str, Any]):
+        """tensors: numpy or jax arrays of any sharding, or Taken, of which there is a shape and nothing to read."""
+        self._tensors = tensors
         self._newest: tuple[str, np.ndarray] | None = None
 
     def names(self) -> Iterable[str]:
@@ -48,7 +39,7 @@ class ArraySource:
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
         if self._newest is None or self._newest[0] != name:
-            self._newest = name, np.asarray(self._tensors[name])
+            self._newest = name, on_host(self._tensors[name])
         array = self._newest[1]
         return array[(rows, columns)[: array.ndim]].copy()  # the given ones are the trainer's
 
@@ -65,3 +56,20 @@ class FiniteSource(WrappedSource):
         if jnp.issubdtype(array.dtype, jnp.floating) and not np.isfinite(array).all():
             raise ModelFileError(self.path, "has numbers that are not finite", name)
         return array
+
+
+def fault_of(array: Any) -> str | None:
+    """What is wrong with what is given as an array; None for nothing."""
+    if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+        return f"must be an array, got {type(array).__name__}"
+    if isinstance(array, jax.Array) and array.is_deleted():
+        return "is an array that has been deleted or given up"
+    return None
+
+
+def on_host(array: Any) -> np.ndarray:
+    """An array's numbers in host memory, possibly its own. A jax array does not keep the copy that is made of it."""
+    if isinstance(array, jax.Array):
+        parts = [shard.data for shard in array.addressable_shards]
+        array = jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts, dtype=array.dtype)
+    return np.asarray(array)

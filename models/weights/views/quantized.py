@@ -13,8 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxengine.models.causal_lm import CausalLM
-from jaxengine.models.params.declare import DeclaredParam, declared_params
+from jaxengine.models.params.declare import DeclaredParam
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import WHOLE, WeightSource, WrappedSource
 from jaxengine.models.quantization.quantized import CODES, INPUT_SCALE, ORDER, PAIRS, SCALES, VALUES, ZEROS, Quantized
@@ -23,7 +22,7 @@ from jaxengine.models.weights.views.parts import tensor_name
 
 
 class QuantizedSource(WrappedSource):
-    """WeightSource for the checkpoint of a full model, some of whose modules are quantised.
+    """WeightSource for the checkpoint of a model, or of a part of it, some of whose modules are quantised.
 
     Attributes:
       modules: by name, the scheme and StoredModule of each quantised module.
@@ -32,15 +31,17 @@ class QuantizedSource(WrappedSource):
     format requires, and for scales that are not finite.
     """
 
-    def __init__(self, source: WeightSource, model: CausalLM):
+    def __init__(self, source: WeightSource, params: Iterable[DeclaredParam], scheme: Callable[[str], Any]):
+        """params: the weights whose tensors it has, all stages' of a full checkpoint; scheme: of the model's Build."""
         super().__init__(source)
+        params = list(params)
         self._present = frozenset(source.names())
         self._names = dict.fromkeys(source.names())
         self.modules: dict[str, tuple[Quantized, StoredModule]] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
-        for param in declared_params(model):
-            self._add(param, model.build.scheme)
-        for param in declared_params(model):
+        for param in params:
+            self._add(param, scheme)
+        for param in params:
             self._check_alike(param)
 
     def names(self) -> Iterable[str]:

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import save_file
 
-from jaxengine import LLM, AsyncLLM, RequestError, SamplingParams
+from jaxengine import LLM, AsyncLLM, RequestError, SamplingParams, ScannedLayers
 from jaxengine.models.build import Build
 from jaxengine.models.registry import build_model, read_folder
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
@@ -159,6 +159,58 @@ def test_names_and_axes_of_a_trainer(llm, expected):
     assert tokens_of(llm) == expected[3]
     with pytest.raises(WeightUpdateError, match="elsewhere: is named by mapping"):
         llm.update_weights(tensors, mapping={"elsewhere": NORM})
+
+
+def test_scanned_layers_of_a_trainer_that_gives_them_up(llm, expected):
+    """Two layers in one array, on axis 1, as MaxText has them; every array is deleted, and its numbers are served."""
+    tensors, mapping, given = changed(2), {}, {}
+    for name in [each for each in tensors if ".layers.0." in each]:
+        both = [tensors.pop(name.replace(".0.", f".{layer}.", 1)) for layer in (0, 1)]
+        mapping[name] = ScannedLayers(name.replace(".0.", ".{layer}.", 1), axis=1 if both[0].ndim > 1 else 0)
+        given[name] = jax.device_put(np.stack(both, mapping[name].axis))
+    given |= {name: jax.device_put(each) for name, each in tensors.items()}
+    llm.update_weights(given, mapping=mapping, donate=True)
+    assert tokens_of(llm) == expected[2] and all(each.is_deleted() for each in given.values())
+    with pytest.raises(WeightUpdateError, match="deleted"):
+        llm.update_weights(given, mapping=mapping)
+    with pytest.raises(WeightUpdateError, match="a folder has none"):
+        llm.update_weights("folder", donate=True)
+    assert tokens_of(llm) == expected[2]
+
+
+def alive() -> int:
+    """Bytes of all arrays on the devices."""
+    return sum(each.nbytes for each in jax.live_arrays())
+
+
+def test_a_hundred_updates_under_running_requests(llm, expected):
+    """Nothing compiles, nothing is left behind, and each request's newest tokens are those of the newest weights."""
+    llm.update_weights(changed(0))
+    core, scheduler, seeds = llm.core, llm.core.engine.scheduler, [changed(seed) for seed in range(4)]
+    third = [{name: each for name, each in own.items() if ".layers.1." in name} for own in seeds]
+    bytes_alive, finished = [], 0
+    for number in range(1, 101):
+        if len(scheduler.requests) < 4:
+            core.add(core.inputs.prepare(PROMPTS[number % 3], greedy(40), request_id=f"request {number}"))
+        for _ in range(3):
+            finished += sum(each.finished for each in core.step())
+        some = number % 5 == 4  # the next update brings all again
+        tensors = third[number % 4] if some else seeds[number % 4]
+        llm.update_weights(tensors, strict=not some, kv="drop" if number % 2 else "recompute", version=f"n{number}")
+        assert {request.weight_versions[-1][0] for request in scheduler.requests} <= {f"n{number}"}
+        if number % 10 == 0:
+            bytes_alive.append(alive())
+    assert finished > 3 and scheduler.requests and len({*bytes_alive}) == 1, bytes_alive
+    known = {each.request_id: scheduler.output_token_ids(each).tolist() for each in scheduler.requests}
+    prompts = {each.request_id: each.prompt_token_ids.tolist() for each in scheduler.requests}
+    ended: dict[str, list[int]] = {}
+    while core.has_unfinished:
+        ended |= {each.request_id: list(each.outputs[0].token_ids) for each in core.step() if each.finished}
+    assert core.runner.compiles.count == 0 and tokens_of(llm) == expected[0]
+    for name, tokens in ended.items():
+        so_far = known[name]
+        again = llm.generate([prompts[name] + so_far], greedy(40 - len(so_far)), use_tqdm=False)
+        assert tokens[: len(so_far)] == so_far and tokens[len(so_far) :] == list(again[0].outputs[0].token_ids)
 
 
 def test_the_engines_own_tree_is_not_copied(llm, expected, tmp_path):
@@ -346,6 +398,37 @@ def test_requests_of_a_sleeping_engine(tiny_options):
             assert await asyncio.wait_for(task, 30) == "abort" and await engine.is_sleeping()
             await engine.wake_up()
             assert not await engine.is_paused()
+        finally:
+            engine.shutdown()
+
+    asyncio.run(run())
+
+
+def test_requests_time_out_in_a_pause(tiny_options):
+    """Those that ran, in a pause and asleep, and those that have come since; others stay."""
+
+    async def run() -> None:
+        engine = AsyncLLM(**tiny_options)
+        try:
+
+            async def last(request_id: str, timeout: float | None) -> Any:
+                async for output in engine.generate(PROMPTS[0], greedy(60), request_id, timeout=timeout):
+                    newest = output
+                return newest.outputs[0]
+
+            early = asyncio.create_task(last("early", 3600.0))
+            while not engine.core.has_unfinished:
+                await asyncio.sleep(0.001)
+            await engine.pause_generation("keep")
+            (request,) = engine.core.engine.scheduler.requests
+            for asleep in (False, True):
+                if asleep:
+                    await engine.sleep(1, mode="keep")
+                late = await asyncio.wait_for(last(f"late {asleep}", 0.05), 60)
+                assert (late.finish_reason, late.stop_reason) == ("abort", "timeout") and not early.done()
+            assert engine.core.idle_seconds > 60 and request in engine.core.engine.scheduler.requests
+            await engine.wake_up()
+            assert (await early).finish_reason == "length" and engine.core.idle_seconds == float("inf")
         finally:
             engine.shutdown()
 

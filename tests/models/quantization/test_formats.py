@@ -190,7 +190,8 @@ def test_parts_that_two_devices_read_are_those_of_the_whole(written, name):
     """Split by outputs or by inputs; three groups of 32 inputs are six of 16 then, of which each device has three."""
     folder = written(name, False)
     source = SafetensorsCheckpoint(folder)
-    held = QuantizedSource(source, build_model(read_folder(folder), Build("float32", MeshLayout(model=2))))
+    model = build_model(read_folder(folder), Build("float32", MeshLayout(model=2)))
+    held = QuantizedSource(source, declared_params(model), model.build.scheme)
     for module, matrix in read_matrices(folder).items():
         out, size = matrix.shape
         np.testing.assert_array_equal(read_part(held, module, slice(out // 2, out), False), matrix[out // 2 :], module)

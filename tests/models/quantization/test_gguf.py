@@ -16,6 +16,7 @@ from jaxengine.checkpoint.model_source import ModelSource, open_model
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.config.platforms import PLATFORMS
 from jaxengine.models.build import Build
+from jaxengine.models.params.declare import declared_params
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import WeightSource
 from jaxengine.models.quantization.table import weight_rows
@@ -233,7 +234,8 @@ def test_a_product_that_is_not_quantised_whole_is_not_kept(tmp_path):
 def test_parts_are_parts_of_the_whole(tmp_path, kind):
     """What devices read that share a matrix, rows of heads in Hugging Face's order among it."""
     source = opened(write(tmp_path / "model.gguf", LLAMA, lambda name: kind if "blk" in name else None), "gguf")
-    held = QuantizedSource(weights_of(source), build_model(source.config, Build("float32")))
+    model = build_model(source.config, Build("float32"))
+    held = QuantizedSource(weights_of(source), declared_params(model), model.build.scheme)
     for name in (name for name in held.names() if name.startswith("model.layers.0.") and ":" in name):
         rows, columns = held.shape(name)
         whole = held.read(name)

@@ -188,5 +188,19 @@ def test_random_crowds_always_end(policy):
 def test_digests_of_pages_begin_with_the_adapter():
     tokens = np.arange(16, dtype=np.int32)
     made = [request("x", adapter, cache_salt=salt) for adapter in (None, A, B) for salt in (None, "s")]
+    for each in made:
+        each.compute_with(b"")
     digests = {tuple(each.extend_page_hashes(tokens, 4)) for each in made}
     assert len(digests) == 6
+
+
+def test_a_request_whose_adapter_is_replaced_keeps_its_digests_until_it_is_let_in_again():
+    tokens, running, later = np.arange(16, dtype=np.int32), request("x", A), request("y", B)
+    for each in (running, later):
+        each.compute_with(b"")
+    first = list(running.extend_page_hashes(tokens[:4], 4))
+    running.adapter = B
+    whole = list(running.extend_page_hashes(tokens, 4))
+    assert whole[:1] == first and whole[1:] != later.extend_page_hashes(tokens, 4)[1:]
+    running.compute_with(b"")
+    assert running.extend_page_hashes(tokens, 4) == later.page_hashes

@@ -14,7 +14,7 @@ import numpy as np
 from jaxengine.models.adapters import Adapters
 from jaxengine.models.cache import platform_of
 from jaxengine.models.layers.lora import FLAT, GROUPED, product_forms, write_slot
-from jaxengine.models.lora import declared_pools
+from jaxengine.models.lora import DeclaredPool, declared_pools
 from jaxengine.models.weights.adapters.pools import AdapterTargets, Matrices, slot_shape, slot_values, targets_of
 from jaxengine.runner.extension import DeviceExtension, HostExtension, Kept, StageExtension, StageShape, StateChange
 from jaxengine.runner.program import Program, abstract_params, program_on
@@ -84,6 +84,10 @@ class StagePools(StageExtension):
     def __init__(self, stage: Any, extension: AdaptersExtension):
         self._stage, self._extension = stage, extension
 
+    @property
+    def pools(self) -> list[DeclaredPool]:
+        return self._extension.pools
+
     def put(self, matrices: Matrices) -> list[jax.Array]:
         """What an adapter has of each pool here, on the devices; any thread may call it."""
         pools, spec = self._extension.pools, self._stage.programs.model.build.lora
@@ -125,6 +129,12 @@ class AdapterPools(HostExtension):
         """Has steps from here on find in a slot of the pools what `put` gave."""
         for stage, own in zip(self.runner.stages, values, strict=True):
             stage.extensions[NAME].write(slot, own)
+
+    @property
+    def are_present(self) -> bool:
+        """Whether the pools are on the devices: those of an engine that sleeps are not."""
+        arrays = [stage.params[pool.index] for stage in self.runner.stages for pool in stage.extensions[NAME].pools]
+        return all(isinstance(each, jax.Array) for each in arrays)
 
     def set_rows(self, slots: list[int], adapters: list[int]) -> None:
         """Says which slot of the pools these slots' adapters have, -1 for none."""

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxengine.models.params.errors import ModelFileError
-from jaxengine.models.weights.adapters.folder import AdapterWeights, read_adapter
+from jaxengine.models.params.source import WeightSource
+from jaxengine.models.weights.adapters.config import AdapterConfig
+from jaxengine.models.weights.adapters.folder import AdapterWeights, adapter_of, read_adapter
 from jaxengine.scheduler.adapter_names import alike, seen_as
 from jaxengine.scheduler.batch import ScheduledStep
 from jaxengine.scheduler.errors import RequestError, UnknownAdapterError, show_value
@@ -29,13 +31,36 @@ _MAX_LOADS = 64
 
 @dataclass(frozen=True, eq=False)
 class AdapterRecord:
-    """A loaded adapter. number: lora_int_id, what its caller calls it beside its name."""
+    """A loaded adapter.
+
+    Attributes:
+      path: where its files are; None for one that has only been given from memory.
+      number: lora_int_id, what its caller calls it beside its name.
+      given: what memory gave and no file has; None for what can be read again.
+    """
 
     adapter: Adapter
-    path: str
+    path: str | None
     number: int
     content: bytes
     rank: int
+    config: AdapterConfig
+    given: AdapterWeights | None = None
+
+
+class GivenAdapter(NamedTuple):
+    """An adapter of arrays in memory. number: None for that of its name, or one that is free."""
+
+    name: str
+    number: int | None
+    weights: AdapterWeights
+
+
+class Replaced(NamedTuple):
+    """The adapter that a name had, None for a new name, and the one that it has."""
+
+    old: Adapter | None
+    new: Adapter
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +97,7 @@ class AdapterStore:
         self._wanted: deque[tuple[int, Adapter]] = deque()
         self._upload: _Upload | None = None
         self._loads: dict[int, _Load] = {}
-        self._num_loads = 0
+        self._num_loads = self._num_replaced = 0
         self._thread = ThreadPoolExecutor(1, "adapters")
 
     @property
@@ -110,7 +135,7 @@ class AdapterStore:
             raise RequestError(text, param="lora_int_id", value=number)
         for record in self._named.values():
             same = record.adapter.name == name, record.number == number
-            if all(same) and record.path == path:
+            if all(same) and record.path in (None, path):
                 return True
             if any(same):
                 held = f"{record.adapter.name!r}, number {record.number}, of {record.path}"
@@ -131,10 +156,62 @@ class AdapterStore:
         """Lets requests name an adapter that has been read. Raises as `known`, and where it is loaded already."""
         if self.known(name, path, number):
             raise RequestError(f"the adapter {name!r} is loaded already", param="lora_name", value=name)
-        adapter = Adapter(name, hashlib.sha256(f"{len(name)} {name}".encode() + weights.digest).digest())
-        record = AdapterRecord(adapter, path, number, weights.digest, weights.rank)
+        adapter = self._adapter(name, weights)
+        record = AdapterRecord(adapter, path, number, weights.digest, weights.rank, weights.config)
         self._named[name] = self._records[adapter] = record
         self._keep(adapter, weights)
+
+    def read_given(
+        self, name: str, source: WeightSource, config: Mapping[str, Any] | None, number: int | None
+    ) -> GivenAdapter:
+        """Checks an adapter's tensors by PEFT's names, for `replace`; any thread may call it.
+
+        config: as in adapter_config.json; None for that of the adapter which has the name. Raises ModelFileError, whose
+        `others` are all further faults of tensors, and RequestError where no adapter has the name.
+        """
+        if config is not None:
+            raw = {field: sorted(value) if isinstance(value, set) else value for field, value in config.items()}
+            settings = AdapterConfig(Path("config"), raw)
+            settings.check_saved(self._targets)
+        elif name in self._named:
+            settings = self._named[name].config
+        else:
+            text = f"there is no adapter {show_value(name)} whose configuration it could have: give config"
+            raise RequestError(text, param="config")
+        return GivenAdapter(name, number, adapter_of(settings, source, self._targets, self._max_rank, self._dtype))
+
+    def replace(self, given: GivenAdapter, slots: AdapterSlots) -> Replaced:
+        """Has all requests of a name run with other matrices from the next step on; adds a name that is new.
+
+        Raises as `known`, with nothing changed.
+        """
+        name, number, weights = given
+        old = self._named.get(name)
+        if old is None:
+            number = self.free_number() if number is None else number
+            self.known(name, "", number)
+        elif number not in (None, old.number):
+            text = f"lora_int_id of the adapter {name!r} is {old.number}, got {show_value(number)}"
+            raise RequestError(text, param="lora_int_id", value=number)
+        else:
+            number = old.number
+        self._num_replaced += 1
+        adapter = self._adapter(name, weights)
+        path = None if old is None else old.path
+        record = AdapterRecord(adapter, path, number, weights.digest, weights.rank, weights.config, weights)
+        slot = None if old is None else slots.replace(old.adapter, adapter)
+        self._named[name] = self._records[adapter] = record
+        if slot is not None and self._pools.are_present:
+            self._pools.write(slot, self._pools.put(weights.matrices))
+        elif slot is not None:
+            slots.reload(slot)
+        return Replaced(None if old is None else old.adapter, adapter)
+
+    def _adapter(self, name: str, weights: AdapterWeights) -> Adapter:
+        """A name for pages. Those that matrices of memory have been mixed into have none that a file's could have."""
+        replaced = str(self._num_replaced).encode() if self._num_replaced else b""
+        digest = hashlib.sha256(f"{len(name)} {name}".encode() + weights.digest + replaced).digest()
+        return Adapter(name, digest)
 
     def remove(self, name: str, slots: AdapterSlots, in_use: Callable[[], set[Adapter]]) -> None:
         """Lets no further request name an adapter; those that do run to their ends. Raises RequestError for an unknown
@@ -219,7 +296,7 @@ class AdapterStore:
         failed: list[tuple[Request, RequestError]] = []
         self._wanted += slots.loads
         slots.loads.clear()
-        if self._upload is not None and self._upload.job.done():
+        if self._upload is not None and self._upload.job.done() and self._pools.are_present:
             upload, self._upload = self._upload, None
             failed = self._complete(upload, slots)
         while self._wanted and self._upload is None:
@@ -264,7 +341,9 @@ class AdapterStore:
 
     def _put(self, adapter: Adapter) -> tuple[AdapterWeights, Any]:
         record, weights = self._records[adapter], self._host.get(adapter)
+        weights = record.given if weights is None else weights
         if weights is None:
+            assert record.path is not None
             weights = self.read(record.path)
             if weights.digest != record.content:
                 raise ModelFileError(record.path, "is not what it was when the adapter was loaded: load it again")

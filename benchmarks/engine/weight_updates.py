@@ -1,0 +1,97 @@
+"""Whether anything compiles or is left behind when weights are replaced again and again, on the default model.
+
+Streams run all the time, and each one that ends is followed by another. Updates bring, in turn, all weights, one third
+of the layers, and all with numbers that are moved a little. A row is a tenth of the updates: programs compiled, bytes
+of the arrays on the devices, resident anonymous memory, and the medians of what an update took while steps went on, and
+between two steps, in milliseconds.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.engines import engine_options
+from benchmarks.harness import Option
+from benchmarks.processes import memory
+from benchmarks.recorder import Recorder
+from jaxengine import LLM, EngineConfig, SamplingParams
+from jaxengine.checkpoint.model_source import open_model
+from jaxengine.engine.weight_types import WeightUpdate
+
+ROWS = 10
+OPTIONS = {
+    "updates": Option(1000),
+    "streams": Option(256, "requests that run meanwhile"),
+    "steps": Option(4, "between two updates"),
+}
+ENGINE = engine_options(dtype="float32", max_model_len=256, max_num_batched_tokens=256)
+
+
+def stored() -> dict[str, np.ndarray]:
+    """The default model's tensors by name."""
+    source = open_model(EngineConfig()).weights
+    assert source is not None and not isinstance(source, Path)
+    tensors = {name: source.read(name) for name in source.names()}
+    source.close()
+    return tensors
+
+
+def moved(tensors: Mapping[str, np.ndarray], number: int) -> Iterator[tuple[str, np.ndarray]]:
+    """All tensors, one at a time, some of them a little larger."""
+    for name, array in tensors.items():
+        yield name, (array * np.float32(1 + 1e-3 * (number % 7))).astype(array.dtype)
+
+
+class Streams:
+    """Requests that run on and on."""
+
+    def __init__(self, llm: LLM, count: int):
+        self._llm, self._count, self._num = llm, count, 0
+
+    def step(self) -> None:
+        core = self._llm.core
+        while len(core.engine.scheduler.requests) < self._count:
+            self._num += 1
+            params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, detokenize=False)
+            core.add(core.inputs.prepare([100 + self._num % 1000, 7], params, request_id=str(self._num)))
+        core.step()
+
+
+def update(llm: LLM, tensors: Mapping[str, np.ndarray], number: int) -> WeightUpdate:
+    kv: Any = ("recompute", "drop", "keep")[number % 3]
+    if number % 3 == 0:
+        return llm.update_weights(tensors, kv=kv)
+    if number % 3 == 1:
+        layers = {name: each for name, each in tensors.items() if ".layers." in name}
+        third = {name: each for name, each in layers.items() if int(name.split(".layers.")[1].split(".")[0]) % 3 == 0}
+        return llm.update_weights(third, strict=False, kv=kv)
+    return llm.update_weights(moved(tensors, number), kv=kv)
+
+
+def run(args: Namespace, recorder: Recorder) -> None:
+    llm = LLM(**ENGINE, max_num_seqs=args.streams)
+    tensors, streams = stored(), Streams(llm, args.streams)
+    for row in range(ROWS):
+        done = []
+        for number in range(row * args.updates // ROWS, (row + 1) * args.updates // ROWS):
+            for _ in range(args.steps):
+                streams.step()
+            done.append(update(llm, tensors, number))
+        recorder.add(
+            {
+                "updates": (row + 1) * args.updates // ROWS,
+                "compilations": llm.core.runner.compiles.count,
+                "MiB of arrays": round(sum(each.nbytes for each in jax.live_arrays()) / 2**20, 1),
+                "MiB resident": memory(kind="RssAnon") >> 20,
+                "load ms": round(median(each.load_seconds for each in done) * 1e3, 1),
+                "switch ms": round(median(each.switch_seconds for each in done) * 1e3, 1),
+            }
+        )
+    llm.core.shutdown()

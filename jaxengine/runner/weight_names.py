@@ -1,0 +1,115 @@
+"""A trainer's names and shapes for tensors, and the Hugging Face ones that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxengine.models.weights.formats.arrays import fault_of, on_host
+from jaxengine.scheduler.errors import RequestError
+
+# Faults that the text of an error names.
+MAX_SHOWN = 10
+_LAYER = "{layer}"
+
+
+class WeightUpdateError(RequestError):
+    """New weights that do not fit. The engine goes on with those that it has.
+
+    Attributes:
+      faults: (tensor, what is wrong) of every tensor at fault: missing, unknown, given twice, of a wrong shape or kind.
+    """
+
+    def __init__(self, message: str, faults: Sequence[tuple[str, str]] = ()):
+        super().__init__(message, param="params")
+        self.faults = [*faults]
+
+    @classmethod
+    def of(cls, faults: Sequence[tuple[str, str]]) -> WeightUpdateError:
+        """The error of at least one fault; names the first ones."""
+        shown = "; ".join(f"{name}: {text}" for name, text in faults[:MAX_SHOWN])
+        more = f"; and {len(faults) - MAX_SHOWN} more" if len(faults) > MAX_SHOWN else ""
+        return cls(f"the weights stay as they are: {shown}{more}", faults)
+
+
+@dataclass(frozen=True)
+class ScannedLayers:
+    """The tensors of several layers in one array, as a trainer has them that scans over its layers.
+
+    Attributes:
+      name: Hugging Face name of a layer's tensor, with "{layer}" for the layer's number.
+      axis: of the array, that counts the layers.
+      layers: the number of each layer along it; None for 0, 1, 2, ...
+      axes: order of a layer's axes, once `axis` is gone; None for that which they have.
+      function: of a layer's array, after that; None for none.
+    """
+
+    name: str
+    axis: int = 0
+    layers: Sequence[int] | None = None
+    axes: Sequence[int] | None = None
+    function: Callable[[Any], Any] | None = None
+
+    def split(self, source: str, array: Any) -> Iterator[tuple[str, Any]]:
+        """Yields each layer's tensor, in host memory. source: the array's name. Raises WeightUpdateError."""
+        if _LAYER not in self.name:
+            raise WeightUpdateError.of([(source, f"is split into {self.name}, which must have {_LAYER} in it")])
+        if (fault := fault_of(array)) is not None:
+            raise WeightUpdateError.of([(source, fault)])
+        shape = tuple(array.shape)
+        count = shape[self.axis] if -len(shape) <= self.axis < len(shape) else 0
+        layers = range(count) if self.layers is None else self.layers
+        if not count or len(layers) != count:
+            text = f"must have {len(layers) or 'the'} layers along axis {self.axis}, got shape {shape}"
+            raise WeightUpdateError.of([(source, text)])
+        along = np.moveaxis(on_host(array), self.axis, 0)
+        for number, layer in zip(layers, along, strict=True):
+            layer = layer if self.axes is None else np.transpose(layer, tuple(self.axes))
+            yield self.name.replace(_LAYER, str(number)), layer if self.function is None else self.function(layer)
+
+
+# A Hugging Face name for a trainer's, or that name, an order of axes and a function of the array, None for neither.
+Renamed = (
+    str
+    | tuple[str, Sequence[int] | None]
+    | tuple[str, Sequence[int] | None, Callable[[Any], Any] | None]
+    | ScannedLayers
+)
+
+
+def renamed(pairs: Iterable[Any], mapping: Mapping[str, Renamed], *, donate: bool = False) -> Iterator[tuple[str, Any]]:
+    """Yields tensors under their Hugging Face names.
+
+    donate: a jax array that is yielded in another form is deleted then. Raises WeightUpdateError for what is no pair of
+    a name and an array, and for names of `mapping` that have not come.
+    """
+    unused = set(mapping)
+    for pair in pairs:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise WeightUpdateError(f"params must be pairs of a name and an array, got {str(pair)[:100]}")
+        name, array = pair
+        unused.discard(name)
+        rule = mapping.get(name, name)
+        if isinstance(rule, str):
+            yield rule, array
+            continue
+        new = [*rule.split(name, array)] if isinstance(rule, ScannedLayers) else [_changed(rule, array)]
+        if donate and isinstance(array, jax.Array) and all(each is not array for _, each in new):
+            new = [(target, np.array(each) if isinstance(each, np.ndarray) else each) for target, each in new]
+            jax.block_until_ready([each for _, each in new if isinstance(each, jax.Array)])
+            array.delete()
+        del array, pair
+        while new:
+            yield new.pop(0)
+    if unused:
+        raise WeightUpdateError.of([(name, "is named by mapping and not in params") for name in sorted(unused)])
+
+
+def _changed(rule: tuple[Any, ...], array: Any) -> tuple[str, Any]:
+    axes, function = rule[1], rule[2] if len(rule) == 3 else None
+    array = array if axes is None else np.transpose(on_host(array), tuple(axes))
+    return rule[0], array if function is None else function(array)

@@ -1,0 +1,211 @@
+"""Loader of tensors that come one after the other and are not all held at once.
+
+A weight is loaded as soon as its last tensor is there; then the tensors are let go. Weights that share a tensor are
+loaded together, and so are all experts of a layer, which may come in one tensor or in many. What must be compared or
+may have further tensors waits for the end: formats of their own, such as AWQ, and an embedding that is the head too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxengine.models.causal_lm import CausalLM
+from jaxengine.models.params.declare import DeclaredParam, declared_params
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.quantization.online import Rounded
+from jaxengine.models.quantization.quantized import CODES, INPUT_SCALE, ORDER, PAIRS, SCALES, VALUES, ZEROS
+from jaxengine.models.weights.formats.arrays import PATH, ArraySource, FiniteSource, Taken, fault_of
+from jaxengine.models.weights.load import EMBEDDING, HEAD, check_source, is_unread, load_group, load_params
+from jaxengine.models.weights.views.parts import tensor_name
+from jaxengine.models.weights.views.stacked import BIAS, DOWN, GATE_UP
+
+_EXPERTS = ".experts"
+
+Stage = tuple[CausalLM, Mesh | None]
+
+
+def load_streamed(
+    stages: Sequence[Stage], tensors: Iterable[tuple[str, Any]], *, partial: bool = False, donate: bool = False
+) -> list[nnx.State]:
+    """Load the weights of all stages of a model from tensors in any order; returns each stage's state.
+
+    Args:
+      stages: abstract models, each with the mesh that its weights are split over.
+      tensors: name and array (numpy or jax, of any sharding) of each tensor of a Hugging Face checkpoint.
+      partial: as of `load_params`.
+      donate: jax arrays are deleted as soon as they have been loaded, also where a later one is at fault.
+
+    Raises ModelFileError as `load_params`, and for a tensor that comes twice, is no array or holds numbers that are
+    not finite. Its `others` are all further tensors whose names or shapes are at fault, and no more than one of the
+    last kind.
+    """
+    stream = _Stream(stages, partial, donate)
+    for name, array in tensors:
+        stream.add(name, array)
+    return stream.finish()
+
+
+@dataclass(eq=False)
+class _Group:
+    """Weights that are loaded at once.
+
+    Attributes:
+      params: with the index of each one's stage.
+      missing: tensors that are still to come, under the model's names and with one for each expert.
+      held: arrays that have come, by the checkpoint's names.
+    """
+
+    params: list[tuple[int, DeclaredParam]] = field(default_factory=list)
+    missing: set[str] = field(default_factory=set)
+    held: dict[str, Any] = field(default_factory=dict)
+
+
+class _Stream:
+    """Tensors as they come.
+
+    Attributes:
+      faults: what is wrong with tensors, by name.
+    """
+
+    def __init__(self, stages: Sequence[Stage], partial: bool, donate: bool):
+        self._stages, self._partial, self._donate = stages, partial, donate
+        self._names = stages[0][0].checkpoint_names
+        self._groups = _groups(stages)
+        self._given: dict[str, Any] = {}
+        self._loaded: list[dict[tuple[Any, ...], jax.Array]] = [{} for _ in stages]
+        self.faults: dict[str, str] = {}
+
+    def add(self, name: str, array: Any) -> None:
+        """Take a tensor, and load the weights of which it is the last one."""
+        if name in self._given:
+            self.faults[name] = "is given twice"
+        elif (fault := fault_of(array)) is not None:
+            self.faults[name], self._given[name] = fault, Taken(tuple(getattr(array, "shape", ())))
+        else:
+            self._given[name] = array
+            self._sort(name, array)
+
+    def finish(self) -> list[nnx.State]:
+        """Check all names and shapes, and load what is left. Raises ModelFileError."""
+        source = FiniteSource(ArraySource(self._given))
+        try:
+            if self.faults:
+                check_source(self._stages[0][0], source, self._partial)
+            else:
+                return self._rest(source)
+        except ModelFileError as error:
+            found = {(error.where or error.path): error.what, **dict(error.others)}
+            self.faults = found | self.faults
+        (name, text), *others = self.faults.items()
+        raise ModelFileError(PATH, text, name, others=others)
+
+    def _rest(self, source: FiniteSource) -> list[nnx.State]:
+        states = [
+            load_params(model, source, mesh=mesh, partial=self._partial, loaded=loaded)
+            for (model, mesh), loaded in zip(self._stages, self._loaded, strict=True)
+        ]
+        source.close()
+        self._let_go(self._given)
+        return states
+
+    def _sort(self, stored: str, array: Any) -> None:
+        name = self._names.renamed(stored)
+        tensors = _stands_for(name, self._groups)
+        if not tensors:  # nobody's, or of those that wait for the end
+            if stored.startswith(self._names.unused) or is_unread(self._stages[0][0], name):
+                self._given[stored] = Taken(tuple(array.shape))
+                self._let_go({stored: array})
+            return
+        group = self._groups[next(iter(tensors))]
+        if not tensors <= group.missing:
+            self.faults[stored] = f"stands for {min(tensors - group.missing)}, which has come already"
+        group.missing -= tensors
+        group.held[stored] = array
+        if not group.missing:
+            self._load(group)
+
+    def _load(self, group: _Group) -> None:
+        if not self.faults:
+            try:
+                self._place(group)
+            except ModelFileError as error:
+                self.faults |= {(error.where or error.path): error.what, **dict(error.others)}
+        self._given |= {name: Taken(tuple(array.shape)) for name, array in group.held.items()}
+        held, group.held = group.held, {}
+        self._let_go(held)
+
+    def _place(self, group: _Group) -> None:
+        """Load a group, and wait for its arrays: what they are made of is not needed any more then."""
+        for index, (model, mesh) in enumerate(self._stages):
+            own = [param for stage, param in group.params if stage == index]
+            if own:
+                new = load_group(model, own, FiniteSource(ArraySource(group.held)), mesh)
+                self._loaded[index] |= jax.block_until_ready(new)
+
+    def _let_go(self, arrays: dict[str, Any]) -> None:
+        if self._donate:
+            for array in arrays.values():
+                if isinstance(array, jax.Array) and not array.is_deleted():
+                    array.delete()
+
+
+def _groups(stages: Sequence[Stage]) -> dict[str, _Group]:
+    """Find the group of each tensor that can be loaded before all others are there."""
+    groups: dict[str, _Group] = {}
+    params = [(index, param) for index, (model, _) in enumerate(stages) for param in declared_params(model)]
+    needed = [_tensors_of(param, stages[index][0]) for index, param in params]
+    is_tied = not any(HEAD in tensors for tensors in needed)
+    waiting = set().union(*(tensors for tensors in needed if is_tied and EMBEDDING in tensors))
+    for place, tensors in zip(params, needed, strict=True):
+        if not tensors or tensors & waiting:
+            continue
+        keys = tensors | {_layer_of(name) for name in tensors if _layer_of(name)}
+        joined = {id(groups[key]): groups[key] for key in keys if key in groups}
+        group = _Group([place], set(tensors))
+        for other in joined.values():
+            group.params += other.params
+            group.missing |= other.missing
+        more = {key for key, other in groups.items() if id(other) in joined} if joined else set()
+        for key in keys | more:
+            groups[key] = group
+    return groups
+
+
+def _tensors_of(param: DeclaredParam, model: CausalLM) -> set[str]:
+    """Collect the tensors that a weight is read from; none where a format determines them."""
+    found = set[str]()
+    for source in param.decl.sources:
+        module, _, kind = source.name.rpartition(".")
+        if kind in (VALUES, CODES, PAIRS, SCALES, ZEROS, ORDER, INPUT_SCALE):
+            if not isinstance(getattr(model.build.scheme(module), "stored", None), Rounded):
+                return set()
+            source = source._replace(name=f"{module}.weight")
+        found |= {tensor_name(source, expert) for expert in range(param.decl.num_experts or 1)}
+    return found
+
+
+def _layer_of(name: str) -> str:
+    """Name of all experts of a layer, for a tensor of one of them; "" for others."""
+    layer, found, _ = name.rpartition(f"{_EXPERTS}.")
+    return f"{layer}{_EXPERTS}" if found else ""
+
+
+def _stands_for(name: str, groups: dict[str, _Group]) -> set[str]:
+    """List the tensors of a group for which a tensor stands: itself, or those of all experts that it has."""
+    if name in groups:
+        return {name} if not name.endswith(_EXPERTS) else set()
+    layer, _, end = name.rpartition(".")
+    if layer not in groups or not end.startswith((GATE_UP, DOWN)):
+        return set()
+    stem = DOWN if end.startswith(DOWN) else GATE_UP
+    if (kind := end.removeprefix(stem)) not in ("", BIAS):
+        return set()
+    modules = (DOWN,) if stem == DOWN else ("gate_proj", "up_proj")
+    ends = tuple(f".{module}.{'bias' if kind else 'weight'}" for module in modules)
+    return {key for key, group in groups.items() if _layer_of(key) == layer and key.endswith(ends)}

@@ -1,0 +1,157 @@
+"""Tensors that come one after the other: each weight is loaded as soon as it is whole, and its tensors are let go."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxengine.models.build import Build
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.quantization.registry import rounded
+from jaxengine.models.registry import build_model, read_folder
+from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
+from jaxengine.models.weights.load import load_params
+from jaxengine.models.weights.streamed import load_streamed
+from jaxengine.sharding.stages import Stage
+from tests.fixtures.drawn_weights import checkpoint
+from tests.models.weights.test_load import CONFIG, ArraySource, random_tensors
+from tests.tables import each_row
+
+NORM, HEAD, EMBED = "model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"
+TENSORS = random_tensors(CONFIG)
+
+
+def stored(folder: Path) -> dict[str, np.ndarray]:
+    source = SafetensorsCheckpoint(folder)
+    tensors = {name: source.read(name) for name in source.names()}
+    source.close()
+    return tensors
+
+
+def assert_equal(found: nnx.State, expected: nnx.State) -> None:
+    ours, theirs = dict(nnx.to_flat_state(found)), dict(nnx.to_flat_state(expected))
+    assert [*ours] == [*theirs]
+    for path, variable in ours.items():
+        np.testing.assert_array_equal(np.asarray(variable[...]), np.asarray(theirs[path][...]), str(path))
+
+
+class Given:
+    """Tensors that nobody but their taker holds.
+
+    most: bytes of them that were alive at once.
+    """
+
+    def __init__(self, tensors: dict[str, np.ndarray], order: list[str]):
+        self._tensors, self._order, self.most = tensors, order, 0
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        alive: list[Any] = []
+        for name in self._order:
+            array = self._tensors[name].copy()
+            alive.append(weakref.ref(array))
+            self.most = max(self.most, sum(held.nbytes for each in alive if (held := each()) is not None))
+            yield name, array
+            del array
+
+
+@each_row(
+    ("model", "scheme"),
+    [
+        ("llama", None),
+        ("llama", "int8"),
+        ("qwen3", None),
+        ("llama4", None),
+        ("qwen3_5_moe_vision", None),
+        ("mixtral_tied", None),
+        ("phi3", "int4"),
+        ("gemma2", None),
+        ("qwen3_moe", None),
+        ("qwen3_moe", "int8"),
+        ("gpt_oss", None),
+        ("deepseek_v3", None),
+    ],
+)
+def test_it_loads_what_a_checkpoint_loads(model, scheme):
+    folder = checkpoint(model)
+    tensors = stored(folder)
+    build = Build("float32") if scheme is None else Build("float32", scheme=rounded(scheme))
+    built = build_model(read_folder(folder), build)
+    expected = load_params(built, ArraySource(tensors))
+    for seed in (0, 1):
+        order = sorted(tensors)
+        np.random.default_rng(seed).shuffle(order)
+        (found,) = load_streamed([(built, None)], Given(tensors, order))
+        assert_equal(found, expected)
+
+
+def test_stages_share_one_stream():
+    models = [
+        build_model(CONFIG, Build(jnp.float32, stage=stage))
+        for stage in (Stage(0, 1, is_last=False), Stage(1, 2, is_first=False))
+    ]
+    given = Given(TENSORS, sorted(TENSORS))
+    for model, found in zip(models, load_streamed([(each, None) for each in models], given), strict=True):
+        assert_equal(found, load_params(model, ArraySource(TENSORS)))
+
+
+def test_no_more_is_held_than_an_unfinished_weight_needs():
+    """In the order of names, the tensors of a layer's two joined weights are apart by no more than the layer."""
+    given = Given(TENSORS, sorted(TENSORS))
+    load_streamed([(build_model(CONFIG, Build(jnp.float32)), None)], given)
+    joined = [each.nbytes for name, each in TENSORS.items() if ".0.self_attn." in name or ".0.mlp." in name]
+    assert given.most <= sum(joined) < sum(each.nbytes for each in TENSORS.values()) // 2
+
+
+def faults(pairs: Any, **options: Any) -> dict[str, str]:
+    with pytest.raises(ModelFileError) as error:
+        load_streamed([(build_model(CONFIG, Build(jnp.float32)), None)], pairs, **options)
+    return {str(error.value.where): error.value.what, **dict(error.value.others)}
+
+
+def test_every_fault_is_listed():
+    """However they come: also where a weight could have been loaded before the first fault, and after it."""
+    bad = TENSORS | {
+        "model.layers.0.self_attn.q_proj.weight": TENSORS["model.layers.0.self_attn.q_proj.weight"][:-1],
+        "model.layers.1.mlp.up_proj.weight": np.full_like(TENSORS["model.layers.1.mlp.up_proj.weight"], np.nan),
+        "other": np.zeros(2),
+        "text": "no array",
+    }
+    del bad[NORM]
+    first = {
+        "model.layers.0.self_attn.q_proj.weight": "shape",
+        "other": "no use",
+        "text": "array",
+        NORM: "missing",
+        EMBED: "twice",
+    }
+    found = faults([*bad.items(), (EMBED, TENSORS[EMBED])])
+    assert found.keys() == first.keys() and all(first[name] in text for name, text in found.items()), found
+    fine = bad | {name: TENSORS[name] for name in first if name in TENSORS}
+    del fine["other"], fine["text"]
+    (text,) = faults(fine.items()).items()
+    assert text[0] == "model.layers.1.mlp.up_proj.weight" and "finite" in text[1]
+
+
+def test_arrays_that_are_given_up_are_deleted_when_they_have_been_loaded():
+    alive: list[int] = []
+
+    def pairs() -> Iterator[tuple[str, Any]]:
+        given = {name: jnp.asarray(each) for name, each in TENSORS.items()}
+        for name, array in given.items():
+            yield name, array
+            alive.append(sum(not each.is_deleted() for each in given.values()))
+
+    model = build_model(CONFIG, Build(jnp.float32))
+    (found,) = load_streamed([(model, None)], pairs(), donate=True)
+    assert_equal(found, load_params(model, ArraySource(TENSORS)))
+    assert alive[-1] == 0 and len({*alive}) > 5
+    array = jnp.ones(3)
+    array.delete()
+    assert "deleted" in faults([(NORM, array)])[NORM]
