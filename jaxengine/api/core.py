@@ -8,14 +8,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from jax.sharding import Mesh
 
 from jaxengine.api.engine_client import EngineDeadError
 from jaxengine.api.owner import Owner
-from jaxengine.checkpoint.custom_models import has_custom_class
 from jaxengine.cluster.host0 import Cluster
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.engine.engine import Engine
@@ -69,8 +67,6 @@ class EngineCore:
         self._cluster = Cluster(config) if config.nnodes > 1 else None
         try:
             opened = open_resolved(config, devices, mesh, mesh_axes)
-            if has_custom_class(opened.source.config):
-                opened = opened._replace(config=replace(opened.config, compile_cache_dir=""))
             self.config = opened.config
             self.model_path = opened.source.path
             self.inputs = input_processor(opened.source, self.config)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from jax.sharding import Mesh
 from tqdm import tqdm
 
+from jaxengine.checkpoint.custom_models import has_custom_class
 from jaxengine.checkpoint.model_source import ModelSource, open_model
 from jaxengine.config.engine_config import ConfigError, EngineConfig, ResolvedConfig
 from jaxengine.config.kv_cache import is_coded
@@ -62,6 +63,8 @@ def open_resolved(
     # What was downloaded is here now: nobody who is given this config needs the hub or the token.
     tokenizer = config.tokenizer if source.tokenizer_path is None else str(source.tokenizer_path)
     config = replace(config, tokenizer=tokenizer, tokenizer_revision=None, hf_token=None)
+    if has_custom_class(source.config):  # our sources, after which compiled steps are named, do not tell of its class
+        config = replace(config, compile_cache_dir="")
     resolved = config.resolved(source.config, platform, item_sizes(source, config))
     return OpenedModel(source, resolved, platform, devices, mesh if is_exact else None)
 

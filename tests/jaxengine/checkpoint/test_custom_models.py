@@ -9,8 +9,10 @@ from typing import Any, ClassVar
 import pytest
 
 from jaxengine import LLM, ConfigError, SamplingParams, register_model
+from jaxengine.config.engine_config import EngineConfig
 from jaxengine.models.families.llama import LlamaForCausalLM
 from jaxengine.models.registry import MODELS
+from jaxengine.runner.open import open_resolved
 
 
 class OwnForCausalLM(LlamaForCausalLM):
@@ -82,6 +84,7 @@ def test_a_registered_class_serves_its_checkpoints_and_leaves_no_program_behind(
     with pytest.raises(ValueError, match="'OwnForCausalLM' is not supported; .*register_model.*; there are "):
         LLM(**options)
     register_model("OwnForCausalLM", OwnForCausalLM)
+    assert open_resolved(EngineConfig(**options)).config.compile_cache_dir == ""  # as workers of several hosts open it
     params = SamplingParams(temperature=0.0, max_tokens=6, logprobs=0, ignore_eos=True)
     prompt = {"prompt_token_ids": [5, 6, 7]}
     own, plain = LLM(**options), make_llm()
