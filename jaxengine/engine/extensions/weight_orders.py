@@ -39,7 +39,8 @@ class WeightOrders:
         """
         self._weights.check(version, mode, kv)
         if len(self._reads) >= MAX_READS:
-            raise RequestError(f"{MAX_READS} folders are being read; try again when one of them is done", param="path")
+            text = f"{MAX_READS} folders are being read or wait for their switch; try again when one of them is in use"
+            raise RequestError(text, param="path")
         self._num_reads += 1
         job: Future[NewWeights] = Future()
         self._reads[self._num_reads] = job
@@ -70,9 +71,11 @@ class WeightOrders:
     def switch_weights(self, number: int, version: Version | None, kv: KVMode) -> dict[str, Any]:
         """Replaces the weights by those that were read, while the engine is paused; returns a WeightUpdate's fields.
 
-        Raises RequestError for an unknown number, TimeoutError if they are not read yet.
+        Raises RequestError for an unknown number, and if they are not read yet.
         """
-        new = self._find(number).result(timeout=0)
+        if not (job := self._find(number)).done():
+            raise RequestError(f"the weights {number} are still being read", param="number", value=number)
+        new = job.result()
         del self._reads[number]
         return self._weights.switch(new, version, kv)._asdict()
 
