@@ -99,9 +99,10 @@ class Build:
 
 
 def build_abstract(model_class: Callable[[Config, Build], Model], config: Config, build: Build) -> Model:
-    """A jaxengine.models.causal_lm.CausalLM with ShapeDtypeStructs for weights; nothing is allocated.
+    """A `model_class` with ShapeDtypeStructs for weights; nothing is allocated.
 
-    Raises ValueError for a mesh over which its weights cannot be split.
+    Raises ValueError for a mesh over which its weights cannot be split, and ModelConfigError, which is one, for a config
+    that the class cannot have.
     """
     model = nnx.eval_shape(lambda: model_class(config, build))
     unsplit = next((param for param in declared_params(model) if not param.splits_over(build.mesh)), None)

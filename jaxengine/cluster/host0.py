@@ -344,7 +344,8 @@ class Cluster(Peers):
 def join_jax(port: int, num_processes: int, process_id: int, timeout: int) -> None:
     """Initialises jax.distributed for this process and discovers all devices; waits for all processes.
 
-    port: of the service, on this machine. timeout: seconds.
+    port: on this machine, of the service in process 0 and of a relay to it elsewhere. timeout: seconds after which jax
+    aborts this process if others are missing.
     """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_recoverability", True)  # jax does not end this process when another one is lost

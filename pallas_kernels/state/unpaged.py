@@ -20,7 +20,8 @@ from jaxengine.pallas_kernels.state.rows import StateRows
 
 
 def causal_conv(x: jax.Array, weight: jax.Array, windows: jax.Array, rows: StateRows) -> tuple[jax.Array, jax.Array]:
-    """Implement jaxengine.pallas_kernels.state.conv.causal_conv."""
+    """Implement jaxengine.pallas_kernels.state.conv.causal_conv for runs that start from zeros; windows stay as they
+    are."""
     num_tokens, before = x.shape[0], weight.shape[1] - 1
     index = run_indexes(rows.cu_q_lens, num_tokens)[:, None]
     x, y = x.astype(jnp.float32), jnp.zeros(x.shape, jnp.float32)
@@ -34,14 +35,14 @@ def causal_conv(x: jax.Array, weight: jax.Array, windows: jax.Array, rows: State
 def gated_delta_rule(
     q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, beta: jax.Array, state: jax.Array, rows: StateRows
 ) -> tuple[jax.Array, jax.Array]:
-    """Implement jaxengine.pallas_kernels.state.delta.gated_delta_rule."""
+    """Implement jaxengine.pallas_kernels.state.delta.gated_delta_rule for runs that start from zeros; `state` stays."""
     return _recurrence(delta_xla.Tokens(q, k, v, decay, beta), state, rows, delta_xla.chunk), state
 
 
 def state_space(
     x: jax.Array, b: jax.Array, c: jax.Array, decay: jax.Array, dt: jax.Array, state: jax.Array, rows: StateRows
 ) -> tuple[jax.Array, jax.Array]:
-    """Implement jaxengine.pallas_kernels.state.space.state_space."""
+    """Implement jaxengine.pallas_kernels.state.space.state_space for runs that start from zeros; `state` stays."""
     return _recurrence(space_xla.Tokens(x, b, c, decay, dt), state, rows, space_xla.chunk), state
 
 

@@ -173,7 +173,10 @@ class StepPrograms:
         return next(name for name, each in ends if each.size_of(self.packer.buckets, bucket) is not None)
 
     def epilogue(self, name: str, size: int, params: Sequence[Any]) -> Program:
-        """An epilogue of a size: (arguments as it names them) -> (what it changes, its output)."""
+        """An epilogue of a size of `epilogue_sizes`: (arguments as it names them) -> (what it changes, its output).
+
+        params: as in `forward`.
+        """
         own = self.epilogues[name]
         shapes = {"params": abstract_params(params), **self.state_shapes._asdict()}
         shapes |= self._forwarded(size, size, own.width, self.extensions).fields()

@@ -28,7 +28,8 @@ class LimitsMiddleware:
     """
 
     def __init__(self, app: ASGIApp, max_header_bytes: int, max_request_bytes: int, read_timeout: float):
-        """max_header_bytes, max_request_bytes: largest headers and largest body of a request.
+        """max_header_bytes, max_request_bytes: largest headers and largest body of a request; all bodies together may
+        have _MOST_BODIES times as much as one.
 
         read_timeout: seconds to receive a body, in addition to the time that LEAST_BYTES_PER_SECOND allows.
         """

@@ -185,7 +185,10 @@ def _next_segment(refs: Refs, plan: Plan, segment) -> jax.Array:
 
 
 def start_walk(refs: Refs, plan: Plan, begin, end) -> None:
-    """Start the copies of a core's first items; `end`: one past the last segment of all."""
+    """Start the copies of a core's first items.
+
+    begin: its first segment. end: one past the last segment of all cores.
+    """
     refs.cursor[TABLE_ROW] = 1
     if refs.page_table is None:
         pl.when(begin < end)(lambda: _table_row_copy(refs, plan, begin, 0).start())

@@ -50,7 +50,10 @@ def widened_rows(x: jax.Array, x_scales: jax.Array | None) -> jax.Array:
 def columns_product(
     x: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None, index: jax.Array
 ) -> jax.Array:
-    """Multiply x f32[M, in] by matrix `index` of codes [G, in, out], block of columns by block: f32[M, out]."""
+    """Multiply x f32[M, in] by matrix `index` of codes * scales - zeros, block of columns by block: f32[M, out].
+
+    codes: [G, in, out], or [G, in / 2, out] in pairs. scales, zeros: [G, n, out].
+    """
     out_size, num_scales = codes.shape[2], scales.shape[1]
     width = min(BLOCK_COLUMNS, out_size)
     rows = row_parts(x, codes.dtype)

@@ -95,8 +95,11 @@ def prepared(
     *,
     by_sums: bool,
 ) -> PreparedRows:
-    """Prepare rows [M, in] for a matrix with codes of this dtype and `num_scales` groups of inputs, in the given
-    form."""
+    """Prepare rows [M, in], which are rounded if they have `x_scales`, for a matrix with `num_scales` groups of inputs.
+
+    codes: dtype of the matrix's codes. dtype: what rows are widened to if they are not rounded. by_sums: sums of groups
+    are scaled, not the matrix.
+    """
     if x_scales is None:
         return PreparedRows(x.astype(dtype), None, None, by_sums)
     count = x_scales.shape[1]
@@ -202,7 +205,7 @@ def clear(total: Any, sums: Any, zeros: Any) -> None:
 def tiles(
     num_rows: int, size: int, out: int, num_scales: int, x_dtype: Any, codes_dtype: Any, sizes: TpuProducts
 ) -> tuple[int, int]:
-    """Rows and columns of a tile; all its inputs are in VMEM, in two buffers."""
+    """Rows and columns of a tile with all its inputs, of which two fit in `sizes.tile_bytes` of VMEM, or the smallest."""
     rows, columns = min(num_rows, sizes.rows), min(out, sizes.columns * per_byte(codes_dtype))
 
     def bytes_of() -> tuple[int, int]:

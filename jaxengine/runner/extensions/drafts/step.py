@@ -171,8 +171,10 @@ def unpack_drafting(spec: DraftSpec, state: DeviceState, buffer: jax.Array) -> R
 
 
 def one_token_each(spec: DraftSpec, rows: Rows, step: jax.Array, token: jax.Array, *, back: int = 0) -> ForwardBatch:
-    """The batch of pass `step`, `back` places before the tokens' own; a row that has fewer tokens in the step than that
-    writes nothing."""
+    """The batch of pass `step`, from 0 on: the token i32[S] of each row, `back` places before its own.
+
+    A row with at most `step` tokens in the step writes nothing.
+    """
     num_seqs = spec.layout.num_seqs
     live = step < rows.count
     positions = jnp.maximum(rows.start + jnp.where(live, step, 0) - back, 0)

@@ -44,7 +44,7 @@ class OutputOffsets:
 
 
 def prompt_offsets(tokenizer: Tokenizer | None, text: str, token_ids: Sequence[int]) -> list[int]:
-    """Return where the tokens of a prompt begin in its text.
+    """Return where the tokens of a prompt begin in its text, in characters; all 0 without a tokenizer.
 
     Special tokens count if the text contains them; those that the tokenizer adds do not.
     """
