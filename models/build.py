@@ -101,8 +101,8 @@ class Build:
 def build_abstract(model_class: Callable[[Config, Build], Model], config: Config, build: Build) -> Model:
     """A `model_class` with ShapeDtypeStructs for weights; nothing is allocated.
 
-    Raises ValueError for a mesh over which its weights cannot be split, and ModelConfigError, which is one, for a config
-    that the class cannot have.
+    Raises ValueError for a mesh over which its weights cannot be split, and ModelConfigError, which is one, for a
+    config that the class cannot have.
     """
     model = nnx.eval_shape(lambda: model_class(config, build))
     unsplit = next((param for param in declared_params(model) if not param.splits_over(build.mesh)), None)

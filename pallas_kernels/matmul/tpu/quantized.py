@@ -205,7 +205,7 @@ def clear(total: Any, sums: Any, zeros: Any) -> None:
 def tiles(
     num_rows: int, size: int, out: int, num_scales: int, x_dtype: Any, codes_dtype: Any, sizes: TpuProducts
 ) -> tuple[int, int]:
-    """Rows and columns of a tile with all its inputs, of which two fit in `sizes.tile_bytes` of VMEM, or the smallest."""
+    """Rows and columns of a tile with all its inputs: two fit in `sizes.tile_bytes` of VMEM, or it is the smallest."""
     rows, columns = min(num_rows, sizes.rows), min(out, sizes.columns * per_byte(codes_dtype))
 
     def bytes_of() -> tuple[int, int]:
