@@ -33,7 +33,7 @@ from jaxengine.checkpoint.model_source import open_model
 from jaxengine.config.engine_config import ConfigError, EngineConfig, ResolvedConfig
 from jaxengine.requests.inputs import InputProcessor, input_processor
 from jaxengine.requests.options import RequestOptions
-from jaxengine.requests.outputs import RequestOutput
+from jaxengine.requests.outputs import CompletionOutput, RequestOutput
 from jaxengine.requests.prepared import Prompt
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.scheduler.errors import OverloadedError, RequestError
@@ -125,6 +125,17 @@ def _unpack_params(given: Mapping[str, Any]) -> SamplingParams:
     return SamplingParams(**given)
 
 
+def _last_of_aborted(call: Call, newest: Mapping[int, CompletionOutput]) -> RequestOutput:
+    """Ends the outputs of an aborted request that have not ended. newest: what came last of each, by index."""
+    nothing_new: dict[str, Any] = {}
+    if call.params.get("output_kind") is RequestOutputKind.DELTA:
+        nothing_new = {"text": "", "token_ids": [], "logprobs": None, "hidden_states": None}
+    known = [newest.get(index, CompletionOutput(index, "", [])) for index in range(call.params.get("n", 1))]
+    running = [each for each in known if not each.finished()]
+    outputs = [dataclasses.replace(each, finish_reason="abort", **nothing_new) for each in running]
+    return RequestOutput("", call.prompt, call.prompt_token_ids, outputs, finished=True)
+
+
 class Replica:
     """One engine. It starts the engine's other hosts."""
 
@@ -180,6 +191,7 @@ class RayEngine:
         self._replicas = replicas
         self._num_attempts = num_attempts
         self._running: dict[str, Any] = {}
+        self._aborted: set[str] = set()
 
     async def stream(
         self,
@@ -205,14 +217,16 @@ class RayEngine:
                 yield output
         finally:
             self._running.pop(prepared.request_id, None)
+            self._aborted.discard(prepared.request_id)
 
     def pool(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
         """Raises RequestError. Never called, since Ingress refuses pooling models."""
         raise RequestError("replicas do not serve pooling models yet")
 
     async def abort(self, request_id: str) -> None:
-        """Aborts a request of this ingress."""
+        """Aborts a request of this ingress: its stream ends with an output whose finish_reason is "abort"."""
         if (stream := self._running.get(request_id)) is not None:
+            self._aborted.add(request_id)
             stream.cancel()
 
     async def check_health(self) -> None:
@@ -235,11 +249,12 @@ class RayEngine:
             call.age = time.monotonic() - call.options.arrival
             stream = self._replicas.options(stream=True).generate.remote(_encode(call))
             self._running[request_id] = stream
-            begun = finished = False
+            finished, newest = False, dict[int, CompletionOutput]()
             try:
                 async for answer in stream:
                     output = _output(_decode_answer(answer))
-                    begun, finished = True, output.finished
+                    finished = output.finished
+                    newest |= {each.index: each for each in output.outputs}
                     yield output
                 return
             except (GeneratorExit, asyncio.CancelledError):
@@ -248,7 +263,10 @@ class RayEngine:
             except RayError as error:
                 if finished:  # lost between the last output and the end of the stream
                     return
-                if begun or attempt + 1 == self._num_attempts:
+                if request_id in self._aborted:  # Ray's error for a stream that was cancelled
+                    yield _last_of_aborted(call, newest)
+                    return
+                if newest or attempt + 1 == self._num_attempts:
                     raise EngineDeadError("the replica was lost") from error
 
 

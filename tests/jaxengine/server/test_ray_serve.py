@@ -93,6 +93,55 @@ async def test_a_replica_lost_after_the_last_output_costs_nothing(finished):
         await anext(stream)
 
 
+@pytest.mark.parametrize("num_outputs", [0, 1])
+@pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE])
+async def test_an_aborted_request_ends_and_is_not_sent_again(kind, num_outputs):
+    from jaxengine.server import ray_serve
+
+    class Replicas:
+        """Gives an output of which one choice has ended, or none, and then waits to be cancelled."""
+
+        num_calls = 0
+        generate = property(lambda self: self)
+
+        def options(self, **_):
+            return self
+
+        def remote(self, call):
+            self.num_calls += 1
+            self.cancelled = asyncio.Event()
+            return self
+
+        def cancel(self):
+            self.cancelled.set()
+
+        async def __aiter__(self):
+            for _ in range(num_outputs):
+                outputs = [CompletionOutput(0, "x", [5], finish_reason="stop"), CompletionOutput(1, "y", [6])]
+                yield ray_serve._encode(ray_serve.Answer(RequestOutput("a", None, [1], outputs, False)))
+            await self.cancelled.wait()
+            raise ray.exceptions.TaskCancelledError
+
+    replicas = Replicas()
+    engine = ray_serve.RayEngine(replicas, None, num_attempts=5)
+    call = ray_serve.Call([1], ray_serve._pack_params(SamplingParams(n=2, output_kind=kind)), None, None)
+    stream = engine._attempts("a", call)
+    for _ in range(num_outputs):
+        await anext(stream)
+    last = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    await engine.abort("a")
+    ended = await last
+    assert ended.finished and replicas.num_calls == 1
+    seen = [(each.index, each.text, each.token_ids, each.finish_reason) for each in ended.outputs]
+    if not num_outputs:
+        assert seen == [(0, "", [], "abort"), (1, "", [], "abort")]
+    else:
+        assert seen == [(1, *(("", []) if kind is RequestOutputKind.DELTA else ("y", [6])), "abort")]
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+
+
 @pytest.fixture(scope="module")
 def two(url, chat_options):
     """Processes of two replicas."""
