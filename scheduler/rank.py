@@ -8,7 +8,7 @@ of the line of waiting requests or of other ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from jaxengine.scheduler.config import SchedulerConfig
 from jaxengine.scheduler.extension import RankExtension
 from jaxengine.scheduler.pages.groups import PageTables
 from jaxengine.scheduler.pages.snapshots import Hits
-from jaxengine.scheduler.request import Adapter, Request, RequestStatus
+from jaxengine.scheduler.request import Request, RequestStatus
 from jaxengine.scheduler.results import End, Results
 from jaxengine.scheduler.slots import Slots
 from jaxengine.scheduler.token_params import PROMPT_FEATURES
@@ -254,15 +254,15 @@ class Rank:
         for extension in self._extensions:
             extension.release(slot)
 
-    def preempt_all(self, adapter: Adapter | None = None) -> list[Request]:
+    def preempt_all(self, which: Callable[[Request], bool] | None = None) -> list[Request]:
         """Takes all slots and pages away, between two steps and with none in flight.
 
-        Returns the requests that had them, which are to wait again. adapter: of requests with this one alone.
+        Returns the requests that had them, which are to wait again. which: of these requests alone; None for all.
         """
         self.preempted = []
         for slot in self.slots.active.nonzero()[0].tolist():
             request = self.slots.requests[slot]
-            if adapter is None or (request is not None and request.adapter is adapter):
+            if which is None or (request is not None and which(request)):
                 self._preempt(slot)
         return self.preempted
 

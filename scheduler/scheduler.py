@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from jaxengine.scheduler.errors import RequestError
 from jaxengine.scheduler.policy.fair import FairQueue
 from jaxengine.scheduler.policy.waiting import WaitingQueue
 from jaxengine.scheduler.rank import Offer, Rank
-from jaxengine.scheduler.request import Adapter, FinishReason, Request, RequestStatus, Wait
+from jaxengine.scheduler.request import FinishReason, Request, RequestStatus, Wait
 from jaxengine.scheduler.scheduler_extension import SchedulerExtension
 
 logger = logging.getLogger(__name__)
@@ -277,11 +277,13 @@ class Scheduler:
         for rank in self.ranks:
             rank.pages.reset_prefix_cache()
 
-    def preempt_all(self, adapter: Adapter | None = None) -> None:
-        """Puts all running requests, or those with this adapter, back in line, to be computed again from their first
-        token. No step may be in flight."""
+    def preempt_all(self, which: Callable[[Request], bool] | None = None) -> None:
+        """Puts all running requests, or these alone, back in line, to be computed again from their first token.
+
+        No step may be in flight.
+        """
         for rank in self.ranks:
-            for request in rank.preempt_all(adapter):
+            for request in rank.preempt_all(which):
                 self._put_back(request)
 
     def replace_weights(self, digest: bytes) -> None:

@@ -126,8 +126,9 @@ class EngineCore:
 
     @property
     def idle_seconds(self) -> float:
-        """For how long `has_unfinished` stays False if nobody calls, inf for ever."""
-        return self.engine.idle_seconds
+        """For how long `has_unfinished` stays False if nobody calls, inf for ever: requests time out in a pause too."""
+        scheduler = self.engine.scheduler
+        return max(0.0, scheduler.next_deadline - time.monotonic()) if scheduler.paused else float("inf")
 
     def check_process(self) -> None:
         """Raises EngineDeadError in a fork."""

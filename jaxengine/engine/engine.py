@@ -54,15 +54,10 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether `step` still has something to do or to collect."""
-        if not self.scheduler.paused:
-            return self.scheduler.num_unfinished > 0 or bool(self._in_flight)
-        return bool(self._in_flight) or self.scheduler.next_deadline < time.monotonic()
-
-    @property
-    def idle_seconds(self) -> float:
-        """For how long `has_unfinished` stays False if nobody calls, inf for ever: requests time out in a pause too."""
-        return max(0.0, self.scheduler.next_deadline - time.monotonic()) if self.scheduler.paused else float("inf")
+        """Whether `step` still has something to do or to collect; in a pause, requests whose deadline has passed."""
+        if self.scheduler.paused and not self._in_flight:
+            return self.scheduler.next_deadline < time.monotonic()
+        return self.scheduler.num_unfinished > 0 or bool(self._in_flight)
 
     def queue(self, requests: Sequence[Request]) -> None:
         """Queues the requests that one caller's became. Raises RequestError, and none of them goes on then."""
@@ -102,8 +97,7 @@ class Engine:
             output = EngineOutput()
             for each in self._active:
                 self._take(each.poll(), output)
-            step = self._dispatch(output)
-            if step is not None:
+            if (step := self._dispatch(output)) is not None:
                 self._sample(step, output)
             if self._in_flight and (step is None or len(self._in_flight) == self._max_in_flight):
                 self._collect(output)
@@ -152,8 +146,7 @@ class Engine:
             stats.count_step(step, message.bucket, self.scheduler.ranks)
             self.request_stats.step_tokens.observe(step.num_tokens)
             record = self.timeline.dispatched(step, self.scheduler, message, stats.num_steps, times, idle_since)
-            done = InFlight(step, pending, record)
-            self._in_flight.append(done)
+            self._in_flight.append(done := InFlight(step, pending, record))
             stats.idle_seconds += 0.0 if idle_since is None else times[-1] - idle_since
         for each in self._active:
             self._take(each.after_forward(done), output)
@@ -182,8 +175,7 @@ class Engine:
         done, start = self._in_flight.popleft(), time.monotonic()
         token_ids, counts = done.pending.token_ids(), done.pending.result("counts")
         arrived = time.monotonic()
-        done.seconds = arrived - max(self._idle_since, done.record.dispatched)
-        self._idle_since = arrived
+        done.seconds, self._idle_since = arrived - max(self._idle_since, done.record.dispatched), arrived
         self.stats.wait_seconds += arrived - start
         result = self.scheduler.update(done.step, token_ids, arrived, counts)
         for each in self._active:

@@ -87,7 +87,7 @@ class Adapters(LoopExtension):
         old, new = self.store.replace(given, scheduler.extension("adapters").slots)
         if old is not None:
             if kv != "keep":
-                scheduler.preempt_all(old)
+                scheduler.preempt_all(lambda request: request.adapter is old)
             for request in scheduler.requests:
                 if request.adapter is old:
                     request.adapter = new
