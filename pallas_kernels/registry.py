@@ -20,8 +20,9 @@ PLATFORMS = {
     "gpu_xla": ("cuda", "xla"),
     "tpu": ("tpu", "xla"),
 }
-# The platform of whole sequences: no pages, plain XLA on every device, and each of its operations has a gradient.
+# The platform of whole sequences, which no device is: no pages, plain XLA, and each of its operations has a gradient.
 UNPAGED = "unpaged"
+_KINDS = {**PLATFORMS, UNPAGED: (UNPAGED,)}
 _ROWS: dict[tuple[str, str], str] = {
     ("attention_schedule", "hopper"): "attention.hopper.attend",
     ("attention_schedule", "tpu"): "attention.tpu.attend",
@@ -138,7 +139,7 @@ def has_tcgen05(capability: str) -> bool:
 
 def kernel_module(op: str, platform: str) -> str:
     """Name of the module that implements `op` on `platform`; raises ValueError naming the platforms that have one."""
-    kinds = (UNPAGED,) if platform == UNPAGED else PLATFORMS.get(platform, ())
+    kinds = _KINDS.get(platform, ())
     if (kind := next((kind for kind in kinds if (op, kind) in _ROWS), None)) is not None:
         return _ROWS[op, kind]
     platforms = sorted(allowed for row_op, allowed in KERNELS if row_op == op)

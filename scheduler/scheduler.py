@@ -249,7 +249,7 @@ class Scheduler:
         now: float = 0.0,
         counts: np.ndarray | None = None,
     ) -> StepResult:
-        """Takes in the tokens a step sampled, and ends the requests that they end; returns what is to be told of them.
+        """Takes in the tokens a step sampled, and ends the requests that they end; returns the news of them.
 
         Args:
           token_ids: for each rank, ids by row, i32[ranks, >= rows]; of a step of some width i32[ranks, >= rows, width].

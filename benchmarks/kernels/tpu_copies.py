@@ -48,4 +48,4 @@ def run(args: Namespace, recorder: Recorder) -> None:
         for heads in HEADS:
             for part in PARTS:
                 if args.only in f"{heads}, {part}":
-                    recorder.add(measure(target, heads, part))
+                    recorder.add(measure(target, heads, part), ("target", "heads", "part"))

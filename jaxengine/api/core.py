@@ -89,7 +89,7 @@ class EngineCore:
     def shutdown(self, reason: str | None = None) -> None:
         """Ends the engine and its other processes, if it has any. Does nothing in a fork.
 
-        reason: why it has failed, which the other processes are told; None for an ordinary end.
+        reason: why it has failed, sent to the other processes; None for an ordinary end.
         """
         if not self.owner.is_here:
             return

@@ -189,9 +189,10 @@ class LLM(WeightMethods, VllmMethods):
         """
         batch = _as_batch(prompts)
         known = KnownCompletions(self.core.inputs, batch, completions)
-        loras = one_for_each(len(batch), lora_request) if lora_request is not None else [None] * len(batch)
-        own = None if lora_request is None else [loras[index] for index in known.rows]
-        outputs = self.generate(known.prompts, known.params, use_tqdm, own) if known.rows else []
+        if lora_request is not None:
+            loras = one_for_each(len(batch), lora_request)
+            lora_request = [loras[index] for index in known.rows]
+        outputs = self.generate(known.prompts, known.params, use_tqdm, lora_request) if known.rows else []
         return known.result(outputs)
 
     def beam_search(

@@ -77,14 +77,7 @@ class WeightMethods(ABC):
             weights = _weights_of(self.core)
             weights.check(version, mode, kv)
         new = _read_new(self.core, params, mapping, strict, donate)
-        was_paused = self.is_paused()
-        try:
-            self.pause_generation(mode)
-            with self._lock:
-                return weights.switch(new, version, kv)
-        finally:
-            if not was_paused:
-                self.resume_generation()
+        return self._in_pause(mode, lambda: weights.switch(new, version, kv))
 
     def update_lora(
         self,
@@ -106,18 +99,22 @@ class WeightMethods(ABC):
           mode: as of `update_weights`, for all requests.
           kv: as of `update_weights`, for running requests with this adapter. Those of others go on with what they have.
         Raises WeightUpdateError, whose `faults` list every tensor that is missing, unknown, given twice or of a wrong
-        shape, or whose numbers do not do; RequestError; EngineDeadError. The old adapter stays then.
+        shape, or whose numbers are not finite; RequestError; EngineDeadError. The old adapter stays then.
         """
         with self._lock:
             weights = _weights_of(self.core)
             weights.check(None, mode, kv)
             adapters = _adapters_of(self.core)
         new = _read_adapter(adapters, name, params, config, lora_int_id)
+        self._in_pause(mode, lambda: adapters.replace(new, kv))
+
+    def _in_pause(self, mode: PauseMode, function: Callable[[], _T]) -> _T:
+        """Calls a function while no request runs; a pause that is there already stays."""
         was_paused = self.is_paused()
         try:
             self.pause_generation(mode)
             with self._lock:
-                adapters.replace(new, kv)
+                return function()
         finally:
             if not was_paused:
                 self.resume_generation()
@@ -217,13 +214,7 @@ class AsyncWeightMethods(ABC):
         weights = await self._weights()
         weights.check(version, mode, kv)
         new = await asyncio.to_thread(_read_new, self.core, params, mapping, strict, donate)
-        was_paused = await self.is_paused()
-        try:
-            await self.pause_generation(mode)
-            return await self.between_steps(lambda: weights.switch(new, version, kv))
-        finally:
-            if not was_paused:
-                await self.resume_generation()
+        return await self._in_pause(mode, lambda: weights.switch(new, version, kv))
 
     async def update_lora(
         self,
@@ -240,10 +231,14 @@ class AsyncWeightMethods(ABC):
         weights.check(None, mode, kv)
         adapters = await self.between_steps(lambda: _adapters_of(self.core))
         new = await asyncio.to_thread(_read_adapter, adapters, name, params, config, lora_int_id)
+        await self._in_pause(mode, lambda: adapters.replace(new, kv))
+
+    async def _in_pause(self, mode: PauseMode, function: Callable[[], _T]) -> _T:
+        """Calls a function while no request runs; a pause that is there already stays."""
         was_paused = await self.is_paused()
         try:
             await self.pause_generation(mode)
-            await self.between_steps(lambda: adapters.replace(new, kv))
+            return await self.between_steps(function)
         finally:
             if not was_paused:
                 await self.resume_generation()

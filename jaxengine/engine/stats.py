@@ -140,7 +140,7 @@ class StepStats:
             self.page_slots_empty += empty
 
     def count_generated(self, num_tokens: int) -> None:
-        """Counts tokens that came, less those counted before that no caller was told of: a counter never goes back."""
+        """Counts tokens that came, less those counted before that no caller has seen: a counter never goes back."""
         undelivered = min(num_tokens, self._num_undelivered_tokens)
         self._num_undelivered_tokens -= undelivered
         self.num_generated_tokens += num_tokens - undelivered

@@ -1,4 +1,4 @@
-"""What trainers need of the engine: the forward pass of a family, differentiable."""
+"""The forward pass of a model family as trainers need it: over whole sequences, differentiable."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def devices_by_axes(mesh: Mesh, mesh_axes: Mapping[str, str] | None) -> tuple[np
 
 
 def _meanings(sizes: Mapping[Any, int], mesh_axes: Mapping[str, str] | None) -> dict[Any, str]:
-    """What each axis of the mesh means, but for those of size 1 without a meaning. Raises ConfigError.
+    """Meaning of each axis of the mesh, but for those of size 1 without one. Raises ConfigError.
 
     sizes: of the mesh's axes, by name.
     """

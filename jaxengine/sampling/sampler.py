@@ -105,14 +105,14 @@ def sample(
 
     processed, normalize = logprobs_mode.startswith("processed"), logprobs_mode.endswith("logprobs")
     num_top = min(max_logprobs, vocab_size(logits))
-    given_ids = state.logprob_ids.at[slots].get(mode="fill", fill_value=-1)
 
     def score(scored: Callable[[], jax.Array], token_ids: jax.Array) -> TokenLogprobs:
-        return lax.cond(
-            flags.any_logprobs,
-            lambda: token_logprobs(scored(), token_ids, given_ids, num_top=num_top, normalize=normalize),
-            lambda: no_logprobs(logits.shape[0], num_top, given_ids.shape[1]),
-        )
+        def scores() -> TokenLogprobs:
+            given_ids = state.logprob_ids.at[slots].get(mode="fill", fill_value=-1)
+            return token_logprobs(scored(), token_ids, given_ids, num_top=num_top, normalize=normalize)
+
+        num_given = state.logprob_ids.shape[1]
+        return lax.cond(flags.any_logprobs, scores, lambda: no_logprobs(logits.shape[0], num_top, num_given))
 
     def choose(adjusted: jax.Array, draw_rows: Callable[..., tuple[jax.Array, jax.Array]]):
         """Token ids, and their scores in the modes that report what was drawn from."""

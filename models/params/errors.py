@@ -15,13 +15,17 @@ class Faults:
     def __init__(self) -> None:
         self._found: list[ModelFileError] = []
 
+    def add(self, error: ModelFileError) -> None:
+        """Take note of an error."""
+        self._found.append(error)
+
     @contextmanager
     def collect(self) -> Iterator[None]:
         """Take note of the block's ModelFileError, and go on after it."""
         try:
             yield
         except ModelFileError as error:
-            self._found.append(error)
+            self.add(error)
 
     def check(self) -> None:
         """Raise the first error, with all others as its `others`."""

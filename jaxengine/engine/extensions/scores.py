@@ -41,6 +41,7 @@ class Scores(LoopExtension):
     def __init__(self) -> None:
         self._prompts: dict[InFlight, list[_ScoredPrompt]] = {}
         self._requests: set[Request] = set()
+        self._with_given: set[Request] = set()  # those of them that name tokens
 
     @property
     def is_idle(self) -> bool:
@@ -49,6 +50,7 @@ class Scores(LoopExtension):
     def queued(self, requests: Sequence[Request]) -> None:
         asked = LOGPROBS | PROMPT_LOGPROBS
         self._requests.update(request for request in requests if request.params.features & asked)
+        self._with_given.update(request for request in requests if request.params.logprob_token_ids)
 
     def after_forward(self, step: InFlight | None) -> Events:
         """Scores the prompts of a step."""
@@ -60,7 +62,7 @@ class Scores(LoopExtension):
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
         """Adds the logprobs that were asked for."""
         if any(len(rows.scored) for rows in result.emitted):
-            scores = step.pending.logprobs(given=any(each.params.logprob_token_ids for each in self._requests))
+            scores = step.pending.logprobs(given=bool(self._with_given))
             result.emitted = [
                 rows._replace(scores=_scores_at(scores, rows.rank, rows.rows[rows.scored])) for rows in result.emitted
             ]
@@ -73,6 +75,7 @@ class Scores(LoopExtension):
 
     def ended(self, request: Request) -> None:
         self._requests.discard(request)
+        self._with_given.discard(request)
 
 
 def _scored_prompts(step: ScheduledStep, ranks: list[Rank]) -> list[_ScoredPrompt]:

@@ -91,7 +91,7 @@ class Pooler(HostExtension):
 
 
 def make_pool(spec: EpilogueSpec) -> Callable:
-    """Makes the epilogue that pools: (params, pooled states f32[S, D]) -> (PoolOutput,), what is told of each
+    """Makes the epilogue that pools: (params, pooled states f32[S, D]) -> (PoolOutput,), the result of each
     prompt."""
 
     def pool_prompts(params: list[jax.Array], hidden: jax.Array):

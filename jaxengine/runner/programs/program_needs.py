@@ -22,7 +22,7 @@ class Foreseen(NamedTuple):
 
 
 def foresee(program: Program, executables: ExecutableCache, description: str, backend: str) -> Foreseen:
-    """What a program will take of memory. It is compiled to tell, unless that is remembered.
+    """Memory that a program will take. It is compiled to find out, unless that is remembered.
 
     description: as ExecutableCache.get has it; backend as `jax.default_backend` names it.
     """

@@ -158,7 +158,7 @@ def _last_of_rows(step: ForwardPass) -> jax.Array:
 
 
 def _sampled(step: ForwardPass) -> SampledRows:
-    """What the sampler must know of the pass's rows, padded to as many as there are rows of logits."""
+    """Rows of the pass as the sampler needs them, padded to as many as there are rows of logits."""
     rows, kv_lens, features = step.rows, step.batch.ragged[0].kv_lens, step.features[None]
     if step.spec.bucket.width > 1:
         return SampledRows(rows.slot, kv_lens - rows.num_scheduled + 1, rows.sample > 0, features)

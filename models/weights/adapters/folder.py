@@ -133,13 +133,12 @@ def _stored_modules(
     """
     path = tensors.path
     stored: dict[str, str] = {}
-    found = None
-    with faults.collect():
-        found = find_joined(tensors, config, targets)
-    if found is None:
+    try:
+        joined, of_joined = find_joined(tensors, config, targets)
+    except ModelFileError as error:
+        faults.add(error)
         faults.check()
-    assert found is not None
-    joined, of_joined = found
+        raise
     for name in tensors.modules:
         if name in of_joined:
             continue

@@ -245,7 +245,7 @@ class AdapterStore:
         return self._num_loads
 
     def is_loaded(self, ticket: int) -> bool:
-        """Whether a load is done, which is told once; requests may name the adapter from then on.
+        """Whether a load is done; says so once, and requests may name the adapter from then on.
 
         Raises RequestError where the load has failed, and for a ticket that is unknown or was done.
         """

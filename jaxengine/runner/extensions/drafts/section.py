@@ -57,7 +57,7 @@ class DraftRows(NamedTuple):
 
 
 class VerifyOutput(NamedTuple):
-    """What the host reads of a step whose rows had drafts; the first six of all S * W positions, as SampleOutput's.
+    """Results of a step whose rows had drafts, for the host; the first six of all S * W positions, as SampleOutput's.
 
     Attributes:
       counts: i32[replicas, S], tokens that each row has got, the first ones of its positions.
