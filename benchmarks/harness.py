@@ -44,6 +44,7 @@ BENCHMARKS = {
     "pictures": ("engine.pictures", "pictures through a server: compilations, hostile files, caches, waits"),
     "recompute": ("engine.recompute", "tokens computed again when the KV pool is too small"),
     "train_head": ("engine.train_head", "trains an EAGLE-3 head for the default model"),
+    "steering": ("engine.steering", "steps whose requests add vectors of their own, beside steps without any"),
     "weight_updates": ("engine.weight_updates", "weights replaced under running requests: compilations, memory, times"),
     "window_pages": ("engine.window_pages", "tokens that a pool holds where layers have windows"),
     "attack": ("server.attack", "a server under the largest bodies, idle connections and killed processes"),

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jaxengine.api.llm_engine import LLMEngine
     from jaxengine.api.open_model import OpenModel, open_model
     from jaxengine.api.weights import ScannedLayers
+    from jaxengine.checkpoint.control_vectors import read_control_vector
     from jaxengine.checkpoint.custom_models import register_model
     from jaxengine.config.compilation_config import CompilationConfig, CompilationLevel, CompilationMode
     from jaxengine.config.engine_args import EngineArgs
@@ -94,6 +95,7 @@ __all__ = [
     "TokensPrompt",
     "VocabColumns",
     "open_model",
+    "read_control_vector",
     "register_model",
 ]
 
@@ -143,6 +145,7 @@ _HOMES = {
     "TokensPrompt": "jaxengine.requests.prepared",
     "VocabColumns": "jaxengine.scheduler.logits_processor",
     "open_model": "jaxengine.api.open_model",
+    "read_control_vector": "jaxengine.checkpoint.control_vectors",
     "register_model": "jaxengine.checkpoint.custom_models",
 }
 

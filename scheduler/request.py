@@ -170,7 +170,7 @@ class Request:
         """Continues the digest chain over every full page of `token_ids` and returns it.
 
         A page's digest is SHA-256 over its parent's digest and its token ids, so equal digests mean equal prefixes;
-        the first parent carries weights, adapter and cache salt, and a page with embeddings what they are of.
+        the first parent carries weights, adapter, vectors and cache salt, and a page with embeddings what they are of.
         """
         hashes = self.page_hashes
         first, last = len(hashes), len(token_ids) // page_size
@@ -186,7 +186,8 @@ class Request:
         return hashes
 
     def _first_digest(self) -> bytes:
-        # No text has the bytes 254 and 255, so that no salt can stand for weights or an adapter.
+        # No text has the bytes 253 to 255, so that no salt can stand for weights, an adapter or vectors.
         weights = b"\xfe" + self.weights_digest if self.weights_digest else b""
         adapter = b"\xff" + self.adapter_digest if self.adapter_digest else b""
-        return hashlib.sha256(weights + adapter + (self.cache_salt or "").encode()).digest()
+        steer = b"\xfd" + hashlib.sha256(repr(self.params.steer).encode()).digest() if self.params.steer else b""
+        return hashlib.sha256(weights + adapter + steer + (self.cache_salt or "").encode()).digest()

@@ -16,7 +16,7 @@ from functools import cached_property
 # scheduler's to set.
 RANDOM, TRUNCATION, PENALTIES, BIAS, MASK, LOGPROBS, PROMPT_LOGPROBS, LAST_TOKEN = (1 << bit for bit in range(8))
 ADAPTER, FEW_ADAPTERS = 1 << 8, 1 << 9
-HIDDEN_STATES = 1 << 10
+CAPTURE = 1 << 10
 # One of a user's own logits processors: the first one's bit, shifted by its number. Bits of an int32.
 PROCESSOR, MAX_PROCESSORS = 1 << 11, 20
 # Features that act on prompt tokens whose successor is known.
@@ -79,6 +79,8 @@ class TokenParams:
       logit_bias: what is added to the logits of tokens, by id.
       bad_words: token sequences that the request must not complete.
       grammar: what its output must keep to.
+      capture: names of what it is to get of the activations that the engine captures.
+      steer: what its tokens add to activations: names of taps, each with f32[hidden size] as bytes.
       processors: values of all columns of each logits processor that the request uses, by its number.
       uses_counts: one of these counts tokens.
       reads_prompt: every token of the prompt is to be computed, none taken from the prefix cache: pooling reads it.
@@ -100,6 +102,8 @@ class TokenParams:
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
     grammar: Grammar | None = None
+    capture: tuple[str, ...] = ()
+    steer: tuple[tuple[str, bytes], ...] = ()
     processors: Mapping[int, tuple[float | int | bool, ...]] = field(default_factory=dict)
     uses_counts: bool = False
     reads_prompt: bool = False

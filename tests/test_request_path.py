@@ -73,6 +73,14 @@ NAMED = {
         "jaxengine/api/core.py jaxengine/requests/inputs.py models/causal_lm.py models/layers/decoder.py "
         "scheduler/batch.py scheduler/request.py scheduler/token_params.py",
     ),
+    "capture": (
+        r"captur|CAPTURE|HIDDEN_STATES|\btaps?\b",
+        "scheduler/token_params.py",
+    ),
+    "steering": (
+        r"steer",
+        "jaxengine/requests/inputs.py scheduler/request.py scheduler/token_params.py",
+    ),
     "states": (
         r"snapshots?\b(?!,)|state_rows\b|StateRows|keeps_states",
         "jaxengine/sampling/sampler.py scheduler/config.py scheduler/rank.py",

@@ -223,8 +223,9 @@ ROOMS = {
         "jaxengine.scheduler jaxengine.scheduler:loop jaxengine.sampling jaxengine.runner.programs jaxengine.runner"
     ),
     "jaxengine.engine.extensions": (
-        "jaxengine.scheduler jaxengine.scheduler:loop jaxengine.scheduler.extensions jaxengine.grammars "
-        "jaxengine.config jaxengine.drafts jaxengine.runner.extensions.adapters jaxengine.runner jaxengine.engine"
+        "jaxengine.models.config jaxengine.scheduler jaxengine.scheduler:loop jaxengine.scheduler.extensions "
+        "jaxengine.grammars jaxengine.config jaxengine.drafts jaxengine.runner.extensions.adapters jaxengine.runner "
+        "jaxengine.engine"
     ),
     "jaxengine.engine:loop": (
         "jaxengine.scheduler jaxengine.scheduler:loop jaxengine.runner jaxengine.engine jaxengine.engine.extensions"

@@ -10,7 +10,7 @@ _WEIGHTS = "update_weights(), docs/reinforcement_learning.md"
 
 # Name -> what there is instead.
 NOT_BUILT: dict[str, str] = {
-    "apply_model": "capture_layers and return_hidden_states give hidden states, docs/hidden_states.md",
+    "apply_model": "capture gives activations and steer changes them, docs/research.md",
     "checkpoint_prepare": _SEE,
     "checkpoint_restore": _SEE,
     "collective_rpc": "jaxengine.register_model and logits_processors put code of yours into the engine",

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from jaxengine.checkpoint.control_vectors import check_control_vectors
 from jaxengine.checkpoint.default_model import GENERATION_DEFAULTS, default_model_path
 from jaxengine.checkpoint.hub_model import OTHER_FILES, download_model, from_hub
 from jaxengine.checkpoint.plugins import load_plugins
@@ -116,6 +117,7 @@ def open_model(config: EngineConfig, *, keep_tables: bool = True) -> ModelSource
     source = replace(source, config=as_it_sees(source.config, config))
     longest = config.max_model_len or source.config.max_position_embeddings
     source = replace(source, config=source.config.up_to(longest))
+    check_control_vectors(config.steering_vectors, source.config)
     if config.skip_tokenizer_init:
         return source
     return replace(source, tokenizer_path=_find_tokenizer(config))

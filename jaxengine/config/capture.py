@@ -1,18 +1,48 @@
-"""capture_layers: which layers' hidden states a request may ask for (SamplingParams.return_hidden_states)."""
+"""capture, capture_layers: the activations that requests may ask for (SamplingParams.capture, return_hidden_states)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxengine.config.errors import ConfigError
+from jaxengine.models.config.taps import (
+    FINAL_NORM,
+    FORM,
+    HIDDEN_STATES,
+    RESIDUAL,
+    Tap,
+    TapError,
+    all_taps,
+    check_form,
+    read_taps,
+    split_names,
+)
+from jaxengine.scheduler.errors import RequestError
 
 if TYPE_CHECKING:
     from jaxengine.models.config.model_config import ModelConfig
 
-NAME = "capture_layers"
+TAPS, NAME = "capture", "capture_layers"
+
+
+def read_capture(value: Any) -> tuple[str, ...]:
+    """Read the option `capture` as given: a list of names, or text with commas. Raises ConfigError."""
+    return read_tap_names(TAPS, value)
+
+
+def read_tap_names(option: str, value: Any) -> tuple[str, ...]:
+    """Read an option whose value is names of taps, which some model could have. Raises ConfigError."""
+    try:
+        names = split_names(value)
+        check_form(names)
+    except TapError as error:
+        raise ConfigError(option, error.name, error.allowed) from None
+    except TypeError:
+        raise ConfigError(option, value, f"a list of at least one name such as {FORM}") from None
+    return names
 
 
 def read_capture_layers(value: Any) -> tuple[int, ...]:
@@ -27,14 +57,44 @@ def read_capture_layers(value: Any) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def settle_capture(options: Mapping[str, Any], model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the option for a model with negative numbers resolved; empty without it.
+def settle_capture(options: Mapping[str, Any], model: ModelConfig) -> dict[str, tuple[Any, ...]]:
+    """Return both options for a model, layers counted from 0 and one name for each tap; without those not given.
 
-    options: of the engine. Raises ConfigError for a layer that the model does not have, a layer named twice, and an
-    engine that cannot return hidden states.
+    options: of the engine. Raises ConfigError for a layer or a tap that the model does not have, a layer named twice,
+    and an engine that cannot return them.
     """
-    if (layers := options[NAME]) is None:
-        return {}
+    found: dict[str, tuple[Any, ...]] = {}
+    if options[TAPS] is not None:
+        refuse_engine(TAPS, options, model)
+        found[TAPS] = tuple(tap.name for tap in taps_for(TAPS, options[TAPS], model))
+    if options[NAME] is not None:
+        refuse_engine(NAME, options, model)
+        found[NAME] = _settle_layers(options[NAME], model)
+    return found
+
+
+def taps_for(option: str, names: tuple[str, ...], model: ModelConfig, **kinds: Any) -> tuple[Tap, ...]:
+    """Return the taps of a model that an option names. Raises ConfigError."""
+    try:
+        return read_taps(names, all_taps(model, **kinds))
+    except TapError as error:
+        raise ConfigError(option, error.name, f"{error.allowed}, of {model.architecture}") from None
+
+
+def check_captured(names: Iterable[str], config: Any) -> None:
+    """Raise RequestError where a request names activations whose option the engine, of this config, has not."""
+    for name in names:
+        field, option = ("return_hidden_states", NAME) if name == HIDDEN_STATES else (TAPS, TAPS)
+        if getattr(config, option) is None:
+            raise RequestError(f"the engine was started without {option}", param=field)
+
+
+def hidden_state_taps(layers: tuple[int, ...], num_layers: int) -> tuple[Tap, ...]:
+    """Return the taps that give the hidden states of layers as transformers counts them: the last after the norm."""
+    return tuple(Tap(FINAL_NORM, 0) if layer == num_layers else Tap(RESIDUAL, layer) for layer in layers)
+
+
+def _settle_layers(layers: tuple[int, ...], model: ModelConfig) -> tuple[int, ...]:
     last = model.num_layers
     if outside := [layer for layer in layers if not -last - 1 <= layer <= last]:
         allowed = f"0 (the embeddings) to {last} (after the last of {last} layers), or -{last + 1} to -1 from the end"
@@ -42,12 +102,16 @@ def settle_capture(options: Mapping[str, Any], model: ModelConfig) -> dict[str, 
     found = tuple(layer % (last + 1) for layer in layers)
     if len(set(found)) < len(found):
         raise ConfigError(NAME, list(layers), f"different layers; they are {list(found)} counted from 0")
+    return found
+
+
+def refuse_engine(option: str, options: Mapping[str, Any], model: ModelConfig) -> None:
+    """Raise ConfigError where the option is given to an engine that cannot have it."""
     for why, is_so in (
         (f"{model.architecture} pools and generates nothing", model.pooler is not None),
-        ("speculative_config is given, whose drafts may be wrong", options["speculative_config"] is not None),
         ("pipeline_parallel_size is more than 1", options["pipeline_parallel_size"] > 1),
         ("nnodes is more than 1", options["nnodes"] > 1),
     ):
         if is_so:
-            raise ConfigError.because(NAME, f"{NAME} is given, but {why}, which is not supported yet", "leave one out")
-    return {NAME: found}
+            problem = f"{option} is given, but {why}, which is not supported yet"
+            raise ConfigError.because(option, problem, "leave one out")

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jaxengine.config.capture import read_capture_layers, settle_capture
+from jaxengine.config.capture import read_capture, read_capture_layers, settle_capture
 from jaxengine.config.chat_template import read_chat_template
 from jaxengine.config.compilation_config import CompilationConfig
 from jaxengine.config.encoder import EncoderOptions, check_encoder, settle_encoder
@@ -35,6 +35,7 @@ from jaxengine.config.pooler_config import POOLING_TASKS, PoolerConfig, read_hf_
 from jaxengine.config.prefix_caching import settle_snapshots
 from jaxengine.config.profiler_config import ProfilerConfig
 from jaxengine.config.speculation import SpeculativeConfig, check_speculation
+from jaxengine.config.steering import SteeringOptions, read_steer, read_steering_vectors, settle_steering
 from jaxengine.config.step_tokens import step_tokens
 from jaxengine.config.structured_outputs_config import StructuredOutputsConfig
 from jaxengine.config.values import dtype_name, kind_missed, plain, read_size, whole_number
@@ -61,7 +62,10 @@ _READERS = {
     "hf_overrides": read_hf_overrides,
     "logits_processors": read_processors,
     "chat_template": read_chat_template,
+    "capture": read_capture,
     "capture_layers": read_capture_layers,
+    "steer": read_steer,
+    "steering_vectors": read_steering_vectors,
     "plugins": read_plugins,
     "profiler_config": ProfilerConfig.read,
     **READERS,
@@ -69,8 +73,8 @@ _READERS = {
 
 
 @dataclass(frozen=True)
-class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
-    """Engine options, in addition to those of EncoderOptions, LoraOptions and MediaOptions.
+class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, SteeringOptions):
+    """Engine options, in addition to those of EncoderOptions, LoraOptions, MediaOptions and SteeringOptions.
 
     Attributes:
       model: a GGUF file, a Hugging Face folder, or a hub id to download; a GGUF file on the hub is org/name/FILE.gguf
@@ -152,6 +156,8 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
         prompt_lookup_min, or model. Output tokens are the same as without it.
       logits_processors: classes of your own that change logits, or their names, module:Class; see
         docs/sampling_params.md.
+      capture: activations that requests may ask for (SamplingParams.capture), by names such as "residual:3",
+        "attention_output:*", "mlp_output:0-5", "router_logits:2" or "final_norm".
       capture_layers: layers whose hidden states requests may ask for (return_hidden_states), counted as transformers
         does: 0 is the embeddings, n what layer n gives, and -1, the last, is taken after the final norm.
       plugins: modules or .py files that register model families of your own, in every process of the engine; see
@@ -216,6 +222,7 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
     hf_overrides: Mapping[str, Any] | None = None
     speculative_config: SpeculativeConfig | None = None
     logits_processors: tuple[str, ...] = dataclasses.field(default=(), metadata={"nargs": "+"})
+    capture: tuple[str, ...] | None = None
     capture_layers: tuple[int, ...] | None = None
     plugins: tuple[str, ...] = ()
     stream_interval: int = 1
@@ -325,6 +332,7 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
             block_size=self.block_size or platform.page_size,
             **settle_snapshots(chosen, model, max_num_seqs),
             **settle_capture(chosen, model),
+            **settle_steering(chosen, model),
             gpu_memory_utilization=self.gpu_memory_utilization or platform.memory_utilization,
             default_seq_tokens=platform.seq_tokens if self.gpu_memory_utilization is None else None,
             max_logprobs=vocab_size if self.max_logprobs == -1 else min(self.max_logprobs, vocab_size),

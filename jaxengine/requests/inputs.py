@@ -314,10 +314,15 @@ class InputProcessor:
     ) -> Request:
         room = self.config.max_model_len - len(token_ids)
         eos = () if params.ignore_eos else self.eos_token_ids()
+        own = params.token_params(bad_words, self._structured_defaults, self._processors, self._tokenize_words)
+        if params.steer:
+            from jaxengine.requests.steering_vectors import steered
+
+            own = steered(own, params.steer, self.config, self.model_config)
         return Request(
             request_id=request_id,
             prompt_token_ids=np.array(token_ids, np.int32),
-            params=params.token_params(bad_words, self._structured_defaults, self._processors, self._tokenize_words),
+            params=own,
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             eos_token_ids=eos,
             stop_token_ids=tuple(dict.fromkeys((*eos, *params.stop_token_ids))),

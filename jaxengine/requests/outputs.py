@@ -125,6 +125,8 @@ class CompletionOutput:
       hidden_states: [tokens, layers, hidden size] of the engine's capture_layers, in the dtype of the model: one row
         for each token of the prompt, then one for each output token but the last, which was chosen and not fed to the
         model. Everything so far, or only what is new (RequestOutputKind.DELTA); None unless requested.
+      captured: what the taps that the request named gave, by name, with rows as `hidden_states`: [tokens, hidden size]
+        in the dtype of the model, f32[tokens, experts] of router_logits; None unless requested.
       weight_versions: which weights computed which tokens, all so far for every output kind; None while the weights
         are those that the engine started with.
     """
@@ -137,6 +139,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     hidden_states: np.ndarray | None = None
+    captured: dict[str, np.ndarray] | None = None
     weight_versions: list[WeightSpan] | None = None
 
     def finished(self) -> bool:
@@ -151,6 +154,9 @@ class CompletionOutput:
         if later.hidden_states is not None:
             parts = [each for each in (self.hidden_states, later.hidden_states) if each is not None]
             self.hidden_states = np.concatenate(parts)
+        if later.captured is not None:
+            mine = self.captured or {name: rows[:0] for name, rows in later.captured.items()}
+            self.captured = {name: np.concatenate([mine[name], rows]) for name, rows in later.captured.items()}
         self.weight_versions = later.weight_versions
         self.finish_reason = later.finish_reason
         self.stop_reason = later.stop_reason

@@ -18,11 +18,12 @@ from enum import Enum
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
+from jaxengine.requests.activations import HIDDEN_STATES, Steer, read_captured, read_steer
 from jaxengine.requests.stop_after import StopAfter, stop_after
 from jaxengine.requests.structured.params import StructuredOutputsParams, structured_outputs
 from jaxengine.requests.thinking import ThinkingWords, limited, thinking_words
 from jaxengine.scheduler.errors import RequestError, show_value
-from jaxengine.scheduler.token_params import HIDDEN_STATES, MAX_LOGPROB_TOKEN_IDS, MAX_LOGPROBS, TokenParams
+from jaxengine.scheduler.token_params import CAPTURE, MAX_LOGPROB_TOKEN_IDS, MAX_LOGPROBS, TokenParams
 
 if TYPE_CHECKING:
     from jaxengine.scheduler.logits_processor import LogitsProcessor
@@ -216,6 +217,8 @@ _RULES: dict[str, Rule] = {
     "thinking_words": _optional(thinking_words),
     "extra_args": _optional(_extra_args),
     "return_hidden_states": _flag,
+    "capture": _optional(read_captured),
+    "steer": _optional(read_steer),
 }
 
 
@@ -266,6 +269,11 @@ class SamplingParams:
       extra_args: parameters of the engine's logits_processors, by name.
       return_hidden_states: return the hidden states of the engine's capture_layers at every token, as in SGLang; the
         prompt is then computed whole.
+      capture: names of the engine's `capture` whose activations are returned at every token, such as "residual:3" or
+        "attention_output:*", all that the engine has of these; the prompt is then computed whole.
+      steer: vectors that are added to activations at every token, prompt included: dicts with `at`, names of the
+        engine's `steer` such as "residual:3", `vector`, an array of the hidden size, and `scale`, 1 by default; or with
+        `vector`, a name among the engine's steering_vectors, and `scale`.
 
     Raises:
       RequestError: an invalid value, fields that contradict each other, or an unsupported field.
@@ -302,6 +310,8 @@ class SamplingParams:
     thinking_words: ThinkingWords | Mapping[str, Any] | None = None
     extra_args: Mapping[str, Any] | None = None
     return_hidden_states: bool = False
+    capture: Sequence[str] | None = None
+    steer: Sequence[Mapping[str, Any] | Steer] | None = None
     # Not supported yet: any other value than the default is refused.
     stream_interval: int | None = None
     prompt_logprob_token_ids: Sequence[int] | None = None
@@ -369,6 +379,7 @@ class SamplingParams:
         RequestError for extra_args that the processors do not have, and for a thinking_token_budget that would have no
         effect.
         """
+        captured = (*((HIDDEN_STATES,) if self.return_hidden_states else ()), *(self.capture or ()))
         own: dict[int, tuple[float | int | bool, ...]] = {}
         if self.extra_args or processors:
             from jaxengine.scheduler.logits_processor import read_extra_args  # it needs numpy
@@ -390,8 +401,9 @@ class SamplingParams:
             processors=own,
             uses_counts=any(processors[number].uses_counts for number in own),
             grammar=grammar,
-            reads_prompt=self.return_hidden_states,
-            capabilities=HIDDEN_STATES if self.return_hidden_states else 0,
+            capture=captured,
+            reads_prompt=bool(captured),
+            capabilities=CAPTURE if captured else 0,
         )
 
     def clone(self) -> SamplingParams:

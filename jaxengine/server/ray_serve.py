@@ -129,7 +129,7 @@ def _last_of_aborted(call: Call, newest: Mapping[int, CompletionOutput]) -> Requ
     """Ends the outputs of an aborted request that have not ended. newest: what came last of each, by index."""
     nothing_new: dict[str, Any] = {}
     if call.params.get("output_kind") is RequestOutputKind.DELTA:
-        nothing_new = {"text": "", "token_ids": [], "logprobs": None, "hidden_states": None}
+        nothing_new = {"text": "", "token_ids": [], "logprobs": None, "hidden_states": None, "captured": None}
     known = [newest.get(index, CompletionOutput(index, "", [])) for index in range(call.params.get("n", 1))]
     running = [each for each in known if not each.finished()]
     outputs = [dataclasses.replace(each, finish_reason="abort", **nothing_new) for each in running]

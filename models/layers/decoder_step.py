@@ -22,10 +22,9 @@ from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention import SCHEDULE, TEMPERATURE, LayerPages, StepInputs
 from jaxengine.models.layers.mla_made import MADE_ROWS
-from jaxengine.models.layers.moe import ExpertLoad
 from jaxengine.models.layers.rope import ROPE
 from jaxengine.models.layers.rows import step_rows
-from jaxengine.models.layers.section import sections_of
+from jaxengine.models.layers.section import Note, sections_of
 from jaxengine.models.layers.step_inputs import StepContext
 from jaxengine.pallas_kernels.kv.pages import KVPages
 from jaxengine.pallas_kernels.kv.update import kv_update_schedule
@@ -86,13 +85,15 @@ class DecoderStep:
         if index == 0:
             self._observe(0, x)
         number, attention = self._stage.layers[index], self._attention[index]
+        for section in self._sections:
+            layer = section.tapped(number, layer)
         graph, state = nnx.split(layer)
         kept = self._state_index.get(number)
         with jax.named_scope(f"layer_{index}"):
             given = [(of_layer(self._pool, self._num_paged), self._pages[number])] if attention.attends else []
             given += [] if kept is None else [(self._states[kept], self._batch.sections["states"])]
             parts = given[0] if len(given) == 1 else tuple(zip(*given, strict=True))
-            x, own, load = self._run_layer(graph, state, x, *parts, self._inputs[attention])
+            x, own, notes = self._run_layer(graph, state, x, *parts, self._inputs[attention])
             left = [own] if len(given) == 1 else list(own)
             if attention.attends:
                 self._pool, self._num_paged = replace(self._pool, data=left.pop(0).data), self._num_paged + 1
@@ -100,7 +101,7 @@ class DecoderStep:
                 self._states[kept] = left.pop(0)
         for section in self._sections:
             x = section.after_layer(number + 1, x)
-        self._observe(index + 1, x, *jax.tree.leaves(load))
+        self._observe(index + 1, x, notes)
         return x
 
     @property
@@ -108,9 +109,9 @@ class DecoderStep:
         """The pool, or the Cache, with what the layers run so far have written."""
         return Cache(self._pool, tuple(self._states)) if self._is_cache else self._pool
 
-    def _observe(self, count: int, x: jax.Array, load: jax.Array | None = None) -> None:
+    def _observe(self, count: int, x: jax.Array, notes: nnx.State | None = None) -> None:
         for section in self._sections:
-            section.observe(count, x, load)
+            section.observe(count, x, notes)
 
 
 def _step_inputs(layers: Sequence[LayerAttention], step: StepContext) -> dict[LayerAttention, StepInputs]:
@@ -141,9 +142,9 @@ def _layer_pages(groups: Sequence[Paged | State], batch: ForwardBatch, kv: KVPag
 
 
 def layer_runner() -> Callable[..., tuple[jax.Array, Any, nnx.State]]:
-    """Make the function of one step that runs a layer: (graph, state, x, kv, pages, step) -> (x, kv, ExpertLoad).
+    """Make the function of one step that runs a layer: (graph, state, x, kv, pages, step) -> (x, kv, Notes).
 
-    graph, state: the layer as `nnx.split` gives it. Others are a DecoderLayer's; ExpertLoad is empty without experts.
+    graph, state: the layer as `nnx.split` gives it. Others are a DecoderLayer's; Notes are those of its modules.
 
     Layers of one kind have equal graphs and share one trace of it. Steps share none: a layer of a user's own may read
     values that have changed since another step was traced.
@@ -153,10 +154,10 @@ def layer_runner() -> Callable[..., tuple[jax.Array, Any, nnx.State]]:
     def run_layer(
         graph: Any, state: nnx.State, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs
     ) -> tuple[jax.Array, KVPages, nnx.State]:
-        """One layer as a function of its weights, and its ExpertLoad if it has experts."""
+        """One layer as a function of its weights, and what its modules note."""
         layer = nnx.merge(graph, state)
         x, kv = layer(x, kv, pages, step)
-        return x, kv, nnx.pop(layer, ExpertLoad)
+        return x, kv, nnx.pop(layer, Note)
 
     return run_layer
 

@@ -28,6 +28,7 @@ from jaxengine.models.layers.lora import LoraPools
 from jaxengine.models.layers.lora_experts import ExpertPools
 from jaxengine.models.layers.mlp import GatedMLP
 from jaxengine.models.layers.rows import Rows
+from jaxengine.models.layers.section import ExpertLoad, Note
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.quantization.registry import PLAIN
 from jaxengine.pallas_kernels.matmul.gated import Gating, activated
@@ -64,8 +65,8 @@ MLP_NAMES = ExpertNames()
 NO_MODULES: Mapping[str, Any] = MappingProxyType({})
 
 
-class ExpertLoad(nnx.Variable):
-    """Load of one layer and step, i32[E]: tokens of this rank that each expert was picked for."""
+class RouterLogits(Note):
+    """Logits f32[T, E] that experts were picked by, of a module that `notes_logits`."""
 
 
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -84,7 +85,12 @@ class MixtureOfExperts(nnx.Module):
     activation: function of (gate, up), both and the result f32[M, F].
     router_dtype: dtype of the router's weights and product, by default the model's.
     shared: checkpoint modules of the shared MLP (GatedMLP's `gate_up` and `down`), by default those of `names`.
+
+    Attributes:
+      notes_logits: every call notes its RouterLogits.
     """
+
+    notes_logits = False
 
     def __init__(
         self,
@@ -347,7 +353,10 @@ class MixtureOfExperts(nnx.Module):
         # By default accelerators multiply float32 in fewer bits, which would defeat storing it.
         with jax.default_matmul_precision("float32") if x.dtype == jnp.float32 else nullcontext():
             logits = with_adapters(self.router.matmul(x), x, self.router_lora, adapters)
-        return logits if self.router_bias is None else logits + self.router_bias[...].astype(jnp.float32)
+        logits = logits if self.router_bias is None else logits + self.router_bias[...].astype(jnp.float32)
+        if self.notes_logits:
+            self.logits = RouterLogits(logits)
+        return logits
 
     def _choices(self, scores: jax.Array) -> jax.Array:
         """Scores to pick experts by, f32[T, E]: with the correction bias, and -inf outside of a token's best groups.

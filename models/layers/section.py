@@ -10,9 +10,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.forward_batch import ForwardBatch
+
+
+class Note(nnx.Variable):
+    """What a module of a layer notes in one step, beside its result."""
+
+
+class ExpertLoad(Note):
+    """Load of one layer and step, i32[E]: tokens of this rank that each expert was picked for."""
 
 
 class Section:
@@ -30,15 +39,18 @@ class Section:
         """What runs a layer, a function of its graph (static) and of arrays, made of the function that does so."""
         return run
 
+    def tapped(self, layer: int, module: nnx.Module) -> nnx.Module:
+        """The module that is run as layer of this number of the whole model, `module` or a copy that does more."""
+        return module
+
     def after_layer(self, count: int, x: jax.Array) -> jax.Array:
         """Hidden states [T, D] after layer number count - 1 of the whole model, x being what the layer gave."""
         return x
 
-    def observe(self, count: int, x: jax.Array, load: jax.Array | None = None) -> None:
+    def observe(self, count: int, x: jax.Array, notes: nnx.State | None = None) -> None:
         """Takes note of the hidden states [T, D] after `count` layers of this stage, all sections applied.
 
-        load: i32[E], the tokens that each expert of the last of these layers was picked for; None of a layer without
-        experts.
+        notes: the Notes of the last of these layers; None before the first.
         """
 
 
@@ -50,7 +62,7 @@ class Capture(Section):
         self.counts = tuple(counts)
         self._found: dict[int, jax.Array] = {}
 
-    def observe(self, count: int, x: jax.Array, load: jax.Array | None = None) -> None:
+    def observe(self, count: int, x: jax.Array, notes: nnx.State | None = None) -> None:
         if count in self.counts:
             self._found[count] = x
 
@@ -76,13 +88,18 @@ class ExpertLoads(Section):
     def __init__(self):
         self._loads: list[jax.Array] = []
 
-    def observe(self, count: int, x: jax.Array, load: jax.Array | None = None) -> None:
-        if load is not None:
-            self._loads.append(load)
+    def observe(self, count: int, x: jax.Array, notes: nnx.State | None = None) -> None:
+        self._loads += [each[...] for _, each in notes_of(notes, ExpertLoad)]
 
     def stacked(self) -> jax.Array:
         """Loads i32[layers with experts, E], in the order of the layers, of which there must be one."""
         return jnp.stack(self._loads)
+
+
+def notes_of(notes: nnx.State | None, kind: type[Note]) -> list[tuple[tuple[Any, ...], Any]]:
+    """The variables of a kind among the notes of a layer, each with its path in the layer."""
+    flat = () if notes is None else nnx.to_flat_state(notes)
+    return [(path, variable) for path, variable in flat if isinstance(variable, kind)]
 
 
 def sections_of(batch: ForwardBatch) -> list[Section]:

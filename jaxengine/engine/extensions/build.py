@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from jaxengine.config.capture import check_captured
 from jaxengine.engine.extension import Loop, LoopExtension
 from jaxengine.engine.weight_types import WEIGHT_UTILITIES
 from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.scheduler.config import SchedulerConfig
 from jaxengine.scheduler.errors import RequestError
 from jaxengine.scheduler.request import Request
-from jaxengine.scheduler.token_params import HIDDEN_STATES, LOGPROBS, MASK, PROMPT_LOGPROBS
+from jaxengine.scheduler.token_params import CAPTURE, LOGPROBS, MASK, PROMPT_LOGPROBS
 
 if TYPE_CHECKING:
     from jaxengine.engine.extensions.adapters import Adapters
@@ -91,7 +92,10 @@ class Extensions:
             self.require("structured")
         if features & (LOGPROBS | PROMPT_LOGPROBS):
             self.require("scores")
-        if features & HIDDEN_STATES:
+        if request.params.steer:
+            self.require("steering")
+        if features & CAPTURE:
+            check_captured(request.params.capture, self._runner.config)
             self.require("capture")
         for each in self.active:
             each.prepare(request)
@@ -159,13 +163,6 @@ class Extensions:
 
         return Adapters(self._runner)
 
-    def _capture(self) -> LoopExtension:
-        if "capture" not in self._runner.extensions:
-            raise RequestError("the engine was started without capture_layers", param="return_hidden_states")
-        from jaxengine.engine.extensions.capture import HiddenStates
-
-        return HiddenStates()
-
     def _drafts(self) -> LoopExtension:
         from jaxengine.engine.extensions.drafts import Drafts
 
@@ -215,6 +212,18 @@ class Extensions:
         return Structured(masks, drafts)
 
 
+def _capture(_: Extensions) -> LoopExtension:
+    from jaxengine.engine.extensions.capture import Capture
+
+    return Capture()
+
+
+def _steering(_: Extensions) -> LoopExtension:
+    from jaxengine.engine.extensions.steering import Steering
+
+    return Steering()
+
+
 def _weights(_: Extensions) -> LoopExtension:
     from jaxengine.engine.extensions.weights import Weights
 
@@ -223,12 +232,13 @@ def _weights(_: Extensions) -> LoopExtension:
 
 _MAKERS: dict[str, Callable[[Extensions], LoopExtension]] = {
     "adapters": Extensions._adapters,
-    "capture": Extensions._capture,
+    "capture": _capture,
     "drafts": Extensions._drafts,
     "logits_processors": Extensions._logits_processors,
     "pictures": Extensions._pictures,
     "pooling": Extensions._pooling,
     "scores": Extensions._scores,
+    "steering": _steering,
     "structured": Extensions._structured,
     "weights": _weights,
 }

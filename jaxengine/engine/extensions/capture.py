@@ -1,4 +1,4 @@
-"""Hidden states: rows of steps are handed to the requests that asked for them, each position once."""
+"""Captured activations: rows of steps are handed to the requests that asked for them, each position once."""
 
 from __future__ import annotations
 
@@ -10,42 +10,77 @@ import numpy as np
 from jaxengine.engine.extension import NO_EVENTS, Events, LoopExtension
 from jaxengine.engine.in_flight import InFlight
 from jaxengine.engine.output import EngineOutput, Found
+from jaxengine.models.config.taps import HIDDEN_STATES, Tap, TapError, layers_of, read_taps
 from jaxengine.scheduler.batch import ScheduledStep, StepResult
+from jaxengine.scheduler.errors import RequestError
 from jaxengine.scheduler.rank import Rank
 from jaxengine.scheduler.request import Request
-from jaxengine.scheduler.token_params import HIDDEN_STATES
+from jaxengine.scheduler.token_params import CAPTURE
 
 
 class _Rows(NamedTuple):
     """Tokens of one request in a step.
 
     Attributes:
-      token: the first one in the rank's batch; position: of it in the request; count: how many.
+      row: in the rank's batch; token: the first one there; count: how many.
+      position: of the first one in the request; None of a decode, which is the first that has not been computed yet.
     """
 
     request: Request
     rank: int
+    row: int
     token: int
-    position: int
+    position: int | None
     count: int
 
 
-class HiddenStates(LoopExtension):
-    """Hidden states for requests that ask for them.
+class _Asked:
+    """What a request asked for.
+
+    Attributes:
+      taps: those it named; dtype: of a row of them, with a field for each.
+      num_found: positions that it has had.
+    """
+
+    def __init__(self, taps: tuple[Tap, ...]):
+        self.taps = taps
+        self.dtype: np.dtype | None = None
+        self.num_found = 0
+
+    def rows(self, found: dict[Tap, np.ndarray], rank: int, tokens: slice) -> np.ndarray:
+        """Copies of what the taps gave for tokens of a step, a structured array: other tokens are not kept with it."""
+        own = {tap: found[tap][rank, tokens] for tap in self.taps}
+        if self.dtype is None:
+            self.dtype = np.dtype([(tap.name, each.dtype, each.shape[1:]) for tap, each in own.items()])
+        rows = np.empty(tokens.stop - tokens.start, self.dtype)
+        for tap, each in own.items():
+            rows[tap.name] = each
+        return rows
+
+
+class Capture(LoopExtension):
+    """Activations for requests that ask for them.
 
     A request that was preempted is computed again from its first token; positions that it has had are left out then.
     """
 
     def __init__(self) -> None:
         self._rows: dict[InFlight, list[_Rows]] = {}
-        self._num_found: dict[Request, int] = {}
+        self._asked: dict[Request, _Asked] = {}
 
     @property
     def is_idle(self) -> bool:
-        return not (self._num_found or self._rows)
+        return not (self._asked or self._rows)
+
+    def prepare(self, request: Request) -> None:
+        """Raises RequestError for activations that the engine was started without."""
+        if request.params.features & CAPTURE:
+            self._taps_of(request)
 
     def queued(self, requests: Sequence[Request]) -> None:
-        self._num_found.update((request, 0) for request in requests if request.params.features & HIDDEN_STATES)
+        for request in requests:
+            if request.params.features & CAPTURE:
+                self._asked[request] = _Asked(self._taps_of(request))
 
     def after_forward(self, step: InFlight | None) -> Events:
         if step is not None and (rows := _rows_of(step.step, self.loop.scheduler.ranks)):
@@ -54,37 +89,56 @@ class HiddenStates(LoopExtension):
         return NO_EVENTS
 
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
-        rows = [each for each in self._rows.pop(step, ()) if each.request in self._num_found]
+        rows = [each for each in self._rows.pop(step, ()) if each.request in self._asked]
         if not rows:
             return
-        states = self.loop.runner.extension("capture").fetch(step.pending)
+        capture, counts = self.loop.runner.extension("capture"), step.pending.result("counts")
+        found, layers = capture.fetch(step.pending), capture.taps.layers
         for each in rows:
-            known = self._num_found[each.request]
-            assert each.position <= known
-            if skip := known - each.position:
-                each = each._replace(token=each.token + skip, count=each.count - skip)
-            if each.count > 0:
-                # A copy: the other tokens of the step are not kept with it.
-                own = states[each.rank, each.token : each.token + each.count].copy()
+            asked = self._asked[each.request]
+            position, count = each.position, each.count
+            if position is None:
+                position = asked.num_found
+                # Drafts that were wrong were computed, too.
+                count = count if counts is None else min(count, int(counts[each.rank, each.row]))
+            assert position <= asked.num_found
+            skip = asked.num_found - position
+            if count <= skip:
+                continue
+            tokens = slice(each.token + skip, each.token + count)
+            if HIDDEN_STATES in each.request.params.capture:
+                own = np.stack([found[tap][each.rank, tokens] for tap in layers], axis=1)
                 output.found.append(Found(each.request, "hidden_states", own))
-                self._num_found[each.request] = known + each.count
+            if asked.taps:
+                output.found.append(Found(each.request, "captured", asked.rows(found, each.rank, tokens)))
+            asked.num_found = position + count
 
     def ended(self, request: Request) -> None:
-        self._num_found.pop(request, None)
+        self._asked.pop(request, None)
+
+    def _taps_of(self, request: Request) -> tuple[Tap, ...]:
+        """The taps that a request names. Raises RequestError."""
+        taps, asked = self.loop.runner.extension("capture").taps, request.params.capture
+        names = [name for name in asked if name != HIDDEN_STATES]
+        try:
+            return read_taps(names, layers_of(taps.named))
+        except TapError as error:
+            problem = f"capture names {error.name!r}; the engine was started with {error.allowed}"
+            raise RequestError(problem, param="capture", value=error.name) from None
 
 
 def _rows_of(step: ScheduledStep, ranks: list[Rank]) -> list[_Rows]:
-    """The rows of a step that has just been scheduled whose requests asked for hidden states."""
-    if not step.features & HIDDEN_STATES:
+    """The rows of a step that has just been scheduled whose requests asked for activations."""
+    if not step.features & CAPTURE:
         return []
     found = []
     for rank, batch in zip(ranks, step.batches, strict=True):
         slots = rank.slots
         first_token = np.cumsum(batch.num_scheduled) - batch.num_scheduled
-        for row in np.flatnonzero(slots.features[batch.slots] & HIDDEN_STATES):
+        for row in np.flatnonzero(slots.features[batch.slots] & CAPTURE).tolist():
             slot, count = int(batch.slots[row]), int(batch.num_scheduled[row])
             request = slots.requests[slot]
             assert request is not None
-            position = int(slots.num_computed[slot]) - count
-            found.append(_Rows(request, rank.index, int(first_token[row]), position, count))
+            position = None if row < batch.num_decode else int(slots.num_computed[slot]) - count
+            found.append(_Rows(request, rank.index, row, int(first_token[row]), position, count))
     return found

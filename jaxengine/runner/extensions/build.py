@@ -40,7 +40,11 @@ def extensions_of(shape: StageShape) -> Iterator[DeviceExtension]:
         from jaxengine.runner.extensions.pooling import PoolingExtension
 
         yield PoolingExtension(shape)
-    if config.capture_layers is not None:
+    if config.steer is not None:
+        from jaxengine.runner.extensions.steering import SteeringExtension
+
+        yield SteeringExtension(shape)
+    if config.capture is not None or config.capture_layers is not None:
         from jaxengine.runner.extensions.capture import CaptureExtension
 
         yield CaptureExtension(shape)

@@ -1,25 +1,65 @@
-"""capture: hidden states of chosen layers, for requests with return_hidden_states."""
+"""capture: activations at the engine's taps, for requests with capture or return_hidden_states."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxengine.models.layers.section import Capture
+from jaxengine.config.capture import TAPS, hidden_state_taps
+from jaxengine.config.engine_config import ResolvedConfig
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.taps import FINAL_NORM, ROUTER, Tap, all_taps, read_taps
+from jaxengine.models.layers.taps import Taps, check_parts
 from jaxengine.runner.extension import DeviceExtension, HostExtension, StageShape
 from jaxengine.runner.programs.forward_pass import ForwardPass
 from jaxengine.runner.programs.pending_step import PendingStep
 from jaxengine.scheduler.buckets import Bucket
 
-NAME = "capture"
+NAME, SECTION = "capture", "taps"
+
+
+class Activations(NamedTuple):
+    """What taps gave, those of a kind side by side; leading axes are of tokens.
+
+    Attributes:
+      hidden: [..., n * D] in the model's dtype, of the n taps that are not of a router; None without any.
+      router: f32[..., m * E], of those that are; None without any.
+    """
+
+    hidden: Any
+    router: Any
+
+
+class EngineTaps(NamedTuple):
+    """The taps of an engine.
+
+    Attributes:
+      named: those that a request may name; layers: those of hidden states, in their order.
+      hidden, router: all, in the order in which Activations have them.
+    """
+
+    named: tuple[Tap, ...]
+    layers: tuple[Tap, ...]
+    hidden: tuple[Tap, ...]
+    router: tuple[Tap, ...]
+
+
+def engine_taps(config: ResolvedConfig, model: ModelConfig) -> EngineTaps:
+    """Return the taps that an engine's options name."""
+    named = read_taps(config.capture or (), all_taps(model))
+    layers = hidden_state_taps(config.capture_layers or (), model.num_layers)
+    every = tuple(dict.fromkeys((*named, *layers)))
+    is_router = [tap.kind == ROUTER for tap in every]
+    hidden, router = (tuple(tap for tap, is_so in zip(every, is_router, strict=True) if is_so == of) for of in (0, 1))
+    return EngineTaps(named, layers, hidden, router)
 
 
 class CaptureExtension(DeviceExtension):
-    """Leaves the hidden states of every token, [T, L * D], those of the L layers side by side.
+    """Leaves the Activations of every token.
 
     There is no epilogue: the host fetches what a forward pass left, in steps where a request asked for it.
     """
@@ -28,51 +68,74 @@ class CaptureExtension(DeviceExtension):
 
     def __init__(self, shape: StageShape):
         super().__init__(shape)
-        layers = shape.config.capture_layers
-        assert layers is not None
-        self.layers, self._last = layers, shape.model.config.num_layers
+        self.taps = engine_taps(shape.config, shape.model.config)
+        config = shape.model.config
+        check_parts(TAPS, config.architecture, shape.model.layers, shape.model.stage.layers, self.taps.hidden)
+        self.description = f"captures {', '.join(tap.name for tap in (*self.taps.hidden, *self.taps.router))}"
 
     def label(self, bucket: Bucket) -> str:
-        return f", captures {list(self.layers)}"
+        return f", {self.description}"
 
     def left(self, num_tokens: int, num_rows: int) -> Any:
-        return self.shape.hidden(num_tokens, len(self.layers))
+        hidden, router = self.taps.hidden, self._num_logits
+        return Activations(
+            self.shape.hidden(num_tokens, len(hidden)) if hidden else None,
+            self.shape.rows(num_tokens, jnp.float32, router) if router else None,
+        )
 
     def memory(self) -> Mapping[str, int]:
         """Those of the steps in flight, and of the one that the host is reading."""
         config = self.shape.config
-        size = max(bucket.num_tokens for bucket in self.shape.buckets) * len(self.layers)
-        of_step = size * self.shape.model.config.hidden_size * jnp.dtype(config.dtype).itemsize
-        return {"hidden states": of_step * (config.max_in_flight + 1)}
+        num_hidden = len(self.taps.hidden) * self.shape.model.config.hidden_size
+        of_token = num_hidden * jnp.dtype(config.dtype).itemsize + 4 * self._num_logits
+        most = max(bucket.num_tokens for bucket in self.shape.buckets)
+        return {"captured activations": most * of_token * (config.max_in_flight + 1)}
 
     def before_model(self, step: ForwardPass) -> ForwardPass:
-        return step.with_section(NAME, Capture([layer for layer in self.layers if layer != self._last]))
+        every = (*self.taps.hidden, *self.taps.router)
+        return step.with_section(SECTION, Taps(tap for tap in every if tap.kind != FINAL_NORM))
 
     def after_model(self, step: ForwardPass) -> ForwardPass:
-        assert step.hidden is not None
-        section = step.batch.sections[NAME]
-        # The last one is taken after the final norm, as transformers and SGLang return it.
+        found: Taps = step.batch.sections[SECTION]
+        hidden, router = self.taps.hidden, self.taps.router
         with jax.named_scope("capture"):
-            parts = [step.hidden if layer == self._last else section.after(layer) for layer in self.layers]
-            return step.leaving(NAME, jnp.concatenate(parts, axis=-1))
+            parts = [step.hidden if tap.kind == FINAL_NORM else found[tap] for tap in hidden]
+            left = Activations(
+                jnp.concatenate(parts, axis=-1) if hidden else None,
+                jnp.concatenate([found[tap] for tap in router], axis=-1) if router else None,
+            )
+            return step.leaving(NAME, left)
 
     def on_host(self, runner: Any) -> HostExtension:
-        return HiddenStates(runner, len(self.layers))
+        return StepActivations(runner, self.taps)
+
+    @property
+    def _num_logits(self) -> int:
+        """Router logits of a token that are kept."""
+        return sum(tap.width(self.shape.model.config) for tap in self.taps.router)
 
 
-class HiddenStates(HostExtension):
-    """Fetches the captured hidden states of steps."""
+class StepActivations(HostExtension):
+    """Fetches the activations of steps.
 
-    def __init__(self, runner: Any, num_layers: int):
+    Attributes:
+      taps: of the engine.
+    """
+
+    def __init__(self, runner: Any, taps: EngineTaps):
         super().__init__(runner)
-        self._num_layers = num_layers
+        self.taps = taps
 
     def keep(self, pending: PendingStep) -> None:
         """Keep those of a step whose sampler has not been dispatched, to be fetched later."""
         assert pending.forwarded is not None
         pending.outputs[NAME] = pending.forwarded.fields()[NAME]
 
-    def fetch(self, pending: PendingStep) -> np.ndarray:
-        """Return those of a step that were kept, [replicas, T, L, D]; waits for the step."""
-        found = pending.output(NAME)
-        return found.reshape(self.runner.num_ranks, pending.bucket.num_tokens, self._num_layers, -1)
+    def fetch(self, pending: PendingStep) -> dict[Tap, np.ndarray]:
+        """Return what each tap gave in a step that was kept, [replicas, T, width]; waits for the step."""
+        found: dict[Tap, np.ndarray] = {}
+        for taps, values in zip((self.taps.hidden, self.taps.router), pending.output(NAME), strict=True):
+            if taps:
+                shape = self.runner.num_ranks, pending.bucket.num_tokens, len(taps), -1
+                found.update(zip(taps, np.moveaxis(values.reshape(shape), 2, 0), strict=True))
+        return found

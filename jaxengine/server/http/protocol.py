@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from jaxengine.requests.activations import MAX_STEER
 from jaxengine.requests.beam_search import BeamSearchParams
 from jaxengine.requests.inputs import InputProcessor
 from jaxengine.requests.options import RequestOptions
@@ -41,6 +42,7 @@ EARLIER = {
 
 # Unsupported fields of vLLM and OpenAI, with the values that have no effect.
 REFUSED: dict[str, tuple[Any, ...]] = {
+    "capture": ([],),
     "ec_transfer_params": (),
     "kv_transfer_params": (),
     "length_penalty": (1.0, 1),
@@ -52,6 +54,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "return_weight_versions": (False,),
     "routed_experts_prompt_start": (0,),
     "session_id": (),
+    "steer": ([],),
     "stream_interval": (1,),
     "use_beam_search": (False,),
     "watermarking": (False,),
@@ -59,7 +62,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 }
 
 # Those that text requests support.
-_OF_TEXT = frozenset(("use_beam_search", "length_penalty", "logprob_token_ids", "return_weight_versions"))
+_OF_TEXT = frozenset(("use_beam_search", "length_penalty", "logprob_token_ids", "return_weight_versions", "steer"))
 TEXT_REFUSED = {name: neutral for name, neutral in REFUSED.items() if name not in _OF_TEXT}
 
 # Fields of OpenAI and vLLM that do not affect the answer: hints for billing, caches, speed, length or the grammars'
@@ -265,6 +268,7 @@ class TextRequest(GenerationRequest):
         beginning; -1: as many as leave room for max_tokens.
       logprob_token_ids: tokens whose log-probabilities are returned in addition, at each position of the output.
       return_weight_versions: also return which version of the weights made which tokens, with the end of each choice.
+      steer: vectors that are added to activations: objects with `at`, `vector` and `scale`, as SamplingParams.steer.
       use_beam_search: return the n best sequences of a beam search, with length_penalty.
     """
 
@@ -280,6 +284,7 @@ class TextRequest(GenerationRequest):
     bad_words: Texts | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: TokenIds | None = None
+    steer: Annotated[list[JsonObject], Field(fail_fast=True), at_most(MAX_STEER)] | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     echo: bool | None = None

@@ -117,7 +117,7 @@ def test_every_engine_option_is_a_flag_with_a_text():
 
 def test_every_supported_sampling_option_is_a_flag():
     """A field that SamplingParams takes and the command line does not know would be missing from `generate`."""
-    unreachable = {"seed", "detokenize", "output_kind", "return_hidden_states"}
+    unreachable = {"seed", "detokenize", "output_kind", "return_hidden_states", "capture", "steer"}
     for field in dataclasses.fields(SamplingParams):
         if field.name in {*SAMPLING_OPTIONS, *OUTPUT_OPTIONS, *unreachable}:
             continue

@@ -1,4 +1,4 @@
-"""Hidden states of chosen layers: those of the model's own forward pass, whatever else runs and however it is split."""
+"""Captured activations: those of the model's own forward pass, whatever else runs and however it is split."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from jaxengine import LLM, ConfigError, RequestError, SamplingParams
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.config.platforms import PLATFORMS
 from jaxengine.models.cache import pool_spec
+from jaxengine.models.config.taps import all_taps, read_taps
 from jaxengine.models.forward_batch import ForwardBatch
-from jaxengine.models.layers.section import Capture
+from jaxengine.models.layers.taps import Taps
 from jaxengine.models.registry import read_folder
 from jaxengine.pallas_kernels.attention.op import RaggedBatch
 from jaxengine.pallas_kernels.kv.pages import alloc
@@ -27,10 +28,12 @@ from tests.models.conftest import load_recorded
 from tests.tables import each_row
 
 LAYERS = (0, 1, -1)
+TAPS = ("residual:*", "attention_output:0", "mlp_output:*", "final_norm")
 OPTIONS: dict[str, Any] = TINY_OPTIONS | {"max_model_len": 64}
 CPU = PLATFORMS["cpu"]
 TOLERANCE = 1e-4
 PAGE_SIZE = 4
+ENGINE = {"residual": [0, 1, 2], "attention_output": [0], "mlp_output": [0, 1], "final_norm": [0]}  # what TAPS name
 
 
 @pytest.fixture(scope="module")
@@ -41,29 +44,46 @@ def recorded():
 @pytest.fixture(scope="module")
 def llm(executables_dir):
     folder = str(checkpoint("llama"))
-    return LLM(**OPTIONS | {"model": folder, "capture_layers": LAYERS, "compile_cache_dir": executables_dir})
+    return LLM(
+        **OPTIONS | {"model": folder, "capture_layers": LAYERS, "capture": TAPS, "compile_cache_dir": executables_dir}
+    )
 
 
-def expected(model, token_ids) -> np.ndarray:
-    """[T, L, D] of a sequence, from one forward pass without the engine."""
+def expected(model, token_ids) -> dict[str, np.ndarray]:
+    """What every tap gives for a sequence, in one forward pass without the engine."""
     count = len(token_ids)
     num_pages = -(-count // PAGE_SIZE)
     number = jnp.arange(count, dtype=jnp.int32)
     one = jnp.int32(1)
     ends, table = jnp.array([0, count], jnp.int32), jnp.arange(num_pages, dtype=jnp.int32)[None]
     ragged = RaggedBatch(ends, ends[1:], table, number, one, one * (count == 1))
-    capture = Capture([0, 1])
-    batch = ForwardBatch(jnp.asarray(token_ids, jnp.int32), number, ends[1:] - 1, (ragged,), {"capture": capture})
+    known = all_taps(model.config)
+    taps = read_taps([f"{kind}:*" for kind in known if kind != "final_norm"], known)
+    section = Taps(taps)
+    batch = ForwardBatch(jnp.asarray(token_ids, jnp.int32), number, ends[1:] - 1, (ragged,), {"taps": section})
     graph, state = nnx.split(model)
     pool = alloc(pool_spec(model.cache_groups(PAGE_SIZE, "float32", hybrid=False), num_pages))
     hidden, _ = nnx.merge(graph, state)(batch, pool)
-    return np.stack([capture.after(0), capture.after(1), hidden], axis=1)
+    return {"final_norm": np.asarray(hidden), **{tap.name: np.asarray(section[tap]) for tap in taps}}
+
+
+def layers_of(activations) -> np.ndarray:
+    """[T, L, D], the hidden states of LAYERS among what all taps give."""
+    return np.stack([activations[name] for name in ("residual:0", "residual:1", "final_norm")], axis=1)
 
 
 def assert_same(found, wanted) -> None:
     assert found.shape == wanted.shape and found.dtype == np.float32
     for layer in range(wanted.shape[1]):
         assert np.abs(found[:, layer] - wanted[:, layer]).max() <= TOLERANCE * np.abs(wanted[:, layer]).max()
+
+
+def assert_captured(model, fed, output, names) -> None:
+    """The output has what these taps give for the tokens that the model was fed, and nothing else."""
+    wanted = expected(model, fed)
+    assert output.captured.keys() == set(names)
+    for name, found in output.captured.items():
+        assert_same(found[:, None], wanted[name][:, None])
 
 
 def params(max_tokens=8, **fields) -> SamplingParams:
@@ -104,18 +124,28 @@ def test_layers_are_counted_as_transformers_counts_them(recorded, executables_di
 
 
 def test_hidden_states_are_those_of_the_model_in_any_batch(llm, recorded):
-    """Prompts of several chunks, some with a cached prefix, together with requests that ask for none."""
+    """Prompts of several chunks, some with a cached prefix, together with requests that ask for none or for others."""
     use_scheduler(llm)
     prompts = some_prompts()
-    asked = [params(index % 7 + 1, return_hidden_states=bool(index % 3)) for index in range(len(prompts))]
+    named = [None, ["mlp_output:*"], ["residual:2", "attention_output:*"], ["final_norm"]]
+    asked = [
+        params(index % 7 + 1, return_hidden_states=bool(index % 3), capture=named[index % 4])
+        for index in range(len(prompts))
+    ]
     outputs = generate(llm, prompts, asked)
     again = generate(llm, prompts, asked)  # prefixes are cached now
     for index, (prompt, first, second) in enumerate(zip(prompts, outputs, again, strict=True)):
         assert first.token_ids == second.token_ids
+        if asked[index].capture:
+            names = [tap.name for tap in read_taps(asked[index].capture, ENGINE)]
+            for output in (first, second):
+                assert_captured(recorded.model, fed(prompt, output), output, names)
+        else:
+            assert first.captured is None
         if not index % 3:
             assert first.hidden_states is None and second.hidden_states is None
             continue
-        wanted = expected(recorded.model, fed(prompt, first))
+        wanted = layers_of(expected(recorded.model, fed(prompt, first)))
         assert_same(first.hidden_states, wanted)
         assert_same(second.hidden_states, wanted)
     assert llm.core.engine.extensions.by_name["capture"].is_idle
@@ -126,10 +156,11 @@ def test_hidden_states_are_those_of_the_model_in_any_batch(llm, recorded):
 def test_a_preempted_request_returns_each_position_once(llm, recorded):
     scheduler = use_scheduler(llm, num_pages=40)
     prompts = some_prompts(8)
-    outputs = generate(llm, prompts, params(30, return_hidden_states=True))
+    outputs = generate(llm, prompts, params(30, return_hidden_states=True, capture=["residual:2", "mlp_output:0"]))
     assert scheduler.num_preemptions > 2
     for prompt, output in zip(prompts, outputs, strict=True):
-        assert_same(output.hidden_states, expected(recorded.model, fed(prompt, output)))
+        assert_same(output.hidden_states, layers_of(expected(recorded.model, fed(prompt, output))))
+        assert_captured(recorded.model, fed(prompt, output), output, ["residual:2", "mlp_output:0"])
     use_scheduler(llm)
 
 
@@ -141,7 +172,7 @@ def test_pieces_of_a_stream_make_the_whole(llm):
     stop = whole.token_ids[5]
     count = whole.token_ids.index(stop) + 1
     for kind in (RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE):
-        asked = params(return_hidden_states=True, output_kind=kind, stop_token_ids=[stop])
+        asked = params(return_hidden_states=True, capture=["residual:1"], output_kind=kind, stop_token_ids=[stop])
         core.add(core.inputs.prepare({"prompt_token_ids": prompt}, asked, request_id="piece"))
         pieces = []
         while core.has_unfinished:
@@ -157,6 +188,7 @@ def test_pieces_of_a_stream_make_the_whole(llm):
                 joined = each
         assert joined.token_ids == whole.token_ids[:count]
         np.testing.assert_array_equal(joined.hidden_states, whole.hidden_states[: len(prompt) + count - 1])
+        np.testing.assert_array_equal(joined.captured["residual:1"], joined.hidden_states[:, 1])
 
 
 def test_each_of_n_outputs_has_its_own(llm, recorded):
@@ -166,16 +198,26 @@ def test_each_of_n_outputs_has_its_own(llm, recorded):
     (output,) = llm.generate([{"prompt_token_ids": prompt}], asked, use_tqdm=False)
     assert len({tuple(each.token_ids) for each in output.outputs}) > 1
     for each in output.outputs:
-        assert_same(each.hidden_states, expected(recorded.model, fed(prompt, each)))
+        assert_same(each.hidden_states, layers_of(expected(recorded.model, fed(prompt, each))))
+
+
+def test_taps_that_the_engine_was_started_without_are_refused(llm):
+    for names, said in (
+        (["attention_output:1"], "capture names 'attention_output:1'; the engine was started with residual:0-2"),
+        (["router_logits:*"], "capture names 'router_logits:.'; the engine was started with residual:0-2, "),
+    ):
+        with pytest.raises(RequestError, match=said) as refused:
+            generate(llm, [[5, 6]], params(capture=names))
+        assert refused.value.param == "capture"
 
 
 def test_an_engine_without_the_option_refuses_the_field(make_llm):
     with pytest.raises(RequestError, match="started without capture_layers") as refused:
         generate(make_llm(), [[5, 6]], params(return_hidden_states=True))
     assert refused.value.param == "return_hidden_states"
-
-
-DRAFTS = {"method": "ngram", "num_speculative_tokens": 2}
+    with pytest.raises(RequestError, match="started without capture") as refused:
+        generate(make_llm(), [[5, 6]], params(capture=["residual:1"]))
+    assert refused.value.param == "capture"
 
 
 @each_row(
@@ -187,7 +229,15 @@ DRAFTS = {"method": "ngram", "num_speculative_tokens": 2}
         ({"capture_layers": []}, "capture_layers is .*at least one integer"),
         ({"capture_layers": [True]}, "capture_layers is .*at least one integer"),
         ({"capture_layers": "last"}, "capture_layers is .*at least one integer"),
-        ({"capture_layers": "0,1", "speculative_config": DRAFTS}, "capture_layers is given, but speculative_config"),
+        (
+            {"capture": "residual:3"},
+            "capture is 'residual:3'; .*residual:0-2, attention_output:0-1, mlp_output:0-1, fin",
+        ),
+        ({"capture": ["router_logits:0"]}, "capture is 'router_logits:0'; .*, of LlamaForCausalLM"),
+        ({"capture": ["layers.3"]}, "capture is 'layers.3'; .*such as .residual:3"),
+        ({"capture": []}, "capture is .*at least one name such as .residual:3"),
+        ({"capture": [3]}, "capture is .*at least one name such as .residual:3"),
+        ({"capture": "residual:*", "pipeline_parallel_size": 2}, "capture is given, but pipeline_parallel_size"),
         ({"capture_layers": [0], "pipeline_parallel_size": 2}, "capture_layers is given, but pipeline_parallel_size"),
         ({"capture_layers": [0], "nnodes": 2, "tensor_parallel_size": 2}, "capture_layers is given, but nnodes"),
     ],
@@ -201,3 +251,6 @@ def test_layers_are_read_from_the_end_and_from_text():
     for given in ([0, -1], "0,-1", "[0, -1]", np.array([0, -1])):
         config = EngineConfig.from_options(capture_layers=given).resolved(read_folder(TINY_CHECKPOINT), CPU)
         assert config.capture_layers == (0, 2)
+    for given in (["residual:-1", "mlp_output:0-1"], "residual:-1, mlp_output:*"):
+        config = EngineConfig.from_options(capture=given).resolved(read_folder(TINY_CHECKPOINT), CPU)
+        assert config.capture == ("residual:2", "mlp_output:0", "mlp_output:1")

@@ -24,6 +24,7 @@ ELSEWHERE = {
     *("stop_after", "thinking_token_budget", "thinking_words"),
     *("stop", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"),
     *("output_kind", "ignore_eos", "n", "bad_words", "structured_outputs", "extra_args", "return_hidden_states"),
+    *("capture", "steer"),
 }
 
 

@@ -69,6 +69,8 @@ WRONG = {
     "stop_after": st.sampled_from(["x", ["x"], {}, {"reasoning_begin": "x"}, {"reasoning_end": "x", "y": 1}]),
     "stop_token_ids": NO_IDS,
     "return_hidden_states": NO_FLAGS,
+    "capture": st.sampled_from(["residual", ["residual:x"], [3], 3, {"residual:1": 1}, ["hidden_states"], [""]]),
+    "steer": st.sampled_from([3, "calm", {}, [3], [{}], [{"vector": [1.0]}], [{"at": "residual:1"}]]),
     "ignore_eos": NO_FLAGS,
     "max_tokens": st.one_of(NO_INTS, ints_outside(1, 2**31 - 1)),
     "min_tokens": st.one_of(NO_INTS, st.none(), ints_outside(0, 2**31 - 1)),

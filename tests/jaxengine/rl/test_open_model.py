@@ -74,7 +74,7 @@ def test_models_that_cannot_be_opened_are_refused(tmp_path):
         jaxengine.open_model(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["reinforcement_learning.md", "hidden_states.md"])
+@pytest.mark.parametrize("name", ["reinforcement_learning.md", "research.md"])
 def test_blocks_of_the_documents_run(name, model, monkeypatch):
     text = (ROOT / "docs" / name).read_text()
     (block,) = (found for found in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "open_model()" in found)

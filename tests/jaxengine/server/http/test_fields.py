@@ -117,6 +117,11 @@ CASES: dict[str, Case] = {
         ),
         {"logprobs": 1, "return_tokens_as_token_ids": True},
     ),
+    # Only of an engine with steer; what it does, the engine's tests show.
+    "steer": Case(
+        [{"at": "residual:1", "vector": [1.0], "scale": 2}],
+        lambda before, after: after.answer.error["param"] == "steer",
+    ),
     "max_tokens": Case(2, lambda before, after: after.usage["completion_tokens"] == 2),
     "model": Case(
         "other", lambda before, after: [each.answer.json["model"] for each in (before, after)] == ["tiny", "other"]

@@ -1,0 +1,80 @@
+"""Control vectors in llama.cpp's format: a GGUF file with a tensor direction.N for each layer that it steers.
+
+llama.cpp adds direction.N to what layer number N gives, counted from 0: the tap residual:N+1.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+
+import numpy as np
+
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.taps import RESIDUAL, Tap
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.params.files import open_regular
+from jaxengine.models.weights.gguf.dequant import dequantize
+from jaxengine.models.weights.gguf.header import TensorInfo, read_header
+
+_DIRECTION = re.compile(r"direction\.(\d{1,6})")
+
+
+def read_control_vector(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
+    """Return the vectors f32[D] of a control vector by the names of their taps, such as "residual:5".
+
+    Raises ModelFileError for a file that is no GGUF file, one without directions, and vectors that are not finite or
+    differ in length.
+    """
+    name = os.fspath(path)
+    try:
+        descriptor, size = open_regular(name)
+    except (OSError, ValueError) as error:
+        raise ModelFileError(name, f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    try:
+        tensors = read_header(name, descriptor, size).tensors
+        found = {_layer(name, tensor): _values(name, tensor, descriptor) for tensor in tensors}
+    finally:
+        os.close(descriptor)
+    if not found:
+        raise ModelFileError(name, "has no tensor direction.1, direction.2, ...: it is no control vector")
+    if len({values.size for values in found.values()}) > 1:
+        raise ModelFileError(name, f"has directions of {sorted({v.size for v in found.values()})} numbers")
+    return {Tap(RESIDUAL, layer + 1).name: values for layer, values in sorted(found.items())}
+
+
+@lru_cache(maxsize=64)
+def control_vector_of(path: str, hidden_size: int, num_layers: int) -> Mapping[str, np.ndarray]:
+    """Return `read_control_vector` of a file for a model of this shape, once read. Raises ModelFileError."""
+    found = read_control_vector(path)
+    size = next(iter(found.values())).size
+    if size != hidden_size:
+        raise ModelFileError(path, f"has directions of {size} numbers; those of this model have {hidden_size}")
+    known = {Tap(RESIDUAL, layer).name for layer in range(num_layers + 1)}
+    if further := [name for name in found if name not in known]:
+        raise ModelFileError(path, f"steers {further[0]}; this model has residual:0-{num_layers}")
+    return found
+
+
+def check_control_vectors(named: Mapping[str, str] | None, model: ModelConfig) -> None:
+    """Read the control vectors of an engine's option. Raises ModelFileError."""
+    for path in (named or {}).values():
+        control_vector_of(path, model.hidden_size, model.num_layers)
+
+
+def _layer(path: str, tensor: TensorInfo) -> int:
+    match = _DIRECTION.fullmatch(tensor.name)
+    if match is None or int(match[1]) == 0:
+        raise ModelFileError(path, "is no direction.N of a layer N >= 1: this is no control vector", tensor.name)
+    return int(match[1])
+
+
+def _values(path: str, tensor: TensorInfo, descriptor: int) -> np.ndarray:
+    if len(tensor.shape) != 1:
+        raise ModelFileError(path, f"must have one axis, got {list(tensor.shape)}", tensor.name)
+    values = dequantize(tensor.format, os.pread(descriptor, tensor.num_bytes, tensor.start)).astype(np.float32)
+    if not np.isfinite(values).all():
+        raise ModelFileError(path, "has numbers that are not finite", tensor.name)
+    return values

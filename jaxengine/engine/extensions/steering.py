@@ -1,0 +1,40 @@
+"""Steering: the vectors of requests are brought to the slots that they get."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxengine.engine.extension import LoopExtension
+from jaxengine.scheduler.batch import ScheduledStep
+from jaxengine.scheduler.request import Request
+
+
+class Steering(LoopExtension):
+    """Requests with vectors."""
+
+    def __init__(self) -> None:
+        self._requests: set[Request] = set()
+        self._slots: dict[int, Request] = {}  # that add vectors, by their numbers
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self._requests or self._slots)
+
+    def queued(self, requests: Sequence[Request]) -> None:
+        self._requests.update(request for request in requests if request.params.steer)
+
+    def before_forward(self, step: ScheduledStep) -> None:
+        rows, device = self.loop.rows, self.loop.runner.extension("steering")
+        before, admitted = self._slots, [each for each in rows.admitted(step) if each.params.steer]
+        self._slots = {
+            slot: request for slot, request in before.items() if request.slot >= 0 and rows.number(request) == slot
+        }
+        for request in admitted:
+            self._slots[rows.number(request)] = request
+            device.write(rows.number(request), request.params.steer)
+        if admitted or len(self._slots) < len(before):
+            slots = list(before.keys() | self._slots.keys())
+            device.switch(slots, [int(slot in self._slots) for slot in slots])
+
+    def ended(self, request: Request) -> None:
+        self._requests.discard(request)

@@ -1,0 +1,101 @@
+"""SamplingParams.capture and steer as given: which activations a request gets, and what it adds to them.
+
+Needs no numpy to import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any, NamedTuple
+
+from jaxengine.models.config.taps import FORM, STEERED, TapError, check_form, split_names
+from jaxengine.models.config.taps import HIDDEN_STATES as HIDDEN_STATES
+from jaxengine.scheduler.errors import RequestError, show_value
+
+MAX_STEER = 1024
+_KEYS = ("at", "vector", "scale")
+_FORM = (
+    'a list of dicts such as {"at": "residual:3", "vector": numbers, "scale": 1.0}, or {"vector": "name"} of '
+    "steering_vectors"
+)
+_LIMIT = 1e20
+
+
+class Steer(NamedTuple):
+    """One vector of a request.
+
+    Attributes:
+      at: name of the taps, None for those of a named vector.
+      vector: f32[D] as bytes, or a name among the engine's steering_vectors.
+    """
+
+    at: str | None
+    vector: bytes | str
+    scale: float
+
+
+def read_captured(name: str, value: Any) -> tuple[str, ...] | None:
+    """Read the names of taps as given; None for an empty list. Raises RequestError."""
+    if isinstance(value, (list, tuple)) and not value:
+        return None
+    try:
+        names = split_names(value)
+        check_form(names)
+    except (TapError, TypeError):
+        problem = f"{name} must be None or a list of names such as {FORM}, got {show_value(value)}"
+        raise RequestError(problem, param=name, value=value) from None
+    return tuple(dict.fromkeys(names))
+
+
+def read_steer(name: str, value: Any) -> tuple[Steer, ...] | None:
+    """Read the field as given; None for an empty list. Raises RequestError."""
+    if not isinstance(value, (list, tuple)) or len(value) > MAX_STEER:
+        raise _refused(name, value, f"{_FORM}, at most {MAX_STEER}")
+    return tuple(_entry(name, each) for each in value) or None
+
+
+def _entry(name: str, value: Any) -> Steer:
+    if isinstance(value, Steer):  # read before
+        return value
+    if not isinstance(value, Mapping) or "vector" not in value or not set(value) <= set(_KEYS):
+        raise _refused(name, value, _FORM)
+    at, vector, scale = value.get("at"), value["vector"], value.get("scale", 1.0)
+    if not isinstance(scale, Real) or isinstance(scale, bool) or not -_LIMIT <= scale <= _LIMIT:  # pyright: ignore
+        raise _refused(f"{name} scale", scale, "a finite number, at most 1e20 in size")
+    if at is not None:
+        _check_at(name, at)
+    if isinstance(vector, str):
+        return Steer(at, vector, float(scale))
+    if at is None:
+        raise _refused(name, value, 'a dict with "at" where "vector" is numbers')
+    return Steer(at, _numbers(name, vector), float(scale))
+
+
+def _check_at(name: str, at: Any) -> None:
+    try:
+        if not isinstance(at, str):
+            raise TapError(at, "text")
+        check_form([at])
+        if at.split(":")[0] not in STEERED:
+            raise TapError(at, "one that can be steered")
+    except TapError:
+        raise _refused(f"{name} at", at, 'such as "residual:3", "attention_output:*" or "mlp_output:0-5"') from None
+
+
+def _numbers(name: str, vector: Any) -> bytes:
+    import numpy as np
+
+    try:
+        found = np.asarray(vector)
+        fits = found.ndim == 1 and found.size > 0 and found.dtype.kind not in "bOSU"
+        values = found.astype(np.float32) if fits else found
+    except (TypeError, ValueError):  # lists of several lengths
+        fits, values = False, np.empty(0)
+    if not fits or not np.isfinite(values).all():
+        raise _refused(f"{name} vector", vector, "a list or an array of finite numbers, as many as the hidden size")
+    return values.tobytes()
+
+
+def _refused(name: str, value: Any, allowed: str) -> RequestError:
+    return RequestError(f"{name} must be {allowed}, got {show_value(value)}", param="steer", value=value)

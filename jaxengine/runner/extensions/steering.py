@@ -1,0 +1,106 @@
+"""steering: vectors that requests add to activations, a set of them for each slot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxengine.config.steering import TAPS
+from jaxengine.models.config.taps import all_taps, read_taps
+from jaxengine.models.layers.steering import Steering, StepVectors
+from jaxengine.models.layers.taps import check_parts
+from jaxengine.runner.extension import EVERYWHERE, DeviceExtension, HostExtension, Kept, StageShape, StateChange
+from jaxengine.runner.programs.device_state import DeviceState, own_slots
+from jaxengine.runner.programs.forward_pass import ForwardPass
+from jaxengine.runner.programs.state_changes import column_shapes
+from jaxengine.sampling.state import write_slots
+from jaxengine.scheduler.buckets import Bucket
+
+NAME = "steering"
+WRITE, SWITCH = "steering vectors", "steering switches"
+
+
+class SteeringExtension(DeviceExtension):
+    """Its section of SlotState is `vectors` f32[R, n, D], of each slot at each of the n taps, and `is_on` i32[R], 1 for
+    slots that add theirs."""
+
+    name = NAME
+    counts_slots = True
+
+    def __init__(self, shape: StageShape):
+        super().__init__(shape)
+        config = shape.model.config
+        self.taps = read_taps(shape.config.steer or (), all_taps(config))
+        check_parts(TAPS, config.architecture, shape.model.layers, shape.model.stage.layers, self.taps)
+        self.description = f"steers {', '.join(tap.name for tap in self.taps)}"
+
+    def label(self, bucket: Bucket) -> str:
+        return f", {self.description}"
+
+    def slots(self) -> Any:
+        num_slots = self.shape.num_slots
+        return {"vectors": Kept((num_slots, *self.of_slot), jnp.float32), "is_on": Kept((num_slots,), jnp.int32)}
+
+    def memory(self) -> Mapping[str, int]:
+        return {"steering vectors": 4 * self.shape.num_slots * (1 + int(np.prod(self.of_slot)))}
+
+    @property
+    def of_slot(self) -> tuple[int, int]:
+        """Taps, and numbers of a vector."""
+        return len(self.taps), self.shape.model.config.hidden_size
+
+    @property
+    def changes(self) -> Mapping[str, StateChange]:
+        vectors = [((1,), np.int32, EVERYWHERE), ((1, *self.of_slot), np.float32, EVERYWHERE)]
+        return {WRITE: StateChange(_write_vectors, vectors), SWITCH: StateChange(_switch, column_shapes())}
+
+    def before_model(self, step: ForwardPass) -> ForwardPass:
+        section, num_slots = step.slots.sections[NAME], self.shape.num_slots
+        is_on = step.is_token & (section["is_on"][step.rows.index][step.token_row] > 0)
+        slots = jnp.where(is_on, step.rows.index[step.token_row], num_slots)
+        vectors = StepVectors(section["vectors"], slots, jnp.any(is_on))
+        return step.with_section(NAME, Steering(self.taps, vectors))
+
+    def on_host(self, runner: Any) -> HostExtension:
+        return SlotVectors(runner, self)
+
+
+class SlotVectors(HostExtension):
+    """Sets the vectors of slots, which are numbered over all replicas."""
+
+    def __init__(self, runner: Any, extension: SteeringExtension):
+        super().__init__(runner)
+        self._numbers = {tap.name: number for number, tap in enumerate(extension.taps)}
+        self._of_slot = extension.of_slot
+        self._known = np.zeros(runner.num_ranks * runner.config.max_num_seqs, np.int32)
+
+    def write(self, slot: int, steer: Sequence[tuple[str, bytes]]) -> None:
+        """Has the tokens of a slot add these vectors from the next forward pass on."""
+        vectors = np.zeros((1, *self._of_slot), np.float32)
+        for at, values in steer:
+            vectors[0, self._numbers[at]] = np.frombuffer(values, "<f4")
+        self.runner.change_state(WRITE, np.array([slot], np.int32), vectors)
+
+    def switch(self, slots: list[int], values: list[int]) -> None:
+        """Has slots add their vectors, 1, or none, 0."""
+        self.runner.set_column(SWITCH, self._known, slots, values)
+
+
+def _write_vectors(state: DeviceState, slots: jax.Array, vectors: jax.Array) -> DeviceState:
+    own = own_slots(slots, state.slots.num_computed.shape[0])
+    section = state.slots.sections[NAME]
+    return _with(state, {**section, "vectors": section["vectors"].at[own].set(vectors, mode="drop")})
+
+
+def _switch(state: DeviceState, slots: jax.Array, values: jax.Array) -> DeviceState:
+    own = own_slots(slots, state.slots.num_computed.shape[0])
+    section = state.slots.sections[NAME]
+    return _with(state, {**section, "is_on": write_slots(section["is_on"], own, values)})
+
+
+def _with(state: DeviceState, section: Any) -> DeviceState:
+    return state._replace(slots=state.slots._replace(sections={**state.slots.sections, NAME: section}))

@@ -1,0 +1,147 @@
+"""Taps: named places of a forward pass whose activations can be read, and most of them changed.
+
+A name is KIND:LAYERS, such as `residual:3`; `final_norm` has no layer. Layers are those of the checkpoint, from 0.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from jaxengine.models.config.model_config import ModelConfig
+
+RESIDUAL, ATTENTION, MLP, ROUTER, FINAL_NORM = (
+    "residual",
+    "attention_output",
+    "mlp_output",
+    "router_logits",
+    "final_norm",
+)
+KINDS = (RESIDUAL, ATTENTION, MLP, ROUTER, FINAL_NORM)
+# Those that a vector can be added to.
+STEERED = (RESIDUAL, ATTENTION, MLP)
+# What a request for hidden states has among its names (SamplingParams.return_hidden_states).
+HIDDEN_STATES = "hidden_states"
+FORM = '"residual:3", "attention_output:*", "mlp_output:0-5", "router_logits:-1" or "final_norm"'
+_NAME = re.compile(r"([a-z_]+):(?:(\*)|(-?\d{1,6})|(\d{1,6})-(\d{1,6}))")
+
+
+class TapError(ValueError):
+    """A name of taps that cannot be used.
+
+    Attributes:
+      name: it, as given; allowed: what is.
+    """
+
+    def __init__(self, name: Any, allowed: str):
+        super().__init__(f"{name!r} names no tap; allowed is {allowed}")
+        self.name, self.allowed = name, allowed
+
+
+class Tap(NamedTuple):
+    """A place of a forward pass.
+
+    Attributes:
+      kind: RESIDUAL is what the layer of this number gets, and for the number of layers what the last one gives, before
+        any norm. ATTENTION is what the layer's attention, or what mixes tokens in its place, gives, MLP what its
+        feed-forward part does, both before the family's own norm or multiplier. ROUTER is the logits that experts are
+        picked by. FINAL_NORM is what the LM head gets.
+      layer: 0 for FINAL_NORM.
+    """
+
+    kind: str
+    layer: int
+
+    @property
+    def name(self) -> str:
+        """As `read_taps` takes it, for one layer."""
+        return self.kind if self.kind == FINAL_NORM else f"{self.kind}:{self.layer}"
+
+    def width(self, model: ModelConfig) -> int:
+        """Numbers of a token."""
+        if self.kind != ROUTER:
+            return model.hidden_size
+        assert model.experts is not None
+        return model.experts.num_experts
+
+
+def split_names(value: Any) -> tuple[str, ...]:
+    """Return names as given, a list or text with commas; TypeError for anything else, or none."""
+    names = value.split(",") if isinstance(value, str) else value
+    if not isinstance(names, (list, tuple)) or not names or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"a list of names is needed, got {value!r}")
+    return tuple(name.strip() for name in names)
+
+
+def check_form(names: Iterable[str]) -> None:
+    """Raise TapError for names that no model could have."""
+    for name in names:
+        found = _NAME.fullmatch(name)
+        if name != FINAL_NORM and (found is None or found[1] not in (RESIDUAL, ATTENTION, MLP, ROUTER)):
+            raise TapError(name, f"such as {FORM}")
+
+
+def all_taps(model: ModelConfig, kinds: Sequence[str] = KINDS) -> dict[str, list[int]]:
+    """Return the layers that each kind has taps of; kinds that the model lacks are left out."""
+    count, experts = model.num_layers, model.experts
+    routed = [] if experts is None else [layer for layer in range(count) if layer not in experts.dense_layers]
+    found = {
+        RESIDUAL: list(range(count + 1)),
+        ATTENTION: list(range(count)),
+        MLP: list(range(count)),
+        ROUTER: routed,
+        FINAL_NORM: [0],
+    }
+    return {kind: found[kind] for kind in kinds if found[kind]}
+
+
+def read_taps(names: Iterable[str], known: Mapping[str, Sequence[int]]) -> tuple[Tap, ...]:
+    """Return the taps that names stand for, each once, in the order of the names.
+
+    known: as `all_taps` gives it. A negative layer counts from the end of the kind's, and `*` is all of them. Raises
+    TapError.
+    """
+    found: dict[Tap, None] = {}
+    for name in names:
+        check_form([name])
+        match = _NAME.fullmatch(name)
+        kind = FINAL_NORM if match is None else match[1]
+        layers = known.get(kind, ())
+        if match is None or match[2]:
+            wanted = list(layers)
+        elif match[3] is not None:
+            number = int(match[3])
+            wanted = [number] if number >= 0 else list(layers)[number : number + 1 or None]
+        else:
+            wanted = list(range(int(match[4]), int(match[5]) + 1))
+        if not wanted or not set(wanted) <= set(layers):
+            raise TapError(name, describe(known))
+        found.update((Tap(kind, layer), None) for layer in wanted)
+    return tuple(found)
+
+
+def describe(known: Mapping[str, Sequence[int]]) -> str:
+    """Return the names of taps for people, such as "residual:0-2, router_logits:1, final_norm"."""
+    return ", ".join(
+        kind if kind == FINAL_NORM else f"{kind}:{_spans(layers)}" for kind, layers in known.items() if layers
+    )
+
+
+def layers_of(taps: Iterable[Tap]) -> dict[str, list[int]]:
+    """Return the layers of these taps by kind, as `all_taps` has them."""
+    found: dict[str, list[int]] = {}
+    for tap in taps:
+        found.setdefault(tap.kind, []).append(tap.layer)
+    return {kind: sorted(found[kind]) for kind in KINDS if kind in found}
+
+
+def _spans(layers: Sequence[int]) -> str:
+    spans: list[list[int]] = []
+    for layer in layers:
+        if spans and layer == spans[-1][1] + 1:
+            spans[-1][1] = layer
+        else:
+            spans.append([layer, layer])
+    return " and ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)

@@ -1,0 +1,86 @@
+"""Steering: a section that adds vectors to activations at named places (jaxengine.models.config.taps)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jaxengine.models.config.taps import RESIDUAL, Tap
+from jaxengine.models.layers.section import Section
+from jaxengine.models.layers.taps import MODULES
+
+
+class StepVectors(NamedTuple):
+    """What the tokens of a step add.
+
+    Attributes:
+      vectors: f32[R, n, D], of each slot at each of n taps.
+      slots: i32[T], the slot of each token; R for one that adds nothing.
+      is_any: bool[], whether any adds something.
+    """
+
+    vectors: jax.Array
+    slots: jax.Array
+    is_any: jax.Array
+
+
+def add_vectors(x: jax.Array, step: StepVectors, at: int) -> jax.Array:
+    """x [T, D] with the vectors at tap number `at`, added in float32; a number that 0 is added to keeps its bits."""
+
+    def add(x: jax.Array) -> jax.Array:
+        vectors = step.vectors[:, at].at[step.slots].get(mode="fill", fill_value=0)
+        return jnp.where(vectors == 0, x, (x.astype(jnp.float32) + vectors).astype(x.dtype))
+
+    with jax.named_scope("steer"):
+        return lax.cond(step.is_any, add, lambda x: x, x)
+
+
+class _Given(nnx.Variable):
+    """An array that a step gives a layer."""
+
+
+class SteeredPart(nnx.Module):
+    """A part of a layer to whose output vectors are added."""
+
+    def __init__(self, module: nnx.Module, step: StepVectors, at: int):
+        self.module, self.at = module, at
+        self.vectors, self.slots, self.is_any = map(_Given, step)
+
+    def __call__(self, x: jax.Array, *more: Any) -> Any:
+        found = self.module(x, *more)  # type: ignore[operator]
+        step = StepVectors(self.vectors[...], self.slots[...], self.is_any[...])
+        if isinstance(found, tuple):
+            return add_vectors(found[0], step, self.at), *found[1:]
+        return add_vectors(found, step, self.at)
+
+
+class Steering(Section):
+    """Adds the vectors of a step; made within one trace."""
+
+    def __init__(self, taps: Sequence[Tap], step: StepVectors):
+        self._numbers = {tap: number for number, tap in enumerate(taps)}
+        self._step = step
+
+    def embed(self, x: jax.Array) -> jax.Array:
+        return self.after_layer(0, x)
+
+    def tapped(self, layer: int, module: nnx.Module) -> nnx.Module:
+        wanted = [kind for kind in MODULES if Tap(kind, layer) in self._numbers]
+        if not wanted:
+            return module
+        copied: Any = nnx.merge(*nnx.split(module))
+        for kind in wanted:
+            name, at = MODULES[kind], self._numbers[Tap(kind, layer)]
+            # The vectors of this tap alone: equal layers then share a trace.
+            own = self._step._replace(vectors=self._step.vectors[:, at : at + 1])
+            setattr(copied, name, SteeredPart(getattr(copied, name), own, 0))
+        return copied
+
+    def after_layer(self, count: int, x: jax.Array) -> jax.Array:
+        at = self._numbers.get(Tap(RESIDUAL, count))
+        return x if at is None else add_vectors(x, self._step, at)

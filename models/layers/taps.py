@@ -1,0 +1,88 @@
+"""Taps: a section that keeps activations at named places (jaxengine.models.config.taps)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxengine.models.config.taps import ATTENTION, MLP, RESIDUAL, ROUTER, Tap
+from jaxengine.models.layers.moe import MixtureOfExperts, RouterLogits
+from jaxengine.models.layers.section import Note, Section, notes_of
+
+# The attributes of a layer whose calls give what these taps are of.
+MODULES = {ATTENTION: "attention", MLP: "mlp"}
+
+
+class TappedOutput(Note):
+    """Output [T, D] of a part of a layer."""
+
+
+class Tapped(nnx.Module):
+    """A part of a layer that notes its output."""
+
+    def __init__(self, module: nnx.Module):
+        self.module = module
+
+    def __call__(self, x: jax.Array, *more: Any) -> Any:
+        found = self.module(x, *more)  # type: ignore[operator]
+        self.output = TappedOutput(found[0] if isinstance(found, tuple) else found)
+        return found
+
+
+class Taps(Section):
+    """Keeps what taps give; made and read within one trace."""
+
+    def __init__(self, taps: Iterable[Tap]):
+        """taps: of any kind but FINAL_NORM, which no layer has."""
+        self._taps = frozenset(taps)
+        self._found: dict[Tap, jax.Array] = {}
+        self._layer = 0
+
+    def tapped(self, layer: int, module: nnx.Module) -> nnx.Module:
+        self._layer = layer
+        wanted = [kind for kind in (*MODULES, ROUTER) if Tap(kind, layer) in self._taps]
+        if not wanted:
+            return module
+        copied: Any = nnx.merge(*nnx.split(module))
+        if ROUTER in wanted:
+            for _, each in nnx.iter_modules(copied):
+                if isinstance(each, MixtureOfExperts):
+                    each.notes_logits = True
+        for kind in wanted:
+            if (name := MODULES.get(kind)) is not None:
+                setattr(copied, name, Tapped(getattr(copied, name)))
+        return copied
+
+    def observe(self, count: int, x: jax.Array, notes: nnx.State | None = None) -> None:
+        if notes is None:
+            self._keep(Tap(RESIDUAL, self._layer), x)
+            return
+        self._keep(Tap(RESIDUAL, self._layer + 1), x)
+        outputs = {path[0]: variable for path, variable in notes_of(notes, TappedOutput)}
+        for kind, name in MODULES.items():
+            if name in outputs:
+                self._keep(Tap(kind, self._layer), outputs[name][...])
+        for _, logits in notes_of(notes, RouterLogits):
+            self._keep(Tap(ROUTER, self._layer), logits[...])
+
+    def __getitem__(self, tap: Tap) -> jax.Array:
+        """What a tap gave, [T, width]; KeyError for one that is not kept."""
+        return self._found[tap]
+
+    def _keep(self, tap: Tap, x: jax.Array) -> None:
+        if tap in self._taps:
+            self._found[tap] = x
+
+
+def check_parts(option: str, family: str, layers: Iterable[Any], numbers: Iterable[int], taps: Iterable[Tap]) -> None:
+    """Raise ValueError for taps of parts that layers, of these numbers, do not have, as those of a user's own family.
+
+    option: that named the taps; family: of the model.
+    """
+    by_number = dict(zip(numbers, layers, strict=True))
+    for tap in taps:
+        if (name := MODULES.get(tap.kind)) and not callable(getattr(by_number[tap.layer], name, None)):
+            raise ValueError(f"{option} names {tap.name}, but that layer of {family} has no part called {name}")

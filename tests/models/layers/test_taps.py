@@ -1,0 +1,89 @@
+"""Taps: what they give is what transformers' layers get and give, and their names say what a model has."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxengine.models.config.taps import FINAL_NORM, TapError, all_taps, describe, layers_of, read_taps
+from jaxengine.models.layers.taps import Taps
+from jaxengine.models.unpaged import run_unpaged
+from tests.fixtures.drawn_weights import FOLDER
+from tests.models.conftest import load_recorded
+from tests.tables import each_row
+
+RECORDED = sorted(path.parent.name for path in FOLDER.glob("*/activations.npz"))
+TOLERANCE = 2e-5  # of the largest
+
+
+def test_ten_families_are_recorded():
+    assert len(RECORDED) >= 10
+
+
+@partial(jax.jit, static_argnums=(0, 3))
+def _activations(graph, state, tokens, names):
+    model = nnx.merge(graph, state)
+    taps = read_taps(names, all_taps(model.config))
+    section = Taps(tap for tap in taps if tap.kind != FINAL_NORM)
+    normed, _ = run_unpaged(model, tokens[None], sections={"taps": section})
+    return {tap.name: normed[0] if tap.kind == FINAL_NORM else section[tap] for tap in taps}
+
+
+@each_row("name", RECORDED)
+def test_taps_give_what_transformers_computes(name):
+    recorded = load_recorded(name)
+    with np.load(FOLDER / name / "activations.npz") as wanted:
+        names = tuple(sorted(key for key in wanted if key != "tokens"))
+        found = _activations(*nnx.split(recorded.model), recorded.prompts[1], names)
+        for key in names:
+            own = np.asarray(found[key])[wanted["tokens"]]
+            assert np.abs(own - wanted[key]).max() <= TOLERANCE * max(1.0, np.abs(wanted[key]).max()), key
+    routed = layers_of(read_taps(names, all_taps(recorded.config))).get("router_logits")
+    if name != "granite_hybrid":  # its router is no module of the MLP
+        assert routed == all_taps(recorded.config).get("router_logits")
+
+
+KNOWN = {"residual": [0, 1, 2], "attention_output": [0, 1], "router_logits": [1], "final_norm": [0]}
+
+
+@each_row(
+    "names, found",
+    [
+        (["residual:1"], "residual:1"),
+        (["residual:-1", "residual:-3"], "residual:2 residual:0"),
+        (["residual:1-2", "residual:*"], "residual:1 residual:2 residual:0"),
+        (["router_logits:*", "router_logits:-1", "final_norm"], "router_logits:1 final_norm"),
+    ],
+)
+def test_names_stand_for_taps(names, found):
+    assert " ".join(tap.name for tap in read_taps(names, KNOWN)) == found
+
+
+@each_row(
+    "name, allowed",
+    [
+        ("residual:3", "residual:0-2, attention_output:0-1, router_logits:1, final_norm"),
+        ("residual:-4", "residual:0-2"),
+        ("residual:2-1", "residual:0-2"),
+        ("residual:1-3", "residual:0-2"),
+        ("router_logits:0", "router_logits:1"),
+        ("mlp_output:0", "residual:0-2"),
+        ("residual", "such as"),
+        ("final_norm:0", "such as"),
+        ("layers.3.out", "such as"),
+        ("residual:1,2", "such as"),
+        ("", "such as"),
+    ],
+)
+def test_other_names_are_refused(name, allowed):
+    with pytest.raises(TapError) as refused:
+        read_taps([name], KNOWN)
+    assert allowed in refused.value.allowed and refused.value.name == name
+
+
+def test_layers_are_shown_in_spans():
+    assert describe({"residual": [0, 1, 2, 4, 6, 7]}) == "residual:0-2 and 4 and 6-7"
