@@ -65,9 +65,10 @@ def largest_of(values: jax.Array) -> jax.Array:
 
 
 def dynamic_scales(largest: jax.Array, dtype: str, *, kind: str = FLOAT32) -> jax.Array:
-    """Scales for which the largest values just fit into codes of `dtype`.
+    """Scales for which the largest values just fit into codes of `dtype`: f32 of the shape of `largest`.
 
-    They are 1 for zeros, and for values so small that their scale would be subnormal. kind: any but E4M3.
+    They are 1 for zeros, and for values so small that their scale would be subnormal. With E8M0 a value may exceed the
+    largest code, and saturates. kind: any but E4M3.
     """
     assert kind != E4M3, "scales of e4m3 are parts of one for all: held_scales"
     if kind == E8M0:
@@ -99,7 +100,10 @@ def static_scales(x: jax.Array, scales: jax.Array, dtype: str) -> jax.Array:
 
 def held_scales(largest: jax.Array, dtype: str, *, kind: str, global_scale: jax.Array | None) -> jax.Array:
     """Scales in the stored form of `kind`: those of E4M3 multiplied by f32 `global_scale`, and 0 below half of the
-    least."""
+    least.
+
+    largest: of the values that share a scale. global_scale: needed with E4M3, else not used.
+    """
     if kind != E4M3:
         return dynamic_scales(largest, dtype, kind=kind)
     assert global_scale is not None, "scales of e4m3 are parts of one for all"
@@ -107,9 +111,9 @@ def held_scales(largest: jax.Array, dtype: str, *, kind: str, global_scale: jax.
 
 
 def microscaled(values: jax.Array, held: jax.Array, dtype: str, *, global_scale: jax.Array | None) -> jax.Array:
-    """Round f32 values to numbers of `dtype` times `held` scales.
+    """Round f32 values to numbers of `dtype` times `held` scales, of `held_scales`.
 
-    global_scale: that of E4M3 scales, None for powers of two.
+    global_scale: that of E4M3 scales, by which results are then too large; None for powers of two.
     """
     if global_scale is None:
         # The inverse of a power of two: half of the number with the complemented exponent.

@@ -42,7 +42,8 @@ def grouped_matmul(
 ) -> jax.Array:
     """Return rows times their group's matrix, [M, out] in out_dtype; the public operation has checked the arguments.
 
-    sizes, interpret, tensor_memory: as jaxengine.pallas_kernels.matmul.hopper.quantized.quantized_matmul's.
+    XLA multiplies where the kernel cannot. sizes, interpret, tensor_memory: as
+    jaxengine.pallas_kernels.matmul.hopper.quantized.quantized_matmul's.
     """
     _, size, out = w.shape
     if _is_xla(interpret, f"[{size}, {out}]", why_xla(size, out, 1, w.dtype, x.dtype)):
@@ -65,7 +66,8 @@ def gated_matmul(
 ) -> jax.Array:
     """Return activation(gate, up) of rows times their group's matrix, [M, F] in out_dtype.
 
-    The public operation has checked the arguments. sizes, interpret and tensor_memory: as
+    The public operation has checked the arguments. What the kernel cannot do in one is a product, and then `activated`.
+    sizes, interpret and tensor_memory: as
     jaxengine.pallas_kernels.matmul.hopper.quantized.quantized_matmul's.
     """
     _, size, out = w.shape
@@ -93,8 +95,8 @@ def quantized_grouped_matmul(
 ) -> jax.Array:
     """Return rows times their group's quantised matrix, [M, out] in out_dtype.
 
-    The public operation has checked the arguments. sizes, interpret and tensor_memory: as
-    jaxengine.pallas_kernels.matmul.hopper.quantized.quantized_matmul's.
+    The public operation has checked the arguments. XLA multiplies where the kernel cannot.
+    sizes, interpret and tensor_memory: as jaxengine.pallas_kernels.matmul.hopper.quantized.quantized_matmul's.
     """
     size, out = x.shape[1], scales.shape[2]
     if _is_xla(interpret, f"[{size}, {out}]", _why_xla(x, x_scales, codes, scales, dtype)):
@@ -122,7 +124,8 @@ def quantized_gated_matmul(
 ) -> jax.Array:
     """Return activation(gate, up) of rows times their group's quantised matrix, [M, F] in out_dtype.
 
-    The public operation has checked the arguments. sizes, interpret and tensor_memory: as
+    The public operation has checked the arguments. What the kernel cannot do in one is a product, and then `activated`.
+    sizes, interpret and tensor_memory: as
     jaxengine.pallas_kernels.matmul.hopper.quantized.quantized_matmul's.
     """
     reason = _why_xla(x, x_scales, codes, scales, dtype)
@@ -165,7 +168,8 @@ def _is_unfused(
 ) -> bool:
     """Whether the product, by whichever implementation, is written to memory and activated from there.
 
-    Always so on Blackwell cards: one warpgroup has all outputs of a tile there.
+    reason: why XLA multiplies, "" if it does not. Always so on Blackwell cards: one warpgroup has all outputs of a tile
+    there.
     """
     if reason or (interpret is False and not _multiplies()) or _on_blackwell(tensor_memory):
         return True

@@ -40,7 +40,8 @@ def quantized_matmul(
 ) -> jax.Array:
     """Product [M, out] in out_dtype; the public operation has checked the arguments.
 
-    sizes: by default those of the chip that the trace is for. interpret: argument of `pl.pallas_call`.
+    XLA multiplies where the kernel cannot, see `why_xla`. sizes: by default those of the chip that the trace is for.
+    interpret: argument of `pl.pallas_call`.
     """
     (num_rows, size), (count, out) = x.shape, scales.shape
     if why_not(size, count, dtype):
@@ -97,8 +98,8 @@ def prepared(
 ) -> PreparedRows:
     """Prepare rows [M, in], which are rounded if they have `x_scales`, for a matrix with `num_scales` groups of inputs.
 
-    codes: dtype of the matrix's codes. dtype: what rows are widened to if they are not rounded. by_sums: sums of groups
-    are scaled, not the matrix.
+    x: numbers, or the rounded rows' codes. codes: dtype of the matrix's codes. dtype: what the values are widened to,
+    unless rounded rows are multiplied as eight-bit codes. by_sums: sums of groups are scaled, not the matrix.
     """
     if x_scales is None:
         return PreparedRows(x.astype(dtype), None, None, by_sums)
@@ -205,7 +206,10 @@ def clear(total: Any, sums: Any, zeros: Any) -> None:
 def tiles(
     num_rows: int, size: int, out: int, num_scales: int, x_dtype: Any, codes_dtype: Any, sizes: TpuProducts
 ) -> tuple[int, int]:
-    """Rows and columns of a tile with all its inputs: two fit in `sizes.tile_bytes` of VMEM, or it is the smallest."""
+    """Rows and columns of a tile with all `size` inputs: two fit in `sizes.tile_bytes` of VMEM, or it is the smallest.
+
+    num_scales: along the inputs, 0 for a plain matrix.
+    """
     rows, columns = min(num_rows, sizes.rows), min(out, sizes.columns * per_byte(codes_dtype))
 
     def bytes_of() -> tuple[int, int]:

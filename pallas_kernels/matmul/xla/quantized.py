@@ -126,7 +126,11 @@ def widened_product(
 def _group_sums(
     x: jax.Array, x_scales: jax.Array | None, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None, dtype: Any
 ) -> jax.Array:
-    """Sum over groups of inputs of (x @ codes) * scales, for any group size."""
+    """Sum over groups of inputs of (x @ codes) * scales, less x @ zeros, for any group size: f32 [M, out].
+
+    x_scales: [M, m], where m divides the matrix's number of groups; None for rows that are not rounded. dtype: what is
+    multiplied in where eight bits are not.
+    """
     rows, (count, out_size) = x.shape[0], scales.shape
     y = jnp.zeros(())
     for own, part in zip(row_parts(x, codes.dtype), code_parts(codes), strict=True):
