@@ -148,8 +148,8 @@ def _rounded(rounded: Rounded, module: StoredModule) -> tuple[dict[str, np.ndarr
 
 
 def packed(values: np.ndarray, bits: int) -> np.ndarray:
-    """Pack values [n, size] of 0 to 2**bits - 1 into int32 words [n, size * bits / 32], the first in the lowest
-    bits."""
+    """Pack values [n, size] of 0 to 2**bits - 1 into int32 words [n, ceil(size * bits / 32)], the first in the lowest
+    bits. bits: a divisor of 32; a last word that is not full ends with zeros."""
     per_word = 32 // bits
     values = np.pad(values, ((0, 0), (0, -values.shape[1] % per_word))).astype(np.uint32)
     shifts = np.arange(0, 32, bits, dtype=np.uint32)

@@ -207,7 +207,9 @@ class _Loader:
     def _read_rows(self, name: str, rows: np.ndarray, columns: tuple[slice, ...], dtype: Any) -> np.ndarray:
         """Read rows by number, of a kind that can be converted to `dtype`.
 
-        The numbers are of neighbouring rows, possibly out of order and repeated.
+        The numbers are of neighbouring rows, possibly out of order and repeated. columns: a slice of the tensor's
+        second axis, () if it has none. Raises ModelFileError for another kind or shape, and for a tied head that
+        differs.
         """
         first, last = int(rows.min()), int(rows.max()) + 1
         index = (slice(first, last), *columns)

@@ -156,7 +156,10 @@ class _Stream:
 
 
 def _groups(stages: Sequence[Stage]) -> dict[str, _Group]:
-    """Find the group of each tensor that can be loaded before all others are there."""
+    """Find the group of each tensor that can be loaded before all others are there, and of each layer's experts.
+
+    Keys are tensors, and "LAYER.experts" where a tensor may come for all of them.
+    """
     groups: dict[str, _Group] = {}
     params = [(index, param) for index, (model, _) in enumerate(stages) for param in declared_params(model)]
     needed = [_tensors_of(param, stages[index][0]) for index, param in params]

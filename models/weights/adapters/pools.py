@@ -64,7 +64,10 @@ class AdapterTargets:
     names: CheckpointNames
 
     def module(self, stored: str) -> str:
-        """Map the name of a module, or of a layer's experts, in an adapter's file to the model's."""
+        """Map the name of a module, or of a layer's experts, in an adapter's file to the model's.
+
+        A name that takes no adapters is only renamed as the checkpoint's are.
+        """
         name = self.names.renamed(stored)
         if name in self.shapes or name in self.experts:
             return name
@@ -108,7 +111,7 @@ def targets_of(models: Iterable[Any]) -> AdapterTargets:
 def _of_experts(
     pool: DeclaredPool, stacked: StackedExperts, found: dict[str, ExpertTargets]
 ) -> dict[str, tuple[int, int]]:
-    """Shapes of the modules of a pool of experts; its layer's ExpertTargets are added to `found`."""
+    """Shapes of the modules of an `a` pool of experts; {} for a `b`. Its layer's ExpertTargets are added to `found`."""
     count, sources = pool.decl.num_experts, pool.decl.sources
     if pool.decl.part is not None or count is None:
         return {}

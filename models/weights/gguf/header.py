@@ -77,7 +77,10 @@ class Header:
 
 
 def read_header(path: str | os.PathLike[str], descriptor: int, size: int) -> Header:
-    """Read the header of an open regular file of `size` bytes; raises ModelFileError."""
+    """Read the header of an open regular file of `size` bytes; raises ModelFileError for an invalid one.
+
+    path: for errors. Raises OSError where the file cannot be mapped.
+    """
     if size == 0:
         raise ModelFileError(path, "the file is empty")
     with mmap.mmap(descriptor, size, access=mmap.ACCESS_READ) as view:
@@ -229,7 +232,11 @@ def _read_tensor_entry(cursor: _Cursor) -> TensorInfo:
 def _locate_tensors(
     path: str | os.PathLike[str], entries: list[TensorInfo], data_start: int, alignment: int, size: int
 ) -> tuple[TensorInfo, ...]:
-    """Convert `start` of entries to offsets from the beginning of the file, checking bounds, alignment and overlaps."""
+    """Convert `start` of entries to offsets from the beginning of the file, of `size` bytes.
+
+    Raises ModelFileError for a name given twice, for data out of bounds, unaligned or overlapping, and for bytes after
+    the last.
+    """
     seen: set[str] = set()
     located = []
     for entry in entries:

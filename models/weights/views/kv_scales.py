@@ -47,7 +47,7 @@ class KVScales(NamedTuple):
 
 
 def scales_for(largest: np.ndarray, dtype: str) -> np.ndarray:
-    """Scales f32 with which the largest magnitudes [layers, K] fit into codes.
+    """Scales f32 with which the largest magnitudes [layers, K] fit into codes of `dtype`, one of _HEADROOM.
 
     1 where only zeros were seen, or numbers so small that devices would flush their scale to 0, and divide by it.
     """
