@@ -93,7 +93,7 @@ class Qwen3VLTower(Qwen2VLTower):
     def _stretched(self, columns: dict[str, jax.Array]) -> jax.Array:
         """Learned positions as they lie over pictures of other sizes, f32[P, D of the tower].
 
-        Corners meet, and what lies between is blended of four (bilinear).
+        Corners meet, and what lies between is blended of four (bilinear). columns: i32[P] by their names.
         """
         side = self.config.side
         rows, row_shares = _between(columns["row"], columns["height"], side)
