@@ -80,7 +80,7 @@ class WeightSource(Protocol):
         ...
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
-        """Read these rows (first axis) and columns (second axis) of a tensor, in a floating dtype; steps are 1.
+        """Read these rows (first axis) and columns (second axis) of a tensor, in the dtype that it has; steps are 1.
 
         The caller owns the array and releases it before the next read.
         """
