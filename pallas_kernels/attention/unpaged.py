@@ -85,7 +85,10 @@ def ragged_paged_attention(
 
 
 def _in_blocks(attend: Callable[..., tuple[jax.Array, jax.Array]], q: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Results of `_attend` for all queries [B, T, ...], a block after the other."""
+    """Results of `_attend` for all queries [B, T, ...], a block after the other.
+
+    attend: (places i32[Q], queries [B, Q, ...]) to results [B, Q, ...].
+    """
     length = q.shape[1]
     places = jnp.minimum(jnp.arange(-(-length // BLOCK) * BLOCK), length - 1).reshape(-1, BLOCK)
     # The last block repeats the last query; what it gives there is cut off, and so has no gradient.

@@ -89,9 +89,9 @@ def dynamic_scales(largest: jax.Array, dtype: str, *, kind: str = FLOAT32) -> ja
 
 
 def static_scales(x: jax.Array, scales: jax.Array, dtype: str) -> jax.Array:
-    """Given scales f32 [M, 1] or [1, 1] for rows x [M, in]; with integer codes NaN for rows that hold NaN.
+    """Scales as given, f32 [M, 1] or [1, 1], of rows x [M, in] for codes of `dtype`.
 
-    Integer codes cannot express NaN.
+    Of integer codes, which cannot express NaN, [M, 1] with NaN for rows that hold one.
     """
     if jnp.issubdtype(dtype, jnp.floating):
         return scales
@@ -165,7 +165,7 @@ def rounded_rows(x: jax.Array, scales: jax.Array, dtype: str) -> RoundedRows:
 
 
 def by_group(x: jax.Array, num_groups: int) -> jax.Array:
-    """Reshape rows [M, in] to [M / rows, n, rows, in / n].
+    """Reshape rows [M, in] to [M / rows, n, rows, in / n], n = num_groups; rows is 8, a divisor of it or 1.
 
     Where these are full tiles of a TPU's memory no data moves, and XLA rounds in one pass; with groups before rows it
     would reorder everything first.

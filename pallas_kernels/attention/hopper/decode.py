@@ -372,7 +372,7 @@ def masked_logits(spec: AttentionSpec, tokens: int, products, scale, begin, end,
 
 
 def _store(shape: DecodeShape, refs: _Refs, item, acc, largest, total) -> None:
-    """Store an item's partial softmax to its rows in global memory."""
+    """Store an item's partial softmax, acc f32 [64, H], largest and total f32 [64], to its rows in global memory."""
     columns = shape.output_columns
     for first in range(0, shape.spec.head_dim, columns):
         plgpu.wait_smem_to_gmem(0)  # the last store still reads the buffer

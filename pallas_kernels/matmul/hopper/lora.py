@@ -173,7 +173,10 @@ def _sum_of_a(shape: Shape, refs: _OfA, warpgroup, count):
 
 
 def _own_columns(shape: Shape, sums: jax.Array, slot_index: jax.Array) -> jax.Array:
-    """Product with its slot's A of each row, in the columns of the slot: bfloat16 [padded rows, modules * COLUMNS]."""
+    """Product with its slot's A of each row, in the columns of the slot: bfloat16 [padded rows, modules * COLUMNS].
+
+    sums: of `_times_a`. Other columns, rows without a slot and padding are zeros.
+    """
     of_slots = sums.reshape(*sums.shape[:4], shape.each, shape.rank)
     row, own = jnp.arange(shape.rows), jnp.maximum(slot_index, 0)
     inner = jnp.sum(of_slots[:, :, own // shape.each, row, own % shape.each], axis=0)  # [modules, T, rank]

@@ -117,8 +117,8 @@ def prepared(
 
 
 def _in_units(x: jax.Array, x_scales: jax.Array, chunk: int, dtype: Any) -> PreparedRows:
-    """Prepare rows for a product by weights, each chunk in units of its largest scale: codes of that scale stay
-    exact."""
+    """Prepare rounded rows for a product by weights, each `chunk` inputs in units of their largest scale: codes of that
+    scale stay exact."""
     size, group = x.shape[1], x.shape[1] // x_scales.shape[1]
     step = math.gcd(group, chunk)
     scales, each = jnp.repeat(x_scales, group // step, axis=1), chunk // step

@@ -78,7 +78,10 @@ def fine_rows(x: jax.Array, x_scales: jax.Array | None, dtype: Any, fine: Any) -
 
 
 def multiplied(x: jax.Array, codes: jax.Array, dims: Any, dtype: Any) -> jax.Array:
-    """Product f32 of rows, or their codes, with codes: in eight bits where both have them, else in `dtype`."""
+    """Product f32 of rows, or their codes, with codes: in eight bits where both have them, else in `dtype`.
+
+    dims: as `lax.dot_general`'s.
+    """
     if x.dtype == jnp.int8 and codes.dtype == jnp.int8:
         y = lax.dot_general(x, codes, dims, preferred_element_type=jnp.int32)
         return y.astype(jnp.float32)
