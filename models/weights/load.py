@@ -301,8 +301,10 @@ def _begun(model: CausalLM, present: set[str]) -> list[str]:
 
 
 def _is_zero_bias(source: WeightSource, name: str) -> bool:
-    """Whether a tensor is one of the zero biases that AutoGPTQ writes for every module, even of models without
-    biases."""
+    """Whether a tensor is one of the zero biases that AutoGPTQ writes for every module, even of models without biases.
+
+    Reads it. False for modules that are not quantised.
+    """
     module, _, kind = name.rpartition(".")
     if kind != "bias" or not isinstance(source, QuantizedSource) or module not in source.modules:
         return False

@@ -137,7 +137,7 @@ class AdapterConfig:
         Names without a module in this model say nothing. Single experts may be left out, for transformers may have
         them as one parameter, which PEFT does not change by target_modules.
 
-        stored: the model's names, and those of the file.
+        stored: the file's name of each module that it has, by the model's.
         """
         for name in stored.values():
             if not self.wants(name) and not self.wants_parameter(f"{name}.weight"):

@@ -126,7 +126,7 @@ def _of_experts(
 def with_pools(model: Any, params: nnx.State, mesh: Mesh | None) -> nnx.State:
     """Combine loaded weights with zeroed adapter pools, if the model has any, into its state.
 
-    params: result of load_params. mesh: where pools lie; None for the default device.
+    params: result of load_params, with all weights. mesh: where pools lie; None for the default device.
     """
     loaded = dict(nnx.to_flat_state(params))
     state = []
@@ -190,7 +190,10 @@ def slot_values(pool: DeclaredPool, spec: LoraSpec, matrices: Matrices) -> np.nd
 
 
 def _values_of_experts(pool: DeclaredPool, rank: int, matrices: Matrices, values: np.ndarray) -> np.ndarray:
-    """Fill in the values of `slot_values` for the experts that the adapter changes."""
+    """Fill in `values`, zeros of `slot_shape`, for the experts that the adapter changes, and return them.
+
+    rank: that of the pool.
+    """
     sources = pool.decl.sources if pool.decl.part is None else (pool.decl.sources[pool.decl.part],)
     for expert, own in enumerate(values[:, 0]):
         for source in sources:

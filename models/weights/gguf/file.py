@@ -179,7 +179,10 @@ class GGUFFile:
         return named
 
     def _parts(self, info: TensorInfo) -> Iterable[tuple[str, TensorInfo]]:
-        """List the tensors that a tensor of the file represents: one, or one for each entry of its first axis."""
+        """List (name, location) of the tensors that a tensor of the file represents: itself, or one for each expert.
+
+        Raises ModelFileError for experts that are too many or no stack.
+        """
         name = self._layout.canonical_name(info.name)
         if "{expert}" not in name:
             is_row = len(info.shape) == 1 and self._layout.is_row(info.name)

@@ -207,7 +207,10 @@ def _alignment(cursor: _Cursor, metadata: dict[str, Any]) -> int:
 
 
 def _read_tensor_entry(cursor: _Cursor) -> TensorInfo:
-    """Read one row of the tensor table, with `start` relative to the data section and not checked yet."""
+    """Read one row of the tensor table, with `start` relative to the data section and not checked yet.
+
+    Raises ModelFileError for an invalid one, or a format that is not supported.
+    """
     name = cursor.text("tensor name", MAX_TENSOR_NAME_BYTES)
     num_dims = cursor.integer(4, name)
     if not 1 <= num_dims <= MAX_DIMS:

@@ -104,7 +104,7 @@ def of_object(content: dict[str, Any], shape: KVShape) -> KVScales:
 
 
 def _numbers(rows: Any, shape: KVShape) -> np.ndarray | None:
-    """Parse magnitudes to f64[layers, K]; None for anything else."""
+    """Parse magnitudes, numbers from 0 to BEYOND, to f64[layers, K]; None for anything else."""
     if not isinstance(rows, list) or len(rows) != shape.num_layers:
         return None
     for row in rows:

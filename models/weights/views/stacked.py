@@ -219,8 +219,8 @@ class StackedSource(WrappedSource):
 
 
 def mxfp4_values(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Decode u8[..., n, 16] blocks of 32 numbers and their u8[..., n] exponents to bfloat16[..., 32 n], which is
-    exact."""
+    """Decode u8[..., n, 16] blocks of 32 numbers and their exponents plus 127, u8[..., n], to bfloat16[..., 32 n],
+    which is exact."""
     values = _PAIRS[blocks].reshape(*scales.shape, 32)
     return (
         np.ldexp(values, scales[..., None].astype(np.int32) - 127)
