@@ -80,7 +80,7 @@ def window_attention(
 
     Args:
       q, k, v, segment: as for segment_attention; P a multiple of the block, too.
-      window: i32[P], the number of each patch's window, which only windows of one segment must differ in.
+      window: i32[P], the number of each patch's window; windows of one segment have different ones.
       longest: the most patches that a window has.
     """
     num_patches, num_heads, head_dim = q.shape

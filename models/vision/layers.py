@@ -93,7 +93,9 @@ def stretched(
 
 
 def _taps(places: jax.Array, sizes: jax.Array, side: int) -> list[tuple[jax.Array, jax.Array]]:
-    """The four of `side` learned places around each of `places` i32[P] of `sizes`, i32[P], and their shares f32[P]."""
+    """The four of `side` learned places around each of `places` i32[P], on sides of `sizes` i32[P] places, and their
+    shares: pairs i32[P], f32[P].
+    """
     spot = (places.astype(jnp.float32) + 0.5) * side / jnp.maximum(sizes, 1).astype(jnp.float32) - 0.5
     low = jnp.floor(spot)
     taps = []

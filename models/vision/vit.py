@@ -193,7 +193,7 @@ class VitAttention(nnx.Module):
 
 
 def attend_units(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Attend inside of each unit, [U, S, N, H] each, to the same shape.
+    """Attend inside of each unit, softmax(q k^T / sqrt(H)) v, [U, S, N, H] each, to the same shape.
 
     Scores exist of one unit at a time, and of a part of its queries where it has many.
     """
