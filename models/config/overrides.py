@@ -134,7 +134,7 @@ def _changed(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
 
 
 def _shortened(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy fields; lists of an entry per layer (layer_types, no_rope_layers) are cut where changes leave fewer layers."""
+    """Copy fields, and cut lists with an entry per layer (layer_types, no_rope_layers) where changes leave fewer."""
     before, after = fields.get(_LAYERS), changes.get(_LAYERS)
     if type(before) is not int or type(after) is not int or not 0 < after < before:
         return dict(fields)
