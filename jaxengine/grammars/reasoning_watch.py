@@ -103,7 +103,12 @@ class ReasoningWatch:
         return words
 
     def read(self, token_id: int) -> Sequence[int] | None:
-        """Takes a token; returns None while the reasoning goes on, else the tokens that the grammar begins with."""
+        """Takes the output's next token; returns None while the reasoning goes on or may begin, else the tokens with
+        which the grammar's text begins.
+
+        That is the token itself if it does not open the reasoning, or what stands behind the end word in it, encoded
+        anew; () if nothing does.
+        """
         data = self._vocabulary.text_bytes(token_id)
         if self._num_begun < len(self._begin):
             if token_id == self._begin[self._num_begun]:

@@ -24,7 +24,7 @@ _MAX_NAME = 256
 
 
 def grammar(calls: CallGrammar) -> Iterator[str]:
-    """Yields Lark rules for calls, with the top rule `calls`; the newer form if the vocabulary has a token for [ARGS]."""
+    """Yields Lark rules for calls, with the top rule `calls`: the newer form if the vocabulary has a token [ARGS]."""
     begin = calls.word(_BEGIN)
     yield from calls.arguments()
     if calls.token_id(_ARGS) is None:

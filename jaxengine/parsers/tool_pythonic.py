@@ -38,7 +38,7 @@ OLMO3 = "<function_calls>", "</function_calls>"
 
 
 def grammar(calls: CallGrammar, words: tuple[str, str] = ("", ""), brackets: bool = True) -> Iterator[str]:
-    """Yields Lark rules for calls, with the top rule `calls`, in the order of their schema and with values as JSON.
+    """Yields Lark rules for calls, with the top rule `calls`. Arguments have their schema's order; values are JSON.
 
     words: before and after the calls, "" for none; brackets: the calls are a list, otherwise one a line. Raises
     ValueError for a name that is not a Python identifier, and as `argument_forms`.
