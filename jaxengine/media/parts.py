@@ -106,7 +106,11 @@ def collect_media(messages: Any, model: MediaModel | None, options: MediaOptions
 
 
 def _collect(message: Mapping[str, Any], content: Sequence[Any], where: str, parts: list[MediaPart]) -> list[Any]:
-    """Returns a message's content for a template, and appends its media to `parts`. Raises RequestError."""
+    """Returns a message's content for a template, and appends its media to `parts`.
+
+    where: name of the content in errors. Raises RequestError for media in a role that may have none, and for a part of
+    an unknown type or form.
+    """
     _check_types(content, where)
     kept: list[Any] = []
     for number, part in enumerate(content):
@@ -138,7 +142,8 @@ def _check_types(content: Sequence[Any], where: str) -> None:
 
 
 def check_parts(parts: Sequence[MediaPart], model: MediaModel | None, options: MediaOptions) -> None:
-    """Raises RequestError for a part that the model does not take, and for too many parts of a modality.
+    """Raises RequestError for a part that the model does not take, for embeddings unless options.enable_mm_embeds, and
+    for more parts of a modality than limit_mm_per_prompt.
 
     model: None for a text-only model, which takes none.
     """
@@ -239,7 +244,10 @@ def _check_detail(holder: Mapping[str, Any], where: str, param: str) -> None:
 
 
 def _anthropic(source: Any, where: str, param: str) -> str:
-    """The address of an Anthropic source; base64 data becomes a data URL. Raises RequestError."""
+    """The address of an Anthropic source; base64 data becomes a data URL without a media type.
+
+    where: name of the source in errors. param: field of the request. Raises RequestError for any other source.
+    """
     kind = source.get("type") if isinstance(source, Mapping) else None
     if kind == "url" and isinstance(source.get("url"), str):
         return source["url"]
