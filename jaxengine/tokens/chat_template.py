@@ -62,6 +62,8 @@ def render_chat(
         as much as is there. A message of the role developer is a system message for templates that do not know the
         role. Several instructions that the template refuses or leaves out become one at the beginning.
         Other keys (name, ...) are passed to the template unchanged.
+      add_generation_prompt: the text ends with the beginning of an answer.
+      continue_final_message: the text ends with the last message's, which the model goes on with. Not both.
       tools: None or a list of JSON-schema dicts.
       chat_template: Jinja source, or the name of one of `templates`, used instead of the model's default.
       variables: additional variables of the template.
@@ -93,7 +95,10 @@ def render_chat(
 
 def _render(renderer: TemplateRenderer, source: str, context: Mapping[str, Any], checked: Sequence[Message]) -> str:
     """Renders the first variant of the messages that the template accepts, if possible one whose instructions it
-    writes. Raises RequestError.
+    writes.
+
+    source: of the template. context: its variables other than messages. checked: from checked_messages. Raises
+    RequestError for a template that is invalid, takes too long or accepts no variant; OverloadedError.
     """
     first: TemplateFailure | None = None
     incomplete: str | None = None
