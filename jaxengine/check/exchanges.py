@@ -278,7 +278,10 @@ class Expected:
 
 
 def expected(model: Any, bucket: Bucket, itemsize: int) -> Expected:
-    """Expected exchanges of a model's stage on its mesh; itemsize: bytes of an activation's element while exchanged."""
+    """Expected exchanges of a forward pass of `bucket` through a model's stage on its mesh.
+
+    model: the stage, with its config, mesh and layers. itemsize: bytes of an activation's element while exchanged.
+    """
     config, mesh = model.config, model.mesh
     dense = () if config.experts is None else config.experts.dense_layers
     layers = tuple(
