@@ -71,8 +71,8 @@ def vmem_bytes(text: str) -> int | None:
 
 
 def mosaic_gpu(log: str) -> dict[str, int | None]:
-    """Maxima over the kernels in a log: registers per thread, spilled bytes, bytes of shared memory; None if there are
-    none.
+    """Maxima over the kernels in a log: "registers" of a thread, "spill_bytes" (stores and loads), "fast_bytes" of
+    shared memory; each None if the log states none.
 
     They are printed by ptxas (MOSAIC_GPU_DUMP_PTXAS) and in the host code (MOSAIC_GPU_DUMP_HOST_LLVM).
     """

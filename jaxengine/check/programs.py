@@ -280,7 +280,10 @@ class StagePrograms:
         yield kernel("kv write", write, (kv, k, v, batch.slot_mapping, schedule), (0,), work)
 
     def blocks(self) -> Iterator[CheckedProgram]:
-        """Blocks of keys of each kind of attention, sized as in the largest decode, mixed and drafting steps."""
+        """Blocks of keys of each kind of attention, sized as in the largest decode, mixed and drafting steps.
+
+        A program for each of cycles.TRIPS repetitions. None for a platform whose kernels have no profile.
+        """
         profile = block_profile(self._layout)
         if profile is None:
             return
