@@ -188,7 +188,10 @@ class RemoteModel:
 
 
 def _base_of(url: str) -> str:
-    """The URL before the routes' names. Raises ConfigError."""
+    """The URL before the routes' names, without a slash at the end; /v1 is added to one without a path.
+
+    Raises ConfigError for anything but http(s)://HOST:PORT/PATH, and for a URL with a user's name.
+    """
     try:
         parts = urllib.parse.urlsplit(url)
         usable = parts.scheme in ("http", "https") and parts.hostname and (parts.port or True)
