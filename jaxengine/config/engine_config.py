@@ -424,8 +424,8 @@ class ResolvedConfig(EngineConfig):
     ) -> SchedulerConfig:
         """The scheduler's options.
 
-        num_pages: of each rank. windows: of each cache group, how many keys a token sees, itself included; None for
-        all.
+        num_pages: of each rank. num_ranks: ranks that have sequences and pages of their own. windows: of each cache
+        group, how many keys a token sees, itself included; None for all.
         """
         return SchedulerConfig(
             num_pages=num_pages,
