@@ -158,7 +158,8 @@ class GrammarWorker:
             self._send(Close(key))
 
     def wait(self, seconds: float) -> None:
-        """Waits until `take` has something and all masks but first ones have come; at most `seconds`.
+        """Waits until `take` has something and no mask is due, other than first ones of sequences that are compiled
+        now; at most `seconds`.
 
         Returns at once if there is no process.
         """

@@ -68,7 +68,7 @@ def collect_media(messages: Any, model: MediaModel | None, options: MediaOptions
     """Takes media out of chat messages; returns (messages for a chat template, media in order).
 
     Args:
-      messages: of a request, unchecked. Content that is not a message or not one of these parts is left as it is.
+      messages: of a request, unchecked. What is not a message, and text parts, are left as they are.
       model: the model's media capabilities; None for a text-only model.
       options: limits of their number and sources.
     A part is one of
@@ -80,7 +80,8 @@ def collect_media(messages: Any, model: MediaModel | None, options: MediaOptions
       {"type": "video_url", "video_url": {"url": ...} or the address}, {"type": "video", "video": or "url": ...}.
     A value that is not an address can only come from Python, and is one for read_image or read_video.
 
-    Raises RequestError for a part that cannot be used, before anything is fetched.
+    Raises RequestError for a part that cannot be used, before anything is fetched, and for one of another type, such as
+    audio, unless a text-only model gets no media beside it.
     """
     parts: list[MediaPart] = []
     if not isinstance(messages, (list, tuple)):
