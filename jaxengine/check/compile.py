@@ -157,8 +157,10 @@ class Compiler:
             self._reply({"event": "row", "row": row})
 
     def _programs(self, stage: StagePrograms, num_pages: int) -> Iterator[CheckedProgram]:
-        """Programs of a stage. Kernels come first, because Mosaic GPU prints a kernel's figures only once
-        per process.
+        """Programs of a stage, with a pool of `num_pages` pages; with the request's `profile` only blocks of kernels.
+
+        Kernels, of the first stage alone, come first, because Mosaic GPU prints a kernel's figures only once per
+        process.
         """
         if self.request.profile:
             yield from stage.blocks() if stage is self.stages[0] else ()

@@ -22,8 +22,11 @@ _SHARED = re.compile(r"call ptr @mosaic_gpu_get_function\(.*, i32 (\d+), i32 \d+
 
 
 def memory(compiled: Any) -> dict[str, int]:
-    """Device memory of a compiled program in bytes, by name: peak, arguments, workspace (neither arguments, donated nor
-    code), results, code.
+    """Device memory of a compiled program in bytes: "peak_bytes", "argument_bytes", "workspace_bytes", "result_bytes"
+    and "code_bytes".
+
+    The workspace is what it allocates beside its arguments and its code: temporaries, and results that do not take the
+    place of donated arguments, which are result_bytes.
     """
     analysis = compiled.memory_analysis()
     workspace = workspace_bytes(analysis)

@@ -137,8 +137,7 @@ def product_work(model: Any, bucket: Bucket, dtype: str, kv: KVPages | None = No
     """Needs of a forward pass of an abstract model on one device, with a bucket of tokens on every rank.
 
     dtype: of activations. kv: the abstract pool, whose layout names the platform: its kernels multiply whole tiles of
-    rows and may expand
-      latents to keys. None counts neither.
+      rows and may expand latents to keys. None counts neither.
     """
     config, mesh, itemsize = model.config, model.mesh, jnp.dtype(dtype).itemsize
     weight_bytes = reached_bytes = expert_bytes = quantized_bytes = flops = row_bytes = 0

@@ -124,7 +124,8 @@ def open_model(config: EngineConfig, *, keep_tables: bool = True) -> ModelSource
 def as_asked(model: ModelConfig, asked: str | None, *, is_gguf: bool = False) -> ModelConfig:
     """Returns the model as the option `quantization`, `asked`, wants it: as stored, or rounded during loading.
 
-    asked: None for as stored. Raises ConfigError if the option contradicts the checkpoint.
+    asked: None for as stored. is_gguf: it is a GGUF file's, whose only method is "gguf". Raises ConfigError if the
+    option contradicts the checkpoint.
     """
     if asked is None:
         return model
