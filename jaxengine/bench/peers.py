@@ -140,7 +140,7 @@ def compare(figures: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Ratios of our figures to each peer's, fastest format against fastest; for W1 also for each format, and for W3 the
     gain by our prefix caching.
 
-    figures: rows of `figure`. [] if our own or all others are missing.
+    figures: rows of `figure`. A ratio of which one side was not measured is left out.
     """
     ratios = []
     for workload in dict.fromkeys(row["workload"] for row in figures):

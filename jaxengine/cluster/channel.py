@@ -220,8 +220,8 @@ class Channel:
 
 
 def connect_channel(host: str, port: int, key: bytes) -> Channel:
-    """Connects to host 0. Raises ClusterError if it has another key or is something else, OSError if
-    nothing answers.
+    """Connects to host 0 within some seconds. Raises ClusterError if it has another key or is something else, OSError
+    if nothing answers.
     """
     connection = socket.create_connection((host, port), _HANDSHAKE_SECONDS)
     try:

@@ -114,7 +114,7 @@ def _local(engine_options: Mapping[str, Any], sampling_options: Mapping[str, Any
 
 
 def local_pieces(llm: LLM, prompt: Any, params: SamplingParams) -> Iterator[Piece]:
-    """Yields the new parts of the output. Leaving the iteration early aborts the request.
+    """Runs one request and yields the new parts of its output. Leaving the iteration early aborts the request.
 
     prompt: as of `LLM.generate`. params: with output_kind DELTA.
 

@@ -104,7 +104,10 @@ def _help(text: str, default: Any) -> str:
 
 
 def _reader(hint: Any, nargs: str | None = None) -> dict[str, Any]:
-    """Keyword arguments of add_argument for values of type `hint`; omitting the flag stands for None."""
+    """Keyword arguments of add_argument for values of type `hint`; omitting the flag stands for None.
+
+    nargs: how many texts the flag of a list of texts takes; None for one each time it is given.
+    """
     kinds = [kind for kind in _members(hint) if kind is not type(None)]
     kind = kinds[0] if len(kinds) == 1 else Any
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)

@@ -159,7 +159,7 @@ def names_of(action: argparse.Action) -> list[str]:
 
 
 def _given_dict(words: Iterable[str], flags: Sequence[str]) -> dict[str, Any]:
-    """The last JSON object that the words give to an option; empty if there is none."""
+    """The last JSON object that the words give to an option; empty if there is none. flags: the option's names."""
     words, found = list(words), {}
     for at, word in enumerate(words):
         name, equals, value = word.partition("=")

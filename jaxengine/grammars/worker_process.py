@@ -285,7 +285,7 @@ def _be_nice(thread: int, value: int) -> None:
 
 
 def main() -> None:
-    """Serves the parent process until the connection ends, and then ends the process with status 1.
+    """Serves the parent process until the connection ends, which ends the process, as does an error of a thread.
 
     The first message is a Start. Sends Failed with key -1, and returns, if the tokenizer cannot be used.
     """
