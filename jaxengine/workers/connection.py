@@ -38,7 +38,8 @@ class Connection:
         self._frames, self._sending = Frames(orders), threading.Lock()
 
     def receive(self) -> Iterator[Any]:
-        """Yields messages from the parent, in order, waiting for each; exits the process when the connection is closed.
+        """Yields messages from the parent, in order, waiting for each; exits the process, with status 0, when the
+        connection is closed.
 
         Raises msgspec.MsgspecError for invalid bytes.
         """
