@@ -125,7 +125,9 @@ def _task(config: EngineConfig, name: str, own_task: str | None, has_tokens: boo
 
 
 def _with_choices(model: PoolingModel, chosen: PoolerConfig) -> PoolingModel:
-    """Overrides the checkpoint's settings with the user's."""
+    """Overrides the checkpoint's settings with the user's. Raises ConfigError for dimensions that the model does not
+    have.
+    """
     use_activation = model.use_activation if chosen.use_activation is None else chosen.use_activation
     if chosen.dimensions is not None:
         check_dimensions(
@@ -177,7 +179,7 @@ def _read_activation(fields: ConfigFields, num_labels: int) -> str:
 
 
 def _labels(fields: ConfigFields) -> dict[int, str]:
-    """Label names by number, from id2label, whose keys are strings in JSON. Raises ModelConfigError."""
+    """Label names by number, from id2label, whose keys are strings in JSON; {} without it. Raises ModelConfigError."""
     names = fields.mapping("id2label") or {}
     if len(names) > MAX_LABELS or not all(
         str(key).isdecimal() and isinstance(name, str) for key, name in names.items()

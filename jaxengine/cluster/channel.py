@@ -175,7 +175,8 @@ class Channel:
     def receive(self) -> Message:
         """Waits for the next message and returns it, signs of life too.
 
-        Raises ConnectionError at the end of the connection, ClusterError for an invalid message.
+        Raises ConnectionError at the end of the connection, TimeoutError after SILENCE_SECONDS without a byte,
+        ClusterError for an invalid message.
         """
         head = _receive_exactly(self.connection, 8 + _CODE_BYTES)
         length = int.from_bytes(head[:8], "little")
@@ -187,7 +188,7 @@ class Channel:
         return decode(payload)
 
     def follow(self, handle: Callable[[Message], bool]) -> None:
-        """Passes messages to `handle` until it returns False, and sends regular signs of life.
+        """Passes messages to `handle`, all but signs of life, until it returns False; sends regular signs of life.
 
         Raises OSError or ClusterError once the other end is gone or has been silent for SILENCE_SECONDS.
         """
@@ -219,8 +220,8 @@ class Channel:
 
 
 def connect_channel(host: str, port: int, key: bytes) -> Channel:
-    """Connects to host 0. Raises ClusterError if it has another key or is something else, OSError if
-    nothing answers.
+    """Connects to host 0 within some seconds. Raises ClusterError if it has another key or is something else, OSError
+    if nothing answers.
     """
     connection = socket.create_connection((host, port), _HANDSHAKE_SECONDS)
     try:
@@ -250,7 +251,7 @@ def _prove_as_worker(connection: socket.socket, key: bytes) -> Channel:
 
 def accept_channel(connection: socket.socket, key: bytes) -> Channel:
     """Authenticates a new connection at host 0. Raises ClusterError or OSError if the peer does not prove in time that
-    it knows the key.
+    it knows the key; the caller closes the connection then.
     """
     deadline = _prepare(connection)
     greeting = _receive_exactly(connection, len(_GREETING) + _NONCE_BYTES, deadline)

@@ -340,7 +340,9 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
         return ResolvedConfig(**chosen)
 
     def mesh_layout(self, model: ModelConfig) -> MeshLayout:
-        """The mesh of one pipeline stage."""
+        """The mesh of one pipeline stage: tensor_parallel_size * data_parallel_size devices, whose axes follow from the
+        model's number of KV heads.
+        """
         return MeshLayout.for_heads(
             model.num_kv_heads,
             tensor=self.tensor_parallel_size,
@@ -411,8 +413,10 @@ class ResolvedConfig(EngineConfig):
         return self.num_gpu_blocks_override is not None or self.kv_cache_memory_bytes is not None
 
     def buckets(self, platform: Platform, *, sections: tuple[str, ...] = ()) -> Buckets:
-        """The shapes of steps to compile; sections: message sections that some steps have besides their own. Raises
-        ConfigError.
+        """The shapes of steps to compile; sizes that were not given are the platform's.
+
+        sections: message sections that some steps have besides their own. Raises ConfigError for sizes beyond the
+        limits.
         """
         # A pooling model has no decodes; a step without prefill would only hold one-token prompts.
         platform = platform if self.runner == "generate" else dataclasses.replace(platform, decode_sizes=())
@@ -424,8 +428,8 @@ class ResolvedConfig(EngineConfig):
     ) -> SchedulerConfig:
         """The scheduler's options.
 
-        num_pages: of each rank. windows: of each cache group, how many keys a token sees, itself included; None for
-        all.
+        num_pages: of each rank. num_ranks: ranks that have sequences and pages of their own. windows: of each cache
+        group, how many keys a token sees, itself included; None for all.
         """
         return SchedulerConfig(
             num_pages=num_pages,

@@ -115,7 +115,11 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         return next((each for each in others if each in self._option_string_actions), found[0]) + word[found.end() :]
 
     def _merge_dotted(self, words: list[str]) -> list[str]:
-        """Replaces `--OPTION.key VALUE` by one `--OPTION=JSON`, after the other words."""
+        """Replaces `--OPTION.key VALUE` by one `--OPTION=JSON`, after the other words, merged into a dict that the
+        words give to the option itself.
+
+        Ends the program with an error for a missing value, and for a key below one that is no dict.
+        """
         kept: list[str] = []
         merged: dict[str, dict[str, Any]] = {}
         waiting = iter(words)
@@ -155,7 +159,7 @@ def names_of(action: argparse.Action) -> list[str]:
 
 
 def _given_dict(words: Iterable[str], flags: Sequence[str]) -> dict[str, Any]:
-    """The last JSON object that the words give to an option; empty if there is none."""
+    """The last JSON object that the words give to an option; empty if there is none. flags: the option's names."""
     words, found = list(words), {}
     for at, word in enumerate(words):
         name, equals, value = word.partition("=")

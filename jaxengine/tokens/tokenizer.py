@@ -62,7 +62,11 @@ class Tokenizer:
         chat_template: str | dict[str, str] | None = None,
         folder: Path | None = None,
     ):
-        """folder: the Hugging Face folder it was read from, or None."""
+        """Takes over `backend`, whose truncation and padding are switched off.
+
+        special: ids by role. chat_template: source, sources by name, or None for a model without one. folder: the
+        Hugging Face folder it was read from, or None.
+        """
         # A tokenizer.json may contain truncation and padding settings of the training.
         backend.no_truncation()
         backend.no_padding()
@@ -163,8 +167,9 @@ class Tokenizer:
         """Returns the prompt text of a conversation, to be encoded with add_special_tokens=False; see
         chat_template.render_chat.
 
-        Variables of the template are given as keywords or, if their names are arguments here, as
-        `chat_template_kwargs`.
+        chat_template: Jinja source or a name of the model's templates; None for the model's default. placeholder:
+        returns the text for "image" or "video" in templates that take only text; None for a text-only model. Variables
+        of the template are given as keywords or, if their names are arguments here, as `chat_template_kwargs`.
 
         Raises RequestError, whose param is the argument at fault; OverloadedError if too many templates are being
         rendered.
@@ -183,7 +188,10 @@ class Tokenizer:
         )
 
     def describe(self) -> dict[str, Any]:
-        """Content of a tokenizer_config.json for this tokenizer, as JSON values; tokens are given as text."""
+        """Content of a tokenizer_config.json for this tokenizer, as JSON values; tokens are given as text.
+
+        Tokens of roles and the chat template are None if there are none.
+        """
         added = self.backend.get_added_tokens_decoder()
         return {
             "tokenizer_class": "PreTrainedTokenizerFast",

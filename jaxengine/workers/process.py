@@ -36,8 +36,8 @@ class WorkerProcess:
     def __init__(self, module: str, answers: Any):
         """Starts the process; does not wait for it.
 
-        module: the worker runs its `main`, see workers.connection; answers: type of the messages that the worker
-        sends.
+        module: full name of the one whose `main` the worker runs, see workers.connection; answers: type of the messages
+        that the worker sends.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -73,7 +73,10 @@ class WorkerProcess:
         return bool(self._outgoing)
 
     def receive(self) -> tuple[list[Any], bool]:
-        """Returns messages received since the last call, and whether the worker is still alive; does not wait."""
+        """Returns messages received since the last call, and whether the worker is still alive; does not wait.
+
+        Invalid bytes count as its end. `error` says why, if that is known.
+        """
         messages: list[Any] = []
         try:
             while data := self._connection.recv(1 << 20):
