@@ -255,7 +255,10 @@ def _read_config(path: Path, config: EngineConfig) -> tuple[dict[str, Any], Mode
 
     def read(raw: Mapping[str, Any]) -> tuple[ModelConfig, PoolingModel | None]:
         pooling = read_pooling(path, raw, config, token_id)
-        return read_hf(raw, None if pooling is None else pooling.pooler), pooling
+        model = read_hf(raw, None if pooling is None else pooling.pooler)
+        if pooling is not None and (encoder := model.encoder) is not None:
+            pooling = replace(pooling, token_rows=model.vocab_size // max(1, encoder.num_token_types))
+        return model, pooling
 
     try:
         raw = overridden(stored, overrides)

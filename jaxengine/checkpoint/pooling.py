@@ -26,7 +26,7 @@ from jaxengine.config.pooling_model import (
 from jaxengine.models.config.fields import MAX_HIDDEN, ConfigFields
 from jaxengine.models.config.hf import hf_architecture
 from jaxengine.models.config.pooler import CLS, LAST, MAX_LABELS, MEAN, Classifier, Pooler
-from jaxengine.models.registry import family_of
+from jaxengine.models.registry import family_of, usual_pooling
 
 _ACTIVATIONS = {"regression": IDENTITY, "multi_label_classification": SIGMOID, "single_label_classification": None}
 _MODULES = {"Sigmoid": SIGMOID, "Identity": IDENTITY, "Softmax": SOFTMAX}
@@ -54,15 +54,15 @@ def read_pooling(folder: Path, raw: Mapping[str, Any], config: EngineConfig, tok
     if not _pools(config, architecture, own_task, sentence is not None):
         return None
     task = _task(config, architecture, own_task, fields.has("classifier_from_token"))
-    chosen = config.pooler_config or PoolerConfig()
+    chosen, usual = config.pooler_config or PoolerConfig(), usual_pooling(architecture)
     if task == CLASSIFY:
-        pooler = Pooler(chosen.pooling_type or LAST, _read_classifier(fields, token_id))
+        pooler = Pooler(chosen.pooling_type or usual, _read_classifier(fields, token_id))
         assert pooler.classifier is not None
         model = PoolingModel(
             pooler, task, _read_activation(fields, pooler.classifier.num_labels), labels=_labels(fields)
         )
     else:
-        pooler = Pooler(chosen.pooling_type or (LAST if sentence is None else sentence.pooling_type))
+        pooler = Pooler(chosen.pooling_type or (usual if sentence is None else sentence.pooling_type))
         normalize = sentence is None or sentence.normalize
         model = PoolingModel(pooler, task, NORMALIZE, normalize, matryoshka=_read_matryoshka(fields), sentence=sentence)
     return _with_choices(model, chosen)

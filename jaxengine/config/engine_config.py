@@ -300,7 +300,8 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
             raise ConfigError("max_model_len", self.max_model_len, f"at most {longest}, the model's context length")
         max_model_len = self.max_model_len or longest
         max_num_seqs = self.max_num_seqs or platform.max_num_seqs
-        chunks = self.enable_chunked_prefill, self.long_prefill_token_threshold
+        # A token that sees those after it needs them in its step.
+        chunks = self.enable_chunked_prefill and model.is_causal, self.long_prefill_token_threshold
         asked, usual = self.max_num_batched_tokens, platform.max_num_batched_tokens
         tokens = step_tokens(asked, usual, max_num_seqs, max_model_len, *chunks)
         check_stages(self.pipeline_parallel_size, self.pipeline_layers, model.num_layers)
@@ -321,6 +322,7 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=tokens,
+            enable_chunked_prefill=chunks[0],
             compilation_config=self.compilation_config.divided(mesh.attn),
             block_size=self.block_size or platform.page_size,
             **settle_snapshots(chosen, model, max_num_seqs),
@@ -406,6 +408,11 @@ class ResolvedConfig(EngineConfig):
     def max_in_flight(self) -> int:
         """Limit of steps whose tokens are not known yet."""
         return max(2 if self.async_scheduling else 1, self.pipeline_parallel_size)
+
+    @property
+    def ends_at_once(self) -> bool:
+        """Whether every request ends in the step that has its prompt."""
+        return self.runner == "pooling" and not self.enable_chunked_prefill
 
     @property
     def fixes_pages(self) -> bool:

@@ -209,7 +209,7 @@ class InputProcessor:
             raise RequestError(text, param="dimensions", value=recipe.dimensions)
         options.verify_against(self.config.scheduling_policy, self.config.enable_lora)
         text, token_ids, salt = self.read_prompt(self.make_ready(prompt), params.prefix(model))
-        token_ids = params.cut(token_ids, longest)
+        token_ids = params.cut(token_ids, longest, model)
         if not 1 <= len(token_ids) <= longest:
             problem = f"prompt has {len(token_ids)} tokens; allowed are 1 to {longest} (max_model_len)"
             raise RequestError(problem, param="prompt", value=len(token_ids))

@@ -119,11 +119,24 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Encodes several texts in parallel, each as by `encode`. Raises the same errors."""
-        for text in texts:
+        return [encoding.ids for encoding in self._encodings(texts, add_special_tokens)]
+
+    def encode_pair(self, text: str, other: str, type_step: int) -> list[int]:
+        """Encodes two texts as one prompt, joined by the special tokens that the tokenizer has for a pair.
+
+        A token of type n, as the tokenizer numbers both texts, has n * type_step more than its id. Raises the errors of
+        `encode`.
+        """
+        (encoding,) = self._encodings([(text, other)], True)
+        return [token + kind * type_step for token, kind in zip(encoding.ids, encoding.type_ids, strict=True)]
+
+    def _encodings(self, inputs: Sequence[str | tuple[str, str]], special: bool) -> list[tokenizers.Encoding]:
+        """Encodings of texts, or of pairs of texts, made in parallel. Raises the errors of `encode`."""
+        for text in (text for each in inputs for text in (each if isinstance(each, tuple) else (each,))):
             if not isinstance(text, str):
                 raise RequestError(f"a prompt must be a text, got {type(text).__name__}", param="prompt", value=text)
         try:
-            encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+            return self.backend.encode_batch_fast(list(inputs), add_special_tokens=special)
         except (UnicodeError, TypeError):
             # A lone surrogate, as in json.loads('"\\ud800"'), is not a character and has no UTF-8 encoding.
             raise RequestError(
@@ -134,7 +147,6 @@ class Tokenizer:
                 raise
             text = f"the model's tokenizer cannot encode the prompt: {str(error)[:300]}"
             raise RequestError(text, param="prompt") from None
-        return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Decodes ids to text; bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary nothing.

@@ -13,6 +13,7 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.layers.linear import Linear
+from jaxengine.models.layers.mlp import gelu
 from jaxengine.models.layers.norm import LayerNorm, RMSNorm
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.vision.attention import segment_attention
@@ -23,7 +24,6 @@ from jaxengine.models.vision.layers import (
     TowerLayer,
     TowerMLP,
     axial_rope,
-    gelu,
     joined_qkv,
     rope_frequencies,
     stretched,
