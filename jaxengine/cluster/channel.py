@@ -52,7 +52,7 @@ OPERATIONS: Mapping[str, Mapping[str, type]] = {
 }
 DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("int32", "float32")}
 MAX_MESSAGE_BYTES = 64 << 20
-_MAX_HEADER_BYTES = 64 << 10
+_MAX_HEADER_BYTES = 1 << 20  # options may hold a chat template and a whole config.json
 _MIN_KEY_BYTES, _MAX_KEY_BYTES = 16, 4096
 _GREETING = b"jaxengine cluster 1\n"
 _NONCE_BYTES = _CODE_BYTES = 32
@@ -80,12 +80,15 @@ class Message:
 def encode(message: Message) -> bytes:
     """Encodes a message: length of the header (u32, little-endian), header as JSON, bytes of the arrays in order.
 
-    The arrays' dtypes are of DTYPES; another one raises KeyError.
+    The arrays' dtypes are of DTYPES; another one raises KeyError. Raises ClusterError for fields that are too large.
     """
     arrays = [np.ascontiguousarray(array).reshape(array.shape) for array in message.arrays]
     listed = [[array.dtype.name, list(array.shape)] for array in arrays]
     header = json.dumps([message.op, dict(message.fields), listed]).encode()
     header += b" " * (-(len(header) + 4) % 16)  # the reader's arrays are views, which should be aligned
+    if len(header) > _MAX_HEADER_BYTES:
+        text = f"the fields of a message {message.op!r} have {len(header)} bytes; allowed are {_MAX_HEADER_BYTES}"
+        raise ClusterError(text)
     data = (array.astype(DTYPES[array.dtype.name], copy=False).tobytes() for array in arrays)
     return b"".join((len(header).to_bytes(4, "little"), header, *data))
 

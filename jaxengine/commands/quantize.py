@@ -88,10 +88,11 @@ def _perplexity(config: EngineConfig, text: str, size: int) -> float:
     """Perplexity of a text, in windows of `size` tokens of which the first is given; NaN for a text of less than two
     tokens.
 
-    config: names the model and where it comes from; its other options, hf_overrides among them, are not used. Loads the
-    model, and frees it.
+    config: names the model, where it comes from, and what of its config.json is another; its other options are not
+    used. Loads the model, and frees it.
     """
-    options = {name: getattr(config, name) for name in ("model", "revision", "download_dir", "hf_token")}
+    named = "model", "revision", "download_dir", "hf_token", "hf_overrides"
+    options = {name: getattr(config, name) for name in named}
     # One step size of each kind is enough, as speed does not matter.
     steps = {"cudagraph_capture_sizes": [], "prefill_sizes": []}
     options |= {"max_model_len": size + 1, "max_num_seqs": 1, "compilation_config": steps}

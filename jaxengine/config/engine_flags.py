@@ -186,7 +186,11 @@ def _read(path: str) -> Mapping[str, Any]:
 
     try:
         with open(path, encoding="utf-8") as file:
-            content = yaml.safe_load(file.read(MAX_FILE_BYTES))
+            text = file.read(MAX_FILE_BYTES + 1)
+        if len(text) > MAX_FILE_BYTES:
+            problem = f"the --config file {path} has more than {MAX_FILE_BYTES} characters"
+            raise ConfigError.because("config", problem, "name a file of options")
+        content = yaml.safe_load(text)
     except OSError as error:
         problem = f"the --config file {path} cannot be read ({error.strerror})"
         raise ConfigError.because("config", problem, "name a YAML file") from None

@@ -100,7 +100,11 @@ class WorkerProcess:
 
 def wait_for_any(processes: Sequence[WorkerProcess], seconds: float) -> None:
     """Waits at most `seconds` until one of the workers has a message or can be sent more."""
-    select.select(processes, [each for each in processes if each.has_more_to_send], [], max(seconds, 0))
+    # Not select(), which takes no descriptors above 1023: a server has one for each connection.
+    poll = select.poll()
+    for each in processes:
+        poll.register(each, select.POLLIN | (select.POLLOUT if each.has_more_to_send else 0))
+    poll.poll(max(seconds, 0) * 1000)
 
 
 def _end(process: subprocess.Popen[bytes], connection: socket.socket, pid: int) -> None:

@@ -58,6 +58,8 @@ def compress(
     modules: dict[str, tuple[Any, StoredModule]] = {
         renamed.stored_name(module.tensor("weight")): (scheme.stored, module) for scheme, module in held.values()
     }
+    if not modules:
+        raise ModelFileError(checkpoint.path, "has no matrix that could be written quantised")
     names, squares = list(checkpoint.names()), {}
 
     def tensors() -> Iterator[tuple[str, np.ndarray]]:

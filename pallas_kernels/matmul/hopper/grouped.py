@@ -99,7 +99,7 @@ def quantized_grouped_matmul(
     sizes, interpret and tensor_memory: as jaxengine.pallas_kernels.matmul.hopper.quantized.quantized_matmul's.
     """
     size, out = x.shape[1], scales.shape[2]
-    if _is_xla(interpret, f"[{size}, {out}]", _why_xla(x, x_scales, codes, scales, dtype)):
+    if _is_xla(interpret, f"[{size}, {out}]", why_xla_of(x, x_scales, codes, scales, dtype)):
         options = {"dtype": dtype, "out_dtype": out_dtype, "transposed": _multiplies()}
         return quantized_groups_xla.quantized_grouped_matmul(x, x_scales, codes, scales, zeros, group_sizes, **options)
     matrix = _Matrix(codes, scales, zeros)
@@ -128,7 +128,7 @@ def quantized_gated_matmul(
     sizes, interpret and tensor_memory: as
     jaxengine.pallas_kernels.matmul.hopper.quantized.quantized_matmul's.
     """
-    reason = _why_xla(x, x_scales, codes, scales, dtype)
+    reason = why_xla_of(x, x_scales, codes, scales, dtype)
     if _is_unfused(interpret, x.shape[1], scales.shape[2], reason, activation, tensor_memory):
         options = {"dtype": dtype, "out_dtype": out_dtype, "sizes": sizes, "interpret": interpret}
         options |= {"tensor_memory": tensor_memory}
@@ -147,7 +147,8 @@ class _Matrix(NamedTuple):
     bias: jax.Array | None = None
 
 
-def _why_xla(x: jax.Array, x_scales: jax.Array | None, codes: jax.Array, scales: jax.Array, dtype: Any) -> str:
+def why_xla_of(x: Any, x_scales: Any, codes: Any, scales: Any, dtype: Any) -> str:
+    """Reason why XLA multiplies operands of these shapes and dtypes, computed in `dtype`; "" where the kernel does."""
     _, num_scales, out = scales.shape
     reason = why_xla(x.shape[1], out, num_scales, codes.dtype, dtype)
     if not reason and x_scales is not None and x_scales.shape[1] > num_scales:

@@ -135,10 +135,17 @@ def group_sums(rows: PreparedRows, num_scales: int) -> jax.Array:
     """
     size = rows.values.shape[1]
     # A product with ones: XLA would transpose rows that are reshaped to groups, in float32.
-    group = jnp.arange(size)[:, None] // (size // num_scales) == jnp.arange(num_scales)
+    of_scale = group = size // num_scales
+    if rows.scales is not None and not rows.by_sums:
+        of_scale = chunk_of(group)
+    step = math.gcd(of_scale, group)
+    part = jnp.arange(size)[:, None] // step == jnp.arange(size // step)
     values = rows.values.astype(jnp.bfloat16)
-    sums = jnp.dot(values, group.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
-    sums = sums if rows.scales is None else sums * rows.scales
+    sums = jnp.dot(values, part.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
+    if rows.scales is not None:
+        sums = sums * jnp.repeat(rows.scales, of_scale // step, axis=1)[:, : size // step]
+    if step != group:
+        sums = jnp.sum(sums.reshape(len(sums), num_scales, -1), axis=2)
     high = sums.astype(jnp.bfloat16)
     return jnp.concatenate([high, (sums - high).astype(jnp.bfloat16), high], axis=1)
 
