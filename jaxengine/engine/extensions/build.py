@@ -178,11 +178,6 @@ class Extensions:
         guided = speculation.guides(config.pipeline_parallel_size, config.max_in_flight)
         return Drafts(speculation, guided=guided)
 
-    def _logits_processors(self) -> LoopExtension:
-        from jaxengine.engine.extensions.logits_processors import LogitsProcessors
-
-        return LogitsProcessors()
-
     def _pictures(self) -> LoopExtension:
         from jaxengine.engine.extensions.pictures import Pictures
 
@@ -226,6 +221,12 @@ class Extensions:
         return Traces()
 
 
+def _logits_processors(_: Extensions) -> LoopExtension:
+    from jaxengine.engine.extensions.logits_processors import LogitsProcessors
+
+    return LogitsProcessors()
+
+
 def _weights(_: Extensions) -> LoopExtension:
     from jaxengine.engine.extensions.weights import Weights
 
@@ -236,7 +237,7 @@ _MAKERS: dict[str, Callable[[Extensions], LoopExtension]] = {
     "adapters": Extensions._adapters,
     "capture": Extensions._capture,
     "drafts": Extensions._drafts,
-    "logits_processors": Extensions._logits_processors,
+    "logits_processors": _logits_processors,
     "pictures": Extensions._pictures,
     "pooling": Extensions._pooling,
     "scores": Extensions._scores,
