@@ -224,6 +224,7 @@ def use_scheduler(llm, **changes):
         engine.step()
     runner = engine.runner
     config = runner.config.scheduler_config(runner.plan.num_pages, runner.num_ranks, runner.windows)
+    config = engine.extensions.configure(config)
     engine.scheduler.__init__(dataclasses.replace(config, **changes))  # the engine's parts know it
     return engine.scheduler
 

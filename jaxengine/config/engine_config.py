@@ -37,6 +37,7 @@ from jaxengine.config.profiler_config import ProfilerConfig
 from jaxengine.config.speculation import SpeculativeConfig, check_speculation
 from jaxengine.config.step_tokens import step_tokens
 from jaxengine.config.structured_outputs_config import StructuredOutputsConfig
+from jaxengine.config.training import TrainingOptions, check_training
 from jaxengine.config.values import dtype_name, kind_missed, plain, read_size, whole_number
 from jaxengine.scheduler.buckets import Buckets
 from jaxengine.scheduler.config import POLICIES, SchedulerConfig
@@ -69,8 +70,8 @@ _READERS = {
 
 
 @dataclass(frozen=True)
-class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
-    """Engine options, in addition to those of EncoderOptions, LoraOptions and MediaOptions.
+class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, TrainingOptions):
+    """Engine options, in addition to those of EncoderOptions, LoraOptions, MediaOptions and TrainingOptions.
 
     Attributes:
       model: a GGUF file, a Hugging Face folder, or a hub id to download; a GGUF file on the hub is org/name/FILE.gguf
@@ -334,6 +335,7 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
         )
         chosen.update(settle_encoder(chosen, model, platform, pictures))
         check_speculation(chosen, model)
+        check_training(chosen, model)
         # What a class without a file of its own does is not known to the next process.
         processors = self.logits_processors
         no_file = any(source_file(each) is None for each in processor_classes(processors))

@@ -57,6 +57,7 @@ class GrammarFailure(NamedTuple):
 class _Sequence:
     """A grammar in use.
 
+    trace: tokens that it is known to take.
     opened: this process has compiled it; compiled: some process had; awaited: a mask is due; guess: with it; suspect: a
     process ended while it worked on this one.
     """
@@ -65,6 +66,7 @@ class _Sequence:
     text: str
     options: dict[str, Any]
     tokens: list[int] = field(default_factory=list)
+    trace: Sequence[int] = ()
     opened: bool = False
     compiled: bool = False
     awaited: bool = True
@@ -126,13 +128,15 @@ class GrammarWorker:
         if self._process is None and self._has_end:
             self._launch()
 
-    def open(self, key: int, kind: str, text: str, options: Mapping[str, Any]) -> None:
+    def open(self, key: int, kind: str, text: str, options: Mapping[str, Any], trace: Sequence[int] = ()) -> None:
         """Starts a sequence without waiting; its first mask is due then, or a failure.
 
         key: one that was never used. kind ("json", "regex", "choice", "grammar"), text, options: as
         worker.compile_grammar.
+
+        trace: tokens that the sequence is known to take; it fails if its grammar does not allow them.
         """
-        self._sequences[key] = _Sequence(kind, text, dict(options))
+        self._sequences[key] = _Sequence(kind, text, dict(options), trace=trace)
         if not self._has_end:
             self._fail(key, "the model has no end-of-sequence token")
         elif self._process is None:
@@ -213,7 +217,8 @@ class GrammarWorker:
         if not self._compiling:
             self._compiling_since = time.monotonic()
         self._compiling.append(key)
-        self._send(Open(key, sequence.kind, sequence.text, sequence.options, list(sequence.tokens)))
+        tokens, trace = list(sequence.tokens), list(sequence.trace)
+        self._send(Open(key, sequence.kind, sequence.text, sequence.options, tokens, trace))
 
     def _send_advance(self, key: int, tokens: list[int]) -> None:
         if not self._masking:

@@ -377,11 +377,25 @@ class RequestMasks:
             grammar = request.params.grammar
             assert grammar is not None
             self._workers[request] = worker = self.worker if seconds < _SLOW_SECONDS else self._slow
-            worker.open(key, grammar.kind, grammar.text, grammar.options)
+            worker.open(key, grammar.kind, grammar.text, grammar.options, self._trace(request))
         begun, self._begun = self._begun, []
         yield from begun
         yield from self.worker.take()
         yield from self._slow.take()
+
+    def _trace(self, request: Request) -> Sequence[int]:
+        """What a request's grammar is to allow of the tokens that the request decodes in any case: those behind its
+        reasoning."""
+        grammar, trace = request.params.grammar, request.params.trace_decode_token_ids
+        assert grammar is not None
+        if not trace or not grammar.reasoning_end:
+            return trace
+        assert self._vocabulary is not None
+        watch = ReasoningWatch(grammar, self._vocabulary)
+        for count, token_id in enumerate(trace, 1):
+            if (taken := watch.read(token_id)) is not None:
+                return (*taken, *trace[count:])
+        return ()
 
     def _fail(self, request: Request, failure: GrammarFailure, events: MaskEvents) -> None:
         message = f"structured_outputs cannot be used: {failure.reason}"

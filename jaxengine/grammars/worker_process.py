@@ -51,13 +51,17 @@ class Start(msgspec.Struct, tag=True, array_like=True):
 
 
 class Open(msgspec.Struct, tag=True, array_like=True):
-    """Compile a grammar, take `tokens`, and give the mask of the next one. kind and text as `compile_grammar`."""
+    """Compile a grammar, take `tokens`, and give the mask of the next one. kind and text as `compile_grammar`.
+
+    trace: tokens that the text is known to be made of.
+    """
 
     key: int
     kind: str
     text: str
     options: dict[str, Any]
     tokens: list[int]
+    trace: list[int] = []
 
 
 class Advance(msgspec.Struct, tag=True, array_like=True):
@@ -161,7 +165,7 @@ class Matchers:
     def open(self, message: Open) -> Mask | Failed:
         """Compiles a sequence's grammar, unless a recent one was the same, and computes the first mask.
 
-        Failed if the grammar cannot be used, or the sequence has been closed.
+        Failed if the grammar cannot be used or does not allow the trace, or the sequence has been closed.
         """
         start = time.perf_counter()
         try:
@@ -169,6 +173,7 @@ class Matchers:
                 if message.key not in self._expected:
                     raise GrammarError("closed")
             matcher = self._compile(message).deep_copy()
+            _check_trace(matcher, message.trace)
             words = self._next(matcher, message.tokens)
         except (ValueError, RecursionError) as error:
             return self._fail(message.key, True, error)
@@ -266,6 +271,13 @@ class Matchers:
             num_forced += is_forced
         self._ahead_seconds -= time.thread_time() - begin  # of what failed, too
         return run[:num_forced], masks[num_forced], masks[num_forced + 1 :]
+
+
+def _check_trace(matcher: llguidance.LLMatcher, trace: list[int]) -> None:
+    """Raises GrammarError if a matcher at the beginning does not allow a text of these tokens."""
+    if trace and (count := matcher.deep_copy().try_consume_tokens(trace)) < len(trace):
+        problem = f"it does not allow token {trace[count]} of trace_decode_token_ids behind {count} tokens of its text"
+        raise GrammarError(problem)
 
 
 def _only(words: bytes) -> int | None:

@@ -313,7 +313,9 @@ class InputProcessor:
         **fields: Any,
     ) -> Request:
         room = self.config.max_model_len - len(token_ids)
-        eos = () if params.ignore_eos else self.eos_token_ids()
+        if (trace := params.trace_decode_token_ids) is not None:
+            room = len(trace)
+        eos = () if params.ignore_eos or trace else self.eos_token_ids()
         return Request(
             request_id=request_id,
             prompt_token_ids=np.array(token_ids, np.int32),
