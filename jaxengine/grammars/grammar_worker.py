@@ -132,9 +132,8 @@ class GrammarWorker:
         """Starts a sequence without waiting; its first mask is due then, or a failure.
 
         key: one that was never used. kind ("json", "regex", "choice", "grammar"), text, options: as
-        worker.compile_grammar.
-
-        trace: tokens that the sequence is known to take; it fails if its grammar does not allow them.
+        worker.compile_grammar. trace: tokens that the sequence is known to take; it fails if its grammar does not allow
+        them.
         """
         self._sequences[key] = _Sequence(kind, text, dict(options), trace=trace)
         if not self._has_end:
