@@ -7,7 +7,7 @@ process prepares requests for the engine's process.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -27,7 +27,7 @@ from jaxengine.requests.output_processor import OutputProcessor
 from jaxengine.requests.pooling.params import PoolingParams
 from jaxengine.requests.pooling_processor import PoolingProcessor
 from jaxengine.requests.prepared import PROMPT_KEYS, PreparedRequest, Prompt, verify_salt
-from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams, verify_bad_word_tokens
+from jaxengine.requests.sampling_params import MAX_BAD_WORDS_TOKENS, RequestOutputKind, SamplingParams
 from jaxengine.scheduler.errors import RequestError, show_value
 from jaxengine.scheduler.logits_processor import LogitsProcessor
 from jaxengine.scheduler.request import POOLED, Request
@@ -209,7 +209,7 @@ class InputProcessor:
             raise RequestError(text, param="dimensions", value=recipe.dimensions)
         options.verify_against(self.config.scheduling_policy, self.config.enable_lora)
         text, token_ids, salt = self.read_prompt(self.make_ready(prompt), params.prefix(model))
-        token_ids = params.cut(token_ids, longest)
+        token_ids = params.cut(token_ids, longest, model)
         if not 1 <= len(token_ids) <= longest:
             problem = f"prompt has {len(token_ids)} tokens; allowed are 1 to {longest} (max_model_len)"
             raise RequestError(problem, param="prompt", value=len(token_ids))
@@ -313,7 +313,9 @@ class InputProcessor:
         **fields: Any,
     ) -> Request:
         room = self.config.max_model_len - len(token_ids)
-        eos = () if params.ignore_eos else self.eos_token_ids()
+        if (trace := params.trace_decode_token_ids) is not None:
+            room = len(trace)
+        eos = () if params.ignore_eos or trace else self.eos_token_ids()
         own = params.token_params(bad_words, self._structured_defaults, self._processors, self._tokenize_words)
         if params.steer:
             from jaxengine.requests.steering_vectors import steered
@@ -390,6 +392,13 @@ def make_processor(inputs: InputProcessor) -> Processor:
         if inputs.pooling is None
         else PoolingProcessor()
     )
+
+
+def verify_bad_word_tokens(sequences: Iterable[Sequence[int]]) -> None:
+    """Raises RequestError if the tokenized bad_words have more than MAX_BAD_WORDS_TOKENS tokens in total."""
+    if (total := sum(map(len, sequences))) > MAX_BAD_WORDS_TOKENS:
+        problem = f"bad_words must be at most {MAX_BAD_WORDS_TOKENS} tokens altogether, got {total}"
+        raise RequestError(problem, param="bad_words", value=total)
 
 
 def follows_every_step(params: SamplingParams) -> bool:

@@ -54,6 +54,9 @@ _TOKEN_FIELDS = (
     *("min_tokens", "prompt_logprobs"),
 )
 
+# Fields that hold token ids.
+_ID_FIELDS = ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids", "trace_decode_token_ids")
+
 Rule = Callable[[str, Any], Any]
 
 
@@ -159,6 +162,14 @@ def _logprob_token_ids(name: str, value: Any) -> tuple[int, ...] | None:
     return _token_ids(name, value, MAX_LOGPROB_TOKEN_IDS) or None
 
 
+def _trace(name: str, value: Any) -> tuple[int, ...]:
+    ids = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(ids, (list, tuple, range)) or not 0 < len(ids) <= MAX_TOKEN_IDS:
+        raise _refuse(name, value, f"None or a list of 1 to {MAX_TOKEN_IDS} token ids")
+    known = {token_id: token_id for token_id in _token_ids(name, ids)}
+    return tuple(known[token_id] for token_id in ids)
+
+
 def _logit_bias(name: str, value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise _refuse(name, value, "a dict from token id to a number")
@@ -202,6 +213,7 @@ _RULES: dict[str, Rule] = {
     "logprobs": _optional(_num_logprobs),
     "prompt_logprobs": _optional(_num_logprobs),
     "logprob_token_ids": _optional(_logprob_token_ids),
+    "trace_decode_token_ids": _optional(_trace),
     "detokenize": _flag,
     "skip_special_tokens": _flag,
     "spaces_between_special_tokens": _flag,
@@ -253,6 +265,8 @@ class SamplingParams:
       prompt_logprobs: the same for the tokens of the prompt.
       logprob_token_ids: tokens whose log-probabilities are returned at each position of the output, in addition to
         those of `logprobs`, or of logprobs=0 where that is None.
+      trace_decode_token_ids: the tokens that are decoded one after the other, whatever would be sampled; the output
+        ends with them, and end-of-sequence tokens among them do not end it. Needs enable_trace_replay.
       detokenize: convert tokens to text.
       skip_special_tokens: leave special tokens out of the text.
       spaces_between_special_tokens: put spaces between special tokens that are in the text.
@@ -269,11 +283,9 @@ class SamplingParams:
       extra_args: parameters of the engine's logits_processors, by name.
       return_hidden_states: return the hidden states of the engine's capture_layers at every token, as in SGLang; the
         prompt is then computed whole.
-      capture: names of the engine's `capture` whose activations are returned at every token, such as "residual:3" or
-        "attention_output:*", all that the engine has of these; the prompt is then computed whole.
-      steer: vectors that are added to activations at every token, prompt included: dicts with `at`, names of the
-        engine's `steer` such as "residual:3", `vector`, an array of the hidden size, and `scale`, 1 by default; or with
-        `vector`, a name among the engine's steering_vectors, and `scale`.
+      capture: names of the engine's `capture` whose activations to return at every token; computes the prompt whole.
+      steer: vectors that are added to activations at every token, prompt included: dicts with `at`, a name of the
+        engine's `steer`, `vector`, numbers or a name among the engine's steering_vectors, and `scale`, 1 by default.
 
     Raises:
       RequestError: an invalid value, fields that contradict each other, or an unsupported field.
@@ -297,6 +309,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: Sequence[int] | None = None
+    trace_decode_token_ids: Sequence[int] | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -321,7 +334,6 @@ class SamplingParams:
     skip_reading_prefix_cache: bool | None = None
     repetition_detection: Any = None
     routed_experts_prompt_start: int = 0
-    trace_decode_token_ids: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         if self.is_greedy:
@@ -330,6 +342,11 @@ class SamplingParams:
             self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _refuse("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
+        if (trace := self.trace_decode_token_ids) is not None:
+            if self.n > 1:
+                raise _refuse("n", self.n, "1 with trace_decode_token_ids (every output would be the same)")
+            if self.min_tokens > len(trace):
+                raise _refuse("min_tokens", self.min_tokens, f"at most {len(trace)}, as trace_decode_token_ids has")
         if self.thinking_token_budget is not None and self.thinking_words is None:
             allowed = "None without thinking_words, such as {'reasoning_end': '</think>'}"
             raise _refuse("thinking_token_budget", self.thinking_token_budget, allowed)
@@ -395,6 +412,7 @@ class SamplingParams:
             **{name: getattr(self, name) for name in _TOKEN_FIELDS},
             logprobs=self.num_logprobs,
             logprob_token_ids=tuple(self.logprob_token_ids or ()),
+            trace_decode_token_ids=tuple(self.trace_decode_token_ids or ()),
             logit_bias=self.logit_bias or {},
             allowed_token_ids=None if allowed is None else tuple(allowed),
             bad_words=tuple(map(tuple, bad_words)),
@@ -409,10 +427,9 @@ class SamplingParams:
     def clone(self) -> SamplingParams:
         """Returns a copy that later changes do not affect."""
         mine = copy.copy(self)
-        if self.logit_bias is not None:  # all other fields are immutable
-            object.__setattr__(mine, "logit_bias", dict(self.logit_bias))
-        if self.extra_args is not None:
-            object.__setattr__(mine, "extra_args", dict(self.extra_args))
+        for name in ("logit_bias", "extra_args"):  # all other fields are immutable
+            if (own := getattr(self, name)) is not None:
+                object.__setattr__(mine, name, dict(own))
         return mine
 
     def clone_with(self, **changes: Any) -> SamplingParams:
@@ -459,7 +476,7 @@ class SamplingParams:
                 raise _refuse(name, asked, f"at most max_logprobs ({most}); {whole}")
             if asked is not None and asked > most:
                 raise _refuse(name, asked, f"at most max_logprobs ({most})")
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids"):
+        for name in _ID_FIELDS:
             ids = getattr(self, name) or ()
             if max(ids, default=0) >= vocab_size:
                 outside = [token_id for token_id in ids if token_id >= vocab_size]
@@ -472,16 +489,12 @@ class SamplingParams:
             allowed = f"at most max_model_len ({max_model_len}), or None for the rest of the context"
             raise _refuse("max_tokens", self.max_tokens, allowed)
         room = max_model_len - num_prompt_tokens
+        if (trace := self.trace_decode_token_ids) and len(trace) > room:
+            allowed = f"at most {room} tokens, which the prompt leaves of max_model_len ({max_model_len})"
+            raise _refuse("trace_decode_token_ids", trace, allowed)
         if self.min_tokens > room:
             allowed = f"at most {room}, which the prompt leaves of max_model_len ({max_model_len})"
             raise _refuse("min_tokens", self.min_tokens, allowed)
 
 
 _FIELDS: dict[str, Any] = {field.name: field.default for field in fields(SamplingParams)}
-
-
-def verify_bad_word_tokens(sequences: Iterable[Sequence[int]]) -> None:
-    """Raises RequestError if the tokenized bad_words have more than MAX_BAD_WORDS_TOKENS tokens in total."""
-    total = sum(len(sequence) for sequence in sequences)
-    if total > MAX_BAD_WORDS_TOKENS:
-        raise _refuse("bad_words", total, f"at most {MAX_BAD_WORDS_TOKENS} tokens altogether")

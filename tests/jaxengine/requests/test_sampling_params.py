@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxengine.requests.inputs import verify_bad_word_tokens
 from jaxengine.requests.sampling_params import (
     MAX_BAD_WORDS,
     MAX_BAD_WORDS_TOKENS,
@@ -19,7 +20,6 @@ from jaxengine.requests.sampling_params import (
     MAX_STOP_STRINGS,
     RequestOutputKind,
     SamplingParams,
-    verify_bad_word_tokens,
 )
 from jaxengine.scheduler.errors import RequestError
 from jaxengine.scheduler.token_params import LOGPROBS, PENALTIES, TRUNCATION
@@ -77,6 +77,7 @@ WRONG = {
     "logprobs": st.one_of(NO_INTS.filter(lambda value: value is not True), ints_outside(-1, 2**31 - 1)),
     "prompt_logprobs": st.one_of(NO_INTS.filter(lambda value: value is not True), ints_outside(-1, 2**31 - 1)),
     "logprob_token_ids": st.one_of(NO_IDS.filter(lambda value: value is not None), st.just(list(range(129)))),
+    "trace_decode_token_ids": NO_IDS.filter(lambda value: value is not None),
     "detokenize": NO_FLAGS,
     "skip_special_tokens": NO_FLAGS,
     "spaces_between_special_tokens": NO_FLAGS,
@@ -108,7 +109,6 @@ NOT_BUILT = {
     "skip_reading_prefix_cache": False,
     "repetition_detection": object(),
     "routed_experts_prompt_start": 1,
-    "trace_decode_token_ids": [1],
 }
 
 
