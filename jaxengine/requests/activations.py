@@ -56,8 +56,8 @@ def read_steer(name: str, value: Any) -> tuple[Steer, ...] | None:
 
 
 def _entry(name: str, value: Any) -> Steer:
-    if isinstance(value, Steer):  # read before
-        return value
+    if isinstance(value, (list, tuple)) and len(value) == len(_KEYS):  # a Steer, also one from a message
+        value = dict(zip(_KEYS, value, strict=True))
     if not isinstance(value, Mapping) or "vector" not in value or not set(value) <= set(_KEYS):
         raise _refused(name, value, _FORM)
     at, vector, scale = value.get("at"), value["vector"], value.get("scale", 1.0)
@@ -87,9 +87,10 @@ def _numbers(name: str, vector: Any) -> bytes:
     import numpy as np
 
     try:
-        found = np.asarray(vector)
-        fits = found.ndim == 1 and found.size > 0 and found.dtype.kind not in "bOSU"
-        values = found.astype(np.float32) if fits else found
+        found = np.frombuffer(vector, np.float32) if isinstance(vector, bytes) else np.asarray(vector)
+        fits = found.ndim == 1 and found.size > 0 and found.dtype.kind not in "bcmMOSU"
+        with np.errstate(over="ignore"):
+            values = found.astype(np.float32) if fits else found
     except (TypeError, ValueError):  # lists of several lengths
         fits, values = False, np.empty(0)
     if not fits or not np.isfinite(values).all():

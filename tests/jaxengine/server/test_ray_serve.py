@@ -57,6 +57,9 @@ PARAMS = {
     "lists": SamplingParams(temperature=0, stop=["a"], stop_token_ids=[3, 4], bad_words=["b"], allowed_token_ids=[5]),
     "draws": SamplingParams(n=3, seed=-5, top_p=0.5, logit_bias={7: 1.5}, output_kind=RequestOutputKind.DELTA),
     "a schema": SamplingParams(structured_outputs={"json": {"type": "object"}, "reasoning_end": ["a", ["b", "c"]]}),
+    "activations": SamplingParams(
+        steer=[{"at": "residual:1", "vector": [1, 2]}, {"vector": "calm"}], capture=["final_norm"]
+    ),
     "a choice": SamplingParams(structured_outputs={"choice": ["a", "b"]}),
 }
 
