@@ -58,7 +58,7 @@ class Qwen3NextForCausalLM(Qwen2MoeForCausalLM):
 
 
 def hybrid_fields(fields: ConfigFields) -> dict[str, Any]:
-    """Read the arguments of ModelConfig that families with delta nets and gated attention write alike.
+    """Read the arguments of ModelConfig that families with delta nets and gated attention write alike: all but experts.
 
     Raises ModelConfigError.
     """
