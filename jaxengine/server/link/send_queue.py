@@ -43,6 +43,8 @@ class SendQueue:
     def message(self, prepared: PreparedRequest, *, whole: bool = False) -> bytes:
         """Appends a request; returns its encoded Submit, to be sent at once. whole: include the pixels of
         all pictures.
+
+        Errors of `media.message` come out, RuntimeError for pixels that were dropped; nothing is appended then.
         """
         number, media = self._num_submitted + 1, prepared.requests[0].media
         try:

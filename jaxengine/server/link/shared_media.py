@@ -39,7 +39,7 @@ class Arena:
     """
 
     def __init__(self, size: int):
-        """size: capacity in bytes; pages never written occupy no memory."""
+        """size: capacity in bytes, more than 0; pages never written occupy no memory. On Linux only."""
         self._descriptor = os.memfd_create("jaxengine-pictures", os.MFD_CLOEXEC)
         os.ftruncate(self._descriptor, size)
         self._memory = mmap.mmap(self._descriptor, size)
@@ -49,7 +49,8 @@ class Arena:
         self._free = [(0, size)]
 
     def take(self, size: int) -> int | None:
-        """Allocates at least `size` bytes, first fit; returns their offset, or None if there is no room."""
+        """Allocates at least `size` bytes, first fit; returns their offset, a multiple of 64, or None if no free part
+        is large enough."""
         size = _rounded(size)
         for index, (offset, free) in enumerate(self._free):
             if free >= size:
