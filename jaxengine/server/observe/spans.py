@@ -115,7 +115,7 @@ class TracedEngine(EngineWrapper):
         return self._spanned(self._engine.pool(prompt, pooling_params, request_id, options), request)
 
     async def _spanned(self, stream: AsyncIterator[Any], request: _RequestSpan) -> AsyncIterator[Any]:
-        """Yields the outputs; the span ends with them."""
+        """Yields the outputs; the span ends with them, with the error that ends them, or when this is closed."""
         try:
             async for output in stream:
                 request.add(output)
@@ -164,7 +164,8 @@ class _RequestSpan:
         self._error = error
 
     def end(self) -> None:
-        """Sends the span. A request that its caller left before the end counts as aborted."""
+        """Sends the span, from the request's arrival to now; to be called once. A request that its caller left before
+        the end counts as aborted."""
         attributes = {**self._attributes, "gen_ai.usage.completion_tokens": sum(self._num_tokens.values())}
         output = self._last
         if output is not None:
@@ -182,7 +183,8 @@ class _RequestSpan:
 
 
 def _latencies(output: RequestOutput) -> dict[str, float]:
-    """Returns latency attributes in seconds, without those of events that did not happen."""
+    """Returns latency attributes in seconds, without those of events that did not happen; {} for an output without
+    metrics."""
     metrics = output.metrics
     if metrics is None:
         return {}
@@ -220,7 +222,10 @@ def _tracer(endpoint: str) -> Tracer:
 
 
 def _exporter(endpoint: str) -> Any:
-    """Imports the class that exports spans to the endpoint; its package includes the SDK. Raises ConfigError."""
+    """Imports the class that exports spans to the endpoint; its package includes the SDK.
+
+    Raises ConfigError for an address that is not of http, https, grpc or grpcs, or if the package is missing.
+    """
     url = urlsplit(endpoint)
     if url.scheme not in _EXPORTERS or not url.netloc:
         raise ConfigError("otlp_traces_endpoint", endpoint, "an address that begins with http, https, grpc or grpcs://")
