@@ -94,7 +94,8 @@ def in_blocks(
     """Fold step(first row, i32[G] rows of each group in the block, carry) over blocks; returns the final carry.
 
     sizes: i32[G], rows of consecutive groups; together at most `most`. block: rows of a block; the last one may reach
-    beyond `most`. Blocks without rows are left out, unless one has room for `most` rows: that one is always run.
+    beyond `most`. carry: what the first step gets. Blocks without rows are left out, unless one has room for `most`
+    rows: that one is always run.
     """
     ends = jnp.cumsum(sizes)
 
@@ -110,8 +111,8 @@ def in_blocks(
 def add_rows(total: jax.Array, y: jax.Array, tokens: jax.Array, most_of_token: int) -> jax.Array:
     """Add rows y f32[B, D] of tokens i32[B] to total f32[T, D]; a token has at most `most_of_token` rows.
 
-    Rows of tokens >= T are dropped. One addition after the other, in the order of the rows: no token's sum depends on
-    another's, nor on where a block ends.
+    tokens: >= 0, in any order. Rows of tokens >= T are dropped, and so are a token's rows beyond that number. One
+    addition after the other, in the order of the rows: no token's sum depends on another's, nor on where a block ends.
     """
     (num_tokens, _), num_rows = total.shape, tokens.size
     order = jnp.argsort(tokens, stable=True)

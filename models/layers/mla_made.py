@@ -130,7 +130,8 @@ def made_rows(
 ) -> MadeRows | None:
     """Compute MadeRows of a step of T = num_tokens tokens; None where it can have none, or where it would not pay.
 
-    spec: that of attention over latents. batch: with `num_decode`; the last rows are the long ones. kv: the pool.
+    spec: that of attention over latents. batch: with `num_decode`; of its rows the long ones behind the last short one
+    are expanded. kv: the pool.
     """
     if not makes_rows(attention, kv, num_tokens):
         return None

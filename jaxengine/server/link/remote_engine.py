@@ -119,7 +119,11 @@ class RemoteEngine:
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Implements EngineClient.stream; without a timeout, the server's request_timeout applies."""
+        """Implements EngineClient.stream: the outputs of a request, which is sent when the iteration begins.
+
+        Without parameters the model's defaults, without an id a new one, without a timeout the server's request_timeout
+        apply. Only the iteration raises; one that is closed early aborts the request.
+        """
         return self._outputs(prompt, sampling_params, request_id, options)
 
     def pool(
@@ -129,7 +133,7 @@ class RemoteEngine:
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[PoolingRequestOutput[PoolingOutput]]:
-        """Implements EngineClient.pool; timeout as in `stream`."""
+        """Implements EngineClient.pool: the output of a pooling request; otherwise as `stream`."""
         return self._outputs(prompt, pooling_params or PoolingParams(), request_id, options)
 
     async def _outputs(

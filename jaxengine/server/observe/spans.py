@@ -92,7 +92,7 @@ class TracedEngine(EngineWrapper):
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Implements EngineClient.stream."""
+        """Implements EngineClient.stream. The span is sent when the iteration ends, none if it never begins."""
         params = self.inputs.default_sampling_params() if sampling_params is None else sampling_params
         options = options or RequestOptions()
         asked = {"n": params.n, "temperature": params.temperature, "top_p": params.top_p}
@@ -109,7 +109,7 @@ class TracedEngine(EngineWrapper):
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[PoolingRequestOutput[PoolingOutput]]:
-        """Implements EngineClient.pool."""
+        """Implements EngineClient.pool, with a span as `stream`."""
         options = options or RequestOptions()
         request = _RequestSpan(self._tracer, self._model, {}, options.arrival)
         return self._spanned(self._engine.pool(prompt, pooling_params, request_id, options), request)
@@ -134,8 +134,9 @@ class _RequestSpan:
     """Data of one request's span until it ends."""
 
     def __init__(self, tracer: Tracer, model: str, asked: Mapping[str, Any], arrival: float, delta: bool = False):
-        """asked: sampling parameters, for attributes. arrival: in seconds of time.monotonic. delta: whether an output
-        has only the new tokens.
+        """tracer: what the span is sent by. model: name, and asked: sampling parameters, both for attributes. arrival:
+        in seconds of time.monotonic. delta: whether an output has only the new tokens. The span's parent is that of the
+        context in which this is called.
         """
         self._tracer = tracer
         self._parent = context.get_current()
@@ -206,7 +207,8 @@ def _latencies(output: RequestOutput) -> dict[str, float]:
 
 
 def _tracer(endpoint: str) -> Tracer:
-    """Creates a tracer that sends spans to an OTLP endpoint in the background. Raises ConfigError."""
+    """Creates a tracer that sends spans to an OTLP endpoint in the background. Raises ConfigError as `_exporter`; does
+    not look whether anything answers there."""
     exporter = _exporter(endpoint)
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
