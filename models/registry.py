@@ -171,7 +171,7 @@ def family_of(architecture: str) -> tuple[str, str | None]:
     """Map an architecture to (class name in MODELS or ENCODERS with its layers, its pooling task: "classify", "embed"
     or None).
 
-    An unknown name is returned unchanged.
+    An unknown name is returned unchanged, with None.
     """
     for suffix, task in POOLING_SUFFIXES.items():
         stem = architecture.removesuffix(suffix)
@@ -217,7 +217,8 @@ def _unsupported(architecture: str, known: Iterable[str]) -> str:
 
 
 def read_hf(raw: Mapping[str, Any], pooler: Pooler | None = None) -> ModelConfig:
-    """Read the ModelConfig of a Hugging Face config.json. Raises ModelConfigError.
+    """Read the ModelConfig of a Hugging Face config.json. Raises ModelConfigError, also for an architecture that is not
+    registered.
 
     pooler: what a pooling model does with hidden states; None for a model that generates.
     """
@@ -257,7 +258,7 @@ def read_gguf(
     """Read the ModelConfig of GGUF metadata. Raises ModelConfigError.
 
     Two facts are tensors and not metadata in that format, so the caller passes them: whether the file lacks an output
-    head, and the content of the tensors that scale rope, if any.
+    head (tie_word_embeddings), and the content of the tensors that scale rope, if any. pooler: as in `read_hf`.
     """
     model = model_for_gguf(gguf_family(metadata))
     gguf = GGUFConfig(metadata, tie_word_embeddings, rope_factors)
@@ -277,15 +278,18 @@ def build_next_token(config: ModelConfig, build: Build) -> Any:
     """Build the module that follows a model's last layer and predicts further tokens
     (jaxengine.models.layers.next_token).
 
-    Abstract, as in `build_model`.
+    Abstract, with the errors of `build_model`. config: the model's own.
     """
     family: Any = model_for_hf(config.architecture)
     return build_abstract(next_token_class(family), with_next_layer(config), _as_stored(config, build))
 
 
 def read_eagle3(folder: Path, model: ModelConfig) -> Eagle3Config:
-    """Read the config of the EAGLE-3 head in a Hugging Face folder, for this model. Raises ModelFileError, as
-    `read_folder`."""
+    """Read the config of the EAGLE-3 head in a Hugging Face folder. Raises ModelFileError, as `read_folder`, also for
+    what is no such head.
+
+    model: the one whose hidden states it reads; whether they fit together is not checked here.
+    """
     raw = read_config_json(folder)
     try:
         fields = head_fields(with_one_rope(raw))
@@ -306,7 +310,10 @@ def _as_stored(config: ModelConfig, build: Build) -> Build:
 
 
 def tensor_sizes(config: ModelConfig, mesh_for: Callable[[int], MeshLayout], limit: int = 16) -> list[int]:
-    """List the tensor-parallel sizes up to `limit` for which `mesh_for(size)` splits the model evenly."""
+    """List the tensor-parallel sizes from 1 to `limit` for which `mesh_for(size)` splits the model evenly, ascending.
+
+    Raises ModelConfigError for an unknown architecture, and what `mesh_for` raises.
+    """
     model_class = model_for_hf(config.architecture)
     sizes = []
     for size in range(1, limit + 1):

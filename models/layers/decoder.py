@@ -110,8 +110,9 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, KVPages | Cache]:
         """Hidden states [T, D] after the final norm, and the pool holding the KV of this step's tokens.
 
-        The pool is flat (jaxengine.models.cache); with it come the states of layers that keep some. A stage that is not
-        the first takes the hidden states of the one before, and one that is not the last gives them without the norm.
+        The pool is flat (jaxengine.models.cache); with it come the states of layers that keep some: a Cache goes in and
+        comes out. hidden: those [T, D] of the stage before, None in the first stage, which embeds the batch. A stage
+        that is not the last gives them without the norm. A batch with one page table has all layers in one group.
         """
         groups = self.cache_groups(*_page_of(kv), hybrid=len(batch.ragged) > 1)
         step = DecoderStep(self.config, self.build, groups, batch, kv)
@@ -130,7 +131,8 @@ class Decoder(nnx.Module):
             return own_logits(self.token_logits(hidden), self.config.vocab_size)
 
     def pool(self, pooled: jax.Array) -> jax.Array:
-        """Result of a pooling model for prompts' pooled states f32[R, D]: the states, or scores of labels f32[R, N]."""
+        """Result of a pooling model for prompts' pooled states f32[R, D]: the states as they are, or the scores of its
+        classifier's N labels, f32[R, N]."""
         assert self.config.pooler is not None
         classifier = self.config.pooler.classifier
         if classifier is None:
@@ -142,7 +144,8 @@ class Decoder(nnx.Module):
     def cache_groups(self, page_size: int, kv_dtype: Any, *, hybrid: bool = True) -> tuple[Paged | State, ...]:
         """The cache groups of the whole model with the layers that are here, `page_size` tokens a page.
 
-        hybrid: as jaxengine.models.cache.group_layers.
+        Those with pages come first; a group may have no layer here. Shapes are of one device. kv_dtype: of what pages
+        hold. hybrid: as jaxengine.models.cache.group_layers.
         """
         attention = self.config.attention[0]  # all have the same heads, see ModelConfig
         spec = KVSpec(

@@ -63,7 +63,8 @@ class EncoderNames(NamedTuple):
 def encoder_fields(fields: ConfigFields, encoder: EncoderConfig, **names: Any) -> dict[str, Any]:
     """Read the fields that encoders share: keyword arguments of ModelConfig, without the architecture.
 
-    names: as in hf_fields, `activation` and `eps`. Raises ModelConfigError.
+    vocab_size counts each token once for each of the encoder's token types, and max_position_embeddings leaves out the
+    positions before its first. names: `activation` and `eps` as in hf_fields. Raises ModelConfigError.
     """
     ropes = [None] * fields.integer("num_hidden_layers")
     shared = hf_fields(fields, ropes=ropes, tied=True, causal=False, bias=True, output_bias=True, **names)
