@@ -58,6 +58,7 @@ from jaxengine.models.families.minimax_m2 import MiniMaxM2ForCausalLM
 from jaxengine.models.families.ministral3 import Ministral3ForCausalLM, Mistral3ForConditionalGeneration
 from jaxengine.models.families.mistral import MistralForCausalLM
 from jaxengine.models.families.mixtral import MixtralForCausalLM
+from jaxengine.models.families.modernbert import ModernBertModel
 from jaxengine.models.families.nemotron import NemotronForCausalLM
 from jaxengine.models.families.olmo2 import Olmo2ForCausalLM
 from jaxengine.models.families.olmo3 import Olmo3ForCausalLM
@@ -159,6 +160,7 @@ ENCODERS: dict[str, type[Encoder]] = {
     "RobertaModel": RobertaModel,
     "XLMRobertaModel": XLMRobertaModel,
     "DistilBertModel": DistilBertModel,
+    "ModernBertModel": ModernBertModel,
 }
 
 
@@ -181,10 +183,10 @@ def family_of(architecture: str) -> tuple[str, str | None]:
     return architecture, None
 
 
-def usual_pooling(architecture: str) -> str:
-    """What pools where the checkpoint does not say: an encoder's own choice, else LAST."""
+def usual_pooling(architecture: str, fields: ConfigFields) -> str:
+    """What pools where the checkpoint does not say: an encoder's own choice, else LAST. Raises ModelConfigError."""
     encoder = ENCODERS.get(family_of(architecture)[0])
-    return LAST if encoder is None else encoder.pooling_type
+    return LAST if encoder is None else encoder.usual_pooling(fields)
 
 
 def model_for_hf(architecture: str) -> type[CausalLM]:

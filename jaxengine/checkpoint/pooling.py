@@ -54,7 +54,7 @@ def read_pooling(folder: Path, raw: Mapping[str, Any], config: EngineConfig, tok
     if not _pools(config, architecture, own_task, sentence is not None):
         return None
     task = _task(config, architecture, own_task, fields.has("classifier_from_token"))
-    chosen, usual = config.pooler_config or PoolerConfig(), usual_pooling(architecture)
+    chosen, usual = config.pooler_config or PoolerConfig(), usual_pooling(architecture, fields)
     if task == CLASSIFY:
         pooler = Pooler(chosen.pooling_type or usual, _read_classifier(fields, token_id))
         assert pooler.classifier is not None

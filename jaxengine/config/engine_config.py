@@ -305,6 +305,9 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, TrainingOptions):
         chunks = self.enable_chunked_prefill and model.is_causal, self.long_prefill_token_threshold
         asked, usual = self.max_num_batched_tokens, platform.max_num_batched_tokens
         tokens = step_tokens(asked, usual, max_num_seqs, max_model_len, *chunks)
+        if platform.name == "tpu" and any(layer.window and not layer.causal for layer in model.attending):
+            problem = f"{model.architecture} attends to windows on both sides of a token, which the TPU kernel does not"
+            raise ConfigError.because("model", problem, "serve it on a CPU or a GPU")
         check_stages(self.pipeline_parallel_size, self.pipeline_layers, model.num_layers)
         if self.enable_expert_parallel and model.experts is None:
             raise ConfigError("enable_expert_parallel", True, f"False: {model.architecture} has no experts")

@@ -49,7 +49,8 @@ class LabelScores(nnx.Module):
 class DenseLabelScores(nnx.Module):
     """Module that scores labels as encoders do: labels(activation(dense(pooled))), [R, D] -> f32[R, num_labels].
 
-    sources: checkpoint modules of both projections, which have biases.
+    sources: checkpoint modules of both projections. dense_bias: whether the first one has a bias; the second one has.
+    norm: makes a norm of what is activated, for a Build; None for none.
     """
 
     def __init__(
@@ -60,15 +61,18 @@ class DenseLabelScores(nnx.Module):
         *,
         activation: Callable[[jax.Array], jax.Array],
         build: Build,
+        dense_bias: bool = True,
+        norm: Callable[[Build], nnx.Module] | None = None,
     ):
         # In float32 whatever the model's dtype, as LabelScores.
         build = replace(build, dtype=jnp.float32)
         dense, labels = sources
-        self.dense = Linear(size, (Source(dense, size),), axes=("embed", "labels"), bias=True, build=build)
+        self.dense = Linear(size, (Source(dense, size),), axes=("embed", "labels"), bias=dense_bias, build=build)
         rows = Source(labels, classifier.num_labels)
         self.labels = Linear(size, (rows,), axes=("embed", "labels"), bias=True, build=build)
-        self.activation = activation
+        self.activation, self.norm = activation, None if norm is None else norm(build)
 
     def __call__(self, hidden: jax.Array, table: Embedding | None) -> jax.Array:
         inner = self.activation(self.dense(hidden, out_dtype=jnp.float32))
+        inner = inner if self.norm is None else self.norm(inner)
         return self.labels(inner, out_dtype=jnp.float32)
