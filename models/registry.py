@@ -169,12 +169,18 @@ QUANTIZATION = "quantization_config"
 POOLING_SUFFIXES = {"ForSequenceClassification": "classify", "Model": "embed", "ForMaskedLM": "embed"}
 
 
+# Classes of pooling models whose names are not those of their families with a suffix.
+_POOLING = {"Gemma3TextModel": ("Gemma3ForCausalLM", "embed")}
+
+
 def family_of(architecture: str) -> tuple[str, str | None]:
     """Map an architecture to (class name in MODELS or ENCODERS with its layers, its pooling task: "classify", "embed"
     or None).
 
     An unknown name is returned unchanged, with None.
     """
+    if architecture in _POOLING:
+        return _POOLING[architecture]
     for suffix, task in POOLING_SUFFIXES.items():
         stem = architecture.removesuffix(suffix)
         if architecture.endswith(suffix) and architecture not in MODELS:
@@ -235,7 +241,10 @@ def read_hf(raw: Mapping[str, Any], pooler: Pooler | None = None) -> ModelConfig
     names = model.checkpoint_names
     quantization = read_quantization(stored, names.prefixes, names.suffixes, names.stacked_experts is not None)
     shape = model.read_hf(fields)
-    return ModelConfig(architecture=model.__name__, pooler=pooler, quantization=quantization, **shape)
+    config = ModelConfig(architecture=model.__name__, pooler=pooler, quantization=quantization, **shape)
+    if pooler is None and not config.is_causal:
+        raise fields.fail("use_bidirectional_attention", "false or absent for a model that generates")
+    return config
 
 
 def read_folder(folder: Path, raw: Mapping[str, Any] | None = None, pooler: Pooler | None = None) -> ModelConfig:

@@ -6,7 +6,7 @@ few tokens is scored by their rows of the head alone, without logits of the othe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import jax
@@ -15,9 +15,10 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.config.pooler import Classifier
+from jaxengine.models.config.pooler import DENSE, Classifier, Dense
 from jaxengine.models.layers.embedding import Embedding
 from jaxengine.models.layers.linear import Linear
+from jaxengine.models.layers.mlp import gelu
 from jaxengine.models.params.declare import Source
 
 SCORE, HEAD = "score", "lm_head"
@@ -44,6 +45,42 @@ class LabelScores(nnx.Module):
         if self.classifier.difference:
             rows = rows[1:] - rows[:1]
         return jnp.dot(hidden.astype(jnp.float32), rows.T, precision=jax.lax.Precision.HIGHEST)
+
+
+_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "Identity": lambda x: x,
+    "Tanh": jnp.tanh,
+    "ReLU": jax.nn.relu,
+    "GELU": gelu,
+    "Sigmoid": jax.nn.sigmoid,
+    "SiLU": jax.nn.silu,
+}
+
+
+class DenseModules(nnx.Module):
+    """The Dense modules of sentence-transformers, one after the other: f32[R, D] -> f32[R, N], in float32.
+
+    Their weights are tensors of the checkpoint modules dense.0.linear, dense.1.linear and so on.
+    """
+
+    def __init__(self, dense: Sequence[Dense], build: Build):
+        build = replace(build, dtype=jnp.float32)
+        self.activations = tuple(each.activation for each in dense)
+        self.products = nnx.List(
+            Linear(
+                each.in_features,
+                (Source(f"{DENSE}.{index}.linear", each.out_features),),
+                axes=("embed", "labels"),
+                bias=each.bias,
+                build=build,
+            )
+            for index, each in enumerate(dense)
+        )
+
+    def __call__(self, pooled: jax.Array) -> jax.Array:
+        for product, activation in zip(self.products, self.activations, strict=True):
+            pooled = _ACTIVATIONS[activation](product(pooled, out_dtype=jnp.float32))
+        return pooled
 
 
 class DenseLabelScores(nnx.Module):

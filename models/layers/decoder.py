@@ -23,7 +23,7 @@ from jaxengine.models.config.pooler import Classifier
 from jaxengine.models.config.state import LayerState
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention import num_kv_heads
-from jaxengine.models.layers.classify import LabelScores
+from jaxengine.models.layers.classify import DenseModules, LabelScores
 from jaxengine.models.layers.decoder_step import DecoderStep
 from jaxengine.models.layers.embedding import Embedding, own_logits, vocab_source
 from jaxengine.models.layers.linear import Linear
@@ -62,6 +62,8 @@ class Decoder(nnx.Module):
             self.norm = self.make_norm(build)
         if stage.is_last and classifier is not None:
             self.labels = self.make_labels(classifier, build)
+        if stage.is_last and pooler is not None and pooler.dense:
+            self.dense = DenseModules(pooler.dense, build)
         if stage.is_last and pooler is None and not tied:
             head = vocab_source("lm_head", config.vocab_size, self.mesh)
             self.lm_head = Linear(size, (head,), axes=("embed", "vocab"), build=build)
@@ -136,7 +138,7 @@ class Decoder(nnx.Module):
         assert self.config.pooler is not None
         classifier = self.config.pooler.classifier
         if classifier is None:
-            return pooled
+            return self.dense(pooled) if self.config.pooler.dense else pooled
         with jax.named_scope("labels"):
             is_tied = classifier.token_ids and self.config.tie_word_embeddings
             return self.labels(pooled, self.embed if is_tied else None)

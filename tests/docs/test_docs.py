@@ -65,7 +65,13 @@ OF_VLLM = {
     "token_classify",
 }
 # Fields of config.json and their values.
-OF_CONFIGS = {"classifier_pooling", *POOLING_FIELDS, "is_causal", "multi_label_classification"}
+OF_CONFIGS = {
+    "classifier_pooling",
+    "use_bidirectional_attention",
+    *POOLING_FIELDS,
+    "is_causal",
+    "multi_label_classification",
+}
 
 
 def text_of(name: str) -> str:

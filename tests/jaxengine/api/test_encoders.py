@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -112,6 +114,27 @@ def test_every_name_of_a_tensor_is_known(encoder_folder, name):
     assert source.pooling is not None and not source.config.is_causal
     check_source(build_model(source.config, Build("float32")), source.weights)
     source.close()
+
+
+def test_dense_modules_that_cannot_be_are_refused(encoder_folder, tmp_path):
+    def refused(said, path, **changes):
+        folder = tmp_path / f"case {len(list(tmp_path.iterdir()))}"
+        shutil.copytree(encoder_folder("embedding_gemma"), folder)
+        content = json.loads((folder / path).read_text())
+        content = content[::-1] if path == "modules.json" else content | changes
+        (folder / path).write_text(json.dumps(content))
+        with pytest.raises(ModelFileError, match=said):
+            source = open_model(EngineConfig(model=str(folder)))
+            check_source(build_model(source.config, Build("float32")), source.weights)
+
+    dense = "2_Dense/config.json"
+    refused("activation_function must be torch.nn.modules' Identity", dense, activation_function="torch.nn.modules.x.Y")
+    refused("activation_function must be", dense, activation_function="my.modules.activation.Tanh")
+    refused("use_residual must be false", dense, use_residual=True)
+    refused("module_input_name must be", dense, module_input_name="token_embeddings")
+    refused("in_features must be an integer", dense, in_features=0)
+    refused("at dense.0.linear.weight", dense, in_features=24)
+    refused("'Normalize'|'Dense' is not supported here", "modules.json")
 
 
 def test_windows_on_both_sides_are_refused_on_tpus(encoder_folder):
