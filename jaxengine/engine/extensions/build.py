@@ -61,6 +61,7 @@ class Extensions:
             "structured": has_drafts and tokenizer is not None,  # it tells which tokens must come
             "pictures": "pictures" in runner.extensions,
             "logits_processors": "logits_processors" in runner.extensions,
+            "recording": "recording" in runner.extensions,
         }
         for name in (name for name, is_started in started.items() if is_started):
             self.require(name)
@@ -215,6 +216,12 @@ class Extensions:
         return Structured(masks, drafts)
 
 
+def _recording(_: Extensions) -> LoopExtension:
+    from jaxengine.engine.extensions.recording import Recording
+
+    return Recording()
+
+
 def _weights(_: Extensions) -> LoopExtension:
     from jaxengine.engine.extensions.weights import Weights
 
@@ -228,6 +235,7 @@ _MAKERS: dict[str, Callable[[Extensions], LoopExtension]] = {
     "logits_processors": Extensions._logits_processors,
     "pictures": Extensions._pictures,
     "pooling": Extensions._pooling,
+    "recording": _recording,
     "scores": Extensions._scores,
     "structured": Extensions._structured,
     "weights": _weights,
