@@ -276,6 +276,10 @@ ROOMS = {
         "jaxengine.runner.extensions.pictures jaxengine.runner.extensions.drafts jaxengine.runner.extensions:build "
         "jaxengine.runner jaxengine.bench"
     ),
+    "jaxengine.replay": (
+        "jaxengine.models jaxengine.scheduler jaxengine:base jaxengine.config jaxengine.checkpoint jaxengine.records "
+        "jaxengine.runner:base jaxengine.runner.programs jaxengine.runner"
+    ),
     "jaxengine.server.grpc": (
         "jaxengine.scheduler jaxengine:base jaxengine.config jaxengine.media jaxengine.requests jaxengine.api "
         "jaxengine.server jaxengine.server.observe"
@@ -323,7 +327,7 @@ ROOMS = {
         "jaxengine.models.weights.adapters jaxengine.models.weights jaxengine.scheduler jaxengine:base "
         "jaxengine.config jaxengine.media jaxengine.checkpoint jaxengine.runner.extensions:build jaxengine.runner "
         "jaxengine.cluster jaxengine.requests jaxengine.api jaxengine.bench jaxengine.server.observe jaxengine.check "
-        "jaxengine.server:entries"
+        "jaxengine.replay jaxengine.server:entries"
     ),
     "jaxengine:main": "jaxengine.commands",
 }

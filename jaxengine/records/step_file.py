@@ -64,8 +64,8 @@ class RecordedStep(NamedTuple):
         for name, array in self.arrays.items():
             told, wanted = digest_of(name, array), self.digests.get(name)
             if told != wanted:
-                both = isinstance(wanted, list) and isinstance(told, list) and len(told) == len(wanted)
-                found.append((name, [at for at, own in enumerate(told) if own != wanted[at]] if both else []))
+                entries = zip(told, wanted, strict=False) if isinstance(wanted, list) else ()
+                found.append((name, [at for at, (own, other) in enumerate(entries) if own != other]))
         return found
 
 
