@@ -41,6 +41,7 @@ TIER_OF = {
     "tests/jaxengine/grammars/test_client_schemas.py": "unit",
     "tests/jaxengine/replay/": "engine",
     "tests/jaxengine/rl/": "kernels",
+    "tests/jaxengine/rl/test_maxtext.py": "unit",
     "tests/jaxengine/runner/": "engine",
     "tests/jaxengine/sampling/": "kernels",
     "tests/jaxengine/server/": "server",

@@ -15,37 +15,17 @@ if TYPE_CHECKING:
     from jaxengine.models.config.model_config import ModelConfig
 
 DETAILS = ("tokens", "layers")
-# Options that decide what a step computes. None of them names a secret, or code to run.
-REPLAYED = (
-    "model",
-    "revision",
-    "load_format",
-    "dtype",
-    "quantization",
-    "kv_cache_dtype",
-    "seed",
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "block_size",
-    "num_state_snapshots",
-    "disable_hybrid_kv_cache_manager",
-    "tensor_parallel_size",
-    "replicate_kv_heads",
-    "data_parallel_size",
-    "enable_expert_parallel",
-    "all2all_backend",
-    "compilation_config",
-    "max_logprobs",
-    "logprobs_mode",
-    "hf_overrides",
-    "runner",
-    "convert",
-    "limit_mm_per_prompt",
-    "language_model_only",
-    "capture_layers",
-    "record_steps_detail",
-)
+# Options that a record has not: secrets, code to run, folders of a machine, and what does not decide what a step
+# computes.
+_LEFT_OUT = """
+    tokenizer tokenizer_revision skip_tokenizer_init download_dir hf_token plugins logits_processors chat_template
+    generation_config override_generation_config compile_cache_dir kv_cache_scales gpu_memory_utilization
+    kv_cache_memory_bytes num_gpu_blocks_override enable_prefix_caching enable_chunked_prefill
+    long_prefill_token_threshold scheduling_policy async_scheduling enforce_eager pipeline_parallel_size pipeline_layers
+    nnodes master_addr master_port cluster_key_file cluster_timeout structured_outputs_config pooler_config
+    speculative_config stream_interval profiler_config disable_log_stats record_steps record_steps_limit
+    record_steps_bytes
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,5 +92,7 @@ def settle_recording(options: Mapping[str, Any], model: ModelConfig) -> None:
 
 def replayed_options(config: Any) -> dict[str, Any]:
     """The options of a resolved config that decide what its steps compute, as plain JSON values."""
-    found = {name: getattr(config, name) for name in REPLAYED}
+    left_out = _LEFT_OUT.split()
+    names = (field.name for field in dataclasses.fields(config) if field.name not in left_out)
+    found = {name: getattr(config, name) for name in names}
     return {name: dataclasses.asdict(each) if dataclasses.is_dataclass(each) else each for name, each in found.items()}

@@ -94,7 +94,7 @@ class _Run:
         shapes, arrays = self._programs.state_shapes, self._arrays
         assert shapes.tokens is not None and shapes.sampling is not None
         sections = {
-            name: self._states() if name == _STATES else self._section(name, own)
+            name: self._states() if name == _STATES else self._section(f"state/sections/{name}", own)
             for name, own in shapes.slots.sections.items()
         }
         slots = shapes.slots._replace(
@@ -102,9 +102,11 @@ class _Run:
             num_computed=_put(arrays["state/num_computed"], shapes.slots.num_computed),
             sections=sections,
         )
+        token_sections = shapes.tokens.sections.items()
         tokens = shapes.tokens._replace(
             last_token=_put(arrays["state/last_token"], shapes.tokens.last_token),
             token_counts=self._long("token_counts", shapes.tokens.token_counts, 0),
+            sections={name: self._section(f"sampling/sections/{name}", own) for name, own in token_sections},
         )
         params = shapes.sampling.params
         columns = {name: _put(arrays[f"sampling/params/{name}"], column) for name, column in params._asdict().items()}
@@ -118,7 +120,7 @@ class _Run:
 
     def _section(self, name: str, shapes: Any) -> Any:
         leaves, tree = jax.tree.flatten(shapes)
-        own = [_put(self._arrays[f"state/sections/{name}/{at}"], leaf) for at, leaf in enumerate(leaves)]
+        own = [_put(self._arrays[f"{name}/{at}"], leaf) for at, leaf in enumerate(leaves)]
         return jax.tree.unflatten(tree, own)
 
     def _page_table(self) -> np.ndarray:

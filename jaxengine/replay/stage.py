@@ -38,7 +38,7 @@ def open_stage(
     options |= {"record_steps": "replay" if layers else None, "record_steps_detail": "layers" if layers else "tokens"}
     if model is not None:
         options |= {"model": model, "revision": None}
-        if options["load_format"] == "dummy":
+        if options.get("load_format") == "dummy":
             options["load_format"] = "auto"
     # Interpreted kernels call Python, which no file can hold.
     options["compile_cache_dir"] = "" if backend.name == INTERPRET else compile_cache_dir

@@ -251,13 +251,20 @@ class StepRecorder(HostExtension):
 def _short(state: Any) -> dict[str, dict[str, Any]]:
     """Arrays of DeviceState that are copied whole: before a forward pass, and before a sampler."""
     slots, sampling = state.slots, state.sampling
-    sections = {name: own for name, own in slots.sections.items() if name != STATES}
     found = {"page_table": slots.page_table, "num_computed": slots.num_computed, "last_token": state.tokens.last_token}
-    found |= {
+    found |= _leaves({name: own for name, own in slots.sections.items() if name != STATES})
+    params = {f"params/{name}": column for name, column in sampling.params._asdict().items()}
+    return {
+        "state": found,
+        "sampling": {**params, "logprob_ids": sampling.logprob_ids, **_leaves(state.tokens.sections)},
+    }
+
+
+def _leaves(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Arrays of sections."""
+    return {
         f"sections/{name}/{at}": leaf for name, own in sections.items() for at, leaf in enumerate(jax.tree.leaves(own))
     }
-    params = {f"params/{name}": column for name, column in sampling.params._asdict().items()}
-    return {"state": found, "sampling": {**params, "logprob_ids": sampling.logprob_ids}}
 
 
 def _long(state: Any) -> list[Any]:
