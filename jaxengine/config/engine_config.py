@@ -34,6 +34,7 @@ from jaxengine.config.plugins import read_plugins
 from jaxengine.config.pooler_config import POOLING_TASKS, PoolerConfig, read_hf_overrides
 from jaxengine.config.prefix_caching import settle_snapshots
 from jaxengine.config.profiler_config import ProfilerConfig
+from jaxengine.config.recording import RecordOptions, check_recording, settle_recording
 from jaxengine.config.speculation import SpeculativeConfig, check_speculation
 from jaxengine.config.step_tokens import step_tokens
 from jaxengine.config.structured_outputs_config import StructuredOutputsConfig
@@ -52,7 +53,12 @@ logger = logging.getLogger(__name__)
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "orbax", "dummy")
 DTYPES = ("auto", "float32", "bfloat16")
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
-SIZES = ("max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes")  # options that also take "4k" or "4G"
+SIZES = (
+    "max_model_len",
+    "max_num_batched_tokens",
+    "kv_cache_memory_bytes",
+    "record_steps_bytes",
+)  # options that also take "4k" or "4G"
 # Readers of options with structure.
 _READERS = {
     "compilation_config": CompilationConfig.read,
@@ -70,8 +76,9 @@ _READERS = {
 
 
 @dataclass(frozen=True)
-class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, TrainingOptions):
-    """Engine options, in addition to those of EncoderOptions, LoraOptions, MediaOptions and TrainingOptions.
+class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, RecordOptions, TrainingOptions):
+    """Engine options, in addition to those of EncoderOptions, LoraOptions, MediaOptions, RecordOptions and
+    TrainingOptions.
 
     Attributes:
       model: a GGUF file, a Hugging Face folder, or a hub id to download; a GGUF file on the hub is org/name/FILE.gguf
@@ -264,6 +271,7 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, TrainingOptions):
         check_scales(self.kv_cache_dtype, self.kv_cache_scales)
         check_lora(self, self.nnodes)
         check_encoder(self)
+        check_recording(self)
         if (share := self.gpu_memory_utilization) is not None and not 0 < share <= 1:
             raise ConfigError("gpu_memory_utilization", share, "more than 0, at most 1")
         if self.all2all_backend != GATHER and not self.enable_expert_parallel:
@@ -337,6 +345,7 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, TrainingOptions):
             runner="generate" if model.pooler is None else "pooling",
         )
         chosen.update(settle_encoder(chosen, model, platform, pictures))
+        settle_recording(chosen, model)
         check_speculation(chosen, model)
         check_training(chosen, model)
         # What a class without a file of its own does is not known to the next process.

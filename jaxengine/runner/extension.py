@@ -334,6 +334,9 @@ class StageExtension:
         """
         return None
 
+    def before_epilogue(self, name: str, state: Any, forwarded: Any) -> None:
+        """Dispatches what comes between the newest forward pass and an epilogue. state: DeviceState before that."""
+
     def after_sample(self, params: Sequence[Any], state: Any, forwarded: Any) -> None:
         """Dispatches what is done when the tokens of the newest forward pass have been chosen."""
 

@@ -61,6 +61,7 @@ class Extensions:
             "structured": has_drafts and tokenizer is not None,  # it tells which tokens must come
             "pictures": "pictures" in runner.extensions,
             "logits_processors": "logits_processors" in runner.extensions,
+            "recording": "recording" in runner.extensions,
             "trace": "trace" in runner.extensions,
         }
         for name in (name for name, is_started in started.items() if is_started):
@@ -227,6 +228,12 @@ def _logits_processors(_: Extensions) -> LoopExtension:
     return LogitsProcessors()
 
 
+def _recording(_: Extensions) -> LoopExtension:
+    from jaxengine.engine.extensions.recording import Recording
+
+    return Recording()
+
+
 def _weights(_: Extensions) -> LoopExtension:
     from jaxengine.engine.extensions.weights import Weights
 
@@ -240,6 +247,7 @@ _MAKERS: dict[str, Callable[[Extensions], LoopExtension]] = {
     "logits_processors": _logits_processors,
     "pictures": Extensions._pictures,
     "pooling": Extensions._pooling,
+    "recording": _recording,
     "scores": Extensions._scores,
     "structured": Extensions._structured,
     "trace": Extensions._trace,
