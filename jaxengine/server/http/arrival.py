@@ -26,8 +26,8 @@ _MOST_DROPPED, _MOST_DRAINS = 2, 64
 class LimitsMiddleware:
     """Refuses headers and bodies that are too large, and bodies that arrive too slowly or too many at once.
 
-    A body is measured while it arrives. It counts towards the total from its first byte until its response begins. One of
-    STREAMED need only arrive in time.
+    A body is measured while it arrives. It counts towards the total from its first byte until its response begins.
+    One of STREAMED need only arrive in time.
     """
 
     def __init__(self, app: ASGIApp, max_header_bytes: int, max_request_bytes: int, read_timeout: float):

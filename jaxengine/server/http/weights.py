@@ -85,6 +85,13 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     async def is_sleeping() -> dict[str, bool]:
         return {"is_sleeping": bool((await weights.state(engine))["asleep"])}
 
+    _add_update(routes, engine, config)
+    return routes
+
+
+def _add_update(routes: APIRouter, engine: EngineClient, config: ServerConfig) -> None:
+    """Adds the routes that concern weights."""
+
     @routes.post("/update_weights")
     async def update_weights(body: UpdateWeights) -> dict[str, Any]:
         """Replaces the engine's weights between two steps: all of them or, with an error that lists what does not fit,
@@ -110,5 +117,3 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     async def weight_info(checksum: bool = False) -> dict[str, Any]:
         """The version of the weights; with `checksum` also SHA-256 of each weight as the devices hold it."""
         return await weights.info(engine, checksum=checksum)
-
-    return routes
