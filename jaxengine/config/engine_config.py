@@ -18,6 +18,7 @@ from jaxengine.config.compilation_config import CompilationConfig
 from jaxengine.config.encoder import EncoderOptions, check_encoder, settle_encoder
 from jaxengine.config.errors import ConfigError
 from jaxengine.config.extensions import extension_options
+from jaxengine.config.idle_sleep import check_idle_sleep
 from jaxengine.config.kv_cache import KV_CACHE_DTYPES, check_scales, kv_dtype
 from jaxengine.config.logits_processors import (
     processor_classes,
@@ -165,6 +166,8 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, RecordOptions, Tra
       plugins: modules or .py files that register model families of your own, in every process of the engine; see
         docs/models.md. A plugin is code: name only what you would run.
       stream_interval: tokens of a stream's output that are sent together; the first and the last are sent at once.
+      sleep_idle_seconds: seconds without a request after which the engine sleeps at level 1, which gives up device
+        memory; the next request wakes it. None: never. Not for `LLM`; see docs/reinforcement_learning.md.
       profiler_config: enables /start_profile and /stop_profile (`start_profile` and `stop_profile` in Python), which
         write profiles of jax.profiler into a folder: a dict of profiler_dir. Of several hosts, the first is profiled.
       disable_log_stats: no periodic log line, no progress bars at start-up.
@@ -227,6 +230,7 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, RecordOptions, Tra
     capture_layers: tuple[int, ...] | None = None
     plugins: tuple[str, ...] = ()
     stream_interval: int = 1
+    sleep_idle_seconds: float | None = None
     profiler_config: ProfilerConfig | None = None
     disable_log_stats: bool = False
 
@@ -272,6 +276,7 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, RecordOptions, Tra
         check_lora(self, self.nnodes)
         check_encoder(self)
         check_recording(self)
+        check_idle_sleep(self.sleep_idle_seconds, self.nnodes)
         if (share := self.gpu_memory_utilization) is not None and not 0 < share <= 1:
             raise ConfigError("gpu_memory_utilization", share, "more than 0, at most 1")
         if self.all2all_backend != GATHER and not self.enable_expert_parallel:

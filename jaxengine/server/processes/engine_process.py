@@ -144,7 +144,7 @@ class EngineServer:
             for client in self._clients.values():
                 client.last_state = None  # each gets the load again, which shows it that the engine is running
         if not self.core.has_unfinished:
-            self._poller.poll(math.ceil(min(self._alive_seconds, self.core.idle_seconds) * 1e3))
+            self._poller.poll(math.ceil(min(self._alive_seconds, self.core.rest()) * 1e3))
         while not self._orders.empty():
             os.read(self._awake, 1)
             order = self._orders.get()
