@@ -34,9 +34,7 @@ class TraceExtension(DeviceExtension):
     def changes(self) -> Mapping[str, StateChange]:
         return long_rows(TRACE_ROWS, _set_traces, self.shape.config.max_model_len, np.int32, EVERYWHERE)
 
-    def replace(
-        self, tokens: TokenState, token_ids: jax.Array, slots: jax.Array, positions: jax.Array
-    ) -> jax.Array:
+    def replace(self, tokens: TokenState, token_ids: jax.Array, slots: jax.Array, positions: jax.Array) -> jax.Array:
         """The tokens i32[S] of rows with those of their traces in the place of drawn ones."""
         own = tokens.sections[NAME].at[slots, positions].get(mode="fill", fill_value=0)
         return jnp.where(own > 0, own - 1, token_ids)
