@@ -5,13 +5,13 @@ Needs no numpy to import.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
-from jaxengine.models.config.taps import FORM, STEERED, TapError, check_form, split_names
-from jaxengine.models.config.taps import HIDDEN_STATES as HIDDEN_STATES
+from jaxengine.models.config.taps import FORM, HIDDEN_STATES, STEERED, TapError, check_form, split_names
 from jaxengine.scheduler.errors import RequestError, show_value
+from jaxengine.scheduler.token_params import CAPTURE
 
 MAX_STEER = 1024
 _KEYS = ("at", "vector", "scale")
@@ -46,6 +46,12 @@ def read_captured(name: str, value: Any) -> tuple[str, ...] | None:
         problem = f"{name} must be None or a list of names such as {FORM}, got {show_value(value)}"
         raise RequestError(problem, param=name, value=value) from None
     return tuple(dict.fromkeys(names))
+
+
+def captured_fields(hidden_states: bool, names: Sequence[str] | None) -> dict[str, Any]:
+    """Fields of TokenParams for a request that gets hidden states, and what these names of taps stand for."""
+    captured = (*((HIDDEN_STATES,) if hidden_states else ()), *(names or ()))
+    return {"capture": captured, "reads_prompt": True, "capabilities": CAPTURE} if captured else {}
 
 
 def read_steer(name: str, value: Any) -> tuple[Steer, ...] | None:

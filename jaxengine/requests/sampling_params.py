@@ -18,12 +18,12 @@ from enum import Enum
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
-from jaxengine.requests.activations import HIDDEN_STATES, Steer, read_captured, read_steer
+from jaxengine.requests.activations import Steer, captured_fields, read_captured, read_steer
 from jaxengine.requests.stop_after import StopAfter, stop_after
 from jaxengine.requests.structured.params import StructuredOutputsParams, structured_outputs
 from jaxengine.requests.thinking import ThinkingWords, limited, thinking_words
 from jaxengine.scheduler.errors import RequestError, show_value
-from jaxengine.scheduler.token_params import CAPTURE, MAX_LOGPROB_TOKEN_IDS, MAX_LOGPROBS, TokenParams
+from jaxengine.scheduler.token_params import MAX_LOGPROB_TOKEN_IDS, MAX_LOGPROBS, TokenParams
 
 if TYPE_CHECKING:
     from jaxengine.scheduler.logits_processor import LogitsProcessor
@@ -51,7 +51,7 @@ _INT64_MAX = 2**63 - 1
 # Fields that are passed to a step unchanged.
 _TOKEN_FIELDS = (
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("min_tokens", "prompt_logprobs"),
+    *("min_tokens", "prompt_logprobs", "return_sampling_mass"),
 )
 
 # Fields that hold token ids.
@@ -213,6 +213,7 @@ _RULES: dict[str, Rule] = {
     "logprobs": _optional(_num_logprobs),
     "prompt_logprobs": _optional(_num_logprobs),
     "logprob_token_ids": _optional(_logprob_token_ids),
+    "return_sampling_mass": _flag,
     "trace_decode_token_ids": _optional(_trace),
     "detokenize": _flag,
     "skip_special_tokens": _flag,
@@ -265,6 +266,8 @@ class SamplingParams:
       prompt_logprobs: the same for the tokens of the prompt.
       logprob_token_ids: tokens whose log-probabilities are returned at each position of the output, in addition to
         those of `logprobs`, or of logprobs=0 where that is None.
+      return_sampling_mass: return for each token its raw and its processed log-probability, and the log of the
+        probability that top_k, top_p and min_p kept; with logprobs=0 where that is None. Needs enable_sampling_mass.
       trace_decode_token_ids: the tokens that are decoded one after the other, whatever would be sampled; the output
         ends with them, and end-of-sequence tokens among them do not end it. Needs enable_trace_replay.
       detokenize: convert tokens to text.
@@ -281,8 +284,7 @@ class SamplingParams:
       thinking_words: the words around reasoning: a dict with reasoning_end, for models that may omit reasoning
         reasoning_begin, and closing, the text that is written when the budget is used up.
       extra_args: parameters of the engine's logits_processors, by name.
-      return_hidden_states: return the hidden states of the engine's capture_layers at every token, as in SGLang; the
-        prompt is then computed whole.
+      return_hidden_states: return the hidden states of the engine's capture_layers at every token, as in SGLang.
       capture: names of the engine's `capture` whose activations to return at every token; computes the prompt whole.
       steer: vectors that are added to activations at every token, prompt included: dicts with `at`, a name of the
         engine's `steer`, `vector`, numbers or a name among the engine's steering_vectors, and `scale`, 1 by default.
@@ -309,6 +311,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: Sequence[int] | None = None
+    return_sampling_mass: bool = False
     trace_decode_token_ids: Sequence[int] | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
@@ -380,7 +383,7 @@ class SamplingParams:
     def num_logprobs(self) -> int | None:
         """Number of likeliest tokens with log-probabilities at each position of the output, -1 for all; None where no
         token has any."""
-        return 0 if self.logprobs is None and self.logprob_token_ids else self.logprobs
+        return 0 if self.logprobs is None and (self.logprob_token_ids or self.return_sampling_mass) else self.logprobs
 
     def token_params(
         self,
@@ -396,7 +399,6 @@ class SamplingParams:
         RequestError for extra_args that the processors do not have, and for a thinking_token_budget that would have no
         effect.
         """
-        captured = (*((HIDDEN_STATES,) if self.return_hidden_states else ()), *(self.capture or ()))
         own: dict[int, tuple[float | int | bool, ...]] = {}
         if self.extra_args or processors:
             from jaxengine.scheduler.logits_processor import read_extra_args  # it needs numpy
@@ -419,9 +421,7 @@ class SamplingParams:
             processors=own,
             uses_counts=any(processors[number].uses_counts for number in own),
             grammar=grammar,
-            capture=captured,
-            reads_prompt=bool(captured),
-            capabilities=CAPTURE if captured else 0,
+            **captured_fields(self.return_hidden_states, self.capture),
         )
 
     def clone(self) -> SamplingParams:

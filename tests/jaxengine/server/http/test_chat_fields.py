@@ -74,6 +74,7 @@ CHAT = {
     "top_logprobs": (2, {"logprobs": True}),
     "logprob_token_ids": ([5, 6], {"logprobs": True}),
     "steer": [{"at": "residual:1", "vector": [1.0], "scale": 2}],
+    "return_sampling_mass": True,
     "trace_decode_token_ids": [5, 6, 5],
     "max_tokens": 5,
     "max_completion_tokens": 6,
