@@ -81,7 +81,7 @@ class TokenParams:
       grammar: what its output must keep to.
       processors: values of all columns of each logits processor that the request uses, by its number.
       uses_counts: one of these counts tokens.
-      reads_prompt: every token of the prompt is to be computed, none taken from the prefix cache: pooling reads it.
+      reads_prompt: every token of the prompt is to be computed, none taken from the prefix cache.
       capabilities: features that no other field asks for.
     """
 

@@ -180,7 +180,8 @@ ROOMS = {
     "jaxengine.media:registry": "jaxengine.models.config jaxengine.media:what jaxengine.media.processors",
     "jaxengine.parsers": "jaxengine:base jaxengine.config",
     "jaxengine.runner:base": (
-        "jaxengine.sharding jaxengine.models jaxengine.scheduler jaxengine.sampling jaxengine.config"
+        "jaxengine.sharding jaxengine.models jaxengine.scheduler jaxengine.scheduler.pages jaxengine.sampling "
+        "jaxengine.config"
     ),
     "jaxengine.runner.executables": "jaxengine.models jaxengine.models.layers jaxengine.config",
     "jaxengine.runner.programs": (
@@ -202,9 +203,9 @@ ROOMS = {
     ),
     "jaxengine.runner.extensions.drafts": (
         "jaxengine.sharding jaxengine.models.params jaxengine.models.config jaxengine.models jaxengine.models.layers "
-        "jaxengine.models:registry jaxengine.models.weights.formats jaxengine.scheduler jaxengine.sampling "
-        "jaxengine.config jaxengine.drafts jaxengine.checkpoint jaxengine.runner:base jaxengine.runner.executables "
-        "jaxengine.runner.programs"
+        "jaxengine.models:registry jaxengine.models.weights.formats jaxengine.scheduler "
+        "jaxengine.scheduler.extensions jaxengine.sampling jaxengine.config jaxengine.drafts jaxengine.checkpoint "
+        "jaxengine.runner:base jaxengine.runner.executables jaxengine.runner.programs"
     ),
     "jaxengine.runner.extensions:build": (
         "jaxengine.models jaxengine.config jaxengine.checkpoint jaxengine.media:registry jaxengine.runner:base "

@@ -57,15 +57,26 @@ class SamplingState(NamedTuple):
     logprob_ids: jax.Array  # i32[R, G], tokens whose logprobs are reported besides, -1 for none
 
 
-def init_state(max_num_seqs: int, vocab_size: int, num_masks: int | None = None) -> SamplingState:
-    """Every slot greedy and neutral: R = max_num_seqs rows of 4 * V + V / 8 + 4 * G bytes; num_masks: M >= R, None for
-    R."""
+def init_state(max_num_seqs: int, vocab_size: int, num_position_rows: int = 0) -> SamplingState:
+    """Return the state of R = max_num_seqs slots, every one greedy and neutral: rows of 4 * V + V / 8 + 4 * G bytes.
+
+    num_position_rows: M - R, masks after those of the slots.
+    """
     return SamplingState(
         RowParams(*(jnp.full(max_num_seqs, value, value.dtype) for value in NEUTRAL)),
         logit_bias=jnp.zeros((max_num_seqs, vocab_size), jnp.float32),
-        token_mask=jnp.full((num_masks or max_num_seqs, mask_words(vocab_size)), -1, jnp.int32),
+        token_mask=jnp.full((max_num_seqs + num_position_rows, mask_words(vocab_size)), -1, jnp.int32),
         logprob_ids=jnp.full((max_num_seqs, MAX_LOGPROB_TOKEN_IDS), -1, jnp.int32),
     )
+
+
+def partition(rows: Any, vocab: Any) -> SamplingState:
+    """Return the state with the PartitionSpec of each array in its place.
+
+    rows: of arrays that all devices of a replica have whole; vocab: of those with a column for each token.
+    """
+    params = RowParams(*[rows] * len(NEUTRAL))
+    return SamplingState(params, logit_bias=vocab, token_mask=vocab, logprob_ids=rows)
 
 
 def mask_words(vocab_size: int) -> int:

@@ -7,6 +7,7 @@ few tokens is scored by their rows of the head alone, without logits of the othe
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,3 +44,14 @@ class LabelScores(nnx.Module):
         if self.classifier.difference:
             rows = rows[1:] - rows[:1]
         return jnp.dot(hidden.astype(jnp.float32), rows.T, precision=jax.lax.Precision.HIGHEST)
+
+
+def pooled_result(model: Any, pooled: jax.Array) -> jax.Array:
+    """Return the answers of a pooling model to prompts' pooled states f32[R, D]: the states, or scores f32[R, N].
+
+    model: a jaxengine.models.layers.decoder.Decoder whose config has a pooler.
+    """
+    if model.config.pooler.classifier is None:
+        return pooled
+    with jax.named_scope("labels"):
+        return model.labels(pooled, model.embed if model.config.tie_word_embeddings else None)

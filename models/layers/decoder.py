@@ -56,7 +56,7 @@ class Decoder(nnx.Module):
             self.embed = Embedding(config.vocab_size, size, source="model.embed_tokens", build=build)
         self.layers = nnx.List([self.make_layer(layer, replace(build, layer=layer)) for layer in stage.layers])
         if stage.is_first and config.tower is not None:
-            self.tower = config.tower.make(config.hidden_size, build.for_tower(config.quantization))
+            self.tower = config.tower.make(config.hidden_size, build.as_named(config.quantization))
         if stage.is_last:
             self.norm = self.make_norm(build)
         if stage.is_last and classifier is not None:
@@ -115,14 +115,6 @@ class Decoder(nnx.Module):
         """Compute logits: [R, D] -> f32[R, V / n] where n devices share the rows; whole on one device."""
         with jax.named_scope("logits"):
             return own_logits(self.token_logits(hidden), self.config.vocab_size)
-
-    def pool(self, pooled: jax.Array) -> jax.Array:
-        """Result of a pooling model for prompts' pooled states f32[R, D]: the states, or scores of labels f32[R, N]."""
-        assert self.config.pooler is not None
-        if self.config.pooler.classifier is None:
-            return pooled
-        with jax.named_scope("labels"):
-            return self.labels(pooled, self.embed if self.config.tie_word_embeddings else None)
 
     def cache_groups(self, page_size: int, kv_dtype: Any, *, hybrid: bool = True) -> tuple[Paged | State, ...]:
         """The cache groups of the whole model with the layers that are here, `page_size` tokens a page.
