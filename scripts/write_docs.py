@@ -22,7 +22,7 @@ from typing import Any
 from jaxengine.api.llm import LLM
 from jaxengine.checkpoint.custom_models import is_custom
 from jaxengine.commands.cli import OUTPUT_OPTIONS, SAMPLING_OPTIONS
-from jaxengine.config.command_line import class_texts, field_texts
+from jaxengine.config.command_line import class_texts
 from jaxengine.config.engine_config import CompilationConfig, EngineConfig
 from jaxengine.models.registry import MODELS
 from jaxengine.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, ReasoningRow, ToolFormat
@@ -306,7 +306,7 @@ def _parsers(rows: Mapping[str, ToolFormat] | Mapping[str, ReasoningRow]) -> Ite
 
 
 def _sampling_fields() -> Iterator[str]:
-    texts = field_texts(SamplingParams.__doc__ or "")
+    texts = class_texts(SamplingParams)
     for field in _FIELDS:
         if field.name in _RULES:
             cells = (_allowed(field.name), _where(field.name), texts[field.name])

@@ -32,7 +32,7 @@ REQUEST = f"""
     api/fair_lock.py api/llm.py engine/extensions/build.py
     requests/inputs.py requests/detokenizer.py requests/options.py requests/output_processor.py
     requests/sampling_params.py
-    runner/executables/layer_chain.py sampling/state.py tokens/tokenizer.py
+    runner/executables/layer_chain.py tokens/tokenizer.py
     scheduler/policy/waiting.py scheduler/request.py scheduler/token_params.py
 """
 SPINE = """

@@ -175,7 +175,7 @@ ROOMS = {
     "jaxengine.checkpoint": (
         "jaxengine.models.params jaxengine.models.config jaxengine.models.quantization jaxengine.models "
         "jaxengine.models:registry jaxengine.models.weights.views jaxengine.models.weights.formats "
-        "jaxengine.models.weights.gguf jaxengine.models.weights jaxengine.tokens jaxengine.config"
+        "jaxengine.models.weights.gguf jaxengine.models.weights jaxengine.scheduler jaxengine.tokens jaxengine.config"
     ),
     "jaxengine.media:registry": "jaxengine.models.config jaxengine.media:what jaxengine.media.processors",
     "jaxengine.parsers": "jaxengine:base jaxengine.config",
@@ -220,9 +220,7 @@ ROOMS = {
         "jaxengine.runner.programs jaxengine.runner.extensions.drafts jaxengine.runner.extensions:build"
     ),
     "jaxengine.cluster": "jaxengine.scheduler jaxengine:base jaxengine.config jaxengine.runner",
-    "jaxengine.engine": (
-        "jaxengine.scheduler jaxengine.scheduler:loop jaxengine.sampling jaxengine.runner.programs jaxengine.runner"
-    ),
+    "jaxengine.engine": "jaxengine.scheduler jaxengine.scheduler:loop jaxengine.runner.programs jaxengine.runner",
     "jaxengine.engine.extensions": (
         "jaxengine.scheduler jaxengine.scheduler:loop jaxengine.scheduler.extensions jaxengine.grammars "
         "jaxengine.config jaxengine.drafts jaxengine.runner.extensions.adapters jaxengine.runner jaxengine.engine"

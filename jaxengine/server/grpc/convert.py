@@ -24,6 +24,7 @@ from jaxengine.requests.inputs import InputProcessor
 from jaxengine.requests.run_in_thread import with_media
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.sampling_fields import ROWS
 from jaxengine.server.grpc import inference_pb2 as pb
 from jaxengine.server.names import REQUEST_ID
 from jaxengine.server.options import ServerConfig
@@ -31,15 +32,9 @@ from jaxengine.server.prompts import PromptEncoder
 
 # Field of GenerateRequest -> field of SamplingParams, copied unchanged.
 SAMPLING_FIELDS = {
-    "temperature": "temperature",
+    **{row.grpc: name for name, row in ROWS.items()},
     "sampling.num_sequences": "n",
-    "sampling.top_k": "top_k",
-    "sampling.top_p": "top_p",
-    "sampling.min_p": "min_p",
     "sampling.seed": "seed",
-    "decoding.presence_penalty": "presence_penalty",
-    "decoding.frequency_penalty": "frequency_penalty",
-    "decoding.repetition_penalty": "repetition_penalty",
     "decoding.logit_bias": "logit_bias",
     "decoding.allowed_token_ids": "allowed_token_ids",
     "decoding.bad_words": "bad_words",
