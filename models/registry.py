@@ -18,12 +18,14 @@ from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.gguf import GGUFConfig, RopeFactors, gguf_family
 from jaxengine.models.config.hf import CONFIG_FILE, hf_architecture, read_config_json, with_one_rope
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.config.pooler import Pooler
+from jaxengine.models.config.pooler import LAST, Pooler
 from jaxengine.models.families.apertus import ApertusForCausalLM
+from jaxengine.models.families.bert import BertModel
 from jaxengine.models.families.cohere import CohereForCausalLM
 from jaxengine.models.families.cohere2 import Cohere2ForCausalLM
 from jaxengine.models.families.deepseek_v2 import DeepseekV2ForCausalLM
 from jaxengine.models.families.deepseek_v3 import DeepseekV3ForCausalLM
+from jaxengine.models.families.distilbert import DistilBertModel
 from jaxengine.models.families.dots1 import Dots1ForCausalLM
 from jaxengine.models.families.ernie4_5 import Ernie4_5ForCausalLM
 from jaxengine.models.families.ernie4_5_moe import Ernie4_5_MoeForCausalLM
@@ -70,10 +72,12 @@ from jaxengine.models.families.qwen3_5_moe import Qwen3_5MoeForCausalLM, Qwen3_5
 from jaxengine.models.families.qwen3_moe import Qwen3MoeForCausalLM
 from jaxengine.models.families.qwen3_next import Qwen3NextForCausalLM
 from jaxengine.models.families.qwen3_vl import Qwen3VLForConditionalGeneration, Qwen3VLMoeForConditionalGeneration
+from jaxengine.models.families.roberta import RobertaModel, XLMRobertaModel
 from jaxengine.models.families.seed_oss import SeedOssForCausalLM
 from jaxengine.models.families.smollm3 import SmolLM3ForCausalLM
 from jaxengine.models.families.starcoder2 import Starcoder2ForCausalLM
 from jaxengine.models.layers.eagle3 import Eagle3
+from jaxengine.models.layers.encoder import Encoder
 from jaxengine.models.layers.next_token import next_token_class, with_next_layer
 from jaxengine.models.params.declare import declared_params
 from jaxengine.models.params.errors import ModelFileError
@@ -149,30 +153,47 @@ MODELS: dict[str, type[CausalLM]] = {
     "Glm4vForConditionalGeneration": Glm4vForConditionalGeneration,
     "KimiVLForConditionalGeneration": KimiVLForConditionalGeneration,
 }
+# The same of models that only pool.
+ENCODERS: dict[str, type[Encoder]] = {
+    "BertModel": BertModel,
+    "RobertaModel": RobertaModel,
+    "XLMRobertaModel": XLMRobertaModel,
+    "DistilBertModel": DistilBertModel,
+}
 
 
 QUANTIZATION = "quantization_config"
-# Suffixes of class names of pooling models, and their tasks. Their layers are those of *ForCausalLM.
-POOLING_SUFFIXES = {"ForSequenceClassification": "classify", "Model": "embed"}
+# Suffixes of class names of pooling models, and their tasks. Their layers are those of *ForCausalLM, or of an encoder.
+POOLING_SUFFIXES = {"ForSequenceClassification": "classify", "Model": "embed", "ForMaskedLM": "embed"}
 
 
 def family_of(architecture: str) -> tuple[str, str | None]:
-    """Map an architecture to (class name in MODELS with its layers, its pooling task: "classify", "embed" or None).
+    """Map an architecture to (class name in MODELS or ENCODERS with its layers, its pooling task: "classify", "embed"
+    or None).
 
     An unknown name is returned unchanged.
     """
     for suffix, task in POOLING_SUFFIXES.items():
-        name = f"{architecture.removesuffix(suffix)}ForCausalLM"
-        if architecture.endswith(suffix) and architecture not in MODELS and name in MODELS:
-            return name, task
+        stem = architecture.removesuffix(suffix)
+        if architecture.endswith(suffix) and architecture not in MODELS:
+            if (name := f"{stem}ForCausalLM") in MODELS or (name := f"{stem}Model") in ENCODERS:
+                return name, task
     return architecture, None
 
 
+def usual_pooling(architecture: str) -> str:
+    """What pools where the checkpoint does not say: an encoder's own choice, else LAST."""
+    encoder = ENCODERS.get(family_of(architecture)[0])
+    return LAST if encoder is None else encoder.pooling_type
+
+
 def model_for_hf(architecture: str) -> type[CausalLM]:
+    """Find the class that has an architecture's layers. Raises ModelConfigError."""
     family, _ = family_of(architecture)
-    if family not in MODELS:
-        raise ModelConfigError(_unsupported(architecture, MODELS))
-    return MODELS[family]
+    known = {**MODELS, **ENCODERS}
+    if family not in known:
+        raise ModelConfigError(_unsupported(architecture, known))
+    return known[family]
 
 
 def model_for_gguf(architecture: str) -> type[CausalLM]:

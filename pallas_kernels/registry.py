@@ -152,10 +152,9 @@ def kernel(op: str, platform: str) -> Callable:
 
 
 def block_profile(platform: str) -> Callable | None:
-    """Function that compiles one block of `platform`'s attention by itself (`attention.tpu.profile`); None where there
-    is none.
+    """Function that builds one block of `platform`'s attention by itself, to be compiled (`attention.tpu.profile`).
 
-    There is none where the compiler reports no cost.
+    None where the compiler reports no cost.
     """
     module = _PROFILES.get(platform)
     return None if module is None else importlib.import_module(f"jaxengine.pallas_kernels.{module}").block_profile

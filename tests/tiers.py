@@ -40,6 +40,7 @@ TIER_OF = {
     "tests/jaxengine/grammars/": "server",
     "tests/jaxengine/grammars/test_client_schemas.py": "unit",
     "tests/jaxengine/rl/": "kernels",
+    "tests/jaxengine/rl/test_maxtext.py": "unit",
     "tests/jaxengine/runner/": "engine",
     "tests/jaxengine/sampling/": "kernels",
     "tests/jaxengine/server/": "server",

@@ -98,7 +98,7 @@ class ModelSource:
 
 
 def open_model(config: EngineConfig, *, keep_tables: bool = True) -> ModelSource:
-    """Opens the model that `config.model` names.
+    """Opens the model that `config.model` names, the default one for None; loads the plugins first.
 
     keep_tables: with `quantization` gguf, keep the token tables as stored in the file, too.
 
@@ -122,7 +122,8 @@ def open_model(config: EngineConfig, *, keep_tables: bool = True) -> ModelSource
 def as_asked(model: ModelConfig, asked: str | None, *, is_gguf: bool = False) -> ModelConfig:
     """Returns the model as the option `quantization`, `asked`, wants it: as stored, or rounded during loading.
 
-    asked: None for as stored. Raises ConfigError if the option contradicts the checkpoint.
+    asked: None for as stored. is_gguf: it is a GGUF file's, whose only method is "gguf". Raises ConfigError if the
+    option contradicts the checkpoint.
     """
     if asked is None:
         return model
@@ -252,7 +253,10 @@ def _read_config(path: Path, config: EngineConfig) -> tuple[dict[str, Any], Mode
 
     def read(raw: Mapping[str, Any]) -> tuple[ModelConfig, PoolingModel | None]:
         pooling = read_pooling(path, raw, config, token_id)
-        return read_hf(raw, None if pooling is None else pooling.pooler), pooling
+        model = read_hf(raw, None if pooling is None else pooling.pooler)
+        if pooling is not None and (encoder := model.encoder) is not None:
+            pooling = replace(pooling, token_rows=model.vocab_size // max(1, encoder.num_token_types))
+        return model, pooling
 
     try:
         raw = overridden(stored, overrides)
@@ -276,7 +280,7 @@ def _named_overrides() -> Iterator[None]:
 
 
 def _what_to_name(path: Path) -> str:
-    """Advice for a folder that is not a model."""
+    """Advice, for an error, what to name instead of a folder that is not a model."""
     files = sorted(file.name for file in path.glob("*.gguf"))
     if files:
         return f"name the GGUF file itself, {str(path / files[0])!r}"
@@ -307,8 +311,9 @@ def _with_generation_ends(model: ModelConfig, path: Path, config: EngineConfig) 
 def _generation_defaults(path: Path | None, config: EngineConfig) -> dict[str, Any]:
     """Returns default sampling parameters by name, as generation_config and override_generation_config ask for.
 
-    path: the model's folder; None for a GGUF file, which has no generation_config.json. max_new_tokens becomes
-    max_tokens. Values are checked when they are used.
+    path: the model's folder; None for a GGUF file, which has no generation_config.json ("auto" then gives
+    GENERATION_DEFAULTS for the default model, and none for others). max_new_tokens becomes max_tokens. Values are
+    checked when they are used.
 
     Raises ConfigError for a named folder without the file or an unknown name to override, ModelFileError for an invalid
     file.

@@ -71,7 +71,11 @@ def _read_modules(folder: Path) -> list[tuple[str, str]] | None:
 
 
 def _read_pooling(folder: Path, path: str) -> tuple[str, bool]:
-    """Reads a Pooling module: (pooling type, whether prompt tokens are pooled). Raises ModelFileError."""
+    """Reads a Pooling module: (pooling type, whether prompt tokens are pooled).
+
+    path: of the module's folder within the model's; "" for the model's own. Raises ModelFileError if it has no
+    config.json, or does not name one mode that is supported.
+    """
     name = f"{path}/config.json" if path else "config.json"
     raw = read_object(folder, name)
     if raw is None:

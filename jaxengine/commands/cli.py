@@ -104,8 +104,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status. A wrong option or file gives one line on standard error and status
-    2.
+    """Runs one command and returns its exit status: 2, with one line on standard error, for a wrong value or request
+    and for a file, server or process that fails; 130 after Ctrl-C.
+
+    argv: words after the program's name; None for sys.argv's. Words that the parser does not take, and --help, raise
+    SystemExit. Errors that are no mistake of the user come out.
     """
     parser = build_parser()
     log_to_stderr()

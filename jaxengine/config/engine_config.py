@@ -37,6 +37,7 @@ from jaxengine.config.profiler_config import ProfilerConfig
 from jaxengine.config.speculation import SpeculativeConfig, check_speculation
 from jaxengine.config.step_tokens import step_tokens
 from jaxengine.config.structured_outputs_config import StructuredOutputsConfig
+from jaxengine.config.training import TrainingOptions, check_training
 from jaxengine.config.values import dtype_name, kind_missed, plain, read_size, whole_number
 from jaxengine.scheduler.buckets import Buckets
 from jaxengine.scheduler.config import POLICIES, SchedulerConfig
@@ -69,8 +70,8 @@ _READERS = {
 
 
 @dataclass(frozen=True)
-class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
-    """Engine options, in addition to those of EncoderOptions, LoraOptions and MediaOptions.
+class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, TrainingOptions):
+    """Engine options, in addition to those of EncoderOptions, LoraOptions, MediaOptions and TrainingOptions.
 
     Attributes:
       model: a GGUF file, a Hugging Face folder, or a hub id to download; a GGUF file on the hub is org/name/FILE.gguf
@@ -300,7 +301,8 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
             raise ConfigError("max_model_len", self.max_model_len, f"at most {longest}, the model's context length")
         max_model_len = self.max_model_len or longest
         max_num_seqs = self.max_num_seqs or platform.max_num_seqs
-        chunks = self.enable_chunked_prefill, self.long_prefill_token_threshold
+        # A token that sees those after it needs them in its step.
+        chunks = self.enable_chunked_prefill and model.is_causal, self.long_prefill_token_threshold
         asked, usual = self.max_num_batched_tokens, platform.max_num_batched_tokens
         tokens = step_tokens(asked, usual, max_num_seqs, max_model_len, *chunks)
         check_stages(self.pipeline_parallel_size, self.pipeline_layers, model.num_layers)
@@ -321,6 +323,7 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=tokens,
+            enable_chunked_prefill=chunks[0],
             compilation_config=self.compilation_config.divided(mesh.attn),
             block_size=self.block_size or platform.page_size,
             **settle_snapshots(chosen, model, max_num_seqs),
@@ -332,6 +335,7 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
         )
         chosen.update(settle_encoder(chosen, model, platform, pictures))
         check_speculation(chosen, model)
+        check_training(chosen, model)
         # What a class without a file of its own does is not known to the next process.
         processors = self.logits_processors
         no_file = any(source_file(each) is None for each in processor_classes(processors))
@@ -340,7 +344,9 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
         return ResolvedConfig(**chosen)
 
     def mesh_layout(self, model: ModelConfig) -> MeshLayout:
-        """The mesh of one pipeline stage."""
+        """The mesh of one pipeline stage: tensor_parallel_size * data_parallel_size devices, whose axes follow from the
+        model's number of KV heads.
+        """
         return MeshLayout.for_heads(
             model.num_kv_heads,
             tensor=self.tensor_parallel_size,
@@ -406,13 +412,20 @@ class ResolvedConfig(EngineConfig):
         return max(2 if self.async_scheduling else 1, self.pipeline_parallel_size)
 
     @property
+    def ends_at_once(self) -> bool:
+        """Whether every request ends in the step that has its prompt."""
+        return self.runner == "pooling" and not self.enable_chunked_prefill
+
+    @property
     def fixes_pages(self) -> bool:
         """Whether the options set the size of the KV pool explicitly."""
         return self.num_gpu_blocks_override is not None or self.kv_cache_memory_bytes is not None
 
     def buckets(self, platform: Platform, *, sections: tuple[str, ...] = ()) -> Buckets:
-        """The shapes of steps to compile; sections: message sections that some steps have besides their own. Raises
-        ConfigError.
+        """The shapes of steps to compile; sizes that were not given are the platform's.
+
+        sections: message sections that some steps have besides their own. Raises ConfigError for sizes beyond the
+        limits.
         """
         # A pooling model has no decodes; a step without prefill would only hold one-token prompts.
         platform = platform if self.runner == "generate" else dataclasses.replace(platform, decode_sizes=())
@@ -424,8 +437,8 @@ class ResolvedConfig(EngineConfig):
     ) -> SchedulerConfig:
         """The scheduler's options.
 
-        num_pages: of each rank. windows: of each cache group, how many keys a token sees, itself included; None for
-        all.
+        num_pages: of each rank. num_ranks: ranks that have sequences and pages of their own. windows: of each cache
+        group, how many keys a token sees, itself included; None for all.
         """
         return SchedulerConfig(
             num_pages=num_pages,

@@ -210,7 +210,7 @@ class InputProcessor:
             raise RequestError(text, param="dimensions", value=recipe.dimensions)
         options.verify_against(self.config.scheduling_policy, self.config.enable_lora)
         text, token_ids, salt = self.read_prompt(self.make_ready(prompt), params.prefix(model))
-        token_ids = params.cut(token_ids, longest)
+        token_ids = params.cut(token_ids, longest, model)
         if not 1 <= len(token_ids) <= longest:
             problem = f"prompt has {len(token_ids)} tokens; allowed are 1 to {longest} (max_model_len)"
             raise RequestError(problem, param="prompt", value=len(token_ids))
@@ -314,7 +314,9 @@ class InputProcessor:
         **fields: Any,
     ) -> Request:
         room = self.config.max_model_len - len(token_ids)
-        eos = () if params.ignore_eos else self.eos_token_ids()
+        if (trace := params.trace_decode_token_ids) is not None:
+            room = len(trace)
+        eos = () if params.ignore_eos or trace else self.eos_token_ids()
         return Request(
             request_id=request_id,
             prompt_token_ids=np.array(token_ids, np.int32),

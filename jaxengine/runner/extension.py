@@ -112,6 +112,11 @@ class EpilogueSpec:
         found = [each.process for each in self.extensions if each.process is not None]
         return partial(found[0], tokens) if found else None
 
+    def replace(self, tokens: TokenState) -> Callable[..., jax.Array] | None:
+        """What changes the tokens that were drawn (jaxengine.sampling.sampler); None for nothing."""
+        found = [each.replace for each in self.extensions if each.replace is not None]
+        return partial(found[0], tokens) if found else None
+
 
 @dataclass(frozen=True)
 class StageShape:
@@ -177,6 +182,7 @@ class DeviceExtension:
       counts_slots: `memory` counts its section of SlotState.
       description: static things that its shapes do not tell; part of the key of stored programs.
       process: (TokenState, logits, slots, counts, features) -> logits, inside samplers; None without one.
+      replace: (TokenState, token_ids, slots, positions) -> token ids, inside samplers; None without one.
     """
 
     name: ClassVar[str]
@@ -186,6 +192,7 @@ class DeviceExtension:
     counts_slots = False
     description: str = ""
     process: Callable[..., jax.Array] | None = None
+    replace: Callable[..., jax.Array] | None = None
 
     def __init__(self, shape: StageShape):
         self.shape = shape

@@ -28,6 +28,8 @@ from jaxengine.scheduler.token_params import BIAS, LOGPROBS, MASK, PROCESSOR
 
 # (logits f32[S, V / n], slots i32[S], counts i32[S, V / n], features=i32[]) -> logits.
 Process = Callable[..., jax.Array]
+# (token_ids i32[S], slots i32[S], positions i32[S]) -> token_ids.
+Replace = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 class SamplerFlags(NamedTuple):
@@ -83,6 +85,7 @@ def sample(
     only: jax.Array | None = None,
     is_guided: jax.Array | None = None,
     process: Process | None = None,
+    replace: Replace | None = None,
 ) -> SampleOutput:
     """Chooses one token per row of logits f32[S, V].
 
@@ -93,8 +96,8 @@ def sample(
     temperature and truncation included. assumed i32[S, k]: output tokens of each row that `token_counts` does not have
     yet, -1 for none. only i32[S]: where it is >= 0 the one token that a row may have, whatever its slot's mask says.
     is_guided bool[S]: rows with masks of their own, those behind the slots' in their order. process: logits processors
-    of a user's own, which run between bias and penalties where `flags.features` has one of them. Each of these four may
-    be None: no row has any.
+    of a user's own, which run between bias and penalties where `flags.features` has one of them. replace: what takes
+    the place of drawn tokens, those of rows that have none (-1) apart. Each of these five may be None: no row has any.
     """
     rows = RowParams(
         *(
@@ -120,6 +123,7 @@ def sample(
         """Token ids, and their scores in the modes that report what was drawn from."""
         best, greedy_ids = best_token(adjusted)
         token_ids, kept_from = draw_rows(adjusted, best, greedy_ids)
+        token_ids = token_ids if replace is None else replace(token_ids, slots, positions)
         token_ids = jnp.where(jnp.isfinite(best[:, 0]), token_ids, -1)
         if not processed:
             return token_ids, None

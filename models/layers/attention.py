@@ -96,6 +96,7 @@ def attention_spec(attention: LayerAttention, mesh: MeshLayout = ONE_DEVICE) -> 
         window=attention.window,
         chunk=attention.chunk,
         soft_cap=attention.soft_cap,
+        causal=attention.causal,
         values_in_keys=attention.values_in_keys,
     )
 

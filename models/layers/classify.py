@@ -6,6 +6,7 @@ few tokens is scored by their rows of the head alone, without logits of the othe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -46,12 +47,42 @@ class LabelScores(nnx.Module):
         return jnp.dot(hidden.astype(jnp.float32), rows.T, precision=jax.lax.Precision.HIGHEST)
 
 
+class DenseLabelScores(nnx.Module):
+    """Module that scores labels as encoders do: labels(activation(dense(pooled))), [R, D] -> f32[R, num_labels].
+
+    sources: checkpoint modules of both projections, which have biases.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        classifier: Classifier,
+        sources: tuple[str, str],
+        *,
+        activation: Callable[[jax.Array], jax.Array],
+        build: Build,
+    ):
+        # In float32 whatever the model's dtype, as LabelScores.
+        build = replace(build, dtype=jnp.float32)
+        dense, labels = sources
+        self.dense = Linear(size, (Source(dense, size),), axes=("embed", "labels"), bias=True, build=build)
+        rows = Source(labels, classifier.num_labels)
+        self.labels = Linear(size, (rows,), axes=("embed", "labels"), bias=True, build=build)
+        self.activation = activation
+
+    def __call__(self, hidden: jax.Array, table: Embedding | None) -> jax.Array:
+        inner = self.activation(self.dense(hidden, out_dtype=jnp.float32))
+        return self.labels(inner, out_dtype=jnp.float32)
+
+
 def pooled_result(model: Any, pooled: jax.Array) -> jax.Array:
     """Return the answers of a pooling model to prompts' pooled states f32[R, D]: the states, or scores f32[R, N].
 
     model: a jaxengine.models.layers.decoder.Decoder whose config has a pooler.
     """
-    if model.config.pooler.classifier is None:
+    classifier = model.config.pooler.classifier
+    if classifier is None:
         return pooled
     with jax.named_scope("labels"):
-        return model.labels(pooled, model.embed if model.config.tie_word_embeddings else None)
+        is_tied = classifier.token_ids and model.config.tie_word_embeddings
+        return model.labels(pooled, model.embed if is_tied else None)

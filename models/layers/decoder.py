@@ -19,6 +19,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.cache import Cache, Paged, State, group_layers
 from jaxengine.models.config.gguf import GGUFConfig, gguf_fields
 from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.pooler import Classifier
 from jaxengine.models.config.state import LayerState
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention import num_kv_heads
@@ -53,14 +54,14 @@ class Decoder(nnx.Module):
         classifier = None if pooler is None else pooler.classifier
         scores = pooler is None or (classifier is not None and bool(classifier.token_ids))
         if stage.is_first or (stage.is_last and tied and scores):
-            self.embed = Embedding(config.vocab_size, size, source="model.embed_tokens", build=build)
+            self.embed = self.make_embedding(build)
         self.layers = nnx.List([self.make_layer(layer, replace(build, layer=layer)) for layer in stage.layers])
         if stage.is_first and config.tower is not None:
             self.tower = config.tower.make(config.hidden_size, build.as_named(config.quantization))
         if stage.is_last:
             self.norm = self.make_norm(build)
         if stage.is_last and classifier is not None:
-            self.labels = LabelScores(config, classifier, build)
+            self.labels = self.make_labels(classifier, build)
         if stage.is_last and pooler is None and not tied:
             head = vocab_source("lm_head", config.vocab_size, self.mesh)
             self.lm_head = Linear(size, (head,), axes=("embed", "vocab"), build=build)
@@ -68,6 +69,14 @@ class Decoder(nnx.Module):
     @abstractmethod
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
         """Make the DecoderLayer of this number in the whole model; its sources are under "model.layers.{layer}"."""
+
+    def make_embedding(self, build: Build) -> Any:
+        """Make the token table, an Embedding or a module that has one's call."""
+        return Embedding(self.config.vocab_size, self.config.hidden_size, source="model.embed_tokens", build=build)
+
+    def make_labels(self, classifier: Classifier, build: Build) -> Any:
+        """Make what scores labels: (pooled f32[R, D], the token table where the head is tied to it) -> f32[R, N]."""
+        return LabelScores(self.config, classifier, build)
 
     def make_norm(self, build: Build) -> nnx.Module:
         """Make the norm after the last layer."""
@@ -81,6 +90,10 @@ class Decoder(nnx.Module):
     def stage(self) -> Stage:
         assert self.build.stage is not None
         return self.build.stage
+
+    def embed_batch(self, batch: ForwardBatch) -> jax.Array:
+        """Embed the tokens of a step, [T, D]: by their ids alone, unless the family has more to go by."""
+        return self.embed_tokens(batch.token_ids)
 
     def embed_tokens(self, token_ids: jax.Array) -> jax.Array:
         """Embed tokens, i32[T] -> [T, D]: what the first layer gets."""
@@ -103,7 +116,7 @@ class Decoder(nnx.Module):
         groups = self.cache_groups(*_page_of(kv), hybrid=len(batch.ragged) > 1)
         step = DecoderStep(self.config, self.build, groups, batch, kv)
         with jax.named_scope("embed"):
-            x = step.embed(self.embed_tokens(batch.token_ids)) if hidden is None else hidden
+            x = step.embed(self.embed_batch(batch)) if hidden is None else hidden
         for index, layer in enumerate(self.layers):
             x = step.run(index, layer, x)
         if self.stage.is_last:

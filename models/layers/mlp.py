@@ -18,6 +18,11 @@ from jaxengine.models.layers.rows import Rows
 from jaxengine.models.params.declare import Source
 
 
+def gelu(x: jax.Array) -> jax.Array:
+    """Compute GELU by the error function, `gelu` in configurations."""
+    return jax.nn.gelu(x, approximate=False)
+
+
 def gelu_tanh(x: jax.Array) -> jax.Array:
     """Apply GELU in its tanh form (Hendrycks & Gimpel 2016, arXiv:1606.08415), `gelu_pytorch_tanh` in
     configurations."""

@@ -61,6 +61,7 @@ class Extensions:
             "structured": has_drafts and tokenizer is not None,  # it tells which tokens must come
             "pictures": "pictures" in runner.extensions,
             "logits_processors": "logits_processors" in runner.extensions,
+            "trace": "trace" in runner.extensions,
         }
         for name in (name for name, is_started in started.items() if is_started):
             self.require(name)
@@ -93,6 +94,8 @@ class Extensions:
             self.require("scores")
         if features & HIDDEN_STATES:
             self.require("capture")
+        if request.params.trace_decode_token_ids:
+            self.require("trace")
         for each in self.active:
             each.prepare(request)
 
@@ -175,11 +178,6 @@ class Extensions:
         guided = speculation.guides(config.pipeline_parallel_size, config.max_in_flight)
         return Drafts(speculation, guided=guided)
 
-    def _logits_processors(self) -> LoopExtension:
-        from jaxengine.engine.extensions.logits_processors import LogitsProcessors
-
-        return LogitsProcessors()
-
     def _pictures(self) -> LoopExtension:
         from jaxengine.engine.extensions.pictures import Pictures
 
@@ -214,6 +212,20 @@ class Extensions:
         )
         return Structured(masks, drafts)
 
+    def _trace(self) -> LoopExtension:
+        if "trace" not in self._runner.extensions:
+            problem = "the engine was started without enable_trace_replay"
+            raise RequestError(problem, param="trace_decode_token_ids")
+        from jaxengine.engine.extensions.trace import Traces
+
+        return Traces()
+
+
+def _logits_processors(_: Extensions) -> LoopExtension:
+    from jaxengine.engine.extensions.logits_processors import LogitsProcessors
+
+    return LogitsProcessors()
+
 
 def _weights(_: Extensions) -> LoopExtension:
     from jaxengine.engine.extensions.weights import Weights
@@ -225,10 +237,11 @@ _MAKERS: dict[str, Callable[[Extensions], LoopExtension]] = {
     "adapters": Extensions._adapters,
     "capture": Extensions._capture,
     "drafts": Extensions._drafts,
-    "logits_processors": Extensions._logits_processors,
+    "logits_processors": _logits_processors,
     "pictures": Extensions._pictures,
     "pooling": Extensions._pooling,
     "scores": Extensions._scores,
     "structured": Extensions._structured,
+    "trace": Extensions._trace,
     "weights": _weights,
 }

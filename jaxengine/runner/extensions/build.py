@@ -50,6 +50,10 @@ def extensions_of(shape: StageShape) -> Iterator[DeviceExtension]:
 
         yield ScoresExtension(shape)
         yield StructuredExtension(shape)
+    if config.enable_trace_replay and shape.samples:
+        from jaxengine.runner.extensions.trace import TraceExtension
+
+        yield TraceExtension(shape)
     if config.logits_processors and shape.samples:
         from jaxengine.runner.extensions.logits_processors import ProcessorsExtension
 

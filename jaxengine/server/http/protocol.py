@@ -268,6 +268,7 @@ class TextRequest(GenerationRequest):
       truncate_prompt_tokens: number of prompt tokens to keep, from the end, or with truncation_side "right" from the
         beginning; -1: as many as leave room for max_tokens.
       logprob_token_ids: tokens whose log-probabilities are returned in addition, at each position of the output.
+      trace_decode_token_ids: the tokens that are decoded, whatever would be sampled.
       return_weight_versions: also return which version of the weights made which tokens, with the end of each choice.
       use_beam_search: return the n best sequences of a beam search, with length_penalty.
     """
@@ -284,6 +285,7 @@ class TextRequest(GenerationRequest):
     bad_words: Texts | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: TokenIds | None = None
+    trace_decode_token_ids: TokenIds | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     echo: bool | None = None

@@ -67,6 +67,7 @@ def attention_schedule(
 ) -> Schedule:
     """Cut a batch of T = num_tokens tokens into segments; a few integer operations on [T, S] and smaller.
 
+    `runs` is None if T is at most S; else `single` is None if batch.num_decode is.
     Raises ValueError for `kv_limits`, which the kernel does not have.
     """
     if kv_limits is not None:

@@ -101,8 +101,10 @@ class _Keys(NamedTuple):
 def _single_tiles(
     keys: _Keys, seqs, tokens, valid, num_tokens: int, block_seqs: int, block_kv: int
 ) -> tuple[Tiles, jax.Array]:
-    """Cut rows (seqs[r], tokens[r]) i32 [R] with `valid` True into tiles [n, B, 1]; returns them and each token's
-    rank."""
+    """Cut rows (seqs[r], tokens[r]) i32 [R] with `valid` True into tiles [n, B, 1], B at most block_seqs.
+
+    tokens: indexes into the step's tokens. Returns the tiles and `Schedule.rank`.
+    """
     num_rows = seqs.shape[0]
     width = min(block_seqs, num_rows)
     start, end = _visible_keys(keys, seqs, tokens - keys.batch.cu_q_lens[seqs], valid)
