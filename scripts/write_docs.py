@@ -114,8 +114,8 @@ llm.generate(prompt, SamplingParams(extra_args={{"max_repeats": 2}}))
 ```
 
 `jaxengine serve --logits-processors module:Class` imports the class in every process of the server, so the module must
-be on `PYTHONPATH`; a request has the parameters in `vllm_xargs`. gRPC has no field for them. Unlike vLLM's, `process`
-is compiled into the samplers at start and takes arrays of JAX:
+be on `PYTHONPATH`; a request has the parameters in `vllm_xargs`, over gRPC in `decoding.extra_args`. Unlike vLLM's,
+`process` is compiled into the samplers at start and takes arrays of JAX:
 
 - `logits` f32[S, C], a row for each token to choose, after masks and `logit_bias`, before penalties and temperature.
   With tensor parallelism each device has C = V / n tokens of the vocabulary.
