@@ -415,7 +415,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
                         if (reader := self._readers.pop(request_id, None)) is not None:
                             reader.put(refusal)
                 else:
-                    self._wake.wait(min(self.core.idle_seconds, threading.TIMEOUT_MAX))
+                    self._wake.wait(min(self.core.rest(), threading.TIMEOUT_MAX))
                     self._wake.clear()
         except EngineDeadError as failure:
             logger.exception("the engine's loop failed")

@@ -37,6 +37,7 @@ from jaxengine.config.flexible_parser import FlexibleArgumentParser
 from jaxengine.logs import log_to_stderr
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.params.errors import ModelFileError
+from jaxengine.replay import command as replay
 from jaxengine.requests.sampling_params import SamplingParams
 from jaxengine.scheduler.errors import RequestError
 from jaxengine.server import command as server
@@ -91,6 +92,7 @@ def build_parser() -> argparse.ArgumentParser:
     command(commands, "serve", "Answer requests over HTTP (OpenAI's API) and gRPC.", server.add_arguments)
     command(commands, "trace", "Save a server's timeline to a file for ui.perfetto.dev.", trace_command.add_arguments)
     command(commands, "check", "Compile every step for accelerators that are not present.", check.add_arguments)
+    command(commands, "replay", "Run a step that record_steps wrote again, here.", replay.add_arguments)
     command(commands, "tune", "Tune tile sizes of products with quantised matrices for a chip.", tune.add_arguments)
     command(commands, "collect-env", "Print what a bug report should say of this machine.", collect_env.add_arguments)
     bench = commands.add_parser("bench", help="Measure the engine.", allow_abbrev=False)

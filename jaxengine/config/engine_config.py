@@ -18,6 +18,7 @@ from jaxengine.config.compilation_config import CompilationConfig
 from jaxengine.config.encoder import EncoderOptions, check_encoder, settle_encoder
 from jaxengine.config.errors import ConfigError
 from jaxengine.config.extensions import extension_options
+from jaxengine.config.idle_sleep import check_idle_sleep
 from jaxengine.config.kv_cache import KV_CACHE_DTYPES, check_scales, kv_dtype
 from jaxengine.config.logits_processors import (
     processor_classes,
@@ -34,6 +35,7 @@ from jaxengine.config.plugins import read_plugins
 from jaxengine.config.pooler_config import POOLING_TASKS, PoolerConfig, read_hf_overrides
 from jaxengine.config.prefix_caching import settle_snapshots
 from jaxengine.config.profiler_config import ProfilerConfig
+from jaxengine.config.recording import RecordOptions, check_recording, settle_recording
 from jaxengine.config.speculation import SpeculativeConfig, check_speculation
 from jaxengine.config.step_tokens import step_tokens
 from jaxengine.config.structured_outputs_config import StructuredOutputsConfig
@@ -52,7 +54,12 @@ logger = logging.getLogger(__name__)
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "orbax", "dummy")
 DTYPES = ("auto", "float32", "bfloat16")
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
-SIZES = ("max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes")  # options that also take "4k" or "4G"
+SIZES = (
+    "max_model_len",
+    "max_num_batched_tokens",
+    "kv_cache_memory_bytes",
+    "record_steps_bytes",
+)  # options that also take "4k" or "4G"
 # Readers of options with structure.
 _READERS = {
     "compilation_config": CompilationConfig.read,
@@ -70,8 +77,9 @@ _READERS = {
 
 
 @dataclass(frozen=True)
-class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, TrainingOptions):
-    """Engine options, in addition to those of EncoderOptions, LoraOptions, MediaOptions and TrainingOptions.
+class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, RecordOptions, TrainingOptions):
+    """Engine options, in addition to those of EncoderOptions, LoraOptions, MediaOptions, RecordOptions and
+    TrainingOptions.
 
     Attributes:
       model: a GGUF file, a Hugging Face folder, or a hub id to download; a GGUF file on the hub is org/name/FILE.gguf
@@ -158,6 +166,8 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, TrainingOptions):
       plugins: modules or .py files that register model families of your own, in every process of the engine; see
         docs/models.md. A plugin is code: name only what you would run.
       stream_interval: tokens of a stream's output that are sent together; the first and the last are sent at once.
+      sleep_idle_seconds: seconds without a request after which the engine sleeps at level 1, which gives up device
+        memory; the next request wakes it. None: never. Not for `LLM`; see docs/reinforcement_learning.md.
       profiler_config: enables /start_profile and /stop_profile (`start_profile` and `stop_profile` in Python), which
         write profiles of jax.profiler into a folder: a dict of profiler_dir. Of several hosts, the first is profiled.
       disable_log_stats: no periodic log line, no progress bars at start-up.
@@ -220,6 +230,7 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, TrainingOptions):
     capture_layers: tuple[int, ...] | None = None
     plugins: tuple[str, ...] = ()
     stream_interval: int = 1
+    sleep_idle_seconds: float | None = None
     profiler_config: ProfilerConfig | None = None
     disable_log_stats: bool = False
 
@@ -264,6 +275,8 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, TrainingOptions):
         check_scales(self.kv_cache_dtype, self.kv_cache_scales)
         check_lora(self, self.nnodes)
         check_encoder(self)
+        check_recording(self)
+        check_idle_sleep(self.sleep_idle_seconds, self.nnodes)
         if (share := self.gpu_memory_utilization) is not None and not 0 < share <= 1:
             raise ConfigError("gpu_memory_utilization", share, "more than 0, at most 1")
         if self.all2all_backend != GATHER and not self.enable_expert_parallel:
@@ -305,6 +318,9 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, TrainingOptions):
         chunks = self.enable_chunked_prefill and model.is_causal, self.long_prefill_token_threshold
         asked, usual = self.max_num_batched_tokens, platform.max_num_batched_tokens
         tokens = step_tokens(asked, usual, max_num_seqs, max_model_len, *chunks)
+        if platform.name == "tpu" and any(layer.window and not layer.causal for layer in model.attending):
+            problem = f"{model.architecture} attends to windows on both sides of a token, which the TPU kernel does not"
+            raise ConfigError.because("model", problem, "serve it on a CPU or a GPU")
         check_stages(self.pipeline_parallel_size, self.pipeline_layers, model.num_layers)
         if self.enable_expert_parallel and model.experts is None:
             raise ConfigError("enable_expert_parallel", True, f"False: {model.architecture} has no experts")
@@ -334,6 +350,7 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, TrainingOptions):
             runner="generate" if model.pooler is None else "pooling",
         )
         chosen.update(settle_encoder(chosen, model, platform, pictures))
+        settle_recording(chosen, model)
         check_speculation(chosen, model)
         check_training(chosen, model)
         # What a class without a file of its own does is not known to the next process.

@@ -204,8 +204,9 @@ class InputProcessor:
         """Same as `prepare`, for a request to a pooling model."""
         model, longest = self.require_pooling(), self.config.max_model_len
         recipe = params.recipe(model)
-        if recipe.dimensions is not None and recipe.dimensions > self.model_config.hidden_size:
-            most = self.model_config.hidden_size
+        if recipe.dimensions is not None and recipe.dimensions > (
+            most := model.pooler.width(self.model_config.hidden_size)
+        ):
             text = f"dimensions is {recipe.dimensions}; allowed are 1 to {most}"
             raise RequestError(text, param="dimensions", value=recipe.dimensions)
         options.verify_against(self.config.scheduling_policy, self.config.enable_lora)

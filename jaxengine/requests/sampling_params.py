@@ -46,7 +46,7 @@ _INT32_MAX = 2**31 - 1
 _INT64_MAX = 2**63 - 1
 
 # Fields that are passed to a step unchanged.
-_TOKEN_FIELDS = (*ROWS, "min_tokens", "prompt_logprobs")
+_TOKEN_FIELDS = (*ROWS, "min_tokens", "prompt_logprobs", "return_sampling_mass")
 
 # Fields that hold token ids.
 _ID_FIELDS = ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids", "trace_decode_token_ids")
@@ -208,6 +208,7 @@ _RULES: dict[str, Rule] = {
     "logprobs": _optional(_num_logprobs),
     "prompt_logprobs": _optional(_num_logprobs),
     "logprob_token_ids": _optional(_logprob_token_ids),
+    "return_sampling_mass": _flag,
     "trace_decode_token_ids": _optional(_trace),
     "detokenize": _flag,
     "skip_special_tokens": _flag,
@@ -252,6 +253,8 @@ class SamplingParams(SamplingFields):
       prompt_logprobs: the same for the tokens of the prompt.
       logprob_token_ids: tokens whose log-probabilities are returned at each position of the output, in addition to
         those of `logprobs`, or of logprobs=0 where that is None.
+      return_sampling_mass: return for each token its raw and its processed log-probability, and the log of the
+        probability that top_k, top_p and min_p kept; with logprobs=0 where that is None. Needs enable_sampling_mass.
       trace_decode_token_ids: the tokens that are decoded one after the other, whatever would be sampled; the output
         ends with them, and end-of-sequence tokens among them do not end it. Needs enable_trace_replay.
       detokenize: convert tokens to text.
@@ -286,6 +289,7 @@ class SamplingParams(SamplingFields):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: Sequence[int] | None = None
+    return_sampling_mass: bool = False
     trace_decode_token_ids: Sequence[int] | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
@@ -357,7 +361,7 @@ class SamplingParams(SamplingFields):
     def num_logprobs(self) -> int | None:
         """Number of likeliest tokens with log-probabilities at each position of the output, -1 for all; None where no
         token has any."""
-        return 0 if self.logprobs is None and self.logprob_token_ids else self.logprobs
+        return 0 if self.logprobs is None and (self.logprob_token_ids or self.return_sampling_mass) else self.logprobs
 
     def token_params(
         self,

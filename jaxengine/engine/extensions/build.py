@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jaxengine.engine.extensions.adapters import Adapters
     from jaxengine.engine.extensions.drafts import Drafts
     from jaxengine.engine.extensions.pictures import MediaStats, Pictures
+    from jaxengine.engine.extensions.weights import Weights
     from jaxengine.runner.extensions.adapters.store import AdapterStore
 
 
@@ -43,12 +44,14 @@ class Extensions:
     Attributes:
       active: those that take part in its steps.
       by_name: all that it has, by the names of the capabilities.
+      idle_seconds: sleep_idle_seconds, inf for none.
     """
 
     def __init__(self, runner: ModelRunner, inputs: Inputs | None = None):
         self.active: list[LoopExtension] = []
         self.by_name: dict[str, LoopExtension] = {}
         self._runner, self._inputs = runner, inputs
+        self.idle_seconds = runner.config.sleep_idle_seconds or float("inf")
         self._loop: Loop | None = None
         tokenizer = None if inputs is None or "pooling" in runner.extensions else inputs.tokenizer
         # Written out now: of a large vocabulary it takes long, and requests run when the first with a grammar comes.
@@ -61,7 +64,10 @@ class Extensions:
             "structured": has_drafts and tokenizer is not None,  # it tells which tokens must come
             "pictures": "pictures" in runner.extensions,
             "logits_processors": "logits_processors" in runner.extensions,
+            "recording": "recording" in runner.extensions,
             "trace": "trace" in runner.extensions,
+            "weights": self.idle_seconds < float("inf"),
+            "idle_sleep": self.idle_seconds < float("inf"),
         }
         for name in (name for name, is_started in started.items() if is_started):
             self.require(name)
@@ -118,6 +124,10 @@ class Extensions:
         for each in self.active:
             each.queued(requests)
         self.active[:] = [each for each in self.active if not each.is_idle]
+
+    def rest(self) -> float:
+        """Lets extensions act while no request is there; returns after how many seconds they want to again."""
+        return min((each.rest() for each in self.active), default=float("inf"))
 
     def shutdown(self) -> None:
         """Ends threads and processes."""
@@ -227,6 +237,18 @@ def _logits_processors(_: Extensions) -> LoopExtension:
     return LogitsProcessors()
 
 
+def _recording(_: Extensions) -> LoopExtension:
+    from jaxengine.engine.extensions.recording import Recording
+
+    return Recording()
+
+
+def _idle_sleep(extensions: Extensions) -> LoopExtension:
+    from jaxengine.engine.extensions.idle_sleep import IdleSleep
+
+    return IdleSleep(cast("Weights", extensions.require("weights")), extensions.idle_seconds)
+
+
 def _weights(_: Extensions) -> LoopExtension:
     from jaxengine.engine.extensions.weights import Weights
 
@@ -237,9 +259,11 @@ _MAKERS: dict[str, Callable[[Extensions], LoopExtension]] = {
     "adapters": Extensions._adapters,
     "capture": Extensions._capture,
     "drafts": Extensions._drafts,
+    "idle_sleep": _idle_sleep,
     "logits_processors": _logits_processors,
     "pictures": Extensions._pictures,
     "pooling": Extensions._pooling,
+    "recording": _recording,
     "scores": Extensions._scores,
     "structured": Extensions._structured,
     "trace": Extensions._trace,
