@@ -52,6 +52,7 @@ BENCHMARKS = {
     "window_pages": ("engine.window_pages", "tokens that a pool holds where layers have windows"),
     "attack": ("server.attack", "a server under the largest bodies, idle connections and killed processes"),
     "clients": ("server.clients", "other people's clients against a server: who can do what"),
+    "json_bodies": ("server.json_bodies", "reading the largest JSON bodies, beside Python's own parser"),
     "reliability": ("server.reliability", "a server whose engine is killed, that is ended, overloaded, sent grammars"),
     "serve_peers": ("server.serve_peers", "`jaxengine serve` beside llama.cpp's server"),
     "server_host": ("server.server_host", "what serving costs the engine's process beside offline"),
