@@ -40,6 +40,7 @@ class Build:
       layer: the layer that is being built, None outside the layers.
       lora: room for adapters of the products of layers; None for a model without.
       split_tower: devices share the weights of what sees; otherwise each has all of them, and pictures of its own.
+      exact: tokens get the same bits however they come (jaxengine.models.layers.exact).
     """
 
     dtype: Any
@@ -49,6 +50,7 @@ class Build:
     layer: int | None = None
     lora: LoraSpec | None = None
     split_tower: bool = True
+    exact: bool = False
 
     def weight(
         self,

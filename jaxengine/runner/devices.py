@@ -182,7 +182,8 @@ def build_split(model_config: ModelConfig, config: ResolvedConfig, layout: MeshL
         )
     try:
         split_tower = config.mm_encoder_tp_mode == "weights"
-        build = Build(config.dtype, layout, stage, lora=config.lora_spec, split_tower=split_tower)
+        options: dict[str, Any] = {"split_tower": split_tower, "exact": config.rl_exact}
+        build = Build(config.dtype, layout, stage, lora=config.lora_spec, **options)
         return build_model(model_config, build)
     except ModelConfigError as error:
         raise ModelFileError(config.model or "the embedded model", str(error)) from None

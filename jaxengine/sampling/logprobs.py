@@ -59,7 +59,7 @@ def token_logprobs(
     taken = take_tokens(logits, jnp.where(valid, taken_ids, 0))
     chosen = taken[:, :1]
     rank = 1 + row_counts(logits > chosen)[:, 0]
-    shift = _log_sum_exp(logits) if normalize else jnp.zeros_like(chosen)
+    shift = log_sum_exp(logits) if normalize else jnp.zeros_like(chosen)
     if num_top:
         best, top_ids = top_tokens(logits, num_top)
         top = best - shift
@@ -71,7 +71,8 @@ def token_logprobs(
     )
 
 
-def _log_sum_exp(logits: jax.Array) -> jax.Array:
+def log_sum_exp(logits: jax.Array) -> jax.Array:
+    """Log of the sum of exponentials of each whole row: f32[S, V / n] -> f32[S, 1], in an order of the row alone."""
     best = row_extreme(jnp.max, logits)
     return best + jnp.log(row_sums(jnp.exp(logits - best)))
 
