@@ -43,6 +43,7 @@ BENCHMARKS = {
     "picture_caches": ("engine.picture_caches", "bytes and memory of each cache of processed pictures"),
     "pictures": ("engine.pictures", "pictures through a server: compilations, hostile files, caches, waits"),
     "recompute": ("engine.recompute", "tokens computed again when the KV pool is too small"),
+    "rl_agreement": ("engine.rl_agreement", "log-probabilities of an engine and of a trainer, bit by bit"),
     "train_head": ("engine.train_head", "trains an EAGLE-3 head for the default model"),
     "weight_updates": ("engine.weight_updates", "weights replaced under running requests: compilations, memory, times"),
     "window_pages": ("engine.window_pages", "tokens that a pool holds where layers have windows"),
