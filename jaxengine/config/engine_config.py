@@ -17,7 +17,7 @@ from jaxengine.config.chat_template import read_chat_template
 from jaxengine.config.compilation_config import CompilationConfig
 from jaxengine.config.encoder import EncoderOptions, check_encoder, settle_encoder
 from jaxengine.config.errors import ConfigError
-from jaxengine.config.exact import check_exact
+from jaxengine.config.exact import settle_exact
 from jaxengine.config.extensions import extension_options
 from jaxengine.config.kv_cache import KV_CACHE_DTYPES, check_scales, kv_dtype
 from jaxengine.config.logits_processors import (
@@ -336,7 +336,7 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
         )
         chosen.update(settle_encoder(chosen, model, platform, pictures))
         check_speculation(chosen, model)
-        check_exact(chosen, model, platform.name)
+        chosen.update(settle_exact(chosen, model, platform.name))
         # What a class without a file of its own does is not known to the next process.
         processors = self.logits_processors
         no_file = any(source_file(each) is None for each in processor_classes(processors))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jaxengine.config.errors import ConfigError
@@ -15,18 +16,22 @@ NAME = "rl_exact"
 BLOCK_KEYS = 128
 
 
-def check_exact(options: Mapping[str, Any], model: ModelConfig, platform: str) -> None:
-    """Raise ConfigError for an engine with rl_exact whose results would not have the bits of the trainer's.
+def settle_exact(options: Mapping[str, Any], model: ModelConfig, platform: str) -> dict[str, Any]:
+    """Return the sizes of steps of an engine with rl_exact, one for decodes and one for others unless more are given.
+
+    A step costs what its own tokens cost there, so that no smaller sizes are needed. Empty without rl_exact.
 
     options: of the engine, with all defaults filled in. platform: of its kernels.
+
+    Raises ConfigError for an engine whose results would not have the bits of the trainer's.
     """
     if not options[NAME]:
-        return
+        return {}
     if platform != "cpu":
         raise ConfigError(NAME, True, f"False on {platform}: bits are the same on CPUs alone")
-    sizes = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size", "nnodes")
+    counts = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size", "nnodes")
     for name, is_so in (
-        *((name, options[name] > 1) for name in sizes),
+        *((name, options[name] > 1) for name in counts),
         *((name, bool(options[name])) for name in ("enable_lora", "speculative_config", "capture_layers")),
     ):
         if is_so:
@@ -44,3 +49,6 @@ def check_exact(options: Mapping[str, Any], model: ModelConfig, platform: str) -
         raise ConfigError("kv_cache_dtype", kv, allowed)
     if BLOCK_KEYS % (size := options["block_size"]):
         raise ConfigError("block_size", size, f"a divisor of {BLOCK_KEYS} with {NAME}")
+    sizes = options["compilation_config"]
+    chosen = {name: getattr(sizes, name) or () for name in ("cudagraph_capture_sizes", "prefill_sizes")}
+    return {"compilation_config": replace(sizes, **chosen)}

@@ -24,6 +24,13 @@ def test_engines_that_have_it(options):
     assert not EngineConfig(**options).resolved(MODEL, PLATFORMS["cpu"]).rl_exact
 
 
+def test_it_needs_one_size_of_steps():
+    sizes = EngineConfig(rl_exact=True, max_num_seqs=8).resolved(MODEL, PLATFORMS["cpu"]).compilation_config
+    assert (sizes.cudagraph_capture_sizes, sizes.prefill_sizes) == ((), ())
+    given = EngineConfig(rl_exact=True, compilation_config={"prefill_sizes": [64]})
+    assert given.resolved(MODEL, PLATFORMS["cpu"]).compilation_config.prefill_sizes == (64,)
+
+
 def test_blocks_of_keys_are_those_of_the_kernel():
     assert XlaAttention().block_kv == BLOCK_KEYS
 
