@@ -119,10 +119,18 @@ def certify(
     )
     recomputed = llm.get_logprobs([list(prompt) for prompt in prompts], completions).values
     trainer = _trained(module, params, prompts, completions, config.rl_exact)
-    totals = (float(each.sum(dtype=np.float64)) for each in (rollout, recomputed, trainer))
-    agreements = Agreement.of(rollout, recomputed), Agreement.of(rollout, trainer)
+    sums = [float(each.sum(dtype=np.float64)) for each in (rollout, recomputed, trainer)]
     return Certificate(
-        *totals, *agreements, len(rollout), config.rl_exact, config.dtype, llm.weight_version, _versions()
+        rollout=sums[0],
+        recomputed=sums[1],
+        trainer=sums[2],
+        rollout_recomputed=Agreement.of(rollout, recomputed),
+        rollout_trainer=Agreement.of(rollout, trainer),
+        num_tokens=len(rollout),
+        rl_exact=config.rl_exact,
+        dtype=config.dtype,
+        weight_version=llm.weight_version,
+        versions=_versions(),
     )
 
 
