@@ -97,12 +97,14 @@ ENGINE = {
     "compilation_config": {"cudagraph_capture_sizes": [4], "prefill_sizes": [12]},
     "disable_log_stats": True,
 }
-# Windows, latent attention with experts, states with experts; the benchmark has the others.
+# States; then windows, states with experts, latent attention with experts, Mamba-2. The benchmark has others.
+FURTHER = pytest.mark.thorough("further kinds of layers")
 FAMILIES = [
-    pytest.param("gemma2", "bfloat16"),
-    pytest.param("qwen3_next", "float32"),
-    pytest.param("deepseek_v3", "float32", marks=pytest.mark.thorough("a second family with experts")),
-    pytest.param("granite_hybrid", "bfloat16", marks=pytest.mark.thorough("a second family with states")),
+    pytest.param("lfm2", "bfloat16"),
+    pytest.param("gemma2", "bfloat16", marks=FURTHER),
+    pytest.param("qwen3_next", "float32", marks=FURTHER),
+    pytest.param("deepseek_v3", "float32", marks=FURTHER),
+    pytest.param("granite_hybrid", "bfloat16", marks=FURTHER),
 ]
 
 
