@@ -224,11 +224,8 @@ class NamedRequest(RequestModel):
 
 
 # The fields of SamplingFields, and of what they are numbers.
-_Numbers: Any = create_model(
-    "_Numbers",
-    __base__=NamedRequest,
-    **{name: (type(row.neutral) | None, None) for name, row in ROWS.items()},  # pyright: ignore[reportCallIssue]
-)
+_NUMBERS: dict[str, Any] = {name: (type(row.neutral) | None, None) for name, row in ROWS.items()}
+_Numbers: Any = create_model("_Numbers", __base__=NamedRequest, **_NUMBERS)
 
 
 class GenerationRequest(_Numbers, NamedRequest):
