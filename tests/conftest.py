@@ -350,6 +350,15 @@ def pooling_folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def encoder_folder(tmp_path_factory):
+    """Folders of tests/fixtures/encoder_models.py by name, made once each."""
+    from tests.fixtures.encoder_models import make_encoder
+
+    parent = tmp_path_factory.mktemp("encoders")
+    return functools.cache(lambda name: str(make_encoder(parent / name, name)))
+
+
+@pytest.fixture(scope="session")
 def pooling_options(executables_dir) -> dict:
     """Of engines of these models: a step of one shape, a pool of few requests."""
     few = {"skip_tokenizer_init": False, "num_gpu_blocks_override": 60, "compilation_config": {"prefill_sizes": [32]}}

@@ -240,7 +240,9 @@ def settle(name: str, value: Any) -> None:
 
 
 def asks_for_nothing(name: str, value: Any) -> bool:
-    """Whether a value is vLLM's default, or empty."""
+    """Whether a value has no effect: vLLM's default or another one that changes nothing, None, empty, or False for an
+    option that is not on by default.
+    """
     if value is None or (value is False and name not in _ON):
         return True
     if isinstance(value, (str, dict, list, tuple, set)) and not value:

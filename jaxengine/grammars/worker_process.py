@@ -119,8 +119,9 @@ def compile_grammar(kind: str, text: str, options: Any) -> str:
     """Translates a constraint of StructuredOutputsParams to llguidance's notation; whether it is sound shows in its
     matcher.
 
-    kind "json": text is a schema, options are llguidance's for it; "regex"; "choice": a JSON list of strings;
-    "grammar": Lark or GBNF.
+    kind "json": text is a schema, options are llguidance's for it, unused by the others; "regex"; "choice": a JSON list
+    of strings; "grammar", and any other: Lark or GBNF. Raises ValueError for a "choice" that is no JSON and for GBNF
+    that cannot be parsed.
     """
     if kind == "json":
         return llguidance.LLMatcher.grammar_from_json_schema(text, overrides=options)
@@ -244,7 +245,9 @@ class Matchers:
         """Returns the tokens that must come behind a mask, each the only one that its place's mask allows, the mask
         behind them, and those behind further tokens of the guess.
 
-        words: the mask. The matcher stays where it is: what fails ahead fails when it is there.
+        words: the mask of where the matcher is; guess: tokens that may come from there on. At most _MAX_AHEAD tokens,
+        and no longer than the time that is left for it. The matcher stays where it is: what fails ahead fails when it
+        is there.
         """
         run, masks, num_forced = list[int](), [words], 0
         matcher_ahead, begin = None, time.thread_time()
@@ -294,7 +297,10 @@ def _be_nice(thread: int, value: int) -> None:
 
 
 def main() -> None:
-    """Serves the parent process until the connection ends. Sends Failed with key -1 if the tokenizer cannot be used."""
+    """Serves the parent process until the connection ends, which ends the process, as does an error of a thread.
+
+    The first message is a Start. Sends Failed with key -1, and returns, if the tokenizer cannot be used.
+    """
     connection = Connection(Order, _MAX_MEMORY_BYTES)
     compilations: queue.SimpleQueue[Open] = queue.SimpleQueue()
     masks: queue.SimpleQueue[Advance] = queue.SimpleQueue()

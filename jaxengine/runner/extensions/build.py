@@ -62,6 +62,10 @@ def extensions_of(shape: StageShape) -> Iterator[DeviceExtension]:
         from jaxengine.runner.extensions.logits_processors import ProcessorsExtension
 
         yield ProcessorsExtension(shape)
+    if config.record_steps is not None:
+        from jaxengine.runner.extensions.recording import RecordingExtension
+
+        yield RecordingExtension(shape)
 
 
 def step_programs(model: CausalLM, config: ResolvedConfig, platform: Platform, mesh: Mesh) -> StepPrograms:
