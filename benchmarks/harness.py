@@ -44,6 +44,10 @@ BENCHMARKS = {
     "pictures": ("engine.pictures", "pictures through a server: compilations, hostile files, caches, waits"),
     "recompute": ("engine.recompute", "tokens computed again when the KV pool is too small"),
     "rl_agreement": ("engine.rl_agreement", "log-probabilities of an engine and of a trainer, bit by bit"),
+    "sleep_cycles": (
+        "engine.sleep_cycles",
+        "an engine that sleeps and wakes: bytes alive, tokens, the first token after",
+    ),
     "train_head": ("engine.train_head", "trains an EAGLE-3 head for the default model"),
     "weight_updates": ("engine.weight_updates", "weights replaced under running requests: compilations, memory, times"),
     "window_pages": ("engine.window_pages", "tokens that a pool holds where layers have windows"),

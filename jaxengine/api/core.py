@@ -124,11 +124,12 @@ class EngineCore:
     def has_unfinished(self) -> bool:
         return self.engine.has_unfinished
 
-    @property
-    def idle_seconds(self) -> float:
-        """For how long `has_unfinished` stays False if nobody calls, inf for ever: requests time out in a pause too."""
-        scheduler = self.engine.scheduler
-        return max(0.0, scheduler.next_deadline - time.monotonic()) if scheduler.paused else float("inf")
+    def rest(self) -> float:
+        """Does what is due while `has_unfinished` is False; returns after how many seconds to call again, inf for
+        never: requests time out in a pause too.
+        """
+        scheduler, due = self.engine.scheduler, self.engine.extensions.rest()
+        return max(0.0, min(due, scheduler.next_deadline - time.monotonic())) if scheduler.paused else due
 
     def check_process(self) -> None:
         """Raises EngineDeadError in a fork."""

@@ -16,6 +16,7 @@ from jaxengine.api.core import AnyOutput, EngineCore
 from jaxengine.api.not_built import VllmMethods
 from jaxengine.config.engine_args import engine_options
 from jaxengine.config.engine_config import EngineConfig
+from jaxengine.config.idle_sleep import refuse_idle_sleep
 from jaxengine.engine.metric_types import Histogram, Metric
 from jaxengine.requests.lora import LoRARequest
 from jaxengine.requests.options import RequestOptions
@@ -45,6 +46,7 @@ class LLMEngine(VllmMethods):
         **options: Any,
     ):
         config = EngineConfig.from_options(model=model, **options)
+        refuse_idle_sleep(config.sleep_idle_seconds, "LLMEngine")
         self.core = EngineCore(config, devices=devices, mesh=mesh, mesh_axes=mesh_axes)
         # Of steps whose requests' errors `step` still has to raise.
         self._outputs: list[AnyOutput] = []
