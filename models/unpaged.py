@@ -16,7 +16,7 @@ from jaxengine.models.causal_lm import CausalLM
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.pallas_kernels.attention.op import RaggedBatch
 from jaxengine.pallas_kernels.kv.pages import KVPages, pool_shape
-from jaxengine.pallas_kernels.registry import UNPAGED, unpaged
+from jaxengine.pallas_kernels.registry import UNPAGED, rows_of
 from jaxengine.pallas_kernels.runs import run_indexes
 from jaxengine.sharding.layout import ONE_DEVICE
 
@@ -74,7 +74,7 @@ def run_unpaged(
     rows = StateRows(cu_q_lens, jnp.full((count,), -1, jnp.int32), nowhere, nowhere, num_runs, none)
     places = run_indexes(cu_q_lens, count) if positions is None else positions.ravel()
     batch = ForwardBatch(token_ids.ravel(), places, tokens, (ragged,), {"states": rows, **(sections or {})})
-    with unpaged():
+    with rows_of(UNPAGED):
         hidden, _ = model(batch, _nothing_cached(model, num_rows, length))
         logits = model.logits(hidden)
     logits = logits[:, : model.config.vocab_size]

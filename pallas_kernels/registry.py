@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -115,11 +115,6 @@ def rows_of(platform: str) -> Iterator[None]:
         yield
     finally:
         _ONLY.reset(token)
-
-
-def unpaged() -> AbstractContextManager[None]:
-    """Context in which these operations take their row of UNPAGED."""
-    return rows_of(UNPAGED)
 
 
 def platform_rows() -> dict[str, str]:
