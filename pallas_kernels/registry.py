@@ -22,7 +22,10 @@ PLATFORMS = {
 }
 # The platform of whole sequences, which no device is: no pages, plain XLA, and each of its operations has a gradient.
 UNPAGED = "unpaged"
-_KINDS = {**PLATFORMS, UNPAGED: (UNPAGED,)}
+# The platform of CPUs where a token's result may not depend, to the bit, on what else is in its step: every token has
+# a row of its own there.
+EXACT = "exact"
+_KINDS = {**PLATFORMS, UNPAGED: (UNPAGED,), EXACT: (EXACT, *PLATFORMS["cpu"])}
 _ROWS: dict[tuple[str, str], str] = {
     ("attention_schedule", "hopper"): "attention.hopper.attend",
     ("attention_schedule", "tpu"): "attention.tpu.attend",
@@ -68,10 +71,13 @@ _ROWS: dict[tuple[str, str], str] = {
     ("lora_product", "tpu"): "matmul.tpu.lora",
     ("causal_conv", "xla"): "state.conv_xla",
     ("causal_conv", UNPAGED): "state.unpaged",
+    ("causal_conv", EXACT): "state.one_by_one",
     ("gated_delta_rule", "xla"): "state.delta_xla",
     ("gated_delta_rule", UNPAGED): "state.unpaged",
+    ("gated_delta_rule", EXACT): "state.one_by_one",
     ("state_space", "xla"): "state.space_xla",
     ("state_space", UNPAGED): "state.unpaged",
+    ("state_space", EXACT): "state.one_by_one",
 }
 # The operations of each platform of devices.
 KERNELS = tuple(
@@ -98,22 +104,23 @@ PLATFORM_ROWS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
 _MOSAIC_CAPABILITIES = ("9.0",)
 _TCGEN05_CAPABILITIES = ("10.0",)
 _PLAIN: ContextVar[bool] = ContextVar("plain_cards", default=False)
-_IS_UNPAGED: ContextVar[bool] = ContextVar("unpaged", default=False)
+_ONLY: ContextVar[str | None] = ContextVar("only platform", default=None)
 
 
 @contextmanager
-def unpaged() -> Iterator[None]:
-    """Context in which operations that are chosen at compilation take their row of UNPAGED, whatever the device."""
-    token = _IS_UNPAGED.set(True)
+def rows_of(platform: str) -> Iterator[None]:
+    """Context in which operations that are chosen at compilation take their row of a platform, whatever the device."""
+    token = _ONLY.set(platform)
     try:
         yield
     finally:
-        _IS_UNPAGED.reset(token)
+        _ONLY.reset(token)
 
 
 def platform_rows() -> dict[str, str]:
     """Rows of an operation that is chosen at compilation, by the keyword of `jax.lax.platform_dependent`."""
-    return {"default": UNPAGED} if _IS_UNPAGED.get() else PLATFORM_ROWS
+    only = _ONLY.get()
+    return PLATFORM_ROWS if only is None else {"default": only}
 
 
 @contextmanager
@@ -151,11 +158,15 @@ def kernel(op: str, platform: str) -> Callable:
     return getattr(importlib.import_module(f"jaxengine.pallas_kernels.{kernel_module(op, platform)}"), op)
 
 
-def block_profile(platform: str) -> Callable | None:
-    """Function that compiles one block of `platform`'s attention by itself (`attention.tpu.profile`); None where there
-    is none.
+def kernel_rows(platform: str) -> dict[str, str]:
+    """Module of each operation that `platform` implements, by the operation's name."""
+    return {op: kernel_module(op, own) for op, own in KERNELS if own == platform}
 
-    There is none where the compiler reports no cost.
+
+def block_profile(platform: str) -> Callable | None:
+    """Function that builds one block of `platform`'s attention by itself, to be compiled (`attention.tpu.profile`).
+
+    None where the compiler reports no cost.
     """
     module = _PROFILES.get(platform)
     return None if module is None else importlib.import_module(f"jaxengine.pallas_kernels.{module}").block_profile
@@ -182,6 +193,8 @@ def kernel_modules(platform: str) -> tuple[str, ...]:
     """
     family = platform.partition("_")[0]
     modules = {kernel_module(op, row) for op, row in KERNELS if row.partition("_")[0] == family}
+    if family == "cpu":
+        modules |= {module for (_, kind), module in _ROWS.items() if kind == EXACT}
     return tuple(sorted(f"jaxengine.pallas_kernels.{module}" for module in modules))
 
 

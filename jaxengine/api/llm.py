@@ -23,6 +23,7 @@ from jaxengine.api.progress import count_tokens, speed_text
 from jaxengine.api.weights import WeightMethods
 from jaxengine.config.engine_args import engine_options
 from jaxengine.config.engine_config import EngineConfig
+from jaxengine.config.idle_sleep import refuse_idle_sleep
 from jaxengine.engine.metric_types import Histogram, Metric
 from jaxengine.requests.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, candidates
 from jaxengine.requests.completion_logprobs import CompletionLogprobs, KnownCompletions
@@ -88,6 +89,7 @@ class LLM(WeightMethods, VllmMethods):
         **options: Any,
     ):
         config = EngineConfig.from_options(model=model, **options)
+        refuse_idle_sleep(config.sleep_idle_seconds, "LLM")
         self._core = EngineCore(config, devices=devices, mesh=mesh, mesh_axes=mesh_axes)
         # Held by every access to the core.
         self._lock = FairLock(self._core.check_process)
@@ -174,6 +176,7 @@ class LLM(WeightMethods, VllmMethods):
         prompts: Prompt | Sequence[Prompt],
         completions: Sequence[Sequence[int]],
         *,
+        decode: bool = False,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         use_tqdm: bool | ProgressFactory = False,
     ) -> CompletionLogprobs:
@@ -184,11 +187,12 @@ class LLM(WeightMethods, VllmMethods):
         Args:
           prompts: as for `generate`, without pictures.
           completions: token ids of each prompt's completion; an empty one has no log-probabilities.
+          decode: decode them token by token, not at once as prompts are; needs enable_trace_replay.
           lora_request: as for `generate`.
         Raises the same errors as `generate`; also RequestError when the engine reports logits (logprobs_mode).
         """
         batch = _as_batch(prompts)
-        known = KnownCompletions(self.core.inputs, batch, completions)
+        known = KnownCompletions(self.core.inputs, batch, completions, decode=decode)
         if lora_request is not None:
             loras = one_for_each(len(batch), lora_request)
             lora_request = [loras[index] for index in known.rows]

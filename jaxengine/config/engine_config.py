@@ -17,7 +17,9 @@ from jaxengine.config.chat_template import read_chat_template
 from jaxengine.config.compilation_config import CompilationConfig
 from jaxengine.config.encoder import EncoderOptions, check_encoder, settle_encoder
 from jaxengine.config.errors import ConfigError
+from jaxengine.config.exact import settle_exact
 from jaxengine.config.extensions import extension_options
+from jaxengine.config.idle_sleep import check_idle_sleep
 from jaxengine.config.kv_cache import KV_CACHE_DTYPES, check_scales, kv_dtype
 from jaxengine.config.logits_processors import (
     processor_classes,
@@ -34,9 +36,11 @@ from jaxengine.config.plugins import read_plugins
 from jaxengine.config.pooler_config import POOLING_TASKS, PoolerConfig, read_hf_overrides
 from jaxengine.config.prefix_caching import settle_snapshots
 from jaxengine.config.profiler_config import ProfilerConfig
+from jaxengine.config.recording import RecordOptions, check_recording, settle_recording
 from jaxengine.config.speculation import SpeculativeConfig, check_speculation
 from jaxengine.config.step_tokens import step_tokens
 from jaxengine.config.structured_outputs_config import StructuredOutputsConfig
+from jaxengine.config.training import TrainingOptions, check_training
 from jaxengine.config.values import dtype_name, kind_missed, plain, read_size, whole_number
 from jaxengine.scheduler.buckets import Buckets
 from jaxengine.scheduler.config import POLICIES, SchedulerConfig
@@ -51,7 +55,12 @@ logger = logging.getLogger(__name__)
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "orbax", "dummy")
 DTYPES = ("auto", "float32", "bfloat16")
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
-SIZES = ("max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes")  # options that also take "4k" or "4G"
+SIZES = (
+    "max_model_len",
+    "max_num_batched_tokens",
+    "kv_cache_memory_bytes",
+    "record_steps_bytes",
+)  # options that also take "4k" or "4G"
 # Readers of options with structure.
 _READERS = {
     "compilation_config": CompilationConfig.read,
@@ -69,8 +78,9 @@ _READERS = {
 
 
 @dataclass(frozen=True)
-class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
-    """Engine options, in addition to those of EncoderOptions, LoraOptions and MediaOptions.
+class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, RecordOptions, TrainingOptions):
+    """Engine options, in addition to those of EncoderOptions, LoraOptions, MediaOptions, RecordOptions and
+    TrainingOptions.
 
     Attributes:
       model: a GGUF file, a Hugging Face folder, or a hub id to download; a GGUF file on the hub is org/name/FILE.gguf
@@ -154,9 +164,13 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
         docs/sampling_params.md.
       capture_layers: layers whose hidden states requests may ask for (return_hidden_states), counted as transformers
         does: 0 is the embeddings, n what layer n gives, and -1, the last, is taken after the final norm.
+      rl_exact: compute each token in one fixed form, so that its log-probability has the same bits in any batch and
+        chunk, and in jaxengine.rl.forward(exact=True); slower, and on one CPU device only.
       plugins: modules or .py files that register model families of your own, in every process of the engine; see
         docs/models.md. A plugin is code: name only what you would run.
       stream_interval: tokens of a stream's output that are sent together; the first and the last are sent at once.
+      sleep_idle_seconds: seconds without a request after which the engine sleeps at level 1, which gives up device
+        memory; the next request wakes it. None: never. Not for `LLM`; see docs/reinforcement_learning.md.
       profiler_config: enables /start_profile and /stop_profile (`start_profile` and `stop_profile` in Python), which
         write profiles of jax.profiler into a folder: a dict of profiler_dir. Of several hosts, the first is profiled.
       disable_log_stats: no periodic log line, no progress bars at start-up.
@@ -217,8 +231,10 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
     speculative_config: SpeculativeConfig | None = None
     logits_processors: tuple[str, ...] = dataclasses.field(default=(), metadata={"nargs": "+"})
     capture_layers: tuple[int, ...] | None = None
+    rl_exact: bool = False
     plugins: tuple[str, ...] = ()
     stream_interval: int = 1
+    sleep_idle_seconds: float | None = None
     profiler_config: ProfilerConfig | None = None
     disable_log_stats: bool = False
 
@@ -263,6 +279,8 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
         check_scales(self.kv_cache_dtype, self.kv_cache_scales)
         check_lora(self, self.nnodes)
         check_encoder(self)
+        check_recording(self)
+        check_idle_sleep(self.sleep_idle_seconds, self.nnodes)
         if (share := self.gpu_memory_utilization) is not None and not 0 < share <= 1:
             raise ConfigError("gpu_memory_utilization", share, "more than 0, at most 1")
         if self.all2all_backend != GATHER and not self.enable_expert_parallel:
@@ -300,9 +318,13 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
             raise ConfigError("max_model_len", self.max_model_len, f"at most {longest}, the model's context length")
         max_model_len = self.max_model_len or longest
         max_num_seqs = self.max_num_seqs or platform.max_num_seqs
-        chunks = self.enable_chunked_prefill, self.long_prefill_token_threshold
+        # A token that sees those after it needs them in its step.
+        chunks = self.enable_chunked_prefill and model.is_causal, self.long_prefill_token_threshold
         asked, usual = self.max_num_batched_tokens, platform.max_num_batched_tokens
         tokens = step_tokens(asked, usual, max_num_seqs, max_model_len, *chunks)
+        if platform.name == "tpu" and any(layer.window and not layer.causal for layer in model.attending):
+            problem = f"{model.architecture} attends to windows on both sides of a token, which the TPU kernel does not"
+            raise ConfigError.because("model", problem, "serve it on a CPU or a GPU")
         check_stages(self.pipeline_parallel_size, self.pipeline_layers, model.num_layers)
         if self.enable_expert_parallel and model.experts is None:
             raise ConfigError("enable_expert_parallel", True, f"False: {model.architecture} has no experts")
@@ -321,6 +343,7 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=tokens,
+            enable_chunked_prefill=chunks[0],
             compilation_config=self.compilation_config.divided(mesh.attn),
             block_size=self.block_size or platform.page_size,
             **settle_snapshots(chosen, model, max_num_seqs),
@@ -331,7 +354,10 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
             runner="generate" if model.pooler is None else "pooling",
         )
         chosen.update(settle_encoder(chosen, model, platform, pictures))
+        settle_recording(chosen, model)
         check_speculation(chosen, model)
+        check_training(chosen, model)
+        chosen.update(settle_exact(chosen, model, platform.name))
         # What a class without a file of its own does is not known to the next process.
         processors = self.logits_processors
         no_file = any(source_file(each) is None for each in processor_classes(processors))
@@ -340,7 +366,9 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
         return ResolvedConfig(**chosen)
 
     def mesh_layout(self, model: ModelConfig) -> MeshLayout:
-        """The mesh of one pipeline stage."""
+        """The mesh of one pipeline stage: tensor_parallel_size * data_parallel_size devices, whose axes follow from the
+        model's number of KV heads.
+        """
         return MeshLayout.for_heads(
             model.num_kv_heads,
             tensor=self.tensor_parallel_size,
@@ -406,13 +434,20 @@ class ResolvedConfig(EngineConfig):
         return max(2 if self.async_scheduling else 1, self.pipeline_parallel_size)
 
     @property
+    def ends_at_once(self) -> bool:
+        """Whether every request ends in the step that has its prompt."""
+        return self.runner == "pooling" and not self.enable_chunked_prefill
+
+    @property
     def fixes_pages(self) -> bool:
         """Whether the options set the size of the KV pool explicitly."""
         return self.num_gpu_blocks_override is not None or self.kv_cache_memory_bytes is not None
 
     def buckets(self, platform: Platform, *, sections: tuple[str, ...] = ()) -> Buckets:
-        """The shapes of steps to compile; sections: message sections that some steps have besides their own. Raises
-        ConfigError.
+        """The shapes of steps to compile; sizes that were not given are the platform's.
+
+        sections: message sections that some steps have besides their own. Raises ConfigError for sizes beyond the
+        limits.
         """
         # A pooling model has no decodes; a step without prefill would only hold one-token prompts.
         platform = platform if self.runner == "generate" else dataclasses.replace(platform, decode_sizes=())
@@ -424,8 +459,8 @@ class ResolvedConfig(EngineConfig):
     ) -> SchedulerConfig:
         """The scheduler's options.
 
-        num_pages: of each rank. windows: of each cache group, how many keys a token sees, itself included; None for
-        all.
+        num_pages: of each rank. num_ranks: ranks that have sequences and pages of their own. windows: of each cache
+        group, how many keys a token sees, itself included; None for all.
         """
         return SchedulerConfig(
             num_pages=num_pages,

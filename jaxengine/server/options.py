@@ -67,6 +67,8 @@ class ServerConfig:
       admin_key_file: a file with the keys for them.
       lora_modules: adapters to start with, each as name=path or as JSON with name and path; needs enable_lora.
       lora_root: the folder from which operators may load adapters at run time; None forbids loading.
+      weight_upload_dir: the folder that keeps weights which operators send, until the engine has read them; it needs
+        room for all of them. None forbids sending; weights of a folder are read where they are.
       ssl_certfile: certificate chain for TLS, PEM.
       ssl_keyfile: its private key.
       ssl_ca_certs: certificate authorities; clients must present a certificate that one of them signed (mTLS).
@@ -131,6 +133,7 @@ class ServerConfig:
     admin_key_file: str | None = None
     lora_modules: tuple[str, ...] = dataclasses.field(default=(), metadata={"nargs": "+"})
     lora_root: str | None = None
+    weight_upload_dir: str | None = None
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     ssl_ca_certs: str | None = None
@@ -195,6 +198,7 @@ class ServerConfig:
             ("ssl_ca_certs", "ssl_certfile"),
             ("enable_auto_tool_choice", "tool_call_parser"),
             ("enable_admin", "admin_key_file"),
+            ("weight_upload_dir", "enable_admin"),
             ("max_log_len", "enable_log_requests"),
         ):
             if getattr(self, name) and not getattr(self, other):

@@ -37,7 +37,7 @@ def gated_delta_rule(
     rows: StateRows,
 ) -> tuple[jax.Array, jax.Array]:
     """Implement jaxengine.pallas_kernels.state.delta.gated_delta_rule."""
-    return recurrence(Tokens(q, k, v, decay, beta), v.shape[1:], state, rows, single=_single, chunk=chunk)
+    return recurrence(Tokens(q, k, v, decay, beta), v.shape[1:], state, rows, single=single, chunk=chunk)
 
 
 def _heads(part: jax.Array, like: jax.Array, axis: int) -> jax.Array:
@@ -45,7 +45,7 @@ def _heads(part: jax.Array, like: jax.Array, axis: int) -> jax.Array:
     return jnp.repeat(part, like.shape[axis] // part.shape[axis], axis=axis)
 
 
-def _single(tokens: Tokens, m: jax.Array) -> tuple[jax.Array, jax.Array]:
+def single(tokens: Tokens, m: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Apply the rule to one token of each of n sequences with states f32[n, N, H, Hv]: outputs f32[n, N, Hv], new
     states."""
     q, k, v, decay, beta = tokens
@@ -83,7 +83,7 @@ def chunk(tokens: Tokens, m: jax.Array, runs: ChunkRuns | None = None) -> tuple[
 
 
 def solve_unit_lower(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Solve (I + a) x = b for x f32[N, C, D], with a f32[N, C, C] zero on and above its diagonal.
+    """Solve (I + a) x = b for x f32[N, C, D], with a f32[N, C, C] zero on and above its diagonal; BLOCK divides C.
 
     Uses substitution, because powers of `a` overflow float32 when keys are all alike. The blocks on the diagonal are
     inverted token by token, all blocks at once; then blocks are substituted in order.

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jaxengine.engine.extensions.adapters import Adapters
     from jaxengine.engine.extensions.drafts import Drafts
     from jaxengine.engine.extensions.pictures import MediaStats, Pictures
+    from jaxengine.engine.extensions.weights import Weights
     from jaxengine.runner.extensions.adapters.store import AdapterStore
 
 
@@ -43,12 +44,14 @@ class Extensions:
     Attributes:
       active: those that take part in its steps.
       by_name: all that it has, by the names of the capabilities.
+      idle_seconds: sleep_idle_seconds, inf for none.
     """
 
     def __init__(self, runner: ModelRunner, inputs: Inputs | None = None):
         self.active: list[LoopExtension] = []
         self.by_name: dict[str, LoopExtension] = {}
         self._runner, self._inputs = runner, inputs
+        self.idle_seconds = runner.config.sleep_idle_seconds or float("inf")
         self._loop: Loop | None = None
         tokenizer = None if inputs is None or "pooling" in runner.extensions else inputs.tokenizer
         # Written out now: of a large vocabulary it takes long, and requests run when the first with a grammar comes.
@@ -61,6 +64,10 @@ class Extensions:
             "structured": has_drafts and tokenizer is not None,  # it tells which tokens must come
             "pictures": "pictures" in runner.extensions,
             "logits_processors": "logits_processors" in runner.extensions,
+            "recording": "recording" in runner.extensions,
+            "trace": "trace" in runner.extensions,
+            "weights": self.idle_seconds < float("inf"),
+            "idle_sleep": self.idle_seconds < float("inf"),
         }
         for name in (name for name, is_started in started.items() if is_started):
             self.require(name)
@@ -93,6 +100,8 @@ class Extensions:
             self.require("scores")
         if features & HIDDEN_STATES:
             self.require("capture")
+        if request.params.trace_decode_token_ids:
+            self.require("trace")
         for each in self.active:
             each.prepare(request)
 
@@ -115,6 +124,10 @@ class Extensions:
         for each in self.active:
             each.queued(requests)
         self.active[:] = [each for each in self.active if not each.is_idle]
+
+    def rest(self) -> float:
+        """Lets extensions act while no request is there; returns after how many seconds they want to again."""
+        return min((each.rest() for each in self.active), default=float("inf"))
 
     def shutdown(self) -> None:
         """Ends threads and processes."""
@@ -175,26 +188,11 @@ class Extensions:
         guided = speculation.guides(config.pipeline_parallel_size, config.max_in_flight)
         return Drafts(speculation, guided=guided)
 
-    def _logits_processors(self) -> LoopExtension:
-        from jaxengine.engine.extensions.logits_processors import LogitsProcessors
-
-        return LogitsProcessors()
-
     def _pictures(self) -> LoopExtension:
         from jaxengine.engine.extensions.pictures import Pictures
 
         media = None if self._inputs is None else self._inputs.media
         return Pictures(None if media is None else media.cache)
-
-    def _pooling(self) -> LoopExtension:
-        from jaxengine.engine.extensions.pooling import Pooling
-
-        return Pooling()
-
-    def _scores(self) -> LoopExtension:
-        from jaxengine.engine.extensions.scores import Scores
-
-        return Scores()
 
     def _structured(self) -> LoopExtension:
         if self._tokenizer is None or self._inputs is None:
@@ -215,6 +213,45 @@ class Extensions:
         return Structured(masks, drafts)
 
 
+def _pooling(_: Extensions) -> LoopExtension:
+    from jaxengine.engine.extensions.pooling import Pooling
+
+    return Pooling()
+
+
+def _scores(_: Extensions) -> LoopExtension:
+    from jaxengine.engine.extensions.scores import Scores
+
+    return Scores()
+
+
+def _trace(extensions: Extensions) -> LoopExtension:
+    if "trace" not in extensions._runner.extensions:
+        problem = "the engine was started without enable_trace_replay"
+        raise RequestError(problem, param="trace_decode_token_ids")
+    from jaxengine.engine.extensions.trace import Traces
+
+    return Traces()
+
+
+def _logits_processors(_: Extensions) -> LoopExtension:
+    from jaxengine.engine.extensions.logits_processors import LogitsProcessors
+
+    return LogitsProcessors()
+
+
+def _recording(_: Extensions) -> LoopExtension:
+    from jaxengine.engine.extensions.recording import Recording
+
+    return Recording()
+
+
+def _idle_sleep(extensions: Extensions) -> LoopExtension:
+    from jaxengine.engine.extensions.idle_sleep import IdleSleep
+
+    return IdleSleep(cast("Weights", extensions.require("weights")), extensions.idle_seconds)
+
+
 def _weights(_: Extensions) -> LoopExtension:
     from jaxengine.engine.extensions.weights import Weights
 
@@ -225,10 +262,13 @@ _MAKERS: dict[str, Callable[[Extensions], LoopExtension]] = {
     "adapters": Extensions._adapters,
     "capture": Extensions._capture,
     "drafts": Extensions._drafts,
-    "logits_processors": Extensions._logits_processors,
+    "idle_sleep": _idle_sleep,
+    "logits_processors": _logits_processors,
     "pictures": Extensions._pictures,
-    "pooling": Extensions._pooling,
-    "scores": Extensions._scores,
+    "pooling": _pooling,
+    "recording": _recording,
+    "scores": _scores,
     "structured": Extensions._structured,
+    "trace": _trace,
     "weights": _weights,
 }

@@ -8,6 +8,7 @@ from jaxengine.api.engine_client import EngineClient
 from jaxengine.scheduler.errors import RequestError
 from jaxengine.server.grpc import admin_pb2 as pb
 from jaxengine.server.grpc.service import OpenCalls
+from jaxengine.server.grpc.weights import WeightMethods
 from jaxengine.server.lora import load_from_root, unload
 from jaxengine.server.options import ServerConfig
 from jaxengine.version import __version__
@@ -18,7 +19,7 @@ MAX_IDS = 1024
 Context = grpc.aio.ServicerContext
 
 
-class AdminService:
+class AdminService(WeightMethods):
     """Implements admin.proto; methods have its names and raise the exceptions that status.status_of handles."""
 
     def __init__(self, engine: EngineClient, config: ServerConfig, model_names: tuple[str, ...], calls: OpenCalls):

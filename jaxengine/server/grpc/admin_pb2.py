@@ -14,13 +14,19 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!jaxengine/server/grpc/admin.proto\x12\x0cjaxengine.v1\"\x16\n\x14GetServerInfoRequest\"\xee\x01\n\nServerInfo\x12\x16\n\x0e\x65ngine_version\x18\x01 \x01(\t\x12\x13\n\x0b\x61pi_version\x18\x02 \x01(\t\x12\x32\n\x0bparallelism\x18\x04 \x01(\x0b\x32\x1d.jaxengine.v1.ParallelismInfo\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x15\n\rkv_block_size\x18\x06 \x01(\r\x12\x17\n\x0ftotal_kv_blocks\x18\x07 \x01(\x04\x12\x1c\n\x14max_running_requests\x18\x08 \x01(\x04\x12\x1a\n\x12max_batched_tokens\x18\t \x01(\x04\"k\n\x0fParallelismInfo\x12\x1c\n\x14tensor_parallel_size\x18\x01 \x01(\r\x12\x1e\n\x16pipeline_parallel_size\x18\x02 \x01(\r\x12\x1a\n\x12\x64\x61ta_parallel_size\x18\x03 \x01(\r\"\x15\n\x13GetModelInfoRequest\"\xc0\x01\n\tModelInfo\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x19\n\x11served_model_name\x18\x02 \x01(\t\x12\x1c\n\x14served_model_aliases\x18\x03 \x03(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x1b\n\x13supports_text_input\x18\x14 \x01(\x08\x12 \n\x18supports_token_ids_input\x18\x15 \x01(\x08\"\x10\n\x0eGetLoadRequest\"r\n\x04Load\x12\x1c\n\x14num_requests_running\x18\x01 \x01(\r\x12\x1c\n\x14num_requests_waiting\x18\x02 \x01(\r\x12\x16\n\x0ekv_cache_usage\x18\x03 \x01(\x01\x12\x16\n\x0enum_open_calls\x18\x04 \x01(\r\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"\x0f\n\rAbortResponse\">\n\x16LoadLoraAdapterRequest\x12\x11\n\tlora_name\x18\x01 \x01(\t\x12\x11\n\tlora_path\x18\x02 \x01(\t\"\x19\n\x17LoadLoraAdapterResponse\"-\n\x18UnloadLoraAdapterRequest\x12\x11\n\tlora_name\x18\x01 \x01(\t\"\x1b\n\x19UnloadLoraAdapterResponse\"\x13\n\x11\x46lushCacheRequest\"%\n\x12\x46lushCacheResponse\x12\x0f\n\x07success\x18\x01 \x01(\x08\x32\xb8\x04\n\x05\x41\x64min\x12M\n\rGetServerInfo\x12\".jaxengine.v1.GetServerInfoRequest\x1a\x18.jaxengine.v1.ServerInfo\x12J\n\x0cGetModelInfo\x12!.jaxengine.v1.GetModelInfoRequest\x1a\x17.jaxengine.v1.ModelInfo\x12;\n\x07GetLoad\x12\x1c.jaxengine.v1.GetLoadRequest\x1a\x12.jaxengine.v1.Load\x12@\n\x05\x41\x62ort\x12\x1a.jaxengine.v1.AbortRequest\x1a\x1b.jaxengine.v1.AbortResponse\x12O\n\nFlushCache\x12\x1f.jaxengine.v1.FlushCacheRequest\x1a .jaxengine.v1.FlushCacheResponse\x12^\n\x0fLoadLoraAdapter\x12$.jaxengine.v1.LoadLoraAdapterRequest\x1a%.jaxengine.v1.LoadLoraAdapterResponse\x12\x64\n\x11UnloadLoraAdapter\x12&.jaxengine.v1.UnloadLoraAdapterRequest\x1a\'.jaxengine.v1.UnloadLoraAdapterResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!jaxengine/server/grpc/admin.proto\x12\x0cjaxengine.v1\"\x16\n\x14GetServerInfoRequest\"\xee\x01\n\nServerInfo\x12\x16\n\x0e\x65ngine_version\x18\x01 \x01(\t\x12\x13\n\x0b\x61pi_version\x18\x02 \x01(\t\x12\x32\n\x0bparallelism\x18\x04 \x01(\x0b\x32\x1d.jaxengine.v1.ParallelismInfo\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x15\n\rkv_block_size\x18\x06 \x01(\r\x12\x17\n\x0ftotal_kv_blocks\x18\x07 \x01(\x04\x12\x1c\n\x14max_running_requests\x18\x08 \x01(\x04\x12\x1a\n\x12max_batched_tokens\x18\t \x01(\x04\"k\n\x0fParallelismInfo\x12\x1c\n\x14tensor_parallel_size\x18\x01 \x01(\r\x12\x1e\n\x16pipeline_parallel_size\x18\x02 \x01(\r\x12\x1a\n\x12\x64\x61ta_parallel_size\x18\x03 \x01(\r\"\x15\n\x13GetModelInfoRequest\"\xc0\x01\n\tModelInfo\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x19\n\x11served_model_name\x18\x02 \x01(\t\x12\x1c\n\x14served_model_aliases\x18\x03 \x03(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x1b\n\x13supports_text_input\x18\x14 \x01(\x08\x12 \n\x18supports_token_ids_input\x18\x15 \x01(\x08\"\x10\n\x0eGetLoadRequest\"r\n\x04Load\x12\x1c\n\x14num_requests_running\x18\x01 \x01(\r\x12\x1c\n\x14num_requests_waiting\x18\x02 \x01(\r\x12\x16\n\x0ekv_cache_usage\x18\x03 \x01(\x01\x12\x16\n\x0enum_open_calls\x18\x04 \x01(\r\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"\x0f\n\rAbortResponse\">\n\x16LoadLoraAdapterRequest\x12\x11\n\tlora_name\x18\x01 \x01(\t\x12\x11\n\tlora_path\x18\x02 \x01(\t\"\x19\n\x17LoadLoraAdapterResponse\"-\n\x18UnloadLoraAdapterRequest\x12\x11\n\tlora_name\x18\x01 \x01(\t\"\x1b\n\x19UnloadLoraAdapterResponse\"\x13\n\x11\x46lushCacheRequest\"%\n\x12\x46lushCacheResponse\x12\x0f\n\x07success\x18\x01 \x01(\x08\"_\n\x0cPauseRequest\x12%\n\x04mode\x18\x01 \x01(\x0e\x32\x17.jaxengine.v1.PauseMode\x12\x18\n\x0b\x63lear_cache\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\x0e\n\x0c_clear_cache\"\x0f\n\rPauseResponse\"\x0f\n\rResumeRequest\"\x10\n\x0eResumeResponse\"\x11\n\x0fIsPausedRequest\"%\n\x10IsPausedResponse\x12\x11\n\tis_paused\x18\x01 \x01(\x08\"S\n\x0cSleepRequest\x12\x12\n\x05level\x18\x01 \x01(\rH\x00\x88\x01\x01\x12%\n\x04mode\x18\x02 \x01(\x0e\x32\x17.jaxengine.v1.PauseModeB\x08\n\x06_level\"\x0f\n\rSleepResponse\"\x1d\n\rWakeUpRequest\x12\x0c\n\x04tags\x18\x01 \x03(\t\" \n\x0eWakeUpResponse\x12\x0e\n\x06\x61sleep\x18\x01 \x03(\t\"\x13\n\x11IsSleepingRequest\")\n\x12IsSleepingResponse\x12\x13\n\x0bis_sleeping\x18\x01 \x01(\x08\"\xbe\x01\n\rUpdateOptions\x12\x18\n\x0eweight_version\x18\x01 \x01(\tH\x00\x12\x1f\n\x15weight_version_number\x18\x02 \x01(\x03H\x00\x12%\n\x04mode\x18\x03 \x01(\x0e\x32\x17.jaxengine.v1.PauseMode\x12 \n\x02kv\x18\x04 \x01(\x0e\x32\x14.jaxengine.v1.KvMode\x12\x13\n\x06strict\x18\x05 \x01(\x08H\x01\x88\x01\x01\x42\t\n\x07versionB\t\n\x07_strict\"R\n\x14UpdateWeightsRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\x12,\n\x07options\x18\x02 \x01(\x0b\x32\x1b.jaxengine.v1.UpdateOptions\"^\n\x11UpdateWeightsPart\x12\x31\n\x05start\x18\x01 \x01(\x0b\x32 .jaxengine.v1.UpdateWeightsStartH\x00\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"m\n\x12UpdateWeightsStart\x12,\n\x07options\x18\x01 \x01(\x0b\x32\x1b.jaxengine.v1.UpdateOptions\x12)\n\x07tensors\x18\x02 \x03(\x0b\x32\x18.jaxengine.v1.TensorInfo\"8\n\nTensorInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\"\xae\x01\n\x15UpdateWeightsResponse\x12\x18\n\x0eweight_version\x18\x01 \x01(\tH\x00\x12\x1f\n\x15weight_version_number\x18\x02 \x01(\x03H\x00\x12\x0e\n\x06leaves\x18\x03 \x01(\x04\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\x12\x14\n\x0cload_seconds\x18\x05 \x01(\x01\x12\x16\n\x0eswitch_seconds\x18\x06 \x01(\x01\x42\t\n\x07version\"(\n\x14GetWeightInfoRequest\x12\x10\n\x08\x63hecksum\x18\x01 \x01(\x08\"\xc0\x01\n\nWeightInfo\x12\x18\n\x0eweight_version\x18\x01 \x01(\tH\x00\x12\x1f\n\x15weight_version_number\x18\x02 \x01(\x03H\x00\x12:\n\tchecksums\x18\x03 \x03(\x0b\x32\'.jaxengine.v1.WeightInfo.ChecksumsEntry\x1a\x30\n\x0e\x43hecksumsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\t\n\x07version*g\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x14\n\x10PAUSE_MODE_ABORT\x10\x01\x12\x13\n\x0fPAUSE_MODE_WAIT\x10\x02\x12\x13\n\x0fPAUSE_MODE_KEEP\x10\x03*\\\n\x06KvMode\x12\x17\n\x13KV_MODE_UNSPECIFIED\x10\x00\x12\x15\n\x11KV_MODE_RECOMPUTE\x10\x01\x12\x10\n\x0cKV_MODE_DROP\x10\x02\x12\x10\n\x0cKV_MODE_KEEP\x10\x03\x32\xea\t\n\x05\x41\x64min\x12M\n\rGetServerInfo\x12\".jaxengine.v1.GetServerInfoRequest\x1a\x18.jaxengine.v1.ServerInfo\x12J\n\x0cGetModelInfo\x12!.jaxengine.v1.GetModelInfoRequest\x1a\x17.jaxengine.v1.ModelInfo\x12;\n\x07GetLoad\x12\x1c.jaxengine.v1.GetLoadRequest\x1a\x12.jaxengine.v1.Load\x12@\n\x05\x41\x62ort\x12\x1a.jaxengine.v1.AbortRequest\x1a\x1b.jaxengine.v1.AbortResponse\x12O\n\nFlushCache\x12\x1f.jaxengine.v1.FlushCacheRequest\x1a .jaxengine.v1.FlushCacheResponse\x12^\n\x0fLoadLoraAdapter\x12$.jaxengine.v1.LoadLoraAdapterRequest\x1a%.jaxengine.v1.LoadLoraAdapterResponse\x12\x64\n\x11UnloadLoraAdapter\x12&.jaxengine.v1.UnloadLoraAdapterRequest\x1a\'.jaxengine.v1.UnloadLoraAdapterResponse\x12@\n\x05Pause\x12\x1a.jaxengine.v1.PauseRequest\x1a\x1b.jaxengine.v1.PauseResponse\x12\x43\n\x06Resume\x12\x1b.jaxengine.v1.ResumeRequest\x1a\x1c.jaxengine.v1.ResumeResponse\x12I\n\x08IsPaused\x12\x1d.jaxengine.v1.IsPausedRequest\x1a\x1e.jaxengine.v1.IsPausedResponse\x12@\n\x05Sleep\x12\x1a.jaxengine.v1.SleepRequest\x1a\x1b.jaxengine.v1.SleepResponse\x12\x43\n\x06WakeUp\x12\x1b.jaxengine.v1.WakeUpRequest\x1a\x1c.jaxengine.v1.WakeUpResponse\x12O\n\nIsSleeping\x12\x1f.jaxengine.v1.IsSleepingRequest\x1a .jaxengine.v1.IsSleepingResponse\x12X\n\rUpdateWeights\x12\".jaxengine.v1.UpdateWeightsRequest\x1a#.jaxengine.v1.UpdateWeightsResponse\x12]\n\x13UpdateWeightsStream\x12\x1f.jaxengine.v1.UpdateWeightsPart\x1a#.jaxengine.v1.UpdateWeightsResponse(\x01\x12M\n\rGetWeightInfo\x12\".jaxengine.v1.GetWeightInfoRequest\x1a\x18.jaxengine.v1.WeightInfob\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'jaxengine.server.grpc.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_WEIGHTINFO_CHECKSUMSENTRY']._loaded_options = None
+  _globals['_WEIGHTINFO_CHECKSUMSENTRY']._serialized_options = b'8\001'
+  _globals['_PAUSEMODE']._serialized_start=2452
+  _globals['_PAUSEMODE']._serialized_end=2555
+  _globals['_KVMODE']._serialized_start=2557
+  _globals['_KVMODE']._serialized_end=2649
   _globals['_GETSERVERINFOREQUEST']._serialized_start=51
   _globals['_GETSERVERINFOREQUEST']._serialized_end=73
   _globals['_SERVERINFO']._serialized_start=76
@@ -51,6 +57,48 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FLUSHCACHEREQUEST']._serialized_end=1017
   _globals['_FLUSHCACHERESPONSE']._serialized_start=1019
   _globals['_FLUSHCACHERESPONSE']._serialized_end=1056
-  _globals['_ADMIN']._serialized_start=1059
-  _globals['_ADMIN']._serialized_end=1627
+  _globals['_PAUSEREQUEST']._serialized_start=1058
+  _globals['_PAUSEREQUEST']._serialized_end=1153
+  _globals['_PAUSERESPONSE']._serialized_start=1155
+  _globals['_PAUSERESPONSE']._serialized_end=1170
+  _globals['_RESUMEREQUEST']._serialized_start=1172
+  _globals['_RESUMEREQUEST']._serialized_end=1187
+  _globals['_RESUMERESPONSE']._serialized_start=1189
+  _globals['_RESUMERESPONSE']._serialized_end=1205
+  _globals['_ISPAUSEDREQUEST']._serialized_start=1207
+  _globals['_ISPAUSEDREQUEST']._serialized_end=1224
+  _globals['_ISPAUSEDRESPONSE']._serialized_start=1226
+  _globals['_ISPAUSEDRESPONSE']._serialized_end=1263
+  _globals['_SLEEPREQUEST']._serialized_start=1265
+  _globals['_SLEEPREQUEST']._serialized_end=1348
+  _globals['_SLEEPRESPONSE']._serialized_start=1350
+  _globals['_SLEEPRESPONSE']._serialized_end=1365
+  _globals['_WAKEUPREQUEST']._serialized_start=1367
+  _globals['_WAKEUPREQUEST']._serialized_end=1396
+  _globals['_WAKEUPRESPONSE']._serialized_start=1398
+  _globals['_WAKEUPRESPONSE']._serialized_end=1430
+  _globals['_ISSLEEPINGREQUEST']._serialized_start=1432
+  _globals['_ISSLEEPINGREQUEST']._serialized_end=1451
+  _globals['_ISSLEEPINGRESPONSE']._serialized_start=1453
+  _globals['_ISSLEEPINGRESPONSE']._serialized_end=1494
+  _globals['_UPDATEOPTIONS']._serialized_start=1497
+  _globals['_UPDATEOPTIONS']._serialized_end=1687
+  _globals['_UPDATEWEIGHTSREQUEST']._serialized_start=1689
+  _globals['_UPDATEWEIGHTSREQUEST']._serialized_end=1771
+  _globals['_UPDATEWEIGHTSPART']._serialized_start=1773
+  _globals['_UPDATEWEIGHTSPART']._serialized_end=1867
+  _globals['_UPDATEWEIGHTSSTART']._serialized_start=1869
+  _globals['_UPDATEWEIGHTSSTART']._serialized_end=1978
+  _globals['_TENSORINFO']._serialized_start=1980
+  _globals['_TENSORINFO']._serialized_end=2036
+  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_start=2039
+  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_end=2213
+  _globals['_GETWEIGHTINFOREQUEST']._serialized_start=2215
+  _globals['_GETWEIGHTINFOREQUEST']._serialized_end=2255
+  _globals['_WEIGHTINFO']._serialized_start=2258
+  _globals['_WEIGHTINFO']._serialized_end=2450
+  _globals['_WEIGHTINFO_CHECKSUMSENTRY']._serialized_start=2391
+  _globals['_WEIGHTINFO_CHECKSUMSENTRY']._serialized_end=2439
+  _globals['_ADMIN']._serialized_start=2652
+  _globals['_ADMIN']._serialized_end=3910
 # @@protoc_insertion_point(module_scope)

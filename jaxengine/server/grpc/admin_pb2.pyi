@@ -1,10 +1,33 @@
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class PauseMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PAUSE_MODE_UNSPECIFIED: _ClassVar[PauseMode]
+    PAUSE_MODE_ABORT: _ClassVar[PauseMode]
+    PAUSE_MODE_WAIT: _ClassVar[PauseMode]
+    PAUSE_MODE_KEEP: _ClassVar[PauseMode]
+
+class KvMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    KV_MODE_UNSPECIFIED: _ClassVar[KvMode]
+    KV_MODE_RECOMPUTE: _ClassVar[KvMode]
+    KV_MODE_DROP: _ClassVar[KvMode]
+    KV_MODE_KEEP: _ClassVar[KvMode]
+PAUSE_MODE_UNSPECIFIED: PauseMode
+PAUSE_MODE_ABORT: PauseMode
+PAUSE_MODE_WAIT: PauseMode
+PAUSE_MODE_KEEP: PauseMode
+KV_MODE_UNSPECIFIED: KvMode
+KV_MODE_RECOMPUTE: KvMode
+KV_MODE_DROP: KvMode
+KV_MODE_KEEP: KvMode
 
 class GetServerInfoRequest(_message.Message):
     __slots__ = ()
@@ -119,3 +142,154 @@ class FlushCacheResponse(_message.Message):
     SUCCESS_FIELD_NUMBER: _ClassVar[int]
     success: bool
     def __init__(self, success: _Optional[bool] = ...) -> None: ...
+
+class PauseRequest(_message.Message):
+    __slots__ = ("mode", "clear_cache")
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    CLEAR_CACHE_FIELD_NUMBER: _ClassVar[int]
+    mode: PauseMode
+    clear_cache: bool
+    def __init__(self, mode: _Optional[_Union[PauseMode, str]] = ..., clear_cache: _Optional[bool] = ...) -> None: ...
+
+class PauseResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ResumeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ResumeResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class IsPausedRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class IsPausedResponse(_message.Message):
+    __slots__ = ("is_paused",)
+    IS_PAUSED_FIELD_NUMBER: _ClassVar[int]
+    is_paused: bool
+    def __init__(self, is_paused: _Optional[bool] = ...) -> None: ...
+
+class SleepRequest(_message.Message):
+    __slots__ = ("level", "mode")
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    level: int
+    mode: PauseMode
+    def __init__(self, level: _Optional[int] = ..., mode: _Optional[_Union[PauseMode, str]] = ...) -> None: ...
+
+class SleepResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WakeUpRequest(_message.Message):
+    __slots__ = ("tags",)
+    TAGS_FIELD_NUMBER: _ClassVar[int]
+    tags: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, tags: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class WakeUpResponse(_message.Message):
+    __slots__ = ("asleep",)
+    ASLEEP_FIELD_NUMBER: _ClassVar[int]
+    asleep: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, asleep: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class IsSleepingRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class IsSleepingResponse(_message.Message):
+    __slots__ = ("is_sleeping",)
+    IS_SLEEPING_FIELD_NUMBER: _ClassVar[int]
+    is_sleeping: bool
+    def __init__(self, is_sleeping: _Optional[bool] = ...) -> None: ...
+
+class UpdateOptions(_message.Message):
+    __slots__ = ("weight_version", "weight_version_number", "mode", "kv", "strict")
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_VERSION_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    KV_FIELD_NUMBER: _ClassVar[int]
+    STRICT_FIELD_NUMBER: _ClassVar[int]
+    weight_version: str
+    weight_version_number: int
+    mode: PauseMode
+    kv: KvMode
+    strict: bool
+    def __init__(self, weight_version: _Optional[str] = ..., weight_version_number: _Optional[int] = ..., mode: _Optional[_Union[PauseMode, str]] = ..., kv: _Optional[_Union[KvMode, str]] = ..., strict: _Optional[bool] = ...) -> None: ...
+
+class UpdateWeightsRequest(_message.Message):
+    __slots__ = ("path", "options")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    options: UpdateOptions
+    def __init__(self, path: _Optional[str] = ..., options: _Optional[_Union[UpdateOptions, _Mapping]] = ...) -> None: ...
+
+class UpdateWeightsPart(_message.Message):
+    __slots__ = ("start", "data")
+    START_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    start: UpdateWeightsStart
+    data: bytes
+    def __init__(self, start: _Optional[_Union[UpdateWeightsStart, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class UpdateWeightsStart(_message.Message):
+    __slots__ = ("options", "tensors")
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    options: UpdateOptions
+    tensors: _containers.RepeatedCompositeFieldContainer[TensorInfo]
+    def __init__(self, options: _Optional[_Union[UpdateOptions, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[TensorInfo, _Mapping]]] = ...) -> None: ...
+
+class TensorInfo(_message.Message):
+    __slots__ = ("name", "dtype", "shape")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    dtype: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class UpdateWeightsResponse(_message.Message):
+    __slots__ = ("weight_version", "weight_version_number", "leaves", "num_bytes", "load_seconds", "switch_seconds")
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_VERSION_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    LEAVES_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LOAD_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SWITCH_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    weight_version: str
+    weight_version_number: int
+    leaves: int
+    num_bytes: int
+    load_seconds: float
+    switch_seconds: float
+    def __init__(self, weight_version: _Optional[str] = ..., weight_version_number: _Optional[int] = ..., leaves: _Optional[int] = ..., num_bytes: _Optional[int] = ..., load_seconds: _Optional[float] = ..., switch_seconds: _Optional[float] = ...) -> None: ...
+
+class GetWeightInfoRequest(_message.Message):
+    __slots__ = ("checksum",)
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    checksum: bool
+    def __init__(self, checksum: _Optional[bool] = ...) -> None: ...
+
+class WeightInfo(_message.Message):
+    __slots__ = ("weight_version", "weight_version_number", "checksums")
+    class ChecksumsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_VERSION_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    weight_version: str
+    weight_version_number: int
+    checksums: _containers.ScalarMap[str, str]
+    def __init__(self, weight_version: _Optional[str] = ..., weight_version_number: _Optional[int] = ..., checksums: _Optional[_Mapping[str, str]] = ...) -> None: ...

@@ -50,6 +50,51 @@ class AdminStub:
                 request_serializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.UnloadLoraAdapterRequest.SerializeToString,
                 response_deserializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.UnloadLoraAdapterResponse.FromString,
                 _registered_method=True)
+        self.Pause = channel.unary_unary(
+                '/jaxengine.v1.Admin/Pause',
+                request_serializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.PauseRequest.SerializeToString,
+                response_deserializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.PauseResponse.FromString,
+                _registered_method=True)
+        self.Resume = channel.unary_unary(
+                '/jaxengine.v1.Admin/Resume',
+                request_serializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.ResumeResponse.FromString,
+                _registered_method=True)
+        self.IsPaused = channel.unary_unary(
+                '/jaxengine.v1.Admin/IsPaused',
+                request_serializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.IsPausedRequest.SerializeToString,
+                response_deserializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.IsPausedResponse.FromString,
+                _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/jaxengine.v1.Admin/Sleep',
+                request_serializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.SleepRequest.SerializeToString,
+                response_deserializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.SleepResponse.FromString,
+                _registered_method=True)
+        self.WakeUp = channel.unary_unary(
+                '/jaxengine.v1.Admin/WakeUp',
+                request_serializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.WakeUpRequest.SerializeToString,
+                response_deserializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.WakeUpResponse.FromString,
+                _registered_method=True)
+        self.IsSleeping = channel.unary_unary(
+                '/jaxengine.v1.Admin/IsSleeping',
+                request_serializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.IsSleepingRequest.SerializeToString,
+                response_deserializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.IsSleepingResponse.FromString,
+                _registered_method=True)
+        self.UpdateWeights = channel.unary_unary(
+                '/jaxengine.v1.Admin/UpdateWeights',
+                request_serializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.UpdateWeightsRequest.SerializeToString,
+                response_deserializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.UpdateWeightsResponse.FromString,
+                _registered_method=True)
+        self.UpdateWeightsStream = channel.stream_unary(
+                '/jaxengine.v1.Admin/UpdateWeightsStream',
+                request_serializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.UpdateWeightsPart.SerializeToString,
+                response_deserializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.UpdateWeightsResponse.FromString,
+                _registered_method=True)
+        self.GetWeightInfo = channel.unary_unary(
+                '/jaxengine.v1.Admin/GetWeightInfo',
+                request_serializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.GetWeightInfoRequest.SerializeToString,
+                response_deserializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.WeightInfo.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -101,6 +146,64 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Pause(self, request, context):
+        """Lets no request run until Resume. Those that come meanwhile wait.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resume(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def IsPaused(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Sleep(self, request, context):
+        """Gives up device memory until WakeUp.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WakeUp(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def IsSleeping(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateWeights(self, request, context):
+        """Replaces the weights between two steps: all of them or, with an error that lists what does not fit, none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateWeightsStream(self, request_iterator, context):
+        """The same by tensors that are sent: first a message with `start`, then their bytes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetWeightInfo(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -138,6 +241,51 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.UnloadLoraAdapter,
                     request_deserializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.UnloadLoraAdapterRequest.FromString,
                     response_serializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.UnloadLoraAdapterResponse.SerializeToString,
+            ),
+            'Pause': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pause,
+                    request_deserializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.PauseRequest.FromString,
+                    response_serializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.PauseResponse.SerializeToString,
+            ),
+            'Resume': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.ResumeRequest.FromString,
+                    response_serializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.ResumeResponse.SerializeToString,
+            ),
+            'IsPaused': grpc.unary_unary_rpc_method_handler(
+                    servicer.IsPaused,
+                    request_deserializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.IsPausedRequest.FromString,
+                    response_serializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.IsPausedResponse.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.SleepRequest.FromString,
+                    response_serializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.SleepResponse.SerializeToString,
+            ),
+            'WakeUp': grpc.unary_unary_rpc_method_handler(
+                    servicer.WakeUp,
+                    request_deserializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.WakeUpRequest.FromString,
+                    response_serializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.WakeUpResponse.SerializeToString,
+            ),
+            'IsSleeping': grpc.unary_unary_rpc_method_handler(
+                    servicer.IsSleeping,
+                    request_deserializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.IsSleepingRequest.FromString,
+                    response_serializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.IsSleepingResponse.SerializeToString,
+            ),
+            'UpdateWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateWeights,
+                    request_deserializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.UpdateWeightsRequest.FromString,
+                    response_serializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.UpdateWeightsResponse.SerializeToString,
+            ),
+            'UpdateWeightsStream': grpc.stream_unary_rpc_method_handler(
+                    servicer.UpdateWeightsStream,
+                    request_deserializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.UpdateWeightsPart.FromString,
+                    response_serializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.UpdateWeightsResponse.SerializeToString,
+            ),
+            'GetWeightInfo': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetWeightInfo,
+                    request_deserializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.GetWeightInfoRequest.FromString,
+                    response_serializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.WeightInfo.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -329,6 +477,249 @@ class Admin:
             '/jaxengine.v1.Admin/UnloadLoraAdapter',
             jaxengine_dot_server_dot_grpc_dot_admin__pb2.UnloadLoraAdapterRequest.SerializeToString,
             jaxengine_dot_server_dot_grpc_dot_admin__pb2.UnloadLoraAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pause(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxengine.v1.Admin/Pause',
+            jaxengine_dot_server_dot_grpc_dot_admin__pb2.PauseRequest.SerializeToString,
+            jaxengine_dot_server_dot_grpc_dot_admin__pb2.PauseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxengine.v1.Admin/Resume',
+            jaxengine_dot_server_dot_grpc_dot_admin__pb2.ResumeRequest.SerializeToString,
+            jaxengine_dot_server_dot_grpc_dot_admin__pb2.ResumeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def IsPaused(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxengine.v1.Admin/IsPaused',
+            jaxengine_dot_server_dot_grpc_dot_admin__pb2.IsPausedRequest.SerializeToString,
+            jaxengine_dot_server_dot_grpc_dot_admin__pb2.IsPausedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxengine.v1.Admin/Sleep',
+            jaxengine_dot_server_dot_grpc_dot_admin__pb2.SleepRequest.SerializeToString,
+            jaxengine_dot_server_dot_grpc_dot_admin__pb2.SleepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WakeUp(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxengine.v1.Admin/WakeUp',
+            jaxengine_dot_server_dot_grpc_dot_admin__pb2.WakeUpRequest.SerializeToString,
+            jaxengine_dot_server_dot_grpc_dot_admin__pb2.WakeUpResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def IsSleeping(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxengine.v1.Admin/IsSleeping',
+            jaxengine_dot_server_dot_grpc_dot_admin__pb2.IsSleepingRequest.SerializeToString,
+            jaxengine_dot_server_dot_grpc_dot_admin__pb2.IsSleepingResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxengine.v1.Admin/UpdateWeights',
+            jaxengine_dot_server_dot_grpc_dot_admin__pb2.UpdateWeightsRequest.SerializeToString,
+            jaxengine_dot_server_dot_grpc_dot_admin__pb2.UpdateWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateWeightsStream(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/jaxengine.v1.Admin/UpdateWeightsStream',
+            jaxengine_dot_server_dot_grpc_dot_admin__pb2.UpdateWeightsPart.SerializeToString,
+            jaxengine_dot_server_dot_grpc_dot_admin__pb2.UpdateWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetWeightInfo(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxengine.v1.Admin/GetWeightInfo',
+            jaxengine_dot_server_dot_grpc_dot_admin__pb2.GetWeightInfoRequest.SerializeToString,
+            jaxengine_dot_server_dot_grpc_dot_admin__pb2.WeightInfo.FromString,
             options,
             channel_credentials,
             insecure,

@@ -18,12 +18,12 @@ from google.protobuf.message import DecodeError, Message
 from jaxengine.api.engine_client import EngineDrainingError
 from jaxengine.scheduler.errors import OverloadedError, RequestError
 from jaxengine.server.grpc.convert import field_of, refuse_unknown_fields
-from jaxengine.server.grpc.status import status_of
+from jaxengine.server.grpc.status import CallError, status_of
 from jaxengine.server.observe.spans import caller_trace
 
 logger = logging.getLogger(__name__)
 
-Method = Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]
+Method = Callable[..., Awaitable[Any]]
 
 
 Requests = AsyncIterator[Any]
@@ -87,7 +87,12 @@ class OpenCalls:
 
 
 def handlers(servicer: Any, service: ServiceDescriptor, calls: OpenCalls) -> grpc.GenericRpcHandler:
-    """Handlers that serve each method of the service by the servicer's method of the same name."""
+    """Handlers that serve each method of the service by the servicer's coroutine method of the same name, which takes
+    (request, context), and where requests are a stream the first one and an iterator of the others.
+
+    A call is counted in `calls`; its exceptions end it with the status of status.status_of, as does a message that does
+    not come within calls.read_timeout or cannot be read.
+    """
     made = {}
     for method in service.methods:
         # A stream of requests, so that waiting for the message can time out.
@@ -95,12 +100,12 @@ def handlers(servicer: Any, service: ServiceDescriptor, calls: OpenCalls) -> grp
             grpc.stream_stream_rpc_method_handler if method.server_streaming else grpc.stream_unary_rpc_method_handler
         )
         request_type, response_type = map(message_factory.GetMessageClass, (method.input_type, method.output_type))
-        guarded = _guarded(method.name, getattr(servicer, method.name), request_type, calls)
+        guarded = _guarded(method.name, getattr(servicer, method.name), request_type, calls, method.client_streaming)
         made[method.name] = make(guarded, response_serializer=response_type.SerializeToString)
     return grpc.method_handlers_generic_handler(service.full_name, made)
 
 
-def _guarded(name: str, method: Method, request_type: type[Message], calls: OpenCalls) -> Any:
+def _guarded(name: str, method: Method, request_type: type[Message], calls: OpenCalls, streams: bool) -> Any:
     async def call(requests: Requests, context: grpc.aio.ServicerContext) -> Any:
         ARRIVAL.set(time.monotonic())
         request = request_type()
@@ -109,6 +114,8 @@ def _guarded(name: str, method: Method, request_type: type[Message], calls: Open
             data = await first_message(requests, context, calls.read_timeout)
             _parse(request, data)
             with caller_trace(_text_metadata(context)):
+                if streams:
+                    return await method(request, _rest(requests, request_type, calls.read_timeout), context)
                 return await method(request, context)
         except grpc.aio.AbortError:
             raise
@@ -123,7 +130,8 @@ def _guarded(name: str, method: Method, request_type: type[Message], calls: Open
 async def first_message(requests: Requests, context: grpc.aio.ServicerContext, timeout: float) -> Any:
     """Returns the call's first message.
 
-    Ends the call if none arrives within `timeout` seconds (DEADLINE_EXCEEDED) or if it has none (INVALID_ARGUMENT).
+    Ends the call if none arrives within `timeout` seconds (DEADLINE_EXCEEDED) or if it has none (INVALID_ARGUMENT), and
+    raises grpc.aio.AbortError then.
     """
     try:
         async with asyncio.timeout(timeout):
@@ -133,6 +141,22 @@ async def first_message(requests: Requests, context: grpc.aio.ServicerContext, t
         return await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, details)
     except StopAsyncIteration:
         return await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no message")
+
+
+async def _rest(requests: Requests, request_type: type[Message], timeout: float) -> AsyncIterator[Any]:
+    """Yields the messages of a call that follow its first one. Raises CallError if one takes longer than `timeout`."""
+    while True:
+        try:
+            async with asyncio.timeout(timeout):
+                data = await anext(requests)
+        except TimeoutError:
+            details = f"the call's next message did not arrive within {timeout:g} s"
+            raise CallError(grpc.StatusCode.DEADLINE_EXCEEDED, details) from None
+        except StopAsyncIteration:
+            return
+        request = request_type()
+        _parse(request, data)
+        yield request
 
 
 def _text_metadata(context: grpc.aio.ServicerContext) -> dict[str, str]:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
 from jaxengine.requests.beam_search import BeamSearchParams
 from jaxengine.requests.inputs import InputProcessor
@@ -22,6 +22,7 @@ from jaxengine.requests.outputs import PositionLogprobs
 from jaxengine.requests.prepared import verify_salt
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.scheduler.errors import RequestError, show_value
+from jaxengine.scheduler.sampling_fields import ROWS
 from jaxengine.server.http.fields import MAX_OPTIONS, JsonObject, Texts, TokenIds, at_most
 from jaxengine.server.names import REQUEST_ID
 from jaxengine.server.options import ServerConfig
@@ -222,18 +223,21 @@ class NamedRequest(RequestModel):
         return name
 
 
-class GenerationRequest(NamedRequest):
-    """Fields of every request that generates text; None is the default of the model or of vLLM."""
+# The fields of SamplingFields, and of what they are numbers.
+_Numbers: Any = create_model(
+    "_Numbers",
+    __base__=NamedRequest,
+    **{name: (type(row.neutral) | None, None) for name, row in ROWS.items()},  # pyright: ignore[reportCallIssue]
+)
+
+
+class GenerationRequest(_Numbers, NamedRequest):
+    """Fields of every request that generates text, in addition to those of SamplingFields; None is the default of the
+    model or of vLLM.
+    """
 
     ignored = HINTS
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
     seed: int | None = None
     stop: str | Texts | None = None
     include_stop_str_in_output: bool | None = None
@@ -264,6 +268,8 @@ class TextRequest(GenerationRequest):
       truncate_prompt_tokens: number of prompt tokens to keep, from the end, or with truncation_side "right" from the
         beginning; -1: as many as leave room for max_tokens.
       logprob_token_ids: tokens whose log-probabilities are returned in addition, at each position of the output.
+      return_sampling_mass: also return what sampling made of each token.
+      trace_decode_token_ids: the tokens that are decoded, whatever would be sampled.
       return_weight_versions: also return which version of the weights made which tokens, with the end of each choice.
       use_beam_search: return the n best sequences of a beam search, with length_penalty.
     """
@@ -280,6 +286,8 @@ class TextRequest(GenerationRequest):
     bad_words: Texts | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: TokenIds | None = None
+    return_sampling_mass: bool | None = None
+    trace_decode_token_ids: TokenIds | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     echo: bool | None = None

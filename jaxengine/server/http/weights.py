@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Query
+from fastapi import APIRouter, Depends, Query, Request
+from fastapi.routing import APIRoute
 from pydantic import Field
+from starlette.routing import Match
+from starlette.types import Scope
 
 from jaxengine.api.engine_client import EngineClient
+from jaxengine.server import weights
+from jaxengine.server.http.arrival import is_streamed
 from jaxengine.server.http.auth import require_admin
 from jaxengine.server.http.limits import JsonRoute
 from jaxengine.server.http.protocol import RequestModel
 from jaxengine.server.options import ServerConfig
 
-_POLL_SECONDS = 0.01
 Mode = Literal["keep", "wait", "abort"]
+
+
+class _BodyRoute(APIRoute):
+    """A route for bodies that are no JSON; others go on to the next route of its path."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        return super().matches(scope) if scope["type"] == "http" and is_streamed(scope) else (Match.NONE, {})
 
 
 class UpdateWeights(RequestModel):
@@ -44,20 +54,18 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         mode: running requests end at once ("abort"), run to their end ("wait") or stay where they are ("keep").
         clear_cache: drop cached prefixes.
         """
-        await _pause(engine, mode)
-        if clear_cache:
-            await engine.utility("reset_prefix_cache")
+        await weights.pause(engine, mode, clear_cache=clear_cache)
         return {"status": "paused"}
 
     @routes.post("/resume")
     async def resume() -> dict[str, Any]:
         """Ends a pause."""
-        await engine.utility("resume_engine")
+        await weights.resume(engine)
         return {"status": "resumed"}
 
     @routes.get("/is_paused")
     async def is_paused() -> dict[str, bool]:
-        return {"is_paused": (await engine.utility("engine_pause"))["is_paused"]}
+        return {"is_paused": (await weights.state(engine))["is_paused"]}
 
     @routes.post("/sleep")
     async def sleep(level: Annotated[int, Query(ge=0, le=2)] = 1, mode: Mode = "abort") -> dict[str, Any]:
@@ -65,56 +73,47 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
         Level 0 gives up nothing and only pauses.
         """
-        await engine.utility("check_sleep", level, mode)
-        await _pause(engine, mode)
-        await engine.utility("fall_asleep", level)
+        await weights.sleep(engine, level, mode)
         return {"status": "asleep"}
 
     @routes.post("/wake_up")
     async def wake_up(tags: Annotated[list[str] | None, Query()] = None) -> dict[str, Any]:
         """Puts back "weights", "kv_cache" or, by default, both; requests run once both are there."""
-        await engine.utility("wake_engine", tags)
-        return {"asleep": (await engine.utility("engine_pause"))["asleep"]}
+        return {"asleep": await weights.wake_up(engine, tags)}
 
     @routes.get("/is_sleeping")
     async def is_sleeping() -> dict[str, bool]:
-        return {"is_sleeping": bool((await engine.utility("engine_pause"))["asleep"])}
+        return {"is_sleeping": bool((await weights.state(engine))["asleep"])}
 
-    _add_update(routes, engine)
+    _add_update(routes, engine, config)
     return routes
 
 
-def _add_update(routes: APIRouter, engine: EngineClient) -> None:
+def _add_update(routes: APIRouter, engine: EngineClient, config: ServerConfig) -> None:
     """Adds the routes that concern weights."""
 
     @routes.post("/update_weights")
     async def update_weights(body: UpdateWeights) -> dict[str, Any]:
         """Replaces the engine's weights between two steps: all of them or, with an error that lists what does not fit,
         none. Requests go on while the folder is read."""
-        arguments = (body.path, body.weight_version, body.mode, body.kv, body.strict)
-        number = await engine.utility("read_weights", *arguments)
-        try:
-            while not await engine.utility("weights_are_read", number):
-                await asyncio.sleep(_POLL_SECONDS)
-            was_paused = (await engine.utility("engine_pause"))["is_paused"]
-            try:
-                await _pause(engine, body.mode)
-                return await engine.utility("switch_weights", number, body.weight_version, body.kv)
-            finally:
-                if not was_paused:
-                    await engine.utility("resume_engine")
-        finally:
-            await engine.utility("forget_read_weights", number)
+        options = weights.UpdateOptions(body.weight_version, body.mode, body.kv, body.strict)
+        return await weights.update_from_path(engine, body.path, options)
+
+    async def update_weights_by_body(
+        request: Request,
+        weight_version: Annotated[str | None, Query(max_length=256)] = None,
+        mode: Mode = "keep",
+        kv: Literal["keep", "recompute", "drop"] = "recompute",
+        strict: bool = True,
+    ) -> dict[str, Any]:
+        """The same by a body that is a safetensors file, which weight_upload_dir keeps until it has been read."""
+        options = weights.UpdateOptions(weight_version, mode, kv, strict)
+        return await weights.update_from_pieces(engine, config, request.stream(), options)
+
+    add = {"methods": ["POST"], "include_in_schema": False, "dependencies": routes.dependencies}
+    routes.routes.insert(0, _BodyRoute("/update_weights", update_weights_by_body, **add))
 
     @routes.get("/weight_info")
     async def weight_info(checksum: bool = False) -> dict[str, Any]:
         """The version of the weights; with `checksum` also SHA-256 of each weight as the devices hold it."""
-        found: dict[str, Any] = {"weight_version": (await engine.utility("engine_pause"))["weight_version"]}
-        return {**found, "checksums": await engine.utility("weight_checksums")} if checksum else found
-
-
-async def _pause(engine: EngineClient, mode: Mode) -> None:
-    """Pauses the engine; returns when the pause is there."""
-    await engine.utility("pause_engine", mode)
-    while not await engine.utility("pause_is_there"):
-        await asyncio.sleep(_POLL_SECONDS)
+        return await weights.info(engine, checksum=checksum)

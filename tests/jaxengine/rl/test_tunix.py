@@ -200,8 +200,7 @@ def test_what_a_rollout_refuses(tunix, rollout, model):
 
 
 def test_without_tunix_one_error_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "tunix", None)
+    monkeypatch.setitem(sys.modules, tunix_base.NAME, None)
     monkeypatch.delitem(sys.modules, "jaxengine.rl.tunix", raising=False)
-    monkeypatch.delitem(sys.modules, tunix_base.NAME, raising=False)
     with pytest.raises(ImportError, match=r"needs Tunix: pip install 'jaxengine\[tunix\]', then"):
         importlib.import_module("jaxengine.rl.tunix")

@@ -73,7 +73,7 @@ async def test_every_method_asks_for_a_key(chat_engine, admin):
     async with connected(chat_engine, api_key=("first", "second"), **admin) as (channel, _):
         listed = [f"/{service.full_name}/{name}" for service in (INFERENCE, ADMIN) for name in service.methods_by_name]
         paths = [*listed, f"/{REFLECTION}/ServerReflectionInfo", "/jaxengine.v1.Inference/No", "/no.Service/No"]
-        assert len(paths) == 15
+        assert len(paths) == 24
         wrong = ["", "firs", "first2", "FIRST", "x" * 500]
         strangers = [None, (("authorization", "first"),), (("authorization", "Basic first"),), *map(bearer, wrong)]
         strangers.append(bearer("first") + bearer("second"))

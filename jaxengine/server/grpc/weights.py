@@ -1,0 +1,138 @@
+"""The Admin service's methods that pause an engine, put it to sleep and replace its weights."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import grpc.aio
+
+from jaxengine.api.engine_client import EngineClient
+from jaxengine.scheduler.errors import RequestError, show_value
+from jaxengine.server import weights
+from jaxengine.server.grpc import admin_pb2 as pb
+from jaxengine.server.options import ServerConfig
+
+Context = grpc.aio.ServicerContext
+
+_MODES = {pb.PAUSE_MODE_ABORT: "abort", pb.PAUSE_MODE_WAIT: "wait", pb.PAUSE_MODE_KEEP: "keep"}
+_KV = {
+    pb.KV_MODE_UNSPECIFIED: "recompute",
+    pb.KV_MODE_RECOMPUTE: "recompute",
+    pb.KV_MODE_DROP: "drop",
+    pb.KV_MODE_KEEP: "keep",
+}
+# Bits of a number of each dtype, by safetensors' names.
+_BITS = {"BOOL": 8, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8} | {
+    f"{kind}{bits}": bits
+    for kind, sizes in (("F", (16, 32, 64)), ("I", (8, 16, 32, 64)), ("U", (8, 16, 32, 64)))
+    for bits in sizes
+}
+
+
+class WeightMethods:
+    """Methods of admin.proto, for jaxengine.server.grpc.admin.AdminService."""
+
+    _engine: EngineClient
+    _config: ServerConfig
+
+    async def Pause(self, request: pb.PauseRequest, context: Context) -> pb.PauseResponse:
+        clear_cache = request.clear_cache or not request.HasField("clear_cache")
+        await weights.pause(self._engine, _mode(request.mode, "abort"), clear_cache=clear_cache)
+        return pb.PauseResponse()
+
+    async def Resume(self, request: pb.ResumeRequest, context: Context) -> pb.ResumeResponse:
+        await weights.resume(self._engine)
+        return pb.ResumeResponse()
+
+    async def IsPaused(self, request: pb.IsPausedRequest, context: Context) -> pb.IsPausedResponse:
+        return pb.IsPausedResponse(is_paused=(await weights.state(self._engine))["is_paused"])
+
+    async def Sleep(self, request: pb.SleepRequest, context: Context) -> pb.SleepResponse:
+        level = request.level if request.HasField("level") else 1
+        await weights.sleep(self._engine, level, _mode(request.mode, "abort"))
+        return pb.SleepResponse()
+
+    async def WakeUp(self, request: pb.WakeUpRequest, context: Context) -> pb.WakeUpResponse:
+        return pb.WakeUpResponse(asleep=await weights.wake_up(self._engine, list(request.tags) or None))
+
+    async def IsSleeping(self, request: pb.IsSleepingRequest, context: Context) -> pb.IsSleepingResponse:
+        return pb.IsSleepingResponse(is_sleeping=bool((await weights.state(self._engine))["asleep"]))
+
+    async def UpdateWeights(self, request: pb.UpdateWeightsRequest, context: Context) -> pb.UpdateWeightsResponse:
+        if not request.path:
+            raise RequestError("path is empty; it must be a folder with weights", param="path")
+        found = await weights.update_from_path(self._engine, request.path, _options(request.options))
+        return _updated(found)
+
+    async def UpdateWeightsStream(
+        self, request: pb.UpdateWeightsPart, rest: AsyncIterator[pb.UpdateWeightsPart], context: Context
+    ) -> pb.UpdateWeightsResponse:
+        if request.WhichOneof("part") != "start":
+            raise RequestError("start is missing; the first message must have it", param="start")
+        pieces = _file(request.start.tensors, rest)
+        options = _options(request.start.options)
+        return _updated(await weights.update_from_pieces(self._engine, self._config, pieces, options))
+
+    async def GetWeightInfo(self, request: pb.GetWeightInfoRequest, context: Context) -> pb.WeightInfo:
+        found = await weights.info(self._engine, checksum=request.checksum)
+        return pb.WeightInfo(**_version(found["weight_version"]), checksums=found.get("checksums", {}))
+
+
+def _mode(mode: int, default: str) -> str:
+    if mode == pb.PAUSE_MODE_UNSPECIFIED:
+        return default
+    return _known("mode", mode, _MODES)
+
+
+def _known(field: str, value: int, allowed: dict[Any, str]) -> str:
+    if value not in allowed:  # a number that this version's enum does not have
+        names = ", ".join(dict.fromkeys(allowed.values()))
+        raise RequestError(f"{field} is {value}; allowed: {names}", param=field, value=value)
+    return allowed[value]
+
+
+def _options(options: pb.UpdateOptions) -> weights.UpdateOptions:
+    given = options.WhichOneof("version")
+    return weights.UpdateOptions(
+        version=None if given is None else getattr(options, given),
+        mode=_mode(options.mode, "keep"),
+        kv=_known("kv", options.kv, _KV),
+        strict=options.strict or not options.HasField("strict"),
+    )
+
+
+def _version(version: str | int) -> dict[str, Any]:
+    """The fields of an answer that say which weights. A number beyond 64 bits is said as a text."""
+    if isinstance(version, int) and -(2**63) <= version < 2**63:
+        return {"weight_version_number": version}
+    return {"weight_version": str(version)}
+
+
+def _updated(found: dict[str, Any]) -> pb.UpdateWeightsResponse:
+    return pb.UpdateWeightsResponse(**_version(found.pop("version")), **found)
+
+
+async def _file(tensors: Sequence[pb.TensorInfo], parts: AsyncIterator[pb.UpdateWeightsPart]) -> AsyncIterator[bytes]:
+    """Yields the safetensors file of these tensors. Raises RequestError for a name that comes twice, and for a dtype
+    that is not known.
+    """
+    header, start = dict[str, Any](), 0
+    for each in tensors:
+        if each.dtype not in _BITS:
+            text = f"dtype of {show_value(each.name)} is {show_value(each.dtype)}; allowed: {', '.join(_BITS)}"
+            raise RequestError(text, param="tensors", value=each.dtype)
+        if each.name in header or each.name == "__metadata__":
+            what = "may not be a tensor's name" if each.name not in header else "is given twice"
+            raise RequestError(f"tensors: {show_value(each.name)} {what}", param="tensors", value=each.name)
+        end = start + _BITS[each.dtype] // 8 * math.prod(each.shape)
+        header[each.name] = {"dtype": each.dtype, "shape": list(each.shape), "data_offsets": [start, end]}
+        start = end
+    encoded = json.dumps(header).encode()
+    yield len(encoded).to_bytes(8, "little") + encoded
+    async for part in parts:
+        if part.WhichOneof("part") != "data":
+            raise RequestError("start may only be in the first message; the others have data", param="start")
+        yield part.data

@@ -1,0 +1,90 @@
+"""Pauses, sleep and new weights as an operator asks for them, over either protocol: calls of an engine's utilities."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, NamedTuple
+
+from jaxengine.api.engine_client import EngineClient
+from jaxengine.server.options import ServerConfig
+from jaxengine.server.weight_upload import uploaded
+
+_POLL_SECONDS = 0.01
+
+
+class UpdateOptions(NamedTuple):
+    """How weights are replaced: as of `LLM.update_weights`. version: None counts on."""
+
+    version: str | int | None = None
+    mode: str = "keep"
+    kv: str = "recompute"
+    strict: bool = True
+
+
+async def pause(engine: EngineClient, mode: str, *, clear_cache: bool = False) -> None:
+    """Pauses the engine; returns when the pause is there. clear_cache: also drop cached prefixes."""
+    await engine.utility("pause_engine", mode)
+    while not await engine.utility("pause_is_there"):
+        await asyncio.sleep(_POLL_SECONDS)
+    if clear_cache:
+        await engine.utility("reset_prefix_cache")
+
+
+async def resume(engine: EngineClient) -> None:
+    """Ends a pause. Raises RequestError while the engine sleeps."""
+    await engine.utility("resume_engine")
+
+
+async def sleep(engine: EngineClient, level: int, mode: str) -> None:
+    """Gives up device memory, as `LLM.sleep`. Raises RequestError for another level or mode."""
+    await engine.utility("check_sleep", level, mode)
+    await pause(engine, mode)
+    await engine.utility("fall_asleep", level)
+
+
+async def wake_up(engine: EngineClient, tags: Sequence[str] | None) -> list[str]:
+    """Puts back what `sleep` gave up, as `LLM.wake_up`; returns what still sleeps."""
+    await engine.utility("wake_engine", None if tags is None else list(tags))
+    return (await state(engine))["asleep"]
+
+
+async def state(engine: EngineClient) -> dict[str, Any]:
+    """Returns `is_paused`, `asleep`, the parts that sleep, and `weight_version`."""
+    return await engine.utility("engine_pause")
+
+
+async def info(engine: EngineClient, *, checksum: bool) -> dict[str, Any]:
+    """Returns `weight_version`; with `checksum` also `checksums`, SHA-256 by name of each weight."""
+    found: dict[str, Any] = {"weight_version": (await state(engine))["weight_version"]}
+    return {**found, "checksums": await engine.utility("weight_checksums")} if checksum else found
+
+
+async def update_from_path(engine: EngineClient, path: str, options: UpdateOptions) -> dict[str, Any]:
+    """Replaces the weights by those of a folder or file that the engine's process can read; returns a WeightUpdate's
+    fields. Requests go on while they are read.
+
+    Raises RequestError, which lists what does not fit, and the old weights stay then.
+    """
+    version, mode, kv, strict = options
+    number = await engine.utility("read_weights", path, version, mode, kv, strict)
+    try:
+        while not await engine.utility("weights_are_read", number):
+            await asyncio.sleep(_POLL_SECONDS)
+        was_paused = (await state(engine))["is_paused"]
+        try:
+            await pause(engine, mode)
+            return await engine.utility("switch_weights", number, version, kv)
+        finally:
+            if not was_paused:
+                await resume(engine)
+    finally:
+        await engine.utility("forget_read_weights", number)
+
+
+async def update_from_pieces(
+    engine: EngineClient, config: ServerConfig, pieces: AsyncIterator[bytes], options: UpdateOptions
+) -> dict[str, Any]:
+    """The same by a safetensors file that arrives in pieces, which weight_upload_dir keeps until it has been read."""
+    async with uploaded(config.weight_upload_dir, pieces) as path:
+        return await update_from_path(engine, path, options)
