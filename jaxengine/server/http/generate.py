@@ -36,7 +36,6 @@ from jaxengine.server.names import served_names
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.prompts import read_prompts
 
-
 # The fields of SamplingFields, and of what they are numbers.
 _Numbers: Any = create_model(
     "_Numbers",
