@@ -29,7 +29,6 @@ class CausalLM(Protocol):
       checkpoint_names: what its checkpoints have beside the tensors that it declares.
       build: what it was built for, with a stage.
       layers: of the stage, in order.
-      tower: what sees, see jaxengine.models.config.tower; of the first stage of a model whose config has one only.
     """
 
     gguf_architecture: ClassVar[str | None]
@@ -37,7 +36,6 @@ class CausalLM(Protocol):
     config: ModelConfig
     build: Build
     layers: Any
-    tower: Any
 
     def __init__(self, config: ModelConfig, build: Build): ...
 
@@ -63,7 +61,8 @@ class CausalLM(Protocol):
         """Hidden states [T, D] after the final norm, and the pool holding the KV of this step's tokens.
 
         kv: a Cache where layers keep states, and then so is what is returned.
-        hidden: those of the stage before; not for the first stage.
+        hidden: those of the stage before; None for the first stage, which begins with the tokens. A stage that is not
+        the last gives hidden states without the norm.
         """
         ...
 
@@ -71,13 +70,10 @@ class CausalLM(Protocol):
         """Compute logits: [R, D] -> f32[R, V / n] where n devices share the rows. Of the last stage only."""
         ...
 
-    def pool(self, pooled: jax.Array) -> jax.Array:
-        """Result of a pooling model for prompts' pooled states f32[R, D]: the states, or scores of labels f32[R, N]."""
-        ...
-
     def cache_groups(self, page_size: int, kv_dtype: Any, *, hybrid: bool = True) -> tuple[Paged | State, ...]:
         """The cache groups of the whole model with the layers that are here, `page_size` tokens a page.
 
-        hybrid: as jaxengine.models.cache.group_layers.
+        Those with pages come first; a group may have no layer here. Shapes are of one device. kv_dtype: of what pages
+        hold. hybrid: as jaxengine.models.cache.group_layers.
         """
         ...

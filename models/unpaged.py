@@ -16,13 +16,16 @@ from jaxengine.models.causal_lm import CausalLM
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.pallas_kernels.attention.op import RaggedBatch
 from jaxengine.pallas_kernels.kv.pages import KVPages, pool_shape
-from jaxengine.pallas_kernels.registry import UNPAGED, unpaged
+from jaxengine.pallas_kernels.registry import UNPAGED, rows_of
 from jaxengine.pallas_kernels.runs import run_indexes
 from jaxengine.sharding.layout import ONE_DEVICE
 
 
 def check_unpaged(model: CausalLM) -> None:
-    """Raise ValueError for a model that has no such forward pass; says why."""
+    """Raise ValueError for a model that `run_unpaged` cannot run or that has no gradient; says why.
+
+    It must generate, have all layers, be built for one device, and store plain weights.
+    """
     config, build = model.config, model.build
     if config.pooler is not None:
         problem = "is a pooling model, which has no logits"
@@ -30,6 +33,8 @@ def check_unpaged(model: CausalLM) -> None:
         problem = f"has layers {model.stage.layers.start} to {model.stage.layers.stop - 1} of {config.num_layers} only"
     elif build.mesh != ONE_DEVICE:
         problem = f"was built for {build.mesh}: build it for one device, and split its params over any mesh"
+    elif build.exact:
+        problem = "was built for an engine with rl_exact: build it without, and ask for exact=True"
     elif config.quantization is not None:
         stored = getattr(config.quantization, "method", None) or config.quantization
         problem = f"stores its weights as {stored}, which have no gradient: take a checkpoint of plain weights"
@@ -47,6 +52,7 @@ def run_unpaged(
 ) -> tuple[jax.Array, jax.Array]:
     """Hidden states [B, T, D] after the final norm, and logits f32[B, T, V], of rows of tokens i32[B, T].
 
+    model: one that passes `check_unpaged`, which is not called here.
     segment_ids: i32[B, T]; neighbours with equal ids are a segment, and a token sees its own segment alone. Negative:
     padding, which experts do not compute. None: a row is one segment.
     positions: i32[B, T], None to count from the first token of each segment.
@@ -68,7 +74,7 @@ def run_unpaged(
     rows = StateRows(cu_q_lens, jnp.full((count,), -1, jnp.int32), nowhere, nowhere, num_runs, none)
     places = run_indexes(cu_q_lens, count) if positions is None else positions.ravel()
     batch = ForwardBatch(token_ids.ravel(), places, tokens, (ragged,), {"states": rows, **(sections or {})})
-    with unpaged():
+    with rows_of(UNPAGED):
         hidden, _ = model(batch, _nothing_cached(model, num_rows, length))
         logits = model.logits(hidden)
     logits = logits[:, : model.config.vocab_size]
@@ -76,7 +82,8 @@ def run_unpaged(
 
 
 def _nothing_cached(model: CausalLM, num_rows: int, length: int) -> KVPages | Cache:
-    """What layers get in the place of a pool, and a row of zeros of each state for each row of tokens."""
+    """What layers get in the place of a pool, zeros for `num_rows` rows of `length` tokens; in a Cache with a row of
+    zeros of each state for each row of tokens where layers keep states."""
     groups = model.cache_groups(length, model.build.dtype, hybrid=False)
     spec = pool_spec(groups, 1)
     shape = (num_rows * length, *pool_shape(spec, UNPAGED)[1:])

@@ -23,8 +23,7 @@ from jaxengine.engine.profiler import Profiler
 from jaxengine.engine.status import engine_status
 from jaxengine.models.quantization.table import weight_table
 from jaxengine.requests.inputs import input_processor, make_processor
-from jaxengine.requests.outputs import RequestOutput
-from jaxengine.requests.pooling.outputs import PoolingOutput, PoolingRequestOutput
+from jaxengine.requests.outputs import AnyOutput
 from jaxengine.requests.prepared import PreparedRequest
 from jaxengine.runner.open import load_runner, open_resolved
 from jaxengine.runner.peers import ALONE
@@ -32,8 +31,6 @@ from jaxengine.scheduler.errors import RequestError
 from jaxengine.scheduler.request import FinishReason, Request
 
 logger = logging.getLogger(__name__)
-
-AnyOutput = RequestOutput | PoolingRequestOutput[PoolingOutput]
 
 
 class EngineCore:
@@ -124,11 +121,12 @@ class EngineCore:
     def has_unfinished(self) -> bool:
         return self.engine.has_unfinished
 
-    @property
-    def idle_seconds(self) -> float:
-        """For how long `has_unfinished` stays False if nobody calls, inf for ever: requests time out in a pause too."""
-        scheduler = self.engine.scheduler
-        return max(0.0, scheduler.next_deadline - time.monotonic()) if scheduler.paused else float("inf")
+    def rest(self) -> float:
+        """Does what is due while `has_unfinished` is False; returns after how many seconds to call again, inf for
+        never: requests time out in a pause too.
+        """
+        scheduler, due = self.engine.scheduler, self.engine.extensions.rest()
+        return max(0.0, min(due, scheduler.next_deadline - time.monotonic())) if scheduler.paused else due
 
     def check_process(self) -> None:
         """Raises EngineDeadError in a fork."""

@@ -23,6 +23,7 @@ from jaxengine.api.progress import count_tokens, speed_text
 from jaxengine.api.weights import WeightMethods
 from jaxengine.config.engine_args import engine_options
 from jaxengine.config.engine_config import EngineConfig
+from jaxengine.config.idle_sleep import refuse_idle_sleep
 from jaxengine.engine.metric_types import Histogram, Metric
 from jaxengine.requests.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, candidates
 from jaxengine.requests.completion_logprobs import CompletionLogprobs, KnownCompletions
@@ -88,6 +89,7 @@ class LLM(WeightMethods, VllmMethods):
         **options: Any,
     ):
         config = EngineConfig.from_options(model=model, **options)
+        refuse_idle_sleep(config.sleep_idle_seconds, "LLM")
         self._core = EngineCore(config, devices=devices, mesh=mesh, mesh_axes=mesh_axes)
         # Held by every access to the core.
         self._lock = FairLock(self._core.check_process)

@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any, Self
 from jax.sharding import Mesh
 
 from jaxengine.api.adapters import load_first
-from jaxengine.api.core import AnyOutput, EngineCore
+from jaxengine.api.core import EngineCore
 from jaxengine.api.not_built import VllmMethods
 from jaxengine.config.engine_args import engine_options
 from jaxengine.config.engine_config import EngineConfig
+from jaxengine.config.idle_sleep import refuse_idle_sleep
 from jaxengine.engine.metric_types import Histogram, Metric
 from jaxengine.requests.lora import LoRARequest
 from jaxengine.requests.options import RequestOptions
+from jaxengine.requests.outputs import AnyOutput
 from jaxengine.requests.pooling.params import PoolingParams
 from jaxengine.requests.prepared import Prompt
 from jaxengine.requests.sampling_params import SamplingParams
@@ -45,6 +47,7 @@ class LLMEngine(VllmMethods):
         **options: Any,
     ):
         config = EngineConfig.from_options(model=model, **options)
+        refuse_idle_sleep(config.sleep_idle_seconds, "LLMEngine")
         self.core = EngineCore(config, devices=devices, mesh=mesh, mesh_axes=mesh_axes)
         # Of steps whose requests' errors `step` still has to raise.
         self._outputs: list[AnyOutput] = []

@@ -6,7 +6,10 @@ from typing import TYPE_CHECKING, NoReturn
 
 _SEE = "docs/coming_from_vllm.md"
 _INSIDE = "core.config and core.inputs have the engine's options, limits and tokenizer"
-_WEIGHTS = "update_weights(), docs/reinforcement_learning.md"
+_WEIGHTS = (
+    "update_weights(), which takes a trainer's arrays in one call; backends between devices (nccl, ipc, sparse_nccl, "
+    "sharded_rdt, nccl_m2n) are not served; docs/reinforcement_learning.md"
+)
 
 # Name -> what there is instead.
 NOT_BUILT: dict[str, str] = {

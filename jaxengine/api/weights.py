@@ -323,5 +323,7 @@ def _weight_info(core: EngineCore, checksum: bool) -> dict[str, Any]:
     """Return the version, and with `checksum` SHA-256 of each weight as it lies on the devices."""
     from jaxengine.runner.weight_update import checksums
 
-    version = _weights_of(core).version
-    return {"weight_version": version, **({"checksums": checksums(core.runner)} if checksum else {})}
+    weights = _weights_of(core)
+    if checksum:
+        weights.rouse()
+    return {"weight_version": weights.version, **({"checksums": checksums(core.runner)} if checksum else {})}

@@ -54,7 +54,7 @@ def read_pooling(folder: Path, raw: Mapping[str, Any], config: EngineConfig, tok
     if not _pools(config, architecture, own_task, sentence is not None):
         return None
     task = _task(config, architecture, own_task, fields.has("classifier_from_token"))
-    chosen, usual = config.pooler_config or PoolerConfig(), usual_pooling(architecture)
+    chosen, usual = config.pooler_config or PoolerConfig(), usual_pooling(architecture, fields)
     if task == CLASSIFY:
         pooler = Pooler(chosen.pooling_type or usual, _read_classifier(fields, token_id))
         assert pooler.classifier is not None
@@ -62,7 +62,10 @@ def read_pooling(folder: Path, raw: Mapping[str, Any], config: EngineConfig, tok
             pooler, task, _read_activation(fields, pooler.classifier.num_labels), labels=_labels(fields)
         )
     else:
-        pooler = Pooler(chosen.pooling_type or (usual if sentence is None else sentence.pooling_type))
+        pooler = Pooler(
+            chosen.pooling_type or (usual if sentence is None else sentence.pooling_type),
+            dense=() if sentence is None else sentence.dense,
+        )
         normalize = sentence is None or sentence.normalize
         model = PoolingModel(pooler, task, NORMALIZE, normalize, matryoshka=_read_matryoshka(fields), sentence=sentence)
     return _with_choices(model, chosen)

@@ -17,7 +17,9 @@ from jaxengine.config.chat_template import read_chat_template
 from jaxengine.config.compilation_config import CompilationConfig
 from jaxengine.config.encoder import EncoderOptions, check_encoder, settle_encoder
 from jaxengine.config.errors import ConfigError
+from jaxengine.config.exact import settle_exact
 from jaxengine.config.extensions import extension_options
+from jaxengine.config.idle_sleep import check_idle_sleep
 from jaxengine.config.kv_cache import KV_CACHE_DTYPES, check_scales, kv_dtype
 from jaxengine.config.logits_processors import (
     processor_classes,
@@ -162,9 +164,13 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, RecordOptions, Tra
         docs/sampling_params.md.
       capture_layers: layers whose hidden states requests may ask for (return_hidden_states), counted as transformers
         does: 0 is the embeddings, n what layer n gives, and -1, the last, is taken after the final norm.
+      rl_exact: compute each token in one fixed form, so that its log-probability has the same bits in any batch and
+        chunk, and in jaxengine.rl.forward(exact=True); slower, and on one CPU device only.
       plugins: modules or .py files that register model families of your own, in every process of the engine; see
         docs/models.md. A plugin is code: name only what you would run.
       stream_interval: tokens of a stream's output that are sent together; the first and the last are sent at once.
+      sleep_idle_seconds: seconds without a request after which the engine sleeps at level 1, which gives up device
+        memory; the next request wakes it. None: never. Not for `LLM`; see docs/reinforcement_learning.md.
       profiler_config: enables /start_profile and /stop_profile (`start_profile` and `stop_profile` in Python), which
         write profiles of jax.profiler into a folder: a dict of profiler_dir. Of several hosts, the first is profiled.
       disable_log_stats: no periodic log line, no progress bars at start-up.
@@ -225,8 +231,10 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, RecordOptions, Tra
     speculative_config: SpeculativeConfig | None = None
     logits_processors: tuple[str, ...] = dataclasses.field(default=(), metadata={"nargs": "+"})
     capture_layers: tuple[int, ...] | None = None
+    rl_exact: bool = False
     plugins: tuple[str, ...] = ()
     stream_interval: int = 1
+    sleep_idle_seconds: float | None = None
     profiler_config: ProfilerConfig | None = None
     disable_log_stats: bool = False
 
@@ -272,6 +280,7 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, RecordOptions, Tra
         check_lora(self, self.nnodes)
         check_encoder(self)
         check_recording(self)
+        check_idle_sleep(self.sleep_idle_seconds, self.nnodes)
         if (share := self.gpu_memory_utilization) is not None and not 0 < share <= 1:
             raise ConfigError("gpu_memory_utilization", share, "more than 0, at most 1")
         if self.all2all_backend != GATHER and not self.enable_expert_parallel:
@@ -313,6 +322,9 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, RecordOptions, Tra
         chunks = self.enable_chunked_prefill and model.is_causal, self.long_prefill_token_threshold
         asked, usual = self.max_num_batched_tokens, platform.max_num_batched_tokens
         tokens = step_tokens(asked, usual, max_num_seqs, max_model_len, *chunks)
+        if platform.name == "tpu" and any(layer.window and not layer.causal for layer in model.attending):
+            problem = f"{model.architecture} attends to windows on both sides of a token, which the TPU kernel does not"
+            raise ConfigError.because("model", problem, "serve it on a CPU or a GPU")
         check_stages(self.pipeline_parallel_size, self.pipeline_layers, model.num_layers)
         if self.enable_expert_parallel and model.experts is None:
             raise ConfigError("enable_expert_parallel", True, f"False: {model.architecture} has no experts")
@@ -345,6 +357,7 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, RecordOptions, Tra
         settle_recording(chosen, model)
         check_speculation(chosen, model)
         check_training(chosen, model)
+        chosen.update(settle_exact(chosen, model, platform.name))
         # What a class without a file of its own does is not known to the next process.
         processors = self.logits_processors
         no_file = any(source_file(each) is None for each in processor_classes(processors))

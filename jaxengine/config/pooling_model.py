@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from jaxengine.models.config.pooler import Pooler
+from jaxengine.models.config.pooler import Dense, Pooler
 
 EMBED, CLASSIFY = "embed", "classify"
 NORMALIZE, SOFTMAX, SIGMOID, IDENTITY = "normalize", "softmax", "sigmoid", "identity"
@@ -27,6 +27,7 @@ class SentenceModel:
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
     max_seq_length: int | None = None
+    dense: tuple[Dense, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,9 @@ class PoolingModel:
       matryoshka: sizes to which an embedding may be cut, empty for any; None if it may not be cut.
       labels: names of the labels, by number.
       sentence: settings of sentence-transformers, if there are any.
-      token_rows: rows of an encoder's token table; None for decoders. Its tokenizer joins two texts with special tokens
-        and tells them apart by types: a token of type n has n * token_rows more than its id.
+      token_rows: rows of the token table of a model whose tokens see later ones; None for others. Its tokenizer joins
+        two texts with special tokens and tells them apart by types: a token of type n has n * token_rows more than its
+        id.
     """
 
     pooler: Pooler

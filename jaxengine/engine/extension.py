@@ -109,6 +109,10 @@ class LoopExtension:
         """Waits until `poll` may have something, for `seconds` at most; returns False at once if nothing is due."""
         return False
 
+    def rest(self) -> float:
+        """Acts while no request is there; returns after how many seconds it wants to again, inf for never."""
+        return float("inf")
+
     def shutdown(self) -> None:
         """Ends threads and processes."""
 

@@ -21,6 +21,7 @@ from jaxengine.media.load import MultiModalData
 from jaxengine.media.messages import MediaReader
 from jaxengine.media.open import open_processor
 from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.pooler import POOLED
 from jaxengine.requests.media.inputs import DATA, OPTIONS, READY, MediaInputs, has_media
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.output_processor import OutputProcessor
@@ -30,7 +31,7 @@ from jaxengine.requests.prepared import PROMPT_KEYS, PreparedRequest, Prompt, ve
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams, verify_bad_word_tokens
 from jaxengine.scheduler.errors import RequestError, show_value
 from jaxengine.scheduler.logits_processor import LogitsProcessor
-from jaxengine.scheduler.request import POOLED, Request
+from jaxengine.scheduler.request import Request
 from jaxengine.tokens.tokenizer import Tokenizer
 
 Processor = OutputProcessor | PoolingProcessor
@@ -203,8 +204,9 @@ class InputProcessor:
         """Same as `prepare`, for a request to a pooling model."""
         model, longest = self.require_pooling(), self.config.max_model_len
         recipe = params.recipe(model)
-        if recipe.dimensions is not None and recipe.dimensions > self.model_config.hidden_size:
-            most = self.model_config.hidden_size
+        if recipe.dimensions is not None and recipe.dimensions > (
+            most := model.pooler.width(self.model_config.hidden_size)
+        ):
             text = f"dimensions is {recipe.dimensions}; allowed are 1 to {most}"
             raise RequestError(text, param="dimensions", value=recipe.dimensions)
         options.verify_against(self.config.scheduling_policy, self.config.enable_lora)

@@ -28,6 +28,7 @@ from jaxengine.models.causal_lm import CausalLM
 from jaxengine.runner.program import Program, shape_on
 from jaxengine.runner.programs.device_state import TokenState
 from jaxengine.runner.programs.forward_pass import ForwardPass
+from jaxengine.sampling.sampler import MoreScores
 from jaxengine.scheduler.buckets import Bucket, Buckets
 from jaxengine.sharding.rules import logical_to_spec
 
@@ -117,6 +118,12 @@ class EpilogueSpec:
         found = [each.replace for each in self.extensions if each.replace is not None]
         return partial(found[0], tokens) if found else None
 
+    @property
+    def more_scores(self) -> MoreScores | None:
+        """What is reported of sampled tokens besides their logprobs; None for nothing."""
+        found = [MoreScores(each.num_scores, each.score) for each in self.extensions if each.score is not None]
+        return found[0] if found else None
+
 
 @dataclass(frozen=True)
 class StageShape:
@@ -178,21 +185,24 @@ class DeviceExtension:
       name: the capability's, the same on each floor.
       num_tables: page tables that it has behind those of the cache groups.
       least_columns: columns that a page table must have for it.
-      more_masks: masks of a replica beside one for each slot.
+      num_position_rows: rows of the sampler that a replica has for positions of a step, after those of its slots.
       counts_slots: `memory` counts its section of SlotState.
       description: static things that its shapes do not tell; part of the key of stored programs.
       process: (TokenState, logits, slots, counts, features) -> logits, inside samplers; None without one.
       replace: (TokenState, token_ids, slots, positions) -> token ids, inside samplers; None without one.
+      num_scores, score: as jaxengine.sampling.sampler.MoreScores; None without any.
     """
 
     name: ClassVar[str]
     num_tables = 0
     least_columns = 0
-    more_masks = 0
+    num_position_rows = 0
     counts_slots = False
     description: str = ""
     process: Callable[..., jax.Array] | None = None
     replace: Callable[..., jax.Array] | None = None
+    num_scores = 0
+    score: Callable[..., jax.Array] | None = None
 
     def __init__(self, shape: StageShape):
         self.shape = shape

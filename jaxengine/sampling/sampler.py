@@ -1,8 +1,8 @@
 """From logits to tokens, for a batch in which every row has its own parameters. Traced inside the program `sample`.
 
-Owns the order of operations, which is vLLM's: raw logprobs, mask, additive bias, penalties, temperature, min_p, top_k,
-top_p, draw. What no row asks for is skipped by `lax.cond`, so one executable serves every mix. Knows nothing of
-requests, of text, or of how the parameters came to the device (jaxengine.sampling.state).
+Owns the order of operations, which is vLLM's: raw logprobs, mask, additive bias, penalties, temperature, what is kept
+(jaxengine.sampling.token_choice), draw. What no row asks for is skipped by `lax.cond`, so one executable serves every
+mix. Knows nothing of requests, of text, or of how the parameters came to the device (jaxengine.sampling.state).
 
 The vocabulary may be split over n devices: each has V / n columns of the logits and finds the same tokens, bit for bit
 those of one device. Padding columns come last and hold -inf.
@@ -19,10 +19,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxengine.sampling.logprobs import TokenLogprobs, no_logprobs, token_logprobs
+from jaxengine.sampling.row_functions import least_kept, penalized
 from jaxengine.sampling.state import NEUTRAL, RowParams, SamplingState
 from jaxengine.sampling.token_choice import draw, draw_keys, lowest_kept
 from jaxengine.sampling.top_tokens import best_token, first_id, vocab_size
-from jaxengine.scheduler.token_params import BIAS, LOGPROBS, MASK, PENALTIES, PROCESSOR, RANDOM, TRUNCATION
+from jaxengine.scheduler.sampling_fields import PENALTIES, RANDOM, TRUNCATION
+from jaxengine.scheduler.token_params import BIAS, LOGPROBS, MASK, PROCESSOR
 
 # (logits f32[S, V / n], slots i32[S], counts i32[S, V / n], features=i32[]) -> logits.
 Process = Callable[..., jax.Array]
@@ -30,11 +32,24 @@ Process = Callable[..., jax.Array]
 Replace = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
+class MoreScores(NamedTuple):
+    """Further numbers that are reported of rows with logprobs.
+
+    Attributes:
+      count: how many.
+      score: (logits, adjusted, kept, token_ids) -> f32[S, count]: the given logits, those that truncation began with,
+        those that were drawn from, f32[S, V / n] each, and what was drawn, i32[S].
+    """
+
+    count: int
+    score: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+
+
 class SamplerFlags(NamedTuple):
     """What some row of the batch needs; bool[] each. A flag that is False promises that no row needs that part."""
 
     any_random: jax.Array
-    any_truncation: jax.Array  # top_k, top_p or min_p
+    any_truncation: jax.Array
     any_penalties: jax.Array
     any_bias: jax.Array
     any_mask: jax.Array
@@ -66,7 +81,7 @@ class SampleOutput(NamedTuple):
     rank: jax.Array  # i32[S], 1 = the best token
     top_ids: jax.Array  # i32[S, Kl]
     top_logprobs: jax.Array  # f32[S, Kl]
-    given_logprobs: jax.Array  # f32[S, G], of the row's `SamplingState.logprob_ids`
+    given_logprobs: jax.Array  # f32[S, G], of the row's `SamplingState.logprob_ids`, then those of MoreScores
 
 
 def sample(
@@ -84,6 +99,7 @@ def sample(
     is_guided: jax.Array | None = None,
     process: Process | None = None,
     replace: Replace | None = None,
+    more: MoreScores | None = None,
 ) -> SampleOutput:
     """Chooses one token per row of logits f32[S, V].
 
@@ -95,7 +111,8 @@ def sample(
     yet, -1 for none. only i32[S]: where it is >= 0 the one token that a row may have, whatever its slot's mask says.
     is_guided bool[S]: rows with masks of their own, those behind the slots' in their order. process: logits processors
     of a user's own, which run between bias and penalties where `flags.features` has one of them. replace: what takes
-    the place of drawn tokens, those of rows that have none (-1) apart. Each of these five may be None: no row has any.
+    the place of drawn tokens, those of rows that have none (-1) apart. more: scores besides. Each of these six may be
+    None: no row has any.
     """
     rows = RowParams(
         *(
@@ -109,12 +126,17 @@ def sample(
     processed, normalize = logprobs_mode.startswith("processed"), logprobs_mode.endswith("logprobs")
     num_top = min(max_logprobs, vocab_size(logits))
 
-    def score(scored: Callable[[], jax.Array], token_ids: jax.Array) -> TokenLogprobs:
+    def score(
+        scored: Callable[[], jax.Array], token_ids: jax.Array, besides: Callable[[], jax.Array] | None = None
+    ) -> TokenLogprobs:
         def scores() -> TokenLogprobs:
             given_ids = state.logprob_ids.at[slots].get(mode="fill", fill_value=-1)
-            return token_logprobs(scored(), token_ids, given_ids, num_top=num_top, normalize=normalize)
+            found = token_logprobs(scored(), token_ids, given_ids, num_top=num_top, normalize=normalize)
+            if besides is None:
+                return found
+            return found._replace(given_logprobs=jnp.concatenate([found.given_logprobs, besides()], axis=1))
 
-        num_given = state.logprob_ids.shape[1]
+        num_given = state.logprob_ids.shape[1] + (0 if besides is None or more is None else more.count)
         return lax.cond(flags.any_logprobs, scores, lambda: no_logprobs(logits.shape[0], num_top, num_given))
 
     def choose(adjusted: jax.Array, draw_rows: Callable[..., tuple[jax.Array, jax.Array]]):
@@ -123,9 +145,20 @@ def sample(
         token_ids, kept_from = draw_rows(adjusted, best, greedy_ids)
         token_ids = token_ids if replace is None else replace(token_ids, slots, positions)
         token_ids = jnp.where(jnp.isfinite(best[:, 0]), token_ids, -1)
-        if not processed:
+        if not processed and more is None:
             return token_ids, None
-        return token_ids, score(lambda: jnp.where(adjusted >= kept_from, adjusted / temperature, -jnp.inf), token_ids)
+
+        def kept() -> jax.Array:
+            return jnp.where(adjusted >= kept_from, adjusted / temperature, -jnp.inf)
+
+        if more is None:
+            return token_ids, score(kept, token_ids)
+        own = more.score
+        return token_ids, score(
+            kept if processed else lambda: logits,
+            token_ids,
+            lambda: own(logits, adjusted / temperature, kept(), token_ids),
+        )
 
     def draw_none(adjusted: jax.Array, best: jax.Array, greedy_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         return greedy_ids, jnp.full_like(best, -jnp.inf)
@@ -133,7 +166,9 @@ def sample(
     def draw_random(adjusted: jax.Array, best: jax.Array, greedy_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         kept_from = lax.cond(
             flags.any_truncation,
-            lambda: lowest_kept(adjusted, best, temperature, rows.top_k, rows.top_p, rows.min_p),
+            lambda: lowest_kept(
+                *(adjusted, best, temperature, rows.top_k, rows.top_p), least_kept(best, temperature, rows)
+            ),
             lambda: jnp.full_like(best, -jnp.inf),
         )
         seeds = jnp.concatenate([rows.seed_low, rows.seed_high], axis=1)
@@ -205,8 +240,8 @@ def _adjust(
     assumed: jax.Array | None,
     process: Callable[..., jax.Array] | None,
 ) -> jax.Array:
-    """Logits [S, V / n] after bias, then a user's own processors, then penalties: repetition (Keskar et al. 2019) over
-    prompt and output, OpenAI's two over the output. Rows without them keep their logits bit for bit.
+    """Logits [S, V / n] after bias, then a user's own processors, then penalties. Rows without them keep their logits
+    bit for bit.
     """
     logits = logits + _state_rows(state.logit_bias, slots)
     counts = _state_rows(token_counts, slots)
@@ -216,7 +251,4 @@ def _adjust(
         counts = counts.at[jnp.arange(len(counts))[:, None], columns].add(2, mode="drop")
     if process is not None:
         logits = process(logits, slots, counts)
-    times = counts >> 1
-    repeated = jnp.where(logits > 0, logits / rows.repetition_penalty, logits * rows.repetition_penalty)
-    logits = jnp.where(counts > 0, repeated, logits)
-    return logits - rows.frequency_penalty * times - rows.presence_penalty * (times > 0)
+    return penalized(logits, rows, counts)

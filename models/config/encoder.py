@@ -17,14 +17,19 @@ class EncoderConfig(NamedTuple):
       activation: one of ACTIVATIONS.
       num_token_types: rows of the table of token types; 0 for a model without one. A token of type n has the token id
         of its text plus n times the rows of the token table, so that a request needs nothing besides its ids.
-      num_positions: rows of the position table.
+      num_positions: rows of the position table; 0 for a model without one.
       first_position: the row that a prompt's first token has.
+      norm_bias: whether norms have biases.
+      head_activation, head_bias: of the dense layer before scores of labels, where the family leaves that open.
     """
 
     activation: str
     num_token_types: int
     num_positions: int
     first_position: int = 0
+    norm_bias: bool = True
+    head_activation: str = ACTIVATIONS[0]
+    head_bias: bool = True
 
 
 def read_activation(fields: ConfigFields, name: str = "hidden_act") -> str:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from jaxengine.models.config.encoder import EncoderConfig, read_activation
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.layers.encoder import HIDDEN_ACT, Encoder, EncoderNames, encoder_fields
+from jaxengine.models.layers.encoder import HIDDEN_ACT, EncoderNames, PostNormEncoder, encoder_fields
 from jaxengine.models.params.source import CheckpointNames
 
 NAMES = EncoderNames(
@@ -24,7 +24,7 @@ NAMES = EncoderNames(
 )
 
 
-class BertModel(Encoder):
+class BertModel(PostNormEncoder):
     """BERT's encoder, with a tanh layer and scores of labels where it classifies."""
 
     names: ClassVar[EncoderNames] = NAMES

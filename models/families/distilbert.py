@@ -10,7 +10,7 @@ import jax
 from jaxengine.models.config.encoder import ACTIVATIONS, EncoderConfig, read_activation
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.hf import Activation
-from jaxengine.models.layers.encoder import Encoder, EncoderNames, encoder_fields
+from jaxengine.models.layers.encoder import EncoderNames, PostNormEncoder, encoder_fields
 from jaxengine.models.params.source import CheckpointNames
 
 # config.json's names for what other encoders call so.
@@ -23,7 +23,7 @@ _FIELDS = {
 _DEFAULTS = {"dim": 768, "n_heads": 12, "n_layers": 6, "hidden_dim": 3072, "vocab_size": 30522}
 
 
-class DistilBertModel(Encoder):
+class DistilBertModel(PostNormEncoder):
     """DistilBERT's encoder, with a ReLU layer and scores of labels where it classifies."""
 
     names: ClassVar[EncoderNames] = EncoderNames(

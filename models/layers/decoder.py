@@ -23,7 +23,7 @@ from jaxengine.models.config.pooler import Classifier
 from jaxengine.models.config.state import LayerState
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention import num_kv_heads
-from jaxengine.models.layers.classify import LabelScores
+from jaxengine.models.layers.classify import DenseModules, LabelScores
 from jaxengine.models.layers.decoder_step import DecoderStep
 from jaxengine.models.layers.embedding import Embedding, own_logits, vocab_source
 from jaxengine.models.layers.linear import Linear
@@ -57,11 +57,13 @@ class Decoder(nnx.Module):
             self.embed = self.make_embedding(build)
         self.layers = nnx.List([self.make_layer(layer, replace(build, layer=layer)) for layer in stage.layers])
         if stage.is_first and config.tower is not None:
-            self.tower = config.tower.make(config.hidden_size, build.for_tower(config.quantization))
+            self.tower = config.tower.make(config.hidden_size, build.as_named(config.quantization))
         if stage.is_last:
             self.norm = self.make_norm(build)
         if stage.is_last and classifier is not None:
             self.labels = self.make_labels(classifier, build)
+        if stage.is_last and pooler is not None and pooler.dense:
+            self.dense = DenseModules(pooler.dense, build)
         if stage.is_last and pooler is None and not tied:
             head = vocab_source("lm_head", config.vocab_size, self.mesh)
             self.lm_head = Linear(size, (head,), axes=("embed", "vocab"), build=build)
@@ -110,8 +112,9 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, KVPages | Cache]:
         """Hidden states [T, D] after the final norm, and the pool holding the KV of this step's tokens.
 
-        The pool is flat (jaxengine.models.cache); with it come the states of layers that keep some. A stage that is not
-        the first takes the hidden states of the one before, and one that is not the last gives them without the norm.
+        The pool is flat (jaxengine.models.cache); with it come the states of layers that keep some: a Cache goes in and
+        comes out. hidden: those [T, D] of the stage before, None in the first stage, which embeds the batch. A stage
+        that is not the last gives them without the norm. A batch with one page table has all layers in one group.
         """
         groups = self.cache_groups(*_page_of(kv), hybrid=len(batch.ragged) > 1)
         step = DecoderStep(self.config, self.build, groups, batch, kv)
@@ -129,20 +132,11 @@ class Decoder(nnx.Module):
         with jax.named_scope("logits"):
             return own_logits(self.token_logits(hidden), self.config.vocab_size)
 
-    def pool(self, pooled: jax.Array) -> jax.Array:
-        """Result of a pooling model for prompts' pooled states f32[R, D]: the states, or scores of labels f32[R, N]."""
-        assert self.config.pooler is not None
-        classifier = self.config.pooler.classifier
-        if classifier is None:
-            return pooled
-        with jax.named_scope("labels"):
-            is_tied = classifier.token_ids and self.config.tie_word_embeddings
-            return self.labels(pooled, self.embed if is_tied else None)
-
     def cache_groups(self, page_size: int, kv_dtype: Any, *, hybrid: bool = True) -> tuple[Paged | State, ...]:
         """The cache groups of the whole model with the layers that are here, `page_size` tokens a page.
 
-        hybrid: as jaxengine.models.cache.group_layers.
+        Those with pages come first; a group may have no layer here. Shapes are of one device. kv_dtype: of what pages
+        hold. hybrid: as jaxengine.models.cache.group_layers.
         """
         attention = self.config.attention[0]  # all have the same heads, see ModelConfig
         spec = KVSpec(

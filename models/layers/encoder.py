@@ -1,6 +1,7 @@
-"""Encoder: a transformer whose tokens see their whole prompt, with learned positions and norms after a layer's parts.
+"""Encoder: a transformer whose tokens see their whole prompt. It pools, and generates nothing.
 
-It pools, and generates nothing. A family says what its checkpoints call the parts (EncoderNames).
+PostNormEncoder has learned positions and norms after a layer's parts; a family says what its checkpoints call the parts
+(EncoderNames).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from jaxengine.models.layers.norm import LayerNorm
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.pallas_kernels.kv.pages import KVPages
 
-_FUNCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+FUNCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": gelu,
     "gelu_new": gelu_tanh,
     "gelu_pytorch_tanh": gelu_tanh,
@@ -63,7 +64,8 @@ class EncoderNames(NamedTuple):
 def encoder_fields(fields: ConfigFields, encoder: EncoderConfig, **names: Any) -> dict[str, Any]:
     """Read the fields that encoders share: keyword arguments of ModelConfig, without the architecture.
 
-    names: as in hf_fields, `activation` and `eps`. Raises ModelConfigError.
+    vocab_size counts each token once for each of the encoder's token types, and max_position_embeddings leaves out the
+    positions before its first. names: `activation` and `eps` as in hf_fields. Raises ModelConfigError.
     """
     ropes = [None] * fields.integer("num_hidden_layers")
     shared = hf_fields(fields, ropes=ropes, tied=True, causal=False, bias=True, output_bias=True, **names)
@@ -113,25 +115,52 @@ class PostNormLayer(nnx.Module):
             return self.mlp_norm(x + self.mlp(x, step.rows)), kv
 
 
+class PreNormLayer(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)), of norms that a family has made."""
+
+    def __init__(self, attention_norm: nnx.Module, attention: nnx.Module, mlp_norm: nnx.Module, mlp: nnx.Module):
+        self.attention_norm, self.attention, self.mlp_norm, self.mlp = attention_norm, attention, mlp_norm, mlp
+
+    def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
+        with jax.named_scope("attention"):
+            attended, kv = self.attention(self.attention_norm(x), kv, pages, step)
+            x = x + attended
+        with jax.named_scope("mlp"):
+            return x + self.mlp(self.mlp_norm(x), step.rows), kv
+
+
 class Identity(nnx.Module):
-    """x, in the place of a final norm."""
+    """x, in the place of a norm."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return x
 
 
 class Encoder(Decoder):
+    """A decoder's stack of layers whose tokens see their whole prompt; `embed` gets the tokens' positions as well."""
+
+    @classmethod
+    def usual_pooling(cls, fields: ConfigFields) -> str:
+        """What pools where the checkpoint does not say: by default the first token, which is for that.
+
+        Raises ModelConfigError.
+        """
+        return CLS
+
+    def embed_batch(self, batch: ForwardBatch) -> jax.Array:
+        return self.embed(batch.token_ids, batch.positions)
+
+
+class PostNormEncoder(Encoder):
     """A stack of PostNormLayers behind EncoderEmbeddings.
 
     Attributes:
       names: checkpoint modules of the parts.
       label_activation: function between the two projections of a classifier.
-      pooling_type: what pools where the checkpoint does not say.
     """
 
     names: ClassVar[EncoderNames]
     label_activation: ClassVar[Callable[[jax.Array], jax.Array]] = staticmethod(jnp.tanh)
-    pooling_type: ClassVar[str] = CLS
 
     def make_embedding(self, build: Build) -> EncoderEmbeddings:
         assert self.config.encoder is not None
@@ -157,7 +186,7 @@ class Encoder(Decoder):
             source=names.layer,
             up=names.up,
             down=names.down,
-            activation=_FUNCTIONS[encoder.activation],
+            activation=FUNCTIONS[encoder.activation],
             bias=True,
             build=build,
         )
@@ -175,9 +204,6 @@ class Encoder(Decoder):
         return DenseLabelScores(
             self.config.hidden_size, classifier, sources, activation=type(self).label_activation, build=build
         )
-
-    def embed_batch(self, batch: ForwardBatch) -> jax.Array:
-        return self.embed(batch.token_ids, batch.positions)
 
 
 # Of checkpoints that say `hidden_act`.

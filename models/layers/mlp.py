@@ -110,7 +110,8 @@ class GatedMLP(nnx.Module):
     def partial(self, x: jax.Array, adapters: Adapters | None) -> jax.Array:
         """Compute this device's partial result f32[T, D] of x[T, D], already gathered with its adapters.
 
-        For an MLP without biases.
+        The sum over the devices that share the MLP is the result; biases are left out. adapters: of x's rows, None for
+        none.
         """
         with jax.named_scope("gate_up"):
             inner = self._activated(self.gate_up.partial(x, adapters, out_dtype=self._out_dtype(x)), x.dtype)

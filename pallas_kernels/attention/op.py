@@ -72,8 +72,8 @@ def ragged_paged_attention(
     of the others: they are computed separately, and joining them would copy both.
 
     The step's keys and values must already be in the pool. Token i of a sequence has position
-    kv_len - q_len + i and sees the keys up to it (all keys if not `spec.causal`), the last `spec.window` of them
-    or those from the last multiple of `spec.chunk` on.
+    kv_len - q_len + i and sees the keys up to it (all keys if not `spec.causal`): of them those less than `spec.window`
+    places away, or those from the last multiple of `spec.chunk` on.
     Tokens of no sequence and tokens that see nothing get exactly 0 and lse -inf. Slots that no token of the batch
     sees may hold NaN.
 

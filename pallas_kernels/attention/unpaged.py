@@ -132,7 +132,7 @@ def _visible(places: jax.Array, schedule: Schedule, spec: AttentionSpec) -> jax.
     if spec.causal:
         visible &= offset <= own_offset
     if spec.window is not None:
-        visible &= offset > own_offset - spec.window
+        visible &= jnp.abs(offset - own_offset) < spec.window
     if spec.chunk is not None:
         visible &= offset // spec.chunk == own_offset // spec.chunk
     return visible

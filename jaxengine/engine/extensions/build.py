@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jaxengine.engine.extensions.adapters import Adapters
     from jaxengine.engine.extensions.drafts import Drafts
     from jaxengine.engine.extensions.pictures import MediaStats, Pictures
+    from jaxengine.engine.extensions.weights import Weights
     from jaxengine.runner.extensions.adapters.store import AdapterStore
 
 
@@ -43,12 +44,14 @@ class Extensions:
     Attributes:
       active: those that take part in its steps.
       by_name: all that it has, by the names of the capabilities.
+      idle_seconds: sleep_idle_seconds, inf for none.
     """
 
     def __init__(self, runner: ModelRunner, inputs: Inputs | None = None):
         self.active: list[LoopExtension] = []
         self.by_name: dict[str, LoopExtension] = {}
         self._runner, self._inputs = runner, inputs
+        self.idle_seconds = runner.config.sleep_idle_seconds or float("inf")
         self._loop: Loop | None = None
         tokenizer = None if inputs is None or "pooling" in runner.extensions else inputs.tokenizer
         # Written out now: of a large vocabulary it takes long, and requests run when the first with a grammar comes.
@@ -63,6 +66,8 @@ class Extensions:
             "logits_processors": "logits_processors" in runner.extensions,
             "recording": "recording" in runner.extensions,
             "trace": "trace" in runner.extensions,
+            "weights": self.idle_seconds < float("inf"),
+            "idle_sleep": self.idle_seconds < float("inf"),
         }
         for name in (name for name, is_started in started.items() if is_started):
             self.require(name)
@@ -119,6 +124,10 @@ class Extensions:
         for each in self.active:
             each.queued(requests)
         self.active[:] = [each for each in self.active if not each.is_idle]
+
+    def rest(self) -> float:
+        """Lets extensions act while no request is there; returns after how many seconds they want to again."""
+        return min((each.rest() for each in self.active), default=float("inf"))
 
     def shutdown(self) -> None:
         """Ends threads and processes."""
@@ -185,16 +194,6 @@ class Extensions:
         media = None if self._inputs is None else self._inputs.media
         return Pictures(None if media is None else media.cache)
 
-    def _pooling(self) -> LoopExtension:
-        from jaxengine.engine.extensions.pooling import Pooling
-
-        return Pooling()
-
-    def _scores(self) -> LoopExtension:
-        from jaxengine.engine.extensions.scores import Scores
-
-        return Scores()
-
     def _structured(self) -> LoopExtension:
         if self._tokenizer is None or self._inputs is None:
             raise RequestError("structured_outputs needs a tokenizer", param="structured_outputs")
@@ -213,13 +212,26 @@ class Extensions:
         )
         return Structured(masks, drafts)
 
-    def _trace(self) -> LoopExtension:
-        if "trace" not in self._runner.extensions:
-            problem = "the engine was started without enable_trace_replay"
-            raise RequestError(problem, param="trace_decode_token_ids")
-        from jaxengine.engine.extensions.trace import Traces
 
-        return Traces()
+def _pooling(_: Extensions) -> LoopExtension:
+    from jaxengine.engine.extensions.pooling import Pooling
+
+    return Pooling()
+
+
+def _scores(_: Extensions) -> LoopExtension:
+    from jaxengine.engine.extensions.scores import Scores
+
+    return Scores()
+
+
+def _trace(extensions: Extensions) -> LoopExtension:
+    if "trace" not in extensions._runner.extensions:
+        problem = "the engine was started without enable_trace_replay"
+        raise RequestError(problem, param="trace_decode_token_ids")
+    from jaxengine.engine.extensions.trace import Traces
+
+    return Traces()
 
 
 def _logits_processors(_: Extensions) -> LoopExtension:
@@ -234,6 +246,12 @@ def _recording(_: Extensions) -> LoopExtension:
     return Recording()
 
 
+def _idle_sleep(extensions: Extensions) -> LoopExtension:
+    from jaxengine.engine.extensions.idle_sleep import IdleSleep
+
+    return IdleSleep(cast("Weights", extensions.require("weights")), extensions.idle_seconds)
+
+
 def _weights(_: Extensions) -> LoopExtension:
     from jaxengine.engine.extensions.weights import Weights
 
@@ -244,12 +262,13 @@ _MAKERS: dict[str, Callable[[Extensions], LoopExtension]] = {
     "adapters": Extensions._adapters,
     "capture": Extensions._capture,
     "drafts": Extensions._drafts,
+    "idle_sleep": _idle_sleep,
     "logits_processors": _logits_processors,
     "pictures": Extensions._pictures,
-    "pooling": Extensions._pooling,
+    "pooling": _pooling,
     "recording": _recording,
-    "scores": Extensions._scores,
+    "scores": _scores,
     "structured": Extensions._structured,
-    "trace": Extensions._trace,
+    "trace": _trace,
     "weights": _weights,
 }

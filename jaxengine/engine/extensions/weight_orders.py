@@ -29,6 +29,7 @@ class WeightOrders:
         return {"is_paused": own.is_paused, "asleep": sorted(own.asleep), "weight_version": own.version}
 
     def weight_checksums(self) -> dict[str, str]:
+        self._weights.rouse()
         return checksums(self._weights.loop.runner)
 
     def read_weights(self, path: str, version: Version | None, mode: PauseMode, kv: KVMode, strict: bool) -> int:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, get_args
 
 from jaxengine.engine.extension import NO_EVENTS, Events, Loop, LoopExtension
 from jaxengine.engine.extensions.weight_orders import WeightOrders
+from jaxengine.engine.metric_types import Gauge
 from jaxengine.engine.weight_types import WEIGHT_UTILITIES, KVMode, PauseMode, Version, WeightUpdate
 from jaxengine.runner import sleep
 from jaxengine.runner.weight_update import NewWeights
@@ -30,6 +31,8 @@ class Weights(LoopExtension):
 
     Attributes:
       version: of the weights that the next step will use.
+      dozes: the engine sleeps by itself, so that whoever needs it wakes it; nobody has paused it.
+      resumed: when a pause ended last, in seconds of time.monotonic.
     """
 
     def __init__(self) -> None:
@@ -38,6 +41,9 @@ class Weights(LoopExtension):
         self._intake = Intake()
         self._aborts = False
         self._asleep: set[str] = set()
+        self._level = 0
+        self.dozes = False
+        self.resumed = time.monotonic()
         self._orders = WeightOrders(self)
 
     def attach(self, loop: Loop) -> None:
@@ -55,6 +61,7 @@ class Weights(LoopExtension):
         Raises RequestError for another mode, and for "wait" while the engine sleeps and has requests.
         """
         _among("mode", mode, get_args(PauseMode))
+        self.rouse()
         scheduler = self.loop.scheduler
         if mode == "keep":
             scheduler.paused = True
@@ -67,17 +74,20 @@ class Weights(LoopExtension):
 
     def resume(self) -> None:
         """Ends a pause, or the beginning of one. Raises RequestError while the engine sleeps."""
+        if self.dozes:
+            return
         if self._asleep:
             parts = " and ".join(sorted(self._asleep))
             raise RequestError(f"the engine sleeps without its {parts}; wake_up brings them back", param="tags")
         self.loop.scheduler.paused = False
         self._intake.open()
         self._aborts = False
+        self.resumed = time.monotonic()
 
     @property
     def is_paused(self) -> bool:
         """Whether requests wait for `resume`."""
-        return self.loop.scheduler.paused or self._intake.first is not None
+        return not self.dozes and (self.loop.scheduler.paused or self._intake.first is not None)
 
     def settle(self) -> bool:
         """Whether the pause is there: no step is in flight, and nobody is left for whom it waits. Does not wait."""
@@ -106,7 +116,8 @@ class Weights(LoopExtension):
         and nothing has changed then.
         """
         self.check(version, "keep", kv)
-        version = self._next_version(version)
+        if version is None:
+            version = self.version + 1 if isinstance(self.version, int) else self._num_switches + 1
         assert self.settle(), "weights are replaced between two steps"
         start, scheduler = time.monotonic(), self.loop.scheduler
         if kv != "keep":
@@ -157,7 +168,17 @@ class Weights(LoopExtension):
                 extension.reset_cache()
             sleep.release_pools(runner)
         sleep.release_weights(runner, keep=level == 1)
-        self._asleep = {WEIGHTS, KV_CACHE}
+        self._asleep, self._level = {WEIGHTS, KV_CACHE}, level
+
+    def doze(self) -> None:
+        """Sleeps at level 1, while there are no requests, until somebody needs the engine."""
+        self.sleep(1)
+        self.dozes = True
+
+    def rouse(self) -> None:
+        """Wakes an engine that sleeps by itself."""
+        if self.dozes:
+            self.wake()
 
     def wake(self, tags: Sequence[str] | None = None) -> None:
         """Puts back what these tags name, by default all, and resumes once all is there. Weights of level 2 must be
@@ -174,6 +195,7 @@ class Weights(LoopExtension):
             sleep.allocate_pools(self.loop.runner)
         self._asleep -= wanted
         if not self._asleep:
+            self.dozes = False
             self.resume()
 
     @property
@@ -188,6 +210,12 @@ class Weights(LoopExtension):
         }
         return {name: own.get(name) or getattr(self._orders, name) for name in WEIGHT_UTILITIES}
 
+    def metrics(self) -> Iterator[Gauge]:
+        names = ("awake", "weights_offloaded", "discard_all")
+        state = names[self._level if WEIGHTS in self._asleep else bool(self._asleep)]
+        for name in names:
+            yield Gauge("vllm:engine_sleep_state", float(name == state), {"sleep_state": name})
+
     def status(self) -> dict[str, Any]:
         return {
             "weights": {
@@ -197,11 +225,6 @@ class Weights(LoopExtension):
                 "asleep": sorted(self._asleep),
             }
         }
-
-    def _next_version(self, version: Version | None) -> Version:
-        if version is None:
-            return self.version + 1 if isinstance(self.version, int) else self._num_switches + 1
-        return version
 
     def _earlier(self) -> list[Request]:
         """Requests that do not wait for the pause to end."""

@@ -54,6 +54,10 @@ def extensions_of(shape: StageShape) -> Iterator[DeviceExtension]:
         from jaxengine.runner.extensions.trace import TraceExtension
 
         yield TraceExtension(shape)
+    if config.enable_sampling_mass and shape.samples:
+        from jaxengine.runner.extensions.mass import MassExtension
+
+        yield MassExtension(shape)
     if config.logits_processors and shape.samples:
         from jaxengine.runner.extensions.logits_processors import ProcessorsExtension
 

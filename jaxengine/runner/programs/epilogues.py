@@ -73,6 +73,7 @@ def choose(
             logprobs_mode=spec.logprobs_mode,
             process=spec.process(tokens),
             replace=spec.replace(tokens),
+            more=spec.more_scores,
             **more,
         )
 

@@ -24,6 +24,7 @@ from jaxengine.requests.inputs import InputProcessor
 from jaxengine.requests.run_in_thread import with_media
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.sampling_fields import ROWS
 from jaxengine.server.grpc import inference_pb2 as pb
 from jaxengine.server.names import REQUEST_ID
 from jaxengine.server.options import ServerConfig
@@ -31,18 +32,14 @@ from jaxengine.server.prompts import PromptEncoder
 
 # Field of GenerateRequest -> field of SamplingParams, copied unchanged.
 SAMPLING_FIELDS = {
-    "temperature": "temperature",
+    **{row.grpc: name for name, row in ROWS.items()},
     "sampling.num_sequences": "n",
-    "sampling.top_k": "top_k",
-    "sampling.top_p": "top_p",
-    "sampling.min_p": "min_p",
     "sampling.seed": "seed",
-    "decoding.presence_penalty": "presence_penalty",
-    "decoding.frequency_penalty": "frequency_penalty",
-    "decoding.repetition_penalty": "repetition_penalty",
     "decoding.logit_bias": "logit_bias",
     "decoding.allowed_token_ids": "allowed_token_ids",
     "decoding.bad_words": "bad_words",
+    "decoding.extra_args": "extra_args",
+    "decoding.trace_decode_token_ids": "trace_decode_token_ids",
     "stopping.max_new_tokens": "max_tokens",
     "stopping.min_new_tokens": "min_tokens",
     "stopping.stop_token_ids": "stop_token_ids",
@@ -51,6 +48,7 @@ SAMPLING_FIELDS = {
     "stopping.ignore_eos": "ignore_eos",
     "response.skip_special_tokens": "skip_special_tokens",
     "response.spaces_between_special_tokens": "spaces_between_special_tokens",
+    "response.logprob_token_ids": "logprob_token_ids",
 }
 GROUPS = ("sampling", "decoding", "stopping", "response")
 # Parameter -> field to name in its errors.
@@ -160,9 +158,11 @@ class RequestReader:
         return prompt["prompt_token_ids"], parts
 
     async def _prompt(self, request: pb.GenerateRequest | pb.ScoreRequest) -> dict[str, Any]:
-        """Reads the prompt as token ids, cut as the request asks, with its media and its cache salt.
+        """Reads the prompt as the engine's mapping: token ids, cut to the last `truncate_prompt_tokens` if that is not
+        0, media, and the cache salt: a new random one where the prefix cache is to be bypassed.
 
-        Raises RequestError for a prompt that is empty or too long.
+        Raises RequestError for a prompt that is empty or, cut, has more than max_model_len - 1 tokens, for one with
+        media that would be cut, and for media that cannot be read.
         """
         kind, keep = request.WhichOneof("prompt"), request.truncate_prompt_tokens
         parts: list[MediaPart] = []
@@ -214,7 +214,7 @@ class RequestReader:
         response = request.response
         if wanted.logprobs or wanted.candidates:
             values["logprobs"] = _num_candidates(
-                response.output_candidates, "response.output_candidates", wanted.candidates
+                response.output_candidates, "response.output_candidates", response.HasField("output_candidates")
             )
         if wanted.prompt_logprobs or wanted.prompt_candidates:
             values["prompt_logprobs"] = _num_candidates(
@@ -296,7 +296,8 @@ def _part(part: pb.ContentPart, where: str) -> dict[str, Any]:
 
 
 def read_request_id(request: pb.GenerateRequest | pb.ScoreRequest) -> str:
-    """The caller's request id, or a new one. Raises RequestError."""
+    """The caller's request id, or a new one if it is empty. Raises RequestError for one that is not of the allowed
+    form, see names.REQUEST_ID."""
     if not request.request_id:
         return f"grpc-{uuid.uuid4().hex}"
     if not REQUEST_ID.fullmatch(request.request_id):
@@ -309,7 +310,8 @@ def read_request_id(request: pb.GenerateRequest | pb.ScoreRequest) -> str:
 
 
 def field_of(request: Message, param: str | None) -> str | None:
-    """Name of the proto field that corresponds to a RequestError's param; `param` itself if none is known."""
+    """Name of the proto field that corresponds to a RequestError's param, in groups as "group.field"; `param` itself,
+    which may be None, if none is known."""
     names = request.DESCRIPTOR.fields_by_name
     if param is None or param in names:
         return param
@@ -325,7 +327,8 @@ def field_of(request: Message, param: str | None) -> str | None:
 
 
 def refuse_unknown_fields(message: Message) -> None:
-    """Raises RequestError for a field that this server does not know, or that was sent as another type."""
+    """Raises RequestError for a field, also of a message within, that this server does not know, or that was sent as
+    another type. It names the field unless the unknown ones are large."""
     known = type(message)()
     known.CopyFrom(message)
     known.DiscardUnknownFields()
@@ -365,6 +368,8 @@ def _fields_set(request: pb.GenerateRequest) -> Iterator[tuple[str, Any]]:
 def _plain(field: str, value: Any, param: str, vocab_size: int) -> Any:
     if isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, Struct):
+        return _with_integers(_read_struct(value, param, field))
     if len(value) > vocab_size:
         raise RequestError(f"{field} has {len(value)} entries; allowed are {vocab_size}", param=param, value=len(value))
     return dict(value) if isinstance(value, Mapping) else list(value)
@@ -375,7 +380,7 @@ def _wanted(response: pb.ResponseOptions) -> Wanted:
         text=response.output_text if response.HasField("output_text") else True,
         token_ids=response.output_token_ids,
         logprobs=response.output_logprobs,
-        candidates=response.HasField("output_candidates"),
+        candidates=response.HasField("output_candidates") or bool(response.logprob_token_ids),
         prompt_token_ids=response.prompt_token_ids,
         prompt_logprobs=response.prompt_logprobs,
         prompt_candidates=response.HasField("prompt_candidates"),

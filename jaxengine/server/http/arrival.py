@@ -17,6 +17,8 @@ _CLOSE = {"Connection": "close"}  # the rest of the body is not kept
 # Refusals after which the rest of a body is read and dropped: many clients read no answer before they have sent it all,
 # and closing a connection with unread bytes resets it.
 _DRAINED = (413, 429, 431)
+# Path and type of bodies that are not held in memory: whoever reads them says how large they may be.
+STREAMED = ("/update_weights", b"application/octet-stream")
 # Limits of what is dropped of one body, in bodies of the largest allowed size, and of such bodies at a time.
 _MOST_DROPPED, _MOST_DRAINS = 2, 64
 
@@ -25,6 +27,7 @@ class LimitsMiddleware:
     """Refuses headers and bodies that are too large, and bodies that arrive too slowly or too many at once.
 
     A body is measured while it arrives. It counts towards the total from its first byte until its response begins.
+    One of STREAMED need only arrive in time.
     """
 
     def __init__(self, app: ASGIApp, max_header_bytes: int, max_request_bytes: int, read_timeout: float):
@@ -44,6 +47,7 @@ class LimitsMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        streamed = is_streamed(scope)
         num_read = num_held = 0
         whole = drains = False
         deadline: float | None = None
@@ -65,6 +69,8 @@ class LimitsMiddleware:
             size = len(message.get("body", b""))
             num_read += size
             whole = not message.get("more_body", False)
+            if streamed:
+                return message
             if num_read > self._max_request_bytes:
                 raise self._too_large()
             if self._num_held + size > _MOST_BODIES * self._max_request_bytes:
@@ -134,11 +140,18 @@ class LimitsMiddleware:
                 if not value.isdigit():
                     raise ApiError(400, "Content-Length is not a number", headers=_CLOSE)
                 # The length of the text is checked first: parsing many digits is slow.
-                if len(value.lstrip(b"0")) > 20 or int(value) > self._max_request_bytes:
+                if len(value.lstrip(b"0")) > 20 or (int(value) > self._max_request_bytes and not is_streamed(scope)):
                     raise self._too_large()
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body has more than {self._max_request_bytes} bytes", headers=_CLOSE)
+
+
+def is_streamed(scope: Scope) -> bool:
+    """Whether a request's body is one of STREAMED."""
+    path, kind = STREAMED
+    given = (value.partition(b";")[0].strip().lower() for name, value in scope["headers"] if name == b"content-type")
+    return scope["path"].removeprefix(scope.get("root_path", "")) == path and kind in given
 
 
 def _waits_to_send(scope: Scope) -> bool:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 _AUDIO = "models take text, images and videos; see docs/media.md"
 _FILES = "no files are kept; send one request each, those that wait run together; see docs/serving.md"
-_ONE_CALL = "POST /update_weights replaces weights in one call; see docs/reinforcement_learning.md"
+_ONE_CALL = (
+    "POST /update_weights replaces weights in one call, by a folder or by a safetensors file as its body; backends "
+    "between devices (nccl, ipc, sparse_nccl, sharded_rdt, nccl_m2n) are not served; see docs/reinforcement_learning.md"
+)
 _RENDERED = "POST /tokenize returns the tokens of a conversation; see docs/serving.md"
 _CONVERSATIONS = "conversations go on with previous_response_id of /v1/responses; see docs/serving.md"
 
@@ -14,7 +17,6 @@ NOT_BUILT: dict[str, str] = {
     "/collective_rpc": "workers run no code of callers; see docs/reinforcement_learning.md for weights and sleep",
     "/finish_weight_update": _ONE_CALL,
     "/get_world_size": _ONE_CALL,
-    "/inference/v1/generate": "/v1/completions takes token ids as prompt and has return_token_ids; see docs/serving.md",
     "/init_weight_transfer_engine": _ONE_CALL,
     "/is_scaling_elastic_ep": "the devices are those of the start; see docs/parallelism.md",
     "/release_kv_cache_memory": "POST /sleep frees memory; see docs/reinforcement_learning.md",

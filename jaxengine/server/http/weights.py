@@ -4,17 +4,28 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Query
+from fastapi import APIRouter, Depends, Query, Request
+from fastapi.routing import APIRoute
 from pydantic import Field
+from starlette.routing import Match
+from starlette.types import Scope
 
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.server import weights
+from jaxengine.server.http.arrival import is_streamed
 from jaxengine.server.http.auth import require_admin
 from jaxengine.server.http.limits import JsonRoute
 from jaxengine.server.http.protocol import RequestModel
 from jaxengine.server.options import ServerConfig
 
 Mode = Literal["keep", "wait", "abort"]
+
+
+class _BodyRoute(APIRoute):
+    """A route for bodies that are no JSON; others go on to the next route of its path."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        return super().matches(scope) if scope["type"] == "http" and is_streamed(scope) else (Match.NONE, {})
 
 
 class UpdateWeights(RequestModel):
@@ -74,6 +85,13 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     async def is_sleeping() -> dict[str, bool]:
         return {"is_sleeping": bool((await weights.state(engine))["asleep"])}
 
+    _add_update(routes, engine, config)
+    return routes
+
+
+def _add_update(routes: APIRouter, engine: EngineClient, config: ServerConfig) -> None:
+    """Adds the routes that concern weights."""
+
     @routes.post("/update_weights")
     async def update_weights(body: UpdateWeights) -> dict[str, Any]:
         """Replaces the engine's weights between two steps: all of them or, with an error that lists what does not fit,
@@ -81,9 +99,21 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         options = weights.UpdateOptions(body.weight_version, body.mode, body.kv, body.strict)
         return await weights.update_from_path(engine, body.path, options)
 
+    async def update_weights_by_body(
+        request: Request,
+        weight_version: Annotated[str | None, Query(max_length=256)] = None,
+        mode: Mode = "keep",
+        kv: Literal["keep", "recompute", "drop"] = "recompute",
+        strict: bool = True,
+    ) -> dict[str, Any]:
+        """The same by a body that is a safetensors file, which weight_upload_dir keeps until it has been read."""
+        options = weights.UpdateOptions(weight_version, mode, kv, strict)
+        return await weights.update_from_pieces(engine, config, request.stream(), options)
+
+    add = {"methods": ["POST"], "include_in_schema": False, "dependencies": routes.dependencies}
+    routes.routes.insert(0, _BodyRoute("/update_weights", update_weights_by_body, **add))
+
     @routes.get("/weight_info")
     async def weight_info(checksum: bool = False) -> dict[str, Any]:
         """The version of the weights; with `checksum` also SHA-256 of each weight as the devices hold it."""
         return await weights.info(engine, checksum=checksum)
-
-    return routes

@@ -63,6 +63,8 @@ def why_not(
         return "a tree mask"
     if spec.chunk is not None:
         return "attention in chunks"
+    if spec.window is not None and not spec.causal:
+        return "a window on both sides"
     if q_dtype is not None and jnp.dtype(q_dtype).itemsize != 2:
         return f"queries of {jnp.dtype(q_dtype).name}"
     if kv_dtype is not None:

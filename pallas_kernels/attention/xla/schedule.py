@@ -143,7 +143,10 @@ def _visible_keys(keys: _Keys, seqs, index, valid) -> tuple[jax.Array, jax.Array
     batch, q_lens, spec, limits = keys
     position = batch.kv_lens[seqs] - q_lens[seqs] + index
     end = jnp.where(valid, position + 1 if spec.causal else batch.kv_lens[seqs], 0)
-    start = jnp.zeros_like(end) if spec.window is None else jnp.maximum(end - spec.window, 0)
+    first = end if spec.causal else position + 1
+    start = jnp.zeros_like(end) if spec.window is None else jnp.maximum(first - spec.window, 0)
+    if spec.window is not None and not spec.causal:
+        end = jnp.minimum(end, position + spec.window)
     if spec.chunk is not None:
         start = jnp.where(valid, position // spec.chunk * spec.chunk, 0)
     if limits is not None:

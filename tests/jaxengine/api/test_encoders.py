@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jaxengine import LLM, ConfigError, PoolingParams, RequestError
+from jaxengine.checkpoint.model_source import open_model
+from jaxengine.config.engine_config import EngineConfig
+from jaxengine.config.platforms import PLATFORMS
+from jaxengine.models.build import Build
 from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.registry import build_model
+from jaxengine.models.weights.load import check_source
 from tests.fixtures.encoder_models import CASES, FIRST, LAST, LONGEST, PAIRS, TEXTS, VOCAB
 
 GOLDENS = np.load(Path(__file__).parents[2] / "fixtures" / "encoders.npz")
@@ -22,7 +30,7 @@ OPTIONS = {
     "disable_log_stats": True,
 }
 # Of each family one that embeds or one that scores; BERT, whose texts of a pair have types of their own, in both.
-ALWAYS = ("bert", "bert_score", "xlm_roberta_score", "distilbert")
+ALWAYS = ("bert", "bert_score", "xlm_roberta_score", "distilbert", "modernbert_score")
 
 
 @pytest.fixture(
@@ -102,15 +110,38 @@ def test_limits_and_cuts(case):
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ALWAYS])
 def test_every_name_of_a_tensor_is_known(encoder_folder, name):
-    from jaxengine.checkpoint.model_source import open_model
-    from jaxengine.config.engine_config import EngineConfig
-    from jaxengine.models.build import Build
-    from jaxengine.models.registry import build_model
-    from jaxengine.models.weights.load import check_source
-
     source = open_model(EngineConfig(model=encoder_folder(name)))
     assert source.pooling is not None and not source.config.is_causal
     check_source(build_model(source.config, Build("float32")), source.weights)
+    source.close()
+
+
+def test_dense_modules_that_cannot_be_are_refused(encoder_folder, tmp_path):
+    def refused(said, path, **changes):
+        folder = tmp_path / f"case {len(list(tmp_path.iterdir()))}"
+        shutil.copytree(encoder_folder("embedding_gemma"), folder)
+        content = json.loads((folder / path).read_text())
+        content = content[::-1] if path == "modules.json" else content | changes
+        (folder / path).write_text(json.dumps(content))
+        with pytest.raises(ModelFileError, match=said):
+            source = open_model(EngineConfig(model=str(folder)))
+            check_source(build_model(source.config, Build("float32")), source.weights)
+
+    dense = "2_Dense/config.json"
+    refused("activation_function must be torch.nn.modules' Identity", dense, activation_function="torch.nn.modules.x.Y")
+    refused("activation_function must be", dense, activation_function="my.modules.activation.Tanh")
+    refused("use_residual must be false", dense, use_residual=True)
+    refused("module_input_name must be", dense, module_input_name="token_embeddings")
+    refused("in_features must be an integer", dense, in_features=0)
+    refused("at dense.0.linear.weight", dense, in_features=24)
+    refused("'Normalize'|'Dense' is not supported here", "modules.json")
+
+
+def test_windows_on_both_sides_are_refused_on_tpus(encoder_folder):
+    source = open_model(EngineConfig(model=encoder_folder("modernbert")))
+    assert EngineConfig().resolved(source.config, PLATFORMS["cpu"]).max_model_len == LONGEST
+    with pytest.raises(ConfigError, match="ModernBertModel attends to windows on both sides of a token"):
+        EngineConfig().resolved(source.config, PLATFORMS["tpu"])
     source.close()
 
 

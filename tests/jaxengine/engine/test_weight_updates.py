@@ -426,9 +426,9 @@ def test_requests_time_out_in_a_pause(tiny_options):
                     await engine.sleep(1, mode="keep")
                 late = await asyncio.wait_for(last(f"late {asleep}", 0.05), 60)
                 assert (late.finish_reason, late.stop_reason) == ("abort", "timeout") and not early.done()
-            assert engine.core.idle_seconds > 60 and request in engine.core.engine.scheduler.requests
+            assert engine.core.rest() > 60 and request in engine.core.engine.scheduler.requests
             await engine.wake_up()
-            assert (await early).finish_reason == "length" and engine.core.idle_seconds == float("inf")
+            assert (await early).finish_reason == "length" and engine.core.rest() == float("inf")
         finally:
             engine.shutdown()
 

@@ -22,7 +22,8 @@ from jaxengine.requests.sampling_params import (
     verify_bad_word_tokens,
 )
 from jaxengine.scheduler.errors import RequestError
-from jaxengine.scheduler.token_params import LOGPROBS, PENALTIES, TRUNCATION
+from jaxengine.scheduler.sampling_fields import PENALTIES, TRUNCATION
+from jaxengine.scheduler.token_params import LOGPROBS
 from tests.tables import each_row
 
 INT64 = 2**63
@@ -75,6 +76,7 @@ WRONG = {
     "logprobs": st.one_of(NO_INTS.filter(lambda value: value is not True), ints_outside(-1, 2**31 - 1)),
     "prompt_logprobs": st.one_of(NO_INTS.filter(lambda value: value is not True), ints_outside(-1, 2**31 - 1)),
     "logprob_token_ids": st.one_of(NO_IDS.filter(lambda value: value is not None), st.just(list(range(129)))),
+    "return_sampling_mass": NO_FLAGS,
     "trace_decode_token_ids": NO_IDS.filter(lambda value: value is not None),
     "detokenize": NO_FLAGS,
     "skip_special_tokens": NO_FLAGS,

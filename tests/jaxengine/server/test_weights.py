@@ -85,6 +85,35 @@ async def test_weights_are_replaced(app, tmp_path):
         assert not (await client.get("/is_paused")).json()["is_paused"]
 
 
+async def test_weights_are_a_body(engine, admin, tmp_path):
+    """Of any size, in pieces; what is no whole file of this model's tensors changes nothing, and nothing is left."""
+    kind = {"Content-Type": "application/octet-stream"}
+    app = create_app(engine, ServerConfig(**admin, max_request_bytes=1024))
+    new, old = save(changed(1)), save(changed(0))
+    async with http_client(app, "root") as client, http_client(app) as stranger:
+
+        async def send(body: bytes, query: str = "", sender=client, headers=kind) -> tuple[int, Any]:
+            pieces = (body[at : at + 5_001] for at in range(0, len(body), 5_001))
+            answer = await sender.post(f"/update_weights{query}", content=pieces_of(*pieces), headers=headers)
+            return answer.status_code, answer.json()
+
+        first = await tokens(client)
+        status, found = await send(new, "?weight_version=body&kv=drop")
+        assert status == 200 and found["version"] == "body" and await tokens(client) != first
+        for body, fault in (
+            (new[:-9], "ends after"),
+            (new + b"1", "goes on"),
+            ((2 << 30).to_bytes(8, "little"), "header"),
+        ):
+            status, found = await send(body)
+            assert status == 400 and fault in found["error"]["message"], found
+        assert (await send(old, "?mode=stop"))[0] == 400 and (await send(old, sender=stranger))[0] in (401, 403)
+        assert (await send(old, headers={"Content-Type": "application/json"}))[0] == 413
+        assert (await client.get("/weight_info")).json() == {"weight_version": "body"}
+        assert (await send(old))[0] == 200 and await tokens(client) == first
+    assert not [*(tmp_path / "uploads").iterdir()]
+
+
 async def test_pause_and_sleep(app):
     async with http_client(app, "root") as client:
         first = await tokens(client)

@@ -1,0 +1,61 @@
+"""An engine that nobody uses sleeps, and wakes by itself for the next request (`sleep_idle_seconds`).
+
+A sleep or a pause that somebody asks for is theirs: no request ends it. One that came by itself is no pause: whoever
+pauses the engine, replaces its weights or has it sleep finds it awake.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+
+from jaxengine.engine.extension import LoopExtension
+from jaxengine.engine.extensions.weights import Weights
+from jaxengine.engine.metric_types import Counter
+from jaxengine.scheduler.errors import OverloadedError
+from jaxengine.scheduler.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+class IdleSleep(LoopExtension):
+    """Puts an engine to sleep at level 1, which keeps its weights in host memory."""
+
+    def __init__(self, weights: Weights, seconds: float):
+        """seconds: without a request, after which the engine sleeps."""
+        self._weights, self._seconds = weights, seconds
+        self._used = time.monotonic()
+        self._num_sleeps, self._wake_seconds = 0, 0.0
+
+    def rest(self) -> float:
+        weights, now = self._weights, time.monotonic()
+        if weights.asleep or weights.is_paused or self.loop.scheduler.num_unfinished or self.loop.in_flight:
+            return float("inf")
+        if (left := max(self._used, weights.resumed) + self._seconds - now) > 0:
+            return left
+        weights.doze()
+        self._num_sleeps += 1
+        logger.info("the engine sleeps: no request for %g s", self._seconds)
+        return float("inf")
+
+    def prepare(self, request: Request) -> None:
+        """Wakes the engine for a request. Raises OverloadedError if its memory is not to be had, and it sleeps on."""
+        self._used = start = time.monotonic()
+        if not self._weights.dozes:
+            return
+        try:
+            self._weights.rouse()
+        except (RuntimeError, MemoryError) as error:  # jax's errors are RuntimeErrors
+            logger.exception("the engine could not wake up")
+            raise OverloadedError("the engine sleeps and cannot have its memory back; try again later") from error
+        self._used = time.monotonic()
+        self._wake_seconds += self._used - start
+        logger.info("the engine woke up in %.2f s", self._used - start)
+
+    def ended(self, request: Request) -> None:
+        self._used = time.monotonic()
+
+    def metrics(self) -> Iterator[Counter]:
+        yield Counter("jaxengine:idle_sleeps", self._num_sleeps)
+        yield Counter("jaxengine:idle_wake_seconds", self._wake_seconds)
