@@ -1,4 +1,4 @@
-"""`python -m tests.jaxengine.replay.four_devices FOLDER CACHE`: records steps on four CPU devices, and runs one again."""
+"""Records steps on four CPU devices and runs one again; arguments are a folder for them and one for programs."""
 
 from __future__ import annotations
 
