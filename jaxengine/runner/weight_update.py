@@ -21,9 +21,10 @@ from jaxengine.models.params.declare import declared_params
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import WeightSource
 from jaxengine.models.weights.adapters.pools import abstract_leaves
-from jaxengine.models.weights.formats.arrays import ArraySource, FiniteSource, Taken, fault_of
+from jaxengine.models.weights.formats.arrays import ArraySource, FiniteSource, Taken, fault_of, read_slice
 from jaxengine.models.weights.formats.orbax import LAYOUT_FILE, load_checkpoint
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
+from jaxengine.models.weights.huge_pages import HugePages
 from jaxengine.models.weights.load import load_params
 from jaxengine.models.weights.streamed import load_streamed
 from jaxengine.models.weights.views.parts import num_parts
@@ -142,8 +143,11 @@ def read_adapter(params: Any, read: Callable[[WeightSource], _Read]) -> _Read:
 def checksums(runner: ModelRunner) -> dict[str, str]:
     """SHA-256 of each weight's bytes by its name, in its logical order; adapters are left out.
 
-    Raises RequestError while the weights are not on the devices.
+    Raises RequestError while the weights are not on the devices, and where other processes have parts of them.
     """
+    if runner.config.nnodes > 1:
+        text = f"checksum is True; allowed for an engine of {runner.config.nnodes} processes: False"
+        raise RequestError(text, param="checksum", value=True)
     if not are_present(runner):
         raise RequestError("the engine sleeps: its weights are not on the devices", param="checksum")
     found = {}
@@ -259,9 +263,13 @@ def _is_finite(array: jax.Array) -> bool:
 
 
 def _moved(array: jax.Array, old: Any) -> jax.Array:
-    """A copy as the old array lies. By way of the host: no program is compiled for it."""
-    host = np.asarray(array)
-    placed: Any = jax.make_array_from_callback(old.shape, old.sharding, lambda index: host[index])
+    """A copy as the old array lies. By way of the host, a device's part at a time: no program is compiled for it."""
+    parts, memory = [], HugePages() if next(iter(old.sharding.device_set)).platform == "cpu" else None
+    for device, index in old.sharding.addressable_devices_indices_map(old.shape).items():
+        host = read_slice(array, index)
+        parts.append(jax.block_until_ready(jax.device_put(host if memory is None else memory.copy(host), device)))
+        del host
+    placed: Any = jax.make_array_from_single_device_arrays(old.shape, old.sharding, parts, dtype=old.dtype)
     return placed if placed.format == old.format else jax.device_put(placed, old.format)
 
 

@@ -146,8 +146,13 @@ class Weights(LoopExtension):
         return set(self._asleep)
 
     def check_sleep(self, level: int, mode: PauseMode) -> None:
-        """Raises RequestError for an argument of a sleep that is not allowed."""
+        """Raises RequestError for an argument of a sleep that is not allowed, and for an engine of several processes,
+        of which only this one would give up its memory.
+        """
         _among("level", level, SLEEP_LEVELS)
+        if level and (nnodes := self.loop.runner.config.nnodes) > 1:
+            text = f"level is {level}; allowed for an engine of {nnodes} processes: 0, a pause"
+            raise RequestError(text, param="level", value=level)
         _among("mode", mode, get_args(PauseMode))
 
     def sleep(self, level: int) -> None:
@@ -156,7 +161,7 @@ class Weights(LoopExtension):
         level: 0 gives up nothing; 1 the pools, and the weights, which host memory keeps; 2 the weights without a copy.
         Raises RequestError for another one.
         """
-        _among("level", level, SLEEP_LEVELS)
+        self.check_sleep(level, "keep")
         assert self.settle(), "an engine falls asleep between two steps"
         if level == 0:
             return
