@@ -61,7 +61,11 @@ class Build:
     ) -> Weight:
         """A matrix of the model, stored as the scheme of its checkpoint modules says (see Scheme.declare).
 
-        Raises ModelConfigError where one product is made of modules that are stored differently.
+        shape, axes: [in, out], [num_experts, in, out], or [rows, D] of a `table`, and their logical axes. sources: the
+        modules that form it, joined along `out`, or along a table's rows.
+
+        Raises ModelConfigError where one product is made of modules that are stored differently, or that cannot have
+        this shape; ValueError where the stored form cannot be split over the mesh.
         """
         chosen = self._schemes(sources)
         schemes = {*chosen.values()}
@@ -89,8 +93,9 @@ class Build:
     def for_tower(self, quantization: Callable[[str], Any] | None) -> Build:
         """What a model's tower is built for: without adapters, and stored as its checkpoint says by its modules' names.
 
-        quantization: of the model's configuration. What is rounded as it is read is the text's matrices, and AutoGPTQ,
-        whose configurations name no modules, does not touch towers.
+        quantization: of the model's configuration. Without one of a checkpoint the tower is plain, as where weights are
+        rounded as they are read, which is for the text's matrices, and with AutoGPTQ, whose configurations name no
+        modules and which does not touch towers.
         """
         if not isinstance(quantization, Quantization) or quantization.method == GPTQ:
             return replace(self, lora=None, scheme=PLAIN)

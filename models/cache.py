@@ -133,6 +133,8 @@ def state_arrays(groups: Sequence[Paged | State]) -> list[tuple[StateArray, ...]
 def group_layers(windows: Sequence[int | None], *, hybrid: bool = True) -> list[tuple[int | None, tuple[int, ...]]]:
     """Group layers with these windows (None: all keys): (window, indices of its layers) of each cache group.
 
+    There must be a layer, unless `hybrid` is False.
+
     Layers of one window are dealt out to groups of at most n layers, one after the other, so that every pipeline stage
     has a similar share of each; n is chosen so that few rows of the groups' pages stay empty, and few groups are needed
     (a page table and a slot mapping each). With one window for all layers there is one group. hybrid: False puts all
@@ -182,7 +184,8 @@ def kv_partition(kv: KVPages) -> KVPages:
 def abstract_kv(groups: Sequence[Paged | State], num_pages: int, *, layout: str, mesh: Mesh) -> KVPages:
     """Shapes of the pool over all devices of the mesh, nothing allocated; its `spec` is that of one device.
 
-    num_pages: pages of any group that each rank holds.
+    num_pages: pages of any group that each rank holds. layout: the platform whose kernels read it. Head scales are
+    those of all layers with pages here; None where the dtype needs none.
     """
     num_layers = sum(len(group.layers) for group in paged_groups(groups))
     kv = jax.eval_shape(lambda: _pool(pool_spec(groups, num_pages), layout, num_layers))

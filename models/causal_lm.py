@@ -63,7 +63,8 @@ class CausalLM(Protocol):
         """Hidden states [T, D] after the final norm, and the pool holding the KV of this step's tokens.
 
         kv: a Cache where layers keep states, and then so is what is returned.
-        hidden: those of the stage before; not for the first stage.
+        hidden: those of the stage before; None for the first stage, which embeds the tokens. A stage that is not the
+        last gives hidden states without the norm.
         """
         ...
 
@@ -78,6 +79,7 @@ class CausalLM(Protocol):
     def cache_groups(self, page_size: int, kv_dtype: Any, *, hybrid: bool = True) -> tuple[Paged | State, ...]:
         """The cache groups of the whole model with the layers that are here, `page_size` tokens a page.
 
-        hybrid: as jaxengine.models.cache.group_layers.
+        Those with pages come first; a group may have no layer here. Shapes are of one device. kv_dtype: of what pages
+        hold. hybrid: as jaxengine.models.cache.group_layers.
         """
         ...

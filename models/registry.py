@@ -18,12 +18,14 @@ from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.gguf import GGUFConfig, RopeFactors, gguf_family
 from jaxengine.models.config.hf import CONFIG_FILE, hf_architecture, read_config_json, with_one_rope
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.config.pooler import Pooler
+from jaxengine.models.config.pooler import LAST, Pooler
 from jaxengine.models.families.apertus import ApertusForCausalLM
+from jaxengine.models.families.bert import BertModel
 from jaxengine.models.families.cohere import CohereForCausalLM
 from jaxengine.models.families.cohere2 import Cohere2ForCausalLM
 from jaxengine.models.families.deepseek_v2 import DeepseekV2ForCausalLM
 from jaxengine.models.families.deepseek_v3 import DeepseekV3ForCausalLM
+from jaxengine.models.families.distilbert import DistilBertModel
 from jaxengine.models.families.dots1 import Dots1ForCausalLM
 from jaxengine.models.families.ernie4_5 import Ernie4_5ForCausalLM
 from jaxengine.models.families.ernie4_5_moe import Ernie4_5_MoeForCausalLM
@@ -56,6 +58,7 @@ from jaxengine.models.families.minimax_m2 import MiniMaxM2ForCausalLM
 from jaxengine.models.families.ministral3 import Ministral3ForCausalLM, Mistral3ForConditionalGeneration
 from jaxengine.models.families.mistral import MistralForCausalLM
 from jaxengine.models.families.mixtral import MixtralForCausalLM
+from jaxengine.models.families.modernbert import ModernBertModel
 from jaxengine.models.families.nemotron import NemotronForCausalLM
 from jaxengine.models.families.olmo2 import Olmo2ForCausalLM
 from jaxengine.models.families.olmo3 import Olmo3ForCausalLM
@@ -70,10 +73,12 @@ from jaxengine.models.families.qwen3_5_moe import Qwen3_5MoeForCausalLM, Qwen3_5
 from jaxengine.models.families.qwen3_moe import Qwen3MoeForCausalLM
 from jaxengine.models.families.qwen3_next import Qwen3NextForCausalLM
 from jaxengine.models.families.qwen3_vl import Qwen3VLForConditionalGeneration, Qwen3VLMoeForConditionalGeneration
+from jaxengine.models.families.roberta import RobertaModel, XLMRobertaModel
 from jaxengine.models.families.seed_oss import SeedOssForCausalLM
 from jaxengine.models.families.smollm3 import SmolLM3ForCausalLM
 from jaxengine.models.families.starcoder2 import Starcoder2ForCausalLM
 from jaxengine.models.layers.eagle3 import Eagle3
+from jaxengine.models.layers.encoder import Encoder
 from jaxengine.models.layers.next_token import next_token_class, with_next_layer
 from jaxengine.models.params.declare import declared_params
 from jaxengine.models.params.errors import ModelFileError
@@ -149,30 +154,54 @@ MODELS: dict[str, type[CausalLM]] = {
     "Glm4vForConditionalGeneration": Glm4vForConditionalGeneration,
     "KimiVLForConditionalGeneration": KimiVLForConditionalGeneration,
 }
+# The same of models that only pool.
+ENCODERS: dict[str, type[Encoder]] = {
+    "BertModel": BertModel,
+    "RobertaModel": RobertaModel,
+    "XLMRobertaModel": XLMRobertaModel,
+    "DistilBertModel": DistilBertModel,
+    "ModernBertModel": ModernBertModel,
+}
 
 
 QUANTIZATION = "quantization_config"
-# Suffixes of class names of pooling models, and their tasks. Their layers are those of *ForCausalLM.
-POOLING_SUFFIXES = {"ForSequenceClassification": "classify", "Model": "embed"}
+# Suffixes of class names of pooling models, and their tasks. Their layers are those of *ForCausalLM, or of an encoder.
+POOLING_SUFFIXES = {"ForSequenceClassification": "classify", "Model": "embed", "ForMaskedLM": "embed"}
+
+
+# Classes of pooling models whose names are not those of their families with a suffix.
+_POOLING = {"Gemma3TextModel": ("Gemma3ForCausalLM", "embed")}
 
 
 def family_of(architecture: str) -> tuple[str, str | None]:
-    """Map an architecture to (class name in MODELS with its layers, its pooling task: "classify", "embed" or None).
+    """Map an architecture to (class name in MODELS or ENCODERS with its layers, its pooling task: "classify", "embed"
+    or None).
 
-    An unknown name is returned unchanged.
+    An unknown name is returned unchanged, with None.
     """
+    if architecture in _POOLING:
+        return _POOLING[architecture]
     for suffix, task in POOLING_SUFFIXES.items():
-        name = f"{architecture.removesuffix(suffix)}ForCausalLM"
-        if architecture.endswith(suffix) and architecture not in MODELS and name in MODELS:
-            return name, task
+        stem = architecture.removesuffix(suffix)
+        if architecture.endswith(suffix) and architecture not in MODELS:
+            if (name := f"{stem}ForCausalLM") in MODELS or (name := f"{stem}Model") in ENCODERS:
+                return name, task
     return architecture, None
 
 
+def usual_pooling(architecture: str, fields: ConfigFields) -> str:
+    """What pools where the checkpoint does not say: an encoder's own choice, else LAST. Raises ModelConfigError."""
+    encoder = ENCODERS.get(family_of(architecture)[0])
+    return LAST if encoder is None else encoder.usual_pooling(fields)
+
+
 def model_for_hf(architecture: str) -> type[CausalLM]:
+    """Find the class that has an architecture's layers. Raises ModelConfigError."""
     family, _ = family_of(architecture)
-    if family not in MODELS:
-        raise ModelConfigError(_unsupported(architecture, MODELS))
-    return MODELS[family]
+    known = {**MODELS, **ENCODERS}
+    if family not in known:
+        raise ModelConfigError(_unsupported(architecture, known))
+    return known[family]
 
 
 def model_for_gguf(architecture: str) -> type[CausalLM]:
@@ -196,7 +225,8 @@ def _unsupported(architecture: str, known: Iterable[str]) -> str:
 
 
 def read_hf(raw: Mapping[str, Any], pooler: Pooler | None = None) -> ModelConfig:
-    """Read the ModelConfig of a Hugging Face config.json. Raises ModelConfigError.
+    """Read the ModelConfig of a Hugging Face config.json. Raises ModelConfigError, also for an architecture that is not
+    registered.
 
     pooler: what a pooling model does with hidden states; None for a model that generates.
     """
@@ -211,7 +241,10 @@ def read_hf(raw: Mapping[str, Any], pooler: Pooler | None = None) -> ModelConfig
     names = model.checkpoint_names
     quantization = read_quantization(stored, names.prefixes, names.suffixes, names.stacked_experts is not None)
     shape = model.read_hf(fields)
-    return ModelConfig(architecture=model.__name__, pooler=pooler, quantization=quantization, **shape)
+    config = ModelConfig(architecture=model.__name__, pooler=pooler, quantization=quantization, **shape)
+    if pooler is None and not config.is_causal:
+        raise fields.fail("use_bidirectional_attention", "false or absent for a model that generates")
+    return config
 
 
 def read_folder(folder: Path, raw: Mapping[str, Any] | None = None, pooler: Pooler | None = None) -> ModelConfig:
@@ -236,7 +269,7 @@ def read_gguf(
     """Read the ModelConfig of GGUF metadata. Raises ModelConfigError.
 
     Two facts are tensors and not metadata in that format, so the caller passes them: whether the file lacks an output
-    head, and the content of the tensors that scale rope, if any.
+    head (tie_word_embeddings), and the content of the tensors that scale rope, if any. pooler: as in `read_hf`.
     """
     model = model_for_gguf(gguf_family(metadata))
     gguf = GGUFConfig(metadata, tie_word_embeddings, rope_factors)
@@ -256,15 +289,18 @@ def build_next_token(config: ModelConfig, build: Build) -> Any:
     """Build the module that follows a model's last layer and predicts further tokens
     (jaxengine.models.layers.next_token).
 
-    Abstract, as in `build_model`.
+    Abstract, with the errors of `build_model`. config: the model's own.
     """
     family: Any = model_for_hf(config.architecture)
     return build_abstract(next_token_class(family), with_next_layer(config), _as_stored(config, build))
 
 
 def read_eagle3(folder: Path, model: ModelConfig) -> Eagle3Config:
-    """Read the config of the EAGLE-3 head in a Hugging Face folder, for this model. Raises ModelFileError, as
-    `read_folder`."""
+    """Read the config of the EAGLE-3 head in a Hugging Face folder. Raises ModelFileError, as `read_folder`, also for
+    what is no such head.
+
+    model: the one whose hidden states it reads; whether they fit together is not checked here.
+    """
     raw = read_config_json(folder)
     try:
         fields = head_fields(with_one_rope(raw))
@@ -285,7 +321,10 @@ def _as_stored(config: ModelConfig, build: Build) -> Build:
 
 
 def tensor_sizes(config: ModelConfig, mesh_for: Callable[[int], MeshLayout], limit: int = 16) -> list[int]:
-    """List the tensor-parallel sizes up to `limit` for which `mesh_for(size)` splits the model evenly."""
+    """List the tensor-parallel sizes from 1 to `limit` for which `mesh_for(size)` splits the model evenly, ascending.
+
+    Raises ModelConfigError for an unknown architecture, and what `mesh_for` raises.
+    """
     model_class = model_for_hf(config.architecture)
     sizes = []
     for size in range(1, limit + 1):

@@ -22,7 +22,10 @@ from jaxengine.sharding.layout import ONE_DEVICE
 
 
 def check_unpaged(model: CausalLM) -> None:
-    """Raise ValueError for a model that has no such forward pass; says why."""
+    """Raise ValueError for a model that `run_unpaged` cannot run or that has no gradient; says why.
+
+    It must generate, have all layers, be built for one device, and store plain weights.
+    """
     config, build = model.config, model.build
     if config.pooler is not None:
         problem = "is a pooling model, which has no logits"
@@ -47,6 +50,7 @@ def run_unpaged(
 ) -> tuple[jax.Array, jax.Array]:
     """Hidden states [B, T, D] after the final norm, and logits f32[B, T, V], of rows of tokens i32[B, T].
 
+    model: one that passes `check_unpaged`, which is not called here.
     segment_ids: i32[B, T]; neighbours with equal ids are a segment, and a token sees its own segment alone. Negative:
     padding, which experts do not compute. None: a row is one segment.
     positions: i32[B, T], None to count from the first token of each segment.
@@ -76,7 +80,8 @@ def run_unpaged(
 
 
 def _nothing_cached(model: CausalLM, num_rows: int, length: int) -> KVPages | Cache:
-    """What layers get in the place of a pool, and a row of zeros of each state for each row of tokens."""
+    """What layers get in the place of a pool, zeros for `num_rows` rows of `length` tokens; in a Cache with a row of
+    zeros of each state for each row of tokens where layers keep states."""
     groups = model.cache_groups(length, model.build.dtype, hybrid=False)
     spec = pool_spec(groups, 1)
     shape = (num_rows * length, *pool_shape(spec, UNPAGED)[1:])

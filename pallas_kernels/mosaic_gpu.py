@@ -38,8 +38,9 @@ def launch(
     interpret: Any = False,
     reduction_scratch_bytes: int = 2048,
 ) -> tuple[jax.Array, ...]:
-    """Run body(*operand refs, *output refs, *scratch refs) on `num_ctas` CTAs; axes "cta" and "wg" tell them apart.
+    """Run body(*operand refs, *output refs, *scratch refs) in each warpgroup of `num_ctas` CTAs; returns the outputs.
 
+    Axes "cta" and "wg" tell them apart. reduction_scratch_bytes: shared memory of the compiler's own reductions.
     interpret: False to compile, True or the interpreter's parameters to run on the CPU (see `interpreter`).
     """
     options = {} if interpret is False else {"interpret": interpreter() if interpret is True else interpret}

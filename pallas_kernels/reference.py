@@ -79,7 +79,7 @@ def visible_keys(
         keys = keys[(keys < num_computed) | ((tree_row[new // 32] >> (new % 32).astype(np.uint32)) & 1).astype(bool)]
     if chunk is not None:
         keys = keys[keys // chunk == position // chunk]
-    return keys if window is None else keys[keys > position - window]
+    return keys if window is None else keys[np.abs(keys - position) < window]
 
 
 def softmax_average(logits: np.ndarray, values: np.ndarray, sink: float) -> tuple[np.ndarray, float]:

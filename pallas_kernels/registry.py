@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -98,22 +98,28 @@ PLATFORM_ROWS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
 _MOSAIC_CAPABILITIES = ("9.0",)
 _TCGEN05_CAPABILITIES = ("10.0",)
 _PLAIN: ContextVar[bool] = ContextVar("plain_cards", default=False)
-_IS_UNPAGED: ContextVar[bool] = ContextVar("unpaged", default=False)
+_ONLY: ContextVar[str | None] = ContextVar("only platform", default=None)
 
 
 @contextmanager
-def unpaged() -> Iterator[None]:
-    """Context in which operations that are chosen at compilation take their row of UNPAGED, whatever the device."""
-    token = _IS_UNPAGED.set(True)
+def rows_of(platform: str) -> Iterator[None]:
+    """Context in which operations that are chosen at compilation take their row of a platform, whatever the device."""
+    token = _ONLY.set(platform)
     try:
         yield
     finally:
-        _IS_UNPAGED.reset(token)
+        _ONLY.reset(token)
+
+
+def unpaged() -> AbstractContextManager[None]:
+    """Context in which these operations take their row of UNPAGED."""
+    return rows_of(UNPAGED)
 
 
 def platform_rows() -> dict[str, str]:
     """Rows of an operation that is chosen at compilation, by the keyword of `jax.lax.platform_dependent`."""
-    return {"default": UNPAGED} if _IS_UNPAGED.get() else PLATFORM_ROWS
+    only = _ONLY.get()
+    return PLATFORM_ROWS if only is None else {"default": only}
 
 
 @contextmanager
@@ -151,11 +157,15 @@ def kernel(op: str, platform: str) -> Callable:
     return getattr(importlib.import_module(f"jaxengine.pallas_kernels.{kernel_module(op, platform)}"), op)
 
 
-def block_profile(platform: str) -> Callable | None:
-    """Function that compiles one block of `platform`'s attention by itself (`attention.tpu.profile`); None where there
-    is none.
+def kernel_rows(platform: str) -> dict[str, str]:
+    """Module of each operation that `platform` implements, by the operation's name."""
+    return {op: kernel_module(op, own) for op, own in KERNELS if own == platform}
 
-    There is none where the compiler reports no cost.
+
+def block_profile(platform: str) -> Callable | None:
+    """Function that builds one block of `platform`'s attention by itself, to be compiled (`attention.tpu.profile`).
+
+    None where the compiler reports no cost.
     """
     module = _PROFILES.get(platform)
     return None if module is None else importlib.import_module(f"jaxengine.pallas_kernels.{module}").block_profile

@@ -42,7 +42,11 @@ class Entry(NamedTuple):
 
 def product_sizes(platform: str, rows: int, size: int, out: int, num_scales: int, codes: Any) -> Any:
     """Sizes for a product on the chip of the current trace: the platform's part of `tuning`, changed by the nearest
-    entry."""
+    entry.
+
+    platform: "tpu", for TpuProducts, or "gpu", for HopperProducts. The product is of rows [rows, size] and a matrix
+    [size, out] of `codes`, a dtype, with num_scales scales along its inputs.
+    """
     tuning = tuning_of(platform)
     defaults = tuning.tpu_products if platform == "tpu" else tuning.hopper_products
     chip = _chip_of_trace(platform)

@@ -105,7 +105,7 @@ class TokenScores(NamedTuple):
       ranks: i32[n], 1 is best.
       top_ids, top_logprobs: i32[n, k], f32[n, k], best first.
       given_logprobs: f32[n, g], of a request's logprob_token_ids in the order that it has; g may be larger, and is 0
-        where no request has any.
+        where no request has any. The last three are what return_sampling_mass asks for, of an engine that has it.
     """
 
     logprobs: np.ndarray

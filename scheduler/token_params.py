@@ -76,6 +76,8 @@ class TokenParams:
       min_tokens: no stop token ends the request before it has so many.
       logprobs, prompt_logprobs: entries to report for each token, None for none.
       logprob_token_ids: tokens to report in addition, only with logprobs.
+      return_sampling_mass: report what sampling made of each token, only with logprobs.
+      trace_decode_token_ids: the tokens that it gets, whatever it would choose; empty: it chooses.
       logit_bias: what is added to the logits of tokens, by id.
       bad_words: token sequences that the request must not complete.
       grammar: what its output must keep to.
@@ -96,6 +98,8 @@ class TokenParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: tuple[int, ...] = ()
+    return_sampling_mass: bool = False
+    trace_decode_token_ids: tuple[int, ...] = ()
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()

@@ -125,7 +125,8 @@ def exchange_rows(x: jax.Array, out: jax.Array, sizes: jax.Array, axis: str, *, 
 
     Returns [M, ...].
 
-    XLA:CPU has no such exchange; there every pair of devices exchanges the largest possible number of rows.
+    Compiles for TPUs and CPUs only. XLA:CPU has no such exchange; there every pair of devices exchanges the largest
+    possible number of rows.
     """
     over = split_over(axis)
     devices, groups = sizes.shape
@@ -196,7 +197,7 @@ def _other_tokens(axis: str) -> tuple[str, ...]:
 
 
 def _copy_slices(x: jax.Array, out: jax.Array, first: jax.Array, sizes: jax.Array, then: jax.Array) -> jax.Array:
-    """Copy slices of x [N, ...] into out [M, ...]: sizes[i] rows from first[i] on, to then[i]."""
+    """Copy slices of x [N, ...] into out [M, ...]: sizes[i] rows from first[i] on, to then[i]; other rows stay."""
     row = jnp.arange(out.shape[0], dtype=jnp.int32)[:, None]
     covers = (row >= then) & (row < then + sizes)
     source = jnp.sum(jnp.where(covers, first + row - then, 0), axis=1)

@@ -224,6 +224,7 @@ def use_scheduler(llm, **changes):
         engine.step()
     runner = engine.runner
     config = runner.config.scheduler_config(runner.plan.num_pages, runner.num_ranks, runner.windows)
+    config = engine.extensions.configure(config)
     engine.scheduler.__init__(dataclasses.replace(config, **changes))  # the engine's parts know it
     return engine.scheduler
 
@@ -346,6 +347,15 @@ def pooling_folder(tmp_path_factory):
 
     parent = tmp_path_factory.mktemp("pooling")
     return functools.cache(lambda name: str(make_model(parent / name, name)))
+
+
+@pytest.fixture(scope="session")
+def encoder_folder(tmp_path_factory):
+    """Folders of tests/fixtures/encoder_models.py by name, made once each."""
+    from tests.fixtures.encoder_models import make_encoder
+
+    parent = tmp_path_factory.mktemp("encoders")
+    return functools.cache(lambda name: str(make_encoder(parent / name, name)))
 
 
 @pytest.fixture(scope="session")

@@ -65,6 +65,7 @@ APART = {
         "jaxengine.pallas_kernels.zeros",
         "jaxengine.pallas_kernels.mosaic_gpu",
         "jaxengine.pallas_kernels.mosaic_tpu",
+        "jaxengine.pallas_kernels.interpreted",
         "jaxengine.pallas_kernels.tuned",
         "jaxengine.pallas_kernels.tuned_products",
     ),
@@ -179,6 +180,7 @@ ROOMS = {
     ),
     "jaxengine.media:registry": "jaxengine.models.config jaxengine.media:what jaxengine.media.processors",
     "jaxengine.parsers": "jaxengine:base jaxengine.config",
+    "jaxengine.records": "jaxengine.models",
     "jaxengine.runner:base": (
         "jaxengine.sharding jaxengine.models jaxengine.scheduler jaxengine.sampling jaxengine.config"
     ),
@@ -189,7 +191,7 @@ ROOMS = {
     ),
     "jaxengine.runner.extensions": (
         "jaxengine.sharding jaxengine.models.config jaxengine.models jaxengine.models.layers jaxengine.scheduler "
-        "jaxengine.scheduler.pages jaxengine.sampling jaxengine.config jaxengine.runner:base "
+        "jaxengine.scheduler.pages jaxengine.sampling jaxengine.config jaxengine.records jaxengine.runner:base "
         "jaxengine.runner.executables jaxengine.runner.programs"
     ),
     "jaxengine.runner.extensions.adapters": (
@@ -215,8 +217,9 @@ ROOMS = {
         "jaxengine.sharding jaxengine.models.params jaxengine.models.config jaxengine.models.quantization "
         "jaxengine.models jaxengine.models:registry jaxengine.models.weights.views jaxengine.models.weights.formats "
         "jaxengine.models.weights.adapters jaxengine.models.weights jaxengine.scheduler jaxengine.scheduler:loop "
-        "jaxengine.sampling jaxengine.config jaxengine.checkpoint jaxengine.runner:base jaxengine.runner.executables "
-        "jaxengine.runner.programs jaxengine.runner.extensions.drafts jaxengine.runner.extensions:build"
+        "jaxengine:base jaxengine.sampling jaxengine.config jaxengine.checkpoint jaxengine.runner:base "
+        "jaxengine.runner.executables jaxengine.runner.programs jaxengine.runner.extensions.drafts "
+        "jaxengine.runner.extensions:build"
     ),
     "jaxengine.cluster": "jaxengine.scheduler jaxengine:base jaxengine.config jaxengine.runner",
     "jaxengine.engine": (
@@ -224,7 +227,8 @@ ROOMS = {
     ),
     "jaxengine.engine.extensions": (
         "jaxengine.scheduler jaxengine.scheduler:loop jaxengine.scheduler.extensions jaxengine.grammars "
-        "jaxengine.config jaxengine.drafts jaxengine.runner.extensions.adapters jaxengine.runner jaxengine.engine"
+        "jaxengine.config jaxengine.drafts jaxengine.records jaxengine.runner.extensions.adapters jaxengine.runner "
+        "jaxengine.engine"
     ),
     "jaxengine.engine:loop": (
         "jaxengine.scheduler jaxengine.scheduler:loop jaxengine.runner jaxengine.engine jaxengine.engine.extensions"
@@ -271,6 +275,10 @@ ROOMS = {
         "jaxengine.runner:base jaxengine.runner.executables jaxengine.runner.extensions "
         "jaxengine.runner.extensions.pictures jaxengine.runner.extensions.drafts jaxengine.runner.extensions:build "
         "jaxengine.runner jaxengine.bench"
+    ),
+    "jaxengine.replay": (
+        "jaxengine.models jaxengine.scheduler jaxengine:base jaxengine.config jaxengine.checkpoint jaxengine.records "
+        "jaxengine.runner:base jaxengine.runner.programs jaxengine.runner"
     ),
     "jaxengine.server.grpc": (
         "jaxengine.scheduler jaxengine:base jaxengine.config jaxengine.media jaxengine.requests jaxengine.api "
@@ -319,7 +327,7 @@ ROOMS = {
         "jaxengine.models.weights.adapters jaxengine.models.weights jaxengine.scheduler jaxengine:base "
         "jaxengine.config jaxengine.media jaxengine.checkpoint jaxengine.runner.extensions:build jaxengine.runner "
         "jaxengine.cluster jaxengine.requests jaxengine.api jaxengine.bench jaxengine.server.observe jaxengine.check "
-        "jaxengine.server:entries"
+        "jaxengine.replay jaxengine.server:entries"
     ),
     "jaxengine:main": "jaxengine.commands",
 }

@@ -162,10 +162,11 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         prompts: Sequence[Prompt],
         completions: Sequence[Sequence[int]],
         *,
+        decode: bool = False,
         lora_request: LoRARequest | None = None,
     ) -> CompletionLogprobs:
         """As `LLM.get_logprobs`, of a list of prompts and with one adapter for all."""
-        known = KnownCompletions(self.inputs, prompts, completions)
+        known = KnownCompletions(self.inputs, prompts, completions, decode=decode)
         asked = zip(known.prompts, known.params, strict=True)
         outputs = await asyncio.gather(*(self._last(prompt, params, lora_request) for prompt, params in asked))
         return known.result(outputs)

@@ -176,6 +176,7 @@ class LLM(WeightMethods, VllmMethods):
         prompts: Prompt | Sequence[Prompt],
         completions: Sequence[Sequence[int]],
         *,
+        decode: bool = False,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         use_tqdm: bool | ProgressFactory = False,
     ) -> CompletionLogprobs:
@@ -186,11 +187,12 @@ class LLM(WeightMethods, VllmMethods):
         Args:
           prompts: as for `generate`, without pictures.
           completions: token ids of each prompt's completion; an empty one has no log-probabilities.
+          decode: decode them token by token, not at once as prompts are; needs enable_trace_replay.
           lora_request: as for `generate`.
         Raises the same errors as `generate`; also RequestError when the engine reports logits (logprobs_mode).
         """
         batch = _as_batch(prompts)
-        known = KnownCompletions(self.core.inputs, batch, completions)
+        known = KnownCompletions(self.core.inputs, batch, completions, decode=decode)
         if lora_request is not None:
             loras = one_for_each(len(batch), lora_request)
             lora_request = [loras[index] for index in known.rows]

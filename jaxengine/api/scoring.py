@@ -52,8 +52,9 @@ def pairs_of(data_1: str | Sequence[str], data_2: str | Sequence[str]) -> list[t
     return list(zip([*first] * len(second) if len(first) == 1 else first, second, strict=True))
 
 
-def pair_prompt(inputs: InputProcessor, query: str, document: str, chat_template: str | None = None) -> str:
-    """Prompt of a cross-encoder for a pair of texts: formatted by a template, or concatenated if there is none.
+def pair_prompt(inputs: InputProcessor, query: str, document: str, chat_template: str | None = None) -> str | list[int]:
+    """Prompt of a cross-encoder for a pair of texts: formatted by a template; without one, token ids joined by the
+    tokenizer of an encoder, or the texts of a decoder one after the other.
 
     chat_template: None for the engine's option. Raises RequestError for a model that does not score pairs, and where
     the template fails.
@@ -66,6 +67,8 @@ def pair_prompt(inputs: InputProcessor, query: str, document: str, chat_template
             f"the model has {num_labels} labels; a model that scores pairs of texts has 1", param="model"
         )
     template = chat_template or inputs.config.chat_template
+    if template is None and model.token_rows is not None:
+        return inputs.require_tokenizer().encode_pair(query, document, model.token_rows)
     if template is None:
         return query + document
     messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]

@@ -75,7 +75,8 @@ class Run:
 def run_workload(llm: LLM, workload: Workload, *, max_tokens: tuple[int, ...] | None = None) -> Run:
     """Submits all requests at once, greedy, with an empty prefix cache, and waits for all of them.
 
-    max_tokens: output lengths that replace the workload's own; None keeps them.
+    Only the workload's stop_token_ids end a request early, not the end of sequence. Nothing is detokenised. max_tokens:
+    output length of each request, in place of the workload's own; None keeps them.
     """
     from jaxengine.requests.sampling_params import SamplingParams
 

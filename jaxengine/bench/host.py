@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-steps", type=positive_int, default=300, help="steps of a round; the fastest of five rounds counts"
     )
     parser.add_argument(
-        "--turnover", type=positive_int, default=0, metavar="N", help="requests end after N tokens on average"
+        "--turnover", type=_turnover, default=0, metavar="N", help="requests end after N tokens on average, at least 2"
     )
     parser.add_argument(
         "--windows",
@@ -51,6 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sees", action="store_true", help="simulate a model with an encoder, on text-only requests")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the results there")
     parser.set_defaults(run=run)
+
+
+def _turnover(text: str) -> int:
+    if (count := positive_int(text)) == 1:
+        raise argparse.ArgumentTypeError("1 leaves nothing to decode; allowed is 2 or more")
+    return count
 
 
 def _window(text: str) -> int | None:
@@ -164,15 +170,17 @@ def measure(
 ) -> dict[str, Any]:
     """Microseconds per step of `num_seqs` decoding sequences, by part; the fastest of `rounds` rounds counts.
 
-    turnover: mean number of tokens after which a request ends and another one starts; 0 for never.
+    turnover: mean number of tokens after which a request ends and another one starts, at least 2; 0 for never.
     width: tokens of a decode, the last one and drafts.
     windows: window of each cache group, in tokens; None for all. sees: a model with an encoder, on text-only requests.
 
     With windows other than (None,), or with `sees`, `more` is the extra time over a step with neither. Raises
     ValueError for sizes below their minimum.
     """
-    if num_seqs < 1 or num_steps < 1 or turnover < 0:
-        raise ValueError(f"num_seqs {num_seqs} and num_steps {num_steps} must be at least 1, turnover {turnover} 0")
+    if num_seqs < 1 or num_steps < 1 or turnover < 0 or turnover == 1:
+        raise ValueError(
+            f"num_seqs is {num_seqs}, num_steps {num_steps}: at least 1; turnover {turnover}: 0, or 2 or more"
+        )
     compared = windows != (None,) or sees
     rounds = 8 * rounds if compared else rounds
     # A comparison has no ending requests, and shorter rounds, so that the machine's speed is equal for neighbours.
@@ -326,7 +334,7 @@ def _buckets(config, sections=()):
 def _requests(generator, longest: int, turnover: int):
     """Yields requests endlessly; no two share a prefix, and prompts are PROMPT_TOKENS to a page longer.
 
-    longest: output tokens of each, unless `turnover`, their mean number, is more than 1.
+    longest: output tokens of each where `turnover`, their mean number, is 0.
     """
     import numpy as np
 
@@ -340,7 +348,7 @@ def _requests(generator, longest: int, turnover: int):
             request_id=str(number),
             prompt_token_ids=generator.integers(FIRST_TOKEN_ID, 30_000, length).astype(np.int32),
             params=params,
-            max_tokens=int(generator.integers(1, turnover * 2)) if turnover > 1 else longest,
+            max_tokens=int(generator.integers(1, turnover * 2)) if turnover else longest,
             stop_token_ids=(STOP_TOKEN_ID,),
         )
         number += 1

@@ -61,6 +61,7 @@ def decode_roofline(weight_bytes: int, step_seconds: list[float]) -> dict[str, f
     """Shortest decode step that memory bandwidth allows, and the share of that speed that was reached.
 
     weight_bytes: that a step reads. step_seconds: of measured steps, of which the fastest counts; empty for no share.
+    Units are in the result's names. Measures the bandwidth of the host's memory (`memory_bandwidth`).
     """
     bandwidth = memory_bandwidth()
     floor = weight_bytes / bandwidth

@@ -62,7 +62,11 @@ PEERS = {
 
 
 def install(peer: Peer, folder: Path) -> Path:
-    """Returns the Python of the peer's environment under `folder`, which is created if missing. Raises PeerError."""
+    """Returns the Python of the peer's environment under `folder`; this process's own for a peer without requirements.
+
+    The environment is created if it is missing or was made for other requirements, which downloads packages. Raises
+    PeerError if that fails.
+    """
     if not peer.requirements:
         return Path(sys.executable)
     home = folder / peer.name

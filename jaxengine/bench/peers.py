@@ -77,8 +77,10 @@ def _start(
 
 
 def _measure(name: str, engines: list[PeerProcess], num_runs: int) -> list[dict[str, Any]]:
-    """Runs a workload of RUNS on all engines, `num_runs` times; returns a row of figures per engine, of its fastest
-    run.
+    """Runs the workload `name` of RUNS on all engines, `num_runs` times; returns a row of figures per engine, of its
+    fastest run.
+
+    An engine that fails or skips the workload is reported, and left out of further rounds.
     """
     from jaxengine.bench.workloads import recorded
 
@@ -114,7 +116,8 @@ def _measure(name: str, engines: list[PeerProcess], num_runs: int) -> list[dict[
 
 
 def figure(workload: str, engine: PeerProcess, done: dict[str, Any]) -> dict[str, Any]:
-    """Table row of one engine: output tokens per second, and for a single request also its two phases.
+    """Table row of one engine's run of `workload`: output tokens per second, and where they are known, the time to the
+    first token, for W1, a single request, the speed after it, and the peak memory; else None.
 
     done: result of PeerProcess.run.
     """
@@ -134,7 +137,11 @@ def figure(workload: str, engine: PeerProcess, done: dict[str, Any]) -> dict[str
 
 
 def compare(figures: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Ratios of our figures to each peer's, fastest format against fastest; for W1 also for each format."""
+    """Ratios of our figures to each peer's, fastest format against fastest; for W1 also for each format, and for W3 the
+    gain by our prefix caching.
+
+    figures: rows of `figure`. A ratio of which one side was not measured is left out.
+    """
     ratios = []
     for workload in dict.fromkeys(row["workload"] for row in figures):
         rows = [row for row in figures if row["workload"] == workload]
@@ -169,7 +176,10 @@ def _ratios(workload: str, weights: str, rows: list[dict[str, Any]], key: str) -
 
 
 def _own_gain(figures: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Speedup of W3 by our prefix caching, for each weight format."""
+    """Speedup of W3 by our prefix caching, for each weight format in which W3 and W3-no-sharing were measured.
+
+    figures: rows of `figure`.
+    """
     ours = {(row["workload"], row["weights"]): row["output_tok_s"] for row in figures if row["engine"] == OURS.name}
     return [
         {

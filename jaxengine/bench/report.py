@@ -11,7 +11,10 @@ from typing import Any
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Formats rows as a table with the first row's keys as columns; numbers are right-aligned."""
+    """Formats rows as a table with the first row's keys as columns; numbers are right-aligned.
+
+    A value that is None or missing is "-". Without rows the text is empty.
+    """
     if not rows:
         return ""
     names = list(rows[0])

@@ -148,6 +148,9 @@ async def prepare(args: argparse.Namespace) -> tuple[Traffic, Load]:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if model is None:
                 raise BenchError(f"{args.url} lists no models ({error}); name one with --model") from None
+    # As much as the shortest prompt may have: outputs take up to half.
+    if longest is not None and args.prefix_len >= (most := longest - longest // 2):
+        raise BenchError(f"--prefix-len is {args.prefix_len}; allowed is less than {most}, half of {longest} tokens")
     fields = {"temperature": args.temperature, **({"ignore_eos": True} if args.ignore_eos else {}), **args.extra_body}
     assert model is not None
     traffic = Traffic(server, args.route, model, fields, args.timeout)

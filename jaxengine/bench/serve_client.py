@@ -206,7 +206,7 @@ async def stream(connections: Connections, path: str, body: dict[str, Any], time
         sample.error, sample.message = "timeout", str(error) or f"no end after {timeout} s"
     except OSError as error:
         sample.error, sample.message = "connection", str(error)
-    except (h11.RemoteProtocolError, ValueError, KeyError, TypeError) as error:
+    except (h11.RemoteProtocolError, AttributeError, KeyError, TypeError, ValueError) as error:
         sample.error, sample.message = "protocol", str(error)
     sample.ended = time.perf_counter()
     if connection is not None:
@@ -247,7 +247,8 @@ async def _stream(connections: Connections, path: str, payload: bytes, sample: S
 async def _follow(connection: Connection, sample: Sample) -> None:
     """Reads a stream of server-sent events into `sample`, to the end, with the error that an event may report.
 
-    Raises OSError or h11.RemoteProtocolError, and ValueError, KeyError or TypeError for events of another form.
+    Raises OSError or h11.RemoteProtocolError; AttributeError, KeyError, TypeError or ValueError for events of another
+    form.
     """
     rest, done = b"", False
     async for piece in connection.body():

@@ -64,7 +64,11 @@ class Planned:
 
 
 def plan(load: Load) -> list[Planned]:
-    """Generates the requests of a load, in sending order."""
+    """Generates the requests of a load, in sending order; prefixes take turns.
+
+    With max_model_len an output has at most half of it, and the prompt what is left, but at least one token after its
+    prefix.
+    """
     generator = np.random.default_rng(load.seed)
     prefixes = [_words(load, generator, load.prefix_len) for _ in range(load.num_prefixes)]
     inputs = _lengths(load, generator, load.input_len)
@@ -162,10 +166,10 @@ class LoadResult:
 async def send(
     traffic: Traffic, planned: Sequence[Planned], times: Sequence[float], max_concurrency: int | None = None
 ) -> LoadResult:
-    """Sends every request at its time and waits for all responses.
+    """Sends every request at its time and waits for all responses; failures are in the samples.
 
-    times: seconds after the start, rising. max_concurrency: limit of open requests, None for no limit; a request that
-    has to wait is timed from when it is sent.
+    times: one for each request, seconds after the start, rising. max_concurrency: limit of open requests, None for no
+    limit; a request that has to wait is timed from when it is sent.
     """
     connections = Connections(traffic.server)
     places = asyncio.Semaphore(max_concurrency) if max_concurrency else None

@@ -23,7 +23,7 @@ Points = Sequence[tuple[float, float]]
 
 
 def series(samples: Sequence[Sample]) -> dict[str, list[float]]:
-    """Values of each metric over the successful requests, in milliseconds."""
+    """Values of each of METRICS over the successful requests, in milliseconds: one a request, of "itl" one a gap."""
     good = [sample for sample in samples if sample.error is None]
     tpot = [value for sample in good if (value := sample.per_token_seconds) is not None]
     seconds = {
@@ -38,6 +38,8 @@ def series(samples: Sequence[Sample]) -> dict[str, list[float]]:
 def meets(sample: Sample, slo: Mapping[str, float]) -> bool:
     """Whether a request succeeded within all limits (metric -> milliseconds); a metric without a value meets its
     limit.
+
+    Metrics are "ttft", "tpot" and "e2el".
     """
     if sample.error is not None:
         return False
@@ -185,7 +187,11 @@ def _cumulative(values: Sequence[float]) -> Points:
 
 
 def _panel(place: int, title: str, x_name: str, y_name: str, lines: Mapping[str, Points], log: bool = False) -> str:
-    """SVG of one chart, number `place` from the left; the x axis is logarithmic with `log`, the y axis starts at 0."""
+    """SVG elements of one chart, number `place` from the left; the x axis is logarithmic with `log`, the y axis starts
+    at 0.
+
+    x_name, y_name: texts at the axes. lines: points by the name in the legend; without any the result is "".
+    """
     points = [point for line in lines.values() for point in line]
     if not points:
         return ""
@@ -235,8 +241,8 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
-    """Ticks at 1, 2 and 5 times each power of ten between `low` and `high`; only at the powers if there are more than
-    four.
+    """Ticks at 1, 2 and 5 times each power of ten between `low` and `high`, both above 0; only at the powers if more
+    than four powers are needed.
     """
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     parts = (1,) if len(powers) > 4 else (1, 2, 5)

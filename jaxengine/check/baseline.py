@@ -79,7 +79,7 @@ def load(path: str, settings: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def compare(rows: Sequence[dict[str, Any]], baseline: Sequence[dict[str, Any]]) -> None:
-    """Adds to each row's failures the figures that are more than SLACK worse than in the baseline.
+    """Adds to each row's "failures", in place, the figures that are more than SLACK larger than in the baseline.
 
     Rows that the baseline does not have, and rows of programs that did not compile, are left alone.
     """

@@ -29,6 +29,9 @@ def make_folder(path: str) -> str:
 def write_manifest(path: str, settings: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
     """Writes the manifest: target, program, size and SHA-256 of every executable, and the versions that
     compiled them.
+
+    path: the bundle's folder, which must hold the rows' executables. Rows without a "file", of programs that did not
+    compile, are left out.
     """
     from jaxengine.bench.report import machine
 

@@ -61,9 +61,10 @@ class Found:
 
 
 def check_smallest(places: Sequence[tuple[Target, dict[str, Any]]], job: Job, progress: Progress) -> Found:
-    """Checks the first of the targets that the model fits into, or the last.
+    """Checks one target after another until the model fits into one; returns what was found there, or on the last.
 
-    places: targets, each with its engine options, which replace the job's.
+    places: targets, at least one, each with its engine options, which replace the job's. progress: as in
+    `check_target`.
     """
     too_small: dict[str, str] = {}
     for target, options in places:
@@ -97,7 +98,9 @@ def _run(
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Compiles all programs, or with `profile` the kernel blocks; returns (rows, memory plan).
 
-    known: a memory plan from an earlier call; None to make one. The plan is empty if there is none.
+    known: a memory plan from an earlier call; None to make one. The plan is empty if there is none, as for a model that
+    is too large, whose one row has "too_small". If the process dies, the program at hand gets a row with an error, and
+    another process goes on after it; before there is a plan, nothing goes on.
     """
     rows: list[dict[str, Any]] = []
     skip: list[str] = []
@@ -140,7 +143,7 @@ def _run(
 
 
 def environment(target: Target, dumps: Path, profile: bool) -> dict[str, str]:
-    """Environment variables with which a target's compiler runs without the device.
+    """Environment variables, this process's included, with which a target's compiler runs without the device.
 
     dumps: folder for what the compiler dumps. profile: have it write cycle estimates.
     """
@@ -164,7 +167,11 @@ def _failed(target: Target, program: str, reason: str) -> dict[str, Any]:
 
 
 def _replies(request: dict[str, Any], variables: dict[str, str], log: Path) -> Iterator[dict[str, Any]]:
-    """Starts a compiling process and yields its messages, then {"event": "exit", "code": its status}."""
+    """Starts a compiling process and yields its messages, then {"event": "exit", "code": its status}.
+
+    request: fields of compile.CompileRequest. variables: the process's environment. log: file for its standard error.
+    The process is killed when the iterator is closed.
+    """
     command = [sys.executable, *_PROGRAM]
     with log.open("wb") as errors:
         process = subprocess.Popen(

@@ -157,8 +157,10 @@ class Compiler:
             self._reply({"event": "row", "row": row})
 
     def _programs(self, stage: StagePrograms, num_pages: int) -> Iterator[CheckedProgram]:
-        """Programs of a stage. Kernels come first, because Mosaic GPU prints a kernel's figures only once
-        per process.
+        """Programs of a stage, with a pool of `num_pages` pages; with the request's `profile` only blocks of kernels.
+
+        Kernels, of the first stage alone, come first, because Mosaic GPU prints a kernel's figures only once per
+        process.
         """
         if self.request.profile:
             yield from stage.blocks() if stage is self.stages[0] else ()
@@ -228,7 +230,10 @@ class Compiler:
         return found | {"num_requests": round(plan.num_requests, 1), "ranks": whole.model.mesh.num_ranks}
 
     def _needs(self, program: CheckedProgram) -> tuple[dict[str, int], int]:
-        """Compiles a program; returns its figures by `inspect.memory`, and the bytes it holds while loaded."""
+        """Compiles a program; returns its figures by `inspect.memory`, and the bytes it holds while loaded.
+
+        Unlike in `row`, an error of the compiler comes out.
+        """
         self._reply({"event": "start", "name": f"memory plan, {program.name}"})
         read_from = Path(self.request.log).stat().st_size
         compiled, _ = self._compile(program)
@@ -239,8 +244,10 @@ class Compiler:
         return memory, held_bytes(memory["code_bytes"], stored, self.target.backend)
 
     def row(self, program: CheckedProgram, planned: int) -> dict[str, Any]:
-        """Compiles a program and returns its row of figures. planned: bytes that the memory plan allots to it on a
-        device.
+        """Compiles a program and returns its row of figures, with what is wrong with it as "failures".
+
+        planned: bytes that the memory plan allots to it on a device. An error of the compiler is the row's "error"; the
+        figures after it are missing.
         """
         row: dict[str, Any] = {
             "target": self.target.name,
@@ -298,7 +305,8 @@ class Compiler:
     def _kernel_figures(self, program: CheckedProgram, read_from: int) -> dict[str, int | None]:
         """Figures of a program's kernels from the log, merged with those of its compilation for the memory plan.
 
-        Each kernel is compiled, and printed, only once per process.
+        read_from: place in the log, in bytes, where this compilation's output begins. A figure that neither has is
+        None. Each kernel is compiled, and printed, only once per process.
         """
         text = Path(self.request.log).read_bytes()[read_from:].decode(errors="replace")
         found = inspect.mosaic_gpu(text)

@@ -50,7 +50,10 @@ def operations(module: Module) -> dict[str, int]:
 
 
 def _product(instruction: Instruction, by_name: Mapping[str, Instruction]) -> tuple[str, int] | None:
-    """(element type, operations) of an instruction that is a matrix product; None for others."""
+    """(element type, operations) of an instruction that is a matrix product; None for others, and for ragged ones.
+
+    by_name: the instructions of its computation.
+    """
     is_gemm = instruction.opcode == "custom-call" and _GEMM in instruction.rest
     if instruction.opcode not in ("dot", "convolution") and not is_gemm:
         return None
@@ -193,8 +196,10 @@ def _combines(module: Module, update: Instruction) -> bool:
 def _executed(
     module: Module, name: str, of_body: Callable[[list[Instruction]], Counter[str]], *, fused: bool
 ) -> Counter[str]:
-    """Sums `of_body` over a computation and all that it calls, weighted by how often each runs; fused: including the
-    bodies of fusions.
+    """Sums `of_body` over a computation and all that it calls, weighted by how often each runs.
+
+    name: of the computation. of_body: figures of the instructions of one. fused: including the bodies of fusions and of
+    asynchronous starts. Of a conditional the branch with the largest sum counts.
     """
     body = module.computations.get(name, [])
     total = of_body(body)

@@ -46,8 +46,8 @@ def per_block(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Reduces rows of block programs to one row per kind of block, with the cycles of KEYS keys and one token (or
     TOKENS tokens of a run).
 
-    Rows without a block, such as those of programs that failed, stay. A kind of which one of the two programs is
-    missing has no row.
+    rows: of Compiler.row, two for each kind, with TRIPS repetitions. Rows without a block, such as those of programs
+    that failed, stay. A kind of which one of the two programs is missing has no row; one without cycles has a failure.
     """
     kinds: dict[str, dict[int, dict[str, Any]]] = {}
     found = [row for row in rows if "block" not in row]

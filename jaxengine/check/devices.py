@@ -11,7 +11,11 @@ from jaxengine.check.targets import Target, gpu_target_config
 
 
 def target_devices(target: Target) -> list[Any]:
-    """The devices that the target's programs are compiled for, `num_devices` of them."""
+    """The devices that the target's programs are compiled for, `num_devices` of them.
+
+    CPU devices are this process's own, which must have been started with so many (children.environment); the others are
+    described by the installed compiler.
+    """
     if target.backend == "cpu":
         devices = jax.devices("cpu")
     elif target.backend == "tpu":

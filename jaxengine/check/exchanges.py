@@ -151,7 +151,7 @@ def _keeps_a_part(body: Sequence[Instruction]) -> bool:
 
 
 def _sends_on_parts(instruction: Instruction, by_name: Mapping[str, Instruction]) -> bool:
-    """Whether the instruction completes a reduce-scatter of `_scatters`.
+    """Whether the instruction completes a reduce-scatter of `_scatters`. by_name: instructions of its computation.
 
     Its parts have sizes that suit the rings, so rows beyond a device's own part are sent on to its neighbour.
     """
@@ -191,6 +191,8 @@ def _scope(instruction: Instruction) -> str:
 def _scoped_sources(instruction: Instruction, by_name: Mapping[str, Instruction]) -> list[str]:
     """Scopes of an instruction's operands, looking through those without a scope; [] if there are none, or of
     different places.
+
+    by_name: instructions of its computation.
     """
     pending, seen, sources = list(instruction.operands), set(), []
     while pending:
@@ -278,7 +280,10 @@ class Expected:
 
 
 def expected(model: Any, bucket: Bucket, itemsize: int) -> Expected:
-    """Expected exchanges of a model's stage on its mesh; itemsize: bytes of an activation's element while exchanged."""
+    """Expected exchanges of a forward pass of `bucket` through a model's stage on its mesh.
+
+    model: the stage, with its config, mesh and layers. itemsize: bytes of an activation's element while exchanged.
+    """
     config, mesh = model.config, model.mesh
     dense = () if config.experts is None else config.experts.dense_layers
     layers = tuple(

@@ -118,7 +118,7 @@ class Module:
 
     def outside_fusions(self) -> Iterator[tuple[list[Instruction], Instruction]]:
         """Yields (its computation, instruction) for all instructions that are executed by themselves, not within a
-        fusion.
+        fusion and not by another core.
         """
         for name, body in self.computations.items():
             if name not in self.fused and name not in self.offloaded:
@@ -127,7 +127,10 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """Parses the text of a module, from `Compiled.as_text()` or XLA's dumps."""
+    """Parses the text of a module, from `Compiled.as_text()` or XLA's dumps.
+
+    Lines of another form are skipped: text that is no HLO gives a module without computations.
+    """
     module, body, name = Module(), [], ""
     for line in text.splitlines():
         if match := _COMPUTATION.match(line):
@@ -227,7 +230,9 @@ def _is_put_back(body: Iterable[Instruction], instruction: Instruction) -> bool:
 
 
 def _keeps_place(module: Module, instruction: Instruction) -> bool:
-    """Whether a pool-sized result is the operand, updated in place."""
+    """Whether a pool-sized result is the operand, updated in place: by a kernel that says so, or a fusion whose results
+    of that size are all updates or parameters.
+    """
     if instruction.opcode == "custom-call":
         return "output_to_operand_aliasing" in instruction.rest
     if instruction.opcode != "fusion":

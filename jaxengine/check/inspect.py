@@ -22,8 +22,11 @@ _SHARED = re.compile(r"call ptr @mosaic_gpu_get_function\(.*, i32 (\d+), i32 \d+
 
 
 def memory(compiled: Any) -> dict[str, int]:
-    """Device memory of a compiled program in bytes, by name: peak, arguments, workspace (neither arguments, donated nor
-    code), results, code.
+    """Device memory of a compiled program in bytes: "peak_bytes", "argument_bytes", "workspace_bytes", "result_bytes"
+    and "code_bytes".
+
+    The workspace is what it allocates beside its arguments and its code: temporaries, and results that do not take the
+    place of donated arguments, which are result_bytes.
     """
     analysis = compiled.memory_analysis()
     workspace = workspace_bytes(analysis)
@@ -71,8 +74,8 @@ def vmem_bytes(text: str) -> int | None:
 
 
 def mosaic_gpu(log: str) -> dict[str, int | None]:
-    """Maxima over the kernels in a log: registers per thread, spilled bytes, bytes of shared memory; None if there are
-    none.
+    """Maxima over the kernels in a log: "registers" of a thread, "spill_bytes" (stores and loads), "fast_bytes" of
+    shared memory; each None if the log states none.
 
     They are printed by ptxas (MOSAIC_GPU_DUMP_PTXAS) and in the host code (MOSAIC_GPU_DUMP_HOST_LLVM).
     """

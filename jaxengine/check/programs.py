@@ -189,9 +189,9 @@ class StagePrograms:
         return self.steps.forwarded_bytes(name, size)
 
     def epilogue(self, name: str, size: int, num_pages: int) -> CheckedProgram:
-        """An epilogue of the stage.
+        """The epilogue `name`, a program such as the sampler that runs on what forward passes leave.
 
-        size: one of `epilogues`, its rows. num_pages: of a pool that it must leave alone.
+        name, size: one of `epilogues`; size is its rows. num_pages: of a pool that it must leave alone.
         """
         program, width = self.steps.epilogue(name, size, self.params), self.steps.epilogues[name].width
         places = size * width
@@ -236,7 +236,7 @@ class StagePrograms:
         """Kernels of one layer by themselves: attention, of each kind in the model, and its KV write; schedules are
         arguments.
 
-        They run on one device of the mesh, with its heads and its rank's sequences.
+        They run on one device of the mesh, with its heads and its rank's sequences. num_pages: of the pool.
         """
         config, shared = self.model.config, self.model.mesh
         dtype, kv_dtype = self.config.dtype, self.config.kv_cache_dtype
@@ -280,7 +280,10 @@ class StagePrograms:
         yield kernel("kv write", write, (kv, k, v, batch.slot_mapping, schedule), (0,), work)
 
     def blocks(self) -> Iterator[CheckedProgram]:
-        """Blocks of keys of each kind of attention, sized as in the largest decode, mixed and drafting steps."""
+        """Blocks of keys of each kind of attention, sized as in the largest decode, mixed and drafting steps.
+
+        A program for each of cycles.TRIPS repetitions. None for a platform whose kernels have no profile.
+        """
         profile = block_profile(self._layout)
         if profile is None:
             return

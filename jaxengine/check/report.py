@@ -79,7 +79,7 @@ def summary(rows: Sequence[dict[str, Any]], seconds: dict[str, float]) -> str:
 
 
 def _plan(target: str, plan: dict[str, Any]) -> str:
-    """Describes the memory plan of a target's devices."""
+    """Describes the memory plan of a target's devices in one line. plan: of Compiler._plan_row."""
     parts = ", ".join(
         f"{name.replace('_', ' ')} {plan[name] / MIB:,.0f}" for name in ("weights", "kv_pages", "workspace")
     )

@@ -58,9 +58,10 @@ def visible_keys(bucket: Bucket, context: int, window: int | None) -> tuple[int,
 
 
 def attention_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dtype: str, context: int) -> Work:
-    """Work of one layer's attention: query and output, each visible key and value once, and both products.
+    """Work of one layer's attention, of all its heads: query and output, each visible key and value once, and both
+    products.
 
-    context: keys per sequence of a decode.
+    kv_dtype: of the cache. dtype: of queries and outputs. context: keys per sequence of a decode.
     """
     keys, pairs = visible_keys(bucket, context, attention.reach)
     both = attention.head_dim + attention.v_head_dim
@@ -133,10 +134,10 @@ class Products:
 
 
 def product_work(model: Any, bucket: Bucket, dtype: str, kv: KVPages | None = None) -> Products:
-    """Needs of a forward pass of an abstract model, in which every rank has its own bucket of tokens.
+    """Needs of a forward pass of an abstract model on one device, with a bucket of tokens on every rank.
 
-    kv: the abstract pool, whose layout names the platform: its kernels multiply whole tiles of rows and may expand
-      latents to keys. None counts neither.
+    dtype: of activations. kv: the abstract pool, whose layout names the platform: its kernels multiply whole tiles of
+      rows and may expand latents to keys. None counts neither.
     """
     config, mesh, itemsize = model.config, model.mesh, jnp.dtype(dtype).itemsize
     weight_bytes = reached_bytes = expert_bytes = quantized_bytes = flops = row_bytes = 0
@@ -208,7 +209,7 @@ def _num_matrices(decl: ParamDecl) -> int:
 def _expert_rows(model: Any, bucket: Bucket, kv: KVPages | None) -> int | None:
     """Rows that a device with whole experts takes at a time from those gathered from all devices; None if it does not.
 
-    Blocks are a loop with a data-dependent trip count, of which one is counted.
+    kv: as of `product_work`. Blocks are a loop with a data-dependent trip count, of which one is counted.
     """
     experts, mesh = model.config.experts, model.mesh
     if experts is None or not mesh.expert_parallel or mesh.size == 1 or mesh.sends_rows:
@@ -221,7 +222,7 @@ def _expert_rows(model: Any, bucket: Bucket, kv: KVPages | None) -> int | None:
 def step_work(model: Any, bucket: Bucket, kv_dtype: str, dtype: str, context: int) -> Work:
     """A device's share of a forward pass of an abstract model, in which every rank has its own bucket of tokens.
 
-    context: keys per sequence of a decode.
+    kv_dtype: of the cache. dtype: of activations. context: keys per sequence of a decode.
     """
     config, mesh = model.config, model.mesh
     products = product_work(model, bucket, dtype)

@@ -192,7 +192,8 @@ def model_config(
     A name from SHAPES may be followed by `:N` for its first N layers, which `whole` ignores: layers of one kind compile
     alike, so checking a few is enough, while memory is planned for all.
 
-    quantization: as in EngineConfig; None for the model's own. keep_tables: as in open_model.
+    quantization: as in EngineConfig; None for the model's own. keep_tables: with quantization gguf, keep token tables
+    as stored.
 
     Raises:
       ConfigError: the name is none of these, or the model is quantised in another way.

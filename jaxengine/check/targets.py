@@ -128,7 +128,7 @@ _GPU_SLICES = _CPU_SLICES = (2, 4, 8)
 
 
 def find_target(name: str) -> Target:
-    """Finds a target by a name from TARGETS, with the suffix `-N` for N devices.
+    """Finds a target by a name from TARGETS: one device, or with the suffix `-N` one of the numbers that it comes in.
 
     Raises:
       ConfigError: there is no such target.

@@ -40,10 +40,12 @@ _WORTH = 0.98
 
 
 def tune(target: Target, problems: Sequence[tuple]) -> Iterator[dict[str, Any]]:
-    """Yields the result of each problem (given as fields of a Problem).
+    """Yields the result of each problem (given as fields of a Problem), timed on this machine's device if it is of the
+    target's kind, else estimated from compiled programs.
 
-    A result has "problem", "sizes" that differ from the usual ones, "best" and "usual" in microseconds, None where they
-    are not feasible, and "tried", the number of feasible choices. Raises RuntimeError if the compiler's process fails.
+    target: one with a clock in targets.CLOCKS, unless it is this machine's. A result has "problem", "sizes" that differ
+    from the usual ones, "best" and "usual" in microseconds, None where they are not feasible, and "tried", the number
+    of feasible choices. Raises RuntimeError if the compiler's process fails.
     """
     if (device := _device_of(target)) is not None:
         for problem in (Problem(*fields) for fields in problems):
@@ -96,7 +98,10 @@ def _best(problem: Problem, target: Target, measure: Callable[[Candidate], float
 
 
 def _timed(candidate: Candidate, problem: Problem, device: Any) -> float | None:
-    """Median microseconds of the product on the device; None if it does not compile."""
+    """Median microseconds of the product on the device, with random inputs; None if it does not compile.
+
+    problem: whose codes are packed two a byte if they are uint8.
+    """
     key = jax.random.key(0)
     packed = 2 if problem.codes == "uint8" else 1
     codes = jax.random.randint(key, (problem.size // packed, problem.out), 0, 120, jnp.int32).astype(problem.codes)
@@ -117,7 +122,9 @@ def _timed(candidate: Candidate, problem: Problem, device: Any) -> float | None:
 
 
 def main() -> int:
-    """Serves the request on standard input: writes a result of `tune` for each problem to standard output."""
+    """Serves the request on standard input: writes a result of `tune` for each problem, a line of JSON, to standard
+    output, and what compilers print to standard error.
+    """
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     request = json.load(sys.stdin)

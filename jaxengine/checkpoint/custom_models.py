@@ -7,7 +7,7 @@ import inspect
 from jaxengine.config.engine_config import ConfigError
 from jaxengine.models.causal_lm import CausalLM
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.registry import MODELS
+from jaxengine.models.registry import ENCODERS, MODELS, model_for_hf
 
 
 def register_model(architecture: str, model_class: type[CausalLM]) -> None:
@@ -32,7 +32,7 @@ def register_model(architecture: str, model_class: type[CausalLM]) -> None:
         raise ConfigError("model_class", model_class.__name__, f"a CausalLM; it lacks {', '.join(lacking)}")
     if architecture != model_class.__name__:
         raise ConfigError("architecture", architecture, f"the name of its class, {model_class.__name__!r}")
-    taken = MODELS.get(architecture)
+    taken = {**MODELS, **ENCODERS}.get(architecture)
     if taken is not None and not (is_custom(taken) and taken.__module__ == model_class.__module__):
         raise ConfigError("architecture", architecture, f"a name that is free; {taken.__module__} has this one")
     gguf = model_class.gguf_architecture
@@ -49,7 +49,7 @@ def is_custom(model_class: type) -> bool:
 
 def has_custom_class(config: ModelConfig) -> bool:
     """Whether the model of this config has a class registered by a user."""
-    return is_custom(MODELS[config.architecture])
+    return is_custom(model_for_hf(config.architecture))
 
 
 def _asked_for() -> set[str]:

@@ -24,7 +24,7 @@ def download(
       patterns: globs, as of fnmatch.
       revision: branch, tag or commit; None for the main branch.
       cache_dir: folder for downloads; None for the hub's own.
-      token: see EngineConfig.hf_token.
+      token: for the hub; None or True for the stored one, False for none.
 
     Raises ConfigError, with the reason and what to do.
     """

@@ -27,7 +27,9 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def download_model(name: str, config: EngineConfig) -> Path:
-    """Downloads a hub model; returns its folder, or the GGUF file that `name` names.
+    """Downloads a hub model, or finds it downloaded; returns its folder, or the GGUF file that `name` names.
+
+    name: org/name, org/name/FILE.gguf or org/name:QUANTISATION. With load_format "dummy" a folder has no weights.
 
     Raises:
       ConfigError: `name` is not a hub model, or the hub refuses it.

@@ -26,16 +26,18 @@ from jaxengine.models.config.gguf import RopeFactors
 from jaxengine.models.config.hf import CONFIG_FILE, read_config_json
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.overrides import UnreadError, check_read, overridden, overridden_metadata
+from jaxengine.models.config.pooler import DENSE, Pooler
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import inside, read_object
 from jaxengine.models.params.source import WeightSource
 from jaxengine.models.quantization.registry import ALIASES, ROUNDED, rounded
 from jaxengine.models.registry import build_model, read_gguf, read_hf
 from jaxengine.models.weights.formats.orbax import LAYOUT_FILE
-from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
+from jaxengine.models.weights.formats.safetensors import SINGLE_FILE, SafetensorsCheckpoint
 from jaxengine.models.weights.gguf.file import GGUFFile
 from jaxengine.models.weights.gguf.kept import read_formats
 from jaxengine.models.weights.load import HEAD, ROPE_FACTORS, ROPE_LONG, ROPE_SHORT
+from jaxengine.models.weights.views.joined import JoinedSource
 from jaxengine.models.weights.views.renamed import with_prefix
 from jaxengine.models.weights.views.split_latent import SplitLatentSource
 from jaxengine.tokens.tokenizer import Tokenizer
@@ -100,7 +102,7 @@ class ModelSource:
 
 
 def open_model(config: EngineConfig, *, keep_tables: bool = True) -> ModelSource:
-    """Opens the model that `config.model` names.
+    """Opens the model that `config.model` names, the default one for None; loads the plugins first.
 
     keep_tables: with `quantization` gguf, keep the token tables as stored in the file, too.
 
@@ -124,7 +126,8 @@ def open_model(config: EngineConfig, *, keep_tables: bool = True) -> ModelSource
 def as_asked(model: ModelConfig, asked: str | None, *, is_gguf: bool = False) -> ModelConfig:
     """Returns the model as the option `quantization`, `asked`, wants it: as stored, or rounded during loading.
 
-    asked: None for as stored. Raises ConfigError if the option contradicts the checkpoint.
+    asked: None for as stored. is_gguf: it is a GGUF file's, whose only method is "gguf". Raises ConfigError if the
+    option contradicts the checkpoint.
     """
     if asked is None:
         return model
@@ -236,8 +239,17 @@ def _open_folder(path: Path, config: EngineConfig) -> ModelSource:
     weights = None if config.load_format == "dummy" else path if converted else SafetensorsCheckpoint(path)
     model = with_stored_head(_with_generation_ends(model, path, config), raw, weights)
     if pooling is not None and isinstance(weights, SafetensorsCheckpoint):
-        weights = with_prefix(weights)
+        weights = _with_dense(path, with_prefix(weights), pooling.pooler)
     return ModelSource(path, model, weights, _generation_defaults(path, config), pooling=pooling)
+
+
+def _with_dense(path: Path, weights: WeightSource, pooler: Pooler) -> WeightSource:
+    """Returns the weights with those of a pooler's Dense modules, which are files of their own. Raises
+    ModelFileError."""
+    if not pooler.dense:
+        return weights
+    files = [inside(path, f"{each.folder}/{SINGLE_FILE}") for each in pooler.dense]
+    return JoinedSource(weights, {f"{DENSE}.{index}.": SafetensorsCheckpoint(file) for index, file in enumerate(files)})
 
 
 def _read_config(path: Path, config: EngineConfig) -> tuple[dict[str, Any], ModelConfig, PoolingModel | None]:
@@ -254,7 +266,11 @@ def _read_config(path: Path, config: EngineConfig) -> tuple[dict[str, Any], Mode
 
     def read(raw: Mapping[str, Any]) -> tuple[ModelConfig, PoolingModel | None]:
         pooling = read_pooling(path, raw, config, token_id)
-        return read_hf(raw, None if pooling is None else pooling.pooler), pooling
+        model = read_hf(raw, None if pooling is None else pooling.pooler)
+        if pooling is not None and not model.is_causal:
+            types = 1 if model.encoder is None else max(1, model.encoder.num_token_types)
+            pooling = replace(pooling, token_rows=model.vocab_size // types)
+        return model, pooling
 
     try:
         raw = overridden(stored, overrides)
@@ -278,7 +294,7 @@ def _named_overrides() -> Iterator[None]:
 
 
 def _what_to_name(path: Path) -> str:
-    """Advice for a folder that is not a model."""
+    """Advice, for an error, what to name instead of a folder that is not a model."""
     files = sorted(file.name for file in path.glob("*.gguf"))
     if files:
         return f"name the GGUF file itself, {str(path / files[0])!r}"
@@ -309,8 +325,9 @@ def _with_generation_ends(model: ModelConfig, path: Path, config: EngineConfig) 
 def _generation_defaults(path: Path | None, config: EngineConfig) -> dict[str, Any]:
     """Returns default sampling parameters by name, as generation_config and override_generation_config ask for.
 
-    path: the model's folder; None for a GGUF file, which has no generation_config.json. max_new_tokens becomes
-    max_tokens. Values are checked when they are used.
+    path: the model's folder; None for a GGUF file, which has no generation_config.json ("auto" then gives
+    GENERATION_DEFAULTS for the default model, and none for others). max_new_tokens becomes max_tokens. Values are
+    checked when they are used.
 
     Raises ConfigError for a named folder without the file or an unknown name to override, ModelFileError for an invalid
     file.

@@ -48,9 +48,10 @@ def load_plugins(names: Sequence[str]) -> None:
 
 
 def _load_entry(entry: EntryPoint) -> None:
-    """Load an installed plugin: import it, register a class under the entry's name, and call a function.
+    """Load an installed plugin: import what the entry names; a class is registered as a model under the entry's name, a
+    function is called without arguments.
 
-    A module registers its models itself. Raises whatever that code raises.
+    A module registers its models itself. Raises whatever that code raises, and ConfigError as `register_model`.
     """
     loaded: Any = entry.load()
     model: Any = loaded  # not narrowed to a class without the protocol's attributes

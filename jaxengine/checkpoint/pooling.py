@@ -26,7 +26,7 @@ from jaxengine.config.pooling_model import (
 from jaxengine.models.config.fields import MAX_HIDDEN, ConfigFields
 from jaxengine.models.config.hf import hf_architecture
 from jaxengine.models.config.pooler import CLS, LAST, MAX_LABELS, MEAN, Classifier, Pooler
-from jaxengine.models.registry import family_of
+from jaxengine.models.registry import family_of, usual_pooling
 
 _ACTIVATIONS = {"regression": IDENTITY, "multi_label_classification": SIGMOID, "single_label_classification": None}
 _MODULES = {"Sigmoid": SIGMOID, "Identity": IDENTITY, "Softmax": SOFTMAX}
@@ -54,15 +54,18 @@ def read_pooling(folder: Path, raw: Mapping[str, Any], config: EngineConfig, tok
     if not _pools(config, architecture, own_task, sentence is not None):
         return None
     task = _task(config, architecture, own_task, fields.has("classifier_from_token"))
-    chosen = config.pooler_config or PoolerConfig()
+    chosen, usual = config.pooler_config or PoolerConfig(), usual_pooling(architecture, fields)
     if task == CLASSIFY:
-        pooler = Pooler(chosen.pooling_type or LAST, _read_classifier(fields, token_id))
+        pooler = Pooler(chosen.pooling_type or usual, _read_classifier(fields, token_id))
         assert pooler.classifier is not None
         model = PoolingModel(
             pooler, task, _read_activation(fields, pooler.classifier.num_labels), labels=_labels(fields)
         )
     else:
-        pooler = Pooler(chosen.pooling_type or (LAST if sentence is None else sentence.pooling_type))
+        pooler = Pooler(
+            chosen.pooling_type or (usual if sentence is None else sentence.pooling_type),
+            dense=() if sentence is None else sentence.dense,
+        )
         normalize = sentence is None or sentence.normalize
         model = PoolingModel(pooler, task, NORMALIZE, normalize, matryoshka=_read_matryoshka(fields), sentence=sentence)
     return _with_choices(model, chosen)
@@ -125,7 +128,9 @@ def _task(config: EngineConfig, name: str, own_task: str | None, has_tokens: boo
 
 
 def _with_choices(model: PoolingModel, chosen: PoolerConfig) -> PoolingModel:
-    """Overrides the checkpoint's settings with the user's."""
+    """Overrides the checkpoint's settings with the user's. Raises ConfigError for dimensions that the model does not
+    have.
+    """
     use_activation = model.use_activation if chosen.use_activation is None else chosen.use_activation
     if chosen.dimensions is not None:
         check_dimensions(
@@ -177,7 +182,7 @@ def _read_activation(fields: ConfigFields, num_labels: int) -> str:
 
 
 def _labels(fields: ConfigFields) -> dict[int, str]:
-    """Label names by number, from id2label, whose keys are strings in JSON. Raises ModelConfigError."""
+    """Label names by number, from id2label, whose keys are strings in JSON; {} without it. Raises ModelConfigError."""
     names = fields.mapping("id2label") or {}
     if len(names) > MAX_LABELS or not all(
         str(key).isdecimal() and isinstance(name, str) for key, name in names.items()

@@ -1,5 +1,5 @@
-"""Reads the files that sentence-transformers adds to a checkpoint: pooling, normalisation, prompts, maximum input
-length.
+"""Reads the files that sentence-transformers adds to a checkpoint: pooling, Dense modules, normalisation, prompts,
+maximum input length.
 
 These are modules.json and the folders it names. Files are only read as data; modules of unknown classes are refused.
 """
@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxengine.config.pooling_model import SentenceModel
-from jaxengine.models.config.pooler import CLS, LAST, MEAN
+from jaxengine.models.config.fields import MAX_HIDDEN, ConfigFields, ModelConfigError
+from jaxengine.models.config.pooler import CLS, DENSE_ACTIVATIONS, LAST, MEAN, Dense
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import MAX_JSON_BYTES, parse_object, read_object, read_text
 
@@ -34,14 +35,17 @@ def read_sentence_model(folder: Path) -> SentenceModel | None:
     if modules is None:
         return None
     pooling = normalize = None
+    dense: list[Dense] = []
     for kind, path in modules:
         if kind == "Pooling":
             pooling = _read_pooling(folder, path)
+        elif kind == "Dense" and pooling is not None and not normalize:
+            dense.append(_read_dense(folder, path))
         elif kind == "Normalize":
             normalize = True
         elif kind != "Transformer":
-            text = f"the module {kind!r} is not supported; supported are Transformer, Pooling and Normalize"
-            raise ModelFileError(folder / MODULES, text)
+            text = f"the module {kind!r} is not supported here; supported are Transformer, Pooling, Dense and Normalize"
+            raise ModelFileError(folder / MODULES, f"{text}, in this order")
     if pooling is None:
         raise ModelFileError(folder / MODULES, "has no module Pooling")
     prompts, default = _read_prompts(folder)
@@ -50,7 +54,7 @@ def read_sentence_model(folder: Path) -> SentenceModel | None:
         raise ModelFileError(
             folder / MODULES, "include_prompt is false, which is not supported for a model with prompts"
         )
-    return SentenceModel(pooling_type, bool(normalize), prompts, default, _read_longest(folder))
+    return SentenceModel(pooling_type, bool(normalize), prompts, default, _read_longest(folder), tuple(dense))
 
 
 def _read_modules(folder: Path) -> list[tuple[str, str]] | None:
@@ -71,7 +75,11 @@ def _read_modules(folder: Path) -> list[tuple[str, str]] | None:
 
 
 def _read_pooling(folder: Path, path: str) -> tuple[str, bool]:
-    """Reads a Pooling module: (pooling type, whether prompt tokens are pooled). Raises ModelFileError."""
+    """Reads a Pooling module: (pooling type, whether prompt tokens are pooled).
+
+    path: of the module's folder within the model's; "" for the model's own. Raises ModelFileError if it has no
+    config.json, or does not name one mode that is supported.
+    """
     name = f"{path}/config.json" if path else "config.json"
     raw = read_object(folder, name)
     if raw is None:
@@ -84,6 +92,28 @@ def _read_pooling(folder: Path, path: str) -> tuple[str, bool]:
         text = f"pooling_mode must be one of {', '.join(_MODES)}, got {str(modes)[:100]}"
         raise ModelFileError(folder / name, text)
     return _MODES[modes[0]], raw.get("include_prompt", True) is not False
+
+
+def _read_dense(folder: Path, path: str) -> Dense:
+    """Reads the config.json of a Dense module. Raises ModelFileError."""
+    name = f"{path}/config.json"
+    raw = read_object(folder, name)
+    if raw is None or not path:
+        raise ModelFileError(folder / name, "cannot be read: there is no such file")
+    fields = ConfigFields(raw)
+    try:
+        fields.require(module_input_name="sentence_embedding", module_output_name="sentence_embedding")
+        fields.require(use_residual=False)
+        sizes = fields.integer("in_features"), fields.integer("out_features")
+        named = fields.text("activation_function", "torch.nn.modules.activation.Tanh")
+        activation = named.rpartition(".")[2]
+        if activation not in DENSE_ACTIVATIONS or not named.startswith("torch.nn.modules."):
+            raise fields.fail("activation_function", f"torch.nn.modules' {', '.join(DENSE_ACTIVATIONS)}")
+        if max(sizes) > MAX_HIDDEN:
+            raise ModelConfigError(f"in_features and out_features must be at most {MAX_HIDDEN}, got {sizes}")
+        return Dense(*sizes, fields.boolean("bias", True), activation, path)
+    except ModelConfigError as error:
+        raise ModelFileError(folder / name, str(error)) from error
 
 
 def _read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:

@@ -29,9 +29,11 @@ MAX_ROWS = 256
 
 
 def with_stored_head(model: ModelConfig, raw: Mapping[str, Any], weights: WeightSource | Path | None) -> ModelConfig:
-    """Return the config with `tie_word_embeddings` as the weights are.
+    """Return the config with `tie_word_embeddings` as the weights are: False with a head that differs from the
+    embedding; True without a head, if the top level of config.json says so too.
 
-    raw: the config.json. weights: as in ModelSource. Raises ModelFileError.
+    raw: the config.json. weights: a checkpoint, or a folder in device layout, which alone decides; None for dummy ones,
+    which change nothing, as for a pooling model. Raises ModelFileError.
     """
     if weights is None or model.pooler is not None:
         return model

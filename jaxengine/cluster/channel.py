@@ -52,7 +52,7 @@ OPERATIONS: Mapping[str, Mapping[str, type]] = {
 }
 DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("int32", "float32")}
 MAX_MESSAGE_BYTES = 64 << 20
-_MAX_HEADER_BYTES = 64 << 10
+_MAX_HEADER_BYTES = 1 << 20  # options may hold a chat template and a whole config.json
 _MIN_KEY_BYTES, _MAX_KEY_BYTES = 16, 4096
 _GREETING = b"jaxengine cluster 1\n"
 _NONCE_BYTES = _CODE_BYTES = 32
@@ -80,12 +80,15 @@ class Message:
 def encode(message: Message) -> bytes:
     """Encodes a message: length of the header (u32, little-endian), header as JSON, bytes of the arrays in order.
 
-    The arrays' dtypes are of DTYPES; another one raises KeyError.
+    The arrays' dtypes are of DTYPES; another one raises KeyError. Raises ClusterError for fields that are too large.
     """
     arrays = [np.ascontiguousarray(array).reshape(array.shape) for array in message.arrays]
     listed = [[array.dtype.name, list(array.shape)] for array in arrays]
     header = json.dumps([message.op, dict(message.fields), listed]).encode()
     header += b" " * (-(len(header) + 4) % 16)  # the reader's arrays are views, which should be aligned
+    if len(header) > _MAX_HEADER_BYTES:
+        text = f"the fields of a message {message.op!r} have {len(header)} bytes; allowed are {_MAX_HEADER_BYTES}"
+        raise ClusterError(text)
     data = (array.astype(DTYPES[array.dtype.name], copy=False).tobytes() for array in arrays)
     return b"".join((len(header).to_bytes(4, "little"), header, *data))
 
@@ -175,7 +178,8 @@ class Channel:
     def receive(self) -> Message:
         """Waits for the next message and returns it, signs of life too.
 
-        Raises ConnectionError at the end of the connection, ClusterError for an invalid message.
+        Raises ConnectionError at the end of the connection, TimeoutError after SILENCE_SECONDS without a byte,
+        ClusterError for an invalid message.
         """
         head = _receive_exactly(self.connection, 8 + _CODE_BYTES)
         length = int.from_bytes(head[:8], "little")
@@ -187,7 +191,7 @@ class Channel:
         return decode(payload)
 
     def follow(self, handle: Callable[[Message], bool]) -> None:
-        """Passes messages to `handle` until it returns False, and sends regular signs of life.
+        """Passes messages to `handle`, all but signs of life, until it returns False; sends regular signs of life.
 
         Raises OSError or ClusterError once the other end is gone or has been silent for SILENCE_SECONDS.
         """
@@ -219,8 +223,8 @@ class Channel:
 
 
 def connect_channel(host: str, port: int, key: bytes) -> Channel:
-    """Connects to host 0. Raises ClusterError if it has another key or is something else, OSError if
-    nothing answers.
+    """Connects to host 0 within some seconds. Raises ClusterError if it has another key or is something else, OSError
+    if nothing answers.
     """
     connection = socket.create_connection((host, port), _HANDSHAKE_SECONDS)
     try:
@@ -250,7 +254,7 @@ def _prove_as_worker(connection: socket.socket, key: bytes) -> Channel:
 
 def accept_channel(connection: socket.socket, key: bytes) -> Channel:
     """Authenticates a new connection at host 0. Raises ClusterError or OSError if the peer does not prove in time that
-    it knows the key.
+    it knows the key; the caller closes the connection then.
     """
     deadline = _prepare(connection)
     greeting = _receive_exactly(connection, len(_GREETING) + _NONCE_BYTES, deadline)

@@ -132,7 +132,8 @@ class Cluster(Peers):
     def run(self, function: Callable[[], _T]) -> _T:
         """Calls `function` on another thread, as devices may wait forever for a lost process; returns its result.
 
-        Raises ClusterError once a process is lost, and otherwise what `function` raises.
+        Raises ClusterError once a process is lost, and otherwise what `function` raises, after BLAME_SECONDS in which
+        the loss of a process may show as its reason.
         """
         outcome: Future[_T] = Future()
         self._calls.put((function, outcome))
@@ -173,8 +174,8 @@ class Cluster(Peers):
     def _await(self, what: str, arrived: Callable[[_Worker], bool]) -> None:
         """Waits until `arrived` holds for all workers, at most config.cluster_timeout seconds.
 
-        what: what they do then, a verb for messages ("join"). Raises ClusterError with the node ranks of those that are
-        missing, or if a process is lost.
+        what: what they do then, a verb for messages ("join"). From then on a worker that leaves is lost, and none may
+        join. Raises ClusterError with the node ranks of those that are missing, or if a process is lost.
         """
         config = self._config
         deadline = time.monotonic() + config.cluster_timeout
@@ -217,7 +218,9 @@ class Cluster(Peers):
 
     @contextlib.contextmanager
     def _blaming(self) -> Iterator[None]:
-        """Context in which an error is replaced by the loss of a process, if one is detected soon after it."""
+        """Context in which an error becomes a ClusterError about the loss of a process, if one is detected within
+        BLAME_SECONDS after it.
+        """
         try:
             yield
         except ClusterError:

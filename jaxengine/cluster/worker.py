@@ -39,9 +39,11 @@ class Host0(Peers):
     """The worker's connection to host 0. The process exits when it is lost."""
 
     def __init__(self, config: EngineConfig, node_rank: int):
-        """Joins host 0 and starts to receive its messages. Raises ConfigError or ClusterError if that fails.
+        """Connects to host 0 and starts to receive its messages, for which it does not wait.
 
-        config: only its cluster options are used. node_rank: number of this process, 1 to nnodes - 1.
+        config: only its cluster options are used. node_rank: number of this process, 1 to nnodes - 1. Raises
+        ConfigError for another number or a key that cannot be read, ClusterError if host 0 has another key or does not
+        answer within cluster_timeout seconds. If host 0 refuses this worker later, the process exits.
         """
         if config.nnodes < 2 or not 1 <= node_rank < config.nnodes:
             allowed = f"1 to nnodes - 1, with nnodes of at least 2; nnodes is {config.nnodes}"
@@ -91,7 +93,8 @@ class Host0(Peers):
     def leave(self, reason: str | None = None) -> NoReturn:
         """Exits the process, even if a thread is waiting for other processes.
 
-        reason: of a failure, which is logged, with status 1; None for status 0, after a farewell to host 0.
+        reason: of a failure, which is logged, with status 1; None for status 0, after a farewell to host 0. Raises
+        OSError if that cannot be sent.
         """
         if reason is None:
             self._channel.send("bye")
@@ -168,7 +171,10 @@ class Host0(Peers):
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command. Exits with status 0 if host 0 ended the engine, else with 1."""
+    """Runs the command; does not return. Exits the process with status 0 if host 0 ended the engine, else with 1.
+
+    Raises ConfigError or ClusterError if it cannot join.
+    """
     host0 = Host0(EngineConfig.from_options(**given_options(args, EngineConfig)), args.node_rank)
     try:
         config = EngineConfig.from_options(**host0.expect("start").fields["options"])

@@ -114,7 +114,7 @@ def _local(engine_options: Mapping[str, Any], sampling_options: Mapping[str, Any
 
 
 def local_pieces(llm: LLM, prompt: Any, params: SamplingParams) -> Iterator[Piece]:
-    """Yields the new parts of the output. Leaving the iteration early aborts the request.
+    """Runs one request and yields the new parts of its output. Leaving the iteration early aborts the request.
 
     prompt: as of `LLM.generate`. params: with output_kind DELTA.
 
@@ -154,8 +154,10 @@ def _obey(conversation: Conversation, command: str, text: str | None) -> None:
 
 
 def _take_turn(answer: Answer, conversation: Conversation, text: str) -> bool:
-    """Prints the answer to a message and its timing; False where it was refused. Ctrl-C ends the answer, not the
-    chat.
+    """Prints the answer to a message and its timing, and adds both to the conversation; False, without them, where it
+    was refused.
+
+    Ctrl-C ends the answer, not the chat. ConfigError for a lost server comes out.
     """
     conversation.say(text)
     pieces, times, num_tokens, start = [], [], 0, time.monotonic()

@@ -37,6 +37,7 @@ from jaxengine.config.flexible_parser import FlexibleArgumentParser
 from jaxengine.logs import log_to_stderr
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.params.errors import ModelFileError
+from jaxengine.replay import command as replay
 from jaxengine.requests.sampling_params import SamplingParams
 from jaxengine.scheduler.errors import RequestError
 from jaxengine.server import command as server
@@ -91,6 +92,7 @@ def build_parser() -> argparse.ArgumentParser:
     command(commands, "serve", "Answer requests over HTTP (OpenAI's API) and gRPC.", server.add_arguments)
     command(commands, "trace", "Save a server's timeline to a file for ui.perfetto.dev.", trace_command.add_arguments)
     command(commands, "check", "Compile every step for accelerators that are not present.", check.add_arguments)
+    command(commands, "replay", "Run a step that record_steps wrote again, here.", replay.add_arguments)
     command(commands, "tune", "Tune tile sizes of products with quantised matrices for a chip.", tune.add_arguments)
     command(commands, "collect-env", "Print what a bug report should say of this machine.", collect_env.add_arguments)
     bench = commands.add_parser("bench", help="Measure the engine.", allow_abbrev=False)
@@ -104,8 +106,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status. A wrong option or file gives one line on standard error and status
-    2.
+    """Runs one command and returns its exit status: 2, with one line on standard error, for a wrong value or request
+    and for a file, server or process that fails; 130 after Ctrl-C.
+
+    argv: words after the program's name; None for sys.argv's. Words that the parser does not take, and --help, raise
+    SystemExit. Errors that are no mistake of the user come out.
     """
     parser = build_parser()
     log_to_stderr()

@@ -29,7 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Continues texts until the end of input or Ctrl-C; returns the exit status."""
+    """Continues texts until the end of input or Ctrl-C; returns the exit status.
+
+    With --quick it continues that text alone, with status 1 if it is refused.
+    """
     engine_options, sampling_options = given_options(args, EngineConfig), given_options(args, SamplingParams)
     check_sampling_options(args, sampling_options)
     remote = remote_model(args, engine_options, sampling_options)
@@ -53,7 +56,10 @@ def _local(engine_options: Mapping[str, Any], sampling_options: Mapping[str, Any
 
 
 def _show(complete: Callable[[str], Iterator[Piece]], text: str) -> bool:
-    """Prints the continuation of a text and its timing; False where it was refused. Ctrl-C ends it."""
+    """Prints the continuation of a text and its timing; False where it was refused. Ctrl-C ends it.
+
+    complete: streams the continuation of a text.
+    """
     times, num_tokens, start = [], 0, time.monotonic()
     try:
         for piece in complete(text):

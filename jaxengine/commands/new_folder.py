@@ -18,11 +18,11 @@ _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Yields an empty folder next to `folder`, and renames it to `folder` at the end.
+    """Yields an empty folder next to `folder`, "FOLDER.part", and renames it to `folder` at the end.
 
-    After an exception, Ctrl-C, or a signal that ends the process, nothing of it is left.
+    Missing parents are created. After an exception, Ctrl-C, or a signal that ends the process, nothing of it is left.
 
-    Raises ModelFileError if `folder` exists or cannot be written.
+    Raises ModelFileError if either folder exists or cannot be written, and for any OSError inside the context.
     """
     if folder.exists() or folder.is_symlink():
         raise ModelFileError(folder, "exists; a checkpoint is written to a new folder")
@@ -48,7 +48,10 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def _remove(part: Path) -> None:
-    """Removes a folder, repeatedly, because threads of a failed library may still write to it."""
+    """Removes a folder, repeatedly, because threads of a failed library may still write to it.
+
+    Takes a fifth of a second at least, and gives up after about five seconds without an error.
+    """
     away = 0
     for _ in range(100):
         away = 0 if part.exists() else away + 1

@@ -30,9 +30,10 @@ WINDOW = 512
 
 
 def quantize(config: EngineConfig, name: str, folder: Path, text: str | None = None) -> str:
-    """Writes the model to a new folder, with its matrices rounded as by quantization=`name`; returns a report.
+    """Writes the model to a new folder, with its matrices rounded as by quantization=`name`; returns a report of lines.
 
-    text: a text file; the report then includes the model's perplexity on it before and after. None for no perplexity.
+    config: of the model; hf_overrides go into the folder's config.json. name: "fp8", "int4" or "int8". text: a text
+    file; the report then includes the model's perplexity on it before and after. None for no perplexity.
 
     Raises ConfigError, before anything is written, for a model without safetensors or one that is already quantised,
     and for a text that cannot be read; ModelFileError for a folder that exists and for invalid model files.
@@ -86,8 +87,12 @@ def _read(path: str) -> str:
 def _perplexity(config: EngineConfig, text: str, size: int) -> float:
     """Perplexity of a text, in windows of `size` tokens of which the first is given; NaN for a text of less than two
     tokens.
+
+    config: names the model, where it comes from, and what of its config.json is another; its other options are not
+    used. Loads the model, and frees it.
     """
-    options = {name: getattr(config, name) for name in ("model", "revision", "download_dir", "hf_token")}
+    named = "model", "revision", "download_dir", "hf_token", "hf_overrides"
+    options = {name: getattr(config, name) for name in named}
     # One step size of each kind is enough, as speed does not matter.
     steps = {"cudagraph_capture_sizes": [], "prefill_sizes": []}
     options |= {"max_model_len": size + 1, "max_num_seqs": 1, "compilation_config": steps}

@@ -70,10 +70,11 @@ def check_sampling_options(args: argparse.Namespace, options: Mapping[str, Any])
 def remote_model(
     args: argparse.Namespace, engine_options: Mapping[str, Any], sampling_options: Mapping[str, Any]
 ) -> RemoteModel | None:
-    """Connects to the server that the command line names; None if it names none.
+    """Returns the model of the server that the command line names, which is asked for its models unless --model-name is
+    given; None without a server.
 
-    Raises ConfigError for options that are the server's, for a server that does not answer, and without --url for
-    options that need it.
+    engine_options, sampling_options: those that were given. Raises ConfigError for options that are the server's or
+    that requests cannot have, for a server that does not answer, and without --url for options that need it.
     """
     if args.url is None:
         for name in ("model_name", "api_key", "api_key_file"):
@@ -188,7 +189,10 @@ class RemoteModel:
 
 
 def _base_of(url: str) -> str:
-    """The URL before the routes' names. Raises ConfigError."""
+    """The URL before the routes' names, without a slash at the end; /v1 is added to one without a path.
+
+    Raises ConfigError for anything but http(s)://HOST:PORT/PATH, and for a URL with a user's name.
+    """
     try:
         parts = urllib.parse.urlsplit(url)
         usable = parts.scheme in ("http", "https") and parts.hostname and (parts.port or True)

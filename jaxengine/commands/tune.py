@@ -91,7 +91,7 @@ def _table_to_write(path: Path) -> dict[str, tuple[tuple, ...]]:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    """Replaces the file atomically, as kernels import it."""
+    """Replaces the file atomically, as kernels import it, by way of a file next to it. Raises OSError."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         part.write_text(text)

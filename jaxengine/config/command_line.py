@@ -31,7 +31,7 @@ def add_options(
     """Adds a flag for each field of the dataclass `cls`; if given, only for `names`, in their order.
 
     title: of their group in --help. short: alternative flags, by field. The metadata "nargs" of a field of strings sets
-    how many values its flag takes.
+    how many values its flag takes. `given_options` reads the parsed values; a flag that is not given leaves none.
     """
     hints, texts = typing.get_type_hints(cls), class_texts(cls)
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
@@ -104,7 +104,10 @@ def _help(text: str, default: Any) -> str:
 
 
 def _reader(hint: Any, nargs: str | None = None) -> dict[str, Any]:
-    """Keyword arguments of add_argument for values of type `hint`; omitting the flag stands for None."""
+    """Keyword arguments of add_argument for values of type `hint`; omitting the flag stands for None.
+
+    nargs: how many texts the flag of a list of texts takes; None for one each time it is given.
+    """
     kinds = [kind for kind in _members(hint) if kind is not type(None)]
     kind = kinds[0] if len(kinds) == 1 else Any
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)

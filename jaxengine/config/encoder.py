@@ -105,10 +105,10 @@ def settle_encoder(
 ) -> dict[str, Any]:
     """Computes num_encoder_rows, max_encoder_patches, whole_pictures and uses_mrope of ResolvedConfig, by name.
 
-    The result is empty without a vision tower. Raises ConfigError.
+    The result is empty without a vision tower. Raises ConfigError for options that the tower does not allow.
 
-    chosen: the other fields. sizes: (embeddings, patches) of the largest item of each modality that requests may
-      contain; unused without a vision tower.
+    chosen: the other fields of ResolvedConfig, by name. sizes: (embeddings, patches) of the largest item of each
+      modality that requests may contain; at least one, unused without a vision tower.
     """
     tower = model.tower
     if tower is None:

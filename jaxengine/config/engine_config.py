@@ -35,9 +35,11 @@ from jaxengine.config.plugins import read_plugins
 from jaxengine.config.pooler_config import POOLING_TASKS, PoolerConfig, read_hf_overrides
 from jaxengine.config.prefix_caching import settle_snapshots
 from jaxengine.config.profiler_config import ProfilerConfig
+from jaxengine.config.recording import RecordOptions, check_recording, settle_recording
 from jaxengine.config.speculation import SpeculativeConfig, check_speculation
 from jaxengine.config.step_tokens import step_tokens
 from jaxengine.config.structured_outputs_config import StructuredOutputsConfig
+from jaxengine.config.training import TrainingOptions, check_training
 from jaxengine.config.values import dtype_name, kind_missed, plain, read_size, whole_number
 from jaxengine.scheduler.buckets import Buckets
 from jaxengine.scheduler.config import POLICIES, SchedulerConfig
@@ -52,7 +54,12 @@ logger = logging.getLogger(__name__)
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "orbax", "dummy")
 DTYPES = ("auto", "float32", "bfloat16")
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
-SIZES = ("max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes")  # options that also take "4k" or "4G"
+SIZES = (
+    "max_model_len",
+    "max_num_batched_tokens",
+    "kv_cache_memory_bytes",
+    "record_steps_bytes",
+)  # options that also take "4k" or "4G"
 # Readers of options with structure.
 _READERS = {
     "compilation_config": CompilationConfig.read,
@@ -70,8 +77,9 @@ _READERS = {
 
 
 @dataclass(frozen=True)
-class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
-    """Engine options, in addition to those of EncoderOptions, LoraOptions and MediaOptions.
+class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, RecordOptions, TrainingOptions):
+    """Engine options, in addition to those of EncoderOptions, LoraOptions, MediaOptions, RecordOptions and
+    TrainingOptions.
 
     Attributes:
       model: a GGUF file, a Hugging Face folder, or a hub id to download; a GGUF file on the hub is org/name/FILE.gguf
@@ -267,6 +275,7 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
         check_scales(self.kv_cache_dtype, self.kv_cache_scales)
         check_lora(self, self.nnodes)
         check_encoder(self)
+        check_recording(self)
         check_idle_sleep(self.sleep_idle_seconds, self.nnodes)
         if (share := self.gpu_memory_utilization) is not None and not 0 < share <= 1:
             raise ConfigError("gpu_memory_utilization", share, "more than 0, at most 1")
@@ -305,9 +314,13 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
             raise ConfigError("max_model_len", self.max_model_len, f"at most {longest}, the model's context length")
         max_model_len = self.max_model_len or longest
         max_num_seqs = self.max_num_seqs or platform.max_num_seqs
-        chunks = self.enable_chunked_prefill, self.long_prefill_token_threshold
+        # A token that sees those after it needs them in its step.
+        chunks = self.enable_chunked_prefill and model.is_causal, self.long_prefill_token_threshold
         asked, usual = self.max_num_batched_tokens, platform.max_num_batched_tokens
         tokens = step_tokens(asked, usual, max_num_seqs, max_model_len, *chunks)
+        if platform.name == "tpu" and any(layer.window and not layer.causal for layer in model.attending):
+            problem = f"{model.architecture} attends to windows on both sides of a token, which the TPU kernel does not"
+            raise ConfigError.because("model", problem, "serve it on a CPU or a GPU")
         check_stages(self.pipeline_parallel_size, self.pipeline_layers, model.num_layers)
         if self.enable_expert_parallel and model.experts is None:
             raise ConfigError("enable_expert_parallel", True, f"False: {model.architecture} has no experts")
@@ -326,6 +339,7 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=tokens,
+            enable_chunked_prefill=chunks[0],
             compilation_config=self.compilation_config.divided(mesh.attn),
             block_size=self.block_size or platform.page_size,
             **settle_snapshots(chosen, model, max_num_seqs),
@@ -336,7 +350,9 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
             runner="generate" if model.pooler is None else "pooling",
         )
         chosen.update(settle_encoder(chosen, model, platform, pictures))
+        settle_recording(chosen, model)
         check_speculation(chosen, model)
+        check_training(chosen, model)
         # What a class without a file of its own does is not known to the next process.
         processors = self.logits_processors
         no_file = any(source_file(each) is None for each in processor_classes(processors))
@@ -345,7 +361,9 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
         return ResolvedConfig(**chosen)
 
     def mesh_layout(self, model: ModelConfig) -> MeshLayout:
-        """The mesh of one pipeline stage."""
+        """The mesh of one pipeline stage: tensor_parallel_size * data_parallel_size devices, whose axes follow from the
+        model's number of KV heads.
+        """
         return MeshLayout.for_heads(
             model.num_kv_heads,
             tensor=self.tensor_parallel_size,
@@ -411,13 +429,20 @@ class ResolvedConfig(EngineConfig):
         return max(2 if self.async_scheduling else 1, self.pipeline_parallel_size)
 
     @property
+    def ends_at_once(self) -> bool:
+        """Whether every request ends in the step that has its prompt."""
+        return self.runner == "pooling" and not self.enable_chunked_prefill
+
+    @property
     def fixes_pages(self) -> bool:
         """Whether the options set the size of the KV pool explicitly."""
         return self.num_gpu_blocks_override is not None or self.kv_cache_memory_bytes is not None
 
     def buckets(self, platform: Platform, *, sections: tuple[str, ...] = ()) -> Buckets:
-        """The shapes of steps to compile; sections: message sections that some steps have besides their own. Raises
-        ConfigError.
+        """The shapes of steps to compile; sizes that were not given are the platform's.
+
+        sections: message sections that some steps have besides their own. Raises ConfigError for sizes beyond the
+        limits.
         """
         # A pooling model has no decodes; a step without prefill would only hold one-token prompts.
         platform = platform if self.runner == "generate" else dataclasses.replace(platform, decode_sizes=())
@@ -429,8 +454,8 @@ class ResolvedConfig(EngineConfig):
     ) -> SchedulerConfig:
         """The scheduler's options.
 
-        num_pages: of each rank. windows: of each cache group, how many keys a token sees, itself included; None for
-        all.
+        num_pages: of each rank. num_ranks: ranks that have sequences and pages of their own. windows: of each cache
+        group, how many keys a token sees, itself included; None for all.
         """
         return SchedulerConfig(
             num_pages=num_pages,

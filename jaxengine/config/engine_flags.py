@@ -90,6 +90,8 @@ def add_model(
 def looks_like_model(word: str) -> bool:
     """Whether a positional argument, which may also be a prompt, names a model: a GGUF file, a model folder or a hub
     id.
+
+    Only a folder is looked for; any word that ends in .gguf or has the form org/name counts.
     """
     if word.endswith(".gguf") or re.fullmatch(r"[\w.-]+/[\w.-]+", word, re.ASCII):
         return True
@@ -152,7 +154,10 @@ def with_hyphens(argv: Sequence[str]) -> list[str]:
 
 
 def _take_config(words: list[str]) -> tuple[str | None, list[str]]:
-    """The name of the config file, and the words without it."""
+    """The name of the config file, None if --config is not among the words, and the words without it.
+
+    Only its first occurrence counts, and none after "--".
+    """
     end = words.index("--") if "--" in words else len(words)
     for at, word in enumerate(words[:end]):
         if word.startswith("--config="):
@@ -181,7 +186,11 @@ def _read(path: str) -> Mapping[str, Any]:
 
     try:
         with open(path, encoding="utf-8") as file:
-            content = yaml.safe_load(file.read(MAX_FILE_BYTES))
+            text = file.read(MAX_FILE_BYTES + 1)
+        if len(text) > MAX_FILE_BYTES:
+            problem = f"the --config file {path} has more than {MAX_FILE_BYTES} characters"
+            raise ConfigError.because("config", problem, "name a file of options")
+        content = yaml.safe_load(text)
     except OSError as error:
         problem = f"the --config file {path} cannot be read ({error.strerror})"
         raise ConfigError.because("config", problem, "name a YAML file") from None

@@ -15,7 +15,7 @@ GROUPS: dict[str, str] = {
         model tokenizer tokenizer_revision skip_tokenizer_init revision dtype quantization seed max_model_len
         enforce_eager max_logprobs logprobs_mode generation_config override_generation_config hf_token hf_overrides
         pooler_config runner convert logits_processors allowed_local_media_path allowed_media_domains chat_template
-        capture_layers plugins
+        capture_layers enable_trace_replay enable_sampling_mass plugins
     """,
     "LoadConfig": "load_format download_dir",
     "LoRAConfig": "enable_lora max_loras max_lora_rank max_cpu_loras",
@@ -115,7 +115,11 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         return next((each for each in others if each in self._option_string_actions), found[0]) + word[found.end() :]
 
     def _merge_dotted(self, words: list[str]) -> list[str]:
-        """Replaces `--OPTION.key VALUE` by one `--OPTION=JSON`, after the other words."""
+        """Replaces `--OPTION.key VALUE` by one `--OPTION=JSON`, after the other words, merged into a dict that the
+        words give to the option itself.
+
+        Ends the program with an error for a missing value, and for a key below one that is no dict.
+        """
         kept: list[str] = []
         merged: dict[str, dict[str, Any]] = {}
         waiting = iter(words)
@@ -155,7 +159,7 @@ def names_of(action: argparse.Action) -> list[str]:
 
 
 def _given_dict(words: Iterable[str], flags: Sequence[str]) -> dict[str, Any]:
-    """The last JSON object that the words give to an option; empty if there is none."""
+    """The last JSON object that the words give to an option; empty if there is none. flags: the option's names."""
     words, found = list(words), {}
     for at, word in enumerate(words):
         name, equals, value = word.partition("=")

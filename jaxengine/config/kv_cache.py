@@ -25,8 +25,8 @@ AUTO, CALIBRATE, UNIT = "auto", "calibrate", "unit"
 def kv_dtype(name: str, quantization: Any, dtype: str, platform: str) -> str:
     """Name of the pool's dtype, as in jaxengine.models.cache.KVSpec.
 
-    quantization: of the checkpoint, None for none. dtype: of the model. platform: of the kernels that read the pool.
-    Raises ConfigError for codes that these kernels do not read.
+    name: value of kv_cache_dtype. quantization: of the checkpoint, None for none. dtype: of the model. platform: of the
+    kernels that read the pool. Raises ConfigError for codes that these kernels do not read.
     """
     if name in _PER_TOKEN and platform not in _READ_ON:
         codes = ", ".join(each for each in KV_CACHE_DTYPES if each not in _PER_TOKEN)

@@ -27,7 +27,10 @@ OPTION = "logits_processors"
 
 
 def read_processors(value: Any) -> Any:
-    """Normalises the option to a tuple of names. Raises ConfigError for what is neither a processor nor its name."""
+    """Normalises the option, a class, a name or a list of them, to a tuple of names; imports the classes of names.
+
+    Raises ConfigError for what is neither a processor nor its name, and for classes that cannot be used together.
+    """
     if isinstance(value, (str, type)):
         value = [value]
     if not isinstance(value, Sequence):

@@ -40,7 +40,7 @@ class LoraOptions:
 
 
 def check_lora(options: LoraOptions, nnodes: int) -> None:
-    """Raises ConfigError for values that are not allowed, alone or together."""
+    """Raises ConfigError for values that are not allowed, alone or together. nnodes: processes of the engine."""
     if options.max_lora_rank not in RANKS:
         raise ConfigError("max_lora_rank", options.max_lora_rank, ", ".join(map(str, RANKS)))
     if not 1 <= options.max_loras <= MAX_LORAS:

@@ -91,7 +91,10 @@ class MediaOptions:
 
 
 def _read_limits(value: Any) -> dict[str, dict[str, int]]:
-    """Reads limit_mm_per_prompt: count and sizes by modality. Raises ConfigError."""
+    """Reads limit_mm_per_prompt: a dict of "count", "width" and "height", as far as given, by modality.
+
+    A number stands for a count. A limit of 0 for another modality, such as audio, is left out. Raises ConfigError.
+    """
     name = "limit_mm_per_prompt"
     limits: dict[str, dict[str, int]] = {}
     for modality, given in _pairs(name, value).items():

@@ -20,8 +20,9 @@ from jaxengine.config.values import plain
 def chosen_options(known: Collection[str], options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the values of EngineConfig's fields that these options set, by field.
 
-    known: names of the fields. Raises ConfigError for an option that is unknown or not implemented, and for options
-    that contradict each other.
+    Earlier and flat names are translated; options of vLLM that change nothing here are left out, some with a log line.
+    Values are not checked. known: names of the fields. Raises ConfigError for an option that is unknown or not
+    implemented, and for options that contradict each other.
     """
     options, chosen = with_gguf_file(settle_speculation(settle_names(dict(options)))), {}
     if isinstance(options.get("optimization_level"), Mapping):  # before it was a level, -O was the compilation_config

@@ -110,7 +110,7 @@ def settle_names(options: dict[str, Any]) -> dict[str, Any]:
     """Replaces vLLM's earlier options by their successors: override_pooler_config and task by pooler_config, runner and
     convert; rope_scaling and rope_theta by hf_overrides.
 
-    Raises ConfigError.
+    Raises ConfigError for an unknown task, and for an option that is given twice with different values.
     """
     settled = {name: value for name, value in options.items() if name not in EARLIER}
     earlier = {"pooler_config": options.get("override_pooler_config"), **_read_task(options.get("task"))}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from jaxengine.models.config.pooler import Pooler
+from jaxengine.models.config.pooler import Dense, Pooler
 
 EMBED, CLASSIFY = "embed", "classify"
 NORMALIZE, SOFTMAX, SIGMOID, IDENTITY = "normalize", "softmax", "sigmoid", "identity"
@@ -27,6 +27,7 @@ class SentenceModel:
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
     max_seq_length: int | None = None
+    dense: tuple[Dense, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,9 @@ class PoolingModel:
       matryoshka: sizes to which an embedding may be cut, empty for any; None if it may not be cut.
       labels: names of the labels, by number.
       sentence: settings of sentence-transformers, if there are any.
+      token_rows: rows of the token table of a model whose tokens see later ones; None for others. Its tokenizer joins
+        two texts with special tokens and tells them apart by types: a token of type n has n * token_rows more than its
+        id.
     """
 
     pooler: Pooler
@@ -52,6 +56,21 @@ class PoolingModel:
     matryoshka: tuple[int, ...] | None = None
     labels: Mapping[int, str] = field(default_factory=dict)
     sentence: SentenceModel | None = None
+    token_rows: int | None = None
+
+    def cut(self, token_ids: list[int], keep: int, side: str | None = None) -> list[int]:
+        """Returns at most `keep` token ids.
+
+        side: where the others are taken away, "left" or "right"; None for the left, and for an encoder for the right.
+        An encoder keeps its first and its last token, which are special, whatever the side.
+        """
+        if len(token_ids) <= keep:
+            return token_ids
+        if self.token_rows is None:
+            return token_ids[:keep] if side == "right" else token_ids[-keep:]
+        if side == "left":
+            return [token_ids[0], *token_ids[len(token_ids) - keep + 1 :]]
+        return [*token_ids[: keep - 1], token_ids[-1]]
 
 
 def check_dimensions(model: PoolingModel, dimensions: int, error: Callable[[str], Exception]) -> None:

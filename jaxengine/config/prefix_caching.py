@@ -22,6 +22,7 @@ def settle_snapshots(options: Mapping[str, Any], model: ModelConfig, max_num_seq
     options: fields of EngineConfig by name.
     """
     caching, asked, chunked = (options[name] for name in _OPTIONS)
+    caching = caching and model.is_causal  # the keys of a prefix depend on what follows it
     if not model.keeps_states:
         if asked:
             raise ConfigError("num_state_snapshots", asked, f"0 or None: {model.architecture} keeps no states")

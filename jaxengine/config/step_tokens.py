@@ -6,9 +6,10 @@ from jaxengine.config.errors import ConfigError
 
 
 def step_tokens(asked: int | None, usual: int, max_num_seqs: int, max_model_len: int, chunks: bool, chunk: int) -> int:
-    """max_num_batched_tokens: as given, otherwise `usual` or more if the other options need it. Raises ConfigError.
+    """max_num_batched_tokens: as given, otherwise `usual` or more if the other options need it.
 
     asked: the option; None if it is not given. chunks: enable_chunked_prefill; chunk: long_prefill_token_threshold.
+    Raises ConfigError for less than max_num_seqs, and without chunks for less than max_model_len or a threshold.
     """
     tokens = max(usual, max_num_seqs, 0 if chunks else max_model_len) if asked is None else asked
     if tokens < max_num_seqs:

@@ -62,7 +62,7 @@ def is_library(module: str | None) -> bool:
 
 
 def functions_in(value: Any) -> Iterator[types.FunctionType]:
-    """The functions that a function, method or property consists of."""
+    """Yields the functions that a function, method or property consists of; none for other values."""
     if isinstance(value, types.FunctionType):
         yield value
     elif isinstance(value, types.MethodType | staticmethod | classmethod):
@@ -175,7 +175,10 @@ class _Walk:
                 raise UnknownCodeError(f"{name} calls or reads {each}")
 
     def _code(self, code: types.CodeType, name: str, doc: str | None = None) -> set[str]:
-        """Writes what a function does; returns the names that it and the functions in it take from elsewhere."""
+        """Writes what a function does; returns the names that it and the functions in it take from elsewhere.
+
+        name: of the function, for errors. doc: its docstring, which does not count; None for none.
+        """
         names = set(code.co_names)
         constants = [each for each in code.co_consts if not isinstance(each, types.CodeType) and each != doc]
         kept = (code.co_names, code.co_varnames, code.co_freevars, code.co_flags)

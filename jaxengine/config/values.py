@@ -62,7 +62,7 @@ def whole_number(value: Any) -> Any:
 
 
 def dtype_name(value: Any) -> Any:
-    """Normalises a dtype to its name: "half", "float", objects of jax, numpy and torch."""
+    """Normalises a dtype to its name: "half", "float", objects of jax, numpy and torch; other values are unchanged."""
     if not isinstance(value, str):
         text = str(value)
         if text.startswith("torch."):
@@ -84,7 +84,10 @@ _KINDS: dict[str, tuple[Any, str]] = {
 
 
 def kind_missed(value: Any, annotation: str) -> str | None:
-    """Description of the type that a value should have; None if it matches its field's annotation."""
+    """Description of the type that a value should have; None if it matches its field's annotation.
+
+    annotation: as text. Only int, bool, float and str, each with or without None, are checked; others always match.
+    """
     if value is None and "None" in annotation:
         return None
     kind = annotation.removesuffix(" | None")

@@ -106,7 +106,7 @@ _SWITCHES = """
     enable_mamba_shared_prefix_checkpoint enable_mfu_metrics enable_mixed_moe_lora_format
     enable_mm_processor_stats enable_moe_shared_loras enable_nccl_comm_suspend enable_prompt_embeds
     enable_return_routed_experts enable_shm_tensor_arena enable_tower_connector_lora
-    enable_trace_replay fully_sharded_loras interleave_mm_strings kv_cache_metrics kv_sharing_fast_prefill
+    fully_sharded_loras interleave_mm_strings kv_cache_metrics kv_sharing_fast_prefill
     long_prefill_token_threshold_adaptive mm_encoder_only numa_bind ray_workers_use_nsight return_sampling_mask
     skip_mm_profiling sleep_mode_offload_cudagraph specialize_active_lora tokens_only use_fp64_gumbel use_replayssm
     dcp_q_replicate
@@ -240,7 +240,9 @@ def settle(name: str, value: Any) -> None:
 
 
 def asks_for_nothing(name: str, value: Any) -> bool:
-    """Whether a value is vLLM's default, or empty."""
+    """Whether a value has no effect: vLLM's default or another one that changes nothing, None, empty, or False for an
+    option that is not on by default.
+    """
     if value is None or (value is False and name not in _ON):
         return True
     if isinstance(value, (str, dict, list, tuple, set)) and not value:

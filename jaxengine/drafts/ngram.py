@@ -28,7 +28,10 @@ class Ngram:
     shortest: int
 
     def propose(self, history: jax.Array, num_known: jax.Array, count: int) -> Drafts:
-        """Implements Proposer.propose."""
+        """Implements Proposer.propose: for each row `count` drafts, or none if its last tokens did not occur before.
+
+        history: i32[S, L], padded to the right; num_known: i32[S], at least 1.
+        """
         length = history.shape[1]
         at = jnp.arange(length, dtype=jnp.int32)
         last = num_known - 1
@@ -49,7 +52,10 @@ class Ngram:
         return Drafts(jnp.where(found[:, None], token_ids, 0), jnp.where(found, count, 0).astype(jnp.int32))
 
     def propose_one(self, known: np.ndarray, count: int) -> np.ndarray:
-        """Implements Proposer.propose_one."""
+        """Implements Proposer.propose_one: `count` drafts i32, or none if the last tokens did not occur before.
+
+        known: i32[n] of one row, not empty.
+        """
         last = len(known) - 1
         run, same = np.zeros(last, np.int32), np.ones(last, np.bool_)
         for back in range(min(self.longest, last)):

@@ -57,6 +57,7 @@ class GrammarFailure(NamedTuple):
 class _Sequence:
     """A grammar in use.
 
+    trace: tokens that it is known to take.
     opened: this process has compiled it; compiled: some process had; awaited: a mask is due; guess: with it; suspect: a
     process ended while it worked on this one.
     """
@@ -65,6 +66,7 @@ class _Sequence:
     text: str
     options: dict[str, Any]
     tokens: list[int] = field(default_factory=list)
+    trace: Sequence[int] = ()
     opened: bool = False
     compiled: bool = False
     awaited: bool = True
@@ -87,8 +89,12 @@ class GrammarWorker:
         *,
         looks_ahead: bool = False,
     ):
-        """tokenizer: a tokenizer.json's text; num_words: of a mask, 32 tokens each; the ids: what ends a text;
-        looks_ahead: masks tell which tokens must come."""
+        """Keeps what the process is started with; starts none.
+
+        tokenizer: a tokenizer.json's text; vocab_size: number of the model's tokens; num_words: of a mask, 32 tokens
+        each; eos_token_ids: what ends a text, of which those outside the vocabulary are ignored (with none left, every
+        sequence fails); looks_ahead: masks tell which tokens must come.
+        """
         inside = [token_id for token_id in eos_token_ids if token_id < vocab_size]
         self.start = Start(tokenizer, vocab_size, num_words, inside, looks_ahead)
         self._has_end = bool(inside)
@@ -122,11 +128,14 @@ class GrammarWorker:
         if self._process is None and self._has_end:
             self._launch()
 
-    def open(self, key: int, kind: str, text: str, options: Mapping[str, Any]) -> None:
-        """Starts a sequence without waiting; its first mask is due then, or a failure. Arguments as
-        worker.compile_grammar.
+    def open(self, key: int, kind: str, text: str, options: Mapping[str, Any], trace: Sequence[int] = ()) -> None:
+        """Starts a sequence without waiting; its first mask is due then, or a failure.
+
+        key: one that was never used. kind ("json", "regex", "choice", "grammar"), text, options: as
+        worker.compile_grammar. trace: tokens that the sequence is known to take; it fails if its grammar does not allow
+        them.
         """
-        self._sequences[key] = _Sequence(kind, text, dict(options))
+        self._sequences[key] = _Sequence(kind, text, dict(options), trace=trace)
         if not self._has_end:
             self._fail(key, "the model has no end-of-sequence token")
         elif self._process is None:
@@ -137,7 +146,8 @@ class GrammarWorker:
     def advance(self, key: int, *token_ids: int, guess: Sequence[int] = ()) -> None:
         """Takes note of tokens that a sequence, whose mask has come, took; the next mask is due then. Does not wait.
 
-        guess: tokens that may follow these; the masks behind them are made with it.
+        guess: tokens that may follow these; the masks behind them are made with it. Raises KeyError for a sequence that
+        is closed or has failed.
         """
         sequence = self._sequences[key]
         sequence.tokens += token_ids
@@ -151,7 +161,11 @@ class GrammarWorker:
             self._send(Close(key))
 
     def wait(self, seconds: float) -> None:
-        """Waits until `take` has something and all masks but first ones have come; at most `seconds`."""
+        """Waits until `take` has something and no mask is due, other than first ones of sequences that are compiled
+        now; at most `seconds`.
+
+        Returns at once if there is no process.
+        """
         end = time.monotonic() + seconds
         while not self._taken or any(each.awaited and each.compiled for each in self._sequences.values()):
             left = end - time.monotonic()
@@ -160,7 +174,7 @@ class GrammarWorker:
             self._select(self._process, left)
 
     def wait_for(self, keys: Collection[int], seconds: float) -> None:
-        """Waits until nothing is due for any of these sequences; at most `seconds`."""
+        """Waits until nothing is due for any of these sequences, or there is no process; at most `seconds`."""
         end = time.monotonic() + seconds
         while any(key in self._sequences and self._sequences[key].awaited for key in keys):
             left = end - time.monotonic()
@@ -202,7 +216,8 @@ class GrammarWorker:
         if not self._compiling:
             self._compiling_since = time.monotonic()
         self._compiling.append(key)
-        self._send(Open(key, sequence.kind, sequence.text, sequence.options, list(sequence.tokens)))
+        tokens, trace = list(sequence.tokens), list(sequence.trace)
+        self._send(Open(key, sequence.kind, sequence.text, sequence.options, tokens, trace))
 
     def _send_advance(self, key: int, tokens: list[int]) -> None:
         if not self._masking:
@@ -264,7 +279,11 @@ class GrammarWorker:
             self._taken.append(NextMask(message.key, words, seconds, forced, guessed))
 
     def _check(self) -> None:
-        """Ends a process that takes too long; all it has said has been read."""
+        """Replaces a process that takes too long to compile or for a mask, and fails the sequence it was at.
+
+        One that does not start in time is ended and not replaced, and all sequences fail. Call it when all that the
+        process has said has been read.
+        """
         now = time.monotonic()
         if not self._is_ready:
             if now - self._launched > START_SECONDS:
@@ -295,7 +314,10 @@ class GrammarWorker:
         self._replace(dict.fromkeys(guilty, "twice ended the process that worked on it"))
 
     def _replace(self, guilty: dict[int, str]) -> None:
-        """Fails the guilty, by key with a reason, and starts another process for the other sequences."""
+        """Ends the process, fails the guilty, by key with a reason, and starts another process if any sequence is left.
+
+        Keys of closed sequences are ignored.
+        """
         self._kill()
         for key, reason in guilty.items():
             logger.warning("a grammar %s", reason)

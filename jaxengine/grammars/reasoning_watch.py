@@ -67,8 +67,8 @@ class ReasoningWatch:
     def gives_way(self, first: np.ndarray | None) -> bool:
         """Whether the grammar begins at once: it may itself begin as the opening word does, or can hold nothing.
 
-        first: its first mask, i32[num_words]; None if it can only end. A word that is one token always opens the
-        reasoning.
+        first: its first mask, i32[num_words]; None if it can only end. An opening word that is one token always opens
+        the reasoning. False without an opening word: the output begins inside reasoning.
         """
         if not self._begin or (first is not None and len(self._begin) == 1):
             return False
@@ -91,8 +91,10 @@ class ReasoningWatch:
         return budget.closing[self._num_read - budget.num_tokens]
 
     def mask(self, first: np.ndarray | None) -> np.ndarray | None:
-        """What may be taken now where nothing is forced, i32[num_words]; None for every token. first: as in
-        `gives_way`.
+        """What may be taken now where nothing is forced, i32[num_words]; None for every token, within the reasoning.
+
+        Before the opening word these are the tokens of `first`, the grammar's first mask, and the word's first token;
+        within the word only its next token.
         """
         if self._is_free or self._num_begun == len(self._begin):
             return None
@@ -103,7 +105,12 @@ class ReasoningWatch:
         return words
 
     def read(self, token_id: int) -> Sequence[int] | None:
-        """Takes a token; returns None while the reasoning goes on, else the tokens that the grammar begins with."""
+        """Takes the output's next token; returns None while the reasoning goes on or may begin, else the tokens with
+        which the grammar's text begins.
+
+        That is the token itself if it does not open the reasoning, or what stands behind the end word in it, encoded
+        anew; () if nothing does.
+        """
         data = self._vocabulary.text_bytes(token_id)
         if self._num_begun < len(self._begin):
             if token_id == self._begin[self._num_begun]:

@@ -63,7 +63,10 @@ class _Known:
         return place < max(self.num_free, len(self.forced) + (not self.is_end))
 
     def take(self, token_id: int) -> bool:
-        """Goes on behind the next token; whether it is known what may stand there."""
+        """Moves on by the next token that the request got; returns whether it is known what may stand behind it.
+
+        With False, what is kept here is of the place before it.
+        """
         self.taken.append(token_id)
         if self.forced:
             self.forced = self.forced[1:]
@@ -101,7 +104,12 @@ class RequestMasks:
         *,
         looks_ahead: bool = False,
     ):
-        """As GrammarWorker; vocabulary: by which reasoning is followed, needed for grammars with reasoning_end."""
+        """Starts no process yet.
+
+        vocabulary: by which reasoning is followed, needed for grammars with reasoning_end; None: there are none. The
+        others as GrammarWorker: a tokenizer.json's text, sizes of the vocabulary and of a mask in words of 32 tokens,
+        the tokens that end a text, and whether masks tell which tokens must come.
+        """
         self.worker, self._slow = (
             GrammarWorker(tokenizer, vocab_size, num_words, eos_token_ids, looks_ahead=looks_ahead) for _ in range(2)
         )
@@ -160,7 +168,8 @@ class RequestMasks:
     def advance(self, request: Request, token_id: int, guess: Guess = lambda request, num_output: None) -> None:
         """Takes note of a token that a masked request got, and asks for the next mask unless it is known.
 
-        The request has not ended. guess: finds drafts, see Guess.
+        The request has not ended. guess: called with the request and its number of output tokens, gives the drafts that
+        a step in flight has behind these, along which masks are made too; None for no drafts.
         """
         self._num_tokens[request] += 1
         self._surplus.pop(request, None)
@@ -180,7 +189,10 @@ class RequestMasks:
             self._known[request] = _Known((), watch.mask(first), num_free=watch.num_free)
 
     def _reason_on(self, request: Request, token_id: int, guess: Guess) -> None:
-        """Takes note of a token of a request that reasons: its grammar may begin with this token, or behind it."""
+        """Takes note of a token of a request that reasons: its grammar may begin with this token, or behind it.
+
+        guess: as in `advance`, asked when the grammar begins.
+        """
         watch = self._watches[request]
         taken = watch.read(token_id)
         if _is_free(request):
@@ -200,7 +212,11 @@ class RequestMasks:
             self._begun.append(first)
 
     def _go_on(self, request: Request, token_id: int, guess: Guess) -> None:
-        """Takes note of another token of the grammar's text."""
+        """Takes note of another token of the grammar's text, and asks for the next mask if it is not known.
+
+        guess: as in `advance`; with drafts the mask is asked for in any case. A text that has come to its end is
+        reported by the next `take`.
+        """
         known = self._known[request]
         is_known = known.take(token_id)
         if known.forced:
@@ -240,7 +256,10 @@ class RequestMasks:
 
     def rows(self, request: Request, width: int) -> list[np.ndarray]:
         """Masks i32[num_words] of the request's places in a step, at most `width`: what may stand behind its output,
-        and behind each of the drafts there. The last one allows nothing where that is not known."""
+        and behind each of the drafts there. The last one allows nothing where that is not known.
+
+        Also notes how many of the drafts cannot come, for `has`. Raises KeyError for a request without a mask.
+        """
         known = self._known[request]
         masks = [*map(self._only, known.forced[:width]), *([] if known.words is None else [known.words])]
         asked, drafts = self._drafts.get(request, (-1, ()))
@@ -266,7 +285,11 @@ class RequestMasks:
 
     def forced(self, request: Request, num_output: int, most: int) -> Sequence[int] | None:
         """The tokens, at most `most`, that must stand behind num_output tokens of output, as far as is known what may
-        stand behind each: what a step can be given before they are sampled. None where guesses may stand there."""
+        stand behind each: what a step can be given before they are sampled.
+
+        None where guesses may stand there: nothing is forced, or nothing known. () where neither may: the request
+        reasons, is FREE, has bad words of several tokens, or the text ends behind the one token that is forced.
+        """
         if request.params.has_long_bad_words or request in self._watches or _is_free(request):
             return ()
         if not self.has(request, num_output):
@@ -301,7 +324,11 @@ class RequestMasks:
             each.shutdown()
 
     def take(self) -> MaskEvents:
-        """Returns what has become known since the last call; does not wait."""
+        """Returns what has become known since the last call, of requests that were not dropped; does not wait.
+
+        ready: a mask has come, or the request is FREE; ended: the grammar allows nothing more (an error before
+        min_tokens) or fails; refused: the grammar cannot be used.
+        """
         free, self._free = self._free, []
         events = MaskEvents([request for request in free if request in self._keys], [], [])
         for each in self._news():
@@ -350,11 +377,25 @@ class RequestMasks:
             grammar = request.params.grammar
             assert grammar is not None
             self._workers[request] = worker = self.worker if seconds < _SLOW_SECONDS else self._slow
-            worker.open(key, grammar.kind, grammar.text, grammar.options)
+            worker.open(key, grammar.kind, grammar.text, grammar.options, self._trace(request))
         begun, self._begun = self._begun, []
         yield from begun
         yield from self.worker.take()
         yield from self._slow.take()
+
+    def _trace(self, request: Request) -> Sequence[int]:
+        """What a request's grammar is to allow of the tokens that the request decodes in any case: those behind its
+        reasoning."""
+        grammar, trace = request.params.grammar, request.params.trace_decode_token_ids
+        assert grammar is not None
+        if not trace or not grammar.reasoning_end:
+            return trace
+        assert self._vocabulary is not None
+        watch = ReasoningWatch(grammar, self._vocabulary)
+        for count, token_id in enumerate(trace, 1):
+            if (taken := watch.read(token_id)) is not None:
+                return (*taken, *trace[count:])
+        return ()
 
     def _fail(self, request: Request, failure: GrammarFailure, events: MaskEvents) -> None:
         message = f"structured_outputs cannot be used: {failure.reason}"

@@ -128,7 +128,10 @@ class GrammarTrials:
         self._verdicts.clear()
 
     def _begin(self) -> None:
-        """Gives the clients whose turn it is a process, as long as there are any."""
+        """Begins the next trials, one a client, until all processes are busy or no other client waits.
+
+        A grammar whose verdict has become known meanwhile gets that, without a trial.
+        """
         while True:
             busy = {trial.client for trial in self._trials if trial.candidate}
             client = next((each for each in self._waiting if each not in busy), None)

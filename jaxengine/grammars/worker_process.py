@@ -51,13 +51,17 @@ class Start(msgspec.Struct, tag=True, array_like=True):
 
 
 class Open(msgspec.Struct, tag=True, array_like=True):
-    """Compile a grammar, take `tokens`, and give the mask of the next one. kind and text as `compile_grammar`."""
+    """Compile a grammar, take `tokens`, and give the mask of the next one. kind and text as `compile_grammar`.
+
+    trace: tokens that the text is known to be made of.
+    """
 
     key: int
     kind: str
     text: str
     options: dict[str, Any]
     tokens: list[int]
+    trace: list[int] = []
 
 
 class Advance(msgspec.Struct, tag=True, array_like=True):
@@ -115,8 +119,9 @@ def compile_grammar(kind: str, text: str, options: Any) -> str:
     """Translates a constraint of StructuredOutputsParams to llguidance's notation; whether it is sound shows in its
     matcher.
 
-    kind "json": text is a schema, options are llguidance's for it; "regex"; "choice": a JSON list of strings;
-    "grammar": Lark or GBNF.
+    kind "json": text is a schema, options are llguidance's for it, unused by the others; "regex"; "choice": a JSON list
+    of strings; "grammar", and any other: Lark or GBNF. Raises ValueError for a "choice" that is no JSON and for GBNF
+    that cannot be parsed.
     """
     if kind == "json":
         return llguidance.LLMatcher.grammar_from_json_schema(text, overrides=options)
@@ -160,7 +165,7 @@ class Matchers:
     def open(self, message: Open) -> Mask | Failed:
         """Compiles a sequence's grammar, unless a recent one was the same, and computes the first mask.
 
-        Failed if the grammar cannot be used, or the sequence has been closed.
+        Failed if the grammar cannot be used or does not allow the trace, or the sequence has been closed.
         """
         start = time.perf_counter()
         try:
@@ -168,6 +173,7 @@ class Matchers:
                 if message.key not in self._expected:
                     raise GrammarError("closed")
             matcher = self._compile(message).deep_copy()
+            _check_trace(matcher, message.trace)
             words = self._next(matcher, message.tokens)
         except (ValueError, RecursionError) as error:
             return self._fail(message.key, True, error)
@@ -239,7 +245,9 @@ class Matchers:
         """Returns the tokens that must come behind a mask, each the only one that its place's mask allows, the mask
         behind them, and those behind further tokens of the guess.
 
-        words: the mask. The matcher stays where it is: what fails ahead fails when it is there.
+        words: the mask of where the matcher is; guess: tokens that may come from there on. At most _MAX_AHEAD tokens,
+        and no longer than the time that is left for it. The matcher stays where it is: what fails ahead fails when it
+        is there.
         """
         run, masks, num_forced = list[int](), [words], 0
         matcher_ahead, begin = None, time.thread_time()
@@ -265,6 +273,13 @@ class Matchers:
         return run[:num_forced], masks[num_forced], masks[num_forced + 1 :]
 
 
+def _check_trace(matcher: llguidance.LLMatcher, trace: list[int]) -> None:
+    """Raises GrammarError if a matcher at the beginning does not allow a text of these tokens."""
+    if trace and (count := matcher.deep_copy().try_consume_tokens(trace)) < len(trace):
+        problem = f"it does not allow token {trace[count]} of trace_decode_token_ids behind {count} tokens of its text"
+        raise GrammarError(problem)
+
+
 def _only(words: bytes) -> int | None:
     """Returns the token that a mask allows if it is only one; None for several, and for none."""
     allowed = int.from_bytes(words, "little")
@@ -282,7 +297,10 @@ def _be_nice(thread: int, value: int) -> None:
 
 
 def main() -> None:
-    """Serves the parent process until the connection ends. Sends Failed with key -1 if the tokenizer cannot be used."""
+    """Serves the parent process until the connection ends, which ends the process, as does an error of a thread.
+
+    The first message is a Start. Sends Failed with key -1, and returns, if the tokenizer cannot be used.
+    """
     connection = Connection(Order, _MAX_MEMORY_BYTES)
     compilations: queue.SimpleQueue[Open] = queue.SimpleQueue()
     masks: queue.SimpleQueue[Advance] = queue.SimpleQueue()

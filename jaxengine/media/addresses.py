@@ -33,7 +33,7 @@ _ISATAP = (0x5EFE, 0x02005EFE)
 
 
 def look_up(host: str, port: int, until: float) -> list[Any]:
-    """Returns the addresses of a host as socket.getaddrinfo does.
+    """Returns the addresses of a host for a TCP connection, as socket.getaddrinfo does.
 
     until: deadline by time.monotonic. Raises MediaError for an unknown host, TimeoutError after the deadline.
     """
@@ -63,7 +63,8 @@ def is_address(host: str) -> bool:
 def is_public(address: str) -> bool:
     """Whether an IP address is on the public internet, not in a loopback, private, reserved or provider network.
 
-    IPv6 addresses that lead to IPv4 addresses (mapped, NAT64, 6to4, Teredo, ISATAP) are as public as these.
+    IPv6 addresses that lead to IPv4 addresses (mapped, NAT64, 6to4, Teredo, ISATAP) are not public if one of these is
+    not. Raises ValueError for text that is no IP address; a zone ("%eth0") is ignored.
     """
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv4Address):
@@ -76,7 +77,7 @@ def is_public(address: str) -> bool:
 
 
 def _inner(ip: ipaddress.IPv6Address) -> list[ipaddress.IPv4Address]:
-    """The IPv4 addresses to which packets for `ip` may be sent on."""
+    """The IPv4 addresses to which packets for `ip` may be sent on; [] for an address that leads to none."""
     last = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
     if ip.ipv4_mapped or ip in _NAT64 or (int(ip) >> 32 & 0xFFFFFFFF) in _ISATAP:
         return [last]

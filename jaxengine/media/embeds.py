@@ -49,7 +49,8 @@ class Embeds:
 def given_embeds(value: Any) -> GivenEmbeds | None:
     """Recognises embeddings in place of a picture; None for anything else.
 
-    They are a floating-point array [rows, E], a dict of such an array and its grid, or a result of read_embeds.
+    They are a floating-point array [rows, E], a dict with "image_embeds" and perhaps "image_grid_thw", or a result of
+    read_embeds. What the dict contains is not checked.
     """
     if isinstance(value, Embeds):
         return GivenEmbeds(value.values, value.grid)
@@ -60,7 +61,11 @@ def given_embeds(value: Any) -> GivenEmbeds | None:
 
 
 def read_embeds(given: GivenEmbeds, options: MediaOptions) -> Embeds:
-    """Reads and checks embeddings; files and base64 are decoded. Raises MediaError."""
+    """Reads and checks embeddings; files and base64 are decoded.
+
+    Raises MediaError for more than options.max_media_bytes, for anything but one array [rows, E] of float32, float16 or
+    bfloat16 with finite numbers, and for a grid that is not three whole numbers of at least 1.
+    """
     data = given.data
     values = data if isinstance(data, np.ndarray) else _read_file(_decoded(data, options.max_media_bytes))
     if values.dtype.name not in ("float16", "bfloat16", "float32") or values.ndim != 2 or 0 in values.shape:
@@ -126,7 +131,11 @@ def _read_npy(data: bytes) -> np.ndarray:
 
 
 def _shaped(values: np.ndarray, shape: Sequence[int], name: str, order: Literal["C", "F"] = "C") -> np.ndarray:
-    """Returns `values`, [n], in the shape that the file claims. name: of the file's type. Raises MediaError."""
+    """Returns `values`, [n], in the shape [rows, E] that the file claims.
+
+    name: of the file's type, for errors; order: C if they are stored row by row, F by columns. Raises MediaError for
+    another number of dimensions, an empty array, and a shape that does not have n elements.
+    """
     if len(shape) != 2 or 0 in shape:
         raise MediaError(f"is an array {values.dtype}{show_value(list(shape))}; allowed is {_ARRAY}")
     if any(type(size) is not int or size < 0 for size in shape) or math.prod(shape) != values.size:

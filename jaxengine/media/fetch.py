@@ -122,7 +122,11 @@ def _local_root(options: MediaOptions) -> Path:
 
 
 def _allowed_host(url: str, scheme: str, options: MediaOptions) -> tuple[str, int, str]:
-    """Checks that an address may be fetched; returns (host, port, path with query). Raises MediaError."""
+    """Checks that an http(s) address may be fetched, without looking up its host.
+
+    scheme: "http" or "https". Returns (host in ASCII without a dot at the end, port, percent-encoded path with query).
+    Raises MediaError for an invalid address, one with a user's name, and a host that options do not allow.
+    """
     if len(url) > _MAX_URL_CHARS:
         raise MediaError(f"has {len(url)} characters; allowed are {_MAX_URL_CHARS}")
     try:
@@ -197,9 +201,11 @@ def _body(response: http.client.HTTPResponse, limit: int) -> bytes:
 
 
 def _connect(host: str, port: int, options: MediaOptions, until: float) -> _Socket:
-    """Connects to one of the host's addresses, all of which must be allowed.
+    """Connects to the first of the host's addresses that answers; all must be public, or the host an address that
+    options.allowed_media_domains lists itself.
 
-    until: deadline by time.monotonic. Raises MediaError, OSError, TimeoutError.
+    until: deadline by time.monotonic, also of later reads. Raises MediaError for a host that is unknown or not allowed,
+    OSError if none answers, TimeoutError.
     """
     named = host in options.allowed_media_domains and is_address(host)
     found = look_up(host, port, until)
@@ -260,7 +266,10 @@ class _TlsSocket(_Timed, ssl.SSLSocket):
 
 
 def _secured(sock: _Socket, host: str) -> _TlsSocket:
-    """Wraps the connection in TLS and verifies the host's certificate."""
+    """Wraps the connection in TLS and verifies the certificate for `host`; the deadline stays.
+
+    Raises OSError, of which ssl.SSLError and TimeoutError are some.
+    """
     context = ssl.create_default_context()
     context.sslsocket_class = _TlsSocket
     sock.settimeout(sock.left())

@@ -58,7 +58,7 @@ def video_type(data: bytes) -> str | None:
 
 
 def described(data: bytes) -> str:
-    """Describes a file of the wrong type, for an error message."""
+    """Describes a file of the wrong type by its first bytes, for an error message: "is a PNG", "has no bytes"."""
     if not data:
         return "has no bytes"
     if name := image_type(data):

@@ -38,7 +38,8 @@ class Video:
 def sample_frames(total: int, seconds: float | None, sampling: tuple[int, float]) -> np.ndarray:
     """Chooses frame indices, int64 [N], evenly from the first to the last of `total`, as vLLM's VideoBackend does.
 
-    seconds: duration of all frames, None if unknown. sampling: limits (num_frames, fps), -1 for none.
+    seconds: duration of all frames, None if unknown, in which case fps is ignored. sampling: limits (num_frames, fps),
+    -1 for none. N is at least 1 and at most `total`.
     """
     num_frames, fps = sampling
     count = total if num_frames < 0 else min(total, num_frames)

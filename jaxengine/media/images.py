@@ -192,7 +192,10 @@ def _decode(data: bytes, options: MediaOptions, budget: PixelBudget) -> np.ndarr
 
 
 def _decoding(name: str, step: Any) -> Any:
-    """Calls `step`; turns any error of a decoder into MediaError."""
+    """Calls `step`, without arguments, and returns its result; any error of a decoder becomes MediaError.
+
+    name: type of the file, for the error.
+    """
     try:
         return step()
     except MediaError:
@@ -252,8 +255,9 @@ def _webp_size(data: bytes) -> tuple[int, int]:
 
 
 def _noted_orientation(image: Image.Image) -> Any:
-    """EXIF orientation of a picture of Python, which may have changed it; None if it cannot be read: faulty metadata
-    are no reason to refuse a picture.
+    """EXIF orientation of a picture of Python, which may have changed it; unchecked, usually 1 to 8.
+
+    None if it has none or it cannot be read: faulty metadata are no reason to refuse a picture.
     """
     try:
         return image.getexif().get(ORIENTATION)
@@ -262,7 +266,9 @@ def _noted_orientation(image: Image.Image) -> Any:
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """Reduces 16-bit grey to its upper 8 bits, as Pillow does with 16-bit colours."""
+    """Reduces 16-bit grey to its upper 8 bits, as Pillow does with 16-bit colours: mode L, or LA if its metadata name a
+    transparent grey.
+    """
     deep = np.asarray(image)
     grey = Image.fromarray((deep >> 8).astype(np.uint8))
     if "transparency" not in image.info:

@@ -47,9 +47,10 @@ class MediaLoader:
         self._num_waiting: Counter[str | None] = Counter()
 
     async def load(self, parts: Sequence[MediaPart]) -> MultiModalData:
-        """Loads the parts of one prompt; returns them by modality.
+        """Loads the parts of one prompt; returns a list by modality, in the order of the parts, without empty ones.
 
-        Raises RequestError for the first part that cannot be used, OverloadedError if too many parts are waiting.
+        Embeddings are read to embeds.Embeds. Raises RequestError for the first part that cannot be used,
+        OverloadedError if too many parts are waiting.
         """
         owner = OWNER.get()
         self._check_room(owner, len(parts))

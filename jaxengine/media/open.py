@@ -18,7 +18,8 @@ def open_processor(
 ) -> MediaProcessor | None:
     """The processor of the model at `path`; None for a model without a vision tower.
 
-    overrides: hf_overrides. tokenizer: see processor_for. Raises ModelFileError or ModelConfigError.
+    overrides: hf_overrides, laid over config.json; None for none. tokenizer: the model's Tokenizer; None without one,
+    which some families refuse. Raises ModelFileError or ModelConfigError.
     """
     if model.tower is None:
         return None

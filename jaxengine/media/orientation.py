@@ -29,7 +29,10 @@ class Entry(NamedTuple):
 
 
 def first_directory(data: bytes | memoryview) -> Iterator[Entry]:
-    """The entries of the first directory of a TIFF or of EXIF, as far as they are there."""
+    """Yields the entries of the first directory of a TIFF or of EXIF, as far as they are there; none for other data.
+
+    data: from the file's byte order mark on.
+    """
     order = _ORDERS.get(bytes(data[:4]))
     if order is None or len(data) < 8:
         return
@@ -43,7 +46,10 @@ def first_directory(data: bytes | memoryview) -> Iterator[Entry]:
 
 
 def orientation_in(info: Mapping[Any, Any]) -> int | None:
-    """The orientation in the metadata that Pillow found in a file (`Image.info`); None if it is not there."""
+    """The orientation in the metadata that Pillow found in a file (`Image.info`); None if it is not there.
+
+    Its EXIF counts first, then its XMP. The number is unchecked; 1 to 8 are defined.
+    """
     exif = info.get("exif")
     if exif is None and isinstance(text := info.get(_EXIF_TEXT), str):
         try:

@@ -68,7 +68,7 @@ def collect_media(messages: Any, model: MediaModel | None, options: MediaOptions
     """Takes media out of chat messages; returns (messages for a chat template, media in order).
 
     Args:
-      messages: of a request, unchecked. Content that is not a message or not one of these parts is left as it is.
+      messages: of a request, unchecked. What is not a message, and text parts, are left as they are.
       model: the model's media capabilities; None for a text-only model.
       options: limits of their number and sources.
     A part is one of
@@ -80,7 +80,8 @@ def collect_media(messages: Any, model: MediaModel | None, options: MediaOptions
       {"type": "video_url", "video_url": {"url": ...} or the address}, {"type": "video", "video": or "url": ...}.
     A value that is not an address can only come from Python, and is one for read_image or read_video.
 
-    Raises RequestError for a part that cannot be used, before anything is fetched.
+    Raises RequestError for a part that cannot be used, before anything is fetched, and for one of another type, such as
+    audio, unless a text-only model gets no media beside it.
     """
     parts: list[MediaPart] = []
     if not isinstance(messages, (list, tuple)):
@@ -106,7 +107,11 @@ def collect_media(messages: Any, model: MediaModel | None, options: MediaOptions
 
 
 def _collect(message: Mapping[str, Any], content: Sequence[Any], where: str, parts: list[MediaPart]) -> list[Any]:
-    """Returns a message's content for a template, and appends its media to `parts`. Raises RequestError."""
+    """Returns a message's content for a template, and appends its media to `parts`.
+
+    where: name of the content in errors. Raises RequestError for media in a role that may have none, and for a part of
+    an unknown type or form.
+    """
     _check_types(content, where)
     kept: list[Any] = []
     for number, part in enumerate(content):
@@ -138,7 +143,8 @@ def _check_types(content: Sequence[Any], where: str) -> None:
 
 
 def check_parts(parts: Sequence[MediaPart], model: MediaModel | None, options: MediaOptions) -> None:
-    """Raises RequestError for a part that the model does not take, and for too many parts of a modality.
+    """Raises RequestError for a part that the model does not take, for embeddings unless options.enable_mm_embeds, and
+    for more parts of a modality than limit_mm_per_prompt.
 
     model: None for a text-only model, which takes none.
     """
@@ -239,7 +245,10 @@ def _check_detail(holder: Mapping[str, Any], where: str, param: str) -> None:
 
 
 def _anthropic(source: Any, where: str, param: str) -> str:
-    """The address of an Anthropic source; base64 data becomes a data URL. Raises RequestError."""
+    """The address of an Anthropic source; base64 data becomes a data URL without a media type.
+
+    where: name of the source in errors. param: field of the request. Raises RequestError for any other source.
+    """
     kind = source.get("type") if isinstance(source, Mapping) else None
     if kind == "url" and isinstance(source.get("url"), str):
         return source["url"]

@@ -24,7 +24,10 @@ _NEXT_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
 
 
 def picture_end(data: bytes) -> int:
-    """Returns the number of bytes that belong to the picture at the beginning of `data`."""
+    """Returns the number of bytes that belong to the picture at the beginning of `data`.
+
+    All of them if it is no picture, is of a type whose end is not looked for (TIFF), or cannot be followed to its end.
+    """
     find = _ENDS.get(image_type(data) or "")
     try:
         end = None if find is None else find(data)

@@ -34,7 +34,8 @@ def convert_image_mode(
 ) -> Image.Image:
     """Converts a picture to a mode of PIL. For "RGB" it is turned upright, and what is transparent gets the background.
 
-    Raises MediaError for pixels that are no colours or grey.
+    background_color: red, green and blue, 0 to 255. Other modes are left to PIL, which raises ValueError for those it
+    cannot make. Raises MediaError for "RGB" of pixels that are no colours or grey.
     """
     if to_mode != "RGB":
         return image.convert(to_mode)

@@ -26,9 +26,10 @@ _CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "mpeg4")
 
 
 def decode_video(data: bytes, options: MediaOptions, budget: PixelBudget) -> Video:
-    """Decodes sampled frames of an MP4 or WebM file, upright. Raises MediaError.
+    """Decodes frames of an MP4 or WebM file, upright, sampled by options.video_sampling.
 
-    data: must be of a type in file_types.VIDEOS.
+    data: must be of a type in file_types.VIDEOS. budget: from which the pixels of these frames are taken. Raises
+    MediaError, also without PyAV, for frames that are too large or too many, and after MAX_SECONDS.
     """
     name = video_type(data) or MP4
     try:
@@ -76,7 +77,8 @@ def _read(container: Any, name: str, options: MediaOptions, budget: PixelBudget)
 def _times(container: Any, stream: Any, until: float) -> np.ndarray:
     """float64 [N]: seconds at which each frame is shown, in order, read without decoding.
 
-    until: deadline of the file. Raises MediaError.
+    until: deadline of the file, by time.monotonic. The first need not be 0. Raises MediaError after it, and for more
+    than MAX_SOURCE_FRAMES frames.
     """
     stamps: list[int] = []
     for packet in container.demux(stream):
@@ -91,7 +93,8 @@ def _times(container: Any, stream: Any, until: float) -> np.ndarray:
 def _frames(container: Any, stream: Any, wanted: set[int], size: tuple[int, int], until: float) -> list[np.ndarray]:
     """Decodes the wanted frames, uint8 [H, W, 3] each, upright and in order; fewer if the file ends before.
 
-    wanted: numbers of frames. size: (width, height) of each. until: deadline of the file. Raises MediaError.
+    wanted: numbers of frames from 0, at least one. size: (width, height) of each before it is turned. until: deadline
+    of the file, by time.monotonic. Raises MediaError after it, and for a frame of another size.
     """
     frames, last = [], max(wanted)
     for number, frame in enumerate(container.decode(stream)):

@@ -148,7 +148,8 @@ def _check_frames(frames: np.ndarray, options: MediaOptions, budget: PixelBudget
 def _with_times(frames: np.ndarray, about: Mapping[str, Any]) -> Video:
     """Makes a video of decoded frames, uint8 [N, H, W, 3].
 
-    about: fps, frames_indices and total_num_frames, as far as given. Raises MediaError.
+    about: fps, frames_indices and total_num_frames, as far as given. Without fps the times are unknown (None); indices
+    count from 0, and the last one is the source's last frame. Raises MediaError.
     """
     if wrong := next((key for key in about if key not in _METADATA), None):
         raise MediaError(f"has {str(wrong)[:100]!r} in addition to its frames; allowed are {', '.join(_METADATA)}")

@@ -41,8 +41,10 @@ class ArgumentForm:
         return types_at(self.document, self.places[name])
 
     def texts(self, name: str) -> list[str]:
-        """Values that the schema of a parameter lists; [] if it lists none. Lists that have others than texts do not
-        count.
+        """Strings that the schema of the parameter `name` allows by enum or const; [] if it has neither.
+
+        With several lists, the strings that are in all of them. A list with anything but non-empty strings is ignored.
+        Raises KeyError for a name that is not in `places`.
         """
         texts: list[str] | None = None
         for place in self.places[name]:
@@ -58,10 +60,11 @@ class ArgumentForm:
 
 
 def argument_forms(function: Schema) -> list[ArgumentForm]:
-    """Returns the forms that a function's arguments may have, by the schema of the arguments.
+    """Returns the forms that a function's arguments may have, one for each combination of alternatives.
 
-    Properties by reference, of allOf and of alternatives are included; conditions (if) and patterns are not. Raises
-    ValueError for too many alternatives or levels, UnresolvedError for a reference to nowhere.
+    function: JSON schema of the arguments, an object. Properties by reference, of allOf and of alternatives are
+    included; conditions (if) and patterns are not. Raises ValueError for too many alternatives or levels,
+    UnresolvedError for a reference to nowhere.
     """
     document = SchemaDocument(function)
     return _forms(document, document.root, {}, 0)
@@ -70,9 +73,10 @@ def argument_forms(function: Schema) -> list[ArgumentForm]:
 def _forms(
     document: SchemaDocument, place: Place, known: dict[int, list[ArgumentForm]], depth: int
 ) -> list[ArgumentForm]:
-    """Forms of one schema. known: forms by the id of their schema; one that contains itself adds nothing there.
+    """Forms of the schema at `place`, `depth` references and combinations below the root; one for no object schema.
 
-    Raises as `argument_forms`.
+    known: forms found so far by the id of their schema, to which this adds. A schema that contains itself adds nothing
+    where it comes again. Raises as `argument_forms`.
     """
     schema = place.schema
     if not isinstance(schema, Mapping):

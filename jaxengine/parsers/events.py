@@ -138,7 +138,10 @@ class ParsedMessage:
 
 
 def message_of(events: Iterable[Event]) -> ParsedMessage:
-    """Combines events into a message."""
+    """Combines all events of one output, in order, into a message; content and reasoning are None without any.
+
+    A call's start must precede its arguments.
+    """
     content, reasoning = [], []
     calls: list[tuple[ToolCallStart, list[str]]] = []
     for event in events:

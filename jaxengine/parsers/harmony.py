@@ -39,9 +39,10 @@ class Header:
         return "" if found is None else found.group(1)
 
     def function(self, functions: Collection[str]) -> str | None:
-        """Name of the function that the message calls; None for other messages.
+        """Name of the function that the message calls, by its recipient; None for other messages.
 
-        functions: names of the request's functions, whose prefix the model may omit.
+        A recipient "functions.NAME" calls NAME, even if the request has no such function. One without the prefix must
+        be in `functions`, the names of the request's functions, and not be a built-in tool of gpt-oss.
         """
         found = _RECIPIENT.search(self.text)
         recipient = "" if found is None else found.group(1)
@@ -123,7 +124,10 @@ class HarmonyReader:
         return Opening(START, CHANNEL, CONSTRAIN, MESSAGE, "to=")
 
     def _first(self, text: str, at: int) -> int:
-        """State at the output's start or after a message, where a message may begin without <|start|>."""
+        """State at the output's start or after a message, where a message may begin without <|start|>.
+
+        Reads `text` from the position `at`; returns the position after what it read.
+        """
         at, found = self._opening.read(text, at)
         if found is None:
             return at

@@ -52,8 +52,10 @@ class JsonCall:
         return "" if self._started else "".join(self._text)
 
     def read(self, text: str, at: int) -> tuple[int, Progress]:
-        """Reads `text` from `at`; returns where it stopped, and the progress. Characters that make it fail are not
-        consumed.
+        """Reads `text` from the position `at`; returns the position where it stopped, and the progress.
+
+        Sends the call, once it is one, and its arguments to `out`. A character with which it becomes CUT, BROKEN or
+        REJECTED is not read, and the position is before it.
         """
         begin = at
         progress = Progress.MORE
@@ -108,7 +110,10 @@ class JsonCall:
         return Progress.BROKEN if self._in_arguments else Progress.CUT
 
     def _end_string(self, is_key: bool) -> bool:
-        """Handles a string of the object itself; returns False if the object cannot be a call."""
+        """Handles a key (`is_key`) or string value of the object itself, which has just ended.
+
+        Returns False if the object cannot be a call.
+        """
         try:
             value = json.loads("".join(self._literal), strict=False)
         except ValueError:
@@ -125,7 +130,10 @@ class JsonCall:
         return True
 
     def _begin_value(self, char: str) -> bool:
-        """Handles the start of a non-string value of the object; returns False if the object cannot be a call."""
+        """Handles `char`, with which a value of the object itself begins that is no string.
+
+        Returns False if the object cannot be a call.
+        """
         if self._key in self._names and not self._has_arguments:
             self._in_null = char == "n"
             self._in_arguments = char == "{"

@@ -28,8 +28,10 @@ class JsonCallList:
         return "".join(self._before) + (self._opening.held if self._call is None else self._call.held)
 
     def read(self, text: str, at: int) -> tuple[int, Progress]:
-        """Reads `text` from `at`; returns where it stopped, and the progress. Characters that make it fail are not
-        consumed.
+        """Reads `text` from the position `at`; returns the position where it stopped, and the progress.
+
+        Sends calls to `out`. DONE: the list is closed. A character with which it becomes BROKEN or REJECTED is not
+        read, and the position is before it. REJECTED may come after calls; the text to keep as content is `held`.
         """
         progress = Progress.MORE
         while at < len(text) and progress is Progress.MORE:

@@ -76,7 +76,11 @@ class JsonScanner:
         return at if plain is None else plain.end()
 
     def take(self, text: str, at: int) -> tuple[int, bool]:
-        """Reads until the value is complete or `text` ends; returns (end, whether the text so far is valid JSON)."""
+        """Reads `text` from the position `at` until the value is complete or the text ends.
+
+        Returns (position after what was read, whether that may begin a JSON value). False: the character at the
+        position is wrong; the scanner is of no use after it.
+        """
         while at < len(text) and not self.done:
             if (end := self.skip(text, at)) > at:
                 at = end

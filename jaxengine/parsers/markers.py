@@ -17,7 +17,11 @@ class Marker:
         self._held = ""
 
     def read(self, text: str, at: int) -> tuple[str, int, str]:
-        """Reads `text` from `at`; returns (text before any word, new position, the complete word or "")."""
+        """Reads `text` from the position `at`, to the end of the first word or of the text.
+
+        Returns (text before the word, new position, the word or ""). An end of the text that may begin a word is held,
+        and comes with the next call's text or from `take`.
+        """
         plain = ""
         if self._held:
             seen = len(self._held)
@@ -65,7 +69,11 @@ class Opening:
         self._read: list[str] = []
 
     def read(self, text: str, at: int) -> tuple[int, bool | None]:
-        """Reads `text` from `at`; returns (new position, whether it begins with a choice; None while undecided)."""
+        """Reads `text` from the position `at`; returns (new position, whether all text read begins with a choice).
+
+        None: `text` has ended and does not decide yet. False: the character at the position fits no choice; it is not
+        read.
+        """
         while at < len(text):
             stepped = [_step(words, index, offset, text[at]) for words, index, offset in self._fitting]
             if not any(stepped):

@@ -64,7 +64,10 @@ class LateEnd:
         self._space: list[str] | None = []
 
     def read(self, text: str) -> str:
-        """Reads a piece; returns what is certain of the content without the word."""
+        """Reads a piece of content; returns the content that is certain by now, without the word.
+
+        Text that may begin the word, and white space that may go with it, are held.
+        """
         if self._end is None:
             return self._released(text)
         plain, at, word = self._end.read(text, 0)

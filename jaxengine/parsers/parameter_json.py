@@ -43,7 +43,7 @@ class ParameterJson:
         return self._properties - self._names if self._properties else None
 
     def begin(self, name: str, types: frozenset[str] | None) -> None:
-        """Begins a parameter. types: see typed_text; None for those of the schema."""
+        """Begins the parameter `name`. types: JSON types that its value may have; None for those of the schema."""
         self._spell_wrapped()
         self._types = types_of(self._schema, name) if types is None else types
         is_only = bool(self._properties) and name not in self._properties and not self._names
@@ -70,7 +70,8 @@ class ParameterJson:
     def end_value(self, closed: bool) -> None:
         """Ends the value.
 
-        closed: by its own closing word; if that is missing, the line break that comes after it follows the value.
+        closed: its own closing word came. If that word is missing, one more line break at the end of the text, which
+        the format has after the word, is not part of the value.
         """
         held = _without_breaks("".join(self._value), self._own_line + (not closed))
         if self._is_wrapper:
@@ -79,7 +80,11 @@ class ParameterJson:
             self._out.arguments(_escaped(held) + '"' if self._is_streamed else as_json(held, self._types))
 
     def end(self) -> None:
-        """Ends the arguments. A wrapper that is the only one stands for what it contains."""
+        """Ends the arguments.
+
+        If the only parameter is a wrapper ("arguments" or "input", which the function lacks) and its value is an object
+        of parameters of the function, that object is emitted in its place.
+        """
         if self._wrapped is not None:
             inner = as_json(self._wrapped, _OBJECT)
             if inner.startswith("{") and json.loads(inner).keys() <= self._properties:

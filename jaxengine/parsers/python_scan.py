@@ -69,7 +69,10 @@ class PythonScanner:
         self._scalar: list[str] = []
 
     def read(self, char: str) -> Reading:
-        """Reads the next character; returns whether the value goes on, is complete, or is no such literal."""
+        """Reads the next character; returns whether the value goes on, is complete, or is no such literal.
+
+        A name or number is complete only with the character after it (BEFORE), a string as well.
+        """
         match self._state:
             case _State.STRING:
                 return self._string(char)
@@ -202,7 +205,10 @@ def _character(code: int) -> str:
 
 
 def _scalar_json(text: str) -> str | None:
-    """Converts a name or number to JSON; None for other texts."""
+    """Converts True, False, None (or true, false, null) or a number in Python's notation to JSON.
+
+    None for other texts, infinities and NaN.
+    """
     if text in _NAMES:
         return _NAMES[text]
     try:

@@ -35,7 +35,11 @@ class HarmonyFormat:
         return self.waits_for(prompt, continued) or None
 
     def limited_by(self, prompt: str, continued: str = "") -> dict[str, Any] | None:
-        """Implements registry.ReasoningFormat.limited_by. Only a first message of the channel analysis is limited."""
+        """Implements registry.ReasoningFormat.limited_by. Only a first message of the channel analysis is limited.
+
+        Returns the fields of thinking_words: what ends and begins reasoning, and the text that closes it. None for an
+        output that continues a given answer, the text `continued`.
+        """
         if continued:
             return None
         final = f"{CHANNEL}final"

@@ -46,7 +46,11 @@ class ThinkFormat:
     stop_words = ()
 
     def open(self, prompt: str, continued: str = "", *, calls: CallStarts | None = None) -> ReasoningParser:
-        """Implements registry.ReasoningFormat.open."""
+        """Implements registry.ReasoningFormat.open.
+
+        Creates the parser of one output that follows `prompt` and continues the answer `continued`, "" for a new one.
+        calls: calls that end reasoning; None: no call does.
+        """
         inside = bool(self._begins_inside(prompt, continued))
         if self.shown:
             # The beginning of a continued answer has the word already, or should not have it.
@@ -78,7 +82,8 @@ class ThinkFormat:
     def _begins_inside(self, prompt: str, continued: str) -> bool | None:
         """Whether an output begins inside reasoning, by the words before it or else by `always`.
 
-        None: it does not, but may open reasoning.
+        prompt, continued: the prompt, and the beginning of the answer after it, "" for a new answer. None: it does not,
+        but may open reasoning. False: reasoning has ended before it, or it continues an answer without reasoning.
         """
         for text, decides in ((continued, False), (prompt[-_TAIL_CHARS:].rstrip(), True)):
             begun = max(_end_of_last(text, word) for word in self.begins)
@@ -139,7 +144,10 @@ class ThinkParser:
             at = self._state(text, at)
 
     def _first(self, text: str, at: int) -> int:
-        """State at the output's start, where reasoning may be opened."""
+        """State at the output's start, where reasoning may be opened.
+
+        Reads `text` from the position `at`; returns the position after what it read.
+        """
         at, found = self._opening.read(text, at)
         if found is not None:
             self._state = self._thoughts if self._inside or found else self._answer
@@ -160,7 +168,10 @@ class ThinkParser:
         return at
 
     def _after_word(self, text: str, at: int) -> int:
-        """State after a word that ends the reasoning if a call of one of the functions begins with it."""
+        """State after a word that ends the reasoning if a call of one of the functions begins with it.
+
+        Reads `text` from the position `at`; returns the position after what it read.
+        """
         at, found = self._call.read(text, at)
         if found:
             self._end_by_call(self._word + self._call.held)

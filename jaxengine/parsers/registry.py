@@ -99,9 +99,9 @@ class ReasoningFormat(Protocol):
     def holds_calls(self) -> bool: ...
 
     def open(self, prompt: str, continued: str = "", *, calls: CallStarts | None = None) -> ReasoningParser:
-        """Creates a parser for one output that follows `prompt`; `continued`: the beginning of the answer that it
-        continues.
+        """Creates a parser for one output that follows `prompt`.
 
+        continued: the beginning of the answer, which the output continues; "" for a new answer.
         calls: what a following parser of the model's own tool calls will find; None: no parser follows, and no call
         ends reasoning.
         """

@@ -91,7 +91,11 @@ class HermesToolParser(StateParser):
         return at
 
     def _broken(self, text: str, at: int) -> int:
-        """State in arguments that are not valid JSON: they continue until the closing word."""
+        """State in arguments that are not valid JSON: they continue until the closing word, or the next call's word if
+        the format has none.
+
+        Reads `text` from the position `at`; returns the position after what it read.
+        """
         plain, at, found = self._end.read(text, at)
         self._out.arguments(plain)
         if found == self._words[0]:

@@ -98,7 +98,11 @@ class JsonListToolParser(StateParser):
         return at
 
     def _broken(self, text: str, at: int) -> int:
-        """State in arguments that are not valid JSON: they continue until the next word."""
+        """State in arguments that are not valid JSON: they continue until the word after the list, or the next word
+        before one if the format has none.
+
+        Reads `text` from the position `at`; returns the position after what it read.
+        """
         plain, at, word = self._broken_end.read(text, at)
         self._out.arguments(plain)
         if word == self._end and word:

@@ -24,7 +24,10 @@ _START = re.compile(r"[<{\[]")
 
 
 def grammar(calls: CallGrammar) -> Iterator[str]:
-    """Yields rules, with the top rule `calls`. Raises UnresolvedError for a reference of a schema to nowhere."""
+    """Yields Lark rules for one or several calls, with the top rule `calls`, without text around them.
+
+    Raises UnresolvedError for a reference of a schema to nowhere.
+    """
     yield f"calls: {calls.word(_TAG)}? {calls.listed('call', '; ')}"
     # One rule up to the last brace: the lexer cannot backtrack before the brace, which may begin an answer too.
     for at, (name, schema) in enumerate(calls.functions.items()):
@@ -77,7 +80,10 @@ class Llama3ToolParser(StateParser):
         return at + 1
 
     def _gap(self, text: str, at: int) -> int:
-        """State after a tag or a call."""
+        """State after a tag or a call, up to the next call or content.
+
+        Reads the character of `text` at the position `at`; returns the new position, the same if it is content.
+        """
         char = text[at]
         if char in "{[":
             return self._open(text, at)

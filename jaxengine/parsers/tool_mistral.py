@@ -24,7 +24,7 @@ _MAX_NAME = 256
 
 
 def grammar(calls: CallGrammar) -> Iterator[str]:
-    """Yields rules, with the top rule `calls`, in the newer form if the vocabulary has a token for [ARGS]."""
+    """Yields Lark rules for calls, with the top rule `calls`: the newer form if the vocabulary has a token [ARGS]."""
     begin = calls.word(_BEGIN)
     yield from calls.arguments()
     if calls.token_id(_ARGS) is None:
@@ -79,7 +79,11 @@ class MistralToolParser(StateParser):
         return at
 
     def _name(self, text: str, at: int) -> int:
-        """State in the name of a call in the newer form, up to the brace that opens its arguments."""
+        """State in the name of a call in the newer form, up to the brace that opens its arguments.
+
+        Reads the character of `text` at the position `at`; returns the new position, the same if the next state is to
+        read it. What turns out to be no name (a line break, too long) becomes content.
+        """
         char = text[at]
         word = "".join(self._word) if char == "{" else ""
         name = word.strip().removesuffix(_ARGS).partition(_CALL_ID)[0].strip()

@@ -66,7 +66,10 @@ class ParameterWords:
         return (self.parameter[2], self.call[2], self.parameter[0], *(self.section or ())[1:])
 
     def may_follow(self, end: str, names: Iterable[str]) -> Sequence[str | tuple[str, ...]]:
-        """Returns what must follow one of `value_ends` that does end a value. names: parameters that may be next."""
+        """Returns the words, or sequences of words, one of which must follow `end` for it to end a value.
+
+        end: one of `value_ends`. names: parameters that may be next.
+        """
         if end == self.parameter[0]:
             after = (_SAYS_STRING,) if self.says_string else (self.parameter[1], *filter(None, [self.value]))
             return [(name, *after) for name in names]
@@ -102,7 +105,7 @@ GLM45 = ParameterWords(
 
 
 def grammar(calls: CallGrammar, words: ParameterWords) -> Iterator[str]:
-    """Yields rules, with the top rule `calls`. Arguments have the order of their schema.
+    """Yields Lark rules for calls, with the top rule `calls`. Arguments have the order of their schema.
 
     A string is only constrained if its schema lists values. Raises ValueError as `argument_forms`.
     """
@@ -190,7 +193,10 @@ class ParameterToolParser(StateParser):
         return self._out.finish()
 
     def _cut_call(self, arguments: ParameterJson) -> None:
-        """Ends an output that ends inside a call. A word that may end a value ends it, unless it begins another."""
+        """Ends an output that ends inside a call, whose arguments it completes or leaves cut.
+
+        A word that may end a value, if it is the last one, ends it, unless it begins another parameter.
+        """
         if self._state == self._between:
             arguments.end()
             self._out.content(self._inside.held)
@@ -219,7 +225,10 @@ class ParameterToolParser(StateParser):
         return at
 
     def _section(self, text: str, at: int) -> int:
-        """State after the word that begins a section."""
+        """State after the word that begins a section. Unless a call follows, that word is content.
+
+        Reads `text` from the position `at`; returns the position after what it read.
+        """
         at, found = self._next.read(text, at)
         if found:
             self._begin_call(self._held + self._next.held)
@@ -257,7 +266,11 @@ class ParameterToolParser(StateParser):
         self._arguments, self._state = None, self._content
 
     def _next_part(self, word: str) -> None:
-        """Selects the state inside a call, after one of its words."""
+        """Selects the state inside a call, after `word`.
+
+        word: the one before a parameter's name or the one after a call, which ends the call here; any other, and "",
+        means that one of these two must follow.
+        """
         if word == self._words.parameter[0]:
             self._word, self._state = [], self._in_name
         elif word == self._words.call[2]:
@@ -268,7 +281,10 @@ class ParameterToolParser(StateParser):
             self._inside, self._state = Opening(self._words.parameter[0], self._words.call[2]), self._between
 
     def _after_call(self, text: str, at: int) -> int:
-        """State after a call. White space before the next call, or before the end of the section, is dropped."""
+        """State after a call. White space before the next call, or before the end of the section, is dropped.
+
+        Reads `text` from the position `at`; returns the position after what it read.
+        """
         at, found = self._next.read(text, at)
         if found is not None:
             self._state = self._content
@@ -279,7 +295,10 @@ class ParameterToolParser(StateParser):
         return at
 
     def _between(self, text: str, at: int) -> int:
-        """State before a parameter or the end of the call."""
+        """State before a parameter or the end of the call. Other text ends the call too, and is content.
+
+        Reads `text` from the position `at`; returns the position after what it read.
+        """
         at, found = self._inside.read(text, at)
         if found:
             self._next_part(self._inside.held.lstrip())
@@ -299,7 +318,10 @@ class ParameterToolParser(StateParser):
         return at
 
     def _to_value(self, text: str, at: int) -> int:
-        """State between a name and its value."""
+        """State between a parameter's name and the word before its value. Without that word the value begins anyway.
+
+        Reads `text` from the position `at`; returns the position after what it read.
+        """
         at, found = self._before_value.read(text, at)
         if found is None:
             return at
@@ -333,7 +355,10 @@ class ParameterToolParser(StateParser):
         return at
 
     def _after_value(self, text: str, at: int) -> int:
-        """State after a word that ends the value if something certain follows, and is part of the value otherwise."""
+        """State after a word that ends the value if one of `may_follow` comes next, and is part of the value otherwise.
+
+        Reads `text` from the position `at`; returns the position after what it read.
+        """
         assert self._arguments is not None
         at, found = self._after_end.read(text, at)
         if found:
@@ -345,7 +370,7 @@ class ParameterToolParser(StateParser):
         return at
 
     def _turn_from_value(self) -> None:
-        """Ends the value and reads on after its end."""
+        """Ends the value, by the word kept in `_end_word`, and reads the text that was held after that word."""
         assert self._arguments is not None
         is_closed = self._end_word == self._words.parameter[2]
         self._arguments.end_value(is_closed)

@@ -38,9 +38,10 @@ OLMO3 = "<function_calls>", "</function_calls>"
 
 
 def grammar(calls: CallGrammar, words: tuple[str, str] = ("", ""), brackets: bool = True) -> Iterator[str]:
-    """Yields rules, with the top rule `calls`. Arguments have the order of their schema; values are written as JSON.
+    """Yields Lark rules for calls, with the top rule `calls`. Arguments have their schema's order; values are JSON.
 
-    Raises ValueError for a name that is not a Python identifier, and as `argument_forms`.
+    words: before and after the calls, "" for none; brackets: the calls are a list, otherwise one a line. Raises
+    ValueError for a name that is not a Python identifier, and as `argument_forms`.
     """
     for name in calls.functions:
         if not all(part.isidentifier() for part in name.split(".")):
@@ -61,8 +62,10 @@ def starts(name: str, words: tuple[str, str], brackets: bool = True) -> Iterator
 
 
 def _keywords(calls: CallGrammar, at: int, form: ArgumentForm) -> Iterator[str]:
-    """Yields rules first_<at>_<n>, arguments from the n-th on of which none was written before, and rest_<at>_<n>, the
-    same with a comma before them. Raises ValueError for a name that is not a Python identifier.
+    """Yields Lark rules for the keyword arguments of a call by the form number `at`.
+
+    first_<at>_<n>: the arguments from the n-th on, if none was written before; rest_<at>_<n>: the same with a comma
+    before them. Raises ValueError for a name that is not a Python identifier, UnresolvedError.
     """
     for number, name in enumerate(form.places):
         if not name.isidentifier():
@@ -132,7 +135,7 @@ class PythonicToolParser:
         return at
 
     def _read(self, char: str) -> bool:
-        """Reads the next character; returns False if this is not a list of calls."""
+        """Reads the next character in or after calls; returns False if what is held and the character are no calls."""
         match self._state:
             case _State.NAME | _State.PARAMETER_NAME:
                 return self._read_word(char)

@@ -51,9 +51,10 @@ class SectionWords:
     rest: str = ""
 
     def call(self, head: str, functions: Collection[str]) -> tuple[str, str | None] | None:
-        """Returns (function, the model's id of the call or None) by the call's head; None if it is none.
+        """Returns (function, the model's id of the call or None) by the text `head`; None if it is no head of a call.
 
-        The name in the head's usual form counts first, then any other part of it that is one of the functions.
+        functions: names of the request's functions; another name in the usual form is returned too. The name in the
+        head's usual form counts first, then any other part of it that is one of the functions.
         """
         found, whole = self.head.fullmatch(head), head.strip()
         name = None if found is None else found["name"]
@@ -97,7 +98,7 @@ KIMI_K2 = SectionWords(
 
 
 def grammar(calls: CallGrammar, words: SectionWords) -> Iterator[str]:
-    """Yields rules, with the top rule `calls`."""
+    """Yields Lark rules for one section of calls, with the top rule `calls`."""
     opening, closing = map(calls.word, words.section)
     yield f"calls: {opening} {'call+' if calls.many else 'call'} {closing}"
     kind = [calls.word(word) for word in words.kind]
@@ -111,7 +112,10 @@ def grammar(calls: CallGrammar, words: SectionWords) -> Iterator[str]:
 
 
 def starts(name: str, words: SectionWords) -> Iterator[tuple[str, ...]]:
-    """Yields the beginnings of calls of a function, see CallStarts.words."""
+    """Yields the beginnings of calls of the function `name`, with and without a section's word before them.
+
+    Each is a sequence of words between which white space may stand, see CallStarts.words.
+    """
     heads = [(*words.kind, name, words.middle)]
     if words.numbered:
         heads = [(prefix + name + after,) for prefix in ("", *words.kind) for after in (":", words.middle)]
@@ -167,7 +171,10 @@ class SectionToolParser(StateParser):
         return at
 
     def _section(self, text: str, at: int) -> int:
-        """State after the word that begins a section."""
+        """State after the word that begins a section. Unless a call follows, that word is content.
+
+        Reads `text` from the position `at`; returns the position after what it read.
+        """
         at, found = self._next.read(text, at)
         if found:
             self._begin_call([*self._held, self._next.held])
@@ -226,7 +233,10 @@ class SectionToolParser(StateParser):
         return at
 
     def _after_arguments(self, text: str, at: int) -> int:
-        """State between the arguments and the word after them."""
+        """State between the arguments and the word after them. Text there, other than the fence, is content.
+
+        Reads `text` from the position `at`; returns the position after what it read.
+        """
         plain, at, word = self._end.read(text, at)
         self._held.append(plain)
         if word:

@@ -24,9 +24,9 @@ _TYPE_NAMES = {
 
 
 def types_of(document: SchemaDocument, name: str) -> frozenset[str]:
-    """Return the JSON types that a parameter of a function may have; only "string" if its schema gives none.
+    """Return the JSON types that the parameter `name` of a function may have; only "string" if its schema gives none.
 
-    document: the schema of the arguments.
+    document: the schema of the arguments. A parameter that it does not name has the types of additionalProperties.
     """
     rules = list(document.applicable(document.root))
     places = [each.inside(named[name]) for each in rules if name in (named := mapping(each.schema, "properties"))]
@@ -55,9 +55,10 @@ def _list(value: Any) -> list[Any]:
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
-    """Converts text to JSON of one of the types: unchanged if it is such JSON already, otherwise as a string.
+    """Converts text to JSON: the text itself, stripped, if it is JSON of one of `types`, otherwise a JSON string.
 
-    Values in Python's notation are converted too.
+    types: JSON types. A value of one of them in Python's notation is converted too. If they are only "string", or the
+    text is none of them, the result is a string; `types` need not contain "string" for that.
     """
     if types != {"string"}:
         for written in (text.strip(), _from_python(text.strip())):

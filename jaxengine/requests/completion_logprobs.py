@@ -1,7 +1,8 @@
 """Log-probabilities of completions that are known: `LLM.get_logprobs` as requests to the engine, and its result.
 
 A request reads a prompt and its completion but the last token, whose log-probability is then one of the token that the
-request samples. So a completion may be as long as one that was generated, and needs no token beyond its own.
+request samples. So a completion may be as long as one that was generated, and needs no token beyond its own. Or the
+request reads the prompt alone and decodes the completion (trace_decode_token_ids).
 """
 
 from __future__ import annotations
@@ -53,8 +54,21 @@ class KnownCompletions:
       prompts, params: of the request of each of `rows`.
     """
 
-    def __init__(self, inputs: InputProcessor, prompts: Sequence[Prompt], completions: Sequence[Sequence[int]]):
-        """prompts: as for `generate`, without pictures. completions: token ids of each. Raises RequestError."""
+    def __init__(
+        self,
+        inputs: InputProcessor,
+        prompts: Sequence[Prompt],
+        completions: Sequence[Sequence[int]],
+        *,
+        decode: bool = False,
+    ):
+        """prompts: as for `generate`, without pictures. completions: token ids of each. decode: they are decoded.
+
+        Raises RequestError.
+        """
+        if decode and not inputs.config.enable_trace_replay:
+            raise RequestError("decode needs an engine that was started with enable_trace_replay", param="decode")
+        self._decode = decode
         mode = inputs.config.logprobs_mode
         if not mode.endswith("logprobs"):
             problem = f"logprobs_mode is {mode!r}, and log-probabilities are asked for; allowed is 'raw_logprobs'"
@@ -81,17 +95,16 @@ class KnownCompletions:
             problem = f"completions[{index}] has {len(own)} tokens; allowed are {room}"
             raise RequestError(problem, param="completions", value=len(own))
         salted = {} if salt is None else {"cache_salt": salt}
-        self.prompts.append({"prompt_token_ids": [*prompt_ids, *own[:-1]], **salted})
+        read = [] if self._decode else own[:-1]
+        wanted: dict[str, Any] = {"max_tokens": 1, "logprob_token_ids": own[-1:]}
+        if self._decode:
+            wanted = {"max_tokens": None, "logprobs": 0, "trace_decode_token_ids": own}
+        elif read:
+            wanted["prompt_logprobs"] = 0
+        self.prompts.append({"prompt_token_ids": [*prompt_ids, *read], **salted})
         # At temperature 1 without truncation, processed log-probabilities are the raw ones.
-        self.params.append(
-            SamplingParams(
-                max_tokens=1,
-                prompt_logprobs=0 if len(own) > 1 else None,
-                logprob_token_ids=own[-1:],
-                detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            )
-        )
+        final = RequestOutputKind.FINAL_ONLY
+        self.params.append(SamplingParams(detokenize=False, output_kind=final, **wanted))
         self._first.append(len(prompt_ids))
 
     def result(self, outputs: Sequence[RequestOutput]) -> CompletionLogprobs:
@@ -101,12 +114,12 @@ class KnownCompletions:
         values = np.empty(cu_lens[-1], np.float32)
         for index, first, output in zip(self.rows, self._first, outputs, strict=True):
             own, (completion,) = self._own[index], output.outputs
-            if not completion.logprobs:
+            known = output.prompt_logprobs[first:] if output.prompt_logprobs else []
+            positions = [*known, *(completion.logprobs or ())][: len(own)]
+            if len(positions) < len(own) or not completion.logprobs:
                 problem = f"completions[{index}] has no log-probabilities: its request ended with "
                 reason = f"{completion.finish_reason!r} ({completion.stop_reason})"
                 raise RequestError(problem + reason, param="completions")
-            known = output.prompt_logprobs[first:] if output.prompt_logprobs else []
-            positions = [*known, completion.logprobs[0]]
             assert all(position is not None for position in positions)
             found = [position[token].logprob for token, position in zip(own, positions, strict=True) if position]
             values[cu_lens[index] : cu_lens[index + 1]] = found

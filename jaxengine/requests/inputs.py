@@ -203,13 +203,14 @@ class InputProcessor:
         """Same as `prepare`, for a request to a pooling model."""
         model, longest = self.require_pooling(), self.config.max_model_len
         recipe = params.recipe(model)
-        if recipe.dimensions is not None and recipe.dimensions > self.model_config.hidden_size:
-            most = self.model_config.hidden_size
+        if recipe.dimensions is not None and recipe.dimensions > (
+            most := model.pooler.width(self.model_config.hidden_size)
+        ):
             text = f"dimensions is {recipe.dimensions}; allowed are 1 to {most}"
             raise RequestError(text, param="dimensions", value=recipe.dimensions)
         options.verify_against(self.config.scheduling_policy, self.config.enable_lora)
         text, token_ids, salt = self.read_prompt(self.make_ready(prompt), params.prefix(model))
-        token_ids = params.cut(token_ids, longest)
+        token_ids = params.cut(token_ids, longest, model)
         if not 1 <= len(token_ids) <= longest:
             problem = f"prompt has {len(token_ids)} tokens; allowed are 1 to {longest} (max_model_len)"
             raise RequestError(problem, param="prompt", value=len(token_ids))
@@ -313,7 +314,9 @@ class InputProcessor:
         **fields: Any,
     ) -> Request:
         room = self.config.max_model_len - len(token_ids)
-        eos = () if params.ignore_eos else self.eos_token_ids()
+        if (trace := params.trace_decode_token_ids) is not None:
+            room = len(trace)
+        eos = () if params.ignore_eos or trace else self.eos_token_ids()
         return Request(
             request_id=request_id,
             prompt_token_ids=np.array(token_ids, np.int32),

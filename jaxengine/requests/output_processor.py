@@ -12,15 +12,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from jaxengine.engine.output import EngineOutput, PromptScores, TokenScores
 from jaxengine.requests.detokenizer import IncrementalDetokenizer
 from jaxengine.requests.found_rows import FoundRows
 from jaxengine.requests.outputs import (
+    SAMPLING_FIELDS,
     CompletionOutput,
     PositionLogprobs,
     RequestMetrics,
     RequestOutput,
     position_logprobs,
+    sampling_columns,
     weight_spans,
 )
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
@@ -44,6 +48,7 @@ class _Sequence:
     detokenizer: IncrementalDetokenizer | None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
+    masses: list[np.ndarray] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     num_sent: int = 0
     found: dict[str, FoundRows] = field(default_factory=dict)
@@ -92,6 +97,7 @@ class _Sequence:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             weight_versions=weight_spans(versions, len(self.token_ids)) if versions else None,
+            **sampling_columns(self.masses[first:] if self.group.params.return_sampling_mass else None),
             **{name: rows.take(num_fed, kind is RequestOutputKind.DELTA) for name, rows in self.found.items()},
         )
 
@@ -278,6 +284,8 @@ class OutputProcessor:
         given = list(zip(given_ids, scores.given_logprobs[row, : len(given_ids)].tolist(), strict=True))
         sequence.logprobs.append(self._position(token_id, scores, row, count, given))
         sequence.cumulative_logprob += float(scores.logprobs[row])
+        if params.return_sampling_mass:
+            sequence.masses.append(scores.given_logprobs[row, -len(SAMPLING_FIELDS) :])
 
     def _score_prompt(self, scores: PromptScores) -> None:
         sequence = self._sequences.get(scores.request.tag)

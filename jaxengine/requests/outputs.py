@@ -27,6 +27,8 @@ class Logprob:
 
 
 PositionLogprobs = dict[int, Logprob]
+# Fields of CompletionOutput that return_sampling_mass asks for, in the order in which the devices report them.
+SAMPLING_FIELDS = ("logprobs_raw", "logprobs_processed", "sampling_log_mass")
 
 
 def position_logprobs(
@@ -57,6 +59,14 @@ def position_logprobs(
         if entry_id not in found:
             found[entry_id] = Logprob(float(value), None, None if decode is None else decode(entry_id))
     return found
+
+
+def sampling_columns(rows: Sequence[np.ndarray] | None) -> dict[str, np.ndarray]:
+    """SAMPLING_FIELDS of an output, of their rows f32[3], one for each token; {} for None."""
+    if rows is None:
+        return {}
+    columns = np.array(rows, np.float32).reshape(-1, len(SAMPLING_FIELDS)).T
+    return dict(zip(SAMPLING_FIELDS, np.ascontiguousarray(columns), strict=True))
 
 
 @dataclass(slots=True)
@@ -125,6 +135,9 @@ class CompletionOutput:
       hidden_states: [tokens, layers, hidden size] of the engine's capture_layers, in the dtype of the model: one row
         for each token of the prompt, then one for each output token but the last, which was chosen and not fed to the
         model. Everything so far, or only what is new (RequestOutputKind.DELTA); None unless requested.
+      logprobs_raw, logprobs_processed, sampling_log_mass: f32[tokens], as token_ids: of each token its log-probability
+        under the model's own logits, that under what it was drawn from, and the log of the probability that top_k,
+        top_p and min_p kept there, 0 for all; None unless requested.
       weight_versions: which weights computed which tokens, all so far for every output kind; None while the weights
         are those that the engine started with.
     """
@@ -138,6 +151,9 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     hidden_states: np.ndarray | None = None
     weight_versions: list[WeightSpan] | None = None
+    logprobs_raw: np.ndarray | None = None
+    logprobs_processed: np.ndarray | None = None
+    sampling_log_mass: np.ndarray | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -148,9 +164,9 @@ class CompletionOutput:
         if later.logprobs is not None:
             self.logprobs = [*(self.logprobs or ()), *later.logprobs]
         self.cumulative_logprob = later.cumulative_logprob
-        if later.hidden_states is not None:
-            parts = [each for each in (self.hidden_states, later.hidden_states) if each is not None]
-            self.hidden_states = np.concatenate(parts)
+        for name in ("hidden_states", *SAMPLING_FIELDS):
+            parts = [each for each in (getattr(self, name), getattr(later, name)) if each is not None]
+            setattr(self, name, np.concatenate(parts) if parts else None)
         self.weight_versions = later.weight_versions
         self.finish_reason = later.finish_reason
         self.stop_reason = later.stop_reason

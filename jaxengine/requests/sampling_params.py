@@ -50,8 +50,11 @@ _INT64_MAX = 2**63 - 1
 # Fields that are passed to a step unchanged.
 _TOKEN_FIELDS = (
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("min_tokens", "prompt_logprobs"),
+    *("min_tokens", "prompt_logprobs", "return_sampling_mass"),
 )
+
+# Fields that hold token ids.
+_ID_FIELDS = ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids", "trace_decode_token_ids")
 
 Rule = Callable[[str, Any], Any]
 
@@ -158,6 +161,14 @@ def _logprob_token_ids(name: str, value: Any) -> tuple[int, ...] | None:
     return _token_ids(name, value, MAX_LOGPROB_TOKEN_IDS) or None
 
 
+def _trace(name: str, value: Any) -> tuple[int, ...]:
+    ids = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(ids, (list, tuple, range)) or not 0 < len(ids) <= MAX_TOKEN_IDS:
+        raise _refuse(name, value, f"None or a list of 1 to {MAX_TOKEN_IDS} token ids")
+    known = {token_id: token_id for token_id in _token_ids(name, ids)}
+    return tuple(known[token_id] for token_id in ids)
+
+
 def _logit_bias(name: str, value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise _refuse(name, value, "a dict from token id to a number")
@@ -201,6 +212,8 @@ _RULES: dict[str, Rule] = {
     "logprobs": _optional(_num_logprobs),
     "prompt_logprobs": _optional(_num_logprobs),
     "logprob_token_ids": _optional(_logprob_token_ids),
+    "return_sampling_mass": _flag,
+    "trace_decode_token_ids": _optional(_trace),
     "detokenize": _flag,
     "skip_special_tokens": _flag,
     "spaces_between_special_tokens": _flag,
@@ -250,6 +263,10 @@ class SamplingParams:
       prompt_logprobs: the same for the tokens of the prompt.
       logprob_token_ids: tokens whose log-probabilities are returned at each position of the output, in addition to
         those of `logprobs`, or of logprobs=0 where that is None.
+      return_sampling_mass: return for each token its raw and its processed log-probability, and the log of the
+        probability that top_k, top_p and min_p kept; with logprobs=0 where that is None. Needs enable_sampling_mass.
+      trace_decode_token_ids: the tokens that are decoded one after the other, whatever would be sampled; the output
+        ends with them, and end-of-sequence tokens among them do not end it. Needs enable_trace_replay.
       detokenize: convert tokens to text.
       skip_special_tokens: leave special tokens out of the text.
       spaces_between_special_tokens: put spaces between special tokens that are in the text.
@@ -289,6 +306,8 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: Sequence[int] | None = None
+    return_sampling_mass: bool = False
+    trace_decode_token_ids: Sequence[int] | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -311,7 +330,6 @@ class SamplingParams:
     skip_reading_prefix_cache: bool | None = None
     repetition_detection: Any = None
     routed_experts_prompt_start: int = 0
-    trace_decode_token_ids: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         if self.is_greedy:
@@ -320,6 +338,11 @@ class SamplingParams:
             self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _refuse("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
+        if (trace := self.trace_decode_token_ids) is not None:
+            if self.n > 1:
+                raise _refuse("n", self.n, "1 with trace_decode_token_ids (every output would be the same)")
+            if self.min_tokens > len(trace):
+                raise _refuse("min_tokens", self.min_tokens, f"at most {len(trace)}, as trace_decode_token_ids has")
         if self.thinking_token_budget is not None and self.thinking_words is None:
             allowed = "None without thinking_words, such as {'reasoning_end': '</think>'}"
             raise _refuse("thinking_token_budget", self.thinking_token_budget, allowed)
@@ -353,7 +376,7 @@ class SamplingParams:
     def num_logprobs(self) -> int | None:
         """Number of likeliest tokens with log-probabilities at each position of the output, -1 for all; None where no
         token has any."""
-        return 0 if self.logprobs is None and self.logprob_token_ids else self.logprobs
+        return 0 if self.logprobs is None and (self.logprob_token_ids or self.return_sampling_mass) else self.logprobs
 
     def token_params(
         self,
@@ -384,6 +407,7 @@ class SamplingParams:
             **{name: getattr(self, name) for name in _TOKEN_FIELDS},
             logprobs=self.num_logprobs,
             logprob_token_ids=tuple(self.logprob_token_ids or ()),
+            trace_decode_token_ids=tuple(self.trace_decode_token_ids or ()),
             logit_bias=self.logit_bias or {},
             allowed_token_ids=None if allowed is None else tuple(allowed),
             bad_words=tuple(map(tuple, bad_words)),
@@ -447,7 +471,7 @@ class SamplingParams:
                 raise _refuse(name, asked, f"at most max_logprobs ({most}); {whole}")
             if asked is not None and asked > most:
                 raise _refuse(name, asked, f"at most max_logprobs ({most})")
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids"):
+        for name in _ID_FIELDS:
             ids = getattr(self, name) or ()
             if max(ids, default=0) >= vocab_size:
                 outside = [token_id for token_id in ids if token_id >= vocab_size]
@@ -460,6 +484,9 @@ class SamplingParams:
             allowed = f"at most max_model_len ({max_model_len}), or None for the rest of the context"
             raise _refuse("max_tokens", self.max_tokens, allowed)
         room = max_model_len - num_prompt_tokens
+        if (trace := self.trace_decode_token_ids) and len(trace) > room:
+            allowed = f"at most {room} tokens, which the prompt leaves of max_model_len ({max_model_len})"
+            raise _refuse("trace_decode_token_ids", trace, allowed)
         if self.min_tokens > room:
             allowed = f"at most {room}, which the prompt leaves of max_model_len ({max_model_len})"
             raise _refuse("min_tokens", self.min_tokens, allowed)

@@ -28,6 +28,7 @@ from jaxengine.models.causal_lm import CausalLM
 from jaxengine.runner.program import Program, shape_on
 from jaxengine.runner.programs.device_state import TokenState
 from jaxengine.runner.programs.forward_pass import ForwardPass
+from jaxengine.sampling.sampler import MoreScores
 from jaxengine.scheduler.buckets import Bucket, Buckets
 from jaxengine.sharding.rules import logical_to_spec
 
@@ -112,6 +113,17 @@ class EpilogueSpec:
         found = [each.process for each in self.extensions if each.process is not None]
         return partial(found[0], tokens) if found else None
 
+    def replace(self, tokens: TokenState) -> Callable[..., jax.Array] | None:
+        """What changes the tokens that were drawn (jaxengine.sampling.sampler); None for nothing."""
+        found = [each.replace for each in self.extensions if each.replace is not None]
+        return partial(found[0], tokens) if found else None
+
+    @property
+    def more_scores(self) -> MoreScores | None:
+        """What is reported of sampled tokens besides their logprobs; None for nothing."""
+        found = [MoreScores(each.num_scores, each.score) for each in self.extensions if each.score is not None]
+        return found[0] if found else None
+
 
 @dataclass(frozen=True)
 class StageShape:
@@ -177,6 +189,8 @@ class DeviceExtension:
       counts_slots: `memory` counts its section of SlotState.
       description: static things that its shapes do not tell; part of the key of stored programs.
       process: (TokenState, logits, slots, counts, features) -> logits, inside samplers; None without one.
+      replace: (TokenState, token_ids, slots, positions) -> token ids, inside samplers; None without one.
+      num_scores, score: as jaxengine.sampling.sampler.MoreScores; None without any.
     """
 
     name: ClassVar[str]
@@ -186,6 +200,9 @@ class DeviceExtension:
     counts_slots = False
     description: str = ""
     process: Callable[..., jax.Array] | None = None
+    replace: Callable[..., jax.Array] | None = None
+    num_scores = 0
+    score: Callable[..., jax.Array] | None = None
 
     def __init__(self, shape: StageShape):
         self.shape = shape
@@ -326,6 +343,9 @@ class StageExtension:
         None for nothing. params: the model's leaves. state: DeviceState before the step.
         """
         return None
+
+    def before_epilogue(self, name: str, state: Any, forwarded: Any) -> None:
+        """Dispatches what comes between the newest forward pass and an epilogue. state: DeviceState before that."""
 
     def after_sample(self, params: Sequence[Any], state: Any, forwarded: Any) -> None:
         """Dispatches what is done when the tokens of the newest forward pass have been chosen."""

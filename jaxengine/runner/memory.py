@@ -202,9 +202,12 @@ def plan_memory(
         if config.default_seq_tokens is not None:
             of_default = limits.most_pages(min(config.default_seq_tokens, config.max_model_len))
             needed = max(min(2, config.max_num_seqs) * pages_per_seq, config.max_num_seqs * of_default)
+        if config.ends_at_once:  # pages are free again after a step
+            of_step = config.max_num_batched_tokens // config.block_size + config.max_num_seqs
+            needed = max(pages_per_seq, (config.max_in_flight + 1) * of_step)
         fitting = (budget - weights - needs.total - process) // page_bytes
         num_pages = min(fitting, needed)
-        by_need = config.default_seq_tokens is not None and needed < fitting
+        by_need = (config.ends_at_once or config.default_seq_tokens is not None) and needed < fitting
     if num_pages < pages_per_seq:
         fits = _longest_fit(config, max(0, num_pages), windows)
         others = [f"{purpose} take {size / (1 << 30):.1f} GiB" for purpose, size in needs.extensions.items() if size]

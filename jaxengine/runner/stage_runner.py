@@ -224,6 +224,8 @@ class StageRunner:
         own = self.programs.epilogues[name]
         if (name, size) not in self._epilogues:  # enforce_eager
             self.compile_epilogue(name, size)
+        for each in self.extensions.values():
+            each.before_epilogue(name, self._state, forwarded)
         left = {"rows": forwarded.rows, "logits": forwarded.logits, **forwarded.sections}
         values = {"params": self.params, **self._state._asdict(), **left}
         *changed, output = self._epilogues[name, size](*[values[argument] for argument in own.arguments])
@@ -241,6 +243,11 @@ class StageRunner:
         self._num_changes += 1
         if self._several_on_cpu and self._num_changes % MAX_LAUNCHES_AHEAD == 0:
             jax.block_until_ready(self._state)
+
+    @property
+    def pages(self) -> Any:
+        """The pool as the newest forward pass leaves it."""
+        return self._kv
 
     @property
     def slots(self) -> SlotState:

@@ -150,14 +150,16 @@ def checksums(runner: ModelRunner) -> dict[str, str]:
         raise RequestError(text, param="checksum", value=True)
     if not are_present(runner):
         raise RequestError("the engine sleeps: its weights are not on the devices", param="checksum")
-    found = {}
-    for stage in runner.stages:
-        names = {param.name for param in declared_params(stage.programs.model)}
-        for (name, _), array in zip(
-            abstract_leaves(stage.programs.model, stage.programs.mesh), stage.params, strict=True
-        ):
-            if name in names:
-                found[name] = hashlib.sha256(np.ascontiguousarray(np.asarray(array)).tobytes()).hexdigest()
+    return {name: own for stage in runner.stages for name, own in stage_checksums(stage).items()}
+
+
+def stage_checksums(stage: StageRunner) -> dict[str, str]:
+    """As `checksums`, of one stage's weights, which are all there."""
+    model, found = stage.programs.model, {}
+    names = {param.name for param in declared_params(model)}
+    for (name, _), array in zip(abstract_leaves(model, stage.programs.mesh), stage.params, strict=True):
+        if name in names:
+            found[name] = hashlib.sha256(np.ascontiguousarray(np.asarray(array)).tobytes()).hexdigest()
     return found
 
 

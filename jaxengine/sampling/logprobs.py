@@ -20,6 +20,8 @@ from jaxengine.sharding.collectives import any_device
 
 # Rows of logits alive at once while prompts are scored: 32 x 150k x 4 bytes = 19 MB, and enough rows to feed a matmul.
 PROMPT_BLOCK_ROWS = 32
+# Scores that `sampling_mass` has of a row.
+NUM_MASS_SCORES = 3
 
 
 class TokenLogprobs(NamedTuple):
@@ -69,6 +71,21 @@ def token_logprobs(
     return TokenLogprobs(
         scores[:, 0], jnp.where(valid[:, 0], rank, 0), top_ids.astype(jnp.int32), top, given_logprobs=scores[:, 1:]
     )
+
+
+def sampling_mass(logits: jax.Array, adjusted: jax.Array, kept: jax.Array, token_ids: jax.Array) -> jax.Array:
+    """What sampling made of the tokens i32[S]: f32[S, NUM_MASS_SCORES].
+
+    Of each its log-probability under `logits`, and under `kept`, those of `adjusted` that truncation left (others are
+    -inf), then the log of the probability that these have together under `adjusted`. All are f32[S, V]. A token outside
+    [0, V) gets -inf.
+    """
+    valid = (token_ids >= 0) & (token_ids < vocab_size(logits))
+    ids = jnp.where(valid, token_ids, 0)[:, None]
+    # One after the other, as exchanges of a vocabulary that devices share need an order.
+    raw, whole, left = (_log_sum_exp(each) for each in (logits, adjusted, kept))
+    scores = [take_tokens(logits, ids) - raw, take_tokens(kept, ids) - left, left - whole]
+    return jnp.where(valid[:, None], jnp.concatenate(scores, axis=1), -jnp.inf)
 
 
 def _log_sum_exp(logits: jax.Array) -> jax.Array:

@@ -26,6 +26,21 @@ from jaxengine.scheduler.token_params import BIAS, LOGPROBS, MASK, PENALTIES, PR
 
 # (logits f32[S, V / n], slots i32[S], counts i32[S, V / n], features=i32[]) -> logits.
 Process = Callable[..., jax.Array]
+# (token_ids i32[S], slots i32[S], positions i32[S]) -> token_ids.
+Replace = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+class MoreScores(NamedTuple):
+    """Further numbers that are reported of rows with logprobs.
+
+    Attributes:
+      count: how many.
+      score: (logits, adjusted, kept, token_ids) -> f32[S, count]: the given logits, those that truncation began with,
+        those that were drawn from, f32[S, V / n] each, and what was drawn, i32[S].
+    """
+
+    count: int
+    score: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 class SamplerFlags(NamedTuple):
@@ -64,7 +79,7 @@ class SampleOutput(NamedTuple):
     rank: jax.Array  # i32[S], 1 = the best token
     top_ids: jax.Array  # i32[S, Kl]
     top_logprobs: jax.Array  # f32[S, Kl]
-    given_logprobs: jax.Array  # f32[S, G], of the row's `SamplingState.logprob_ids`
+    given_logprobs: jax.Array  # f32[S, G], of the row's `SamplingState.logprob_ids`, then those of MoreScores
 
 
 def sample(
@@ -81,6 +96,8 @@ def sample(
     only: jax.Array | None = None,
     is_guided: jax.Array | None = None,
     process: Process | None = None,
+    replace: Replace | None = None,
+    more: MoreScores | None = None,
 ) -> SampleOutput:
     """Chooses one token per row of logits f32[S, V].
 
@@ -91,8 +108,9 @@ def sample(
     temperature and truncation included. assumed i32[S, k]: output tokens of each row that `token_counts` does not have
     yet, -1 for none. only i32[S]: where it is >= 0 the one token that a row may have, whatever its slot's mask says.
     is_guided bool[S]: rows with masks of their own, those behind the slots' in their order. process: logits processors
-    of a user's own, which run between bias and penalties where `flags.features` has one of them. Each of these four may
-    be None: no row has any.
+    of a user's own, which run between bias and penalties where `flags.features` has one of them. replace: what takes
+    the place of drawn tokens, those of rows that have none (-1) apart. more: scores besides. Each of these six may be
+    None: no row has any.
     """
     rows = RowParams(
         *(
@@ -106,22 +124,39 @@ def sample(
     processed, normalize = logprobs_mode.startswith("processed"), logprobs_mode.endswith("logprobs")
     num_top = min(max_logprobs, vocab_size(logits))
 
-    def score(scored: Callable[[], jax.Array], token_ids: jax.Array) -> TokenLogprobs:
+    def score(
+        scored: Callable[[], jax.Array], token_ids: jax.Array, besides: Callable[[], jax.Array] | None = None
+    ) -> TokenLogprobs:
         def scores() -> TokenLogprobs:
             given_ids = state.logprob_ids.at[slots].get(mode="fill", fill_value=-1)
-            return token_logprobs(scored(), token_ids, given_ids, num_top=num_top, normalize=normalize)
+            found = token_logprobs(scored(), token_ids, given_ids, num_top=num_top, normalize=normalize)
+            if besides is None:
+                return found
+            return found._replace(given_logprobs=jnp.concatenate([found.given_logprobs, besides()], axis=1))
 
-        num_given = state.logprob_ids.shape[1]
+        num_given = state.logprob_ids.shape[1] + (0 if besides is None or more is None else more.count)
         return lax.cond(flags.any_logprobs, scores, lambda: no_logprobs(logits.shape[0], num_top, num_given))
 
     def choose(adjusted: jax.Array, draw_rows: Callable[..., tuple[jax.Array, jax.Array]]):
         """Token ids, and their scores in the modes that report what was drawn from."""
         best, greedy_ids = best_token(adjusted)
         token_ids, kept_from = draw_rows(adjusted, best, greedy_ids)
+        token_ids = token_ids if replace is None else replace(token_ids, slots, positions)
         token_ids = jnp.where(jnp.isfinite(best[:, 0]), token_ids, -1)
-        if not processed:
+        if not processed and more is None:
             return token_ids, None
-        return token_ids, score(lambda: jnp.where(adjusted >= kept_from, adjusted / temperature, -jnp.inf), token_ids)
+
+        def kept() -> jax.Array:
+            return jnp.where(adjusted >= kept_from, adjusted / temperature, -jnp.inf)
+
+        if more is None:
+            return token_ids, score(kept, token_ids)
+        own = more.score
+        return token_ids, score(
+            kept if processed else lambda: logits,
+            token_ids,
+            lambda: own(logits, adjusted / temperature, kept(), token_ids),
+        )
 
     def draw_none(adjusted: jax.Array, best: jax.Array, greedy_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         return greedy_ids, jnp.full_like(best, -jnp.inf)

@@ -28,7 +28,8 @@ async def beam_search(
       request_id: of the output; the engine's requests have ids that begin with it.
       n: number of best sequences to return, None for all.
 
-    A search that exceeds `options.timeout` ends with the sequences so far, and finish_reason "abort".
+    A search of which the engine aborts a part ends with the sequences so far, finish_reason "abort" and the part's
+    stop_reason: "timeout" beyond `options.timeout`, None where an update of the weights ends what runs.
     Raises the same errors as EngineClient.stream.
     """
     inputs, one = engine.inputs, params.token_params()
@@ -43,7 +44,7 @@ async def beam_search(
         async with places:
             return await _last(engine.stream(own, one, f"{request_id}-{number}-{index}", options))
 
-    number, aborted = 0, False
+    number, aborted = 0, None
     while prompts := search.prompts:
         tasks = [asyncio.create_task(follow(number, index, beam)) for index, beam in enumerate(prompts)]
         try:
@@ -53,8 +54,8 @@ async def beam_search(
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         num_cached = outputs[0].num_cached_tokens if num_cached is None else num_cached
-        if any(output.outputs[0].finish_reason == "abort" for output in outputs):
-            aborted = True
+        aborted = next((part for output in outputs if (part := output.outputs[0]).finish_reason == "abort"), None)
+        if aborted is not None:
             break
         search.advance([candidates(output) for output in outputs])
         number += 1
@@ -62,7 +63,7 @@ async def beam_search(
     for index, beam in enumerate(search.result(None).sequences[:n]):
         own_ids = search.output_token_ids(beam)
         text = "" if inputs.tokenizer is None else inputs.tokenizer.decode(own_ids)
-        reason = "abort" if aborted and beam.finish_reason != "stop" else beam.finish_reason
+        reason = "abort" if aborted is not None and beam.finish_reason != "stop" else beam.finish_reason
         completions.append(
             CompletionOutput(
                 index,
@@ -70,7 +71,7 @@ async def beam_search(
                 own_ids,
                 cumulative_logprob=beam.cum_logprob,
                 finish_reason=reason,
-                stop_reason="timeout" if reason == "abort" else None,
+                stop_reason=aborted.stop_reason if aborted is not None and reason == "abort" else None,
             )
         )
     yield RequestOutput(request_id, prompt.get("prompt"), token_ids, completions, True, num_cached_tokens=num_cached)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import ssl
 import sys
 from pathlib import Path
 
@@ -48,8 +49,31 @@ def run(args: argparse.Namespace) -> int:
     server.api_keys()
     server.admin_keys()
     check_endpoint(server.otlp_traces_endpoint)
+    check_certificates(server)
+    return Supervisor(server, engine).run()
+
+
+def check_certificates(server: ServerConfig) -> None:
+    """Raises ConfigError for files of TLS that are none, that are not PEM, or whose certificate and key do not fit."""
     for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
         path = getattr(server, name)
         if path is not None and not Path(path).is_file():
             raise ConfigError.because(name, f"{name} {path!r} is not a file", "name a PEM file")
-    return Supervisor(server, engine).run()
+    context, certificate, key = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), server.ssl_certfile, server.ssl_keyfile
+    try:
+        if certificate is not None:  # an empty password, or OpenSSL would ask the terminal for that of an encrypted key
+            context.load_cert_chain(certificate, key, password="")
+    except OSError as error:  # SSLError is one
+        problem = f"ssl_certfile {certificate!r} and ssl_keyfile {key!r} cannot be used ({_reason(error)})"
+        advice = "name PEM files of a certificate and of its key, which has no password"
+        raise ConfigError.because("ssl_certfile", problem, advice) from None
+    try:
+        if server.ssl_ca_certs is not None:
+            context.load_verify_locations(server.ssl_ca_certs)
+    except OSError as error:
+        problem = f"ssl_ca_certs {server.ssl_ca_certs!r} cannot be used ({_reason(error)})"
+        raise ConfigError.because("ssl_ca_certs", problem, "name a PEM file of certificates") from None
+
+
+def _reason(error: OSError) -> str:
+    return str(getattr(error, "reason", None) or error.strerror or error)

@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 import ray  # pyright: ignore[reportMissingImports]
 from ray import serve  # pyright: ignore[reportMissingImports]
-from ray.exceptions import RayError  # pyright: ignore[reportMissingImports]
+from ray.exceptions import RayError, RayTaskError  # pyright: ignore[reportMissingImports]
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # pyright: ignore[reportMissingImports]
 
 from jaxengine.api.async_llm import AsyncLLM
@@ -237,8 +237,13 @@ class RayEngine:
             raise EngineDeadError("no replica answers") from error
 
     async def utility(self, name: str, *arguments: Any) -> Any:
-        """Calls a utility of one of the replicas."""
-        return await self._replicas.utility.remote(name, list(arguments))
+        """Calls a utility of one of the replicas. Raises what it raises, and EngineDeadError if the replica is lost."""
+        try:
+            return await self._replicas.utility.remote(name, list(arguments))
+        except RayTaskError as error:  # Ray's own class, derived from that of the cause as well
+            raise error.cause from None
+        except RayError as error:
+            raise EngineDeadError("the replica was lost") from error
 
     def text_spans(self) -> list[tuple[float, float, int]]:
         """Returns nothing: text is made on the replicas, each with its own clock."""
@@ -266,6 +271,8 @@ class RayEngine:
                 if request_id in self._aborted:  # Ray's error for a stream that was cancelled
                     yield _last_of_aborted(call, newest)
                     return
+                if isinstance(error, RayTaskError) and isinstance(error.cause, RequestError):
+                    raise error.cause from None
                 if newest or attempt + 1 == self._num_attempts:
                     raise EngineDeadError("the replica was lost") from error
 

@@ -65,11 +65,12 @@ def has_unusual_instructions(messages: Sequence[Message]) -> bool:
 
 
 def _instructed(messages: Sequence[Message], template: str) -> Iterator[Sequence[Message]]:
-    """Yields the messages and, if there are several instructions, or some in the middle, the messages with all of them
-    in one at the beginning.
+    """Yields the messages and, if any but the first is an instruction, the messages with all instructions joined into
+    one at the beginning.
 
-    A developer's message is a system message for a template that does not know the role. If there are any, the first
-    variant has one instruction in place of several at the beginning.
+    Instructions are system and developer messages that are texts. A developer's message becomes a system message for a
+    template that does not know the role. If there is a developer's message, those that stand together at the beginning
+    are one in the first variant already.
     """
     has_developer = any(each["role"] == "developer" for each in messages)
     if has_developer and _KNOWS_DEVELOPER.search(template) is None:
@@ -105,7 +106,8 @@ def _ways_to_write(messages: Sequence[Message], template: str) -> Iterator[list[
 def plain(value: Any, param: str, depth: int = 0) -> Any:
     """Copies a value to plain JSON types; the methods of other types would be reachable by a template.
 
-    Raises RequestError for other types, and for more than MAX_DEPTH levels.
+    param: name of the argument in errors. depth: levels of it that are around the value already. Raises RequestError
+    for other types, and for more than MAX_DEPTH levels.
     """
     if depth > MAX_DEPTH:
         raise RequestError(f"{param} must not be nested deeper than {MAX_DEPTH}", param=param)
@@ -155,7 +157,11 @@ def _checked_message(message: Any, where: str) -> Message:
 
 
 def _checked_calls(calls: Any, where: str) -> list[Any] | None:
-    """Checks the calls of an earlier answer and returns them; None if there are none. Raises RequestError."""
+    """Checks tool_calls of an earlier answer and returns them; None if there are none.
+
+    where: name of the message in errors. Each call must be a mapping with function.name; arguments are a text, a
+    mapping or missing. Raises RequestError.
+    """
     if not calls and (calls is None or isinstance(calls, (list, tuple))):
         return None
     if not isinstance(calls, (list, tuple)) or not all(isinstance(call, Mapping) for call in calls):
@@ -178,8 +184,9 @@ def _with_objects(call: Message) -> Message:
 
 
 def _object(arguments: Any) -> Any:
-    """Parses arguments; truncated JSON gives as much as is there, and text that is not an object
-    {"arguments": text}.
+    """Parses the arguments of a call, if they are text, to an object; truncated JSON gives as much as is there.
+
+    Text that is no JSON object becomes {"arguments": text}, and JSON's null an empty object.
     """
     if not isinstance(arguments, str):
         return arguments
@@ -192,7 +199,10 @@ def _object(arguments: Any) -> Any:
 
 
 def _checked_part(part: Any, where: str) -> dict[str, str]:
-    """Checks a content part, text or one of MEDIA_TYPES, and returns it as a dict. Raises RequestError."""
+    """Checks a content part and returns it as {"type": "text", "text": ...}, or as {"type": ...} of MEDIA_TYPES.
+
+    A plain text and a refusal become text parts. where: name of the part in errors. Raises RequestError.
+    """
     if isinstance(part, str):
         return {"type": "text", "text": str.__str__(part)}
     if not isinstance(part, Mapping):

@@ -53,7 +53,7 @@ def render_chat(
 
     Args:
       renderer: runs the template.
-      templates: the model's template, or templates by name, or None.
+      templates: the model's template, or templates by name; None for a model without one, which needs chat_template.
       role_tokens: texts of the existing tokens, by names of ROLE_TOKENS.
       messages: list of dicts with "role" and "content"; content is a text or a list of {"type": "text", "text": ...}
         and {"type": "refusal", "refusal": ...}, whose texts are joined by line breaks unless the list has {"type":
@@ -62,11 +62,14 @@ def render_chat(
         as much as is there. A message of the role developer is a system message for templates that do not know the
         role. Several instructions that the template refuses or leaves out become one at the beginning.
         Other keys (name, ...) are passed to the template unchanged.
-      tools: None or a list of JSON-schema dicts.
-      chat_template: Jinja source, or the name of one of `templates`, used instead of the model's default.
-      variables: additional variables of the template.
+      add_generation_prompt: the text ends with the beginning of an answer.
+      continue_final_message: the text ends with the last message's, which the model goes on with. Not both.
+      tools: None or a list of JSON-schema dicts, not empty.
+      chat_template: Jinja source, or the name of one of `templates`, used instead of the model's default, which is
+        "tool_use" with tools, if there is one, else "default"; None for that.
+      variables: additional variables of the template; names of OWN_NAMES are refused.
       placeholder: for a model that takes pictures or videos, returns the text that stands for "image" or "video" in
-        templates that take only text.
+        templates that take only text; None for a text-only model.
 
     Raises RequestError, whose param is the argument at fault; OverloadedError if too many templates are being rendered.
     """
@@ -93,7 +96,10 @@ def render_chat(
 
 def _render(renderer: TemplateRenderer, source: str, context: Mapping[str, Any], checked: Sequence[Message]) -> str:
     """Renders the first variant of the messages that the template accepts, if possible one whose instructions it
-    writes. Raises RequestError.
+    writes.
+
+    source: of the template. context: its variables other than messages. checked: from checked_messages. Raises
+    RequestError for a template that is invalid, takes too long or accepts no variant; OverloadedError.
     """
     first: TemplateFailure | None = None
     incomplete: str | None = None

@@ -52,7 +52,7 @@ def with_contents(
 
 @lru_cache(maxsize=16)
 def takes_parts(template: str) -> bool:
-    """Whether a template iterates over the parts of a content. False for an invalid template."""
+    """Whether a template iterates over the parts of a content. False for one that is invalid or very long."""
     if len(template) > _MAX_TEMPLATE_CHARS:
         return False
     try:
@@ -75,7 +75,7 @@ def _content_names(tree: nodes.Template) -> set[str]:
 
 
 def _is_content(node: nodes.Node, names: set[str]) -> bool:
-    """Whether an expression is a content, or a selection of its parts."""
+    """Whether an expression is a content, or a selection of its parts. names: variables that hold a content."""
     if isinstance(node, nodes.Name):
         return node.name in names
     if isinstance(node, nodes.Getattr):

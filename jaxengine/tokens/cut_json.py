@@ -35,7 +35,10 @@ def read_cut_json(text: str) -> Any:
 
 
 def _closed(text: str) -> tuple[str, ...]:
-    """Two completions of truncated JSON: with everything open closed, and the same after its last complete piece."""
+    """Two completions of truncated JSON: with everything open closed, and the same after its last complete piece.
+
+    () if nothing is open, or brackets do not match.
+    """
     closing: list[str] = []
     end, quote = len(text), ""
     whole, num_open = 0, 0

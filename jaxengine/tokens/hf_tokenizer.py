@@ -43,7 +43,7 @@ def read_hf_tokenizer(folder: Path) -> tuple[Tokenizer, SpecialTokens, str | dic
 
 
 def _without_tokenizer(folder: Path) -> str:
-    """Advice for a folder without a readable tokenizer."""
+    """Advice, for an error, what to do about a folder without tokenizer.json, by the other tokenizer files in it."""
     ways = "name another with the option tokenizer, or give token ids with skip_tokenizer_init"
     others = [name for name in ("tokenizer.model", "vocab.json") if (folder / name).is_file()]
     if others:
@@ -59,7 +59,8 @@ def _without_tokenizer(folder: Path) -> str:
 def _add_missing_tokens(tokenizer: Tokenizer, config: dict[str, Any], path: Path) -> None:
     """Adds tokens that are only in tokenizer_config.json (`added_tokens_decoder`: id -> description).
 
-    Raises ModelFileError for an id that contradicts tokenizer.json.
+    config: content of that file. path: of that file, for errors. Raises ModelFileError for an invalid entry and for an
+    id that contradicts tokenizer.json, or is not the next free one.
     """
     key = "added_tokens_decoder"
     entries = config.get(key, {})

@@ -42,9 +42,10 @@ def template_end(tokenizer: Any) -> int | None:
 
 
 def _may_find_more(tokenizer: Any, tokens: dict[str, int]) -> bool:
-    """Whether a template may write an end that is not known already.
+    """Whether the tokenizer's template may write an end that is not in its eos_token_ids; False without one template.
 
-    Rendering takes a process, so it is left out for templates with a known end and no unknown token.
+    tokens: ids of the added tokens by their text. Rendering takes a process, so it is left out for templates with a
+    known end and no unknown token.
     """
     source = tokenizer.chat_template
     if not isinstance(source, str):

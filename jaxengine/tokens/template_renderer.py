@@ -44,7 +44,10 @@ class _Renderer:
         self._process: WorkerProcess | None = None
 
     def render(self, message: Render) -> Rendered | Refused:
-        """Renders a template, in a new process if the old one has ended. Raises TemplateFailure without an answer."""
+        """Renders a template and waits for the answer; in a new process if the old one has ended, or ends meanwhile.
+
+        Raises TemplateFailure if the new one ends too, or after RENDER_SECONDS, which also ends the process.
+        """
         if self._process is not None and self._process.is_ours:
             answer = self._ask(self._process, message)
             if answer is not None:

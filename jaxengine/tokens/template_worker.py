@@ -71,7 +71,10 @@ def _brief(error: Exception) -> str:
 
 
 def main() -> None:
-    """Serves the parent process until the connection ends."""
+    """Serves the parent process until the connection ends, or a template has needed too much memory.
+
+    Sends Ready first, then one answer for each Render.
+    """
     connection = Connection(Render, MAX_MEMORY_BYTES)
     connection.send(Ready())
     for message in connection.receive():

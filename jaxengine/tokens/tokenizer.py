@@ -62,7 +62,11 @@ class Tokenizer:
         chat_template: str | dict[str, str] | None = None,
         folder: Path | None = None,
     ):
-        """folder: the Hugging Face folder it was read from, or None."""
+        """Takes over `backend`, whose truncation and padding are switched off.
+
+        special: ids by role. chat_template: source, sources by name, or None for a model without one. folder: the
+        Hugging Face folder it was read from, or None.
+        """
         # A tokenizer.json may contain truncation and padding settings of the training.
         backend.no_truncation()
         backend.no_padding()
@@ -115,11 +119,24 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Encodes several texts in parallel, each as by `encode`. Raises the same errors."""
-        for text in texts:
+        return [encoding.ids for encoding in self._encodings(texts, add_special_tokens)]
+
+    def encode_pair(self, text: str, other: str, type_step: int) -> list[int]:
+        """Encodes two texts as one prompt, joined by the special tokens that the tokenizer has for a pair.
+
+        A token of type n, as the tokenizer numbers both texts, has n * type_step more than its id. Raises the errors of
+        `encode`.
+        """
+        (encoding,) = self._encodings([(text, other)], True)
+        return [token + kind * type_step for token, kind in zip(encoding.ids, encoding.type_ids, strict=True)]
+
+    def _encodings(self, inputs: Sequence[str | tuple[str, str]], special: bool) -> list[tokenizers.Encoding]:
+        """Encodings of texts, or of pairs of texts, made in parallel. Raises the errors of `encode`."""
+        for text in (text for each in inputs for text in (each if isinstance(each, tuple) else (each,))):
             if not isinstance(text, str):
                 raise RequestError(f"a prompt must be a text, got {type(text).__name__}", param="prompt", value=text)
         try:
-            encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+            return self.backend.encode_batch_fast(list(inputs), add_special_tokens=special)
         except (UnicodeError, TypeError):
             # A lone surrogate, as in json.loads('"\\ud800"'), is not a character and has no UTF-8 encoding.
             raise RequestError(
@@ -130,7 +147,6 @@ class Tokenizer:
                 raise
             text = f"the model's tokenizer cannot encode the prompt: {str(error)[:300]}"
             raise RequestError(text, param="prompt") from None
-        return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Decodes ids to text; bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary nothing.
@@ -163,8 +179,9 @@ class Tokenizer:
         """Returns the prompt text of a conversation, to be encoded with add_special_tokens=False; see
         chat_template.render_chat.
 
-        Variables of the template are given as keywords or, if their names are arguments here, as
-        `chat_template_kwargs`.
+        chat_template: Jinja source or a name of the model's templates; None for the model's default. placeholder:
+        returns the text for "image" or "video" in templates that take only text; None for a text-only model. Variables
+        of the template are given as keywords or, if their names are arguments here, as `chat_template_kwargs`.
 
         Raises RequestError, whose param is the argument at fault; OverloadedError if too many templates are being
         rendered.
@@ -183,7 +200,10 @@ class Tokenizer:
         )
 
     def describe(self) -> dict[str, Any]:
-        """Content of a tokenizer_config.json for this tokenizer, as JSON values; tokens are given as text."""
+        """Content of a tokenizer_config.json for this tokenizer, as JSON values; tokens are given as text.
+
+        Tokens of roles and the chat template are None if there are none.
+        """
         added = self.backend.get_added_tokens_decoder()
         return {
             "tokenizer_class": "PreTrainedTokenizerFast",

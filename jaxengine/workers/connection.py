@@ -21,10 +21,10 @@ class Connection:
     """Connection over the standard input of a process that `WorkerProcess` started. Any thread may send."""
 
     def __init__(self, orders: Any, memory_bytes: int):
-        """Limits this process and takes over its standard input.
+        """Limits this process and takes over its standard input; from now on SIGINT and SIGTERM do nothing.
 
         orders: type of the messages to receive; memory_bytes: limit of mapped memory, beyond which allocations raise
-        MemoryError.
+        MemoryError. Systems without such limits have none.
         """
         # RLIMIT_FSIZE: a worker writes no files.
         # A service manager sends these to each process of the service; only the end of the connection ends a worker.
@@ -38,7 +38,8 @@ class Connection:
         self._frames, self._sending = Frames(orders), threading.Lock()
 
     def receive(self) -> Iterator[Any]:
-        """Yields messages from the parent, in order, waiting for each; exits the process when the connection is closed.
+        """Yields messages from the parent, in order, waiting for each; exits the process, with status 0, when the
+        connection is closed.
 
         Raises msgspec.MsgspecError for invalid bytes.
         """

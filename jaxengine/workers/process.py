@@ -36,8 +36,8 @@ class WorkerProcess:
     def __init__(self, module: str, answers: Any):
         """Starts the process; does not wait for it.
 
-        module: the worker runs its `main`, see workers.connection; answers: type of the messages that the worker
-        sends.
+        module: full name of the one whose `main` the worker runs, see workers.connection; answers: type of the messages
+        that the worker sends.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -73,7 +73,10 @@ class WorkerProcess:
         return bool(self._outgoing)
 
     def receive(self) -> tuple[list[Any], bool]:
-        """Returns messages received since the last call, and whether the worker is still alive; does not wait."""
+        """Returns messages received since the last call, and whether the worker is still alive; does not wait.
+
+        Invalid bytes count as its end. `error` says why, if that is known.
+        """
         messages: list[Any] = []
         try:
             while data := self._connection.recv(1 << 20):
@@ -97,7 +100,11 @@ class WorkerProcess:
 
 def wait_for_any(processes: Sequence[WorkerProcess], seconds: float) -> None:
     """Waits at most `seconds` until one of the workers has a message or can be sent more."""
-    select.select(processes, [each for each in processes if each.has_more_to_send], [], max(seconds, 0))
+    # Not select(), which takes no descriptors above 1023: a server has one for each connection.
+    poll = select.poll()
+    for each in processes:
+        poll.register(each, select.POLLIN | (select.POLLOUT if each.has_more_to_send else 0))
+    poll.poll(max(seconds, 0) * 1000)
 
 
 def _end(process: subprocess.Popen[bytes], connection: socket.socket, pid: int) -> None:

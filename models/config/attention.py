@@ -75,8 +75,9 @@ class LayerAttention:
       head_dim: size of a query, key and value; of a cached key where there is a latent.
       rope: rotation of q and k; None for none.
       scale: factor of the products of queries and keys; None for head_dim ** -0.5.
-      window: keys a token sees counting itself, None for all of them.
+      window: a token sees keys less than this many places away, None for all of them.
       chunk: a token sees the keys from the last multiple of this on, None for all of them: a window that restarts.
+      causal: a token sees itself and those before it; otherwise its whole sequence, whose tokens are then in one step.
       soft_cap: products become soft_cap * tanh(product / soft_cap) before the softmax, None for no cap.
       qk_norm: an RMS norm over each head of q and k before rope, unless the family passes other norms to Attention.
       sinks: a learned logit for each head that takes its share of the softmax and gives nothing (Xiao et al. 2023,
@@ -97,6 +98,7 @@ class LayerAttention:
     scale: float | None = None
     window: int | None = None
     chunk: int | None = None
+    causal: bool = True
     soft_cap: float | None = None
     qk_norm: bool = False
     sinks: bool = False
@@ -116,6 +118,8 @@ class LayerAttention:
                 check_size(name, getattr(self, name), MAX_INTEGER)
         if self.window is not None and self.chunk is not None:
             raise ModelConfigError(f"window must be None where chunk is {self.chunk}, got {self.window}")
+        if not self.causal and not (self.chunk is self.state is None):
+            raise ModelConfigError("attention to later tokens takes no chunk and no state")
         for name in ("scale", "soft_cap"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
@@ -152,8 +156,9 @@ class LayerAttention:
 
     @property
     def reach(self) -> int | None:
-        """Most keys that a token sees counting itself, which a cache must keep; None for all."""
-        return self.chunk if self.window is None else self.window
+        """Most keys that a token sees counting itself, which a cache must keep; None for all, as where a step has a
+        whole sequence."""
+        return None if not self.causal else self.chunk if self.window is None else self.window
 
     @property
     def sm_scale(self) -> float:

@@ -38,7 +38,7 @@ class Eagle3Config(ModelConfig):
 def head_fields(raw: Mapping[str, Any]) -> ConfigFields:
     """Flatten a head's config.json, in which speculators nests the sizes of the layer.
 
-    Raises ModelConfigError.
+    Raises ModelConfigError for what is no EAGLE-3 head of one layer, or has features that are not supported.
     """
     fields = ConfigFields(raw)
     kind = fields.text(SPECULATORS, None)
@@ -58,11 +58,12 @@ def head_fields(raw: Mapping[str, Any]) -> ConfigFields:
 
 
 def read_head(fields: ConfigFields, layer: Mapping[str, Any], model: ModelConfig) -> Eagle3Config:
-    """Build the Eagle3Config of these fields, for this model.
+    """Build the Eagle3Config of these fields.
 
     Args:
       fields: result of `head_fields`.
       layer: fields of its layer, as keyword arguments of ModelConfig.
+      model: the target, whose hidden states it reads.
 
     Raises ModelConfigError.
     """

@@ -104,8 +104,8 @@ class ModelConfigError(ValueError):
 class ConfigFields:
     """A mapping read field by field. `prefix` is prepended to every name ("llama." for GGUF metadata).
 
-    A field that is absent, or null, takes the default, which is not checked. Methods raise ModelConfigError for such a
-    field without a default, and for a value of another type or outside of its limits.
+    A field that is absent, or null, takes the default, which only `boolean` checks. Methods raise ModelConfigError for
+    such a field without a default, and for a value of another type or outside of its limits.
     """
 
     def __init__(self, raw: Mapping[str, Any], prefix: str = ""):

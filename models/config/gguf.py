@@ -218,7 +218,7 @@ def _rotary_dim(fields: ConfigFields, head_dim: int, partial_rotary: bool) -> in
 
 
 def _scaling_kind(fields: ConfigFields) -> tuple[str, float | None]:
-    """Read the kind of rope scaling and its factor; None for a file without one.
+    """Read (kind of rope scaling, its factor): "none" for a file without it, None for one without a factor.
 
     As in llama.cpp a factor without a kind is linear, `rope.scale_linear` is its old name, and 0 means none.
     """

@@ -152,7 +152,8 @@ def hf_fields(
 
 
 def text_fields(fields: ConfigFields) -> ConfigFields:
-    """Fields of the language model in a multimodal configuration: `text_config`, with what is said outside of it.
+    """Fields of the language model in a multimodal configuration: `text_config`, with what is said outside of it on
+    quantization_config, bos_token_id, eos_token_id and tie_word_embeddings.
 
     `tie_word_embeddings` outside counts only where text_config leaves it out: there transformers 5 writes the default
     of the wrapper's class. Raises ModelConfigError, also for rope that is scaled outside of text_config.

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from jaxengine.models.config.attention import LayerAttention
+from jaxengine.models.config.encoder import EncoderConfig
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import (
     MAX_ALL_EXPERTS,
@@ -57,6 +58,7 @@ class ModelConfig:
     for a model that generates. Token ids are None or empty where the checkpoint names none. `quantization` maps names
     of checkpoint modules to the storage of their matrices (jaxengine.models.quantization.rules.Quantization); None for
     plain weights. `tower` is the vision tower; None for a model without, or for one that is served without it.
+    `encoder` is what families of encoders have besides; None for decoders.
     """
 
     architecture: str
@@ -80,6 +82,7 @@ class ModelConfig:
     pooler: Pooler | None = None
     quantization: Callable[[str], Any] | None = None
     tower: TowerConfig | None = None
+    encoder: EncoderConfig | None = None
 
     def __post_init__(self) -> None:
         for name, maximum in _MAXIMA.items():
@@ -130,6 +133,11 @@ class ModelConfig:
     def keeps_states(self) -> bool:
         """Whether any layer keeps a state of each sequence."""
         return any(layer.state is not None for layer in self.attention)
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether tokens see none after them, so that a prompt may come in several steps and know its prefix."""
+        return all(layer.causal for layer in self.attending)
 
     @property
     def sees_places(self) -> bool:

@@ -229,7 +229,7 @@ class _Parser:
         return self._choice(0)
 
     def _choice(self, flags: int) -> _Node:
-        """Parse up to the end or an unmatched ")"."""
+        """Parse up to the end or an unmatched ")"; flags: of `re`. Raises PatternError for what is not supported."""
         self._depth += 1
         if self._depth > _MAX_DEPTH:
             raise PatternError(f"a regular expression of at most {_MAX_DEPTH} groups in each other")
@@ -253,7 +253,7 @@ class _Parser:
         return found
 
     def _single(self, flags: int) -> _Node:
-        """Parse a part without parts of its own."""
+        """Parse a character, a class or an anchor. Raises PatternError for a backreference."""
         found = self._take(_ESCAPE) or self._take(_CLASS)
         source = found[0] if found else self._source[self._at]
         self._at += 0 if found else 1
@@ -264,7 +264,10 @@ class _Parser:
         return _One(source if found or source == "." else re.escape(source), flags)
 
     def _group(self, flags: int) -> tuple[_Node | None, int]:
-        """Parse a group. Returns it, None for a comment or flags, and the flags that follow it."""
+        """Parse a group. Returns it, None for a comment or flags, and the flags that hold after it.
+
+        Raises PatternError for a kind that is not supported.
+        """
         found = self._take(_GROUP)
         assert found is not None
         kind, end = found[1] or "", found[4]

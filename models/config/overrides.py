@@ -39,7 +39,8 @@ def overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
 
     A configuration inside (`text_config`, `vision_config`) is changed field by field, any other mapping as a whole.
     Fields of the language model count in `text_config` where there is one. A new scaling of rope keeps the base and
-    the sections of the old one, and where it is the stretched context is the new context length.
+    the sections of the old one; unless overrides say it, the context length becomes the one that yarn or linear
+    scaling stretches it to.
 
     Raises ModelConfigError for a rope that is no mapping, or that overrides give twice.
     """
@@ -133,7 +134,7 @@ def _changed(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
 
 
 def _shortened(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Cut lists with an entry per layer (layer_types, no_rope_layers) to the first of fewer layers."""
+    """Copy fields, and cut lists with an entry per layer (layer_types, no_rope_layers) where changes leave fewer."""
     before, after = fields.get(_LAYERS), changes.get(_LAYERS)
     if type(before) is not int or type(after) is not int or not 0 < after < before:
         return dict(fields)

@@ -7,12 +7,36 @@ host's matter.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jaxengine.models.config.fields import ModelConfigError
 
 LAST, MEAN, CLS = "LAST", "MEAN", "CLS"
 POOLING_TYPES = (LAST, MEAN, CLS)
 MAX_LABELS = 1 << 16
+
+
+# Beginning of the names of Dense modules' tensors; behind it, the number of the module.
+DENSE = "dense"
+# Of Dense modules, by the names of torch's classes.
+DENSE_ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "Sigmoid", "SiLU")
+
+
+class Dense(NamedTuple):
+    """A product behind the pooling: activation(pooled @ weight + bias).
+
+    Attributes:
+      in_features, out_features: elements of its input and of its result.
+      bias: whether it has a bias.
+      activation: one of DENSE_ACTIVATIONS.
+      folder: where its weights are, in the model's folder.
+    """
+
+    in_features: int
+    out_features: int
+    bias: bool
+    activation: str
+    folder: str
 
 
 @dataclass(frozen=True)
@@ -45,10 +69,16 @@ class Pooler:
     Attributes:
       pooling_type: LAST, the state of the last token; CLS, of the first; MEAN, the mean over all of them.
       classifier: scores of the pooled state; None where the state itself is the result, an embedding.
+      dense: products that make the embedding of the state, in order.
     """
 
     pooling_type: str = LAST
     classifier: Classifier | None = None
+    dense: tuple[Dense, ...] = ()
+
+    def width(self, hidden_size: int) -> int:
+        """Elements of an embedding of a model with hidden states of this size."""
+        return self.dense[-1].out_features if self.dense else hidden_size
 
     @property
     def reads_all(self) -> bool:

@@ -101,10 +101,10 @@ class Gemma2ForCausalLM(Decoder):
 
 
 def gguf_scale(fields: ConfigFields, layers_of_27b: int) -> float | None:
-    """What products of q and k are multiplied with, as llama.cpp has it: files do not say query_pre_attn_scalar, which
-    is hidden_size / heads in the model of 27B parameters, and head_dim in all others.
+    """What products of q and k are multiplied with, query_pre_attn_scalar ** -0.5, never None. GGUF files do not say
+    that scalar: as in llama.cpp it is hidden_size / heads in the model of 27B parameters, head_dim in all others.
 
-    layers_of_27b: number of layers by which that model is known. Raises ModelConfigError.
+    layers_of_27b: a file with as many layers is that model. Raises ModelConfigError.
     """
     if fields.integer("block_count") != layers_of_27b:
         return (fields.integer("attention.key_length", 256)) ** -0.5

@@ -54,18 +54,20 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         fields = fields.with_defaults(**DEFAULTS)
-        fields.require(use_bidirectional_attention=False, attn_logit_softcapping=None)
+        fields.require(attn_logit_softcapping=None)
         kinds = layer_kinds(fields, fields.integer("sliding_window_pattern"))
         bias = fields.boolean("attention_bias", False)
+        is_causal, window = not fields.boolean("use_bidirectional_attention", False), fields.integer("sliding_window")
         shared = hf_fields(
             fields,
-            windows=windows_by_kind(kinds, fields.integer("sliding_window")),
+            windows=windows_by_kind(kinds, window if is_causal else window // 2 + 1),  # both sides together
             ropes=ropes_by_kind(fields, read_head_dim(fields), kinds, sliding_theta="rope_local_base_freq"),
             activation=Activation("hidden_activation", ("gelu_pytorch_tanh",)),
             tied=True,
             scale=fields.number("query_pre_attn_scalar") ** -0.5,
             bias=bias,
             output_bias=bias,
+            causal=is_causal,
         )
         return shared | {"logit_soft_cap": read_cap(fields, "final_logit_softcapping", None)}
 

@@ -29,8 +29,8 @@ class Glm4MoeForCausalLM(Qwen3MoeForCausalLM):
 
 
 def sigmoid_experts(fields: ConfigFields) -> ExpertsConfig:
-    """Experts in DeepSeek-V3's words: sigmoid scores with a correction bias, groups, shared experts
-    and dense layers first. Raises ModelConfigError."""
+    """Experts of a config.json in DeepSeek-V3's words: sigmoid scores with a correction bias, groups, shared experts
+    and dense layers first. Raises ModelConfigError, also for another scoring_func or topk_method."""
     for name, value in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         if fields.text(name, value) not in ("sigmoid", "noaux_tc"):  # dots.llm1 gives noaux_tc for both
             raise fields.fail(name, f"{value!r} or absent")

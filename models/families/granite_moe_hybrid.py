@@ -88,7 +88,10 @@ def _experts(fields: ConfigFields, num_experts: int, shared_size: int) -> Expert
 
 
 def _layer_kinds(fields: ConfigFields) -> list[bool]:
-    """Whether each layer is Mamba-2: as the file lists them, else all are. Raises ModelConfigError."""
+    """Whether each layer is Mamba-2: as `layer_types`, or else `layers_block_type`, lists them; without both all are.
+
+    Raises ModelConfigError.
+    """
     num_layers, name = fields.integer("num_hidden_layers"), "layer_types"
     name = name if fields.has(name) else "layers_block_type"
     kinds = fields.value(name, None)

@@ -57,9 +57,10 @@ class HunYuanDenseV1ForCausalLM(LlamaForCausalLM):
 def with_stretched_base(fields: ConfigFields, head_dim: int | None = None) -> ConfigFields:
     """Return fields with plain rope in place of rope_type "dynamic" with `alpha`; others as they are.
 
-    Its base is rope_theta * alpha ** (H / (H - 2)) at any length.
+    Its base is rope_theta * alpha ** (H / (H - 2)) at any length, H being the file's `head_dim`.
 
-    head_dim: where the file does not say; None for hidden_size / num_attention_heads. Raises ModelConfigError.
+    head_dim: H where the file does not say; None for hidden_size / num_attention_heads. Raises ModelConfigError, also
+    for H <= 2.
     """
     rope = ConfigFields(fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {})
     kind = rope.text("rope_type", None) or rope.text("type", "default")

@@ -90,7 +90,10 @@ def _of_all_layers(fields: ConfigFields, name: str) -> int:
 
 
 def _read_rope(fields: ConfigFields, head_dim: int) -> Rope:
-    """Read the rope. One called dynamic has an `alpha`, by which its base is stretched. Raises ModelConfigError."""
+    """Read the rope. One called dynamic must have an `alpha`; it is plain rope of base theta * alpha ** (H / (H - 2)).
+
+    head_dim: H. Raises ModelConfigError.
+    """
     rope = ConfigFields(fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {})
     if "dynamic" not in (rope.text("rope_type", None), rope.text("type", None)):
         return read_rope(fields, head_dim)

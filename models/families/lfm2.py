@@ -86,9 +86,9 @@ class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
 
 
 def hybrid_fields(fields: ConfigFields, ffn_size: int) -> dict[str, Any]:
-    """Read the arguments of ModelConfig that LFM2 and LFM2-MoE spell alike. Raises ModelConfigError.
+    """Read the arguments of ModelConfig that LFM2 and LFM2-MoE spell alike: all but the experts.
 
-    ffn_size: width of the dense feed-forward layers.
+    ffn_size: width of the dense feed-forward layers, whatever the file says. Raises ModelConfigError.
     """
     fields.require(conv_bias=False)
     fields = fields.with_defaults(rope_theta=1e6, intermediate_size=ffn_size)
@@ -100,7 +100,8 @@ def hybrid_fields(fields: ConfigFields, ffn_size: int) -> dict[str, Any]:
 
 
 def _ffn_size(fields: ConfigFields) -> int:
-    """Width of feed-forward layers: two thirds of what the file says, times a factor, rounded up to a multiple.
+    """Width of feed-forward layers: two thirds of what the file says (`block_ff_dim`, else `intermediate_size`), times
+    `block_ffn_dim_multiplier`, rounded up to a multiple of `block_multiple_of`.
 
     With block_auto_adjust_ff_dim false it is what the file says. Raises ModelConfigError.
     """

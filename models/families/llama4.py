@@ -147,7 +147,10 @@ def _flags(fields: ConfigFields, name: str, default: list[int]) -> list[int]:
 
 
 def _chunks(fields: ConfigFields, with_rope: list[int]) -> list[int | None]:
-    """Chunk of each layer, None for none: as `layer_types` lists them, else those with rope have one."""
+    """Tokens of a chunk in each layer, None for none: those that `layer_types` lists as chunked, else those with rope.
+
+    with_rope: 0 or 1 for each layer. A file without `attention_chunk_size` has no chunks. Raises ModelConfigError.
+    """
     size, kinds = fields.integer("attention_chunk_size", None), fields.value("layer_types", None)
     if kinds is None:
         kinds = [CHUNKED if rotated else "full_attention" for rotated in with_rope]

@@ -57,7 +57,10 @@ NAMES = CheckpointNames(
 
 
 def read_text(fields: ConfigFields) -> dict[str, Any]:
-    """Read arguments of ModelConfig from the text part of a config.json, by its model_type. Raises ModelConfigError."""
+    """Read arguments of ModelConfig from the text part of a config.json, as the family of its model_type does.
+
+    Without one it is Llama. Raises ModelConfigError, also for a type that is not in TEXTS.
+    """
     text = text_fields(fields)
     kind = text.text("model_type", "llama")
     if kind not in TEXTS:

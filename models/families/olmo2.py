@@ -64,7 +64,10 @@ class Olmo2ForCausalLM(LlamaForCausalLM):
 
 
 def normed_attention(config: ModelConfig, layer: int, build: Build) -> Attention:
-    """Make the attention of a layer, with one norm over all heads of q and one over all of k."""
+    """Make the attention of a layer, with one norm over all heads of q and one over all of k.
+
+    layer: its number in the model.
+    """
     attention, eps, source = config.attention[layer], config.rms_norm_eps, f"{LAYER}.self_attn"
     num_heads, num_kv_heads, head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
     copies = head_copies(attention, build.mesh)

@@ -11,9 +11,10 @@ from jaxengine.models.families.llama import LlamaForCausalLM
 
 
 def read_layer_windows(fields: ConfigFields) -> tuple[int | None, ...]:
-    """Window of each layer: `layer_types` if listed, else the layers from `max_window_layers` on, if any is used.
+    """Window of each layer, None for one that sees all keys; none has one unless `use_sliding_window` is true.
 
-    None for a layer that sees all keys. Raises ModelConfigError.
+    The layers with a window are those that `layer_types` lists, else those from number `max_window_layers` on. Raises
+    ModelConfigError.
     """
     num_layers = fields.integer("num_hidden_layers")
     if not fields.boolean("use_sliding_window", False):

@@ -64,11 +64,11 @@ def with_sight(
     says, and with the tower of `vision_config`.
 
     Args:
-      shared: the other arguments.
+      shared: the arguments read from the text, "attention" and "hidden_size" among them.
       text, fields: of the text, and of the whole configuration.
       read_tower: (vision_config, hidden size of the text) -> the tower.
 
-    Raises ModelConfigError.
+    Raises ModelConfigError, also without `mrope_section` or `vision_config`.
     """
     rope = ConfigFields(next((found for name in _ROPES if (found := text.mapping(name)) is not None), {}))
     sections = rope.value("mrope_section")

@@ -48,7 +48,10 @@ class Qwen3NextForCausalLM(Qwen2MoeForCausalLM):
         return Attention(attention, size, eps=eps, source=source, build=build, qkv=qkv, gate=gate, qk_norms=norms)
 
     def delta_inputs(self, state: GatedDelta, source: str) -> list[Source]:
-        """Sources of q, k, v, z, beta and the decay. In the checkpoint those of a head of keys stand together."""
+        """Sources of q, k, v, z, beta and the decay. In the checkpoint those of a head of keys stand together.
+
+        source: name of the delta net's module there.
+        """
         per_key, heads = state.num_v_heads // state.num_k_heads, state.num_k_heads
         keys, values = state.k_head_dim, per_key * state.v_head_dim
         return [
@@ -58,7 +61,7 @@ class Qwen3NextForCausalLM(Qwen2MoeForCausalLM):
 
 
 def hybrid_fields(fields: ConfigFields) -> dict[str, Any]:
-    """Read the arguments of ModelConfig that families with delta nets and gated attention write alike.
+    """Read the arguments of ModelConfig that families with delta nets and gated attention write alike: all but experts.
 
     Raises ModelConfigError.
     """

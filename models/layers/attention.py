@@ -86,7 +86,10 @@ def head_copies(attention: LayerAttention, mesh: MeshLayout) -> int:
 
 
 def attention_spec(attention: LayerAttention, mesh: MeshLayout = ONE_DEVICE) -> AttentionSpec:
-    """AttentionSpec of a layer on one device."""
+    """AttentionSpec of a layer on one device: its share of the heads, the layer's limits and scale as they are.
+
+    Meaningless for a mesh that does not divide the heads, as `num_kv_heads`.
+    """
     return AttentionSpec(
         num_q_heads=max(1, attention.num_heads // mesh.model),
         num_kv_heads=num_kv_heads(attention, mesh),
@@ -96,6 +99,7 @@ def attention_spec(attention: LayerAttention, mesh: MeshLayout = ONE_DEVICE) -> 
         window=attention.window,
         chunk=attention.chunk,
         soft_cap=attention.soft_cap,
+        causal=attention.causal,
         values_in_keys=attention.values_in_keys,
     )
 
@@ -201,7 +205,8 @@ class Attention(nnx.Module):
     def rotate(self, q: jax.Array, k: jax.Array, step: StepInputs) -> tuple[jax.Array, jax.Array]:
         """Return projected q [T, N, H] and k [T, K, H] after norms, rope and temperature, in this order, if any.
 
-        The temperature, a factor for each token, multiplies q alone.
+        Shapes and dtypes stay. Cos, sin and temperature are those of `step`; the latter, a factor for each token,
+        multiplies q alone.
         """
         if self.q_norm is not None and self.k_norm is not None:
             with jax.named_scope("qk_norm"):

@@ -6,6 +6,7 @@ few tokens is scored by their rows of the head alone, without logits of the othe
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import jax
@@ -14,9 +15,10 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.config.pooler import Classifier
+from jaxengine.models.config.pooler import DENSE, Classifier, Dense
 from jaxengine.models.layers.embedding import Embedding
 from jaxengine.models.layers.linear import Linear
+from jaxengine.models.layers.mlp import gelu
 from jaxengine.models.params.declare import Source
 
 SCORE, HEAD = "score", "lm_head"
@@ -43,3 +45,71 @@ class LabelScores(nnx.Module):
         if self.classifier.difference:
             rows = rows[1:] - rows[:1]
         return jnp.dot(hidden.astype(jnp.float32), rows.T, precision=jax.lax.Precision.HIGHEST)
+
+
+_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "Identity": lambda x: x,
+    "Tanh": jnp.tanh,
+    "ReLU": jax.nn.relu,
+    "GELU": gelu,
+    "Sigmoid": jax.nn.sigmoid,
+    "SiLU": jax.nn.silu,
+}
+
+
+class DenseModules(nnx.Module):
+    """The Dense modules of sentence-transformers, one after the other: f32[R, D] -> f32[R, N], in float32.
+
+    Their weights are tensors of the checkpoint modules dense.0.linear, dense.1.linear and so on.
+    """
+
+    def __init__(self, dense: Sequence[Dense], build: Build):
+        build = replace(build, dtype=jnp.float32)
+        self.activations = tuple(each.activation for each in dense)
+        self.products = nnx.List(
+            Linear(
+                each.in_features,
+                (Source(f"{DENSE}.{index}.linear", each.out_features),),
+                axes=("embed", "labels"),
+                bias=each.bias,
+                build=build,
+            )
+            for index, each in enumerate(dense)
+        )
+
+    def __call__(self, pooled: jax.Array) -> jax.Array:
+        for product, activation in zip(self.products, self.activations, strict=True):
+            pooled = _ACTIVATIONS[activation](product(pooled, out_dtype=jnp.float32))
+        return pooled
+
+
+class DenseLabelScores(nnx.Module):
+    """Module that scores labels as encoders do: labels(activation(dense(pooled))), [R, D] -> f32[R, num_labels].
+
+    sources: checkpoint modules of both projections. dense_bias: whether the first one has a bias; the second one has.
+    norm: makes a norm of what is activated, for a Build; None for none.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        classifier: Classifier,
+        sources: tuple[str, str],
+        *,
+        activation: Callable[[jax.Array], jax.Array],
+        build: Build,
+        dense_bias: bool = True,
+        norm: Callable[[Build], nnx.Module] | None = None,
+    ):
+        # In float32 whatever the model's dtype, as LabelScores.
+        build = replace(build, dtype=jnp.float32)
+        dense, labels = sources
+        self.dense = Linear(size, (Source(dense, size),), axes=("embed", "labels"), bias=dense_bias, build=build)
+        rows = Source(labels, classifier.num_labels)
+        self.labels = Linear(size, (rows,), axes=("embed", "labels"), bias=True, build=build)
+        self.activation, self.norm = activation, None if norm is None else norm(build)
+
+    def __call__(self, hidden: jax.Array, table: Embedding | None) -> jax.Array:
+        inner = self.activation(self.dense(hidden, out_dtype=jnp.float32))
+        inner = inner if self.norm is None else self.norm(inner)
+        return self.labels(inner, out_dtype=jnp.float32)

@@ -19,10 +19,11 @@ from jaxengine.models.build import Build
 from jaxengine.models.cache import Cache, Paged, State, group_layers
 from jaxengine.models.config.gguf import GGUFConfig, gguf_fields
 from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.pooler import Classifier
 from jaxengine.models.config.state import LayerState
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention import num_kv_heads
-from jaxengine.models.layers.classify import LabelScores
+from jaxengine.models.layers.classify import DenseModules, LabelScores
 from jaxengine.models.layers.decoder_step import DecoderStep
 from jaxengine.models.layers.embedding import Embedding, own_logits, vocab_source
 from jaxengine.models.layers.linear import Linear
@@ -53,14 +54,16 @@ class Decoder(nnx.Module):
         classifier = None if pooler is None else pooler.classifier
         scores = pooler is None or (classifier is not None and bool(classifier.token_ids))
         if stage.is_first or (stage.is_last and tied and scores):
-            self.embed = Embedding(config.vocab_size, size, source="model.embed_tokens", build=build)
+            self.embed = self.make_embedding(build)
         self.layers = nnx.List([self.make_layer(layer, replace(build, layer=layer)) for layer in stage.layers])
         if stage.is_first and config.tower is not None:
             self.tower = config.tower.make(config.hidden_size, build.for_tower(config.quantization))
         if stage.is_last:
             self.norm = self.make_norm(build)
         if stage.is_last and classifier is not None:
-            self.labels = LabelScores(config, classifier, build)
+            self.labels = self.make_labels(classifier, build)
+        if stage.is_last and pooler is not None and pooler.dense:
+            self.dense = DenseModules(pooler.dense, build)
         if stage.is_last and pooler is None and not tied:
             head = vocab_source("lm_head", config.vocab_size, self.mesh)
             self.lm_head = Linear(size, (head,), axes=("embed", "vocab"), build=build)
@@ -68,6 +71,14 @@ class Decoder(nnx.Module):
     @abstractmethod
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
         """Make the DecoderLayer of this number in the whole model; its sources are under "model.layers.{layer}"."""
+
+    def make_embedding(self, build: Build) -> Any:
+        """Make the token table, an Embedding or a module that has one's call."""
+        return Embedding(self.config.vocab_size, self.config.hidden_size, source="model.embed_tokens", build=build)
+
+    def make_labels(self, classifier: Classifier, build: Build) -> Any:
+        """Make what scores labels: (pooled f32[R, D], the token table where the head is tied to it) -> f32[R, N]."""
+        return LabelScores(self.config, classifier, build)
 
     def make_norm(self, build: Build) -> nnx.Module:
         """Make the norm after the last layer."""
@@ -81,6 +92,10 @@ class Decoder(nnx.Module):
     def stage(self) -> Stage:
         assert self.build.stage is not None
         return self.build.stage
+
+    def embed_batch(self, batch: ForwardBatch) -> jax.Array:
+        """Embed the tokens of a step, [T, D]: by their ids alone, unless the family has more to go by."""
+        return self.embed_tokens(batch.token_ids)
 
     def embed_tokens(self, token_ids: jax.Array) -> jax.Array:
         """Embed tokens, i32[T] -> [T, D]: what the first layer gets."""
@@ -97,13 +112,14 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, KVPages | Cache]:
         """Hidden states [T, D] after the final norm, and the pool holding the KV of this step's tokens.
 
-        The pool is flat (jaxengine.models.cache); with it come the states of layers that keep some. A stage that is not
-        the first takes the hidden states of the one before, and one that is not the last gives them without the norm.
+        The pool is flat (jaxengine.models.cache); with it come the states of layers that keep some: a Cache goes in and
+        comes out. hidden: those [T, D] of the stage before, None in the first stage, which embeds the batch. A stage
+        that is not the last gives them without the norm. A batch with one page table has all layers in one group.
         """
         groups = self.cache_groups(*_page_of(kv), hybrid=len(batch.ragged) > 1)
         step = DecoderStep(self.config, self.build, groups, batch, kv)
         with jax.named_scope("embed"):
-            x = step.embed(self.embed_tokens(batch.token_ids)) if hidden is None else hidden
+            x = step.embed(self.embed_batch(batch)) if hidden is None else hidden
         for index, layer in enumerate(self.layers):
             x = step.run(index, layer, x)
         if self.stage.is_last:
@@ -117,17 +133,21 @@ class Decoder(nnx.Module):
             return own_logits(self.token_logits(hidden), self.config.vocab_size)
 
     def pool(self, pooled: jax.Array) -> jax.Array:
-        """Result of a pooling model for prompts' pooled states f32[R, D]: the states, or scores of labels f32[R, N]."""
+        """Result of a pooling model for prompts' pooled states f32[R, D]: the states as they are, or the scores of its
+        classifier's N labels, f32[R, N]."""
         assert self.config.pooler is not None
-        if self.config.pooler.classifier is None:
-            return pooled
+        classifier = self.config.pooler.classifier
+        if classifier is None:
+            return self.dense(pooled) if self.config.pooler.dense else pooled
         with jax.named_scope("labels"):
-            return self.labels(pooled, self.embed if self.config.tie_word_embeddings else None)
+            is_tied = classifier.token_ids and self.config.tie_word_embeddings
+            return self.labels(pooled, self.embed if is_tied else None)
 
     def cache_groups(self, page_size: int, kv_dtype: Any, *, hybrid: bool = True) -> tuple[Paged | State, ...]:
         """The cache groups of the whole model with the layers that are here, `page_size` tokens a page.
 
-        hybrid: as jaxengine.models.cache.group_layers.
+        Those with pages come first; a group may have no layer here. Shapes are of one device. kv_dtype: of what pages
+        hold. hybrid: as jaxengine.models.cache.group_layers.
         """
         attention = self.config.attention[0]  # all have the same heads, see ModelConfig
         spec = KVSpec(

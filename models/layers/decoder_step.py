@@ -55,8 +55,8 @@ class DecoderStep:
     ):
         """Compute what the layers share.
 
-        groups: of the stage, as many with pages as the batch has page tables. kv: the pool, or a Cache where layers
-        keep states.
+        build: with a stage. groups: of the stage, as many with pages as the batch has page tables, else ValueError.
+        kv: the pool, or a Cache where layers keep states; its pages must be as `_layer_pages` wants them.
         """
         assert build.stage is not None
         self._stage: Stage = build.stage
@@ -82,7 +82,10 @@ class DecoderStep:
         return x
 
     def run(self, index: int, layer: nnx.Module, x: jax.Array) -> jax.Array:
-        """Hidden states [T, D] after the stage's layer number `index`, x being those before it."""
+        """Hidden states [T, D] after the stage's layer number `index`, x being those before it.
+
+        To be called once for each layer, from 0 on. What the layer writes of its pages and states is then in `cache`.
+        """
         if index == 0:
             self._observe(0, x)
         number, attention = self._stage.layers[index], self._attention[index]
@@ -114,7 +117,7 @@ class DecoderStep:
 
 
 def _step_inputs(layers: Sequence[LayerAttention], step: StepContext) -> dict[LayerAttention, StepInputs]:
-    """The inputs of each kind of attention."""
+    """The StepInputs of each kind of attention that these layers have."""
     attentions, rows = list(dict.fromkeys(layers)), step_rows(step)
     columns = {field: maker.values(attentions, step) for field, maker in STEP_INPUTS.items()}
     return {
@@ -124,9 +127,10 @@ def _step_inputs(layers: Sequence[LayerAttention], step: StepContext) -> dict[La
 
 
 def _layer_pages(groups: Sequence[Paged | State], batch: ForwardBatch, kv: KVPages) -> dict[int, LayerPages]:
-    """Location of the pages of each layer that has some, by its number in the model.
+    """Location of the pages of each layer of the groups that has some, by its number in the model.
 
-    Raises ValueError for a pool whose pages are no multiple of the largest group's layers.
+    Raises ValueError for a pool whose pages are no multiple of the largest group's layers, and for another number of
+    groups with pages than the batch has page tables.
     """
     paged, pages = paged_groups(groups), {}
     num_pages, rest = divmod(kv.num_pages, num_places(paged))
@@ -143,7 +147,8 @@ def _layer_pages(groups: Sequence[Paged | State], batch: ForwardBatch, kv: KVPag
 def layer_runner() -> Callable[..., tuple[jax.Array, Any, nnx.State]]:
     """Make the function of one step that runs a layer: (graph, state, x, kv, pages, step) -> (x, kv, ExpertLoad).
 
-    graph, state: the layer as `nnx.split` gives it. Others are a DecoderLayer's; ExpertLoad is empty without experts.
+    graph, state: the layer as `nnx.split` gives it. The other arguments are those of a DecoderLayer. ExpertLoad: an
+    nnx.State of that alone, empty without experts.
 
     Layers of one kind have equal graphs and share one trace of it. Steps share none: a layer of a user's own may read
     values that have changed since another step was traced.

@@ -74,7 +74,11 @@ class GatedDeltaNet(nnx.Module):
     def __call__(
         self, x: jax.Array, states: tuple[jax.Array, jax.Array], rows: StateRows, step: StepInputs
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """Map x[T, D] to ([T, D], the windows and matrices of StateArrays after this step's tokens)."""
+        """Map x[T, D] to ([T, D], the states after this step's tokens).
+
+        states: windows and matrices, [R, ...] as GatedDelta.arrays has one row. rows: which each sequence reads and
+        writes; the others stay.
+        """
         state, num_tokens, (windows, matrices) = self.state, x.shape[0], states
         with jax.named_scope("inputs"):
             q_end, k_end, v_end, z_end, beta_end, _ = self.ends

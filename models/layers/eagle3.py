@@ -105,7 +105,8 @@ class Eagle3(Decoder):
     ) -> tuple[jax.Array, KVPages]:
         """Compute hidden states [T, D] from a token's hidden state [T, D] and the next token's embedding [T, D].
 
-        The result replaces `hidden` when drafting the tokens after.
+        hidden: what `read` gives, or the last call when drafting the tokens after. kv: the head's own pool, which is
+        returned with its keys and values of these tokens.
         """
         x, pool = super().__call__(batch, kv, jnp.concatenate([embeddings, hidden], axis=-1))
         assert isinstance(pool, KVPages)
@@ -114,6 +115,8 @@ class Eagle3(Decoder):
     def draft_logits(self, hidden: jax.Array, model: Decoder) -> jax.Array:
         """Logits of the tokens after the next ones, [R, D] -> f32[R, V / n], laid out as the model's; -inf for tokens
         that are never drafted.
+
+        hidden: results of a call. model: not read, as the head has an output matrix of its own.
         """
         with jax.named_scope("logits"):
             own = self.lm_head(self.head_norm(hidden), out_dtype=jnp.float32)
@@ -133,7 +136,8 @@ class Eagle3Source(WrappedSource):
     """
 
     def __init__(self, source: WeightSource, config: Eagle3Config, model: WeightSource | None):
-        """Wrap `source`; model: source of the model's weights, None where they cannot be compared."""
+        """Wrap `source`, the head's checkpoint; model: source of the model's weights, None where they cannot be
+        compared. Embeddings that equal the model's are left out, unless the config has own_embedding."""
         super().__init__(source)
         self._stored = {renamed(name, _PREFIXES): name for name in source.names()}
         self._stored.pop("t2d", None)

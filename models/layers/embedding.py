@@ -42,7 +42,8 @@ def vocab_source(name: str, vocab_size: int, mesh: MeshLayout) -> Source:
 def own_logits(logits: jax.Array, vocab_size: int) -> jax.Array:
     """Exchange logits computed by the vocabulary's devices for those of the device's own rows.
 
-    Result f32[R, V / n] where n devices share the rows; -inf where there is no token.
+    logits: this device's part of the vocabulary for the rows of all of them. Result f32[R, V / n] where n devices share
+    the rows; -inf where there is no token: V is `vocab_size` padded. On one device logits are returned as they are.
     """
     shards = num_shards("vocab")
     if shards == 1:

@@ -53,8 +53,10 @@ def rows_at_once(num_tokens: int, k: int, own: int, average: int, platform: str)
 
 
 def rows_of_experts(model: Any, num_tokens: int, platform: str) -> ExpertRows | None:
-    """ExpertRows of the first layer with experts of an abstract model, as the others are equal; None as for
-    `expert_rows`."""
+    """ExpertRows of the first layer with experts of an abstract model, as the others are equal.
+
+    None without experts, where activations are not bfloat16, and as for `expert_rows`, which has the arguments.
+    """
     layers = (node for _, node in nnx.iter_graph(model) if isinstance(node, MixtureOfExperts))
     layer = next(layers, None)
     if layer is None or jnp.dtype(model.build.dtype) != jnp.bfloat16:
@@ -98,6 +100,7 @@ def _operands(weight: Weight, mesh: MeshLayout, num_rows: int) -> tuple[tuple[An
     """Shapes of a device's operands of the product with `num_rows` rows, and the elements of one of its matrices.
 
     Operands: rows, their scales (None where rows have none), codes or values, and their scales (None for plain ones).
+    Codes u8 are two of four bits in a byte, and count as two elements.
     """
 
     def part(param: Any) -> jax.ShapeDtypeStruct:

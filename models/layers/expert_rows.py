@@ -26,10 +26,11 @@ def tokens_per_expert(ids: jax.Array, num_experts: int) -> jax.Array:
 
 
 def by_expert(ids: jax.Array, num_experts: int, step: int = 1) -> tuple[jax.Array, jax.Array]:
-    """Sort ids i32[N] by expert: the order i32[M], and the number of rows of each expert, i32[num_experts].
+    """Sort ids i32[N], flattened, by expert: the order i32[M], and the number of rows of each, i32[num_experts].
 
-    Each expert has a multiple of `step` rows: its own, in the order of ids, and up to step - 1 of padding, which are
-    entries from N on. Rows of no expert, with ids from num_experts on, come last. M is N + num_experts * (step - 1).
+    The order has for each row its entry in ids. Each expert has a multiple of `step` rows: its own, in the order of
+    ids, and up to step - 1 of padding, which are entries from N on. Rows of no expert, with ids from num_experts on,
+    come last. M is N + num_experts * (step - 1).
     """
     ids, sizes = ids.ravel(), tokens_per_expert(ids, num_experts)
     if step > 1:
@@ -42,6 +43,7 @@ def by_expert(ids: jax.Array, num_experts: int, step: int = 1) -> tuple[jax.Arra
 def mix(y: jax.Array, weights: jax.Array, order: jax.Array) -> jax.Array:
     """Sum results y [M, D], row i of token order[i] // k (or padding), times weights f32[T, k] to f32[T, D].
 
+    order: i32[M], of `by_expert` for the T * k choices. Rows of no expert are added like others, so they must be 0.
     One addition after the other, in the order of k: no token's sum depends on another's.
     """
     indexes = jnp.argsort(order)[: weights.size].reshape(weights.shape)
@@ -91,8 +93,9 @@ def in_blocks(
 ) -> jax.Array:
     """Fold step(first row, i32[G] rows of each group in the block, carry) over blocks; returns the final carry.
 
-    sizes: i32[G], rows of consecutive groups; together at most `most`. block: rows of a block. Blocks without rows are
-    left out, unless one block has room for all rows: that one is always run.
+    sizes: i32[G], rows of consecutive groups; together at most `most`. block: rows of a block; the last one may reach
+    beyond `most`. carry: what the first step gets. Blocks without rows are left out, unless one has room for `most`
+    rows: that one is always run.
     """
     ends = jnp.cumsum(sizes)
 
@@ -108,8 +111,8 @@ def in_blocks(
 def add_rows(total: jax.Array, y: jax.Array, tokens: jax.Array, most_of_token: int) -> jax.Array:
     """Add rows y f32[B, D] of tokens i32[B] to total f32[T, D]; a token has at most `most_of_token` rows.
 
-    Rows of tokens >= T are dropped. One addition after the other, in the order of the rows: no token's sum depends on
-    another's, nor on where a block ends.
+    tokens: >= 0, in any order. Rows of tokens >= T are dropped, and so are a token's rows beyond that number. One
+    addition after the other, in the order of the rows: no token's sum depends on another's, nor on where a block ends.
     """
     (num_tokens, _), num_rows = total.shape, tokens.size
     order = jnp.argsort(tokens, stable=True)

@@ -47,8 +47,9 @@ class Linear(nnx.Module):
         self.lora = None if spec is None else LoraPools(spec, in_size, tuple(sources), **options)
 
     def __call__(self, x: jax.Array, rows: Rows | None = None, *, out_dtype: Any = None) -> jax.Array:
-        """Multiply [R, in] -> [R, out] in `out_dtype` (default: x's).
+        """Multiply [R, in] -> [R, out] in `out_dtype` (default: x's), with bias and adapters if any.
 
+        On several devices these are a device's parts: tokens are gathered before, and partial sums added up after.
         rows: description of x's rows, None where they are not the step's tokens. Only a product with room for adapters
         needs it, and raises ValueError for None.
         """
@@ -68,9 +69,10 @@ class Linear(nnx.Module):
         return y.astype(out_dtype)
 
     def partial(self, x: jax.Array, adapters: Adapters | None, *, out_dtype: Any = jnp.float32) -> jax.Array:
-        """Compute this device's part of the product without the bias: nothing is gathered or added up.
+        """Compute this device's part of the product, [R, in] -> [R, out] in `out_dtype`, without the bias: nothing is
+        gathered or added up over devices.
 
-        adapters: those of x's rows.
+        adapters: those of x's rows, which are applied; None for none.
         """
         if self.lora is None or adapters is None:
             return self.weight.matmul(x, out_dtype=out_dtype)

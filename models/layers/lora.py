@@ -63,6 +63,8 @@ class LoraPools(nnx.Module):
         """Add adapters in slots i32[R], -1 for none, to the product y f32[R, out] of x; y unchanged if the step has
         none.
 
+        adapters: of the step; they say the form, and bring its visits. The slots of x's rows are `slots` alone.
+
         A conditional around an entire layer would replace about four of these, but XLA then copies the KV pool.
         """
         flat, forms = (lambda: y + self.flat(x, slots)), [lambda: y]
@@ -98,7 +100,8 @@ class LoraPools(nnx.Module):
 def with_visits(adapters: Adapters | None, spec: LoraSpec | None, platform: str) -> Adapters | None:
     """Return a step's adapters with the visits that the grouped form needs; as they are where programs lack that form.
 
-    adapters, spec: None where there are none. platform: a row of the kernel registry.
+    The visits are zeros in a step that takes another form. adapters: None for a step without, and then so is the
+    result. spec: None for a model without. platform: a row of the kernel registry.
     """
     if adapters is None or spec is None or not groups_on(spec, platform):
         return adapters
@@ -124,7 +127,8 @@ def groups_on(spec: LoraSpec, platform: str) -> bool:
 def product_forms(models: Sequence[Any], platform: str) -> list[dict[str, str]]:
     """List, for display, the LoRA forms of products of abstract models, the stages of one, in order.
 
-    The same product of all layers is one row of modules and forms. platform: a row of the kernel registry.
+    The same product of all layers is one row {"modules": names, "forms": text}. Empty for models without room for
+    adapters. platform: a row of the kernel registry.
     """
     rows: dict[str, str] = {}
     for model in models:
@@ -151,8 +155,11 @@ def _own_columns(pool: DeclaredPool, mesh: MeshLayout) -> int:
 def write_slot(
     pools: Sequence[DeclaredPool], spec: LoraSpec, arrays: list[jax.Array], slot: jax.Array, new: list[jax.Array]
 ) -> list[jax.Array]:
-    """Return the arrays of pools with one adapter written to slot i32[]; new: its part of each
-    (jaxengine.models.weights.adapters.pools)."""
+    """Return the arrays of pools with one adapter written to slot i32[].
+
+    arrays, new: of each of `pools`, in order: the pool's array, and the adapter's part of it, padded to the pool's rank
+    (jaxengine.models.weights.adapters.pools).
+    """
     rank, written = spec.max_lora_rank, []
     for pool, array, part in zip(pools, arrays, new, strict=True):
         if pool.decl.num_experts is not None:

@@ -36,7 +36,7 @@ class GroupsRMSNorm(nnx.Module):
         self.eps, self.num_groups, self.width = eps, state.num_groups, state.inner_size // state.num_groups
 
     def __call__(self, y: jax.Array) -> jax.Array:
-        """Normalise f32[T, inner size of this device]."""
+        """Normalise f32[T, I], I being the elements of this device's heads; same shape and dtype."""
         sharing = num_shards("heads") // self.num_groups
         grouped = y.reshape(y.shape[0], max(1, self.num_groups // num_shards("heads")), -1)
         squares = jnp.sum(grouped * grouped, axis=-1)
@@ -93,7 +93,11 @@ class Mamba2(nnx.Module):
         self.out = Linear(inner, out, axes=("heads", "embed"), bias=state.output_bias, build=build)
 
     def __call__(self, x: jax.Array, states: States, rows: StateRows, step: StepInputs) -> tuple[jax.Array, States]:
-        """Map x[T, D] to ([T, D], the windows and matrices of StateArrays after this step's tokens)."""
+        """Map x[T, D] to ([T, D], the states after this step's tokens).
+
+        states: both windows and the matrices, [R, ...] as StateSpace.arrays has one row. rows: which each sequence
+        reads and writes; the others stay.
+        """
         state, num_tokens, matrices = self.state, x.shape[0], states[2]
         with jax.named_scope("inputs"):
             parts = jnp.split(self.inputs(x, step.rows), self.ends, axis=1)

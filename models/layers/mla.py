@@ -96,8 +96,11 @@ class LatentAttention(nnx.Module):
     def _attend(
         self, q: tuple[jax.Array, jax.Array], keys: jax.Array, kv: KVPages, ragged: RaggedBatch, step: StepInputs
     ) -> jax.Array:
-        """Attention output [T, N * Hv] of queries without rope and with it, [T, N, .] each; keys: of this step, [T, C +
-        R]."""
+        """Attention output [T, N * Hv] of queries q, the parts [T, N, .] without rope and with it.
+
+        keys: of this step, [T, C + R]: latents of kv_lora_rank and rotated parts of qk_rope_head_dim. kv: the pool,
+        which has them already.
+        """
         num_tokens, num_heads = q[0].shape[:2]
         # Results of heads are transposed to be token-major in the model's dtype: without the barriers XLA:TPU does it
         # in float32 where the next product rounds them there. Many are transposed before their barrier, which also
@@ -126,7 +129,10 @@ class LatentAttention(nnx.Module):
         return lax.optimization_barrier(o.reshape(num_tokens, -1))
 
     def _absorbed(self, q: tuple[jax.Array, jax.Array], kv: KVPages, ragged: RaggedBatch, schedule: Any) -> jax.Array:
-        """Attention output [T, N, Hv] of all rows, by attention over latents."""
+        """Attention output [T, N, Hv] of all rows of `ragged`, by attention over the latents in the pool `kv`.
+
+        q: parts [T, N, .] without rope and with it. schedule: of these rows.
+        """
         with jax.named_scope("absorb"):
             latent_q = self.w_uk.batched_matmul(q[0], contract=0).astype(q[0].dtype)
         with jax.named_scope("ragged_paged_attention"):

@@ -64,9 +64,10 @@ class MadeRows(NamedTuple):
 def least_tokens(latent: Latent) -> int | None:
     """Fewest new tokens of a row whose keys and values are expanded; None for never.
 
-    Expanding a key costs C U; each query then saves on it, as both products of attention are narrower. The threshold is
-    four times the queries that make up for the cost: few tokens fill tiles badly, and programs of steps without such
-    rows stay small.
+    Expanding a key costs C * U, of C = kv_lora_rank and U = qk_nope_head_dim + v_head_dim; each query then saves
+    2 C - U on it, as both products of attention are narrower; never is where that is <= 0. The threshold is four times
+    the queries that make up for the cost: few tokens fill tiles badly, and programs of steps without such rows stay
+    small.
     """
     made = latent.qk_nope_head_dim + latent.v_head_dim
     saved = 2 * latent.kv_lora_rank - made
@@ -84,7 +85,8 @@ def makes_rows(attention: LayerAttention, kv: KVPages, num_tokens: int) -> bool:
 def made_numbers(attention: LayerAttention, num_heads: int, num_tokens: int) -> int:
     """Number of elements of the products that expand keys and values of `num_heads` heads on a device.
 
-    Counts the latents read, once per group of heads expanded together, and the expanded keys and values written.
+    Counts the latents read, once per group of heads expanded together, and the expanded keys and values written, for
+    `num_tokens` keys. attention: one with a latent.
     """
     latent = attention.latent
     assert latent is not None
@@ -102,7 +104,11 @@ def most_short(latent: Latent, num_tokens: int) -> int:
 
 
 def made_spec(latent: Latent, spec: AttentionSpec, *, causal: bool) -> AttentionSpec:
-    """AttentionSpec over expanded keys, for the heads that are expanded at a time; spec: that over latents."""
+    """AttentionSpec over expanded keys, for the heads that are expanded at a time.
+
+    spec: that over latents, whose scale and soft cap it has. causal: whether a token sees its own position and those
+    before alone; False for keys that are all before it.
+    """
     heads = _heads_at_once(spec.num_q_heads)
     return AttentionSpec(
         num_q_heads=heads,
@@ -124,7 +130,8 @@ def made_rows(
 ) -> MadeRows | None:
     """Compute MadeRows of a step of T = num_tokens tokens; None where it can have none, or where it would not pay.
 
-    spec: that of attention over latents.
+    spec: that of attention over latents. batch: with `num_decode`; of its rows the long ones behind the last short one
+    are expanded. kv: the pool.
     """
     if not makes_rows(attention, kv, num_tokens):
         return None
@@ -200,8 +207,10 @@ def _tuning(layout: str) -> Tuning:
 
 
 def _piece(rows: RaggedBatch, row: jax.Array, count: jax.Array) -> RaggedBatch:
-    """Select row `row` of the L, with `count` keys before its new tokens, i32[]: those of a piece, with pages in
-    order."""
+    """Batch of row `row` of the L alone, its keys being a piece of `count` of those before its new tokens.
+
+    row, count: i32[]; count is at most PIECE. The keys lie in the first pages of their pool, in order.
+    """
     return rows._replace(
         cu_q_lens=lax.dynamic_slice_in_dim(rows.cu_q_lens, row, 2),
         kv_lens=count[None],
@@ -222,10 +231,11 @@ def attend_made(
     latent: Latent,
     spec: AttentionSpec,
 ) -> jax.Array:
-    """Replace the results of the expanded rows' tokens in o [T, N, Hv].
+    """Return o [T, N, Hv] with the results of the expanded rows' tokens replaced; the others stay.
 
-    q: a head's queries without rope and those with, [T, N, .] each. keys: this step's latents and their rotated parts,
-    [T, C + R]. weights: W^UK and W^UV, which expand keys and values. page_table: i32[S, W], of the pool's latents.
+    q: the queries' parts without rope and with it, [T, N, .] each. keys: this step's latents and their rotated parts,
+    [T, C + R]. weights: W^UK and W^UV, which expand keys and values. page_table: i32[S, W], of the pool's latents, of
+    all rows of the step. spec: that over latents.
     """
     own_spec, piece_spec = (made_spec(latent, spec, causal=causal) for causal in (True, False))
     heads, dtype = own_spec.num_q_heads, o.dtype
@@ -287,6 +297,8 @@ def attend_made(
 def _joined(weights: tuple[Weight, Weight], first: jax.Array, latent: Latent, heads: int) -> jax.Array:
     """Matrix [C + R, heads * (H + Hv)] that expands a latent and its rotated part to the key and value of each head.
 
+    weights: W^UK and W^UV. first: i32[], the device's first one of these heads.
+
     The rotated part, which all heads share, is copied into each key. Expanded keys thus have a page's layout, and
     nothing is concatenated per key.
     """
@@ -304,9 +316,9 @@ def _joined(weights: tuple[Weight, Weight], first: jax.Array, latent: Latent, he
 
 
 def _merged(all_before: tuple[jax.Array, jax.Array], part: tuple[jax.Array, jax.Array], member: jax.Array):
-    """Merge results [T, N, Hv] and log-sum-exps [T, N] over two sets of keys.
+    """Merge results [T, N, Hv] and log-sum-exps [T, N] over two sets of keys to such a pair over both, all f32.
 
-    Tokens that are no `member` [T, 1] see the first set alone.
+    Tokens that are no `member`, bool[T, 1], see the first set alone.
     """
     (o, lse), (more, more_lse) = all_before, part
     more_lse, more = jnp.where(member, more_lse, -jnp.inf), jnp.where(member[..., None], more, 0.0)

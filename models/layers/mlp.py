@@ -18,6 +18,11 @@ from jaxengine.models.layers.rows import Rows
 from jaxengine.models.params.declare import Source
 
 
+def gelu(x: jax.Array) -> jax.Array:
+    """Compute GELU by the error function, `gelu` in configurations."""
+    return jax.nn.gelu(x, approximate=False)
+
+
 def gelu_tanh(x: jax.Array) -> jax.Array:
     """Apply GELU in its tanh form (Hendrycks & Gimpel 2016, arXiv:1606.08415), `gelu_pytorch_tanh` in
     configurations."""
@@ -105,7 +110,8 @@ class GatedMLP(nnx.Module):
     def partial(self, x: jax.Array, adapters: Adapters | None) -> jax.Array:
         """Compute this device's partial result f32[T, D] of x[T, D], already gathered with its adapters.
 
-        For an MLP without biases.
+        The sum over the devices that share the MLP is the result; biases are left out. adapters: of x's rows, None for
+        none.
         """
         with jax.named_scope("gate_up"):
             inner = self._activated(self.gate_up.partial(x, adapters, out_dtype=self._out_dtype(x)), x.dtype)

@@ -175,7 +175,11 @@ class MixtureOfExperts(nnx.Module):
             return y + gated.astype(x.dtype)
 
     def _gather_tokens(self, x: jax.Array, weights: jax.Array, ids: jax.Array, adapters: Adapters | None) -> jax.Array:
-        """Compute by gathering every token on every device that shares the weights, and reducing their results."""
+        """Compute by gathering every token on every device that shares the weights, and reducing their results.
+
+        weights, ids: [T, k], of `route`, with ids E for padding. Output [T, D] of this device's tokens in x's dtype,
+        the shared MLP included.
+        """
         dtype = x.dtype
         with jax.named_scope("group"):
             x, weights, ids = (gather_tokens(part, self.axis) for part in (x, weights, ids))
@@ -200,7 +204,8 @@ class MixtureOfExperts(nnx.Module):
             return sum_same_tokens(mixed + shared, self.axis)
 
     def _every_expert(self, x: jax.Array, weights: jax.Array, ids: jax.Array, adapters: Adapters | None) -> jax.Array:
-        """Output f32[T, D] for tokens x [T, D], where this device has all experts or a slice of each."""
+        """Output f32[T, D] of the experts for tokens x [T, D], where this device has all of them or a slice of each:
+        then a part of the sum."""
         with jax.named_scope("group"):
             num_experts = self.experts.num_experts
             order, sizes = by_expert(ids, num_experts, group_step(ids.size, num_experts))
@@ -213,6 +218,7 @@ class MixtureOfExperts(nnx.Module):
     def _own_experts(self, x: jax.Array, weights: jax.Array, ids: jax.Array, adapters: Adapters | None) -> jax.Array:
         """Contribution f32[T, D] of this device's experts to tokens x [T, D], added in the order of the experts.
 
+        weights, ids: [T, k], of all experts; ids of other devices' are passed over.
         Memory in addition to the result is for a block of rows; the number of blocks follows the routing.
         """
         (num_tokens, k), own = ids.shape, self._num_own
@@ -245,7 +251,7 @@ class MixtureOfExperts(nnx.Module):
 
     def _send_rows(self, x: jax.Array, weights: jax.Array, ids: jax.Array, adapters: Adapters | None) -> jax.Array:
         """Compute by sending each token's rows, one for each of its experts, to the experts' devices, and the results
-        back.
+        back: [T, D] in x's dtype, without the shared MLP.
 
         Of n devices with the same tokens each takes T / n of them and gathers the others' results, which is less to
         exchange than the sum of the results would be. Padding is not sent. A device may be picked for all tokens of
@@ -292,10 +298,11 @@ class MixtureOfExperts(nnx.Module):
         return jax.nn.sigmoid(with_adapters(self.shared_gate.matmul(x), x, self.shared_gate_lora, adapters))
 
     def _multiply(self, rows: jax.Array, sizes: jax.Array, adapters: Adapters | None) -> jax.Array:
-        """Apply the MLPs of this device's experts to rows [M, D] sorted by expert, `sizes` of each; adapters: those of
-        the rows.
+        """Apply the MLPs of this device's experts to rows [M, D] sorted by expert: [M, D], 0 in rows of no expert.
 
-        The result has the rows' dtype, as a token's own MLP would: in float32 it would be most of a step's temporaries.
+        sizes: i32[experts here], rows of each. adapters: those of the rows, None for none. Where a device has a slice
+        of each expert the result is a part of the sum. It has the rows' dtype, as a token's own MLP would: in float32
+        it would be most of a step's temporaries.
         """
         with jax.named_scope("gate_up"):
             bias = None if self.gate_up_bias is None else self.gate_up_bias[...]
@@ -321,10 +328,11 @@ class MixtureOfExperts(nnx.Module):
         return self.experts.num_experts // num_shards("experts")
 
     def route(self, x: jax.Array, adapters: Adapters | None = None) -> tuple[jax.Array, jax.Array]:
-        """Route x[T, D]: weights f32[T, k] and experts i32[T, k] of each token, the best first.
+        """Route x[T, D]: weights f32[T, k] and experts i32[T, k] of each token, the best first. Padding is routed, too.
 
-        Experts of equal score come in the order of their indices. With `norm_weights` the weights of softmax scores are
-        the softmax over the k largest logits. All are multiplied by `routed_scaling_factor`.
+        Experts of equal score come in the order of their indices. Weights are scores without the correction bias, which
+        decides the experts alone. With `norm_weights` they are divided by their sum: those of softmax scores are then
+        the softmax over the k largest logits. All are multiplied by `routed_scaling_factor`. adapters: of x's rows.
         """
         experts = self.experts
         logits = self._router_logits(x, adapters)

@@ -33,7 +33,8 @@ _SHARED = ("embed_tokens.", "shared_head.head.")
 
 @cache
 def next_token_class(family: type[Decoder]) -> type[Decoder]:
-    """Class of the family's next-token layer: (ModelConfig of `with_next_layer`, Build)."""
+    """Make the class of the family's next-token layer, the same one for the same family. Its constructor takes the
+    ModelConfig of `with_next_layer` and a Build, whose stage is not read."""
 
     class NextToken(family):
         """One layer of the family between norms of its own; embeddings and logits are the model's."""

@@ -54,7 +54,10 @@ class Pictures(Section):
 
 
 def picture_limits(index: jax.Array, positions: jax.Array) -> jax.Array:
-    """The position after the picture of each token, i32[T], where it is in one (index >= 0), and else after its own.
+    """Position after the last key that each token sees, i32[T]: the one after its picture's last token in this step
+    where it is in one (index >= 0), and else after its own.
+
+    index, positions: i32[T]; index as in Pictures.
 
     Two pictures are never neighbours in a prompt; where two prompts are, attention looks at the first one's keys only.
     """

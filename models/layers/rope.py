@@ -15,8 +15,10 @@ from jaxengine.models.layers.step_inputs import StepContext, StepInput
 
 
 def rope_table(positions: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array]:
-    """Compute cos and sin, each f32[T, R/2], of positions i32[T]; of mrope positions i32[3, T] for a rope with
-    sections."""
+    """Compute cos and sin, each f32[T, R/2], times the scaling's attention factor, if any.
+
+    positions: i32[T]; or those in time, height and width, i32[3, T], for a rope with sections.
+    """
     freqs = jnp.asarray(rope.frequencies(), jnp.float32)
     if positions.ndim == 2:
         turns = positions.astype(jnp.float32).T[:, rope.section_of_pairs()]

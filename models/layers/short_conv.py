@@ -33,7 +33,11 @@ class ShortConv(nnx.Module):
     def __call__(
         self, x: jax.Array, states: tuple[jax.Array], rows: StateRows, step: StepInputs
     ) -> tuple[jax.Array, tuple[jax.Array]]:
-        """Map x[T, D] to ([T, D], the windows of StateArrays after this step's tokens)."""
+        """Map x[T, D] to ([T, D], the states after this step's tokens).
+
+        states: the windows alone, [R, ...] as ShortConvolution.arrays has one row. rows: which each sequence reads and
+        writes; the others stay.
+        """
         with jax.named_scope("inputs"):
             before, after, x = jnp.split(self.inputs(x, step.rows), 3, axis=1)
         with jax.named_scope("causal_conv"):

@@ -45,7 +45,7 @@ class StepInput(NamedTuple):
     make: Callable[[Any, StepContext], Any]
 
     def values(self, attentions: list[LayerAttention], step: StepContext) -> list[Any]:
-        """The value for each kind of attention; None where it needs none."""
+        """The value for each of these attentions, in their order; None where it needs none. Equal keys share one."""
         keys = [self.key(attention, step.build) for attention in attentions]
         made: dict[Hashable, Any] = {None: None}
         for key in dict.fromkeys(keys):

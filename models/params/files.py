@@ -47,11 +47,11 @@ def inside(folder: str | os.PathLike[str], name: str) -> Path:
 def open_regular(path: str | os.PathLike[str]) -> tuple[int, int]:
     """Open a regular file for reading: (descriptor, size in bytes); the caller closes it.
 
-    Raises ModelFileError for anything else; FileNotFoundError where there is nothing.
+    Raises ModelFileError for anything else; FileNotFoundError or NotADirectoryError where there is nothing.
     """
     try:
         descriptor = os.open(path, _OPEN)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise
     except (OSError, ValueError) as error:  # ValueError: no file can have such a name
         raise ModelFileError(path, f"cannot be read: {getattr(error, 'strerror', None) or error}") from None

@@ -26,9 +26,10 @@ _MESSAGE_END, _MANY_MESSAGES = "<|end|>", ("<|return|>", "<|calls|>", "<|flush|>
 
 
 def named_turn_ends(metadata: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the ids of the control and user-defined tokens of a file's vocabulary that end a turn.
+    """Return the ids of the control and user-defined tokens of a file's vocabulary that end a turn, ascending.
 
-    Empty for metadata without a vocabulary. Without types every token counts.
+    Empty for metadata without a vocabulary. Without types every token counts. The end of a message is left out where
+    an answer has several.
     """
     tokens, types = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
     if not isinstance(tokens, list):

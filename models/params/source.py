@@ -32,6 +32,7 @@ class CheckpointNames(NamedTuple):
       suffixes: the same for ends of names.
       unused: beginnings of the names of other parts, which are not read.
       tower: beginnings, in the model's names, of the vision tower: not read where the model is served without it.
+      heads: beginnings, in the model's names, of output heads: not read where the model does not declare them.
       constants: ends of the names of tensors that hold one number, which the model has in its code, and this number.
       squeezed: ends of the names of tensors whose second axis, of one entry, the model leaves out.
       flattened: ends of the names of tensors of more than two axes whose axes after the first are one in the model.
@@ -44,6 +45,7 @@ class CheckpointNames(NamedTuple):
     suffixes: tuple[tuple[str, str], ...] = ()
     unused: tuple[str, ...] = ()
     tower: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
     constants: Mapping[str, float] = _NONE
     squeezed: tuple[str, ...] = ()
     flattened: tuple[str, ...] = ()
@@ -80,7 +82,7 @@ class WeightSource(Protocol):
         ...
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
-        """Read these rows (first axis) and columns (second axis) of a tensor, in a floating dtype; steps are 1.
+        """Read these rows (first axis) and columns (second axis) of a tensor, in the dtype that it has; steps are 1.
 
         The caller owns the array and releases it before the next read.
         """

@@ -64,8 +64,10 @@ def _precedence(target: str) -> tuple[bool, bool, str]:
 
 
 def _kv_dtype(scheme: Any) -> str | None:
-    """Dtype of keys and values in `kv_cache_scheme`, None without one; their scales are read in
-    jaxengine.models.weights.views.kv_scales."""
+    """Dtype of keys and values in `kv_cache_scheme`, None without one; ModelConfigError for an unsupported one.
+
+    Their scales are read in jaxengine.models.weights.views.kv_scales.
+    """
     if scheme is None:
         return None
     wanted = {"num_bits": 8, "type": "float", "dynamic": False, "symmetric": True}

@@ -83,7 +83,7 @@ def read(settings: Mapping[str, Any]) -> Quantization:
 
 
 def _algorithm(settings: Mapping[str, Any], other: str) -> str:
-    """Read `quant_algo`: a name of _STORED or `other`."""
+    """Read `quant_algo` in capitals: a name of _STORED or `other`. Raises ModelConfigError for any other value."""
     said = settings.get("quant_algo")
     name = said.upper() if isinstance(said, str) else said
     if name not in (*_STORED, other):
@@ -92,7 +92,7 @@ def _algorithm(settings: Mapping[str, Any], other: str) -> str:
 
 
 def _kv_dtype(settings: Mapping[str, Any]) -> str | None:
-    """Dtype of keys and values, from the newer field or the older; None for the model's."""
+    """Dtype of keys and values, from the newer field or the older; None for the model's. Raises ModelConfigError."""
     scheme, said = settings.get("kv_cache_scheme"), settings.get("kv_cache_quant_algo")
     if scheme is not None:
         wanted = {"num_bits": 8, "type": "float", "dynamic": False}

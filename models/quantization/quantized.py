@@ -128,7 +128,7 @@ class QuantizedWeight(nnx.Module):
         return quantized_gated_matmul(rows, *self._matrix, group_sizes, bias, **options)
 
     def _rows_of_groups(self, x: jax.Array, group_sizes: jax.Array) -> jax.Array | RoundedRows:
-        """Rows of groups for a stack of matrices, permuted and rounded as each row's matrix requires."""
+        """Rows x [M, in] for a stack of matrices, permuted and rounded as the matrix of each row's group requires."""
         scale = None
         if self.input_scale is not None or self.order is not None:
             # The scale or order of each row's group; rows of no group get any.
@@ -157,7 +157,11 @@ class QuantizedWeight(nnx.Module):
         return jnp.take(x, order, axis=1) if order.ndim == 1 else jnp.take_along_axis(x, order, axis=1)
 
     def _rows(self, x: jax.Array, static_scale: jax.Array | None) -> jax.Array | RoundedRows:
-        """Round rows, already in the order of the codes, if the format rounds them."""
+        """Round rows [M, in], already in the order of the codes; return them as they are if the format does not.
+
+        static_scale: f32 [1, 1] or [M, 1], None for scales that follow from the rows. Microscaled rows come back in x's
+        dtype, with their scales applied.
+        """
         if self.activation is None:
             return x
         dtype = self.activation.dtype
@@ -173,7 +177,7 @@ class QuantizedWeight(nnx.Module):
         return rounded_rows(x, dynamic_scales(largest, dtype, kind=self.activation.scales), dtype)
 
     def _largest(self, x: jax.Array, size: int) -> jax.Array:
-        """Largest values from which scales of rows [M, in] follow, f32 [M, n]."""
+        """Largest values from which scales of rows x [M, size] follow, f32 [M, n]."""
         assert self.activation is not None
         group = self.activation.group
         if group is None:

@@ -76,8 +76,8 @@ class StoredModule(NamedTuple):
         return next((kind for kind in kinds if self.has(kind)), kinds[0])
 
     def read(self, kind: str, dtype: str | None = None, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
-        """Read a part of a tensor. ModelFileError unless it holds `dtype`; None: floating-point numbers, converted to
-        f32."""
+        """Read a part of the module's tensor `kind`, which must hold `dtype`; None: floating-point numbers, converted
+        to f32. Raises ModelFileError for another dtype."""
         array = self.source.read(self.tensor(kind), rows, columns)
         if dtype is not None:
             if str(array.dtype) != dtype:

@@ -153,7 +153,7 @@ class Gptq(PackedInt32):
         return np.argsort(module.read("g_idx", "int32"), kind="stable").astype(np.int32)
 
     def _points(self, module: StoredModule, outputs: slice) -> np.ndarray:
-        """Read zero points u8 [n, outputs]."""
+        """Read zero points u8 [n, outputs] of a slice of the outputs, unsigned and without the format's "one less"."""
         span, part = self.word_span(outputs, module.shape[0])
         words = module.read("qzeros", "int32", slice(None), span)
         if self.one_less and self.bits != 3:

@@ -73,14 +73,14 @@ def segment_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Arr
 def window_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, window: jax.Array, *, longest: int, scale: float
 ) -> jax.Array:
-    """Attend within the windows of segments, a window's patches being neighbours.
+    """Attend within the windows of segments, a window's patches being neighbours: [P, N, H] in q's dtype.
 
     Blocks are of `window_block(longest)` patches, and queries look at the keys of their own block and of those beside
     it: the cost is P times that length.
 
     Args:
       q, k, v, segment: as for segment_attention; P a multiple of the block, too.
-      window: i32[P], a number for each window of a segment.
+      window: i32[P], the number of each patch's window; windows of one segment have different ones.
       longest: the most patches that a window has.
     """
     num_patches, num_heads, head_dim = q.shape

@@ -13,6 +13,7 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.layers.linear import Linear
+from jaxengine.models.layers.mlp import gelu
 from jaxengine.models.layers.norm import LayerNorm, RMSNorm
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.vision.attention import segment_attention
@@ -23,7 +24,6 @@ from jaxengine.models.vision.layers import (
     TowerLayer,
     TowerMLP,
     axial_rope,
-    gelu,
     joined_qkv,
     rope_frequencies,
     stretched,
@@ -115,7 +115,10 @@ class Glm4vTower(nnx.Module):
         return TowerLayer((self._norm(f"{LAYER}.norm1", build), self._norm(f"{LAYER}.norm2", build)), attention, mlp)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        """Encode patches: f32[P, F] and i32[C, P] to [P / merge, D]; see jaxengine.models.config.tower."""
+        """Encode patches f32[P, F], P a multiple of config.unit: [P / merge, D], rows of the model.
+
+        columns: i32[C, P], those of config.columns in order; see jaxengine.models.config.tower.
+        """
         segment, row, column, height, width = columns
         config = self.config
         head_dim = config.hidden_size // config.num_heads

@@ -15,7 +15,7 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.layers.linear import Linear
-from jaxengine.models.layers.mlp import gelu_tanh
+from jaxengine.models.layers.mlp import gelu, gelu_tanh
 from jaxengine.models.layers.rope import apply_rope
 from jaxengine.models.params.declare import Source, parts_of
 from jaxengine.models.quantization.registry import PLAIN
@@ -32,11 +32,6 @@ def tower_axis(axis: str, build: Build) -> str:
 def quick_gelu(x: jax.Array) -> jax.Array:
     """Compute x * sigmoid(1.702 x) (Hendrycks & Gimpel 2016, arXiv:1606.08415), `quick_gelu` in configurations."""
     return x * jax.nn.sigmoid(1.702 * x)
-
-
-def gelu(x: jax.Array) -> jax.Array:
-    """Compute GELU by the error function, `gelu` in configurations."""
-    return jax.nn.gelu(x, approximate=False)
 
 
 # Of the interpolation by cubic convolution (Keys 1981), as torch has it.
@@ -93,7 +88,9 @@ def stretched(
 
 
 def _taps(places: jax.Array, sizes: jax.Array, side: int) -> list[tuple[jax.Array, jax.Array]]:
-    """The four of `side` learned places around each of `places` i32[P] of `sizes`, i32[P], and their shares f32[P]."""
+    """The four of `side` learned places around each of `places` i32[P], on sides of `sizes` i32[P] places, and their
+    shares: pairs i32[P], f32[P].
+    """
     spot = (places.astype(jnp.float32) + 0.5) * side / jnp.maximum(sizes, 1).astype(jnp.float32) - 0.5
     low = jnp.floor(spot)
     taps = []

@@ -131,7 +131,10 @@ class MoonVitTower(nnx.Module):
         return TowerLayer((before_attention, before_mlp), attention, mlp)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        """Encode patches: f32[P, F] and i32[C, P] to [P / merge, D]; see jaxengine.models.config.tower."""
+        """Encode patches f32[P, F], P a multiple of config.unit: [P / merge, D], rows of the model.
+
+        columns: i32[C, P], those of config.columns in order; see jaxengine.models.config.tower.
+        """
         segment, row, column, height, width = columns
         config = self.config
         head_dim = config.hidden_size // config.num_heads

@@ -144,7 +144,10 @@ class PixtralTower(nnx.Module):
         return TowerLayer((before_attention, before_mlp), attention, mlp)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        """Encode patches: f32[P, F] and i32[C, P] to [P / merge, D]; see jaxengine.models.config.tower."""
+        """Encode patches f32[P, F], P a multiple of config.unit: [P / merge, D], rows of the model.
+
+        columns: i32[C, P], those of config.columns in order; see jaxengine.models.config.tower.
+        """
         segment, rows, places = columns
         head_dim = self.config.hidden_size // self.config.num_heads
         # Rows have every other frequency of a head's, and columns the rest.

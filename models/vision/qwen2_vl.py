@@ -82,7 +82,8 @@ class Qwen2_5VLTowerConfig(Qwen2VLTowerConfig):
 
 
 def read_sizes(fields: ConfigFields, *, width: str = "hidden_size", **defaults: Any) -> dict[str, Any]:
-    """Read what Qwen2-VL, Qwen2.5-VL and Qwen3-VL spell alike in vision_config, as arguments of a Qwen2VLTowerConfig.
+    """Read what Qwen2-VL, Qwen2.5-VL and Qwen3-VL spell alike in vision_config, as arguments of a Qwen2VLTowerConfig:
+    all but intermediate_size.
 
     width: the field of the tower's hidden size. defaults: of fields that may be absent. Raises ModelConfigError.
     """
@@ -203,7 +204,10 @@ class Qwen2VLTower(nnx.Module):
         return self.norm_class(size or self.config.hidden_size, EPS, source=source, build=build)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        """Encode patches: f32[P, F] and i32[C, P] to [P / merge, D]; see jaxengine.models.config.tower."""
+        """Encode patches f32[P, F], P a multiple of config.unit: [P / merge, num_parts * D], rows of the model.
+
+        columns: i32[C, P], those of config.columns in order; see jaxengine.models.config.tower.
+        """
         named = dict(zip(self.config.columns, columns, strict=True))
         head_dim = self.config.hidden_size // self.config.num_heads
         with jax.named_scope("patches"):

@@ -93,7 +93,7 @@ class Qwen3VLTower(Qwen2VLTower):
     def _stretched(self, columns: dict[str, jax.Array]) -> jax.Array:
         """Learned positions as they lie over pictures of other sizes, f32[P, D of the tower].
 
-        Corners meet, and what lies between is blended of four (bilinear).
+        Corners meet, and what lies between is blended of four (bilinear). columns: i32[P] by their names.
         """
         side = self.config.side
         rows, row_shares = _between(columns["row"], columns["height"], side)
@@ -116,8 +116,8 @@ class Qwen3VLTower(Qwen2VLTower):
 
 
 def _between(places: jax.Array, sizes: jax.Array, side: int) -> tuple[jax.Array, jax.Array]:
-    """The two of `side` learned places between which each of `places` i32[P] of `sizes` lies, i32[P, 2], and the share
-    that each has, f32[P, 2]."""
+    """The two of `side` learned places, i32[P, 2], between which each of `places` i32[P], on sides of `sizes` i32[P]
+    places, lies, and the share that each has, f32[P, 2]."""
     spot = places.astype(jnp.float32) * (side - 1) / jnp.maximum(sizes - 1, 1).astype(jnp.float32)
     low = jnp.floor(spot)
     both = low[:, None] + jnp.arange(2, dtype=jnp.float32)

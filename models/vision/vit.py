@@ -114,7 +114,7 @@ def read_vit(vision: ConfigFields, **more: Any) -> VitConfig:
 
 
 def _side(vision: ConfigFields, name: str) -> int:
-    """Pixels of a square's side, which may be given twice."""
+    """Pixels of a square's side, which may be given twice. Raises ModelConfigError for another value."""
     value = vision.value(name)
     sides = value if isinstance(value, (list, tuple)) else [value]
     if not 1 <= len(sides) <= 2 or any(type(side) is not int or not 1 <= side <= MAX_SIDE for side in sides):
@@ -184,7 +184,7 @@ class VitAttention(nnx.Module):
         self.q_norm, self.k_norm = qk_norms or (None, None)
 
     def __call__(self, x: jax.Array, num_units: int) -> jax.Array:
-        """[U * S, D] -> [U * S, D]"""
+        """Attend x [U * S, D] within each of the U = num_units units: [U * S, D]."""
         q, k, v = jnp.split(self.qkv(x).reshape(len(x), -1, self.head_dim), 3, axis=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -193,7 +193,7 @@ class VitAttention(nnx.Module):
 
 
 def attend_units(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Attend inside of each unit, [U, S, N, H] each, to the same shape.
+    """Attend inside of each unit, softmax(q k^T / sqrt(H)) v, [U, S, N, H] each, to the same shape.
 
     Scores exist of one unit at a time, and of a part of its queries where it has many.
     """
@@ -243,7 +243,7 @@ class VitLayer(nnx.Module):
         self.mlp = VitMLP(config, source=f"{source}.mlp", build=build)
 
     def __call__(self, x: jax.Array, num_units: int) -> jax.Array:
-        """[U * S, D] -> [U * S, D]"""
+        """Map x [U * S, D], of U = num_units units, to [U * S, D]."""
         with jax.named_scope("attention"):
             x = x + self.attention(self.attention_norm(x), num_units)
         with jax.named_scope("mlp"):

@@ -58,6 +58,8 @@ def compress(
     modules: dict[str, tuple[Any, StoredModule]] = {
         renamed.stored_name(module.tensor("weight")): (scheme.stored, module) for scheme, module in held.values()
     }
+    if not modules:
+        raise ModelFileError(checkpoint.path, "has no matrix that could be written quantised")
     names, squares = list(checkpoint.names()), {}
 
     def tensors() -> Iterator[tuple[str, np.ndarray]]:
@@ -148,8 +150,8 @@ def _rounded(rounded: Rounded, module: StoredModule) -> tuple[dict[str, np.ndarr
 
 
 def packed(values: np.ndarray, bits: int) -> np.ndarray:
-    """Pack values [n, size] of 0 to 2**bits - 1 into int32 words [n, size * bits / 32], the first in the lowest
-    bits."""
+    """Pack values [n, size] of 0 to 2**bits - 1 into int32 words [n, ceil(size * bits / 32)], the first in the lowest
+    bits. bits: a divisor of 32; a last word that is not full ends with zeros."""
     per_word = 32 // bits
     values = np.pad(values, ((0, 0), (0, -values.shape[1] % per_word))).astype(np.uint32)
     shifts = np.arange(0, 32, bits, dtype=np.uint32)

@@ -33,7 +33,10 @@ _BYTES_MEAN, _BYTES_STD = 4 * 127.5, math.sqrt(4 * (256**2 - 1) / 12)  # moments
 def dummy_params(
     model_abstract: CausalLM, *, seed: int = 0, mesh: Mesh | None = None, progress: Progress | None = None
 ) -> nnx.State:
-    """Make the state of `model_abstract` from random weights; mesh and progress as for load.load_params."""
+    """Make the state of `model_abstract` from random weights; mesh and progress as for load.load_params.
+
+    Raises ValueError for a mesh that does not split a weight evenly.
+    """
     params = list(declared_params(model_abstract))
     total = sum(param.num_bytes for param in params)
     done, made = 0, []
@@ -68,7 +71,10 @@ def _filler(shape: tuple[int, ...], dtype: Any, decl: ParamDecl, parts: tuple[in
 
 
 def _fill(keys: jax.Array, *, shape: tuple[int, ...], dtype: Any, decl: ParamDecl, parts: tuple[int, ...]) -> jax.Array:
-    """Compute this device's part of a weight: u32[experts, sources] -> [shape / parts]."""
+    """Compute this device's part of a weight from `_tensor_keys`: u32[experts, sources] -> [shape / parts].
+
+    parts: number of parts of each axis, over the mesh of the shard_map around it.
+    """
     here = [lax.axis_index(RULES[str(name)]) if count > 1 else 0 for name, count in zip(decl.axes, parts, strict=True)]
     sizes = [size // count for size, count in zip(shape, parts, strict=True)]
     if decl.num_experts is not None:

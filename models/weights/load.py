@@ -41,11 +41,12 @@ from jaxengine.models.weights.views.quantized import QuantizedSource
 from jaxengine.models.weights.views.renamed import RenamedSource
 from jaxengine.models.weights.views.stacked import StackedSource, of_shapes
 
-# Tensors that some checkpoints store and no model reads: tables of rope, which follow from the configuration, and
-# scales of queries and of attention's weights, which are for attention in 8 bits.
+# Tensors that some checkpoints store and no model reads: tables of rope and counts of positions, which follow from the
+# configuration, and scales of queries and of attention's weights, which are for attention in 8 bits.
 IGNORABLE_SUFFIXES = (
     *(f".rotary_emb.{name}" for name in ("inv_freq", "original_inv_freq", "cos_cached", "sin_cached")),
     ".rotary_pos_emb.inv_freq",
+    *(f".embeddings.{name}" for name in ("position_ids", "token_type_ids")),
     *(f".self_attn.{name}" for name in ("q_scale", "attn.q_scale", "q_proj.q_scale", "q_proj.output_scale")),
     *(f".self_attn.{name}" for name in ("prob_scale", "attn.prob_scale", "prob_output_scale")),
 )
@@ -207,7 +208,9 @@ class _Loader:
     def _read_rows(self, name: str, rows: np.ndarray, columns: tuple[slice, ...], dtype: Any) -> np.ndarray:
         """Read rows by number, of a kind that can be converted to `dtype`.
 
-        The numbers are of neighbouring rows, possibly out of order and repeated.
+        The numbers are of neighbouring rows, possibly out of order and repeated. columns: a slice of the tensor's
+        second axis, () if it has none. Raises ModelFileError for another kind or shape, and for a tied head that
+        differs.
         """
         first, last = int(rows.min()), int(rows.max()) + 1
         index = (slice(first, last), *columns)
@@ -283,7 +286,8 @@ def is_unread(model: CausalLM, name: str) -> bool:
     config = model.config
     towers = model.checkpoint_names.tower if config.tower is None else config.tower.unused
     predicting = tuple(f"model.layers.{config.num_layers + n}." for n in range(config.num_nextn_predict_layers))
-    return name.startswith((*towers, *predicting)) or name.endswith((*IGNORABLE_SUFFIXES, *KV_SCALES))
+    heads = model.checkpoint_names.heads
+    return name.startswith((*towers, *predicting, *heads)) or name.endswith((*IGNORABLE_SUFFIXES, *KV_SCALES))
 
 
 def _tensors_of(param: DeclaredParam) -> set[str]:
@@ -299,8 +303,10 @@ def _begun(model: CausalLM, present: set[str]) -> list[str]:
 
 
 def _is_zero_bias(source: WeightSource, name: str) -> bool:
-    """Whether a tensor is one of the zero biases that AutoGPTQ writes for every module, even of models without
-    biases."""
+    """Whether a tensor is one of the zero biases that AutoGPTQ writes for every module, even of models without biases.
+
+    Reads it. False for modules that are not quantised.
+    """
     module, _, kind = name.rpartition(".")
     if kind != "bias" or not isinstance(source, QuantizedSource) or module not in source.modules:
         return False

@@ -82,7 +82,7 @@ class _Stream:
         self.faults: dict[str, str] = {}
 
     def add(self, name: str, array: Any) -> None:
-        """Take a tensor, and load the weights of which it is the last one."""
+        """Take a tensor, and load the weights of which it is the last one. What is wrong is noted for `finish`."""
         if name in self._given:
             self.faults[name] = "is given twice"
         elif (fault := fault_of(array)) is not None:
@@ -92,7 +92,10 @@ class _Stream:
             self._sort(name, array)
 
     def finish(self) -> list[nnx.State]:
-        """Check all names and shapes, and load what is left. Raises ModelFileError."""
+        """Check all names and shapes, and load what is left: each stage's state.
+
+        Raises ModelFileError for what was or is wrong with any tensor.
+        """
         source = FiniteSource(ArraySource(self._given))
         try:
             if self.faults:
@@ -156,7 +159,10 @@ class _Stream:
 
 
 def _groups(stages: Sequence[Stage]) -> dict[str, _Group]:
-    """Find the group of each tensor that can be loaded before all others are there."""
+    """Find the group of each tensor that can be loaded before all others are there, and of each layer's experts.
+
+    Keys are tensors, and "LAYER.experts" where a tensor may come for all of them.
+    """
     groups: dict[str, _Group] = {}
     params = [(index, param) for index, (model, _) in enumerate(stages) for param in declared_params(model)]
     needed = [_tensors_of(param, stages[index][0]) for index, param in params]

@@ -72,17 +72,18 @@ def ragged_paged_attention(
     of the others: they are computed separately, and joining them would copy both.
 
     The step's keys and values must already be in the pool. Token i of a sequence has position
-    kv_len - q_len + i and sees the keys up to it (all keys if not `spec.causal`), the last `spec.window` of them
-    or those from the last multiple of `spec.chunk` on.
+    kv_len - q_len + i and sees the keys up to it (all keys if not `spec.causal`): of them those less than `spec.window`
+    places away, or those from the last multiple of `spec.chunk` on.
     Tokens of no sequence and tokens that see nothing get exactly 0 and lse -inf. Slots that no token of the batch
     sees may hold NaN.
 
-    schedule: result of `attention_schedule` for the same batch, None to build it here with `tuning`.
+    schedule: result of `attention_schedule` for the same batch, None to build it here with `tuning`. Only then may
+        `tuning` be given; None is the table's sizes of the chip.
     sinks: f32 [N], one more logit per head in the softmax denominator, with value 0.
     tree_mask: u32 [T, ceil(Q / 32)] for sequences of at most Q new tokens; bit b of a token's row says that it sees
         new token b of its own sequence. Bits narrow the causal range: a parent comes before its children.
     return_lse: return (o, log-sum-exp f32 [T, N]).
-    platform: one of registry.PLATFORMS, None for the pool's layout.
+    platform: the pool's layout, as None is; a check that the caller means the same.
     Raises ValueError for shapes, dtypes or options that do not fit.
     """
     platform = platform or kv.layout

@@ -39,9 +39,9 @@ class AttentionSpec:
     head_dim: int
     v_head_dim: int
     sm_scale: float
-    window: int | None = None  # a token sees the last `window` keys, itself included; None = all
+    window: int | None = None  # a token sees keys less than `window` places away; None = all
     soft_cap: float | None = None  # logits become soft_cap * tanh(logits / soft_cap)
-    causal: bool = True
+    causal: bool = True  # a token sees no key after its own
     chunk: int | None = None  # a token sees the keys from the last multiple of `chunk` on: a window that restarts
     values_in_keys: bool = False  # a key begins with its value, which is read there
 
@@ -63,8 +63,6 @@ class AttentionSpec:
             raise ValueError(f"AttentionSpec.sm_scale must be finite, got {self.sm_scale}")
         if self.window is not None and self.window < 1:
             raise ValueError(f"AttentionSpec.window must be at least 1 or None, got {self.window}")
-        if self.window is not None and not self.causal:
-            raise ValueError("AttentionSpec.window needs causal=True: it counts keys backwards from the query")
         if self.chunk is not None and (self.chunk < 1 or not self.causal or self.window is not None):
             raise ValueError(
                 f"AttentionSpec.chunk must be at least 1 or None, with causal=True and window=None, got {self.chunk}"

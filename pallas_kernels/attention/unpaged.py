@@ -38,7 +38,10 @@ def attention_schedule(
     tuning: Tuning,
     kv_limits: jax.Array | None = None,
 ) -> Schedule:
-    """Implement jaxengine.pallas_kernels.attention.op.attention_schedule; page_size is T."""
+    """Implement jaxengine.pallas_kernels.attention.op.attention_schedule for B rows of T = page_size tokens.
+
+    num_tokens: B * T. spec and tuning are not used. Raises ValueError for `kv_limits`.
+    """
     del spec, tuning
     if kv_limits is not None:
         raise ValueError("kv_limits must be None for whole sequences: tokens see none after their own")
@@ -58,7 +61,11 @@ def ragged_paged_attention(
     q_rest: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention output o [B * T, N, Hv] in q's dtype and lse f32 [B * T, N]; the public operation has checked the
-    arguments."""
+    arguments.
+
+    kv: keys and values of these tokens alone, see kv/update_unpaged.py. What a token sees is in `schedule`; `batch` is
+    not used. Raises ValueError for `tree_mask`.
+    """
     del batch
     if tree_mask is not None:
         raise ValueError("tree_mask must be None for whole sequences: they have no drafts")
@@ -78,7 +85,10 @@ def ragged_paged_attention(
 
 
 def _in_blocks(attend: Callable[..., tuple[jax.Array, jax.Array]], q: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Results of `_attend` for all queries [B, T, ...], a block after the other."""
+    """Results of `_attend` for all queries [B, T, ...], a block after the other.
+
+    attend: (places i32[Q], queries [B, Q, ...]) to results [B, Q, ...].
+    """
     length = q.shape[1]
     places = jnp.minimum(jnp.arange(-(-length // BLOCK) * BLOCK), length - 1).reshape(-1, BLOCK)
     # The last block repeats the last query; what it gives there is cut off, and so has no gradient.
@@ -122,7 +132,7 @@ def _visible(places: jax.Array, schedule: Schedule, spec: AttentionSpec) -> jax.
     if spec.causal:
         visible &= offset <= own_offset
     if spec.window is not None:
-        visible &= offset > own_offset - spec.window
+        visible &= jnp.abs(offset - own_offset) < spec.window
     if spec.chunk is not None:
         visible &= offset // spec.chunk == own_offset // spec.chunk
     return visible

@@ -159,7 +159,10 @@ def storage_dtype(spec: KVSpec, layout: str = "cpu") -> np.dtype:
 
 
 def pool_shape(spec: KVSpec, layout: str = "cpu") -> tuple[int, ...]:
-    """Shape of `KVPages.data`."""
+    """Shape of `KVPages.data`, of one of LAYOUTS or "unpaged".
+
+    Raises ValueError for another layout, or one that does not have the token scales of `spec`.
+    """
     if layout == UNPAGED:
         return (spec.num_pages * spec.page_size, spec.num_kv_heads, spec.token_width)
     check_layout(layout, spec)
@@ -279,7 +282,7 @@ def pages_of(rows: jax.Array, head_dim: int, page_size: int, layout: str) -> KVP
     """Pool whose pages are filled in order with rows [n * page_size, K, head_dim + Hv], each a key followed by its
     value.
 
-    The pool has the dtype of `rows`.
+    The pool has the dtype of `rows`, float32, bfloat16 or float16; ValueError for another.
     """
     num_tokens, num_heads, width = rows.shape
     spec = KVSpec(num_tokens // page_size, page_size, num_heads, head_dim, width - head_dim, rows.dtype.name)

@@ -21,6 +21,7 @@ def kv_update_schedule(slot_mapping: jax.Array, *, page_size: int, platform: str
     Build it once per step: it depends on the offsets of slot_mapping i32[T] within their pages and on which of them
     are consecutive, so all layers share it. platform: one of registry.PLATFORMS.
     tuning: sizes to work with, None for the table's sizes of the chip; the update uses the same ones.
+    Raises ValueError for a page size that the platform's kernel cannot write.
     """
     build = kernel("kv_update_schedule", platform)
     return build(slot_mapping, page_size=page_size, tuning=tuning or tuning_of(platform))
@@ -41,8 +42,9 @@ def kv_cache_update(
     A slot is page * page_size + offset. Slots outside the pool are dropped, -1 (padding) among them; real slots must
     be distinct. Quantised pools store round(x / scale), saturating; token scales are computed here, each from its own
     token and head alone. Donate `kv` when jitting: the update is in place.
-    schedule: result of `kv_update_schedule` for the same step, None to build it here with `tuning`.
-    Raises ValueError when shapes or dtypes do not fit the pool.
+    schedule: result of `kv_update_schedule` for the same step, None to build it here with `tuning`, which else must be
+        None.
+    Raises ValueError when shapes or dtypes do not fit the pool, and for a pool that the platform cannot write.
     """
     spec, num_tokens = kv.spec, slot_mapping.shape[0]
     num_heads = k.shape[1] if k.ndim == 3 and holds_heads(kv, k.shape[1]) else spec.num_kv_heads

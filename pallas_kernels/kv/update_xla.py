@@ -32,7 +32,10 @@ def kv_cache_update(
 
 
 def _scatter_rows(data: jax.Array, rows: jax.Array, page: jax.Array, column: jax.Array) -> jax.Array:
-    """Write rows [T, K, c] to data [P, K, C], at pages i32[T] and columns [column, column + c)."""
+    """Write rows [T, K, c] to data [P, K, C], at pages i32[T] and columns [column, column + c), column i32[T].
+
+    Rows with a page of P or more are dropped; no two others may meet.
+    """
     if page.shape[0] == 1:
         # XLA:CPU copies the whole pool for a scatter of one row; two rows stay in place.
         rows, column = jnp.pad(rows, ((0, 1), (0, 0), (0, 0))), jnp.pad(column, (0, 1))

@@ -27,8 +27,8 @@ def biased_products(op: str, products: Mapping[str, Callable[..., jax.Array]]) -
     """Implementations of `op` with a bias, by platform: the platform's kernel where it adds biases, else product plus
     bias.
 
-    products: by platform. All take the operands of the product, the last of which are group sizes, then a bias [G, out]
-    or None.
+    They take the operands of the product, the last of which are group sizes, then a bias [G, out] or None.
+    products: by platform; those of kernels that add biases take one too, the others none.
     """
 
     def product_then_bias(product: Callable[..., jax.Array], *operands: Any) -> jax.Array:
@@ -53,8 +53,8 @@ def gated_products(
     """Implementations of gated `op`, by platform: the registry's kernel where there is one, else product and
     `activated`.
 
-    products: by platform. All take the operands of the product, the last of which are group sizes, then a bias.
-    options: further arguments of the kernels.
+    They take the operands of the product, the last of which are group sizes, then a bias [G, 2 F] or None, and return
+    [M, F] in out_dtype. products: by platform, without a bias. options: further arguments of the registry's kernels.
     """
 
     def product_then_activation(product: Callable[..., jax.Array], *operands: Any) -> jax.Array:
@@ -85,7 +85,10 @@ def say_once(size: int, width: int, why: str) -> None:
 def activated(
     y: jax.Array, group_sizes: jax.Array, bias: jax.Array | None, activation: Gating, out_dtype: Any
 ) -> jax.Array:
-    """Compute activation(gate, up) of y [M, 2 F] plus the bias [G, 2 F] of each row's group: [M, F] in out_dtype."""
+    """Compute activation(gate, up) of y [M, 2 F] plus the bias [G, 2 F] of each row's group: [M, F] in out_dtype.
+
+    bias: None for none.
+    """
     y = y if bias is None else y + rows_of_groups(bias, group_sizes, len(y))
     # XLA:TPU would store all of `y` in float32 before it is split.
     gate, up = (part.astype(jnp.float32) for part in jnp.split(y, 2, axis=-1))

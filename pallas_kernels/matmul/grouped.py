@@ -31,6 +31,7 @@ def grouped_matmul(
       w: [G, in, out] in x's dtype.
       group_sizes: i32[G], rows of each group; their sum is at most M.
       bias: [G, out], added to the rows of each group: by the kernel, which rounds once then, or to the rounded product.
+        None for none.
 
     Raises ValueError when shapes or dtypes do not fit together.
     """

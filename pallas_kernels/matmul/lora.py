@@ -71,7 +71,10 @@ def tile_rows_of(num_rows: int, sizes: LoraTiles) -> int:
 
 
 def lora_visits(slots: jax.Array, *, num_slots: int, rank: int, sizes: LoraTiles | None = None) -> LoraVisits:
-    """Compute the visits of rows with adapters in slots i32[T], -1 for none, of `num_slots` slots of this rank."""
+    """Compute the visits of rows with adapters in slots i32[T], -1 for none, of `num_slots` slots of this rank.
+
+    sizes: those that the product will work with; None for the default, which `lora_product` takes.
+    """
     sizes = Tuning().lora_tiles if sizes is None else sizes
     num_rows, each = slots.shape[0], slots_of_tile(rank, sizes)
     tile_rows, num_tiles = tile_rows_of(num_rows, sizes), -(-min(num_slots, num_rows) // each)

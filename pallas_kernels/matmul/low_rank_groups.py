@@ -22,7 +22,9 @@ _TRIP_TILES, _TRIP_ROWS, _TRIP_BYTES = 128, 2048, 32 << 20
 def add_low_rank(
     y: jax.Array, x: jax.Array, group: jax.Array, a: jax.Array, b: Sequence[jax.Array], part: Sequence[int]
 ) -> jax.Array:
-    """Add x_i A_g B_g to each row i of group g of y [M, out], in float32; rows of no group are unchanged.
+    """Add x_i A_g B_g, in float32, to each row i of group g of y: [M, out] in y's dtype.
+
+    Rows of no group are unchanged. x_i A_g is rounded to x's dtype.
 
     Each b[j] gives the columns of one source of y, concatenated; it multiplies the part[j]-th of the equal parts into
     which the rows of A are cut.

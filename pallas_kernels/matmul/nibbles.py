@@ -20,8 +20,8 @@ def per_byte(dtype: Any) -> int:
 
 
 def code_parts(codes: jax.Array) -> list[jax.Array]:
-    """Split codes [..., n, out] into the factors of successive products: the codes, or int8 of even and of odd
-    inputs."""
+    """Split codes [..., n, out] into the factors of successive products: the codes themselves, of uint8 pairs those of
+    the even and of the odd inputs, int8 [..., n, out] each."""
     if codes.dtype != jnp.uint8:
         return [codes]
     pairs = lax.bitcast_convert_type(codes, jnp.int8)

@@ -45,7 +45,7 @@ def quantized_matmul(
         has one scale.
       scales: [n, out], bfloat16 or float32.
       zeros: [n, out], the zero points times their scales; None for none.
-      dtype: dtype that codes are widened to; default x's, and required where x is rounded.
+      dtype: dtype that codes are widened to; default x's, float32 where x is rounded.
 
     Raises ValueError when shapes or dtypes do not fit together.
     """

@@ -65,9 +65,10 @@ def largest_of(values: jax.Array) -> jax.Array:
 
 
 def dynamic_scales(largest: jax.Array, dtype: str, *, kind: str = FLOAT32) -> jax.Array:
-    """Scales for which the largest values just fit into codes of `dtype`.
+    """Scales for which the largest values just fit into codes of `dtype`: f32 of the shape of `largest`.
 
-    They are 1 for zeros, and for values so small that their scale would be subnormal. kind: any but E4M3.
+    They are 1 for zeros, and for values so small that their scale would be subnormal. With E8M0 a value may exceed the
+    largest code, and saturates. kind: any but E4M3.
     """
     assert kind != E4M3, "scales of e4m3 are parts of one for all: held_scales"
     if kind == E8M0:
@@ -88,9 +89,9 @@ def dynamic_scales(largest: jax.Array, dtype: str, *, kind: str = FLOAT32) -> ja
 
 
 def static_scales(x: jax.Array, scales: jax.Array, dtype: str) -> jax.Array:
-    """Given scales f32 [M, 1] or [1, 1] for rows x [M, in]; with integer codes NaN for rows that hold NaN.
+    """Scales as given, f32 [M, 1] or [1, 1], of rows x [M, in] for codes of `dtype`.
 
-    Integer codes cannot express NaN.
+    Of integer codes, which cannot express NaN, [M, 1] with NaN for rows that hold one.
     """
     if jnp.issubdtype(dtype, jnp.floating):
         return scales
@@ -99,7 +100,10 @@ def static_scales(x: jax.Array, scales: jax.Array, dtype: str) -> jax.Array:
 
 def held_scales(largest: jax.Array, dtype: str, *, kind: str, global_scale: jax.Array | None) -> jax.Array:
     """Scales in the stored form of `kind`: those of E4M3 multiplied by f32 `global_scale`, and 0 below half of the
-    least."""
+    least.
+
+    largest: of the values that share a scale. global_scale: needed with E4M3, else not used.
+    """
     if kind != E4M3:
         return dynamic_scales(largest, dtype, kind=kind)
     assert global_scale is not None, "scales of e4m3 are parts of one for all"
@@ -107,9 +111,9 @@ def held_scales(largest: jax.Array, dtype: str, *, kind: str, global_scale: jax.
 
 
 def microscaled(values: jax.Array, held: jax.Array, dtype: str, *, global_scale: jax.Array | None) -> jax.Array:
-    """Round f32 values to numbers of `dtype` times `held` scales.
+    """Round f32 values to numbers of `dtype` times `held` scales, of `held_scales`.
 
-    global_scale: that of E4M3 scales, None for powers of two.
+    global_scale: that of E4M3 scales, by which results are then too large; None for powers of two.
     """
     if global_scale is None:
         # The inverse of a power of two: half of the number with the complemented exponent.
@@ -161,7 +165,7 @@ def rounded_rows(x: jax.Array, scales: jax.Array, dtype: str) -> RoundedRows:
 
 
 def by_group(x: jax.Array, num_groups: int) -> jax.Array:
-    """Reshape rows [M, in] to [M / rows, n, rows, in / n].
+    """Reshape rows [M, in] to [M / rows, n, rows, in / n], n = num_groups; rows is 8, a divisor of it or 1.
 
     Where these are full tiles of a TPU's memory no data moves, and XLA rounds in one pass; with groups before rows it
     would reorder everything first.

@@ -83,7 +83,7 @@ def chunk(tokens: Tokens, m: jax.Array, runs: ChunkRuns | None = None) -> tuple[
 
 
 def solve_unit_lower(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Solve (I + a) x = b for x f32[N, C, D], with a f32[N, C, C] zero on and above its diagonal.
+    """Solve (I + a) x = b for x f32[N, C, D], with a f32[N, C, C] zero on and above its diagonal; BLOCK divides C.
 
     Uses substitution, because powers of `a` overflow float32 when keys are all alike. The blocks on the diagonal are
     inverted token by token, all blocks at once; then blocks are substituted in order.

@@ -42,9 +42,11 @@ def recurrence(
 ) -> tuple[jax.Array, jax.Array]:
     """Run a recurrence over a ragged batch: its outputs f32[T, *shape], and the states after the step.
 
+    The first num_decode sequences, all where T is S, have one token at most and take `single`; the others take `chunk`.
     Zeros as a chunk's last tokens must leave the state unchanged.
 
     Args:
+      tokens: a tuple of arrays [T, n, ...]; the rules get them as float32.
       shape: heads, and the output of each head.
       single: tokens [S, n, ...] of S sequences and their states [S, ...] to f32[S, *shape] and the states.
       chunk: tokens [n, CHUNK, ...] of one sequence and its state [...] to f32[heads, CHUNK, ...] and the state.

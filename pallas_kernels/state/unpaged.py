@@ -47,7 +47,10 @@ def state_space(
 
 
 def _recurrence(tokens: Any, state: jax.Array, rows: StateRows, rule: Any) -> jax.Array:
-    """Outputs f32[B * T, heads, ...] of a rule of recurrence_xla over the rows of tokens, from states of zeros."""
+    """Outputs f32[B * T, heads, ...] of a rule of recurrence_xla over the rows of tokens, from states of zeros.
+
+    state: [B, ...], of which only the shape counts. rule: for chunks, with ChunkRuns as its third argument.
+    """
     num_tokens, num_rows = tokens[0].shape[0], state.shape[0]
     length = num_tokens // num_rows
 

@@ -37,7 +37,7 @@ The kernel notes' conformance list, and where each of its points is:
 32 update then attend             checks.update_then_attend
 33 donation                       test_invariants.py, kv/test_pages.py (CPU); jaxengine check reads the other targets
 34 no recompile                   checks.one_program_per_bucket
-35 bidirectional                  "bidirectional"; inside of pictures: PICTURES
+35 bidirectional                  "bidirectional", "window on both sides"; inside of pictures: PICTURES
 36 lse                            every case; checks.halves
 37 fewer heads per device         checks.local_heads; shard_map over devices: tests/sharding
 38 MLA                            LATENT, PRODUCTION
@@ -154,6 +154,7 @@ LOGITS = [
 ]
 MASKS = [
     Case("bidirectional", (5, 40, 1), (30, 140, 17), causal=False),
+    Case("window on both sides", (60, 17, 1, 12), (160, 17, 33, 30), causal=False, window=16),
     Case("bidirectional past a block", (2, 20), (130, 257), causal=False),
     Case("tree chain", (8, 1, 5, 33), (140, 20, 133, 60), tree="chain"),
     Case("tree branches", (8, 1, 5, 33), (140, 20, 133, 60), tree="branches"),

@@ -128,6 +128,8 @@ def _tpu_refuses(case: Case, dtype: str) -> str | None:
         return "float16"
     if case.pictures:
         return "tokens that see some that follow"
+    if case.window is not None and not case.causal:
+        return "a window on both sides"
     if case.kv_dtype in PER_TOKEN:
         return "scales of tokens"
     return f"page size {case.page_size}" if case.page_size % 8 else None
@@ -155,6 +157,7 @@ def _not_mosaic_gpu(case: Case, dtype: str) -> str | None:
         "page size": case.page_size % 64 and case.page_size not in (8, 16, 32),
         "tree mask": case.tree is not None,
         "limits of keys": case.pictures,
+        "a window on both sides": case.window is not None and not case.causal,
         "queries": dtype == "float32",
         "pool": not quantized and pool_dtype != dtype,
     }

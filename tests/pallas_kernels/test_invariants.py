@@ -140,7 +140,6 @@ def public(q=(96, 4, 16), q_dtype=jnp.float32, kv_dtype="float32", spec=SPEC, fi
         (lambda: AttentionSpec(6, 4, 8, 8, 1.0), "num_q_heads .6. must be a multiple of num_kv_heads .4."),
         (lambda: AttentionSpec(4, 4, 8, 8, 1.0, window=0), "window must be at least 1 or None, got 0"),
         (lambda: AttentionSpec(4, 4, 8, 8, 1.0, soft_cap=-1.0), "soft_cap must be positive or None, got -1.0"),
-        (lambda: AttentionSpec(4, 4, 8, 8, 1.0, window=3, causal=False), "window needs causal=True"),
     ],
 )
 def test_errors_name_field_and_value(call, message):

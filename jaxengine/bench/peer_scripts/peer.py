@@ -24,7 +24,7 @@ Measured = dict[str, Any]
 
 
 def serve(load: Callable[[dict[str, Any]], tuple[str, Callable[[Workload], Measured]]]) -> None:
-    """Runs the protocol until the end of input.
+    """Runs the protocol until the end of input. The job is the script's argument; its own prints go to standard error.
 
     load: job -> the engine's version, and the function that runs one workload and returns its result, without
     "peak_rss".

@@ -19,7 +19,10 @@ KINDS = {"float32": gguf.GGMLQuantizationType.F32, "bfloat16": gguf.GGMLQuantiza
 
 
 def convert(source: str, target: Path, variant: str) -> None:
-    """Writes `source` with every matrix dequantised to `variant`; norms stay float32, as in llama.cpp's own files."""
+    """Writes `source` with every matrix dequantised to `variant`; norms stay float32, as in llama.cpp's own files.
+
+    source, target: GGUF files. variant: a key of KINDS.
+    """
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(str(target), reader.get_field(gguf.Keys.General.ARCHITECTURE).contents())
     written_otherwise = (gguf.Keys.General.ARCHITECTURE, gguf.Keys.General.FILE_TYPE)

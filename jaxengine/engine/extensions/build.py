@@ -64,6 +64,8 @@ class Extensions:
             "structured": has_drafts and tokenizer is not None,  # it tells which tokens must come
             "pictures": "pictures" in runner.extensions,
             "logits_processors": "logits_processors" in runner.extensions,
+            "recording": "recording" in runner.extensions,
+            "trace": "trace" in runner.extensions,
             "weights": self.idle_seconds < float("inf"),
             "idle_sleep": self.idle_seconds < float("inf"),
         }
@@ -98,6 +100,8 @@ class Extensions:
             self.require("scores")
         if features & HIDDEN_STATES:
             self.require("capture")
+        if request.params.trace_decode_token_ids:
+            self.require("trace")
         for each in self.active:
             each.prepare(request)
 
@@ -218,17 +222,31 @@ class Extensions:
         )
         return Structured(masks, drafts)
 
+    def _trace(self) -> LoopExtension:
+        if "trace" not in self._runner.extensions:
+            problem = "the engine was started without enable_trace_replay"
+            raise RequestError(problem, param="trace_decode_token_ids")
+        from jaxengine.engine.extensions.trace import Traces
 
-def _idle_sleep(extensions: Extensions) -> LoopExtension:
-    from jaxengine.engine.extensions.idle_sleep import IdleSleep
-
-    return IdleSleep(cast("Weights", extensions.require("weights")), extensions.idle_seconds)
+        return Traces()
 
 
 def _logits_processors(_: Extensions) -> LoopExtension:
     from jaxengine.engine.extensions.logits_processors import LogitsProcessors
 
     return LogitsProcessors()
+
+
+def _recording(_: Extensions) -> LoopExtension:
+    from jaxengine.engine.extensions.recording import Recording
+
+    return Recording()
+
+
+def _idle_sleep(extensions: Extensions) -> LoopExtension:
+    from jaxengine.engine.extensions.idle_sleep import IdleSleep
+
+    return IdleSleep(cast("Weights", extensions.require("weights")), extensions.idle_seconds)
 
 
 def _weights(_: Extensions) -> LoopExtension:
@@ -245,7 +263,9 @@ _MAKERS: dict[str, Callable[[Extensions], LoopExtension]] = {
     "logits_processors": _logits_processors,
     "pictures": Extensions._pictures,
     "pooling": Extensions._pooling,
+    "recording": _recording,
     "scores": Extensions._scores,
     "structured": Extensions._structured,
+    "trace": Extensions._trace,
     "weights": _weights,
 }

@@ -11,6 +11,7 @@ from jaxengine.engine.extension import NO_EVENTS, Events, LoopExtension
 from jaxengine.engine.in_flight import InFlight
 from jaxengine.engine.output import EngineOutput, PromptScores
 from jaxengine.scheduler.batch import ScheduledStep, StepResult, TokenScores
+from jaxengine.scheduler.errors import RequestError
 from jaxengine.scheduler.rank import Rank
 from jaxengine.scheduler.request import Request
 from jaxengine.scheduler.token_params import LOGPROBS, PROMPT_LOGPROBS
@@ -41,16 +42,22 @@ class Scores(LoopExtension):
     def __init__(self) -> None:
         self._prompts: dict[InFlight, list[_ScoredPrompt]] = {}
         self._requests: set[Request] = set()
-        self._with_given: set[Request] = set()  # those of them that name tokens
+        self._with_given: set[Request] = set()  # those of them that name tokens, or want more of each
 
     @property
     def is_idle(self) -> bool:
         return not (self._requests or self._prompts)
 
+    def prepare(self, request: Request) -> None:
+        if request.params.return_sampling_mass and "mass" not in self.loop.runner.extensions:
+            problem = "the engine was started without enable_sampling_mass"
+            raise RequestError(problem, param="return_sampling_mass")
+
     def queued(self, requests: Sequence[Request]) -> None:
         asked = LOGPROBS | PROMPT_LOGPROBS
         self._requests.update(request for request in requests if request.params.features & asked)
-        self._with_given.update(request for request in requests if request.params.logprob_token_ids)
+        given = (each for each in requests if each.params.logprob_token_ids or each.params.return_sampling_mass)
+        self._with_given.update(given)
 
     def after_forward(self, step: InFlight | None) -> Events:
         """Scores the prompts of a step."""

@@ -86,7 +86,10 @@ class Gemma3Processor(UnitProcessor):
         return pieces
 
     def joined(self, token_ids: list[int], owners: list[int]) -> tuple[list[int], list[int]]:
-        """Merges newlines around pictures with those next to them in the prompt, as the tokenizer would."""
+        """Merges newlines around pictures with those next to them in the prompt, as the tokenizer would.
+
+        Arguments and results as of UnitProcessor.joined; a merged token belongs to the picture.
+        """
         out: list[int] = []
         out_owners: list[int] = []
         at = 0
@@ -107,9 +110,11 @@ class Gemma3Processor(UnitProcessor):
         return len(text) if text and not text.strip("\n") else 0
 
     def _parts(self, picture: np.ndarray, options: Mapping[str, Any]) -> list[np.ndarray]:
-        """Cuts an elongated picture into a row or column of at least two crops; [] for others.
+        """Cuts an elongated picture, uint8 [H, W, 3], into a row or column of crops: at least two unless options allow
+        one.
 
-        Raises RequestError for an invalid option.
+        [] for a picture whose sides' ratio is below the limit, or whose crops would be too small. options:
+        mm_processor_kwargs. Raises RequestError for an invalid option.
         """
         most = integer_option(options, _CROPS, self.crops, _MAX_CROPS)
         least_side = integer_option(options, _CROP_SIZE, self.crop_size, 1 << 14)

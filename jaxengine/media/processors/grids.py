@@ -53,7 +53,8 @@ class GridProcessor:
         """Cuts frames f32[N, H, W, 3] into patches in the tower's order: the patches of each merged row together, each
         patch colour by colour and frame by frame.
 
-        seconds: as in Processed. The last frame is repeated to fill a temporal patch.
+        H and W must be multiples of `factor`. seconds: as in Processed. The last frame is repeated to fill a temporal
+        patch.
         """
         tower = self.tower
         patch, depth, merge = tower.patch_size, tower.temporal_patch_size, tower.spatial_merge_size
@@ -83,7 +84,8 @@ class GridProcessor:
         """Columns of each patch by name, in the order of the tower: its frame, its coordinates within the frame, and
         the frame's size.
 
-        grid, order: as of `order`.
+        grid: (time, height, width) in patches. order: the first result of `order`. Each column is int [patches]:
+        "segment", "row", "column", "height", "width".
         """
         merge = self.tower.spatial_merge_size
         rows, columns = grid[1] // merge, grid[2] // merge
@@ -102,7 +104,7 @@ class GridProcessor:
         """The order of the tower's rows, as indexes into the picture's rows line by line, and the window of each; both
         int [rows].
 
-        grid: (time, height, width) in patches.
+        grid: (time, height, width) in patches. Here they stay line by line, in one window.
         """
         count = int(np.prod(grid)) // self.tower.merge
         return np.arange(count), np.zeros(count, np.int64)

@@ -115,7 +115,7 @@ def with_longest_edge(height: int, width: int, edge: int) -> tuple[int, int]:
 
 
 def _bounded(height: int, width: int) -> tuple[int, int]:
-    """Scales (height, width) down if the longer side exceeds _MAX_EDGE."""
+    """Scales (height, width) in pixels down to a longer side of _MAX_EDGE if that exceeds it; no side gets below 1."""
     ratio = width / height
     if width >= height and width > _MAX_EDGE:
         height, width = int(_MAX_EDGE / ratio), _MAX_EDGE

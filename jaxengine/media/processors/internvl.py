@@ -130,7 +130,8 @@ def _tilings(least: int, most: int) -> list[tuple[int, int]]:
 def _tiling(height: int, width: int, side: int, least: int, most: int) -> tuple[int, int]:
     """The (rows, columns) whose shape is nearest to the picture's.
 
-    Among equals it is the one with the most tiles, as long as they have less than twice the picture's area.
+    height, width: of the picture in pixels; side: of a tile; least, most: limits of the number of tiles. Among equals
+    it is the one with the most tiles, as long as they have less than twice the picture's area.
     """
     best, nearest = (1, 1), float("inf")
     for rows, columns in _tilings(least, most):

@@ -100,7 +100,8 @@ class KimiVLProcessor(GridProcessor):
     def _sizes(self, height: int, width: int, limit: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """(height, width) in pixels of a picture after scaling, and after padding to whole rows of the tower.
 
-        limit: patches that it may have. Raises RequestError.
+        height, width: of the picture, which is scaled down to about `limit` patches if it has more. Raises RequestError
+        for a strip, and for a side of _SIDE patches or more.
         """
         check_ratio(height, width)
         patch = self.tower.patch_size

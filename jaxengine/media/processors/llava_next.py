@@ -99,7 +99,10 @@ class LlavaNextProcessor(LlavaProcessor):
         return 1, 1, num_rows  # a picture may have any number
 
     def _tiling(self, height: int, width: int) -> tuple[int, int]:
-        """The (rows, columns) that keeps most of a picture's pixels, and the smallest of such."""
+        """The (rows, columns) of `tilings` that keeps most of a picture's pixels, and the smallest of such.
+
+        height, width: of the picture in pixels, which keeps its aspect ratio.
+        """
         best, most_kept, least_waste = self.tilings[0], 0, math.inf
         for rows, columns in self.tilings:
             tall, wide = rows * self.side, columns * self.side

@@ -23,7 +23,7 @@ class EmbeddingRun(NamedTuple):
 
 
 def repeated(token_ids: np.ndarray, at: np.ndarray, counts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Repeats the ids at positions `at`, each as often as `counts` says.
+    """Repeats the ids at positions `at`, each as often as `counts` says; the others stay.
 
     Returns the new ids, and the new position of the first of each that was repeated.
     """
@@ -37,10 +37,11 @@ def mrope_positions(num_tokens: int, runs: Sequence[EmbeddingRun]) -> tuple[np.n
     """Computes M-RoPE positions in time, height and width, i32[3, num_tokens], and the delta of tokens after the
     prompt.
 
-    Text advances all three. Embeddings count from the end of the text before them, each by its coordinates in the grid,
-    and the following text begins after their largest position (Qwen2-VL, Wang et al. 2024, arXiv:2409.12191, section
-    2.1, and transformers 4; transformers 5.23 begins after the larger of rows and columns, which is less if a video has
-    more temporal steps than rows and columns). The delta is mrope_position - position for tokens after the prompt.
+    runs: of the prompt's embeddings, in order; all other tokens are text. Text advances all three. Embeddings count
+    from the end of the text before them, each by its coordinates in the grid, and the following text begins after their
+    largest position (Qwen2-VL, Wang et al. 2024, arXiv:2409.12191, section 2.1, and transformers 4; transformers 5.23
+    begins after the larger of rows and columns, which is less if a video has more temporal steps than rows and
+    columns). The delta is mrope_position - position for tokens after the prompt.
     """
     places = np.zeros((3, num_tokens), np.int32)
     position = place = 0

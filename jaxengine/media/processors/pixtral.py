@@ -104,7 +104,8 @@ class PixtralProcessor(GridProcessor):
     def _resized_size(self, height: int, width: int, longest: int) -> tuple[int, int]:
         """(height, width) in pixels of a picture after resizing, as by transformers' get_resize_output_image_size.
 
-        longest: limit of its longer side. Raises RequestError.
+        longest: limit of its longer side in pixels, before both sides are rounded up to multiples of `factor`. Raises
+        RequestError for a strip.
         """
         check_ratio(height, width)
         ratio = max(height, width) / longest
@@ -114,7 +115,10 @@ class PixtralProcessor(GridProcessor):
         return high, wide
 
     def _mark_ids(self) -> tuple[int, int]:
-        """The ids of the tokens (after each line of a picture, after its last one). Raises RequestError."""
+        """The ids of the tokens (after each line of a picture, after its last one).
+
+        Raises RequestError without a tokenizer, and if a mark is not one token of it.
+        """
         if self.tokenizer is None:
             raise RequestError(
                 f"a picture needs the model's tokenizer, for lines of it end with {' and '.join(self.marks)}",

@@ -164,8 +164,11 @@ class Qwen2VLProcessor(GridProcessor):
         return self.widest(bounds.most)
 
     def widest(self, pixels: int) -> tuple[int, int]:
-        """Height and width in pixels, in whole rows of the tower, whose product is closest to `pixels` from below;
-        the squarest such size.
+        """Height and width in pixels, multiples of `factor`, whose product is closest to `pixels` from below; the
+        squarest such size.
+
+        The width is the longer side, at most about MAX_ASPECT_RATIO times the height. Below factor**2 pixels it is one
+        square of `factor`.
         """
         units = max(1, pixels // self.factor**2)
         sides = range(math.isqrt(units), max(0, math.isqrt(units // MAX_ASPECT_RATIO)), -1)
@@ -243,7 +246,11 @@ def _read_bounds(fields: ConfigFields, default: Bounds) -> Bounds:
 
 
 def _asked_bounds(options: Mapping[str, Any], given: Bounds) -> Bounds:
-    """Reads pixel bounds from a request's mm_processor_kwargs; `given` are the defaults. Raises RequestError."""
+    """Reads pixel bounds from a request's mm_processor_kwargs (size, min_pixels, max_pixels).
+
+    given: the bounds for what they leave out. Raises RequestError for bounds that are not integers, of which the least
+    exceeds the most, or beyond MAX_PIXELS.
+    """
     if not options:
         return given
     try:

@@ -76,7 +76,8 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
         return (place - 1, place + 2) if whole else (place, place + 1)
 
     def _steps(self, modality: str, item: Processed) -> list[np.ndarray]:
-        """Tokens of each step of an item: placeholders for a picture; a time and placeholders for each step of a video.
+        """Tokens, i64, of each step of an item: placeholders for a picture, which is one step; a time and placeholders
+        for each temporal step of a video.
 
         Raises RequestError for a video without a tokenizer.
         """

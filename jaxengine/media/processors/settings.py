@@ -57,7 +57,11 @@ class Pixels:
 
     @classmethod
     def read(cls, fields: ConfigFields) -> Pixels:
-        """Reads the transform from a processor's settings. Raises ModelConfigError."""
+        """Reads the transform from a processor's settings.
+
+        Missing: bicubic resizing, scale 1/255; the colours' mean and deviation are needed unless do_normalize is false.
+        Raises ModelConfigError for an invalid field, and for do_resize false.
+        """
         fields.require(do_resize=True)
         resample = fields.value("resample", int(Image.Resampling.BICUBIC))
         if type(resample) is not int or not 0 <= resample <= 5:
@@ -101,8 +105,10 @@ def bad_option(name: str, value: Any, allowed: str) -> RequestError:
 
 
 def check_pictures(modality: str, value: Any, modalities: tuple[str, ...], ndim: int) -> None:
-    """Raises RequestError for a value that is not a picture (ndim 3) or not frames (ndim 4), or a modality not
-    supported.
+    """Raises RequestError for a value that is not a picture (ndim 3) or not frames (ndim 4), or a modality that is not
+    in `modalities`, those of the model.
+
+    The value must be an array uint8 with 3 colours last, and not empty.
     """
     if modality not in modalities:
         text = f"{modality} is not supported by this model; it takes {', '.join(modalities)}"

@@ -49,7 +49,10 @@ class SmolVLMProcessor(Idefics3Processor):
         self.settings = f"{self.settings} {edge}"
 
     def _read_videos(self, folder: Path) -> int | None:
-        """Reads video_edge from the checkpoint; None if it preprocesses frames differently from pictures."""
+        """Reads video_edge from the checkpoint's settings of videos.
+
+        None if they are invalid, or frames are preprocessed differently from pictures: such videos are not supported.
+        """
         _, found = read_settings(folder, VIDEOS, IMAGES)
         fields = found.with_defaults(**self.defaults)
         # transformers 4 has one file for both modalities, with the video's size here.
@@ -86,10 +89,11 @@ class SmolVLMProcessor(Idefics3Processor):
         return self.process(modality, np.zeros((LARGEST_FRAMES, self.side, self.side, 3), np.uint8), {})
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Expands the prompt; with videos its text is tokenized again.
+        """Expands the prompt's placeholders for its items, given by modality in order; with videos the prompt's text is
+        tokenized again.
 
-        A video is represented by text whose tokens depend on the text around it. Without videos `<video>` is an
-        ordinary word.
+        Raises RequestError if the number of placeholders differs from the number of items. A video is represented by
+        text whose tokens depend on the text around it. Without videos `<video>` is an ordinary word.
         """
         pictures, videos = items.get("image", ()), items.get("video", ())
         if not videos:
@@ -121,7 +125,11 @@ class SmolVLMProcessor(Idefics3Processor):
 
 
 def _times(video: Any, count: int) -> tuple[float, ...]:
-    """Times of `count` frames, followed by the duration of the video, in seconds. Raises RequestError."""
+    """Times of the `count` frames of a video, followed by its duration, all in seconds.
+
+    video: frames.Video, or the frames alone. Without fps, 24 frames a second are assumed, and it ends with the last
+    frame. Raises RequestError for times beyond _MOST_SECONDS.
+    """
     indices = np.asarray(getattr(video, "frames_indices", range(count)))
     fps = getattr(video, "fps", None)
     times = (indices / (fps or UNKNOWN_FPS)).tolist()

@@ -152,8 +152,10 @@ class UnitProcessor:
         return self._processed(self._cut(units), rows, columns)
 
     def checked_frames(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None) -> np.ndarray:
-        """Checks a video and returns its frames, uint8 [N, H, W, 3], one unit each. Arguments and errors of
-        `process`.
+        """Checks a video and returns its frames, uint8 [N, H, W, 3], of each of which a unit is to be made.
+
+        Arguments as of MediaProcessor.process; `value` may also be the frames alone. Raises RequestError for unknown
+        options, a value without frames, strips, and more than `most` patches.
         """
         check_options(options, self.option_names())
         frames = getattr(value, "frames", value)

@@ -117,8 +117,8 @@ class PoolingParams:
             )
         return prompts[name]
 
-    def cut(self, token_ids: list[int], longest: int) -> list[int]:
-        """Returns the last truncate_prompt_tokens token ids, all for None. longest: max_model_len.
+    def cut(self, token_ids: list[int], longest: int, model: PoolingModel) -> list[int]:
+        """Returns truncate_prompt_tokens of the token ids, all for None. longest: max_model_len.
 
         Raises RequestError for a number that is not allowed.
         """
@@ -127,7 +127,7 @@ class PoolingParams:
             return token_ids
         if type(keep) is not int or not (keep == -1 or 1 <= keep <= longest):
             raise _refuse("truncate_prompt_tokens", keep, f"-1, or 1 to {longest} (max_model_len)")
-        return token_ids[-(longest if keep == -1 else keep) :]
+        return model.cut(token_ids, longest if keep == -1 else keep)
 
     def token_params(self, model: PoolingModel) -> TokenParams:
         """Parameters that the engine's steps need."""

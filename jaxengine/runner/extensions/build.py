@@ -50,10 +50,22 @@ def extensions_of(shape: StageShape) -> Iterator[DeviceExtension]:
 
         yield ScoresExtension(shape)
         yield StructuredExtension(shape)
+    if config.enable_trace_replay and shape.samples:
+        from jaxengine.runner.extensions.trace import TraceExtension
+
+        yield TraceExtension(shape)
+    if config.enable_sampling_mass and shape.samples:
+        from jaxengine.runner.extensions.mass import MassExtension
+
+        yield MassExtension(shape)
     if config.logits_processors and shape.samples:
         from jaxengine.runner.extensions.logits_processors import ProcessorsExtension
 
         yield ProcessorsExtension(shape)
+    if config.record_steps is not None:
+        from jaxengine.runner.extensions.recording import RecordingExtension
+
+        yield RecordingExtension(shape)
 
 
 def step_programs(model: CausalLM, config: ResolvedConfig, platform: Platform, mesh: Mesh) -> StepPrograms:

@@ -72,6 +72,8 @@ def choose(
             max_logprobs=spec.max_logprobs,
             logprobs_mode=spec.logprobs_mode,
             process=spec.process(tokens),
+            replace=spec.replace(tokens),
+            more=spec.more_scores,
             **more,
         )
 

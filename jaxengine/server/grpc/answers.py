@@ -27,7 +27,7 @@ class AnswerWriter:
         self._prompt_sent = False
 
     def response(self, output: RequestOutput) -> pb.GenerateResponse:
-        """The answer of a finished request."""
+        """The answer of a finished request; output: its only one, of kind FINAL_ONLY. To be called once."""
         return pb.GenerateResponse(
             prompt_info=self.prompt_info(output),
             outputs=[self._sequence(completion) for completion in output.outputs],
@@ -37,7 +37,10 @@ class AnswerWriter:
         )
 
     def chunks(self, output: RequestOutput) -> Iterator[pb.GenerateChunk]:
-        """Yields a chunk per sequence with the new part of an output of kind DELTA."""
+        """Yields a chunk per sequence with the new part of an output of kind DELTA; outputs must come in order.
+
+        The first chunk of sequence 0 also has the prompt's part, the request's last one the usage.
+        """
         for position, completion in enumerate(output.outputs, 1):
             sequence = self._sequence(completion)
             chunk = pb.GenerateChunk(outputs=sequence, request_id=self._request_id, model=self._model)
@@ -50,7 +53,10 @@ class AnswerWriter:
             yield chunk
 
     def prompt_info(self, output: RequestOutput) -> pb.PromptInfo:
-        """The prompt's number of tokens, and their ids and log-probabilities as far as they are wanted."""
+        """The prompt's number of tokens, and their ids and log-probabilities as far as they are wanted.
+
+        Log-probabilities are left out unless the output has those of all tokens; the first token's are 0.
+        """
         info = pb.PromptInfo(num_prompt_tokens=len(output.prompt_token_ids))
         if self._wanted.prompt_token_ids:
             info.token_ids.extend(output.prompt_token_ids)

@@ -71,7 +71,7 @@ class Client:
           timeout: seconds after which the call ends with DEADLINE_EXCEEDED; None: only the server's limit applies.
           options: fields of GenerateRequest and of its groups, by their own names: temperature, top_p, num_sequences,
             max_new_tokens, stop_strings, output_token_ids, cache_salt, ...; with messages also those of ChatMessages.
-            TypeError for others.
+            TypeError for others; TypeError or ValueError for a value that the field cannot hold.
         """
         request = generate_request(prompt, **options)
         return self._stub.Generate(request, timeout=timeout, metadata=self._metadata)
@@ -81,14 +81,16 @@ class Client:
     ) -> Iterator[pb.GenerateChunk]:
         """Starts to generate, and returns an iterator over the answer's chunks. Arguments are those of `generate`.
 
-        Raises TypeError at once; the iteration raises grpc.RpcError. The iterator's method cancel() ends the call.
+        Raises TypeError and ValueError at once; the iteration raises grpc.RpcError. The iterator's method cancel() ends
+        the call.
         """
         request = generate_request(prompt, **options)
         return self._stub.GenerateStream(request, timeout=timeout, metadata=self._metadata)
 
     def tokenize(self, prompt: str | Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        """Tokenizes a text or conversation; options: other fields of TokenizeRequest.
+        """Tokenizes a text or conversation (messages with the fields of ChatMessage) to its token ids.
 
+        options: other fields of TokenizeRequest.
         Raises ValueError for other options, TypeError for another kind of prompt, grpc.RpcError.
         """
         request = pb.TokenizeRequest(**options)
@@ -114,7 +116,8 @@ class Client:
 
 
 def generate_request(prompt: Prompt, **options: Any) -> pb.GenerateRequest:
-    """The message for the arguments of `Client.generate`. Raises TypeError for an unknown option."""
+    """The message for the arguments of `Client.generate`. Raises TypeError for an unknown option, and TypeError or
+    ValueError for a value that its field cannot hold."""
     request = pb.GenerateRequest()
     _set_prompt(request, prompt)
     for name, value in options.items():
@@ -151,7 +154,8 @@ def _set_prompt(request: pb.GenerateRequest | pb.ScoreRequest | pb.TokenizeReque
 
 
 def _group_of() -> dict[str, str]:
-    """Maps each option to the group that contains it; "" for the request itself."""
+    """Maps each option of GenerateRequest to the field of the group that contains it, "" for the request itself; the
+    prompt's fields are left out."""
     groups: dict[str, str] = {}
     for field in pb.GenerateRequest.DESCRIPTOR.fields:
         if field.containing_oneof is not None and field.containing_oneof.name == "prompt":

@@ -160,9 +160,11 @@ class RequestReader:
         return prompt["prompt_token_ids"], parts
 
     async def _prompt(self, request: pb.GenerateRequest | pb.ScoreRequest) -> dict[str, Any]:
-        """Reads the prompt as token ids, cut as the request asks, with its media and its cache salt.
+        """Reads the prompt as the engine's mapping: token ids, cut to the last `truncate_prompt_tokens` if that is not
+        0, media, and the cache salt: a new random one where the prefix cache is to be bypassed.
 
-        Raises RequestError for a prompt that is empty or too long.
+        Raises RequestError for a prompt that is empty or, cut, has more than max_model_len - 1 tokens, for one with
+        media that would be cut, and for media that cannot be read.
         """
         kind, keep = request.WhichOneof("prompt"), request.truncate_prompt_tokens
         parts: list[MediaPart] = []
@@ -296,7 +298,8 @@ def _part(part: pb.ContentPart, where: str) -> dict[str, Any]:
 
 
 def read_request_id(request: pb.GenerateRequest | pb.ScoreRequest) -> str:
-    """The caller's request id, or a new one. Raises RequestError."""
+    """The caller's request id, or a new one if it is empty. Raises RequestError for one that is not of the allowed
+    form, see names.REQUEST_ID."""
     if not request.request_id:
         return f"grpc-{uuid.uuid4().hex}"
     if not REQUEST_ID.fullmatch(request.request_id):
@@ -309,7 +312,8 @@ def read_request_id(request: pb.GenerateRequest | pb.ScoreRequest) -> str:
 
 
 def field_of(request: Message, param: str | None) -> str | None:
-    """Name of the proto field that corresponds to a RequestError's param; `param` itself if none is known."""
+    """Name of the proto field that corresponds to a RequestError's param, in groups as "group.field"; `param` itself,
+    which may be None, if none is known."""
     names = request.DESCRIPTOR.fields_by_name
     if param is None or param in names:
         return param
@@ -325,7 +329,8 @@ def field_of(request: Message, param: str | None) -> str | None:
 
 
 def refuse_unknown_fields(message: Message) -> None:
-    """Raises RequestError for a field that this server does not know, or that was sent as another type."""
+    """Raises RequestError for a field, also of a message within, that this server does not know, or that was sent as
+    another type. It names the field unless the unknown ones are large."""
     known = type(message)()
     known.CopyFrom(message)
     known.DiscardUnknownFields()

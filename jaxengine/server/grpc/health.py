@@ -32,7 +32,8 @@ class Health(HealthServicer):
         self._watches: collections.Counter[str] = collections.Counter()
 
     async def follow(self, engine: EngineClient) -> None:
-        """Publishes the engine's health until cancelled."""
+        """Publishes the engine's health until cancelled: of the server and each service SERVING, or NOT_SERVING while
+        the engine is dead or drained; LIVE is always SERVING. An error other than EngineDeadError comes out."""
         known = None
         await self.set(LIVE, health_pb2.HealthCheckResponse.SERVING)
         while True:
@@ -61,7 +62,10 @@ class Health(HealthServicer):
 
 
 def health_handlers(servicer: Health, read_timeout: float) -> grpc.GenericRpcHandler:
-    """Handlers of grpc.health.v1. A call whose message does not arrive within `read_timeout` seconds is ended."""
+    """Handlers of grpc.health.v1's Check and Watch.
+
+    A call whose message does not arrive within `read_timeout` seconds is ended with DEADLINE_EXCEEDED.
+    """
 
     def waiting(method: Any) -> Any:
         async def call(requests: Requests, context: grpc.aio.ServicerContext) -> Any:

@@ -109,7 +109,8 @@ class InferenceService:
     async def _finish(self, generation: Generation, lora: str | None, context: Context) -> RequestOutput:
         """Runs a request of kind FINAL_ONLY; returns its only output. lora: name of its adapter, or None.
 
-        Raises CallError if its deadline passes, and the errors of EngineClient.stream.
+        Raises CallError if its deadline passes or its id is in use, the errors of EngineClient.stream, and RuntimeError
+        if the engine gives no last output. If it is cancelled, the request is aborted.
         """
         async with aclosing(self._run(generation, lora, context)) as outputs:
             async for output in outputs:
@@ -145,7 +146,8 @@ class InferenceService:
         return self._keys.name_of(key_of(context.invocation_metadata()))
 
     def _timeout(self, context: Context) -> float | None:
-        """Seconds from arrival to the caller's deadline or the server's limit, whichever is earlier; None for neither.
+        """Seconds from arrival to the caller's deadline or to request_timeout after arrival, whichever is earlier; None
+        for neither.
 
         Raises CallError (DEADLINE_EXCEEDED) if that time has passed.
         """
@@ -159,7 +161,7 @@ class InferenceService:
     async def _write(self, context: Context, chunk: pb.GenerateChunk) -> None:
         """Writes a chunk, waiting until the reader has room; meanwhile further outputs are merged.
 
-        Raises CallError (ABORTED) after stream_write_timeout.
+        Raises CallError (ABORTED) after stream_write_timeout seconds without room.
         """
         limit = self._config.stream_write_timeout
         try:

@@ -160,7 +160,8 @@ class Certificates:
         return grpc.dynamic_ssl_server_credentials(self._read(), self._renewed, "ssl_ca_certs" in self._files)
 
     def _renewed(self) -> Any:
-        """Callback at each handshake: a new ServerCertificateConfiguration, or None to keep the current one."""
+        """Callback at each handshake: a new ServerCertificateConfiguration, or None to keep the current one: while
+        files are unchanged or cannot be read."""
         try:
             times = self._times()
             if times == self._changed:

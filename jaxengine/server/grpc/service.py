@@ -87,9 +87,11 @@ class OpenCalls:
 
 
 def handlers(servicer: Any, service: ServiceDescriptor, calls: OpenCalls) -> grpc.GenericRpcHandler:
-    """Handlers that serve each method of the service by the servicer's method of the same name.
+    """Handlers that serve each method of the service by the servicer's coroutine method of the same name, which takes
+    (request, context), and where requests are a stream the first one and an iterator of the others.
 
-    A method whose requests are a stream gets the first one, and an iterator of the others.
+    A call is counted in `calls`; its exceptions end it with the status of status.status_of, as does a message that does
+    not come within calls.read_timeout or cannot be read.
     """
     made = {}
     for method in service.methods:
@@ -128,7 +130,8 @@ def _guarded(name: str, method: Method, request_type: type[Message], calls: Open
 async def first_message(requests: Requests, context: grpc.aio.ServicerContext, timeout: float) -> Any:
     """Returns the call's first message.
 
-    Ends the call if none arrives within `timeout` seconds (DEADLINE_EXCEEDED) or if it has none (INVALID_ARGUMENT).
+    Ends the call if none arrives within `timeout` seconds (DEADLINE_EXCEEDED) or if it has none (INVALID_ARGUMENT), and
+    raises grpc.aio.AbortError then.
     """
     try:
         async with asyncio.timeout(timeout):

@@ -17,7 +17,17 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxengine.api.engine_client import EngineClient
-from jaxengine.server.http import adapters, document, errors, invocations, models, operations, tokenize, weights
+from jaxengine.server.http import (
+    adapters,
+    document,
+    errors,
+    generate,
+    invocations,
+    models,
+    operations,
+    tokenize,
+    weights,
+)
 from jaxengine.server.http.arrival import LimitsMiddleware
 from jaxengine.server.http.auth import AuthMiddleware
 from jaxengine.server.http.chat import batch
@@ -47,6 +57,7 @@ GENERATING: tuple[Callable[[EngineClient, ServerConfig], APIRouter], ...] = (
     chat.router,
     batch.router,
     completions.router,
+    generate.router,
     responses.router,
     messages.router,
 )

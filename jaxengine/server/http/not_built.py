@@ -17,7 +17,6 @@ NOT_BUILT: dict[str, str] = {
     "/collective_rpc": "workers run no code of callers; see docs/reinforcement_learning.md for weights and sleep",
     "/finish_weight_update": _ONE_CALL,
     "/get_world_size": _ONE_CALL,
-    "/inference/v1/generate": "/v1/completions takes token ids as prompt and has return_token_ids; see docs/serving.md",
     "/init_weight_transfer_engine": _ONE_CALL,
     "/is_scaling_elastic_ep": "the devices are those of the start; see docs/parallelism.md",
     "/release_kv_cache_memory": "POST /sleep frees memory; see docs/reinforcement_learning.md",

@@ -264,6 +264,8 @@ class TextRequest(GenerationRequest):
       truncate_prompt_tokens: number of prompt tokens to keep, from the end, or with truncation_side "right" from the
         beginning; -1: as many as leave room for max_tokens.
       logprob_token_ids: tokens whose log-probabilities are returned in addition, at each position of the output.
+      return_sampling_mass: also return what sampling made of each token.
+      trace_decode_token_ids: the tokens that are decoded, whatever would be sampled.
       return_weight_versions: also return which version of the weights made which tokens, with the end of each choice.
       use_beam_search: return the n best sequences of a beam search, with length_penalty.
     """
@@ -280,6 +282,8 @@ class TextRequest(GenerationRequest):
     bad_words: Texts | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: TokenIds | None = None
+    return_sampling_mass: bool | None = None
+    trace_decode_token_ids: TokenIds | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     echo: bool | None = None
@@ -352,10 +356,10 @@ class TextRequest(GenerationRequest):
         """The fields as SamplingParams, overriding the model's defaults and overridden by `changes`. Raises
         RequestError.
         """
-        if self.n is not None and not 1 <= self.n <= config.max_n:
-            raise RequestError(f"n is {show_value(self.n)}; allowed are 1 to {config.max_n}", param="n", value=self.n)
+        check_n(self.n, config)
         given = {name: getattr(self, name) for name in type(self).model_fields if name in _SAMPLING_FIELDS}
-        given["logit_bias"] = self._logit_bias(inputs.model_config.vocab_size)
+        if self.logit_bias is not None:
+            given["logit_bias"] = bias_by_id(self.logit_bias, inputs.model_config.vocab_size)
         given["structured_outputs"] = self._structure()
         given["extra_args"] = self.vllm_xargs
         given["output_kind"] = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
@@ -373,20 +377,6 @@ class TextRequest(GenerationRequest):
         last = bool(options.include_usage) or config.enable_force_include_usage
         return last, last and bool(options.continuous_usage_stats)
 
-    def _logit_bias(self, vocab_size: int) -> dict[int, Any] | None:
-        if self.logit_bias is None:
-            return None
-        if len(self.logit_bias) > vocab_size:
-            raise RequestError(
-                f"logit_bias has {len(self.logit_bias)} entries; the vocabulary has {vocab_size}", param="logit_bias"
-            )
-        wrong = next((key for key in self.logit_bias if not _TOKEN_ID.fullmatch(key)), None)
-        if wrong is not None:
-            raise RequestError(
-                f"logit_bias has the key {show_value(wrong)}; allowed are token ids", param="logit_bias", value=wrong
-            )
-        return {int(key): value for key, value in self.logit_bias.items()}
-
     def _structure(self) -> dict[str, Any] | None:
         asked = None if self.response_format is None else self.response_format.structured_outputs()
         if asked is None or self.structured_outputs is None:
@@ -394,6 +384,26 @@ class TextRequest(GenerationRequest):
         raise RequestError(
             "response_format and structured_outputs are both given; give one", param="structured_outputs"
         )
+
+
+def check_n(n: int | None, config: ServerConfig) -> None:
+    """Raises RequestError for a number of outputs that the server does not allow."""
+    if n is not None and not 1 <= n <= config.max_n:
+        raise RequestError(f"n is {show_value(n)}; allowed are 1 to {config.max_n}", param="n", value=n)
+
+
+def bias_by_id(logit_bias: Mapping[str, Any], vocab_size: int) -> dict[int, Any]:
+    """The bias by token id, as JSON has it by text. Raises RequestError for other keys, or too many."""
+    if len(logit_bias) > vocab_size:
+        raise RequestError(
+            f"logit_bias has {len(logit_bias)} entries; the vocabulary has {vocab_size}", param="logit_bias"
+        )
+    wrong = next((key for key in logit_bias if not _TOKEN_ID.fullmatch(key)), None)
+    if wrong is not None:
+        raise RequestError(
+            f"logit_bias has the key {show_value(wrong)}; allowed are token ids", param="logit_bias", value=wrong
+        )
+    return {int(key): value for key, value in logit_bias.items()}
 
 
 def json_logprob(logprob: float) -> float:

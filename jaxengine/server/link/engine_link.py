@@ -33,8 +33,8 @@ class EngineLink:
         Args:
           address: ZeroMQ address of the engine's socket.
           index: number of this API process.
-          received: called with each message of the engine.
-          lost: called when a connection has ended; the next one is being opened.
+          received: called with each decoded message of the engine.
+          lost: called when a connection has ended, also by a message that cannot be read; the next one is being opened.
         """
         self._address = address
         self._index = index

@@ -62,7 +62,8 @@ def message_item(
 ) -> Item:
     """Converts an item to its form in a message.
 
-    pixels: as `pixels_of` returns them; None if the receiver has them or they are at `place`. keep: as in Item.
+    pixels: as `pixels_of` returns them; None if the receiver has them or they are at `place`. place: in shared memory,
+    None for pixels that are not there. keep: as in Item.
     """
     positions = _bytes(item.positions, np.int32)
     return Item(item.modality, item.digest, len(item.patches), positions, item.cached, pixels, place, keep)
@@ -75,7 +76,7 @@ def media_message(media: Media, items: list[Item], epoch: int = 0, memory: str =
 
 
 def read_item(item: Item, pixels: tuple[bytes, bytes, bytes]) -> MediaItem:
-    """Returns a MediaItem of this item and its pixels, whose arrays are views of the bytes.
+    """Returns a MediaItem of this item and its pixels, whose arrays are read-only views of the bytes.
 
     pixels: f32 patches, i32 columns and i32 rows as raw bytes, as `pixels_of` returns them. Raises ValueError for bytes
     that cannot be divided into `item.num_patches` patches.

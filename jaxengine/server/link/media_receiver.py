@@ -46,7 +46,11 @@ class MediaReceiver:
         return self._kept.num_bytes
 
     def read(self, message: MediaMessage) -> Media:
-        """Returns the pictures of a message. Raises MissingMediaError, and ValueError for malformed data."""
+        """Returns the pictures of a message. The first one of a new epoch clears the cache.
+
+        Raises MissingMediaError for pixels that are neither in it, here, nor in readable shared memory; those that came
+        are cached all the same. Raises ValueError for malformed data.
+        """
         if message.epoch != self._epoch:
             self.clear()
             self._epoch = message.epoch
@@ -103,7 +107,10 @@ def _is_kept(item: Item) -> bool:
 
 
 def _open(path: str) -> mmap.mmap | None:
-    """Maps the memory read-only; None if that is impossible, as when the process that created it has just ended."""
+    """Maps the memory read-only; None if that is impossible, as when the process that created it has just ended.
+
+    path: /proc/PID/fd/NUMBER; None for any other.
+    """
     if not _MEMORY.fullmatch(path):
         return None
     try:

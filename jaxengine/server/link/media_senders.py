@@ -60,7 +60,8 @@ class MediaSender:
         """Handles the end of the last connection."""
 
     async def complete(self, prepared: PreparedRequest, *, whole: bool = False) -> None:
-        """Recomputes, on a thread, the pixels that `message` needs and the request no longer has.
+        """Recomputes, on a thread, the pixels that `message` needs and the request no longer has; its requests then
+        have them. What fails there comes out.
 
         whole: all that it does not have, because a message with `whole` follows.
         """

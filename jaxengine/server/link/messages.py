@@ -206,7 +206,8 @@ def error_of(failure: Failure) -> Exception:
 def updates_of(output: EngineOutput, clients: Sequence[int]) -> dict[int, Update]:
     """Returns the Update of each API process for a step, by the number of its connection.
 
-    The sender fills in number, received and load. clients: numbers of the connections of all that have requests.
+    The sender fills in number, received and load. Processes without results have no Update. clients: numbers of the
+    connections of all that have requests; with a single one, all tokens are taken to be its.
     """
     updates = _token_updates(output.emitted, clients) if output.emitted else {}
 
@@ -233,9 +234,11 @@ def updates_of(output: EngineOutput, clients: Sequence[int]) -> dict[int, Update
 
 
 def output_of(update: Update, follow: Callable[[int], Request]) -> EngineOutput:
-    """Converts an update to an EngineOutput of the API process's own requests, which `follow` finds by handle.
+    """Converts an update to an EngineOutput of the API process's own requests, which `follow` finds by handle; it must
+    return one for every handle.
 
-    Also enters the engine's times, counts and ends in these requests.
+    Also enters the engine's times, counts and ends in these requests. What the update says of refused requests and of
+    replies is left to the caller.
     """
     output = EngineOutput()
     for each in update.started:
@@ -261,7 +264,10 @@ def output_of(update: Update, follow: Callable[[int], Request]) -> EngineOutput:
 
 
 def _token_updates(emitted: Sequence[TokenRows], clients: Sequence[int]) -> dict[int, Update]:
-    """Splits tokens by API process. Vectorised, since it runs in every step over all streaming requests."""
+    """Splits tokens by API process; emitted: of each rank, at least one. Returns the Updates by connection's number.
+
+    Vectorised, since it runs in every step over all streaming requests.
+    """
     rows = emitted[0] if len(emitted) == 1 else _joined(emitted)
     tags, token_ids, scored, scores, vectors = rows.tags, rows.token_ids, rows.scored, rows.scores, rows.vectors
     if len(clients) == 1:
@@ -295,7 +301,7 @@ def _token_update(
 
 
 def _joined(emitted: Sequence[TokenRows]) -> TokenRows:
-    """Concatenates the tokens of all ranks."""
+    """Concatenates the tokens of all ranks, and their scores and vectors, None where no rank has any."""
     tags = np.concatenate([each.tags for each in emitted])
     token_ids = np.concatenate([each.token_ids for each in emitted])
     starts = np.cumsum([0, *(len(each.tags) for each in emitted)])[:-1]

@@ -119,7 +119,11 @@ class RemoteEngine:
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Implements EngineClient.stream; without a timeout, the server's request_timeout applies."""
+        """Implements EngineClient.stream: the outputs of a request, which is sent when the iteration begins.
+
+        Without parameters the model's defaults, without an id a new one, without a timeout the server's request_timeout
+        apply. Only the iteration raises; one that is closed early aborts the request.
+        """
         return self._outputs(prompt, sampling_params, request_id, options)
 
     def pool(
@@ -129,7 +133,7 @@ class RemoteEngine:
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[PoolingRequestOutput[PoolingOutput]]:
-        """Implements EngineClient.pool; timeout as in `stream`."""
+        """Implements EngineClient.pool: the output of a pooling request; otherwise as `stream`."""
         return self._outputs(prompt, pooling_params or PoolingParams(), request_id, options)
 
     async def _outputs(
@@ -184,7 +188,7 @@ class RemoteEngine:
 
     async def check_health(self) -> None:
         """Raises EngineDeadError for an engine that cannot answer or has been silent for long, EngineDrainingError for
-        a server that is shutting down."""
+        a server that is shutting down. With enforce_eager, where steps may compile, no silence is too long."""
         self._check()
         if self._silent_too_long():
             # Perhaps this process had no time to listen.
@@ -211,7 +215,8 @@ class RemoteEngine:
     async def drain(self, timeout: float) -> None:
         """Refuses new requests, lets the running ones finish, and aborts those that run longer than `timeout` seconds.
 
-        Returns when all streams have been read to the end, or a little later without that.
+        Returns when all streams have been read to the end, or without that a second after those aborts. Errors of the
+        engine do not come out; the connection stays open.
         """
         self._draining = True
         with contextlib.suppress(TimeoutError):
@@ -264,7 +269,10 @@ class RemoteEngine:
         return stream
 
     async def _send_again(self, prepared: PreparedRequest) -> None:
-        """Resends a request with all pixels after the engine missed some; its stream continues."""
+        """Resends a request with all pixels after the engine missed some; its stream continues.
+
+        An error goes to the stream's reader. Nothing is sent if the stream or the engine has ended meanwhile.
+        """
         request_id = prepared.request_id
         stream = self._streams.get(request_id)
         try:
@@ -372,7 +380,8 @@ class RemoteEngine:
             stream.put(error)
 
     def _end_unservable(self, request: Request, error: Exception) -> None:
-        """Ends a request after one of its n sequences was refused: its reader gets the error."""
+        """Ends a request after `request`, one of its n sequences, was refused: its reader gets the error, and the
+        engine is asked to abort the others."""
         self._drop(request)
         request_id, members = self._processor.forget(request)
         others = [each for each in members if each is not request]
@@ -383,7 +392,8 @@ class RemoteEngine:
             stream.put(error)
 
     def _forget(self, request_id: str) -> None:
-        """Stops following a request: removes its stream and its replicas."""
+        """Stops following a request: removes its stream, which must be there, and its replicas. Neither the stream's
+        reader nor the engine is told."""
         del self._streams[request_id]
         running = self._processor.running(request_id)
         for request in running:
@@ -404,7 +414,7 @@ class RemoteEngine:
         self._end(EngineDeadError("the engine has failed; it is being started again"))
 
     def _end(self, error: EngineDeadError) -> None:
-        """Fails everything that waits for the engine."""
+        """Fails everything that waits for the engine, and what is asked of it from now on until it welcomes again."""
         self._dead = error
         streams = list(self._streams.items())
         for request_id, stream in streams:

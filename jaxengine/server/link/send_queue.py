@@ -43,6 +43,8 @@ class SendQueue:
     def message(self, prepared: PreparedRequest, *, whole: bool = False) -> bytes:
         """Appends a request; returns its encoded Submit, to be sent at once. whole: include the pixels of
         all pictures.
+
+        Errors of `media.message` come out, RuntimeError for pixels that were dropped; nothing is appended then.
         """
         number, media = self._num_submitted + 1, prepared.requests[0].media
         try:
@@ -67,7 +69,10 @@ class SendQueue:
         self.media.lost()
 
     def load_with(self, load: Load, num_slots: int) -> Load:
-        """Returns `load`, which the engine last sent, plus that of the queued Submits. num_slots: of the engine."""
+        """Returns `load`, which the engine last sent, plus that of the queued Submits, as if they had been read.
+
+        num_slots: requests that the engine runs at once; those beyond count as waiting.
+        """
         if not self._pending:
             return load
         num_new = sum(pending.num_requests for pending in self._pending)

@@ -39,7 +39,7 @@ class Arena:
     """
 
     def __init__(self, size: int):
-        """size: capacity in bytes; pages never written occupy no memory."""
+        """size: capacity in bytes, more than 0; pages never written occupy no memory. On Linux only."""
         self._descriptor = os.memfd_create("jaxengine-pictures", os.MFD_CLOEXEC)
         os.ftruncate(self._descriptor, size)
         self._memory = mmap.mmap(self._descriptor, size)
@@ -49,7 +49,8 @@ class Arena:
         self._free = [(0, size)]
 
     def take(self, size: int) -> int | None:
-        """Allocates at least `size` bytes, first fit; returns their offset, or None if there is no room."""
+        """Allocates at least `size` bytes, first fit; returns their offset, a multiple of 64, or None if no free part
+        is large enough."""
         size = _rounded(size)
         for index, (offset, free) in enumerate(self._free):
             if free >= size:
@@ -104,8 +105,8 @@ class SharedSender(KeepingSender):
     def __init__(self, max_bytes: int, max_item_bytes: int):
         """Creates the shared memory of the first epoch.
 
-        max_bytes: its size. max_item_bytes: largest item that is put into it; a larger one is sent in the message, and
-        not cached.
+        max_bytes: its size, more than 0. max_item_bytes: largest item that is put into it; a larger one is sent in the
+        message, and not cached.
         """
         self.cache = self
         self._max_bytes, self._max_item_bytes = max_bytes, max_item_bytes
@@ -217,7 +218,8 @@ class SharedSender(KeepingSender):
     def _room(self, arena: Arena, size: int) -> int | None:
         """Returns the offset of `size` bytes for an item, or None if there is no room.
 
-        Evicts the least recently used items that have no unread messages, as far as needed.
+        Evicts the least recently used items that have no unread messages, as far as needed; in vain, too, where the
+        free parts stay too small.
         """
         if size > self._max_bytes:
             return None

@@ -42,7 +42,10 @@ class Submit(msgspec.Struct, array_like=True, tag="submit"):
 
 
 def submit(number: int, prepared: PreparedRequest, media: MediaMessage | None) -> Submit:
-    """Converts a prepared request, with its encoded pictures, to a message; handles are its requests' tags."""
+    """Converts a prepared request, with its encoded pictures, to a message; handles are its requests' tags.
+
+    number: as in Submit. media: None for a request without pictures.
+    """
     first = prepared.requests[0]
     return Submit(
         number=number,

@@ -22,7 +22,7 @@ _USUAL = frozenset(
 
 
 def scrub(message: str, kept: str = "") -> str:
-    """Removes tracebacks, file paths and object addresses from a message, and bounds its length.
+    """Removes tracebacks, file paths and object addresses from a message, and cuts it to MAX_MESSAGE_CHARS and "...".
 
     A path is absolute and begins with a folder at the root of this machine's file system, or with a drive. Whether the
     rest exists is not looked up: the caller could ask in this way. Other texts with slashes stay as they are.

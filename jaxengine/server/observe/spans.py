@@ -92,7 +92,7 @@ class TracedEngine(EngineWrapper):
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Implements EngineClient.stream."""
+        """Implements EngineClient.stream. The span is sent when the iteration ends, none if it never begins."""
         params = self.inputs.default_sampling_params() if sampling_params is None else sampling_params
         options = options or RequestOptions()
         asked = {"n": params.n, "temperature": params.temperature, "top_p": params.top_p}
@@ -109,13 +109,13 @@ class TracedEngine(EngineWrapper):
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[PoolingRequestOutput[PoolingOutput]]:
-        """Implements EngineClient.pool."""
+        """Implements EngineClient.pool, with a span as `stream`."""
         options = options or RequestOptions()
         request = _RequestSpan(self._tracer, self._model, {}, options.arrival)
         return self._spanned(self._engine.pool(prompt, pooling_params, request_id, options), request)
 
     async def _spanned(self, stream: AsyncIterator[Any], request: _RequestSpan) -> AsyncIterator[Any]:
-        """Yields the outputs; the span ends with them."""
+        """Yields the outputs; the span ends with them, with the error that ends them, or when this is closed."""
         try:
             async for output in stream:
                 request.add(output)
@@ -134,8 +134,9 @@ class _RequestSpan:
     """Data of one request's span until it ends."""
 
     def __init__(self, tracer: Tracer, model: str, asked: Mapping[str, Any], arrival: float, delta: bool = False):
-        """asked: sampling parameters, for attributes. arrival: in seconds of time.monotonic. delta: whether an output
-        has only the new tokens.
+        """tracer: what the span is sent by. model: name, and asked: sampling parameters, both for attributes. arrival:
+        in seconds of time.monotonic. delta: whether an output has only the new tokens. The span's parent is that of the
+        context in which this is called.
         """
         self._tracer = tracer
         self._parent = context.get_current()
@@ -164,7 +165,8 @@ class _RequestSpan:
         self._error = error
 
     def end(self) -> None:
-        """Sends the span. A request that its caller left before the end counts as aborted."""
+        """Sends the span, from the request's arrival to now; to be called once. A request that its caller left before
+        the end counts as aborted."""
         attributes = {**self._attributes, "gen_ai.usage.completion_tokens": sum(self._num_tokens.values())}
         output = self._last
         if output is not None:
@@ -182,7 +184,8 @@ class _RequestSpan:
 
 
 def _latencies(output: RequestOutput) -> dict[str, float]:
-    """Returns latency attributes in seconds, without those of events that did not happen."""
+    """Returns latency attributes in seconds, without those of events that did not happen; {} for an output without
+    metrics."""
     metrics = output.metrics
     if metrics is None:
         return {}
@@ -204,7 +207,8 @@ def _latencies(output: RequestOutput) -> dict[str, float]:
 
 
 def _tracer(endpoint: str) -> Tracer:
-    """Creates a tracer that sends spans to an OTLP endpoint in the background. Raises ConfigError."""
+    """Creates a tracer that sends spans to an OTLP endpoint in the background. Raises ConfigError as `_exporter`; does
+    not look whether anything answers there."""
     exporter = _exporter(endpoint)
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
@@ -220,7 +224,10 @@ def _tracer(endpoint: str) -> Tracer:
 
 
 def _exporter(endpoint: str) -> Any:
-    """Imports the class that exports spans to the endpoint; its package includes the SDK. Raises ConfigError."""
+    """Imports the class that exports spans to the endpoint; its package includes the SDK.
+
+    Raises ConfigError for an address that is not of http, https, grpc or grpcs, or if the package is missing.
+    """
     url = urlsplit(endpoint)
     if url.scheme not in _EXPORTERS or not url.netloc:
         raise ConfigError("otlp_traces_endpoint", endpoint, "an address that begins with http, https, grpc or grpcs://")

@@ -54,7 +54,8 @@ class _HttpServer(uvicorn.Server):
 
 
 async def serve(child: Child) -> None:
-    """Serves until the supervisor's order to drain, and then lets requests finish for shutdown_timeout.
+    """Serves until the supervisor's order to drain, or until HTTP ends, and then lets requests finish for at most
+    shutdown_timeout seconds.
 
     Raises ConfigError for an unusable option, RuntimeError if HTTP does not start.
     """
@@ -94,8 +95,8 @@ async def serve(child: Child) -> None:
 
 
 async def _say_alive(child: Child, traffic: TrafficState, hang_timeout: float) -> None:
-    """Reports to the supervisor, until cancelled, that the event loop is running, and whether it has served
-    a request.
+    """Reports to the supervisor, until cancelled, that the event loop is running ("alive"), and whether it has served
+    a request ("served" from then on), every `alive_seconds(hang_timeout)`.
     """
     seconds = alive_seconds(hang_timeout)
     while True:
@@ -104,7 +105,8 @@ async def _say_alive(child: Child, traffic: TrafficState, hang_timeout: float) -
 
 
 def http_options(app: Callable[..., Any], config: ServerConfig) -> uvicorn.Config:
-    """Returns uvicorn's configuration."""
+    """Returns uvicorn's configuration for the ASGI application `app`: without WebSockets and proxies' headers, with the
+    limits, access log and TLS files of `config`."""
     return uvicorn.Config(
         app,
         http=http_protocol(config),  # pyright: ignore[reportArgumentType]: uvicorn takes any callable

@@ -76,7 +76,8 @@ class Child:
     def stopping(self) -> asyncio.Event:
         """Returns an event of the running loop that is set on the supervisor's order to stop or drain.
 
-        Also handles the only other order, "explain".
+        Also handles the only other order, "explain": it writes the stacks of all threads to stderr. Takes all orders,
+        so it replaces what `follow` was given.
         """
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
 
@@ -92,7 +93,8 @@ class Child:
     def tell(self, event: str, **fields: Any) -> None:
         """Sends an event to the supervisor, without waiting: it is dropped if the pipe is full because nobody reads.
 
-        Ends this process if the supervisor has ended.
+        fields: further values of the event, as JSON. Ends this process at once, with status 1, if the supervisor has
+        ended.
         """
         with contextlib.suppress(BlockingIOError):
             try:

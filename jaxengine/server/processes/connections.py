@@ -59,7 +59,7 @@ class Connections:
         self._waiting.pop(protocol, None)
 
     def close(self, protocol: _Protocol, why: str) -> None:
-        """Closes an idle connection at once."""
+        """Closes an idle connection at once. why: for the log, which counts them by reason every 10 s at most."""
         self._waiting.pop(protocol, None)
         protocol.transport.abort()
         self._closed[why] = self._closed.get(why, 0) + 1

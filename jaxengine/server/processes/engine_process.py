@@ -75,7 +75,7 @@ class EngineServer:
     """Serves the API processes until the supervisor's order to stop."""
 
     def __init__(self, core: EngineCore, address: str, config: ServerConfig, tell: Callable[[str], None]):
-        """Listens at `address`.
+        """Listens at `address`, one of ZeroMQ; raises zmq.ZMQError if it cannot.
 
         tell: called with "served" once, when the first request has ended, and repeatedly with "alive" from the stepping
           thread.
@@ -112,8 +112,9 @@ class EngineServer:
         self._poller.register(self._awake, zmq.POLLIN)
 
     def order(self, order: dict[str, Any]) -> None:
-        """Queues an order of the supervisor, a JSON object with "order", for the loop; handles "explain" and "drain" at
-        once. Thread-safe.
+        """Queues an order of the supervisor for the loop: a JSON object whose "order" is "stop", or "gone" with the
+        "index" of an API process. Handles "explain" and "drain" at once; the latter only makes lost API processes no
+        errors in the log. Thread-safe.
         """
         if order["order"] == "explain":
             self._explain()
@@ -125,7 +126,7 @@ class EngineServer:
         os.write(self._wake, b"\0")
 
     def run(self) -> None:
-        """Serves until the order to stop. Raises what the engine raises when it fails."""
+        """Serves until the order to stop. Raises what the engine raises when it fails. Shuts nothing down."""
         while self._receive():
             output = self.core.advance() if self.core.has_unfinished else EngineOutput()
             if self._aborted:
@@ -134,7 +135,8 @@ class EngineServer:
             self._send(output)
 
     def _receive(self) -> bool:
-        """Handles all messages that have arrived, waiting a while for one if nothing is running; False to stop."""
+        """Handles all orders and messages that have arrived, waiting a while for one if nothing is running; False to
+        stop. A message that cannot be read is logged and dropped."""
         now = time.monotonic()
         if now >= self._alive_at:
             self._alive_at = now + self._alive_seconds
@@ -251,7 +253,10 @@ class EngineServer:
         return {**placement, "engine_bytes": sum(client.media.num_bytes for client in self._clients.values())}
 
     def _send(self, output: EngineOutput) -> None:
-        """Sends each API process its results of a step. It runs in every step, most of which have little but tokens."""
+        """Sends each API process its results of a step, and drops one that cannot be sent to.
+
+        It runs in every step, most of which have little but tokens.
+        """
         updates = messages.updates_of(output, list(self._by_number))
         if output.finished:
             self._retry.ended(len(output.finished))
@@ -305,7 +310,8 @@ class EngineServer:
             self._by_number[number].requests.pop(handle, None)
 
     def _explain(self) -> None:
-        """Logs the state of the loop, which has not reported for too long."""
+        """Logs the state of the loop, which has not reported for too long: steps on the device, and stacks of threads
+        to stderr. Runs on another thread than the loop."""
         for step in self.core.engine.timeline.in_flight():
             what, age = f"{step.bucket}, {step.num_rows} rows", time.monotonic() - step.dispatched
             logger.error("step %d (%s) was dispatched %.1f s ago", step.number, what, age)

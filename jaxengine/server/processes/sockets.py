@@ -22,7 +22,8 @@ def listen(host: str, port: int) -> socket.socket:
 def reserve_port(host: str, port: int) -> socket.socket:
     """Returns a bound socket that accepts nothing; processes of this user may listen on its port (SO_REUSEPORT).
 
-    Raises ConfigError as `listen` does.
+    Port 0 takes a free one. Raises ConfigError as `listen` does, naming grpc_port, also where another program has the
+    port.
     """
     # First without SO_REUSEPORT, to detect that another program has the port.
     with contextlib.closing(_bind("grpc_port", host, port)) as alone:

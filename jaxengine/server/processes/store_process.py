@@ -24,7 +24,7 @@ def memory_limit(bounds: StoreBounds, num_clients: int, max_request_bytes: int) 
 
 
 async def serve(child: Child) -> None:
-    """Serves until the supervisor's order to stop."""
+    """Serves at the job's store_path, a Unix socket, until the supervisor's order to stop. Its memory is limited."""
     config = ServerConfig(**child.job["server"])
     bounds = StoreBounds(**config.store_bounds())
     await asyncio.start_unix_server(StoreServer(ResponseStore(bounds)).serve, child.job["store_path"])

@@ -90,7 +90,7 @@ class _Child:
         return "the engine" if self.is_engine else "the store of responses"
 
     def order(self, order: str, **fields: Any) -> None:
-        """Sends an order to the child; nothing if it has ended."""
+        """Sends an order to the child; nothing if it has ended. fields: further values of the order, as JSON."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps({"order": order, **fields}).encode() + b"\n")
@@ -103,7 +103,10 @@ class Supervisor:
     """Runs a server until it is drained or fails."""
 
     def __init__(self, server: ServerConfig, engine: EngineConfig):
-        """Binds the ports. Raises ConfigError for an unusable one."""
+        """Binds the ports of HTTP and, if it is not None, of gRPC; port 0 takes a free one. Starts no process.
+
+        Raises ConfigError for an unusable host or port.
+        """
         self._listener = listen(server.host, server.port)
         self._grpc_port = None if server.grpc_port is None else reserve_port(server.host, server.grpc_port)
         grpc_port = None if self._grpc_port is None else self._grpc_port.getsockname()[1]
@@ -125,7 +128,8 @@ class Supervisor:
         """Runs the server and returns the exit status.
 
         0 after draining, 128 plus the number of a signal that ends it at once, and 1 if processes fail or do not end in
-        time. Before it is ready, the status of the process that ended: 2 for unusable options or an unusable model.
+        time. Before it is ready, the status of the process that ended: 2 for unusable options or an unusable model; 1
+        if a signal ended it. Handles signals, so it must run in the main thread. No child is left when it returns.
         """
         self._warn()
         awake, wake = socket.socketpair()
@@ -178,7 +182,8 @@ class Supervisor:
     def _look_at(self, child: _Child, timeout: float) -> None:
         """Kills a process that has been silent for `timeout` seconds, after it was asked to log its state.
 
-        It is restarted once it has ended.
+        To be called often: one call asks, a later one kills unless it has said something. It is restarted once it has
+        ended.
         """
         now = time.monotonic()
         if child.asked is None:

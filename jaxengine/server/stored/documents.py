@@ -40,7 +40,10 @@ class _Splitter:
         self._known: dict[int, bytes] = {}
 
     def short(self, value: Any) -> Any:
-        """Returns `value` with extensions for what is stored apart."""
+        """Returns a JSON value with MessagePack extensions in place of long texts and of integers beyond 64 bits.
+
+        The digests of these texts are appended to `digests`, one for each occurrence, the texts added to `texts`.
+        """
         match value:
             case str():
                 return value if len(value) < LONG_TEXT else msgspec.msgpack.Ext(_DIGEST, self._digest(value))

@@ -65,7 +65,10 @@ class StoreServer:
         self._store = store
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serves one connection until its end."""
+        """Serves one connection until its end, or until a message that cannot be read, which is logged.
+
+        Its calls are then cancelled, and its running responses marked as failed.
+        """
         worker = _RemoteWorker(writer)
         frames, answers = Frames(StoreCall), set[asyncio.Task[None]]()
         try:

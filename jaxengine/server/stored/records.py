@@ -93,8 +93,8 @@ class Responses(Protocol):
     ) -> Needs | None:
         """Stores a response, replacing its earlier state; returns what is missing, and then nothing has changed.
 
-        worker: generates the response while is_running.
-        texts: long texts by digest, at least those that the store lacks.
+        worker: generates the response while is_running; `stop` asks it to cancel. Otherwise not used.
+        texts: long texts, UTF-8, by digest, at least those that the store lacks; None for none.
         Raises OverloadedError for a response that is too large, or if running ones take all the room.
         """
         ...

@@ -68,7 +68,8 @@ class Share:
         self._uses: dict[bytes, int] = {}
 
     def missing(self, stored: StoredResponse, texts: Mapping[bytes, bytes]) -> Needs | None:
-        """Returns what is missing to put a response with these long texts; None if nothing is."""
+        """Returns what is missing to put a response; None if nothing is. texts: the long texts that come along, by
+        digest."""
         known = self.responses.get(stored.id)
         continues = known is not None and known.stored.previous == stored.previous
         history = stored.previous is not None and not continues and stored.previous not in self.responses
@@ -86,6 +87,7 @@ class Share:
         """Returns how many bytes of the share a new response would occupy, those included that are there already.
 
         These are its long texts, and its conversation's earlier turns, which cannot be evicted while it is there.
+        Nothing may be `missing`.
         """
         digests = {digest for document in stored.documents for digest in document.digests}
         long = sum(len(self._texts.get(each) or texts[each]) for each in digests)
@@ -93,7 +95,10 @@ class Share:
         return 2 * RECORD_BYTES + stored.num_own_bytes + long + (0 if earlier is None else earlier.num_bytes)
 
     def put(self, stored: StoredResponse, texts: Mapping[bytes, bytes]) -> None:
-        """Stores a response in place of its earlier state. Nothing may be `missing`."""
+        """Stores a response in place of its earlier state, if any. Nothing may be `missing`; evicts nothing.
+
+        texts: as for `missing`.
+        """
         turn = Turn((stored.question, stored.answer), self._earlier(stored), self.conversation_bytes(stored))
         before = self.responses.get(stored.id)
         kept = self.responses[stored.id] = Kept(stored, turn)

@@ -89,7 +89,7 @@ class ResponseStore:
         return found
 
     def lose(self, worker: Worker) -> None:
-        """Marks the responses of a lost worker as failed."""
+        """Marks the running responses of a lost worker as failed, which ends the calls of `stop` that wait for them."""
         for key in [key for key, each in self._workers.items() if each is worker]:
             owner, response_id = key
             share = self._shares[owner]
@@ -113,7 +113,8 @@ class ResponseStore:
             at_rest.set()
 
     def _check_room(self, share: Share, stored: StoredResponse, texts: dict[bytes, bytes]) -> None:
-        """Raises OverloadedError for a new response that cannot be stored whatever is evicted."""
+        """Raises OverloadedError for a new response that cannot be stored whatever is evicted: it or its conversation
+        is too large, or running responses, which stay, leave no room. Nothing may be missing in `share`."""
         bounds = self._bounds
         # The answer is short, and the request that it answers was checked.
         size = share.conversation_bytes(stored) - stored.answer.num_bytes
@@ -135,7 +136,8 @@ class ResponseStore:
                 raise OverloadedError(text, retry_after=_RETRY_SECONDS)
 
     def _make_room(self, share: Share, newest: str) -> None:
-        """Evicts finished responses other than the newest one of `share`, while there are any."""
+        """Evicts finished responses while bounds are exceeded and there are any: of `share` beyond its owner's bounds,
+        of the owner that has most beyond the store's. newest: id of the response of `share` that stays."""
         bounds = self._bounds
 
         def evict_from(other: Share) -> bool:

@@ -137,7 +137,7 @@ class AdapterConfig:
         Names without a module in this model say nothing. Single experts may be left out, for transformers may have
         them as one parameter, which PEFT does not change by target_modules.
 
-        stored: the model's names, and those of the file.
+        stored: the file's name of each module that it has, by the model's.
         """
         for name in stored.values():
             if not self.wants(name) and not self.wants_parameter(f"{name}.weight"):
@@ -158,7 +158,11 @@ class AdapterConfig:
         return any(self._fits("modules_to_save", each, name) for each in self._saved)
 
     def _is_in_layers(self, name: str) -> bool:
-        """Whether the module is in one of layers_to_transform, if lists of names are limited to these."""
+        """Whether the module is in one of layers_to_transform.
+
+        True where these limit nothing: without them, for target_modules that are no list, and for a name that is in the
+        list as a whole.
+        """
         if self._layers is None or not isinstance(self._targets, frozenset) or name in self._targets:
             return True
         # Of several numbers of a name, the first is the layer's, a later one may be the expert's.
@@ -265,7 +269,10 @@ class _Patterns:
         self._fits = fits
 
     def find(self, name: str, default: Any) -> Any:
-        """Value of the first pattern that matches the name or one of its suffixes after a dot."""
+        """Value of the first pattern, in the file's order, that matches the name; `default` if none does.
+
+        A plain one is the name or a suffix of it after a dot, an expression matches all of it.
+        """
         found = (self._names[end] for end in _ends(name) if end in self._names)
         first = min(found, key=lambda each: each[0], default=None)
         for number, pattern, value in self._others:

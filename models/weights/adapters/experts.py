@@ -57,9 +57,12 @@ class JoinedExperts:
     def read(
         self, tensors: AdapterTensors, rank: int, scale: float, transposed: bool | None
     ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Read A [r, in] and B [out, r] of each expert's modules. Raises ModelFileError.
+        """Read A [r, in] and B [out, r] of each expert's modules, by the model's name of the module.
 
-        transposed: orientation of the file's matrices; None where it cannot be determined.
+        rank: of each expert. scale: factor of B. transposed: orientation of the file's matrices where their shapes do
+        not tell it; None where nothing does.
+
+        Raises ModelFileError for other shapes, for numbers that are not finite, and for an unknown orientation.
         """
         shapes, wanted = tensors.shapes(self.name), [self.shapes(rank, each) for each in (False, True)]
         if shapes not in wanted:

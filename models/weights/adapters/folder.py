@@ -129,7 +129,8 @@ def _stored_modules(
 ) -> tuple[dict[str, str], list[JoinedExperts]]:
     """Find the modules of a file: a map from the model's names to the file's, and pairs for all experts of a layer.
 
-    faults: takes modules without one of both matrices, and those that the model does not have.
+    faults: takes modules without one of both matrices, of which the model has none, or which stand for one twice.
+    Raises ModelFileError where the pairs for all experts are not those of the configuration.
     """
     path = tensors.path
     stored: dict[str, str] = {}

@@ -64,7 +64,10 @@ class AdapterTargets:
     names: CheckpointNames
 
     def module(self, stored: str) -> str:
-        """Map the name of a module, or of a layer's experts, in an adapter's file to the model's."""
+        """Map the name of a module, or of a layer's experts, in an adapter's file to the model's.
+
+        A name that takes no adapters is only renamed as the checkpoint's are.
+        """
         name = self.names.renamed(stored)
         if name in self.shapes or name in self.experts:
             return name
@@ -108,7 +111,7 @@ def targets_of(models: Iterable[Any]) -> AdapterTargets:
 def _of_experts(
     pool: DeclaredPool, stacked: StackedExperts, found: dict[str, ExpertTargets]
 ) -> dict[str, tuple[int, int]]:
-    """Shapes of the modules of a pool of experts; its layer's ExpertTargets are added to `found`."""
+    """Shapes of the modules of an `a` pool of experts; {} for a `b`. Its layer's ExpertTargets are added to `found`."""
     count, sources = pool.decl.num_experts, pool.decl.sources
     if pool.decl.part is not None or count is None:
         return {}
@@ -123,7 +126,7 @@ def _of_experts(
 def with_pools(model: Any, params: nnx.State, mesh: Mesh | None) -> nnx.State:
     """Combine loaded weights with zeroed adapter pools, if the model has any, into its state.
 
-    params: result of load_params. mesh: where pools lie; None for the default device.
+    params: result of load_params, with all weights. mesh: where pools lie; None for the default device.
     """
     loaded = dict(nnx.to_flat_state(params))
     state = []
@@ -187,7 +190,10 @@ def slot_values(pool: DeclaredPool, spec: LoraSpec, matrices: Matrices) -> np.nd
 
 
 def _values_of_experts(pool: DeclaredPool, rank: int, matrices: Matrices, values: np.ndarray) -> np.ndarray:
-    """Fill in the values of `slot_values` for the experts that the adapter changes."""
+    """Fill in `values`, zeros of `slot_shape`, for the experts that the adapter changes, and return them.
+
+    rank: that of the pool.
+    """
     sources = pool.decl.sources if pool.decl.part is None else (pool.decl.sources[pool.decl.part],)
     for expert, own in enumerate(values[:, 0]):
         for source in sources:

@@ -174,7 +174,7 @@ class _SafetensorsFile:
             self.tensors = self._read_header(size)
         except OSError as error:
             raise ModelFileError(path, f"cannot be read: {error.strerror}") from error
-        except ModelFileError:
+        except BaseException:
             self.close()
             raise
 
@@ -202,7 +202,10 @@ class _SafetensorsFile:
 
     def _fill(self, view: memoryview, offset: int) -> None:
         while len(view):
-            count = os.preadv(self._fd, [view], offset)
+            try:
+                count = os.preadv(self._fd, [view], offset)
+            except OSError as error:  # a disk or a network file system that fails
+                raise ModelFileError(self.path, f"cannot be read: {error.strerror}", f"byte {offset}") from error
             if count == 0:
                 raise ModelFileError(self.path, "the file ends before its data", f"byte {offset}")
             self.bytes_read += count

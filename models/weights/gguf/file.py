@@ -96,7 +96,7 @@ class GGUFFile:
         return {name.removesuffix(".weight"): info.format for name, info in matrices if info.format.parts is not None}
 
     def keep(self, modules: Iterable[str]) -> None:
-        """Serve these matrices of `formats` as codes, scales and zeros instead of dequantised.
+        """Serve these matrices, modules of `formats`, as codes, scales and zeros instead of dequantised.
 
         MODULE.weight [out, in] becomes MODULE.codes i8[out, in], MODULE.scales f32[out, n] and, where the format has
         them, MODULE.zeros f32[out, n]: a weight is codes * scales - zeros.
@@ -111,7 +111,12 @@ class GGUFFile:
         return _shape(self._info(weight), kind)
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
-        """Read these rows and columns of [out, in]: float16 or bfloat16 where the file stores it, else float32."""
+        """Read these rows and columns of [out, in]: float16 or bfloat16 where the file stores it, int8 for kept codes,
+        else float32.
+
+        What the file's converter has added to the weights of norms is taken off. Raises ModelFileError for a tensor
+        that the file does not have, and where it cannot be read.
+        """
         name, kind = self._kept.get(name, (name, None))
         values = self._read(name, kind, rows, columns)
         if self._layout.norm_offset and name.endswith("norm.weight"):
@@ -174,7 +179,10 @@ class GGUFFile:
         return named
 
     def _parts(self, info: TensorInfo) -> Iterable[tuple[str, TensorInfo]]:
-        """List the tensors that a tensor of the file represents: one, or one for each entry of its first axis."""
+        """List (name, location) of the tensors that a tensor of the file represents: itself, or one for each expert.
+
+        Raises ModelFileError for experts that are too many or no stack.
+        """
         name = self._layout.canonical_name(info.name)
         if "{expert}" not in name:
             is_row = len(info.shape) == 1 and self._layout.is_row(info.name)

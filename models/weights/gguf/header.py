@@ -77,7 +77,10 @@ class Header:
 
 
 def read_header(path: str | os.PathLike[str], descriptor: int, size: int) -> Header:
-    """Read the header of an open regular file of `size` bytes; raises ModelFileError."""
+    """Read the header of an open regular file of `size` bytes; raises ModelFileError for an invalid one.
+
+    path: for errors. Raises OSError where the file cannot be mapped.
+    """
     if size == 0:
         raise ModelFileError(path, "the file is empty")
     with mmap.mmap(descriptor, size, access=mmap.ACCESS_READ) as view:
@@ -204,7 +207,10 @@ def _alignment(cursor: _Cursor, metadata: dict[str, Any]) -> int:
 
 
 def _read_tensor_entry(cursor: _Cursor) -> TensorInfo:
-    """Read one row of the tensor table, with `start` relative to the data section and not checked yet."""
+    """Read one row of the tensor table, with `start` relative to the data section and not checked yet.
+
+    Raises ModelFileError for an invalid one, or a format that is not supported.
+    """
     name = cursor.text("tensor name", MAX_TENSOR_NAME_BYTES)
     num_dims = cursor.integer(4, name)
     if not 1 <= num_dims <= MAX_DIMS:
@@ -229,7 +235,11 @@ def _read_tensor_entry(cursor: _Cursor) -> TensorInfo:
 def _locate_tensors(
     path: str | os.PathLike[str], entries: list[TensorInfo], data_start: int, alignment: int, size: int
 ) -> tuple[TensorInfo, ...]:
-    """Convert `start` of entries to offsets from the beginning of the file, checking bounds, alignment and overlaps."""
+    """Convert `start` of entries to offsets from the beginning of the file, of `size` bytes.
+
+    Raises ModelFileError for a name given twice, for data out of bounds, unaligned or overlapping, and for bytes after
+    the last.
+    """
     seen: set[str] = set()
     located = []
     for entry in entries:

@@ -28,7 +28,7 @@ def read_formats(
 ) -> tuple[Quantization, frozenset[str]]:
     """Quantization of a file's matrices, and the names of the modules that are kept (see GGUFFile.formats and `keep`).
 
-    A product is kept where the file has all of its matrices quantised. Stacked matrices with one per head are not.
+    A product is kept where the file has all of its matrices quantised, but for matrices of heads that lie in a stack.
 
     Args:
       formats: block format of each quantised matrix, by its module.

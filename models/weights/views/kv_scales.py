@@ -47,7 +47,7 @@ class KVScales(NamedTuple):
 
 
 def scales_for(largest: np.ndarray, dtype: str) -> np.ndarray:
-    """Scales f32 with which the largest magnitudes [layers, K] fit into codes.
+    """Scales f32 with which the largest magnitudes [layers, K] fit into codes of `dtype`, one of _HEADROOM.
 
     1 where only zeros were seen, or numbers so small that devices would flush their scale to 0, and divide by it.
     """
@@ -104,7 +104,7 @@ def of_object(content: dict[str, Any], shape: KVShape) -> KVScales:
 
 
 def _numbers(rows: Any, shape: KVShape) -> np.ndarray | None:
-    """Parse magnitudes to f64[layers, K]; None for anything else."""
+    """Parse magnitudes, numbers from 0 to BEYOND, to f64[layers, K]; None for anything else."""
     if not isinstance(rows, list) or len(rows) != shape.num_layers:
         return None
     for row in rows:

@@ -91,7 +91,7 @@ class QuantizedSource(WrappedSource):
                 self._shapes[name] = tuple(shape)
 
     def _exchange(self, scheme: Quantized, module: StoredModule) -> None:
-        """Check a module's tensors and remove their names. Raises ModelFileError."""
+        """Check a module's tensors and take their names out of `names`. Raises ModelFileError for a fault."""
         stored = scheme.stored
         for kind, shapes in {**stored.optional(module), **stored.tensors(module)}.items():
             if not module.has(kind):

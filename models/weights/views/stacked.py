@@ -58,7 +58,10 @@ class _Part(NamedTuple):
 
 def of_shapes(stacked: StackedExperts, source: WeightSource, hidden_size: int) -> StackedExperts:
     """Determine the orientation of a checkpoint's experts from shapes if it is not fixed: `down_proj` has hidden_size
-    outputs."""
+    outputs.
+
+    Returns `stacked` with `out_first`; False where no such tensor tells.
+    """
     if stacked.out_first is not None:
         return stacked
     shapes = (tuple(source.shape(name)) for name in source.names() if name.endswith(f".experts.{DOWN}"))
@@ -125,7 +128,10 @@ class StackedSource(WrappedSource):
         return self._read_matrix(part, columns)[:, own.start : own.stop : part.step].T
 
     def _add(self, name: str, prefix: str, end: str) -> None:
-        """Add the parts of one stack."""
+        """Add the parts of one stack. Raises ModelFileError for another kind, shape or number of experts.
+
+        prefix, end: its name up to the last dot, and after it.
+        """
         stem = GATE_UP if end.startswith(GATE_UP) else DOWN
         kind = end.removeprefix(stem)
         if kind not in _KINDS:
@@ -168,8 +174,12 @@ class StackedSource(WrappedSource):
         return stack[1:] if self._stacked.out_first else stack[:0:-1]
 
     def _check_border(self, name: str, module: str, num_blocks: int) -> None:
-        """Refuse blocks that may contain rows of both gate and up: a stack may be cut into blocks as one, or gate and
-        up each."""
+        """Raise ModelFileError for blocks that may contain rows of both gate and up: a stack may be cut into blocks as
+        one, or gate and up each.
+
+        name: of the stack of scales. module: of an expert, whose storage says how large blocks are. num_blocks: along
+        the rows.
+        """
         stack = name.removesuffix(SCALE_INV)
         stored = getattr(None if self._scheme is None else self._scheme(module), "stored", None)
         if (block := getattr(stored, "block", None)) is None or stack not in set(self._source.names()):
@@ -209,8 +219,8 @@ class StackedSource(WrappedSource):
 
 
 def mxfp4_values(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Decode u8[..., n, 16] blocks of 32 numbers and their u8[..., n] exponents to bfloat16[..., 32 n], which is
-    exact."""
+    """Decode u8[..., n, 16] blocks of 32 numbers and their exponents plus 127, u8[..., n], to bfloat16[..., 32 n],
+    which is exact."""
     values = _PAIRS[blocks].reshape(*scales.shape, 32)
     return (
         np.ldexp(values, scales[..., None].astype(np.int32) - 127)

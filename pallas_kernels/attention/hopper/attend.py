@@ -44,7 +44,8 @@ def why_not(
 ) -> str | None:
     """Reason why the kernels do not support an attention, which XLA then serves; None if they support it.
 
-    q_dtype, kv_dtype: None where not known yet: a schedule is built before them.
+    q_dtype, kv_dtype: None where not known yet (a schedule is built before them); what depends on them is then not
+    checked. tree_mask: whether there is one.
     """
     width = 32 if kv_dtype is not None and jnp.dtype(kv_dtype).itemsize == 1 else 16
     if spec.values_in_keys:
@@ -62,6 +63,8 @@ def why_not(
         return "a tree mask"
     if spec.chunk is not None:
         return "attention in chunks"
+    if spec.window is not None and not spec.causal:
+        return "a window on both sides"
     if q_dtype is not None and jnp.dtype(q_dtype).itemsize != 2:
         return f"queries of {jnp.dtype(q_dtype).name}"
     if kv_dtype is not None:
@@ -109,8 +112,10 @@ def ragged_paged_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Attention output o [T, N, Hv] in q's dtype and lse f32 [T, N]; the public operation has checked the arguments.
 
+    XLA computes what no kernel supports, and a batch that `kv_limits` gave an XLA schedule; a warning says why, once
+    per reason.
     interpret: False, or True or the Mosaic GPU interpreter's parameters to run the kernels on the CPU. Raises
-    ValueError where `spec` does not count the heads that the pool's shard holds.
+    ValueError where `spec` does not count the heads that the pool's shard holds, and for a pool of another layout.
     """
     check_layout(kv.layout, kv.spec)
     num_tokens, page_size = q.shape[0], kv.page_size
@@ -158,7 +163,11 @@ def decode_attention(
     sizes: HopperAttention,
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention output o [T, N, Hv] and lse f32 [T, N] of the tokens in rows of `items`, 0 and -inf for all others."""
+    """Attention output o [T, N, Hv] and lse f32 [T, N] of the tokens in rows of `items`, 0 and -inf for all others.
+
+    q, q_rest: as in the public operation; q_rest is None unless values lie in keys. sinks: f32 [N] or None. sizes: of
+    the schedule's tuning.
+    """
     num_tokens, num_q_heads, _ = q.shape
     num_rows, width = items.row_tokens.shape
     stored_heads = spec.num_kv_heads

@@ -78,8 +78,10 @@ class DecodeShape:
         return OUTPUT_COLUMNS if head_dim % OUTPUT_COLUMNS == 0 else head_dim
 
     def stages(self) -> tuple[int, int]:
-        """Numbers of blocks and of queries in flight; raises ValueError where shared memory does not hold two
-        blocks."""
+        """Numbers of blocks (at most max_stages) and of tiles of queries (2 or 1) that shared memory holds at a time.
+
+        Raises ValueError where it does not hold two blocks.
+        """
         head_dim, width = self.spec.head_dim, jnp.dtype(self.dtype).itemsize
         query = WARPGROUP_ROWS * head_dim * width
         fixed = RESERVED_BYTES + WARPGROUP_ROWS * self.output_columns * 4
@@ -125,10 +127,11 @@ def decode_partials(
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Partial softmax of every item: sums of weighted values f32 [I, M, H], maxima in base 2 and denominators f32 [I,
-    M].
+    M]; those past the last item hold anything.
 
-    q: [R * K * M, H] with M = shape.rows. pool: rows [P * K * 2 * page, H] of shape.kv_dtype. scale: f32 [K], factor of
-    the product of query and key code, log2(e) not included.
+    q: [R * K * M, H] with M = shape.rows. pool: rows [P * K * 2 * page, H] of shape.kv_dtype. page_table: i32 [S, W].
+    scale: f32 [K], factor of the product of query and key code, log2(e) not included; values are summed as codes.
+    Raises ValueError where shared memory does not hold two blocks.
     """
     num_items, rows = items.items.shape[0], shape.rows
     head_dim, dtype = shape.spec.head_dim, shape.dtype
@@ -230,7 +233,11 @@ def load(shape: Any, refs: Any, first, end) -> None:
 
 
 def _box_rows(shape: Any, page_table, seq, block, low, high) -> list[tuple[Any, Any]]:
-    """List (page, offset in it) of each box of a block; page-table columns outside [low, high] may hold anything."""
+    """List (page, offset in it) of each box of the block-th DECODE_KEYS keys of sequence `seq`.
+
+    low, high: first and last page-table column of the item. Those outside may hold anything: a box there repeats the
+    nearest column's page.
+    """
     if shape.page_size >= DECODE_KEYS:
         parts = shape.page_size // DECODE_KEYS
         column = lax.div(block, jnp.int32(parts))
@@ -240,8 +247,8 @@ def _box_rows(shape: Any, page_table, seq, block, low, high) -> list[tuple[Any, 
 
 
 def _attend(shape: DecodeShape, refs: _Refs, first, end) -> None:
-    """Compute the online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867) of items [first, end) over their
-    blocks."""
+    """Compute and store the online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867) of items [first, end), each
+    over its blocks."""
     blocks, queries = shape.stages()
     head_dim = shape.spec.head_dim
 
@@ -342,8 +349,8 @@ def _widen(codes, dtype):
 def masked_logits(spec: AttentionSpec, tokens: int, products, scale, begin, end, position):
     """Logits in base 2 of a block's products f32 [64, block], -inf where a row does not see a key.
 
-    tokens: most new tokens of a row. begin, end, position: the row's range of keys and its first token's position,
-    counted from the block's first key.
+    tokens: most new tokens of a row. scale: factor of the products, before a soft cap. begin, end, position: the row's
+    range of keys and its first token's position, counted from the block's first key.
     """
     if (cap := spec.soft_cap) is None:
         logits = products * (scale * LOG2E)
@@ -365,7 +372,7 @@ def masked_logits(spec: AttentionSpec, tokens: int, products, scale, begin, end,
 
 
 def _store(shape: DecodeShape, refs: _Refs, item, acc, largest, total) -> None:
-    """Store an item's partial softmax to its rows in global memory."""
+    """Store an item's partial softmax, acc f32 [64, H], largest and total f32 [64], to its rows in global memory."""
     columns = shape.output_columns
     for first in range(0, shape.spec.head_dim, columns):
         plgpu.wait_smem_to_gmem(0)  # the last store still reads the buffer

@@ -206,8 +206,10 @@ def _body(shape: LatentShape, refs: _Refs) -> None:
 
 
 def _attend(shape: LatentShape, refs: _Refs, own: int, first, end) -> None:
-    """Compute warpgroup `own`'s part of the online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867) of items
-    [first, end).
+    """Compute and store warpgroup `own`'s part of the online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867) of
+    items [first, end).
+
+    own: 0 or 1; its part is half of each block's scores and half of the columns of the results.
     """
     blocks, queries = shape.stages()
     half = DECODE_KEYS // COMPUTING
@@ -279,9 +281,10 @@ def _meet(barrier) -> None:
 
 
 def _exchange_maxima(refs: _Refs, own: int, maxima):
-    """Maxima f32 [64] of the rows over both warpgroups' keys.
+    """Maxima f32 [64] of the rows over both warpgroups' keys; waits for the other's.
 
-    The last reads of this buffer came before the warpgroups met over the weights of the block before.
+    maxima: f32 [64] over this one's keys. The last reads of this buffer came before the warpgroups met over the weights
+    of the block before.
     """
     refs.statistics_smem[pl.ds(own * WARPGROUP_ROWS, WARPGROUP_ROWS)] = maxima
     _meet(refs.maxima_ready)
@@ -291,7 +294,7 @@ def _exchange_maxima(refs: _Refs, own: int, maxima):
 def _zero_unseen(shape: LatentShape, refs: _Refs, own: int, slot, begin, end) -> None:
     """Zero the values of the warpgroup's own columns outside of keys [begin, end) of the block.
 
-    Those slots may hold NaN, and 0 * NaN is not 0.
+    Those slots may hold NaN, and 0 * NaN is not 0. Where there are any, it waits for the other warpgroup's zeros.
     """
     unseen = end < DECODE_KEYS
     if shape.spec.window is not None:
@@ -312,8 +315,9 @@ def _zero_unseen(shape: LatentShape, refs: _Refs, own: int, slot, begin, end) ->
 
 
 def _store(shape: LatentShape, refs: _Refs, own: int, item, q_slot, acc, largest, total) -> None:
-    """Store the warpgroup's columns of an item's rows, and their log-sum-exp, to their pair's or their part's rows.
+    """Normalise the warpgroup's columns of an item's rows and store them to their pair's or their part's rows.
 
+    total: sums of this warpgroup's weights; largest: maxima over both's keys. Warpgroup 0 stores the log-sum-exp too.
     Results go through the buffer of the queries, which neither warpgroup reads any more since they met over the last
     block.
     """

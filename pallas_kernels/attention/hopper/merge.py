@@ -56,7 +56,8 @@ def merge_partials(
 ) -> tuple[jax.Array, jax.Array]:
     """Merge partials: output [R * K, M, H] of `dtype` and log-sum-exp f32 [R * K, M] of every pair.
 
-    o, largest, total: of `decode_partials`. pair_items: of DecodeItems. sinks: f32 [K, M] logits, None for none.
+    o, largest, total: of `decode_partials`; or mean values, their log-sum-exps in base 2, and ones. pair_items: i32
+    [R * K + 1], the first item of each pair and the end. sinks: f32 [K, M] logits, None for none.
     v_scale: f32 [K] multiplies the output. A row that saw nothing gives 0, and -inf unless it has a sink.
     """
     stages = sizes.merge_stages
@@ -134,7 +135,10 @@ def _body(refs: _Refs) -> None:
 
 
 def _merge(refs: _Refs, pair, group, step):
-    """Merge rows [8 * group, 8 * group + 8) of a pair; `step` counts the partials that this CTA has loaded."""
+    """Merge and store rows [8 * group, 8 * group + 8) of a pair.
+
+    step: partials that this CTA has merged before; returns those merged after it.
+    """
     first, end = refs.pair_items[pair], refs.pair_items[pair + 1]
     head = lax.rem(pair, jnp.int32(refs.v_scale.shape[0]))
     rows = pl.ds(group * BOX_ROWS, BOX_ROWS)

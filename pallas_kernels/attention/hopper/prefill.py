@@ -58,7 +58,7 @@ def prefill_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Attention output o [T, N, H] in q's dtype and lse f32 [T, N] of the tokens of `items`; other rows hold anything.
 
-    q: [T, N, H] of two bytes. interpret: see `mosaic_gpu.launch`.
+    q: [T, N, H] of two bytes. sinks: f32 [N] or None. interpret: see `mosaic_gpu.launch`.
     Raises ValueError where shared memory does not hold two blocks of keys and values.
     """
     num_tokens, num_heads, head_dim = q.shape
@@ -138,9 +138,10 @@ def _take_turn(refs: Refs) -> None:
 
 
 def _attend_tile(shape: Shape, refs: Refs, cta, warpgroup, index, step):
-    """Compute the online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867) of the index-th tile; returns the blocks
-    done so far.
+    """Compute and store a warpgroup's rows of the CTA's index-th tile, by online softmax (Milakov & Gimelshein 2018,
+    arXiv 1805.02867).
 
+    step: blocks that the CTA has done before; returns those done after it.
     Blocks that all rows see in full are in the middle; the edges of the causal range and of the window are masked.
     """
     spec, block_kv = shape.spec, shape.block_kv
@@ -195,8 +196,9 @@ def _join_sink(refs: Refs, warpgroup, largest, total):
 def _attend_block(shape: Shape, refs: Refs, warpgroup, step, block, carry, scale, mask):
     """Fold in one block: the new (acc, largest, total); `largest` is in base 2.
 
-    scale: factor of the products of queries and keys. mask: None, or block -> bool [64, block_kv], the keys that rows
-    see.
+    step: blocks done before the tile; block: index within it. carry: (acc f32 [64, H], largest and total f32 [64]).
+    scale: factor of the products of queries and keys. mask: block -> bool [64, block_kv], the keys that rows see; None
+    if they see all.
     """
     acc, largest, total = carry
     slot = lax.rem(step + block, jnp.int32(shape.stages))
@@ -252,7 +254,10 @@ def _visible(shape: Shape, tile: Tile, warpgroup, block):
 
 
 def _store(shape: Shape, refs: Refs, tile: Tile, warpgroup, acc, largest, total, weight) -> None:
-    """Write the tile's own rows of the output, and the log-sum-exp of all of them."""
+    """Write the tile's own rows of the output, and the log-sum-exp of all its rows.
+
+    weight: f32 [64], factor of the sums `acc`, one by the row's denominator; a pool's value scale comes on top.
+    """
     rows = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
     if shape.widens:
         weight = weight * refs.scales[shape.spec.num_kv_heads + tile.kv_head]
@@ -272,7 +277,7 @@ def _store(shape: Shape, refs: Refs, tile: Tile, warpgroup, acc, largest, total,
 
 
 def _store_rows(shape: Shape, refs: Refs, tile: Tile, warpgroup, columns) -> None:
-    """Copy the rows of the tile's own tokens to global memory.
+    """Copy the rows of the tile's own tokens from o_smem to `columns`, a slice, of the output.
 
     A box has a fixed size, so the count is split into powers of two.
     """

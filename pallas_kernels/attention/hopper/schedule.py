@@ -112,7 +112,10 @@ def prefill_block_q(spec: AttentionSpec) -> int:
 def attention_schedule(
     batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, page_size: int, tuning: Tuning
 ) -> Schedule:
-    """Cut a batch of T = num_tokens tokens into items; `spec` counts the heads that this device holds."""
+    """Cut a batch of T = num_tokens tokens into items; `spec` counts the heads that this device holds.
+
+    Tokens of no sequence are in no item. `prefill` is None over latents, and where no batch of this shape has a run.
+    """
     sizes = tuning.hopper_attention
     num_seqs, num_columns = batch.page_table.shape
     live = jnp.arange(num_seqs, dtype=jnp.int32) < batch.num_seqs
@@ -199,8 +202,9 @@ def _visible_keys(position, counts, kv_lens, spec: AttentionSpec) -> tuple[jax.A
 
 
 def _cut(rows: _Pairs, spec: AttentionSpec, sizes: HopperAttention) -> tuple[jax.Array, jax.Array, jax.Array, Cuts]:
-    """Lay all pairs' blocks end to end and cut the line into CTAs' parts.
+    """Lay all pairs' blocks end to end and cut the line into CTAs' parts of equal cost.
 
+    A pair costs its blocks plus sizes.pair_cost; a part costs at least sizes.min_part_cost.
     Returns `cta_items`, `items`, `pair_items` and `cuts` of DecodeItems.
     """
     num_heads, num_ctas, pair_cost = spec.num_kv_heads, sizes.num_ctas, sizes.pair_cost

@@ -57,7 +57,7 @@ def ragged_paged_attention(
     """Attention output o [T, N, Hv] in q's dtype and lse f32 [T, N]; the public operation has checked the arguments.
 
     interpret: pltpu.InterpretParams to run on a CPU. body: the kernel of a grid step, see profile.py. Raises ValueError
-    for dtypes and page sizes that the TPU kernel does not support.
+    for dtypes, page sizes and layouts of a pool that the TPU kernel does not support.
     """
     check_layout(kv.layout, kv.spec)
     check_dtypes(q.dtype, kv.data.dtype)
@@ -99,7 +99,10 @@ def _attend(
     interpret: Any,
     body: Callable,
 ) -> tuple[jax.Array, jax.Array]:
-    """Run one kernel call: o and lse of the tokens of `walk`, 0 and -inf for all others."""
+    """Run one kernel call: o and lse of the tokens of `walk`, 0 and -inf for all others.
+
+    block_q: tokens per tile that `walk` was cut to. The other arguments are those of `ragged_paged_attention`.
+    """
     num_tokens, num_q_heads, _ = q.shape
     group = spec.group_size
     num_kv_heads = num_q_heads // group
@@ -210,7 +213,7 @@ def _move_to_windows(q: jax.Array, windows: tuple[Window, ...]) -> jax.Array:
 
 
 def _arrange_results(o, lse, plan: Plan, group: int, num_tokens: int) -> tuple[jax.Array, jax.Array]:
-    """Undo the kernel's layout: o [T, N, Hv] and lse [T, N]."""
+    """Undo the kernel's layout: o [T, N, Hv] and lse [T, N]; group: query heads per kv head, without padding."""
     tiles, num_kv_heads, _ = lse.shape
     lse = lse[:, :, : plan.rows]
     if plan.by_token:
@@ -241,7 +244,7 @@ def _call_kernel(
     interpret: Any,
     body: Callable,
 ) -> tuple[jax.Array, jax.Array]:
-    """Call the kernel over all tiles; operands are those described in `Refs`."""
+    """Call the kernel over all tiles; operands and the two results, o of `o_dtype` and lse, are those of `Refs`."""
     num_kv_heads, blocks, block_q = len(plan.keys), plan.blocks, plan.block_q
     v_head_dim = plan.spec.v_head_dim
     num_tiles = (q.shape[0] if plan.by_token else q.shape[2]) // block_q

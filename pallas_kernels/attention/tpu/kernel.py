@@ -84,7 +84,7 @@ def _grid_step(refs: Refs, plan: Plan) -> None:
 
 
 def _work_item(refs: Refs, plan: Plan, segment: Segment, item: Item, slot, sub) -> None:
-    """Fold one block of keys into the running softmax of tile `sub`.
+    """Fold one block of keys, which is in buffer `slot`, into the running softmax of the grid step's tile `sub`.
 
     The first item of a tile also initialises its statistics, the last one writes its results.
     """
@@ -131,7 +131,7 @@ def _live_parts(plan: Plan, segment: Segment, first_key) -> jax.Array | int:
 
 
 def _is_whole(plan: Plan, segment: Segment, first_key) -> jax.Array:
-    """True if every row of the tile sees every key of the block."""
+    """Whether every row of the tile sees every key of the block from `first_key` on; False where a tree decides."""
     seen_by_all = segment.position + 1 if plan.spec.causal else segment.end_key
     whole = (segment.first_row == 0) & (segment.end_row == plan.block_q) & (first_key + plan.block_kv <= seen_by_all)
     if plan.spec.window is not None:
@@ -177,7 +177,8 @@ def _fold_block(
     """Fold one block of keys: per phase its scores, then softmax and values of the phase before it.
 
     The steps of one head depend on each other and leave the matrix unit idle in turn; those of several heads do not,
-    nor do the scores of another part of the only one. parts: how many of those hold keys, None for all.
+    nor do the scores of another part of the only one. masked: whether some row may not see some key. parts: number of
+    phases to fold, None for all; those after hold no key.
     """
     visible = member = None
     if masked:
@@ -190,7 +191,10 @@ def _fold_block(
 
 
 def _fold_scores(refs: Refs, plan: Plan, slot, scores: dict[Part, jax.Array], member) -> None:
-    """Fold the scores [rows, keys] of some parts and their values into the running softmax."""
+    """Fold the scores [rows, keys] of some parts and their values into the running softmax.
+
+    member: bool [block_q, 1], tokens of the segment, to which alone values are added; None if all are.
+    """
     rows = {part: (part.head, slice(part.first_row, part.end_row)) for part in scores}
     largest = {part: jnp.maximum(refs.largest[rows[part]], _row_max(score)) for part, score in scores.items()}
     weights, sums, decay = {}, {}, {}
@@ -219,7 +223,10 @@ def _fold_scores(refs: Refs, plan: Plan, slot, scores: dict[Part, jax.Array], me
 
 
 def _scores(refs: Refs, plan: Plan, slot, sub, part: Part, visible) -> jax.Array:
-    """Logits [rows, keys] of a part to base 2."""
+    """Logits [rows, keys] of a part to base 2.
+
+    visible: bool [block_q, block_kv], elsewhere they are MASKED; None if all keys are visible.
+    """
     window, q = plan.keys[part.head], _queries(refs, plan, sub, part)
     keys = _operand(refs, plan, slot, window, part)
     contract_last = (((1,), (1,)), ((), ()))
@@ -319,7 +326,7 @@ def _close_head(refs: Refs, plan: Plan, sub, head: int) -> None:
 
 
 def _sink_rows(refs: Refs, plan: Plan, head: int) -> jax.Array:
-    """f32 [rows, LANES]: the sink of each row's query head."""
+    """f32 [rows, LANES]: the sink, to base 2, of each row's query head; NOTHING_SEEN for heads of padding."""
     row = lax.broadcasted_iota(jnp.int32, (plan.rows, LANES), 0)
     member = row % plan.group if plan.by_token else row // plan.block_q
     sink = jnp.full((plan.rows, LANES), NOTHING_SEEN, jnp.float32)

@@ -83,7 +83,7 @@ class Plan:
 
     @property
     def phases(self) -> list[list[Part]]:
-        """Parts that are processed together, in order: some kv heads each, or a part of the only one.
+        """Parts that are processed together, in order: `blocks.heads` kv heads, or one of `parts` of the only one.
 
         Parts of rows share the keys that are loaded into the matrix unit; where rows are so few that this load takes
         the time, the parts are of pages, which load nothing twice.
@@ -202,7 +202,7 @@ def start_walk(refs: Refs, plan: Plan, begin, end) -> None:
 
 
 def fetch(refs: Refs, plan: Plan, item: Item, slot, end) -> Item:
-    """Start the copies of `item` into buffer `slot`, if there is such an item; returns the one after it."""
+    """Start the copies of `item` into buffer `slot`, if it lies before segment `end`; returns the one after it."""
     segment = read_segment(refs, item)
     if refs.page_table is None:
         pl.when((item[0] < end) & (item[1] == 0))(lambda: _enter_segment(refs, plan, item[0], end))
@@ -267,9 +267,9 @@ def _enter_segment(refs: Refs, plan: Plan, segment, end) -> None:
 
 
 def zero_unseen_values(refs: Refs, plan: Plan, segment: Segment, first_key, slot, end_page) -> None:
-    """Zero the values that the segment does not see: their weight is 0, but they may hold NaN.
+    """Zero the values in buffer `slot` that the segment does not see: their weight is 0, but they may hold NaN.
 
-    end_page: end of the block's pages that are read at all.
+    first_key: of the block that it holds. end_page: end of the block's pages that are read at all.
     """
     low = 0
     if plan.spec.window is not None:

@@ -67,10 +67,13 @@ def attention_schedule(
 ) -> Schedule:
     """Cut a batch of T = num_tokens tokens into segments; a few integer operations on [T, S] and smaller.
 
-    Raises ValueError for `kv_limits`, which the kernel does not have.
+    `runs` is None if T is at most S; else `single` is None if batch.num_decode is.
+    Raises ValueError for `kv_limits`, and for a window on both sides, which the kernel does not have.
     """
     if kv_limits is not None:
         raise ValueError("kv_limits: the TPU kernel has no tokens that see some that follow; XLA on CPU and GPU has")
+    if spec.window is not None and not spec.causal:
+        raise ValueError("window: the TPU kernel has none with causal=False; XLA on CPU and GPU has")
     num_seqs, sizes = batch.kv_lens.shape[0], tuning.tpu_attention
     index = jnp.arange(num_seqs, dtype=jnp.int32)
     live = index < batch.num_seqs

@@ -88,6 +88,9 @@ def choose_blocks(
 ) -> Blocks:
     """Choose block sizes for tiles of `rows` query rows per kv head over a pool of `row_bytes` bytes a token.
 
+    A block holds at least a lane tile of keys, and there are at least two buffers, even where that is more memory than
+    `sizes` allows.
+
     Args:
       max_pages: columns of the page table.
       num_tiles: tiles of the kernel call.

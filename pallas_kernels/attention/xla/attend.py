@@ -207,7 +207,7 @@ def _normalised(largest, total, acc) -> tuple[jax.Array, jax.Array]:
 
 
 def _visible(tiles: Tiles, tile, block, block_kv: int, tree, batch: RaggedBatch) -> jax.Array:
-    """bool [B, Q, block_kv]: the keys of a block that each token of a tile sees."""
+    """bool [B, Q, block_kv]: the keys of a block that each token of a tile sees; tree: its tree mask or None."""
     positions = block * block_kv + jnp.arange(block_kv, dtype=jnp.int32)
     visible = (positions >= tiles.start[tile][..., None]) & (positions < tiles.end[tile][..., None])
     if tree is None:

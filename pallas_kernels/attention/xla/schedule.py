@@ -101,8 +101,10 @@ class _Keys(NamedTuple):
 def _single_tiles(
     keys: _Keys, seqs, tokens, valid, num_tokens: int, block_seqs: int, block_kv: int
 ) -> tuple[Tiles, jax.Array]:
-    """Cut rows (seqs[r], tokens[r]) i32 [R] with `valid` True into tiles [n, B, 1]; returns them and each token's
-    rank."""
+    """Cut rows (seqs[r], tokens[r]) i32 [R] with `valid` True into tiles [n, B, 1], B at most block_seqs.
+
+    tokens: indexes into the step's tokens. Returns the tiles and `Schedule.rank`.
+    """
     num_rows = seqs.shape[0]
     width = min(block_seqs, num_rows)
     start, end = _visible_keys(keys, seqs, tokens - keys.batch.cu_q_lens[seqs], valid)
@@ -141,7 +143,10 @@ def _visible_keys(keys: _Keys, seqs, index, valid) -> tuple[jax.Array, jax.Array
     batch, q_lens, spec, limits = keys
     position = batch.kv_lens[seqs] - q_lens[seqs] + index
     end = jnp.where(valid, position + 1 if spec.causal else batch.kv_lens[seqs], 0)
-    start = jnp.zeros_like(end) if spec.window is None else jnp.maximum(end - spec.window, 0)
+    first = end if spec.causal else position + 1
+    start = jnp.zeros_like(end) if spec.window is None else jnp.maximum(first - spec.window, 0)
+    if spec.window is not None and not spec.causal:
+        end = jnp.minimum(end, position + spec.window)
     if spec.chunk is not None:
         start = jnp.where(valid, position // spec.chunk * spec.chunk, 0)
     if limits is not None:

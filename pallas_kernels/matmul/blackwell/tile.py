@@ -30,7 +30,7 @@ def share_work(load: Callable[[], None], compute: Callable[[], None]) -> None:
 
 
 def multiply(shape: Any, refs: Any, rows: int, count: Any, widened: Callable[[Any], list[Any]]) -> list[Any]:
-    """Scaled sum f32 [128, rows] over `count` tiles of inputs, in pieces of `PIECE` columns.
+    """Scaled sum f32 [128, rows] over `count` (at least 1) tiles of inputs, in pieces of `PIECE` columns.
 
     shape, refs: of `matmul.hopper`. widened: codes [128, columns] -> bfloat16 factors of successive products.
     """
@@ -74,7 +74,11 @@ def multiply(shape: Any, refs: Any, rows: int, count: Any, widened: Callable[[An
 
 
 def _scaled(shape: Any, refs: Any, slot: Any, index: int, begin: Any, first: int, area: tuple[int, int]) -> Any:
-    """Scale a piece of a sum, f32 [128, columns], from column `first` on."""
+    """Scale a piece of a sum, f32 [128, columns] of shape `area`, from column `first` on, and subtract zeros if any.
+
+    begin: column of tensor memory where the sum begins. slot, index: the tile in shared memory and the group of inputs
+    in it that the sum is of.
+    """
     y = _load(refs.sums_tmem.at[:, pl.ds(begin + first, area[1])])
     own_rows = pl.ds(first, area[1])
     y = y * lax.broadcast_in_dim(refs.scales_smem[slot, index], area, [0])

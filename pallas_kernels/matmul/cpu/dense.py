@@ -56,7 +56,9 @@ def _num_terms(shape: tuple[int, ...], contract: int) -> int:
 
 
 def _row_product(x: jax.Array, weight: jax.Array, contract: int, terms: int) -> jax.Array:
-    """Multiply one bfloat16 row by a bfloat16 matrix that is widened in registers.
+    """Multiply one bfloat16 row [1, in] by a bfloat16 matrix that is widened in registers: f32 [1, out].
+
+    terms: parts of the inputs, see `_num_terms`.
 
     XLA:CPU's product of bfloat16 writes the widened matrix to memory first, and its sums of products are scalar code.
     Terms of equal shape, added element by element, are one vectorised loop, of which each core runs a half. The

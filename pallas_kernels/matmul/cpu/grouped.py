@@ -37,9 +37,10 @@ def over_groups(
     matrix_of: Callable[[jax.Array], Callable[[jax.Array], jax.Array]],
     out_dtype: Any,
 ) -> jax.Array:
-    """Apply a function to the rows of each non-empty group: [M, out].
+    """Apply a function to the rows of each non-empty group: [M, out] in out_dtype, 0 for rows of no group.
 
-    matrix_of: index of a group to the function of its rows, [n, in] -> f32[n, out].
+    matrix_of: index of a group to the function of its rows, [n, in] -> f32[n, out]. n is the same in every call, so the
+    last rows may be another group's or zeros; what comes back for them is dropped.
     """
     num_rows = x.shape[0]
     block = block_rows_of(num_rows, group_sizes.size)

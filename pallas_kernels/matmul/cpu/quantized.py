@@ -52,7 +52,8 @@ def columns_product(
 ) -> jax.Array:
     """Multiply x f32[M, in] by matrix `index` of codes * scales - zeros, block of columns by block: f32[M, out].
 
-    codes: [G, in, out], or [G, in / 2, out] in pairs. scales, zeros: [G, n, out].
+    codes: [G, in, out], or [G, in / 2, out] in pairs (uint8, see matmul/nibbles.py). scales, zeros: [G, n, out] for n
+    groups of inputs; None for no zeros.
     """
     out_size, num_scales = codes.shape[2], scales.shape[1]
     width = min(BLOCK_COLUMNS, out_size)
@@ -94,9 +95,9 @@ def _num_terms(codes: jax.Array, scales: jax.Array) -> int:
 def _row_product(row: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None, terms: int) -> jax.Array:
     """Multiply row f32[in] by the matrix, codes [in, out] or pairs [in / 2, out]: f32[1, out].
 
-    terms: rows of codes that are added per sum. Terms of equal shape, added element by element, are one vectorised
-    loop, of which each core runs a part (see jaxengine.pallas_kernels.matmul.cpu.dense). Terms of one sum share a
-    scale; a product with ones adds the sums. A large matrix is done some groups at a time.
+    scales, zeros: [n, out]. terms: rows of codes that are added per sum. Terms of equal shape, added element by
+    element, are one vectorised loop, of which each core runs a part (see jaxengine.pallas_kernels.matmul.cpu.dense).
+    Terms of one sum share a scale; a product with ones adds the sums. A large matrix is done some groups at a time.
     """
     num_scales, out_size = scales.shape
     packed = per_byte(codes.dtype)

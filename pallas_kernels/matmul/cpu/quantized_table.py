@@ -55,7 +55,10 @@ def _row_product(row: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax
 
 
 def _blocks_product(x: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None) -> jax.Array:
-    """Multiply x f32[M, in] by the table's transpose, block of tokens by block: f32[M, V]."""
+    """Multiply x f32[M, in] by the table's transpose, block of tokens by block: f32[M, V].
+
+    codes, scales, zeros: as `_row_product`'s.
+    """
     count, num_tokens = scales.shape
     size = min(BLOCK_TOKENS, num_tokens)
     rows = row_parts(x, codes.dtype)

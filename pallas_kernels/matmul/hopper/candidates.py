@@ -32,7 +32,7 @@ _WIDENING = {"uint8": 2.9 / 128, "int8": 2.5 / 128, "float8_e4m3fn": 4 / 128}
 
 
 def candidates(problem: Problem) -> Iterator[Candidate]:
-    """List rows of tiles and lengths of partial sums, without those that give the same tiles."""
+    """Yield a candidate for each choice of rows of a tile and of partial sums; of those with equal tiles the first."""
     seen, defaults, num_scales = set(), HopperProducts(), problem.size // problem.group
     names = "rows", "shared", "least_tiles"
     for values in product(_ROWS, _SHARED, _LEAST_TILES):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxengine.pallas_kernels.matmul.hopper.grouped import tile_rows_of, tiles_of, why_xla
+from jaxengine.pallas_kernels.matmul.hopper.grouped import tile_rows_of, tiles_of, why_xla, why_xla_of
 from jaxengine.pallas_kernels.matmul.hopper.shape import BFLOAT16, most_rows, step_of
 from jaxengine.pallas_kernels.tuning import HopperProducts
 
@@ -22,11 +22,13 @@ def group_step(num_rows: int, num_groups: int) -> int:
 def multiplied_rows(group_sizes: np.ndarray, x: Any, x_scales: Any, codes: Any, scales: Any, *, gated: bool) -> int:
     """Number of rows multiplied with a matrix for groups of these sizes, padding included; 0 where XLA multiplies.
 
-    x, x_scales, codes, scales: shapes and dtypes of the operation's operands; None where there are none.
+    x, x_scales, codes, scales: shapes and dtypes of the operation's operands; None where there are none. gated: whether
+    they are gates and ups, which does not matter here.
     """
-    del x_scales, gated
+    del gated
     (num_rows, size), (num_groups, _, out), count = x.shape, codes.shape, 1 if scales is None else scales.shape[1]
-    if why_xla(size, out, count, codes.dtype, BFLOAT16):
+    plain = scales is None
+    if why_xla(size, out, 1, codes.dtype, BFLOAT16) if plain else why_xla_of(x, x_scales, codes, scales, BFLOAT16):
         return 0
     tile = tile_rows_of(num_rows, num_groups, most_rows(size, count, codes.dtype, HopperProducts().rows))
     step = step_of(tile, tensor_memory=False)

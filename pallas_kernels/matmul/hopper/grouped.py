@@ -42,7 +42,8 @@ def grouped_matmul(
 ) -> jax.Array:
     """Return rows times their group's matrix, [M, out] in out_dtype; the public operation has checked the arguments.
 
-    sizes, interpret, tensor_memory: as jaxengine.pallas_kernels.matmul.hopper.quantized.quantized_matmul's.
+    XLA multiplies where the kernel cannot. sizes, interpret, tensor_memory: as
+    jaxengine.pallas_kernels.matmul.hopper.quantized.quantized_matmul's.
     """
     _, size, out = w.shape
     if _is_xla(interpret, f"[{size}, {out}]", why_xla(size, out, 1, w.dtype, x.dtype)):
@@ -65,7 +66,8 @@ def gated_matmul(
 ) -> jax.Array:
     """Return activation(gate, up) of rows times their group's matrix, [M, F] in out_dtype.
 
-    The public operation has checked the arguments. sizes, interpret and tensor_memory: as
+    The public operation has checked the arguments. What the kernel cannot do in one is a product, and then `activated`.
+    sizes, interpret and tensor_memory: as
     jaxengine.pallas_kernels.matmul.hopper.quantized.quantized_matmul's.
     """
     _, size, out = w.shape
@@ -93,11 +95,11 @@ def quantized_grouped_matmul(
 ) -> jax.Array:
     """Return rows times their group's quantised matrix, [M, out] in out_dtype.
 
-    The public operation has checked the arguments. sizes, interpret and tensor_memory: as
-    jaxengine.pallas_kernels.matmul.hopper.quantized.quantized_matmul's.
+    The public operation has checked the arguments. XLA multiplies where the kernel cannot.
+    sizes, interpret and tensor_memory: as jaxengine.pallas_kernels.matmul.hopper.quantized.quantized_matmul's.
     """
     size, out = x.shape[1], scales.shape[2]
-    if _is_xla(interpret, f"[{size}, {out}]", _why_xla(x, x_scales, codes, scales, dtype)):
+    if _is_xla(interpret, f"[{size}, {out}]", why_xla_of(x, x_scales, codes, scales, dtype)):
         options = {"dtype": dtype, "out_dtype": out_dtype, "transposed": _multiplies()}
         return quantized_groups_xla.quantized_grouped_matmul(x, x_scales, codes, scales, zeros, group_sizes, **options)
     matrix = _Matrix(codes, scales, zeros)
@@ -122,10 +124,11 @@ def quantized_gated_matmul(
 ) -> jax.Array:
     """Return activation(gate, up) of rows times their group's quantised matrix, [M, F] in out_dtype.
 
-    The public operation has checked the arguments. sizes, interpret and tensor_memory: as
+    The public operation has checked the arguments. What the kernel cannot do in one is a product, and then `activated`.
+    sizes, interpret and tensor_memory: as
     jaxengine.pallas_kernels.matmul.hopper.quantized.quantized_matmul's.
     """
-    reason = _why_xla(x, x_scales, codes, scales, dtype)
+    reason = why_xla_of(x, x_scales, codes, scales, dtype)
     if _is_unfused(interpret, x.shape[1], scales.shape[2], reason, activation, tensor_memory):
         options = {"dtype": dtype, "out_dtype": out_dtype, "sizes": sizes, "interpret": interpret}
         options |= {"tensor_memory": tensor_memory}
@@ -144,7 +147,8 @@ class _Matrix(NamedTuple):
     bias: jax.Array | None = None
 
 
-def _why_xla(x: jax.Array, x_scales: jax.Array | None, codes: jax.Array, scales: jax.Array, dtype: Any) -> str:
+def why_xla_of(x: Any, x_scales: Any, codes: Any, scales: Any, dtype: Any) -> str:
+    """Reason why XLA multiplies operands of these shapes and dtypes, computed in `dtype`; "" where the kernel does."""
     _, num_scales, out = scales.shape
     reason = why_xla(x.shape[1], out, num_scales, codes.dtype, dtype)
     if not reason and x_scales is not None and x_scales.shape[1] > num_scales:
@@ -165,7 +169,8 @@ def _is_unfused(
 ) -> bool:
     """Whether the product, by whichever implementation, is written to memory and activated from there.
 
-    Always so on Blackwell cards: one warpgroup has all outputs of a tile there.
+    reason: why XLA multiplies, "" if it does not. Always so on Blackwell cards: one warpgroup has all outputs of a tile
+    there.
     """
     if reason or (interpret is False and not _multiplies()) or _on_blackwell(tensor_memory):
         return True

@@ -52,7 +52,8 @@ def lora_product(
 ) -> jax.Array:
     """Return y f32[T, out] with what the adapters add; the public operation has checked the arguments.
 
-    sizes: those that the visits were made with. interpret: see `mosaic_gpu.launch`.
+    XLA computes it where the kernels cannot. sizes: those that the visits were made with, None for the default.
+    interpret: see `mosaic_gpu.launch`.
     """
     tile = Tuning().lora_tiles if sizes is None else sizes
     widths = tuple(b.shape[1] for b in bs)
@@ -172,7 +173,10 @@ def _sum_of_a(shape: Shape, refs: _OfA, warpgroup, count):
 
 
 def _own_columns(shape: Shape, sums: jax.Array, slot_index: jax.Array) -> jax.Array:
-    """Product with its slot's A of each row, in the columns of the slot: bfloat16 [padded rows, modules * COLUMNS]."""
+    """Product with its slot's A of each row, in the columns of the slot: bfloat16 [padded rows, modules * COLUMNS].
+
+    sums: of `_times_a`. Other columns, rows without a slot and padding are zeros.
+    """
     of_slots = sums.reshape(*sums.shape[:4], shape.each, shape.rank)
     row, own = jnp.arange(shape.rows), jnp.maximum(slot_index, 0)
     inner = jnp.sum(of_slots[:, :, own // shape.each, row, own % shape.each], axis=0)  # [modules, T, rank]
@@ -280,7 +284,10 @@ def _times_b_body(shape: Shape, *given: Any) -> None:
 
 
 def _load_b(shape: Shape, refs: _OfB, b, column, first, step, slot) -> None:
-    """Load B of the slots of a visit, the outputs of each warpgroup by themselves."""
+    """Load B of the slots of visit first + step into `slot` of the ring, the outputs of each warpgroup by themselves.
+
+    column: tile of COLUMNS outputs of `b`.
+    """
     tile = refs.slot_tile[first + step]
     for at in range(shape.each):
         matrix = refs.slots[tile * shape.each + at] * (shape.rank // BOX_ROWS) * BOX_ROWS

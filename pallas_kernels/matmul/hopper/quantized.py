@@ -63,8 +63,9 @@ def quantized_matmul(
 ) -> jax.Array:
     """Product [M, out] in out_dtype; the public operation has checked the arguments.
 
-    sizes: by default those of the table. interpret: see `mosaic_gpu.launch`. tensor_memory: True for the kernel of
-    Blackwell cards, False for that of Hopper ones, None for that of the trace's card.
+    XLA multiplies where the kernel cannot; a log line says why. sizes: by default those of the table. interpret: see
+    `mosaic_gpu.launch`. tensor_memory: True for the kernel of Blackwell cards, False for that of Hopper ones, None for
+    that of the trace's card.
     """
     num_scales, out = scales.shape
     size = x.shape[1]
@@ -136,10 +137,10 @@ def multiply(
     bias: jax.Array | None = None,
     interpret: Any,
 ) -> jax.Array:
-    """Run the kernel: [M, out] in shape.out_dtype.
+    """Run the kernel: [M, out] in shape.out_dtype, with shape.gating [M, F].
 
-    tiles_of_groups: i32 [shape.tiles * TILE]; -1 as the group of unused tiles. Rows of no tile hold anything.
-    bias: [G, 2 F], of gates and ups.
+    The operands are those that `shape` says, one matrix or G. tiles_of_groups: i32 [shape.tiles * TILE], None for one
+    matrix; -1 as the group of unused tiles. Rows of no tile hold anything. bias: [G, 2 F], of gates and ups.
     """
     rows, padded, count = shape.rows, shape.padded, shape.num_scales
     stages, sums, tile_rows = shape.stages, shape.sums, shape.tile_rows

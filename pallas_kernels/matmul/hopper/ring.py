@@ -63,8 +63,10 @@ def fill(count: Any, stages: int, free: Any, load: Callable[[Any, Any], None]) -
 def sum_of_products(
     count: Any, stages: int, full: Any, free: Any, factors: Callable[[Any], tuple[Any, Any]], area: tuple[int, int]
 ) -> Any:
-    """Sum f32 `area` over `count` steps of the product of factors(slot), one in progress while the next tiles
-    arrive."""
+    """Sum f32 of shape `area` over `count` steps, at least 1, of the product of factors(slot), two operands of a wgmma.
+
+    One product is in progress while the next tiles arrive. full, free: barriers of the ring's `stages` slots.
+    """
 
     def multiply(accumulator):
         def add(step, carry):

@@ -29,7 +29,8 @@ def why_xla(size: int, out: int, num_scales: int, codes: Any, dtype: Any, *, gro
     """Reason why XLA multiplies with a matrix [size, out] with `num_scales` scales along its inputs; "" if the kernel
     does.
 
-    grouped: each group of rows has a matrix of its own. Those may be bfloat16, without scales.
+    codes: dtype of the stored codes. dtype: what they are widened to. grouped: each group of rows has a matrix of its
+    own. Those may be bfloat16, without scales.
     """
     name = jnp.dtype(codes).name
     if dtype != jnp.bfloat16:
@@ -207,8 +208,8 @@ class Shape:
 
     @property
     def stages(self) -> int:
-        """Number of tiles in flight; shared memory holds three of the largest there are, two on Blackwell, which needs
-        two.
+        """Number of tiles in flight, at most `sizes.stages` and `per_split`; shared memory holds three of the largest
+        there are, two on Blackwell, which needs two.
 
         Two CTAs of grouped products share a multiprocessor if registers allow: one multiplies while the other begins or
         ends.

@@ -61,7 +61,8 @@ def quantized_grouped_matmul(
 ) -> jax.Array:
     """Product [M, out] in out_dtype; the public operation has checked the arguments.
 
-    sizes: by default those of the chip that the trace is for. interpret: argument of `pl.pallas_call`.
+    XLA multiplies where the kernel cannot. sizes: by default those of the chip that the trace is for. interpret:
+    argument of `pl.pallas_call`.
     """
     if why_not_aligned(x.shape[1], scales.shape[1], dtype):
         y = quantized_groups_xla.quantized_grouped_matmul(
@@ -114,7 +115,7 @@ def gated_product_of_groups(
     """Activated product [M, F] in out_dtype: by one kernel, or, where that is impossible, by a kernel for gates and ups
     with their bias, activated from memory.
 
-    Arguments as for `product_of_groups`.
+    Arguments as for `product_of_groups`; options: its sizes and interpret.
     """
     size, width = x.shape[1], matrix.codes.shape[2] // 2
     if not (why := why_not_fused(width)):
@@ -246,8 +247,9 @@ def shape_of(
 
 
 def _halves(width: int, piece: int, most: int, cores: int) -> tuple[int, int]:
-    """Choose (piece, columns of a strip) that divide `width`, at most about `piece` and `most`, so that ups begin at a
-    strip as gates do.
+    """Choose (piece, columns of a strip), multiples of LANES, at most `piece` and `most` or else LANES.
+
+    A piece divides the columns, and these divide `width`, so that ups begin at a strip as gates do.
     """
     widths = [each for each in range(LANES, width + 1, LANES) if width % each == 0 and each <= max(most, LANES)]
     columns = min(widths, key=lambda each: (pl.cdiv(width // each, cores) * each, -each))  # of the core with most

@@ -39,7 +39,8 @@ def lora_product(
 ) -> jax.Array:
     """Return y f32[T, out] with what the adapters add; the public operation has checked the arguments.
 
-    sizes: those that the visits were made with. interpret: argument of `pl.pallas_call`.
+    XLA computes it where the kernels cannot. sizes: those that the visits were made with, None for the default.
+    interpret: argument of `pl.pallas_call`.
     """
     sizes = Tuning().lora_tiles if sizes is None else sizes
     widths = [b.shape[1] for b in bs]
@@ -67,7 +68,7 @@ def why_xla(size: int, widths: Sequence[int], rank: int, dtype: jnp.dtype) -> st
 def _of_slots(
     rank: int, columns: int, each: int, row_and_column: Callable, *, visits_first: bool
 ) -> list[pl.BlockSpec]:
-    """BlockSpecs for the slots of a visit's tile, in an array in which the rows of a slot are contiguous.
+    """BlockSpecs [rank, columns] for the `each` slots of a visit's tile, in an array of `rank` contiguous rows a slot.
 
     row_and_column: (slot, the grid's other index) to the block's index. visits_first: whether visits are the grid's
     first dimension.

@@ -40,7 +40,8 @@ def quantized_matmul(
 ) -> jax.Array:
     """Product [M, out] in out_dtype; the public operation has checked the arguments.
 
-    sizes: by default those of the chip that the trace is for. interpret: argument of `pl.pallas_call`.
+    XLA multiplies where the kernel cannot, see `why_xla`. sizes: by default those of the chip that the trace is for.
+    interpret: argument of `pl.pallas_call`.
     """
     (num_rows, size), (count, out) = x.shape, scales.shape
     if why_not(size, count, dtype):
@@ -97,8 +98,8 @@ def prepared(
 ) -> PreparedRows:
     """Prepare rows [M, in], which are rounded if they have `x_scales`, for a matrix with `num_scales` groups of inputs.
 
-    codes: dtype of the matrix's codes. dtype: what rows are widened to if they are not rounded. by_sums: sums of groups
-    are scaled, not the matrix.
+    x: numbers, or the rounded rows' codes. codes: dtype of the matrix's codes. dtype: what the values are widened to,
+    unless rounded rows are multiplied as eight-bit codes. by_sums: sums of groups are scaled, not the matrix.
     """
     if x_scales is None:
         return PreparedRows(x.astype(dtype), None, None, by_sums)
@@ -116,8 +117,8 @@ def prepared(
 
 
 def _in_units(x: jax.Array, x_scales: jax.Array, chunk: int, dtype: Any) -> PreparedRows:
-    """Prepare rows for a product by weights, each chunk in units of its largest scale: codes of that scale stay
-    exact."""
+    """Prepare rounded rows for a product by weights, each `chunk` inputs in units of their largest scale: codes of that
+    scale stay exact."""
     size, group = x.shape[1], x.shape[1] // x_scales.shape[1]
     step = math.gcd(group, chunk)
     scales, each = jnp.repeat(x_scales, group // step, axis=1), chunk // step
@@ -134,10 +135,17 @@ def group_sums(rows: PreparedRows, num_scales: int) -> jax.Array:
     """
     size = rows.values.shape[1]
     # A product with ones: XLA would transpose rows that are reshaped to groups, in float32.
-    group = jnp.arange(size)[:, None] // (size // num_scales) == jnp.arange(num_scales)
+    of_scale = group = size // num_scales
+    if rows.scales is not None and not rows.by_sums:
+        of_scale = chunk_of(group)
+    step = math.gcd(of_scale, group)
+    part = jnp.arange(size)[:, None] // step == jnp.arange(size // step)
     values = rows.values.astype(jnp.bfloat16)
-    sums = jnp.dot(values, group.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
-    sums = sums if rows.scales is None else sums * rows.scales
+    sums = jnp.dot(values, part.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
+    if rows.scales is not None:
+        sums = sums * jnp.repeat(rows.scales, of_scale // step, axis=1)[:, : size // step]
+    if step != group:
+        sums = jnp.sum(sums.reshape(len(sums), num_scales, -1), axis=2)
     high = sums.astype(jnp.bfloat16)
     return jnp.concatenate([high, (sums - high).astype(jnp.bfloat16), high], axis=1)
 
@@ -205,7 +213,10 @@ def clear(total: Any, sums: Any, zeros: Any) -> None:
 def tiles(
     num_rows: int, size: int, out: int, num_scales: int, x_dtype: Any, codes_dtype: Any, sizes: TpuProducts
 ) -> tuple[int, int]:
-    """Rows and columns of a tile with all its inputs: two fit in `sizes.tile_bytes` of VMEM, or it is the smallest."""
+    """Rows and columns of a tile with all `size` inputs: two fit in `sizes.tile_bytes` of VMEM, or it is the smallest.
+
+    num_scales: along the inputs, 0 for a plain matrix.
+    """
     rows, columns = min(num_rows, sizes.rows), min(out, sizes.columns * per_byte(codes_dtype))
 
     def bytes_of() -> tuple[int, int]:

@@ -47,7 +47,7 @@ def over_tiles(
     multiply: Callable[[jax.Array, jax.Array], jax.Array],
     out_dtype: Any,
 ) -> jax.Array:
-    """Compute the result [M, out] = `shape` tile by tile, each of rows of one group.
+    """Compute the result [M, out] = `shape` in out_dtype tile by tile, each of rows of one group; other rows are 0.
 
     multiply: row numbers i32[n, tile], some past the end, and matrix numbers i32[n] to products f32[n, tile, out].
     matrix_bytes: memory of one gathered matrix.

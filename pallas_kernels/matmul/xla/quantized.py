@@ -78,7 +78,10 @@ def fine_rows(x: jax.Array, x_scales: jax.Array | None, dtype: Any, fine: Any) -
 
 
 def multiplied(x: jax.Array, codes: jax.Array, dims: Any, dtype: Any) -> jax.Array:
-    """Product f32 of rows, or their codes, with codes: in eight bits where both have them, else in `dtype`."""
+    """Product f32 of rows, or their codes, with codes: in eight bits where both have them, else in `dtype`.
+
+    dims: as `lax.dot_general`'s.
+    """
     if x.dtype == jnp.int8 and codes.dtype == jnp.int8:
         y = lax.dot_general(x, codes, dims, preferred_element_type=jnp.int32)
         return y.astype(jnp.float32)
@@ -126,7 +129,11 @@ def widened_product(
 def _group_sums(
     x: jax.Array, x_scales: jax.Array | None, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None, dtype: Any
 ) -> jax.Array:
-    """Sum over groups of inputs of (x @ codes) * scales, for any group size."""
+    """Sum over groups of inputs of (x @ codes) * scales, less x @ zeros, for any group size: f32 [M, out].
+
+    x_scales: [M, m], where m divides the matrix's number of groups; None for rows that are not rounded. dtype: what is
+    multiplied in where eight bits are not.
+    """
     rows, (count, out_size) = x.shape[0], scales.shape
     y = jnp.zeros(())
     for own, part in zip(row_parts(x, codes.dtype), code_parts(codes), strict=True):

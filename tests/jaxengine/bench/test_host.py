@@ -98,3 +98,11 @@ def test_json_holds_a_number_for_each_of_several_sizes(tmp_path):
     arguments = ["bench", "host", "--num-seqs", "1", "3", "--num-steps", "5", "--json", str(tmp_path / "two.json")]
     assert main(arguments) == 0
     assert sorted(json.loads((tmp_path / "two.json").read_text())["us_per_step"]) == ["1", "3"]
+
+
+def test_requests_of_one_token_are_refused_for_they_never_decode(capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", "host", "--turnover", "1"])
+    assert "allowed is 2 or more" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="turnover 1: 0, or 2 or more"):
+        host.measure(1, 1, turnover=1)

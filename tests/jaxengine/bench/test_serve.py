@@ -181,17 +181,19 @@ def test_errors_are_told_apart(tmp_path, capsys):
                 await server.events(writer, [b"[DONE]"])
             case 7:
                 await asyncio.sleep(30)
+            case 8:
+                await server.events(writer, [b"[1]"])
             case _:
                 await server.events(writer, good)
 
     with ScriptedServer(fail) as server:
-        options = ["--num-prompts", "8", "--output-len", "3", "--max-concurrency", "1", "--timeout", "0.5"]
+        options = ["--num-prompts", "9", "--output-len", "3", "--max-concurrency", "1", "--timeout", "0.5"]
         status, found = bench(server, tmp_path, *options)
     result = found["results"][0]
     kinds = ("http 429", "stream error", "cut", "empty", "timeout")
     assert {kind: result["errors"].get(kind) for kind in kinds} == dict.fromkeys(kinds, 1)
-    assert result["errors"]["protocol"] == 2  # half a stream, and what is no JSON
-    assert (status, result["successful_requests"], result["failed_requests"]) == (0, 1, 7)
+    assert result["errors"]["protocol"] == 3  # half a stream, what is no JSON, and JSON that is no event
+    assert (status, result["successful_requests"], result["failed_requests"]) == (0, 1, 8)
     assert "queue is full" in result["first_error"] and "http 429: 1" in capsys.readouterr().out
 
 
@@ -208,6 +210,9 @@ def test_nobody_there_and_nothing_that_works_is_one_clear_line(tmp_path, capsys)
     assert "http://HOST" in capsys.readouterr().err
     assert main(["bench", "serve", "--url", url, "--num-prefixes", "2"]) == 2
     assert "both or neither" in capsys.readouterr().err
+    long = ["--model", "x", "--max-model-len", "101", "--num-prefixes", "1", "--prefix-len", "51"]
+    assert main(["bench", "serve", "--url", url, *long]) == 2
+    assert "--prefix-len is 51; allowed is less than 51, half of 101" in capsys.readouterr().err
 
 
 def test_requests_leave_at_their_time_and_not_when_others_end(tmp_path):

@@ -74,6 +74,13 @@ def test_other_bytes_are_one_clear_error(payload, said):
     assert said in str(caught.value)
 
 
+def test_fields_that_the_other_side_would_refuse_are_not_sent():
+    with pytest.raises(ClusterError, match="the fields of a message 'start' have 1[0-9]{6} bytes; allowed are 1048576"):
+        encode(Message("start", {"options": {"chat_template": "x" * 1_100_000}}))
+    large = Message("start", {"options": {"chat_template": "x" * 900_000}})
+    assert decode(encode(large)).fields == large.fields
+
+
 def test_no_bytes_are_another_error():
     rng = np.random.default_rng(0)
     whole = encode(STEP)

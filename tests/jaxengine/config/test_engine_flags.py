@@ -183,6 +183,7 @@ def test_every_command_takes_a_file(tmp_path, command):
         ("[1, 2]", "holds no options"),
         ("a: b: c", "is not YAML"),
         ("a: !!python/object:os.system x", "is not YAML"),
+        pytest.param("dtype: auto\n" * 100_000, "has more than 1048576 characters", id="cut in the middle"),
     ],
 )
 def test_a_wrong_file_is_one_clear_error(tmp_path, text, said):

@@ -14,10 +14,12 @@ from tests.tables import each_row
 VOCAB = 128
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
 ENGINES: dict[str, dict[str, Any]] = {
-    "raw": {"max_logprobs": -1},
+    "raw": {"max_logprobs": -1, "enable_trace_replay": True, "enable_sampling_mass": True},
     "processed, with drafts": {
         "max_logprobs": -1,
         "logprobs_mode": "processed_logprobs",
+        "enable_trace_replay": True,
+        "enable_sampling_mass": True,
         "speculative_config": DRAFTS,
     },
 }

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxengine import LLM, SamplingParams
+from jaxengine import LLM, RequestError, SamplingParams
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.platforms import PLATFORMS
 from jaxengine.config.speculation import SpeculativeConfig
@@ -42,6 +42,7 @@ def engines(tmp_path_factory, executables_dir, thorough):
         "model": make_folder(tmp_path_factory.mktemp("drafts")),
         "compile_cache_dir": executables_dir,
         "num_gpu_blocks_override": 40,
+        "enable_trace_replay": True,
     }
     return LLM(**options), LLM(**options, speculative_config=drafts)
 
@@ -213,6 +214,29 @@ def test_what_a_grammar_leaves_no_choice_comes_at_once(engines, thorough, monkey
     assert metrics["jaxengine:forced_tokens"] == drafts.num_forced
     assert metrics["jaxengine:compilations_since_ready"] == 0
     assert drafting.core.engine.scheduler.num_free_pages == 40
+
+
+def test_traces_go_through_grammars(engines, monkeypatch):
+    """With what must come and drafts that have masks, behind reasoning, and up to the end of a text."""
+    monkeypatch.setattr(structured_module, "_MASK_SECONDS", 60.0)
+    plain, drafting = engines
+    prompts, params = guided_workload(1.0)
+    params = [each.clone_with(logprobs=0) for each in params]
+    expected = plain.generate(prompts, params, use_tqdm=False)
+    traces = [each.outputs[0].token_ids for each in expected]
+    changes = [{"seed": 50 + index, "trace_decode_token_ids": own or None} for index, own in enumerate(traces)]
+    asked = [each.clone_with(**own) for each, own in zip(params, changes, strict=True)]
+    for llm in engines:
+        force(drafting, 8)
+        for one, other in zip(llm.generate(prompts, asked, use_tqdm=False), expected, strict=True):
+            if other.outputs[0].finish_reason in ("stop", "length"):
+                assert one.outputs[0].token_ids == other.outputs[0].token_ids
+                np.testing.assert_allclose(scores(one)[1], scores(other)[1], atol=1e-4)
+    wrong = {"structured_outputs": {"regex": "[ab]{9}"}, "trace_decode_token_ids": [97 - 33, 98 - 33, 99 - 33]}
+    behind = wrong | {"structured_outputs": {"regex": "[ab]{9}", "reasoning_end": "b"}}
+    for own, said in ((wrong, "token 66 .*behind 2 tokens"), (behind, "token 66 .*behind 0 tokens")):
+        with pytest.raises(RequestError, match="structured_outputs cannot be used: it does not allow " + said):
+            drafting.generate([{"prompt_token_ids": [65]}], SamplingParams(**own), use_tqdm=False)
 
 
 def guided_workload(temperature: float):

@@ -192,6 +192,24 @@ def test_nobody_looks_ahead_who_was_not_asked_to():
 
 
 @pytest.mark.versions
+def test_a_grammar_says_which_token_of_a_trace_it_does_not_allow():
+    matchers = Matchers(Start("byte", BYTES.vocab_size, NUM_WORDS, [EOS]))
+    for key, (text, said) in enumerate(
+        [
+            ("abbb", None),
+            ("ab", None),
+            ("abx", f"it does not allow token {ord('x')} of trace_decode_token_ids behind 2 tokens of its text"),
+            ("b", f"it does not allow token {ord('b')} of trace_decode_token_ids behind 0 tokens of its text"),
+        ]
+    ):
+        matchers.expect(key)
+        answer = matchers.open(Open(key, "regex", "ab{3}c?", {}, [], [*text.encode()]))
+        assert getattr(answer, "reason", None) == said
+        if said is None:  # it is where it begins
+            assert matchers.advance(Advance(key, [ord("a")])).num_tokens == 1
+
+
+@pytest.mark.versions
 def test_those_who_wait_share_the_time_to_look_ahead(monkeypatch):
     clock = itertools.count()  # a second each time that it is asked
     monkeypatch.setattr(worker_process.time, "thread_time", lambda: float(next(clock)))

@@ -75,6 +75,8 @@ WRONG = {
     "logprobs": st.one_of(NO_INTS.filter(lambda value: value is not True), ints_outside(-1, 2**31 - 1)),
     "prompt_logprobs": st.one_of(NO_INTS.filter(lambda value: value is not True), ints_outside(-1, 2**31 - 1)),
     "logprob_token_ids": st.one_of(NO_IDS.filter(lambda value: value is not None), st.just(list(range(129)))),
+    "return_sampling_mass": NO_FLAGS,
+    "trace_decode_token_ids": NO_IDS.filter(lambda value: value is not None),
     "detokenize": NO_FLAGS,
     "skip_special_tokens": NO_FLAGS,
     "spaces_between_special_tokens": NO_FLAGS,
@@ -106,7 +108,6 @@ NOT_BUILT = {
     "skip_reading_prefix_cache": False,
     "repetition_detection": object(),
     "routed_experts_prompt_start": 1,
-    "trace_decode_token_ids": [1],
 }
 
 

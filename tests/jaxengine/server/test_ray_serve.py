@@ -16,6 +16,7 @@ from jaxengine.api.engine_client import EngineDeadError
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import CompletionOutput, RequestOutput
 from jaxengine.requests.sampling_params import RequestOutputKind
+from jaxengine.scheduler.errors import RequestError
 
 ray = pytest.importorskip("ray", reason="pip install 'jaxengine[ray]'")
 
@@ -91,6 +92,48 @@ async def test_a_replica_lost_after_the_last_output_costs_nothing(finished):
     assert (await anext(stream)).finished == finished
     with pytest.raises(StopAsyncIteration if finished else EngineDeadError):
         await anext(stream)
+
+
+async def test_what_a_replica_raises_is_raised_and_a_lost_one_is_told():
+    from jaxengine.server import ray_serve
+
+    class Replicas:
+        """Raises on each call, of a utility and of a request."""
+
+        generate = utility = property(lambda self: self)
+        num_calls = 0
+
+        def options(self, **_):
+            return self
+
+        def remote(self, *_):
+            self.num_calls += 1
+            return self
+
+        def __await__(self):
+            raise self.error
+            yield
+
+        async def __aiter__(self):
+            raise self.error
+            yield
+
+    replicas = Replicas()
+    engine = ray_serve.RayEngine(replicas, None, num_attempts=2)
+    wrong = RequestError("no adapter is named x", param="name")
+    call = ray_serve.Call([1], {}, options=RequestOptions(arrival=0.0))
+    lost = ray.exceptions.ActorDiedError()
+    for error, raised, num_attempts in [
+        (ray.exceptions.RayTaskError("generate", "", wrong, pid=1, ip="").as_instanceof_cause(), RequestError, 1),
+        (lost, EngineDeadError, 2),
+    ]:
+        replicas.error, replicas.num_calls = error, 0
+        with pytest.raises(raised) as caught:
+            await engine.utility("load_lora", "x")
+        assert type(caught.value) is raised and replicas.num_calls == 1
+        with pytest.raises(raised):
+            await anext(engine._attempts("a", call))
+        assert replicas.num_calls == 1 + num_attempts
 
 
 @pytest.mark.parametrize("num_outputs", [0, 1])

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import resource
 import signal
+import socket
+import types
+
+import pytest
 
 from jaxengine.tokens.template_worker import Answer, Ready, Render, Rendered, packed
-from jaxengine.workers.process import WorkerProcess
+from jaxengine.workers.process import WorkerProcess, wait_for_any
 from tests.forked import in_fork
 
 
@@ -31,3 +37,25 @@ def test_a_worker_heeds_neither_the_terminals_signals_nor_forks(capfd):
     worker.kill()
     worker.process.wait(10)
     assert capfd.readouterr().err == ""
+
+
+def test_a_worker_is_heard_whatever_the_number_of_its_descriptor():
+    """select() takes none above 1023, and a server has a descriptor for each connection."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit[1] != resource.RLIM_INFINITY and limit[1] < 1200:
+        pytest.skip(f"this system allows {limit[1]} descriptors")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit[0], 1200), limit[1]))
+    ours, other = socket.socketpair()
+    high = fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, 1100)
+    try:
+        worker = types.SimpleNamespace(fileno=lambda: high, has_more_to_send=False)
+        other.send(b"x")
+        wait_for_any([worker], 30)
+        assert os.read(high, 1) == b"x"
+        worker.has_more_to_send = True
+        wait_for_any([worker], 30)  # can be sent more
+    finally:
+        os.close(high)
+        ours.close()
+        other.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)

@@ -11,6 +11,7 @@ import pytest
 
 from jaxengine.pallas_kernels.matmul.cpu.grouped import block_rows_of
 from jaxengine.pallas_kernels.matmul.grouped import gated_matmul, grouped_matmul
+from jaxengine.pallas_kernels.matmul.hopper import group_rows as hopper_rows
 from jaxengine.pallas_kernels.matmul.quantized import quantized_grouped_matmul
 from jaxengine.pallas_kernels.matmul.xla import grouped as grouped_tiles
 from jaxengine.pallas_kernels.registry import KERNELS, kernel
@@ -277,3 +278,18 @@ def test_unfit_operands(changes, message):
     fit = {"x": jnp.zeros((4, 8)), "w": jnp.zeros((2, 8, 3)), "group_sizes": jnp.zeros(2, jnp.int32)}
     with pytest.raises(ValueError, match=message):
         grouped_matmul(**(fit | changes))
+
+
+def test_rows_that_xla_multiplies_are_not_counted_on_hopper():
+    """Rows with more scales than the matrix go to XLA, as the operation says."""
+
+    def struct(dtype, *shape):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    sizes, x = np.array([20, 0, 12, 0]), struct(jnp.int8, 32, 512)
+    codes, scales = struct(jnp.int8, 4, 512, 256), struct(jnp.float32, 4, 4, 256)
+    counted = [
+        hopper_rows.multiplied_rows(sizes, x, struct(jnp.float32, 32, count), codes, scales, gated=False) > 0
+        for count in (1, 4, 8)
+    ]
+    assert counted == [True, True, False]

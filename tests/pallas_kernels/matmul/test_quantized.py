@@ -381,6 +381,20 @@ def test_kernels_reserve_what_their_tiles_take_on_tpus():
     assert tpu.vmem_limit((512, 4096), rows, codes, scales, None, 1 << 20) == 1 << 20
 
 
+@pytest.mark.parametrize(("num_row_scales", "by_sums"), [(1, True), (4, True), (4, False), (16, False)])
+def test_sums_of_groups_are_those_of_the_rows_on_tpus(num_row_scales, by_sums):
+    """Whatever the rows' scales stand beside: a group of the matrix, a chunk of its inputs, or the result."""
+    rng, num_groups, size = np.random.default_rng(num_row_scales), 8, 2048
+    x = jnp.asarray(rng.integers(-127, 128, (6, size)), jnp.int8)
+    scales = jnp.asarray(rng.uniform(0.5, 2, (6, num_row_scales)), jnp.float32)
+    rows = tpu.prepared(x, scales, jnp.int8, num_groups, jnp.bfloat16, TpuProducts(), by_sums=by_sums)
+    high, low, _ = np.split(np.asarray(tpu.group_sums(rows, num_groups), np.float32), 3, axis=1)
+    found = (high + low) * (1 if rows.after is None else np.asarray(rows.after))
+    values = np.asarray(x, np.float32) * np.repeat(scales, size // num_row_scales, axis=1)
+    expected = values.reshape(6, num_groups, -1).sum(2)
+    np.testing.assert_allclose(found, expected, rtol=1e-2, atol=1e-2 * np.abs(values).sum(1).max() / num_groups)
+
+
 @pytest.mark.parametrize(("rows", "size", "group"), [(16, 512, 128), (5, 256, 128), (12, 384, 128), (3, 96, 32)])
 def test_groups_of_rows_have_scales_of_their_own(rows, size, group):
     x = np.random.default_rng(rows).standard_normal((rows, size)).astype(np.float32)

@@ -45,6 +45,9 @@ class ChatChoice(Answer):
     stop_reason: int | str | None
     token_ids: list[int] | None
     weight_versions: list[WeightVersions] = ABSENT
+    logprobs_raw: list[float] = ABSENT
+    logprobs_processed: list[float] = ABSENT
+    sampling_log_mass: list[float] = ABSENT
     routed_experts: None
 
 
@@ -88,6 +91,9 @@ class ChatChunkChoice(Answer):
     stop_reason: int | str | None = ABSENT
     token_ids: list[int] | None = ABSENT
     weight_versions: list[WeightVersions] = ABSENT
+    logprobs_raw: list[float] = ABSENT
+    logprobs_processed: list[float] = ABSENT
+    sampling_log_mass: list[float] = ABSENT
 
 
 class ChatCompletionChunk(Answer):

@@ -7,8 +7,9 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from jaxengine.parsers.events import ArgumentsDelta, ContentDelta, Event, ReasoningDelta, ToolCallStart, message_of
-from jaxengine.requests.outputs import CompletionOutput, Logprob, PositionLogprobs
+from jaxengine.requests.outputs import SAMPLING_FIELDS, CompletionOutput, Logprob, PositionLogprobs
 from jaxengine.server.http.protocol import NULL_CHOICE, json_logprob, json_position
+from jaxengine.server.http.sampling_mass import sampling_fields
 from jaxengine.server.http.weight_spans import SpanWriter
 from jaxengine.tokens.tokenizer import Tokenizer
 
@@ -85,12 +86,13 @@ class ChatChoiceWriter:
         ends = output.finish_reason is not None
         if not deltas or (ends and "tool_calls" in deltas[-1]):
             deltas.append({})
-        tokens = bool(output.token_ids) and (self._with_token_ids or self._logprobs is not None)
+        shown = self._with_token_ids or self._logprobs is not None or output.sampling_log_mass is not None
+        tokens = bool(output.token_ids) and shown
         if deltas == [{}] and not tokens and not ends:
             return []
         choices = [self._choice(output, "delta", deltas[0])]
         # Tokens and their logprobs are in the first chunk, the finish reason is in the last one.
-        rest = dataclasses.replace(output, token_ids=[], logprobs=None)
+        rest = dataclasses.replace(output, token_ids=[], logprobs=None, **dict.fromkeys(SAMPLING_FIELDS))
         choices += [self._choice(rest, "delta", delta) for delta in deltas[1:]]
         for choice in choices[:-1]:
             choice |= {"finish_reason": None, "stop_reason": None}
@@ -114,7 +116,7 @@ class ChatChoiceWriter:
             "finish_reason": "tool_calls" if reason == "stop" and output.index in self._calling else reason,
             "stop_reason": output.stop_reason,
         }
-        return {**choice, "token_ids": output.token_ids if self._with_token_ids else None}
+        return {**choice, "token_ids": output.token_ids if self._with_token_ids else None, **sampling_fields(output)}
 
 
 def token_logprobs(

@@ -26,6 +26,9 @@ class CompletionChunkChoice(Answer):
     token_ids: list[int] | None
     prompt_token_ids: list[int] | None
     weight_versions: list[WeightVersions] = ABSENT
+    logprobs_raw: list[float] = ABSENT
+    logprobs_processed: list[float] = ABSENT
+    sampling_log_mass: list[float] = ABSENT
 
 
 class CompletionChoice(Answer):
@@ -39,6 +42,9 @@ class CompletionChoice(Answer):
     prompt_logprobs: PromptLogprobs | None
     prompt_token_ids: list[int] | None
     weight_versions: list[WeightVersions] = ABSENT
+    logprobs_raw: list[float] = ABSENT
+    logprobs_processed: list[float] = ABSENT
+    sampling_log_mass: list[float] = ABSENT
 
 
 class Completion(NullBody):

@@ -9,6 +9,7 @@ from jaxengine.requests.outputs import CompletionOutput, PositionLogprobs, Reque
 from jaxengine.requests.sampling_params import SamplingParams
 from jaxengine.server.http.completions.offsets import OutputOffsets, prompt_offsets
 from jaxengine.server.http.protocol import json_logprob, json_position
+from jaxengine.server.http.sampling_mass import sampling_fields
 from jaxengine.server.http.weight_spans import SpanWriter
 from jaxengine.tokens.tokenizer import Tokenizer
 
@@ -61,6 +62,7 @@ class ChoiceWriter:
         shown = bool(body.return_token_ids)
         choice["token_ids"] = completion.token_ids if shown else None
         choice["prompt_token_ids"] = output.prompt_token_ids if shown and begins else None
+        choice |= sampling_fields(completion)
         return choice | (self._spans.of(index, completion) if body.return_weight_versions else {})
 
     @staticmethod

@@ -39,14 +39,18 @@ class PoolingServer:
         given = read_prompts(
             body.input, self.config.max_prompts, inputs.model_config.vocab_size, longest, param="input"
         )
+        return await self.encode_given(given, body, params, special=body.add_special_tokens is not False)
+
+    async def encode_given(
+        self, given: Sequence[str | list[int]], body: PoolingBody, params: PoolingParams, *, special: bool = True
+    ) -> list[list[int]]:
+        """Tokenizes each text among texts and token ids, and truncates all as the request specifies.
+
+        special: as in `encode`. Raises RequestError.
+        """
         texts = [each for each in given if isinstance(each, str)]
-        special = body.add_special_tokens is not False
         encoded = iter(await self.encode(texts, params, special=special) if texts else ())
         return [self._cut(next(encoded) if isinstance(each, str) else each, body) for each in given]
-
-    async def encode_texts(self, texts: Sequence[str], body: PoolingBody, params: PoolingParams) -> list[list[int]]:
-        """Tokenizes each text, truncated as the request specifies. Raises RequestError."""
-        return [self._cut(token_ids, body) for token_ids in await self.encode(texts, params)]
 
     async def encode(
         self, texts: Sequence[str], params: PoolingParams, *, special: bool = True, param: str = "input"
@@ -91,8 +95,8 @@ class PoolingServer:
         if keep > longest:
             text = f"truncate_prompt_tokens is {keep}; allowed are -1, and 1 to {longest} (max_model_len)"
             raise RequestError(text, param="truncate_prompt_tokens", value=keep)
-        keep = longest if keep == -1 else keep
-        return token_ids[:keep] if body.truncation_side == "right" else token_ids[-keep:]
+        model = self.engine.inputs.require_pooling()
+        return model.cut(token_ids, longest if keep == -1 else keep, body.truncation_side)
 
 
 def counts(answers: Sequence[PoolingRequestOutput[Any]]) -> dict[str, Any]:

@@ -89,9 +89,9 @@ async def _scores(
     inputs, params = server.engine.inputs, body.pooling_params()
     if inputs.require_pooling().task != "embed":
         prompts = await asyncio.to_thread(lambda: [pair_prompt(inputs, *pair) for pair in pairs])
-        given = await server.answers(await server.encode_texts(prompts, body, params), params, body, name, options)
+        given = await server.answers(await server.encode_given(prompts, body, params), params, body, name, options)
         return [ScoringRequestOutput.from_base(each) for each in given]
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-    given = await server.answers(await server.encode_texts(texts, body, params), params, body, name, options)
+    given = await server.answers(await server.encode_given(texts, body, params), params, body, name, options)
     found = dict(zip(texts, given, strict=True))
     return [ScoringRequestOutput.of_pair(found[one], found[other]) for one, other in pairs]

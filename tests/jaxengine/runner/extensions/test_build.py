@@ -42,6 +42,8 @@ print(*sorted(found), "/", *sorted(each.name for each in programs.extensions))
         ("llama", {"enable_lora": True}, ["adapters"]),
         ("llama", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, ["drafts"]),
         ("llama", {"capture_layers": [0, -1]}, ["capture"]),
+        ("llama", {"record_steps": "steps"}, ["recording"]),
+        ("llama", {"enable_trace_replay": True, "enable_sampling_mass": True}, ["mass", "trace"]),
         ("mixtral", {}, ["experts"]),
         ("qwen3_next", {}, ["experts", "states"]),
     ],

@@ -73,6 +73,8 @@ CHAT = {
     "logprobs": True,
     "top_logprobs": (2, {"logprobs": True}),
     "logprob_token_ids": ([5, 6], {"logprobs": True}),
+    "return_sampling_mass": True,
+    "trace_decode_token_ids": [5, 6, 5],
     "max_tokens": 5,
     "max_completion_tokens": 6,
     "tools": TOOLS,

@@ -88,6 +88,7 @@ MESSAGE = {
     "tools": [{"name": TOOL["name"], "input_schema": TOOL["parameters"]}],
 }
 STREAM = {"stream": True}
+TOKENS = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 4, "logprobs": 1, "n": 2}}
 COUNTED = {**STREAM, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 # What a scripted engine with reasoning and calls is asked, and what one that computes is: path, body.
 SCRIPTED = [
@@ -103,6 +104,11 @@ COMPUTED = [
     ("/v1/chat/completions", {**CHAT, "prompt_logprobs": 1}),
     ("/v1/completions", {**COMPLETION, "echo": True, "logprobs": 2, "prompt_logprobs": 1, "return_token_ids": True}),
     ("/v1/completions", {**COMPLETION, **COUNTED, "logprobs": 2, "return_token_ids": True}),
+    ("/inference/v1/generate", {**TOKENS, "return_token_ids": True}),
+    (
+        "/inference/v1/generate",
+        {**TOKENS, "return_token_ids": True, **STREAM, "stream_options": {"include_usage": True}},
+    ),
     ("/v1/responses/input_tokens", {"input": "Hi"}),
     ("/v1/messages/count_tokens", {"messages": MESSAGES}),
     ("/tokenize", {"prompt": "Hi", "return_token_strs": True}),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
+import sys
 
 import ml_dtypes
 import numpy as np
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.params.files import read_object
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 
 A = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
@@ -39,6 +42,29 @@ def test_reads_tensors_of_a_file(tmp_path):
         checkpoint.read("c")
     checkpoint.close()
     assert a.sum() == 15  # the array does not depend on the open file
+
+
+def test_a_disk_that_fails_is_an_error_of_the_file(tmp_path, monkeypatch):
+    path = tmp_path / "any.safetensors"
+    path.write_bytes(file_bytes({"b": B, "a": A}))
+    checkpoint = SafetensorsCheckpoint(path)
+
+    def fails(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fails)
+    with pytest.raises(ModelFileError, match="any.safetensors.*Input/output error"):
+        checkpoint.read("a")
+    checkpoint.close()
+    open_files = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
+    with pytest.raises(ModelFileError, match="Input/output error"):
+        SafetensorsCheckpoint(path)
+    assert not open_files or len(os.listdir("/proc/self/fd")) == open_files
+
+
+def test_a_file_in_the_place_of_a_folder_holds_nothing(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert read_object(tmp_path / "config.json", "x.json") is None
 
 
 def test_scalar_and_empty_tensors(tmp_path):

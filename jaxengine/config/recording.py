@@ -1,0 +1,98 @@
+"""record_steps: an engine writes down what its last steps got, for `jaxengine replay`."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxengine.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxengine.models.config.model_config import ModelConfig
+
+DETAILS = ("tokens", "layers")
+# Options that a record has not: secrets, code to run, folders of a machine, and what does not decide what a step
+# computes.
+_LEFT_OUT = """
+    tokenizer tokenizer_revision skip_tokenizer_init download_dir hf_token plugins logits_processors chat_template
+    generation_config override_generation_config compile_cache_dir kv_cache_scales gpu_memory_utilization
+    kv_cache_memory_bytes num_gpu_blocks_override enable_prefix_caching enable_chunked_prefill
+    long_prefill_token_threshold scheduling_policy async_scheduling enforce_eager pipeline_parallel_size pipeline_layers
+    nnodes master_addr master_port cluster_key_file cluster_timeout structured_outputs_config pooler_config
+    speculative_config stream_interval profiler_config disable_log_stats record_steps record_steps_limit
+    record_steps_bytes
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordOptions:
+    """The fields of EngineConfig about recorded steps.
+
+    Attributes:
+      record_steps: a folder for the last steps, which `jaxengine replay` runs again on this or another machine; see
+        docs/troubleshooting.md. Steps wait for each other and for the disk. The folder holds what users sent and got.
+      record_steps_limit: steps to keep; the oldest makes room for the next.
+      record_steps_bytes: bytes that all of them may take; a step that is larger alone is left out.
+      record_steps_detail: "tokens" keeps inputs, pages written, logits and tokens; "layers" also the hidden states
+        after each layer, whose steps are compiled for that.
+    """
+
+    record_steps: str | None = None
+    record_steps_limit: int = 16
+    record_steps_bytes: int = 1 << 30
+    record_steps_detail: str = "tokens"
+
+
+def check_recording(options: RecordOptions) -> None:
+    """Raises ConfigError for values that are not allowed, alone or together."""
+    for name, most in (("record_steps_limit", 10**8), ("record_steps_bytes", 2**60)):
+        if not 1 <= (value := getattr(options, name)) <= most:
+            raise ConfigError(name, value, f"1 to {most}")
+    if options.record_steps_detail not in DETAILS:
+        raise ConfigError("record_steps_detail", options.record_steps_detail, ", ".join(DETAILS))
+    if options.record_steps is None:
+        for name in ("record_steps_limit", "record_steps_bytes"):
+            if (value := getattr(options, name)) != getattr(RecordOptions, name):
+                raise ConfigError.because(name, f"{name} is {value!r}, but nothing is recorded", "give record_steps")
+    elif not options.record_steps:
+        raise ConfigError("record_steps", options.record_steps, "the name of a folder")
+
+
+def settle_recording(options: Mapping[str, Any], model: ModelConfig) -> None:
+    """Raises ConfigError for an engine whose steps cannot be recorded, and a folder that cannot be written.
+
+    options: of the engine.
+    """
+    if (folder := options["record_steps"]) is None:
+        return
+    for why, is_so in (
+        (f"{model.architecture} pools and generates nothing", model.pooler is not None),
+        (
+            f'{model.architecture} sees pictures (limit_mm_per_prompt={{"image": 0}} leaves them out)',
+            model.tower is not None,
+        ),
+        ("enable_lora is given", options["enable_lora"]),
+        ("speculative_config is given", options["speculative_config"] is not None),
+        ("logits_processors are given", bool(options["logits_processors"])),
+        ("pipeline_parallel_size is more than 1", options["pipeline_parallel_size"] > 1),
+        ("nnodes is more than 1", options["nnodes"] > 1),
+    ):
+        if is_so:
+            problem = f"record_steps is given, but {why}, which is not supported yet"
+            raise ConfigError.because("record_steps", problem, "leave one out")
+    path = Path(folder).expanduser()
+    there = next(each for each in (path, *path.absolute().parents) if each.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError("record_steps", folder, "a folder that can be written")
+
+
+def replayed_options(config: Any) -> dict[str, Any]:
+    """The options of a resolved config that decide what its steps compute, as plain JSON values."""
+    left_out = _LEFT_OUT.split()
+    names = (field.name for field in dataclasses.fields(config) if field.name not in left_out)
+    found = {name: getattr(config, name) for name in names}
+    return {name: dataclasses.asdict(each) if dataclasses.is_dataclass(each) else each for name, each in found.items()}

@@ -1,0 +1,97 @@
+"""Recorded steps: each is written to the folder of record_steps when its tokens are known."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxengine.config.errors import ConfigError
+from jaxengine.engine.extension import NO_EVENTS, Events, Loop, LoopExtension
+from jaxengine.engine.in_flight import InFlight
+from jaxengine.engine.output import EngineOutput
+from jaxengine.records.folder import StepFolder
+from jaxengine.records.step_file import RecordError
+from jaxengine.runner.recorded_engine import about_engine
+from jaxengine.runner.weight_update import checksums
+from jaxengine.scheduler.batch import StepResult
+
+logger = logging.getLogger(__name__)
+
+
+class Recording(LoopExtension):
+    """Writes steps until the disk refuses one; then it says so once, and the engine serves on."""
+
+    def __init__(self) -> None:
+        self._taken: dict[InFlight, tuple[Any, dict[str, np.ndarray], int]] = {}
+        self._folder: StepFolder | None = None
+        self._weights: tuple[int, ...] = ()
+        self._number = 0
+        self._stopped_by = ""
+
+    def attach(self, loop: Loop) -> None:
+        super().attach(loop)
+        config = loop.runner.config
+        assert config.record_steps is not None
+        path, limits = Path(config.record_steps).expanduser(), (config.record_steps_limit, config.record_steps_bytes)
+        try:
+            self._folder = StepFolder(path, about_engine(loop.runner), *limits)
+        except (OSError, RecordError) as error:
+            raise ConfigError.because("record_steps", str(error), "name another folder") from None
+        logger.warning("record_steps: each step is written to %s, with what users sent; steps take longer", path)
+
+    def after_forward(self, step: InFlight | None) -> Events:
+        if step is not None and self._folder is not None:
+            newest = self.loop.runner.extension("recording").newest()
+            if newest is not None:
+                try:
+                    self._taken[step] = *newest, self._weights_index()
+                except OSError as error:
+                    self._stop(error)
+        return NO_EVENTS
+
+    def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
+        if (taken := self._taken.pop(step, None)) is None or self._folder is None:
+            return
+        bucket, arrays, weights = taken
+        sampled = step.pending.sampled._asdict()
+        fetch = self.loop.runner.fetch
+        arrays |= {f"sampled/{name}": fetch(array) for name, array in sampled.items()}
+        about = {
+            "bucket": [bucket.num_tokens, bucket.num_seqs, bucket.width, list(bucket.sections)],
+            "weights": weights,
+            "time": time.time(),
+        }
+        try:
+            if self._folder.write(about, arrays) is None and self._folder.num_too_large == 1:
+                logger.warning("record_steps: a step is larger than record_steps_bytes, and such ones are left out")
+        except OSError as error:
+            self._stop(error)
+
+    def status(self) -> dict[str, Any]:
+        folder = self._folder
+        own = {"stopped_by": self._stopped_by} if self._stopped_by else {}
+        if folder is not None:
+            own |= {"folder": str(folder.path), "steps": folder.num_recorded, "too_large": folder.num_too_large}
+        return {"recorded_steps": own}
+
+    def _stop(self, error: OSError) -> None:
+        logger.error("record_steps: NO MORE STEPS ARE RECORDED: %s; the engine serves on", error)
+        self._stopped_by, self._folder = str(error), None
+        self._taken.clear()
+        self.loop.runner.extension("recording").stop()
+
+    def _weights_index(self) -> int:
+        """The index of the weights that steps run with now, whose checksums are computed when they have changed."""
+        assert self._folder is not None
+        # Replaced weights are other arrays, which were made while the old ones were there.
+        arrays = tuple(id(array) for stage in self.loop.runner.stages for array in stage.params)
+        if arrays != self._weights:
+            versions = [request.weight_versions for request in self.loop.scheduler.requests]
+            version = next((own[-1][0] for own in versions if own), 0)
+            self._number = self._folder.weights(version, checksums(self.loop.runner))
+            self._weights = arrays
+        return self._number

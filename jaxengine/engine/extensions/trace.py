@@ -1,0 +1,25 @@
+"""Traces: a slot gets the tokens that the request which takes it is to decode."""
+
+from __future__ import annotations
+
+from jaxengine.engine.extension import LoopExtension
+from jaxengine.scheduler.batch import ScheduledStep
+
+
+class Traces(LoopExtension):
+    """Writes the traces of slots. Needs an engine that was started with enable_trace_replay."""
+
+    def __init__(self) -> None:
+        self._written: set[int] = set()
+
+    def sync(self, step: ScheduledStep) -> None:
+        rows: list[tuple[int, int, tuple[int, ...]]] = []
+        for request in self.loop.rows.admitted(step):
+            slot, trace = self.loop.rows.number(request), request.params.trace_decode_token_ids
+            if trace or slot in self._written:
+                self._written.add(slot)
+                rows.append((slot, request.num_prompt_tokens, trace))
+                if not trace:
+                    self._written.remove(slot)
+        if rows:
+            self.loop.runner.extension("trace").set_traces(rows)

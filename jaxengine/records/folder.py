@@ -1,0 +1,143 @@
+"""The folder of an engine's recorded steps: `engine.json`, which says what ran them, and a file for each of the last.
+
+The oldest make room for new ones. Each file is written whole or not at all: a process may be killed at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxengine.records.step_file import FORMAT, RecordedStep, RecordError, num_bytes, read_step, write_step, write_whole
+
+ENGINE_FILE = "engine.json"
+# What an engine says of itself (jaxengine.runner.recorded_engine), and weights.
+_FIELDS = ("versions", "platform", "device", "options", "model", "weights")
+_STEP = re.compile(r"step-(\d{8,})\.safetensors")
+
+
+class StepFolder:
+    """A folder that an engine records to.
+
+    Attributes:
+      num_recorded: steps written since the engine started.
+      num_too_large: steps that did not fit and were left out.
+    """
+
+    def __init__(self, path: Path, about: Mapping[str, Any], max_steps: int, max_bytes: int):
+        """Opens the folder, or makes it.
+
+        about: what ran the steps, plain JSON values; a folder that is not empty must have been recorded by an engine of
+        the same. Raises RecordError for another one, and OSError.
+        """
+        self.path, self._max_steps, self._max_bytes = path, max_steps, max_bytes
+        self.num_recorded = self.num_too_large = 0
+        path.mkdir(parents=True, exist_ok=True)
+        for left in path.glob(".*.tmp"):  # of a process that was killed
+            left.unlink()
+        self._sizes = {number: file.stat().st_size for number, file in step_files(path).items()}
+        self._next = max(self._sizes, default=-1) + 1
+        self._about: dict[str, Any] = {"format": FORMAT, **about, "weights": []}
+        if any(path.iterdir()):
+            found = read_about(path)
+            self._about["weights"] = found.pop("weights")
+            own = json.loads(json.dumps({name: each for name, each in self._about.items() if name != "weights"}))
+            if differing := _differing(found, own):
+                raise RecordError(
+                    f"{path} has steps of another engine ({', '.join(differing)} differ); name a new folder"
+                )
+        self._write_about()
+
+    def weights(self, version: Any, checksums: Mapping[str, str]) -> int:
+        """Takes note of weights that the next steps use, and returns their index in `engine.json`."""
+        entry = {"version": version, "checksums": dict(checksums)}
+        if entry not in self._about["weights"]:
+            self._about["weights"].append(entry)
+            self._write_about()
+        return self._about["weights"].index(entry)
+
+    def write(self, about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> int | None:
+        """Writes a step and returns its number; None for one that is larger than all steps together may be.
+
+        Raises OSError, and the folder is as it was but for old steps that made room.
+        """
+        size = num_bytes(arrays)
+        if size > self._max_bytes:
+            self.num_too_large += 1
+            return None
+        while self._sizes and (
+            len(self._sizes) >= self._max_steps or sum(self._sizes.values()) + size > self._max_bytes
+        ):
+            oldest = min(self._sizes)
+            (self.path / _name(oldest)).unlink(missing_ok=True)
+            del self._sizes[oldest]
+        number = self._next
+        self._sizes[number] = write_step(self.path / _name(number), {"step": number, **about}, arrays)
+        self._next += 1
+        self.num_recorded += 1
+        return number
+
+    def _write_about(self) -> None:
+        write_whole(self.path / ENGINE_FILE, iter([json.dumps(self._about, indent=1).encode()]))
+
+
+def step_files(folder: Path) -> dict[int, Path]:
+    """The files of a folder's steps by their numbers, ascending."""
+    found = {}
+    with contextlib.suppress(OSError):
+        found = {int(match[1]): file for file in folder.iterdir() if (match := _STEP.fullmatch(file.name))}
+    return dict(sorted(found.items()))
+
+
+def read_about(folder: Path) -> dict[str, Any]:
+    """What `engine.json` says. Raises RecordError."""
+    path = folder / ENGINE_FILE
+    if not path.is_file():
+        raise RecordError(f"{folder} has no {ENGINE_FILE}: it is no folder of record_steps")
+    try:
+        about = json.loads(path.read_text("utf-8"))
+        version = about["format"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise RecordError(f"{path} cannot be read ({error})") from None
+    if missing := [name for name in _FIELDS if name not in about]:
+        raise RecordError(f"{path} says nothing of {', '.join(missing)}")
+    if version != FORMAT:
+        raise RecordError(f"{path} has format {version!r}; this version of jaxengine reads {FORMAT}")
+    return about
+
+
+def find_step(folder: Path, number: int | None) -> RecordedStep:
+    """Read a step of a folder, None for the last one. Raises RecordError, which says which there are."""
+    files = step_files(folder)
+    if not files:
+        raise RecordError(f"{folder} has no recorded step")
+    if number is None:
+        number = max(files)
+    if number not in files:
+        raise RecordError(f"{folder} has no step {number}; it has {_ranges(list(files))}")
+    return read_step(files[number])
+
+
+def _name(number: int) -> str:
+    return f"step-{number:08}.safetensors"
+
+
+def _ranges(numbers: list[int]) -> str:
+    """ "3 to 7, 9" of 3, 4, 5, 6, 7 and 9."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and spans[-1][-1] == number - 1:
+            spans[-1] = [spans[-1][0], number]
+        else:
+            spans.append([number])
+    return ", ".join(" to ".join(map(str, span)) for span in spans)
+
+
+def _differing(found: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    return sorted(name for name in found.keys() | own.keys() if found.get(name) != own.get(name))

@@ -1,0 +1,162 @@
+"""One recorded step as a safetensors file: arrays by name, and what is said about them as JSON in its metadata.
+
+Any safetensors library opens it. Every array has a digest, so that a changed bit is found and named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+FORMAT = 1
+# Arrays whose entries, along the first axis, have a digest each.
+BY_ENTRY = ("pages/data", "after/pages/data")
+_ABOUT = "jaxengine_step"
+_MAX_HEADER_BYTES = 100 << 20
+_DTYPES = {
+    np.dtype(dtype): name
+    for name, dtype in {
+        "BOOL": np.bool_,
+        "I8": np.int8,
+        "U8": np.uint8,
+        "I16": np.int16,
+        "U16": np.uint16,
+        "I32": np.int32,
+        "U32": np.uint32,
+        "F16": np.float16,
+        "BF16": ml_dtypes.bfloat16,
+        "F32": np.float32,
+        "F8_E4M3": ml_dtypes.float8_e4m3fn,
+        "F8_E5M2": ml_dtypes.float8_e5m2,
+    }.items()
+}
+_BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
+
+
+class RecordError(ValueError):
+    """A recorded step that cannot be read or run. The message says which, and why."""
+
+
+class RecordedStep(NamedTuple):
+    """A step as it was recorded.
+
+    Attributes:
+      about: plain JSON values: `step`, `bucket`, `weights`, `time`.
+      digests: of each array, a text, or one for each entry of those of BY_ENTRY.
+    """
+
+    about: dict[str, Any]
+    arrays: dict[str, np.ndarray]
+    digests: dict[str, Any]
+
+    def damaged(self) -> list[tuple[str, list[int]]]:
+        """(Name, entries) of arrays that are not as they were recorded; no entries for one that has a single digest."""
+        found = []
+        for name, array in self.arrays.items():
+            told, wanted = digest_of(name, array), self.digests.get(name)
+            if told != wanted:
+                entries = zip(told, wanted, strict=False) if isinstance(wanted, list) else ()
+                found.append((name, [at for at, (own, other) in enumerate(entries) if own != other]))
+        return found
+
+
+def digest_of(name: str, array: np.ndarray) -> Any:
+    """SHA-256 of an array's bytes, of each of its entries for those of BY_ENTRY."""
+    if name in BY_ENTRY:
+        return [_sha256(entry) for entry in array]
+    return _sha256(array)
+
+
+def num_bytes(arrays: Mapping[str, np.ndarray]) -> int:
+    """Bytes of a step's arrays; its file has some hundred more for each."""
+    return sum(array.nbytes for array in arrays.values())
+
+
+def write_step(path: Path, about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> int:
+    """Write a step, whole or not at all, and return the file's bytes. Raises OSError, and nothing is left then."""
+    return write_whole(path, _chunks(about, {name: np.asarray(array, order="C") for name, array in arrays.items()}))
+
+
+def write_whole(path: Path, chunks: Iterator[bytes | memoryview]) -> int:
+    """Write a file whole or not at all, through to the disk. Raises OSError, and nothing is left then."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+            size = file.tell()
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    return size
+
+
+def read_step(path: Path) -> RecordedStep:
+    """Read a step. Raises RecordError for a file that is cut short or is none of this kind."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise RecordError(f"{path} cannot be read ({error.strerror})") from None
+    size = int.from_bytes(content[:8], "little")
+    if len(content) < 8 or not 2 <= size <= min(_MAX_HEADER_BYTES, len(content) - 8):
+        raise RecordError(f"{path} is cut short, or no recorded step")
+    try:
+        header = json.loads(content[8 : 8 + size])
+        told = json.loads(header.pop("__metadata__")[_ABOUT])
+        about, digests, version = told["about"], told["digests"], told["format"]
+        arrays = {name: _array(content, 8 + size, entry) for name, entry in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise RecordError(f"{path} is cut short, or no recorded step ({error})") from None
+    if version != FORMAT:
+        raise RecordError(f"{path} has format {version!r}; this version of jaxengine reads {FORMAT}")
+    return RecordedStep(about, arrays, digests)
+
+
+def _chunks(about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Iterator[bytes | memoryview]:
+    digests = {name: digest_of(name, array) for name, array in arrays.items()}
+    header: dict[str, Any] = {
+        "__metadata__": {_ABOUT: json.dumps({"format": FORMAT, "about": about, "digests": digests})}
+    }
+    end = 0
+    for name, array in arrays.items():
+        header[name] = {
+            "dtype": _DTYPES[array.dtype],
+            "shape": array.shape,
+            "data_offsets": [end, end := end + array.nbytes],
+        }
+    written = json.dumps(header).encode()
+    written += b" " * (-len(written) % 8)
+    yield len(written).to_bytes(8, "little") + written
+    for array in arrays.values():
+        if array.nbytes:
+            yield _bytes(array)
+
+
+def _array(content: bytes, first: int, entry: Mapping[str, Any]) -> np.ndarray:
+    dtype, shape, (begin, end) = _BY_NAME[entry["dtype"]], tuple(map(int, entry["shape"])), entry["data_offsets"]
+    count = math.prod(shape)
+    if min(shape, default=0) < 0 or begin < 0 or end - begin != count * dtype.itemsize or first + end > len(content):
+        raise ValueError("an array lies outside of the file")
+    return np.frombuffer(content, dtype, count, first + begin).reshape(shape)
+
+
+def _bytes(array: np.ndarray) -> memoryview:
+    # A view of bytes: buffers of ml_dtypes' types have no format that others know.
+    return memoryview(np.asarray(array, order="C").reshape(-1).view(np.uint8))
+
+
+def _sha256(array: np.ndarray) -> str:
+    return hashlib.sha256(_bytes(array) if array.nbytes else b"").hexdigest()

@@ -1,0 +1,77 @@
+"""What runs a recorded step again: kernels of a platform, on its devices or on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxengine.models.cache import platform_of
+from jaxengine.models.kernel_rows import interpreted, rows_of
+from jaxengine.records.step_file import RecordError
+
+NATIVE, CPU, INTERPRET, XLA = "native", "cpu", "interpret", "xla"
+BACKENDS = (NATIVE, CPU, INTERPRET, XLA)
+INTERPRETED = ("tpu", "gpu")
+# Plain XLA on any device: the platform of cards without kernels of their own.
+_PLAIN = "gpu_xla"
+
+
+class Backend(NamedTuple):
+    """How a step is run.
+
+    Attributes:
+      platform: whose kernels, a name of jaxengine.pallas_kernels.registry; it also names the layout of pages.
+      context: in which programs are traced and run.
+      device: the kind of device, as jax names it; None for the default one.
+    """
+
+    name: str
+    platform: str
+    context: Callable[[], AbstractContextManager[Any]]
+    device: str | None
+
+    def devices(self, count: int) -> Sequence[Any]:
+        """The first `count` devices. Raises RecordError for too few, or devices of another platform than `native`'s."""
+        found = jax.devices(self.device)
+        if self.device is None and platform_of(found[0]) != self.platform:
+            raise RecordError(
+                f"the step was recorded on {self.platform!r}, and this machine has {platform_of(found[0])!r}; "
+                "--backend cpu, interpret and xla run it on any"
+            )
+        if len(found) < count:
+            raise RecordError(f"the step was recorded on {count} devices, and there are {len(found)}")
+        return found[:count]
+
+
+def choose_backend(name: str, recorded: str, platform: str | None = None) -> Backend:
+    """The backend of a name for steps of a recorded platform.
+
+    platform: whose kernels "interpret" runs, by default those of the record. Raises RecordError for what has none.
+    """
+    if platform is not None and name != INTERPRET:
+        raise RecordError(f"--platform is for --backend interpret, not {name}")
+    if name == CPU:
+        return Backend(name, "cpu", nullcontext, "cpu")
+    if name == XLA:
+        return Backend(name, _PLAIN, partial(rows_of, _PLAIN), "cpu")
+    if name == NATIVE:
+        return Backend(name, recorded, nullcontext, None)
+    platform = platform or recorded
+    if platform not in INTERPRETED:
+        raise RecordError(f"platform {platform!r} has no Pallas kernels to interpret; --backend cpu or xla runs it")
+    return Backend(name, platform, partial(interpreted, platform), "cpu")
+
+
+def prepare_devices(backend: str, count: int) -> None:
+    """Makes `count` CPU devices where a backend needs them; does nothing once jax has found its devices."""
+    if backend == NATIVE:
+        return
+    try:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:  # too late, as in a program that has run something; `devices` says if there are too few
+        return

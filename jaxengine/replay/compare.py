@@ -1,0 +1,132 @@
+"""Results of a step compared with those recorded, in the order in which they are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxengine.scheduler.token_params import LOGPROBS
+
+# Of the largest magnitude of an array, what other kernels of the same numbers may differ by.
+TOLERANCES = {"float32": 1e-4, "bfloat16": 5e-2}
+_PAGES = "after/pages"
+
+
+class Difference(NamedTuple):
+    """Two arrays that are compared.
+
+    Attributes:
+      name: what the array is, and what computes it.
+      is_same: all bits are equal; is_within: what differs does so by no more than is tolerated.
+      largest: the largest difference, at `where`, of the value `recorded` and the one `found`.
+      count: numbers that differ.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    is_same: bool
+    is_within: bool
+    largest: float = 0.0
+    where: tuple[int, ...] = ()
+    recorded: float = 0.0
+    found: float = 0.0
+    count: int = 0
+    place: str = ""
+
+    def __str__(self) -> str:
+        if self.is_same:
+            return f"{self.name}, {self.dtype}{[*self.shape]}: all bits equal"
+        at = f"at {[*self.where]}" + (f" ({self.place})" if self.place else "")
+        return (
+            f"{self.name}, {self.dtype}{[*self.shape]}: {self.count} numbers differ, by {self.largest:.6g} at most, "
+            f"{at}: recorded {self.recorded:.8g}, here {self.found:.8g}"
+        )
+
+
+def compared(
+    arrays: Mapping[str, np.ndarray],
+    wanted: Mapping[str, np.ndarray],
+    found: Mapping[str, np.ndarray],
+    *,
+    kv_dtype: Any,
+    state_layers: Sequence[int],
+    features: int,
+    is_sampled: np.ndarray,
+    tolerance: float,
+) -> Iterator[Difference]:
+    """Compares results of a step, in the order of the forward pass.
+
+    Args:
+      arrays: of the record, which say where results belong. wanted: results as recorded; found: those of the replay.
+      kv_dtype: of what pages hold. state_layers: the layer of each array of recurrent states.
+      features: of the step; without LOGPROBS the sampler's scores mean nothing. is_sampled: of the rows of logits.
+      tolerance: share of the largest magnitude.
+    """
+    layers, states = arrays[f"{_PAGES}/layer"], list(state_layers)
+    both = {name: (wanted[name], found[name]) for name in wanted if name in found}
+    if hidden := both.get("layers"):
+        yield _difference("hidden states before layer 0 (embed)", [each[:, 0] for each in hidden], tolerance)
+    last = 0 if hidden is None else hidden[0].shape[1] - 2
+    for layer in range(max([last, *(1 + layers), *(1 + each for each in states)])):
+        chosen = layers == layer
+        if chosen.any() and f"{_PAGES}/data" in both:
+            pages = [_numbers(each[chosen], kv_dtype) for each in both[f"{_PAGES}/data"]]
+            own = _difference(f"layer {layer}: keys and values (kv_cache_update)", pages, tolerance)
+            if own.where:
+                rank, page = (arrays[f"{_PAGES}/{name}"][chosen][own.where[0]] for name in ("rank", "page"))
+                own = own._replace(place=f"page {page} of replica {rank}")
+            yield own
+        for at in (at for at, own in enumerate(states) if own == layer):
+            if pair := both.get(f"after/states/{at}"):
+                yield _difference(f"layer {layer}: recurrent state (array {at})", pair, tolerance)
+        if hidden is not None:
+            name = f"layer {layer}: hidden states after it"
+            yield _difference(name, [each[:, layer + 1] for each in hidden], tolerance)
+    if hidden is not None:
+        yield _difference("hidden states after the final norm", [each[:, -1] for each in hidden], tolerance)
+    yield _difference("logits", both["logits"], tolerance)
+    yield from _sampled(arrays, both, features, is_sampled, tolerance)
+
+
+def _sampled(
+    arrays: Mapping[str, np.ndarray], both: Mapping[str, Any], features: int, is_sampled: np.ndarray, tolerance: float
+) -> Iterator[Difference]:
+    """Compares what the sampler chose for rows that sample, and its scores where a request wants them."""
+    rows = arrays["rows/rank"][is_sampled], arrays["rows/row"][is_sampled]
+    for name, pair in both.items():
+        field = name.removeprefix("sampled/")
+        if field == name or (field != "token_ids" and not features & LOGPROBS):
+            continue
+        yield _difference(f"{field} (sampler)", [each[rows] for each in pair], tolerance)
+
+
+def _difference(name: str, pair: Sequence[np.ndarray], tolerance: float) -> Difference:
+    """Compares a recorded array with the one found."""
+    recorded, found = pair
+    shape, dtype = recorded.shape, str(recorded.dtype)
+    if recorded.shape != found.shape or recorded.dtype != found.dtype:
+        return Difference(f"{name}, here {found.dtype}{[*found.shape]}", shape, dtype, False, False)
+    one, other = (np.asarray(each, order="C") for each in (recorded, found))
+    if one.tobytes() == other.tobytes():
+        return Difference(name, shape, dtype, True, True)
+    is_number = dtype not in ("bool",) and "int" not in dtype
+    wide, own = one.astype(np.float64), other.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        apart = np.abs(own - wide)
+    # Equal infinities do not differ, and numbers that are none do, by more than any.
+    apart = np.where((wide == own) | (np.isnan(wide) & np.isnan(own)), 0, np.where(np.isnan(apart), np.inf, apart))
+    where = np.unravel_index(int(apart.argmax()), apart.shape)
+    largest, finite = float(apart[where]), np.abs(wide[np.isfinite(wide)])
+    is_within = is_number and tolerance > 0 and largest <= tolerance * float(finite.max(initial=0))
+    at = tuple(map(int, where))
+    count = int((one.view(np.uint8).reshape(*shape, -1) != other.view(np.uint8).reshape(*shape, -1)).any(-1).sum())
+    return Difference(name, shape, dtype, False, is_within, largest, at, float(wide[where]), float(own[where]), count)
+
+
+def _numbers(pages: np.ndarray, dtype: Any) -> np.ndarray:
+    """Stored pages as the numbers that they hold."""
+    pages = np.ascontiguousarray(pages)
+    return pages.view(dtype) if pages.dtype.itemsize == np.dtype(dtype).itemsize else pages

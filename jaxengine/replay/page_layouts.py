@@ -1,0 +1,39 @@
+"""Pages of one platform's layout in the layout of another, on the host (jaxengine.pallas_kernels.kv.pages)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+TPU = "tpu"
+
+
+def converted(pages: np.ndarray, source: str, target: str, spec: Any, like: Any) -> np.ndarray:
+    """Pages [n, ...] of one layout in another, bit for bit.
+
+    spec: KVSpec of one device's pool. like: the shape and dtype of the target's pool on all devices, [P, ...].
+    """
+    if (source == TPU) == (target == TPU):
+        return _as(pages, like.dtype)
+    num, size, width = len(pages), spec.page_size, spec.token_width
+    if source == TPU:
+        heads = like.shape[1]
+        parts = heads // spec.num_kv_heads  # each device's heads end with what fills up a lane tile
+        rows = pages.reshape(num, size, parts, -1)[..., : spec.num_kv_heads * width].reshape(num, size, heads, width)
+        keys, values = rows[..., : spec.key_width], rows[..., spec.key_width :]
+        tiles = [each.transpose(0, 2, 1, 3).reshape(num, heads, -1) for each in (keys, values)]
+        return _as(np.concatenate(tiles, axis=2), like.dtype)
+    heads = pages.shape[1]
+    parts, split = heads // spec.num_kv_heads, size * spec.key_width
+    keys = pages[..., :split].reshape(num, heads, size, spec.key_width)
+    values = pages[..., split:].reshape(num, heads, size, width - spec.key_width)
+    rows = np.concatenate([keys, values], axis=3).transpose(0, 2, 1, 3).reshape(num, size, parts, -1)
+    padded = np.zeros((num, size, parts, like.shape[2] // parts), rows.dtype)
+    padded[..., : rows.shape[-1]] = rows
+    return _as(padded.reshape(num, size, -1), like.dtype)
+
+
+def _as(pages: np.ndarray, dtype: Any) -> np.ndarray:
+    pages = np.ascontiguousarray(pages)
+    return pages if pages.dtype == dtype else pages.view(dtype)

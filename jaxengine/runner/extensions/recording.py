@@ -1,0 +1,284 @@
+"""recording: what a step gets and gives, taken from the devices as it runs.
+
+Whatever a step may overwrite is copied before it: page tables, counts, the pages that its rows see, recurrent states.
+All copies are made by programs that start-up compiled, and fetched at once, so that steps wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxengine.models.cache import paged_groups
+from jaxengine.models.layers.section import Capture
+from jaxengine.records.step_pages import StepRow, page_tables, pages_of, step_rows
+from jaxengine.runner.extension import DeviceExtension, HostExtension, StageExtension, StageShape
+from jaxengine.runner.program import Program, program_on
+from jaxengine.runner.programs.epilogues import SAMPLE
+from jaxengine.runner.programs.forward_pass import ForwardPass
+from jaxengine.scheduler.buckets import Bucket
+from jaxengine.scheduler.pages.snapshots import LOAD, SAVE
+
+NAME, STATES = "recording", "states"
+# Rows that one launch copies: of the pool, a page of one layer each, and of states and of the sampler's long arrays.
+PAGE_ROWS, SLOT_ROWS = 64, 8
+# Of SamplingState and TokenState, arrays with a long row for each slot.
+LONG = ("token_counts", "logit_bias", "token_mask")
+
+
+class RecordingExtension(DeviceExtension):
+    """With record_steps_detail "layers" forward passes leave the hidden states [T, (L + 2) * D]: the first layer's
+    input, what each of L layers gives, and that after the final norm. Otherwise programs are as without it."""
+
+    name = NAME
+
+    def __init__(self, shape: StageShape):
+        super().__init__(shape)
+        self.keeps_layers = shape.config.record_steps_detail == "layers"
+        self.num_kept = shape.model.config.num_layers + 2
+
+    def label(self, bucket: Bucket) -> str:
+        return ", records layers" if self.keeps_layers else ""
+
+    def left(self, num_tokens: int, num_rows: int) -> Any:
+        return self.shape.hidden(num_tokens, self.num_kept) if self.keeps_layers else None
+
+    def memory(self) -> Mapping[str, int]:
+        """Copies of pages, and the hidden states of the steps in flight."""
+        config, model = self.shape.config, self.shape.model.config
+        spec = paged_groups(self.shape.groups)[0].spec
+        page = spec.page_size * spec.num_kv_heads * spec.token_width * jnp.dtype(spec.dtype).itemsize
+        of_step = 0
+        if self.keeps_layers:
+            tokens = max(bucket.num_tokens for bucket in self.shape.buckets)
+            of_step = tokens * self.num_kept * model.hidden_size * jnp.dtype(config.dtype).itemsize
+        return {"recorded steps": PAGE_ROWS * page + of_step * (config.max_in_flight + 1)}
+
+    def before_model(self, step: ForwardPass) -> ForwardPass:
+        return step.with_section(NAME, Capture(range(self.num_kept - 1))) if self.keeps_layers else step
+
+    def after_model(self, step: ForwardPass) -> ForwardPass:
+        if not self.keeps_layers:
+            return step
+        assert step.hidden is not None
+        with jax.named_scope("recording"):
+            return step.leaving(NAME, jnp.concatenate([step.batch.sections[NAME].joined(), step.hidden], axis=-1))
+
+    def at_stage(self, stage: Any) -> StageExtension:
+        return StepTaker(stage, self)
+
+    def on_host(self, runner: Any) -> HostExtension:
+        return StepRecorder(runner)
+
+
+class StepTaker(StageExtension):
+    """Copies what the newest step gets before its forward pass, and what that leaves before its sampler.
+
+    Attributes:
+      is_on: steps are taken.
+      newest: bucket and arrays of the step dispatched last, which another dict replaces; see docs/troubleshooting.md.
+    """
+
+    name = NAME
+
+    def __init__(self, stage: Any, extension: RecordingExtension):
+        self._stage, self._programs, self._extension = stage, stage.programs, extension
+        self._shape: StageShape = stage.programs.shape
+        self.is_on = True
+        self.newest: tuple[Bucket, dict[str, np.ndarray]] | None = None
+        self._copies: dict[str, Any] = {}
+        self._ranks: list[list[StepRow]] = []
+        self._states: list[list[int]] = []
+
+    def plan_pool(self, num_pages: int) -> None:
+        self._num_pages = num_pages
+
+    def compile(self, bucket: Bucket, params: Sequence[Any]) -> None:
+        if self._copies:
+            return
+        state = self._programs.state_shapes
+        pool = [self._programs.kv_shapes(self._num_pages).data]
+        rows = {"pages": (pool, PAGE_ROWS), "long": (_long(state), SLOT_ROWS)}
+        if STATES in state.slots.sections:
+            rows[STATES] = (jax.tree.leaves(state.slots.sections[STATES]), SLOT_ROWS)
+        programs = {name: self._rows_program(name, *own) for name, own in rows.items()}
+        programs |= {name: self._copy_program(name, own) for name, own in _short(state).items()}
+        self._copies = {name: self._stage.compiled(program) for name, program in programs.items()}
+
+    def before_forward(self, bucket: Bucket, params: Sequence[Any], state: Any, message: Any) -> Any:
+        self.newest = None
+        if not self.is_on:
+            return None
+        before = self._copies["state"](_short(state)["state"])
+        arrays = {"message": np.array(message)}
+        arrays |= {f"state/{name}": np.asarray(array) for name, array in before.items()}
+        self._find_rows(bucket, arrays)
+        arrays |= self._take_pages(bucket, arrays, written=False)
+        arrays |= self._take_states()
+        if (scale := self._stage.pages.k_scale) is not None:
+            arrays["pages/k_scale"] = np.asarray(scale)
+        if (scale := self._stage.pages.v_scale) is not None:
+            arrays["pages/v_scale"] = np.asarray(scale)
+        self.newest = bucket, arrays
+        return None
+
+    def before_epilogue(self, name: str, state: Any, forwarded: Any) -> None:
+        if self.newest is None or name != SAMPLE:
+            return
+        bucket, arrays = self.newest
+        arrays |= {f"after/{name}": array for name, array in self._take_pages(bucket, arrays, written=True).items()}
+        arrays |= {f"after/{name}": array for name, array in self._take_states().items() if name[-1].isdigit()}
+        sampling = self._copies["sampling"](_short(state)["sampling"])
+        arrays |= {f"sampling/{name}": np.asarray(array) for name, array in sampling.items()}
+        slots = [[row.slot for row in rows] for rows in self._ranks]
+        long = self._rows("long", _long(state), slots, SLOT_ROWS)
+        arrays |= {f"sampling/{name}": array for name, array in zip(LONG, long, strict=True)}
+        arrays |= _places("rows", [[(at,) for at in range(len(rows))] for rows in self._ranks], ("row",))
+        arrays["rows/slot"] = np.array([slot for own in slots for slot in own], np.int32)
+        # Of padding nothing is kept.
+        rows = arrays["rows/rank"], arrays["rows/row"]
+        arrays["logits"] = _by_rank(forwarded.logits, len(self._ranks))[rows]
+        counts = [sum(row.count for row in rows) for rows in self._ranks]
+        arrays |= _places("tokens", [[(at,) for at in range(count)] for count in counts], ("token",))
+        if self._extension.keeps_layers:
+            hidden = _by_rank(forwarded.sections[NAME], len(self._ranks))
+            hidden = hidden[arrays["tokens/rank"], arrays["tokens/token"]]
+            arrays["layers"] = hidden.reshape(len(hidden), self._extension.num_kept, -1)
+
+    def _find_rows(self, bucket: Bucket, arrays: Mapping[str, np.ndarray]) -> None:
+        """Takes note of the rows of each replica, and of the rows of states that they read or write."""
+        layout, num_slots = self._programs.packer.layouts[bucket], self._shape.num_slots
+        known = arrays["state/num_computed"].reshape(len(arrays["message"]), -1)
+        self._ranks = [step_rows(layout, *own) for own in zip(arrays["message"], known, strict=True)]
+        self._states = []
+        for rows, table in zip(self._ranks, self._tables(bucket, arrays), strict=True):
+            found = {row.slot: None for row in rows}
+            if self._shape.config.num_state_snapshots:
+                of_slots = table[-num_slots:]
+                found |= {num_slots + int(of_slots[row.slot, at]): None for row in rows for at in (LOAD, SAVE)}
+            most = num_slots + self._shape.config.num_state_snapshots
+            self._states.append([row for row in found if 0 <= row < most])
+
+    def _tables(self, bucket: Bucket, arrays: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+        """Page tables of each replica as the forward pass reads them."""
+        layout, message = self._programs.packer.layouts[bucket], arrays["message"]
+        tables = arrays["state/page_table"].reshape(len(message), -1, arrays["state/page_table"].shape[-1])
+        return [page_tables(layout, *own) for own in zip(message, tables, strict=True)]
+
+    def _take_pages(self, bucket: Bucket, arrays: Mapping[str, np.ndarray], *, written: bool) -> dict[str, np.ndarray]:
+        """Pages that the step sees, or writes, of each layer: where they are, and their data."""
+        groups, size, num_slots = paged_groups(self._shape.groups), self._shape.config.block_size, self._shape.num_slots
+        places, wanted = [], []
+        for rows, tables in zip(self._ranks, self._tables(bucket, arrays), strict=True):
+            own: list[tuple[int, int]] = []
+            pool_rows: list[int] = []
+            for number, group in enumerate(groups):
+                table = tables[number * num_slots : (number + 1) * num_slots]
+                for page in pages_of(table, rows, group.window, size, written=written):
+                    own += [(layer, page) for layer in group.layers]
+                    pool_rows += [index * self._num_pages + page for index in range(len(group.layers))]
+            places.append(own)
+            wanted.append(pool_rows)
+        found = self._rows("pages", [self._stage.pages.data], wanted, PAGE_ROWS)
+        return {**_places("pages", places, ("layer", "page")), "pages/data": found[0]}
+
+    def _take_states(self) -> dict[str, np.ndarray]:
+        """Rows of states that the step reads or writes."""
+        if STATES not in self._copies:
+            return {}
+        leaves = jax.tree.leaves(self._stage.slots.sections[STATES])
+        found = self._rows(STATES, leaves, self._states, SLOT_ROWS)
+        places = _places(STATES, [[(row,) for row in rows] for rows in self._states], ("row",))
+        return {**places, **{f"{STATES}/{index}": array for index, array in enumerate(found)}}
+
+    def _rows(self, name: str, arrays: Any, wanted: Sequence[Sequence[int]], size: int) -> list[np.ndarray]:
+        """Rows of arrays, those of the first replica first. wanted: of each replica, its own numbers."""
+        parts: list[list[list[np.ndarray]]] = [[[] for _ in wanted] for _ in arrays]
+        for first in range(0, max(1, *map(len, wanted)), size):
+            chunks = [rows[first : first + size] for rows in wanted]
+            ids = np.zeros((len(wanted), size), np.int32)
+            for own, chunk in zip(ids, chunks, strict=True):
+                own[: len(chunk)] = chunk
+            for found, of_array in zip(self._copies[name](arrays, ids.reshape(-1)), parts, strict=True):
+                host = _by_rank(found, len(wanted))
+                for rank, chunk in enumerate(chunks):
+                    of_array[rank].append(host[rank, : len(chunk)])
+        return [np.concatenate([part for rank in of_array for part in rank]) for of_array in parts]
+
+    def _rows_program(self, name: str, arrays: Sequence[Any], size: int) -> Program:
+        """(arrays, i32[replicas * size]) -> these rows of each array."""
+        ids, num_ranks = self._shape.rows(size, np.int32), self._shape.num_ranks
+        results = [
+            jax.ShapeDtypeStruct((num_ranks * size, *array.shape[1:]), array.dtype, sharding=array.sharding)
+            for array in arrays
+        ]
+
+        def function(arrays: Sequence[jax.Array], ids: jax.Array) -> list[jax.Array]:
+            return [array[ids] for array in arrays]
+
+        return program_on(self._shape.mesh, f"record {name}", function, (list(arrays), ids), results, ())
+
+    def _copy_program(self, name: str, arrays: Any) -> Program:
+        """(arrays) -> the same; copies, for the originals are given up to steps."""
+
+        def function(arrays: Any) -> Any:
+            return jax.tree.map(lax.optimization_barrier, arrays)
+
+        return program_on(self._shape.mesh, f"record {name}", function, (arrays,), arrays, ())
+
+
+class StepRecorder(HostExtension):
+    """What the loop calls: the newest step, and an end to it all."""
+
+    def newest(self) -> tuple[Bucket, dict[str, np.ndarray]] | None:
+        """The bucket and arrays of the step dispatched last; arrays of its sampler come as that is dispatched."""
+        return self._taker.newest
+
+    def stop(self) -> None:
+        """Takes no more steps."""
+        self._taker.is_on = False
+
+    @property
+    def _taker(self) -> StepTaker:
+        return self.runner.last.extensions[NAME]
+
+
+def _short(state: Any) -> dict[str, dict[str, Any]]:
+    """Arrays of DeviceState that are copied whole: before a forward pass, and before a sampler."""
+    slots, sampling = state.slots, state.sampling
+    found = {"page_table": slots.page_table, "num_computed": slots.num_computed, "last_token": state.tokens.last_token}
+    found |= _leaves({name: own for name, own in slots.sections.items() if name != STATES})
+    params = {f"params/{name}": column for name, column in sampling.params._asdict().items()}
+    return {
+        "state": found,
+        "sampling": {**params, "logprob_ids": sampling.logprob_ids, **_leaves(state.tokens.sections)},
+    }
+
+
+def _leaves(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Arrays of sections."""
+    return {
+        f"sections/{name}/{at}": leaf for name, own in sections.items() for at, leaf in enumerate(jax.tree.leaves(own))
+    }
+
+
+def _long(state: Any) -> list[Any]:
+    """Arrays of LONG."""
+    return [state.tokens.token_counts, state.sampling.logit_bias, state.sampling.token_mask]
+
+
+def _by_rank(array: jax.Array, num_ranks: int) -> np.ndarray:
+    host = np.asarray(array)
+    return host.reshape(num_ranks, len(host) // num_ranks, *host.shape[1:])
+
+
+def _places(name: str, of_ranks: Sequence[Sequence[tuple[int, ...]]], fields: tuple[str, ...]) -> dict[str, np.ndarray]:
+    """Columns of places: the replica of each, and these fields."""
+    rows = [(rank, *place) for rank, places in enumerate(of_ranks) for place in places]
+    columns = np.array(rows, np.int32).reshape(len(rows), 1 + len(fields)).T
+    return {f"{name}/{field}": column for field, column in zip(("rank", *fields), columns, strict=True)}

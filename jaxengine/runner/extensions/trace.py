@@ -1,0 +1,59 @@
+"""trace: tokens that slots decode whatever they would choose (trace_decode_token_ids)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxengine.runner.extension import EVERYWHERE, DeviceExtension, HostExtension, Kept, StateChange
+from jaxengine.runner.programs.device_state import DeviceState, TokenState
+from jaxengine.runner.programs.state_changes import long_rows, own_slot
+from jaxengine.sampling.state import set_rows
+
+NAME, TRACE_ROWS = "trace", "trace rows"
+
+
+class TraceExtension(DeviceExtension):
+    """In the stage that samples. Its section of TokenState is i32[R, max_model_len]: of each slot and position 1 + the
+    token that is decoded there, 0 where the request chooses. Samplers only read it.
+
+    All of a trace is there from the beginning, by position, so that no step needs the host for it: it does not matter
+    how many tokens of it a step verifies, or which of them it computes again.
+    """
+
+    name = NAME
+
+    def tokens(self) -> Kept:
+        return Kept((self.shape.num_slots, self.shape.config.max_model_len), jnp.int32)
+
+    @property
+    def changes(self) -> Mapping[str, StateChange]:
+        return long_rows(TRACE_ROWS, _set_traces, self.shape.config.max_model_len, np.int32, EVERYWHERE)
+
+    def replace(self, tokens: TokenState, token_ids: jax.Array, slots: jax.Array, positions: jax.Array) -> jax.Array:
+        """The tokens i32[S] of rows with those of their traces in the place of drawn ones."""
+        own = tokens.sections[NAME].at[slots, positions].get(mode="fill", fill_value=0)
+        return jnp.where(own > 0, own - 1, token_ids)
+
+    def on_host(self, runner: Any) -> HostExtension:
+        return SlotTraces(runner)
+
+
+class SlotTraces(HostExtension):
+    """Writes the traces of slots."""
+
+    def set_traces(self, rows: list[tuple[int, int, tuple[int, ...]]]) -> None:
+        """Set the tokens of slots: (slot, position of the first, ids); no ids for a slot without a trace."""
+        longest = self.runner.config.max_model_len
+        own = [(slot, np.pad(1 + np.array(ids, np.int32), (first if ids else 0, 0))) for slot, first, ids in rows]
+        self.runner.change_rows(TRACE_ROWS, own, longest)
+
+
+def _set_traces(state: DeviceState, slots: jax.Array, rows: jax.Array) -> DeviceState:
+    assert state.tokens is not None
+    traces = set_rows(state.tokens.sections[NAME], own_slot(state, slots), rows)
+    return state._replace(tokens=state.tokens._replace(sections={**state.tokens.sections, NAME: traces}))

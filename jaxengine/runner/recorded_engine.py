@@ -1,0 +1,50 @@
+"""What `engine.json` of recorded steps says of the engine that ran them."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+from typing import Any
+
+from jaxengine.config.recording import replayed_options
+from jaxengine.models.kernel_rows import kernel_rows
+from jaxengine.runner.model_runner import ModelRunner
+from jaxengine.version import __version__
+
+_PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
+
+
+def about_engine(runner: ModelRunner) -> dict[str, Any]:
+    """What runs the steps of an engine, as plain JSON values: options, model, versions, device, kernels."""
+    config, programs = runner.config, runner.last.programs
+    model = programs.model.config
+    return {
+        "versions": {"jaxengine": __version__, **_versions()},
+        "platform": programs.layout,
+        "device": runner.device.device_kind,
+        "options": replayed_options(config),
+        "model": {
+            "architecture": model.architecture,
+            "layers": model.num_layers,
+            "hidden_size": model.hidden_size,
+            "vocab_size": model.vocab_size,
+            "digest": model_digest(model),
+        },
+        "kernels": kernel_rows(programs.layout),
+        "products": [{name: str(value) for name, value in row.items()} for row in runner.weight_rows],
+    }
+
+
+def model_digest(model: Any) -> str:
+    """A digest of a model's configuration, as far as it decides what is computed."""
+    return hashlib.sha256(repr(model).encode()).hexdigest()
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,304 @@
+"""POST /inference/v1/generate: token ids in, token ids out, in vLLM's form, as trainers ask for rollouts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any, Literal, Self
+
+from fastapi import APIRouter, Request, Response
+from pydantic import SkipValidation, model_validator
+
+from jaxengine.api.engine_client import EngineClient
+from jaxengine.requests.inputs import InputProcessor
+from jaxengine.requests.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
+from jaxengine.scheduler.errors import RequestError
+from jaxengine.server.http.answers import ABSENT, Answer, Error, PromptLogprobs, Usage, answers
+from jaxengine.server.http.fields import MAX_OPTIONS, JsonObject, Texts, TokenIds, at_most
+from jaxengine.server.http.limits import JsonRoute
+from jaxengine.server.http.models import choose_model
+from jaxengine.server.http.protocol import (
+    ClosedModel,
+    NamedRequest,
+    StreamOptions,
+    bias_by_id,
+    check_n,
+    json_logprob,
+    json_position,
+    usage,
+)
+from jaxengine.server.http.sse import answer, event, json_response, stream_events
+from jaxengine.server.http.weight_spans import SpanWriter, WeightVersions
+from jaxengine.server.names import served_names
+from jaxengine.server.options import ServerConfig
+from jaxengine.server.prompts import read_prompts
+
+
+class GenerateSampling(ClosedModel):
+    """Fields of SamplingParams, by vLLM's names; None is SamplingParams' default, whatever the model suggests.
+
+    max_tokens: None: the rest of the context, or what the server sets. detokenize has no effect: texts are made where
+    `stop` is looked for.
+    """
+
+    refused = {
+        "flat_logprobs": (False,),
+        "logits_processors": (),
+        "output_kind": (0, 1, 2),
+        "prompt_logprob_token_ids": (),
+        "repetition_detection": (),
+        "routed_experts_prompt_start": (0,),
+        "skip_reading_prefix_cache": (False,),
+        "stream_interval": (1,),
+        "thinking_token_budget": (-1,),
+        "trace_decode_token_ids": (),
+    }
+
+    n: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | Texts | None = None
+    stop_token_ids: TokenIds | None = None
+    ignore_eos: bool | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: TokenIds | None = None
+    detokenize: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    logit_bias: JsonObject | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Texts | None = None
+    structured_outputs: Annotated[JsonObject, at_most(MAX_OPTIONS)] | None = None
+    extra_args: Annotated[JsonObject, at_most(MAX_OPTIONS)] | None = None
+
+
+class GenerateRequest(NamedRequest):
+    """A prompt as token ids.
+
+    Attributes:
+      token_ids: the prompt.
+      sampling_params: how its answers are chosen.
+      return_token_ids: also return the prompt's.
+    """
+
+    refused = {
+        "content_parts": (),
+        "ec_transfer_params": (),
+        "features": (),
+        "kv_transfer_params": (),
+        "output_mode": ("tokens",),
+        "reasoning_ended": (),
+        "reasoning_parser_kwargs": (),
+        "token_offsets": (),
+    }
+
+    # Checked by read_prompts, as those of completions.
+    token_ids: Annotated[list[int], SkipValidation]
+    sampling_params: GenerateSampling
+    return_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options is only allowed with stream=true", param="stream_options")
+        if self.stream and self.sampling_params.prompt_logprobs is not None:
+            param = "sampling_params.prompt_logprobs"
+            raise RequestError(f"{param} is not available with stream=true", param=param)
+        return self
+
+    def prompt(self, inputs: InputProcessor) -> dict[str, Any]:
+        """The prompt for the engine. Raises RequestError."""
+        size, longest = inputs.model_config.vocab_size, inputs.config.max_model_len - 1
+        if not isinstance(self.token_ids, list) or not all(type(each) is int for each in self.token_ids[:1]):
+            raise RequestError("token_ids must be a list of token ids", param="token_ids")
+        (ids,) = read_prompts(self.token_ids or [[]], 1, size, longest, param="token_ids")
+        return {"prompt_token_ids": ids, "cache_salt": self.cache_salt}
+
+    def params(self, inputs: InputProcessor, config: ServerConfig) -> SamplingParams:
+        """The engine's sampling parameters. Raises RequestError."""
+        asked = self.sampling_params
+        check_n(asked.n, config)
+        given = {name: getattr(asked, name) for name in type(asked).model_fields if getattr(asked, name) is not None}
+        if asked.logit_bias is not None:
+            given["logit_bias"] = bias_by_id(asked.logit_bias, inputs.model_config.vocab_size)
+        given["detokenize"] = bool(asked.stop)
+        given["output_kind"] = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
+        return SamplingParams(**{"max_tokens": inputs.generation_defaults.get("max_tokens"), **given})
+
+
+class GenerateLogprob(Answer):
+    token_id: int
+    logprob: float
+    rank: int | None
+
+
+class GenerateTokenLogprob(GenerateLogprob):
+    top_logprobs: list[GenerateLogprob]
+
+
+class GenerateLogprobs(Answer):
+    content: list[GenerateTokenLogprob]
+
+
+class GenerateChunkChoice(Answer):
+    index: int
+    token_ids: list[int]
+    logprobs: GenerateLogprobs | None
+    finish_reason: Literal["stop", "length", "abort", "error"] | None
+    weight_versions: list[WeightVersions] = ABSENT
+
+
+class GenerateChoice(GenerateChunkChoice):
+    finish_reason: Literal["stop", "length", "abort", "error"]
+    stop_reason: int | str | None
+    routed_experts: None
+    sampling_mask: None
+
+
+class Generated(Answer):
+    request_id: str
+    model: str
+    created: int
+    output_mode: Literal["tokens"]
+    choices: list[GenerateChoice]
+    prompt_logprobs: PromptLogprobs | None
+    prompt_token_ids: list[int] | None
+    kv_transfer_params: None
+    usage: Usage
+
+
+class GeneratedChunk(Answer):
+    request_id: str
+    output_mode: Literal["tokens"]
+    choices: list[GenerateChunkChoice]
+    prompt_token_ids: list[int] = ABSENT
+    usage: Usage = ABSENT
+
+
+class _Writer:
+    """Writes the answer to one request, or the pieces of a stream."""
+
+    def __init__(self, body: GenerateRequest, config: ServerConfig, name: str, model: str, num_prompt_tokens: int):
+        self._body, self._num_prompt_tokens = body, num_prompt_tokens
+        self._head = {"request_id": name, "output_mode": "tokens"}
+        self._model, self._spans = model, SpanWriter()
+        self._num_tokens = self._num_cached_tokens = 0
+        options = body.stream_options or StreamOptions()
+        self._counts_last = bool(options.include_usage) or config.enable_force_include_usage
+        self._counts_always = self._counts_last and bool(options.continuous_usage_stats)
+        self._has_begun = False
+
+    def whole(self, output: RequestOutput) -> Response:
+        """The complete answer."""
+        choices = []
+        for each in output.outputs:
+            more = {"stop_reason": each.stop_reason, "routed_experts": None, "sampling_mask": None}
+            choices.append({**self._choice(each), **more})
+        self._count(output)
+        scored = self._body.sampling_params.prompt_logprobs is not None
+        return json_response(
+            {
+                **self._head,
+                "model": self._model,
+                "created": int(time.time()),
+                "choices": sorted(choices, key=lambda choice: choice["index"]),
+                "prompt_logprobs": [json_position(each) for each in output.prompt_logprobs or ()] if scored else None,
+                "prompt_token_ids": output.prompt_token_ids if self._body.return_token_ids else None,
+                "kv_transfer_params": None,
+                "usage": self._usage(),
+            }
+        )
+
+    def pieces(self, output: RequestOutput) -> bytes:
+        """Events for what is new."""
+        self._count(output)
+        found = b""
+        for each in output.outputs:
+            if not each.token_ids and each.finish_reason is None:
+                continue
+            more: dict[str, Any] = {"usage": self._usage()} if self._counts_always else {}
+            if self._body.return_token_ids and not self._has_begun:
+                more["prompt_token_ids"] = output.prompt_token_ids
+            self._has_begun = True
+            found += event({**self._head, "choices": [self._choice(each)], **more})
+        return found
+
+    def end(self) -> bytes:
+        """The last event: token counts, where they are asked for."""
+        return event({**self._head, "choices": [], "usage": self._usage()}) if self._counts_last else b""
+
+    def _count(self, output: RequestOutput) -> None:
+        self._num_tokens += sum(len(each.token_ids) for each in output.outputs)
+        self._num_cached_tokens = output.num_cached_tokens or 0
+
+    def _usage(self) -> dict[str, Any]:
+        return usage(self._num_prompt_tokens, self._num_tokens, self._num_cached_tokens)
+
+    def _choice(self, output: CompletionOutput) -> dict[str, Any]:
+        logprobs = None
+        if output.logprobs is not None:
+            pairs = zip(output.token_ids, output.logprobs, strict=True)
+            logprobs = {"content": [_json_logprobs(token_id, position) for token_id, position in pairs]}
+        return {
+            "index": output.index,
+            "token_ids": [*output.token_ids],
+            "logprobs": logprobs,
+            "finish_reason": output.finish_reason,
+            **self._spans.of(output.index, output),
+        }
+
+
+def _json_logprobs(token_id: int, position: PositionLogprobs) -> dict[str, Any]:
+    """The token that was chosen, and all that were looked at: it first, then the others by rank."""
+    others = [each for each in position if each != token_id]
+    tops = [
+        {"token_id": each, "logprob": json_logprob(position[each].logprob), "rank": position[each].rank}
+        for each in (token_id, *others)
+    ]
+    return {**tops[0], "top_logprobs": tops}
+
+
+def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
+    routes = APIRouter(tags=["generate"], route_class=JsonRoute)
+    names = served_names(engine, config)
+
+    @routes.post("/inference/v1/generate", response_class=Response)
+    @answers(Generated, GeneratedChunk | Error)
+    async def generate(body: GenerateRequest, request: Request) -> Response:
+        model, lora = await choose_model(engine, body.model, names)
+        name = body.register("generate-tokens", request)
+        prompt, params = body.prompt(engine.inputs), body.params(engine.inputs, config)
+        options = body.options(request, config, lora)
+        writer = _Writer(body, config, name, model, len(prompt["prompt_token_ids"]))
+
+        async def whole() -> Response:
+            last: RequestOutput | None = None
+            async for output in engine.stream(prompt, params, name, options):
+                last = output
+            if last is None:
+                raise RuntimeError(f"{name} ended without an output")
+            return writer.whole(last)
+
+        async def events() -> AsyncGenerator[bytes, None]:
+            async for output in engine.stream(prompt, params, name, options):
+                yield writer.pieces(output)
+            yield writer.end()
+
+        if body.stream:
+            return await stream_events(request, events(), config.stream_write_timeout)
+        return await answer(request, whole())
+
+    return routes

@@ -1,0 +1,15 @@
+"""What sampling made of the tokens of an answer, as the field `return_sampling_mass` asks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxengine.requests.outputs import SAMPLING_FIELDS, CompletionOutput
+from jaxengine.server.http.protocol import json_logprob
+
+
+def sampling_fields(output: CompletionOutput) -> dict[str, Any]:
+    """Returns those fields of a choice, each a number for each token of the output; {} where none were asked for."""
+    if output.sampling_log_mass is None:
+        return {}
+    return {name: [*map(json_logprob, getattr(output, name).tolist())] for name in SAMPLING_FIELDS}

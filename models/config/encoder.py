@@ -1,0 +1,40 @@
+"""What encoders have that decoders lack: tables of positions and of token types, and an activation by name."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from jaxengine.models.config.fields import ConfigFields
+
+# Values of `hidden_act`; the first one is what a file without it means.
+ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu")
+
+
+class EncoderConfig(NamedTuple):
+    """Sizes and choices of an encoder's embeddings and MLPs.
+
+    Attributes:
+      activation: one of ACTIVATIONS.
+      num_token_types: rows of the table of token types; 0 for a model without one. A token of type n has the token id
+        of its text plus n times the rows of the token table, so that a request needs nothing besides its ids.
+      num_positions: rows of the position table; 0 for a model without one.
+      first_position: the row that a prompt's first token has.
+      norm_bias: whether norms have biases.
+      head_activation, head_bias: of the dense layer before scores of labels, where the family leaves that open.
+    """
+
+    activation: str
+    num_token_types: int
+    num_positions: int
+    first_position: int = 0
+    norm_bias: bool = True
+    head_activation: str = ACTIVATIONS[0]
+    head_bias: bool = True
+
+
+def read_activation(fields: ConfigFields, name: str = "hidden_act") -> str:
+    """Read the activation's name, the first of ACTIVATIONS where it is absent. Raises ModelConfigError."""
+    activation = fields.text(name, ACTIVATIONS[0])
+    if activation not in ACTIVATIONS:
+        raise fields.fail(name, ", ".join(ACTIVATIONS))
+    return activation

@@ -1,0 +1,53 @@
+"""BERT (Devlin et al. 2018, arXiv:1810.04805)."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from jaxengine.models.config.encoder import EncoderConfig, read_activation
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.layers.encoder import HIDDEN_ACT, EncoderNames, PostNormEncoder, encoder_fields
+from jaxengine.models.params.source import CheckpointNames
+
+NAMES = EncoderNames(
+    layer="model.encoder.layer.{layer}",
+    query="attention.self.query",
+    key="attention.self.key",
+    value="attention.self.value",
+    out="attention.output.dense",
+    attention_norm="attention.output.LayerNorm",
+    up="intermediate.dense",
+    down="output.dense",
+    mlp_norm="output.LayerNorm",
+    dense="model.pooler.dense",
+    labels="model.classifier",
+)
+
+
+class BertModel(PostNormEncoder):
+    """BERT's encoder, with a tanh layer and scores of labels where it classifies."""
+
+    names: ClassVar[EncoderNames] = NAMES
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
+        prefixes=(("model.bert.", "model."),),
+        # As TensorFlow's checkpoints have them.
+        suffixes=((".LayerNorm.gamma", ".LayerNorm.weight"), (".LayerNorm.beta", ".LayerNorm.bias")),
+        heads=("model.pooler.", "model.cls.", "model.classifier."),
+    )
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        fields.require(position_embedding_type="absolute", is_decoder=False)
+        fields = fields.with_defaults(vocab_size=30522, max_position_embeddings=512, layer_norm_eps=1e-12)
+        encoder = EncoderConfig(
+            read_activation(fields),
+            num_token_types=fields.integer("type_vocab_size", 2),
+            num_positions=fields.integer("max_position_embeddings"),
+            first_position=cls.first_position(fields),
+        )
+        return encoder_fields(fields, encoder, activation=HIDDEN_ACT, eps="layer_norm_eps")
+
+    @classmethod
+    def first_position(cls, fields: ConfigFields) -> int:
+        """Read the row of the position table that a prompt's first token has. Raises ModelConfigError."""
+        return 0

@@ -1,0 +1,58 @@
+"""DistilBERT (Sanh et al. 2019, arXiv:1910.01108): BERT's encoder without token types, under names of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+
+from jaxengine.models.config.encoder import ACTIVATIONS, EncoderConfig, read_activation
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.hf import Activation
+from jaxengine.models.layers.encoder import EncoderNames, PostNormEncoder, encoder_fields
+from jaxengine.models.params.source import CheckpointNames
+
+# config.json's names for what other encoders call so.
+_FIELDS = {
+    "hidden_size": "dim",
+    "num_attention_heads": "n_heads",
+    "num_hidden_layers": "n_layers",
+    "intermediate_size": "hidden_dim",
+}
+_DEFAULTS = {"dim": 768, "n_heads": 12, "n_layers": 6, "hidden_dim": 3072, "vocab_size": 30522}
+
+
+class DistilBertModel(PostNormEncoder):
+    """DistilBERT's encoder, with a ReLU layer and scores of labels where it classifies."""
+
+    names: ClassVar[EncoderNames] = EncoderNames(
+        layer="model.transformer.layer.{layer}",
+        query="attention.q_lin",
+        key="attention.k_lin",
+        value="attention.v_lin",
+        out="attention.out_lin",
+        attention_norm="sa_layer_norm",
+        up="ffn.lin1",
+        down="ffn.lin2",
+        mlp_norm="output_layer_norm",
+        dense="model.pre_classifier",
+        labels="model.classifier",
+    )
+    label_activation: ClassVar[Callable[[jax.Array], jax.Array]] = staticmethod(jax.nn.relu)
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
+        prefixes=(("model.distilbert.", "model."),),
+        heads=("model.pre_classifier.", "model.classifier.", "model.vocab_"),
+    )
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        fields = fields.with_defaults(**_DEFAULTS, max_position_embeddings=512, layer_norm_eps=1e-12)
+        fields = ConfigFields({**fields.raw, **{name: fields.value(own) for name, own in _FIELDS.items()}})
+        encoder = EncoderConfig(
+            read_activation(fields, "activation"),
+            num_token_types=0,
+            num_positions=fields.integer("max_position_embeddings"),
+        )
+        activation = Activation("activation", ACTIVATIONS)
+        return encoder_fields(fields, encoder, activation=activation, eps="layer_norm_eps")

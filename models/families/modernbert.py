@@ -1,0 +1,165 @@
+"""ModernBERT (Warner et al. 2024, arXiv:2412.13663): an encoder with rope, gated MLPs and norms before a layer's parts,
+whose tokens see those around them in two of three layers, and all in the third."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, ClassVar
+
+import jax
+from flax import nnx
+
+from jaxengine.models.build import Build
+from jaxengine.models.config.encoder import ACTIVATIONS, EncoderConfig, read_activation
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.hf import (
+    FULL,
+    SLIDING,
+    Activation,
+    hf_fields,
+    layer_kinds,
+    read_head_dim,
+    ropes_by_kind,
+    windows_by_kind,
+)
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.pooler import CLS, MEAN, Classifier
+from jaxengine.models.layers.attention import Attention
+from jaxengine.models.layers.classify import DenseLabelScores
+from jaxengine.models.layers.embedding import Embedding
+from jaxengine.models.layers.encoder import FUNCTIONS, Encoder, Identity, PreNormLayer
+from jaxengine.models.layers.mlp import GatedMLP
+from jaxengine.models.layers.norm import LayerNorm, UnbiasedLayerNorm
+from jaxengine.models.params.declare import Source, parts_of
+from jaxengine.models.params.source import CheckpointNames
+
+LAYER = "model.layers.{layer}"
+_DEFAULTS = {
+    "vocab_size": 50368,
+    "hidden_size": 768,
+    "intermediate_size": 1152,
+    "num_hidden_layers": 22,
+    "num_attention_heads": 12,
+    "max_position_embeddings": 8192,
+    "norm_eps": 1e-5,
+    "local_attention": 128,
+    "global_rope_theta": 160_000.0,
+    "local_rope_theta": 10_000.0,
+}
+
+
+class NormedEmbedding(nnx.Module):
+    """norm(token)."""
+
+    def __init__(self, config: ModelConfig, *, norm: nnx.Module, build: Build):
+        source = "model.embeddings.tok_embeddings"
+        self.tokens, self.norm = Embedding(config.vocab_size, config.hidden_size, source=source, build=build), norm
+
+    def __call__(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
+        """Embed tokens i32[T] -> [T, D], wherever they stand."""
+        return self.norm(self.tokens(token_ids))
+
+
+class ModernBertModel(Encoder):
+    """Encoder of pre-norm layers with rope, with a dense layer, a norm and scores of labels where it classifies."""
+
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
+        heads=("head.", "classifier.", "decoder.", "model.head.", "model.classifier.", "model.decoder.")
+    )
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        fields = fields.with_defaults(**_DEFAULTS)
+        fields.require(rope_scaling=None)
+        fields = fields.with_defaults(rope_theta=fields.value("global_rope_theta"))
+        bias, head_dim = fields.boolean("attention_bias", False), read_head_dim(fields)
+        kinds, window = _kinds(fields), fields.integer("local_attention") // 2 + 1
+        shared = hf_fields(
+            fields,
+            windows=windows_by_kind(kinds, window),
+            ropes=ropes_by_kind(fields, head_dim, kinds, sliding_theta="local_rope_theta"),
+            activation=Activation("hidden_activation", ACTIVATIONS),
+            tied=True,
+            eps="norm_eps",
+            causal=False,
+            bias=bias,
+            output_bias=bias,
+        )
+        encoder = EncoderConfig(
+            read_activation(fields, "hidden_activation"),
+            num_token_types=0,
+            num_positions=0,
+            norm_bias=fields.boolean("norm_bias", False),
+            head_activation=read_activation(fields, "classifier_activation"),
+            head_bias=fields.boolean("classifier_bias", False),
+        )
+        return shared | {"mlp_bias": fields.boolean("mlp_bias", False), "encoder": encoder}
+
+    @classmethod
+    def usual_pooling(cls, fields: ConfigFields) -> str:
+        kinds = {"cls": CLS, "mean": MEAN}
+        if (kind := fields.text("classifier_pooling", "cls")) not in kinds:
+            raise fields.fail("classifier_pooling", ", ".join(kinds))
+        return kinds[kind]
+
+    @property
+    def encoder(self) -> EncoderConfig:
+        assert self.config.encoder is not None
+        return self.config.encoder
+
+    def norm_of(self, source: str, build: Build) -> nnx.Module:
+        """Make the norm that a checkpoint has as module `source`."""
+        norm = LayerNorm if self.encoder.norm_bias else UnbiasedLayerNorm
+        return norm(self.config.hidden_size, self.config.rms_norm_eps, source=source, build=build)
+
+    def make_embedding(self, build: Build) -> NormedEmbedding:
+        return NormedEmbedding(self.config, norm=self.norm_of("model.embeddings.norm", build), build=build)
+
+    def make_norm(self, build: Build) -> nnx.Module:
+        return self.norm_of("model.final_norm", build)
+
+    def make_layer(self, layer: int, build: Build) -> nnx.Module:
+        config, size, ffn = self.config, self.config.hidden_size, self.config.intermediate_size
+        attention = config.attention[layer]
+        width = attention.num_heads * attention.head_dim
+        attend = Attention(
+            attention,
+            size,
+            eps=config.rms_norm_eps,
+            source=LAYER,
+            qkv=parts_of(f"{LAYER}.attn.Wqkv", width, width, width),
+            out=Source(f"{LAYER}.attn.Wo", size),
+            build=build,
+        )
+        mlp = GatedMLP(
+            size,
+            ffn,
+            source=LAYER,
+            gate_up=parts_of(f"{LAYER}.mlp.Wi", ffn, ffn),
+            down=Source(f"{LAYER}.mlp.Wo", size),
+            bias=config.mlp_bias,
+            activation=FUNCTIONS[self.encoder.activation],
+            build=build,
+        )
+        # The first layer's input is normed already.
+        before = self.norm_of(f"{LAYER}.attn_norm", build) if layer else Identity()
+        return PreNormLayer(before, attend, self.norm_of(f"{LAYER}.mlp_norm", build), mlp)
+
+    def make_labels(self, classifier: Classifier, build: Build) -> DenseLabelScores:
+        return DenseLabelScores(
+            self.config.hidden_size,
+            classifier,
+            ("head.dense", "classifier"),
+            activation=FUNCTIONS[self.encoder.head_activation],
+            build=build,
+            dense_bias=self.encoder.head_bias,
+            norm=partial(self.norm_of, "head.norm"),
+        )
+
+
+def _kinds(fields: ConfigFields) -> tuple[str, ...]:
+    """FULL or SLIDING for each layer: as listed, else the first of every few is FULL. Raises ModelConfigError."""
+    if fields.has("layer_types"):
+        return layer_kinds(fields)
+    every = fields.integer("global_attn_every_n_layers", 3)
+    return tuple(SLIDING if layer % every else FULL for layer in range(fields.integer("num_hidden_layers")))

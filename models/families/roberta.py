@@ -1,0 +1,35 @@
+"""RoBERTa (Liu et al. 2019, arXiv:1907.11692) and XLM-RoBERTa: BERT's encoder with positions behind padding's."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.models.families.bert import NAMES, BertModel
+from jaxengine.models.layers.encoder import EncoderNames
+from jaxengine.models.params.source import CheckpointNames
+
+
+class RobertaModel(BertModel):
+    """BERT's layers; a prompt's first position is the one after that of the padding token's id."""
+
+    names: ClassVar[EncoderNames] = NAMES._replace(dense="model.classifier.dense", labels="model.classifier.out_proj")
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
+        prefixes=(("model.roberta.", "model."),),
+        heads=("model.pooler.", "model.lm_head.", "model.classifier."),
+    )
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        return super().read_hf(fields.with_defaults(vocab_size=50265))
+
+    @classmethod
+    def first_position(cls, fields: ConfigFields) -> int:
+        first = fields.integer("pad_token_id", 1, minimum=0) + 1
+        if first >= fields.integer("max_position_embeddings"):
+            raise ModelConfigError("pad_token_id must leave positions behind it, below max_position_embeddings - 1")
+        return first
+
+
+class XLMRobertaModel(RobertaModel):
+    """RoBERTa of a hundred languages (Conneau et al. 2019, arXiv:1911.02116)."""

@@ -1,0 +1,210 @@
+"""Encoder: a transformer whose tokens see their whole prompt. It pools, and generates nothing.
+
+PostNormEncoder has learned positions and norms after a layer's parts; a family says what its checkpoints call the parts
+(EncoderNames).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxengine.models.build import Build
+from jaxengine.models.config.encoder import ACTIVATIONS, EncoderConfig
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.hf import Activation, hf_fields
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.pooler import CLS, Classifier
+from jaxengine.models.forward_batch import ForwardBatch
+from jaxengine.models.layers.attention import Attention, LayerPages, StepInputs
+from jaxengine.models.layers.classify import DenseLabelScores
+from jaxengine.models.layers.decoder import Decoder
+from jaxengine.models.layers.embedding import Embedding
+from jaxengine.models.layers.mlp import MLP, gelu, gelu_tanh
+from jaxengine.models.layers.norm import LayerNorm
+from jaxengine.models.params.declare import ParamDecl, Source, declare
+from jaxengine.pallas_kernels.kv.pages import KVPages
+
+FUNCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "gelu": gelu,
+    "gelu_new": gelu_tanh,
+    "gelu_pytorch_tanh": gelu_tanh,
+    "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
+}
+
+
+class EncoderNames(NamedTuple):
+    """Checkpoint modules of an encoder; names from `query` to `mlp_norm` are those within a layer.
+
+    Attributes:
+      layer: a layer, with "{layer}" for its number.
+      query, key, value, out: attention's projections. attention_norm, mlp_norm: the norms after each part.
+      up, down: the MLP's projections.
+      dense, labels: the two projections of a classifier.
+    """
+
+    layer: str
+    query: str
+    key: str
+    value: str
+    out: str
+    attention_norm: str
+    up: str
+    down: str
+    mlp_norm: str
+    dense: str
+    labels: str
+
+
+def encoder_fields(fields: ConfigFields, encoder: EncoderConfig, **names: Any) -> dict[str, Any]:
+    """Read the fields that encoders share: keyword arguments of ModelConfig, without the architecture.
+
+    vocab_size counts each token once for each of the encoder's token types, and max_position_embeddings leaves out the
+    positions before its first. names: `activation` and `eps` as in hf_fields. Raises ModelConfigError.
+    """
+    ropes = [None] * fields.integer("num_hidden_layers")
+    shared = hf_fields(fields, ropes=ropes, tied=True, causal=False, bias=True, output_bias=True, **names)
+    return shared | {
+        "vocab_size": shared["vocab_size"] * max(1, encoder.num_token_types),
+        "max_position_embeddings": encoder.num_positions - encoder.first_position,
+        "encoder": encoder,
+    }
+
+
+class EncoderEmbeddings(nnx.Module):
+    """norm(token + token type + position), under BERT's names for the tables and the norm."""
+
+    def __init__(self, config: ModelConfig, encoder: EncoderConfig, *, source: str, build: Build):
+        size, types = config.hidden_size, encoder.num_token_types
+        self.first_position, self.num_rows = encoder.first_position, config.vocab_size // max(1, types)
+
+        def table(name: str, rows: int) -> Any:  # in whole on every device
+            decl = ParamDecl((None, None), (Source(f"{source}.{name}", rows).tensor("weight"),))
+            return declare((rows, size), build.dtype, decl)
+
+        self.tokens = Embedding(self.num_rows, size, source=f"{source}.word_embeddings", build=build)
+        self.types = table("token_type_embeddings", types) if types else None
+        self.positions = table("position_embeddings", encoder.num_positions)
+        self.norm = LayerNorm(size, config.rms_norm_eps, source=f"{source}.LayerNorm", build=build)
+
+    def __call__(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
+        """Embed tokens i32[T], with their types in their ids (EncoderConfig), at positions i32[T] -> [T, D]."""
+        x = self.tokens(token_ids % self.num_rows).astype(jnp.float32)
+        if self.types is not None:
+            x = x + self.types[...][token_ids // self.num_rows].astype(jnp.float32)
+        x = x + self.positions[...][positions + self.first_position].astype(jnp.float32)
+        return self.norm(x).astype(self.positions.dtype)
+
+
+class PostNormLayer(nnx.Module):
+    """norm(x + attention(x)), then norm(x + mlp(x))."""
+
+    def __init__(self, attention: nnx.Module, attention_norm: nnx.Module, mlp: nnx.Module, mlp_norm: nnx.Module):
+        self.attention, self.attention_norm, self.mlp, self.mlp_norm = attention, attention_norm, mlp, mlp_norm
+
+    def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
+        with jax.named_scope("attention"):
+            attended, kv = self.attention(x, kv, pages, step)
+            x = self.attention_norm(x + attended)
+        with jax.named_scope("mlp"):
+            return self.mlp_norm(x + self.mlp(x, step.rows)), kv
+
+
+class PreNormLayer(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)), of norms that a family has made."""
+
+    def __init__(self, attention_norm: nnx.Module, attention: nnx.Module, mlp_norm: nnx.Module, mlp: nnx.Module):
+        self.attention_norm, self.attention, self.mlp_norm, self.mlp = attention_norm, attention, mlp_norm, mlp
+
+    def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
+        with jax.named_scope("attention"):
+            attended, kv = self.attention(self.attention_norm(x), kv, pages, step)
+            x = x + attended
+        with jax.named_scope("mlp"):
+            return x + self.mlp(self.mlp_norm(x), step.rows), kv
+
+
+class Identity(nnx.Module):
+    """x, in the place of a norm."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x
+
+
+class Encoder(Decoder):
+    """A decoder's stack of layers whose tokens see their whole prompt; `embed` gets the tokens' positions as well."""
+
+    @classmethod
+    def usual_pooling(cls, fields: ConfigFields) -> str:
+        """What pools where the checkpoint does not say: by default the first token, which is for that.
+
+        Raises ModelConfigError.
+        """
+        return CLS
+
+    def embed_batch(self, batch: ForwardBatch) -> jax.Array:
+        return self.embed(batch.token_ids, batch.positions)
+
+
+class PostNormEncoder(Encoder):
+    """A stack of PostNormLayers behind EncoderEmbeddings.
+
+    Attributes:
+      names: checkpoint modules of the parts.
+      label_activation: function between the two projections of a classifier.
+    """
+
+    names: ClassVar[EncoderNames]
+    label_activation: ClassVar[Callable[[jax.Array], jax.Array]] = staticmethod(jnp.tanh)
+
+    def make_embedding(self, build: Build) -> EncoderEmbeddings:
+        assert self.config.encoder is not None
+        return EncoderEmbeddings(self.config, self.config.encoder, source="model.embeddings", build=build)
+
+    def make_layer(self, layer: int, build: Build) -> nnx.Module:
+        config, size, names = self.config, self.config.hidden_size, self.names
+        attention, encoder = config.attention[layer], config.encoder
+        assert encoder is not None
+        width = attention.num_heads * attention.head_dim
+        attend = Attention(
+            attention,
+            size,
+            eps=config.rms_norm_eps,
+            source=names.layer,
+            qkv=[Source(f"{names.layer}.{name}", width) for name in (names.query, names.key, names.value)],
+            out=Source(f"{names.layer}.{names.out}", size),
+            build=build,
+        )
+        mlp = MLP(
+            size,
+            config.intermediate_size,
+            source=names.layer,
+            up=names.up,
+            down=names.down,
+            activation=FUNCTIONS[encoder.activation],
+            bias=True,
+            build=build,
+        )
+        norms = [
+            LayerNorm(size, config.rms_norm_eps, source=f"{names.layer}.{name}", build=build)
+            for name in (names.attention_norm, names.mlp_norm)
+        ]
+        return PostNormLayer(attend, norms[0], mlp, norms[1])
+
+    def make_norm(self, build: Build) -> nnx.Module:
+        return Identity()
+
+    def make_labels(self, classifier: Classifier, build: Build) -> DenseLabelScores:
+        sources = self.names.dense, self.names.labels
+        return DenseLabelScores(
+            self.config.hidden_size, classifier, sources, activation=type(self).label_activation, build=build
+        )
+
+
+# Of checkpoints that say `hidden_act`.
+HIDDEN_ACT = Activation("hidden_act", ACTIVATIONS)

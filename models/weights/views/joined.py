@@ -1,0 +1,40 @@
+"""View of several checkpoints as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from jaxengine.models.params.source import WHOLE, WeightSource, WrappedSource
+
+
+class JoinedSource(WrappedSource):
+    """WeightSource of a checkpoint and of others beside it, whose tensors have names that begin with their prefixes."""
+
+    def __init__(self, source: WeightSource, others: Mapping[str, WeightSource]):
+        """others: by prefix."""
+        super().__init__(source)
+        self._others = dict(others)
+        self._where = {f"{prefix}{name}": (prefix, name) for prefix, other in others.items() for name in other.names()}
+
+    def names(self) -> Iterable[str]:
+        return (*self._source.names(), *self._where)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        source, own = self._of(name)
+        return source.shape(own)
+
+    def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
+        source, own = self._of(name)
+        return source.read(own, rows, columns)
+
+    def close(self) -> None:
+        for source in (self._source, *self._others.values()):
+            source.close()
+
+    def _of(self, name: str) -> tuple[WeightSource, str]:
+        if name not in self._where:
+            return self._source, name
+        prefix, own = self._where[name]
+        return self._others[prefix], own

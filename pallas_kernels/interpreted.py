@@ -1,0 +1,28 @@
+"""Programs of one platform's kernels on a CPU: Pallas kernels run in jax's interpreters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from jaxengine.pallas_kernels.registry import rows_of
+
+
+@contextmanager
+def interpreted(platform: str) -> Iterator[None]:
+    """Context in which programs are traced and run with the kernels of "tpu" or "gpu", interpreted on the CPU.
+
+    Of Mosaic GPU kernels jax interprets those without wgmma; others raise NotImplementedError while they are compiled.
+    Arrays must have the layout of the platform. Slow.
+    """
+    from jax.experimental.pallas import tpu as pltpu
+
+    if platform == "gpu":
+        from jaxengine.pallas_kernels.mosaic_gpu import interpreter
+
+        # One setting of jax forces both interpreters.
+        params = interpreter()
+    else:
+        params = pltpu.InterpretParams()
+    with rows_of(platform), pltpu.force_tpu_interpret_mode(params):
+        yield

@@ -1,0 +1,176 @@
+"""/inference/v1/generate, and the requests that trainers send to it and to the routes around it, as they send them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jaxengine.requests.sampling_params import SamplingParams
+from jaxengine.server.http.app import create_app
+from jaxengine.server.http.generate import GenerateSampling
+from jaxengine.server.options import ServerConfig
+from tests.jaxengine.server.asgi_client import http_client, post
+from tests.tables import each_row
+
+PATH = "/inference/v1/generate"
+IDS = [5, 6, 7, 8, 9, 10]
+SAMPLED = {"temperature": 1.0, "max_tokens": 6, "ignore_eos": True, "seed": 4}
+
+
+@pytest.fixture(scope="module")
+def app(chat_engine):
+    return create_app(chat_engine, ServerConfig())
+
+
+def body(**sampling: Any) -> dict[str, Any]:
+    return {"token_ids": IDS, "sampling_params": SAMPLED | sampling}
+
+
+async def test_tokens_go_in_and_come_out(app, chat_engine):
+    answer = await post(app, PATH, **body(logprobs=2, prompt_logprobs=1, n=2), request_id="mine", return_token_ids=True)
+    assert answer.status == 200, answer.body
+    found = answer.json
+    assert (found["request_id"], found["output_mode"], found["prompt_token_ids"]) == (
+        "generate-tokens-mine",
+        "tokens",
+        IDS,
+    )
+    assert found["usage"]["prompt_tokens"] == 6 and found["usage"]["completion_tokens"] == 12
+    assert len(found["prompt_logprobs"]) == 6 and found["prompt_logprobs"][0] is None
+    params = SamplingParams(**SAMPLED, n=2, logprobs=2)
+    async for output in chat_engine.generate({"prompt_token_ids": IDS}, params, "other"):
+        expected = output
+    for choice, other in zip(found["choices"], expected.outputs, strict=True):
+        assert choice["index"] == other.index and choice["token_ids"] == other.token_ids
+        assert choice["finish_reason"] == "length" and choice["stop_reason"] is None
+        assert choice["weight_versions"] == [{"version": 0, "start": 0, "end": 6}]
+        for token, position, entry in zip(other.token_ids, other.logprobs, choice["logprobs"]["content"], strict=True):
+            first, *rest = entry["top_logprobs"]
+            assert {**first, "top_logprobs": [first, *rest]} == entry and entry["token_id"] == token
+            assert {each["token_id"]: (each["logprob"], each["rank"]) for each in (first, *rest)} == {
+                key: (each.logprob, each.rank) for key, each in position.items()
+            }
+            assert [each["rank"] for each in rest] == sorted(each["rank"] for each in rest)
+
+
+async def test_pieces_of_a_stream_are_the_whole(app):
+    whole = (await post(app, PATH, **body(logprobs=0), return_token_ids=True)).json["choices"][0]
+    more = {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
+    first, *events, last = (await post(app, PATH, **body(logprobs=0), **more)).events
+    assert first["prompt_token_ids"] == IDS and not any("prompt_token_ids" in each for each in events)
+    choices = [each["choices"][0] for each in (first, *events)]
+    assert [token for each in choices for token in each["token_ids"]] == whole["token_ids"]
+    assert [entry for each in choices for entry in each["logprobs"]["content"]] == whole["logprobs"]["content"]
+    assert [each["finish_reason"] for each in choices] == [None] * (len(choices) - 1) + ["length"]
+    assert choices[-1]["weight_versions"] == whole["weight_versions"]
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == 6
+
+
+async def test_defaults_are_those_of_sampling_params(app, monkeypatch, chat_engine):
+    """Not the model's suggestions, which a trainer knows nothing of; but for max_tokens, as in vLLM."""
+    monkeypatch.setattr(chat_engine.inputs, "generation_defaults", {"temperature": 0.0, "max_tokens": 3})
+    given = {"token_ids": IDS, "sampling_params": {"seed": 4, "ignore_eos": True}}
+    tokens = [(await post(app, PATH, **given)).json["choices"][0]["token_ids"] for _ in range(2)]
+    drawn = (await post(app, PATH, **body(max_tokens=3))).json["choices"][0]["token_ids"]
+    assert tokens == [drawn, drawn]
+
+
+async def test_stop_strings_are_looked_for(app):
+    text = (await post(app, "/v1/completions", prompt=IDS, **SAMPLED)).json["choices"][0]["text"]
+    found = (await post(app, PATH, **body(stop=[text[3:6]]))).json["choices"][0]
+    assert found["finish_reason"] == "stop" and found["stop_reason"] == text[3:6] and len(found["token_ids"]) < 6
+
+
+def test_every_field_of_sampling_params_is_known():
+    ours = {"stop_after", "thinking_words", "return_hidden_states", "prompt_logprob_start"}  # not vLLM's
+    assert set(SamplingParams.__dataclass_fields__) - ours == GenerateSampling.known_fields()
+
+
+@each_row(
+    ("changes", "param"),
+    [
+        ({"token_ids": "Hi"}, "token_ids"),
+        ({"token_ids": []}, "token_ids"),
+        ({"token_ids": [[5]]}, "token_ids"),
+        ({"token_ids": [5, -1]}, "token_ids"),
+        ({"token_ids": [5, True]}, "token_ids"),
+        ({"token_ids": [10**6]}, "token_ids"),
+        ({"token_ids": [5] * 5000}, "token_ids"),
+        ({"sampling_params": None}, "sampling_params"),
+        ({"sampling_params": {"temperature": "1"}}, "sampling_params"),
+        ({"sampling_params": {"temperature": -1}}, "temperature"),
+        ({"sampling_params": {"warmth": 1}}, "sampling_params"),
+        ({"sampling_params": {"n": 10**4}}, "n"),
+        ({"sampling_params": {"logit_bias": {"x": 1}}}, "logit_bias"),
+        ({"sampling_params": {"trace_decode_token_ids": [1]}}, "trace_decode_token_ids"),
+        ({"sampling_params": {"prompt_logprobs": 1}, "stream": True}, "sampling_params.prompt_logprobs"),
+        ({"stream_options": {"include_usage": True}, "stream": False}, "stream_options"),
+        ({"output_mode": "text"}, "output_mode"),
+        ({"features": {"mm_hashes": {}}}, "features"),
+        ({"kv_transfer_params": {}}, "kv_transfer_params"),
+        ({"cache_salt": ""}, "cache_salt"),
+    ],
+)
+async def test_what_does_not_fit_is_refused_by_name(changes, param, app):
+    for more in ({}, {"stream": True}):
+        answer = await post(app, PATH, **body() | more | changes)
+        assert answer.status == 400 and answer.error["param"] == param, answer.body
+
+
+async def test_what_skyrl_sends(chat_engine, tmp_path):
+    """Its client's rollouts, and what it does around an update of the weights."""
+    keys = tmp_path / "keys"
+    keys.write_text("root\n")
+    app = create_app(chat_engine, ServerConfig(enable_admin=True, admin_key_file=str(keys)))
+    sampling = {
+        "max_tokens": 4,
+        "min_tokens": 4,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "logprobs": 0,
+    }
+    sampling |= {"stop": None, "skip_special_tokens": True, "include_stop_str_in_output": True}
+    async with http_client(app, "root") as client:
+        model = (await client.get("/v1/models")).json()["data"][0]["id"]
+        payload = {"sampling_params": sampling, "model": model, "token_ids": IDS}
+        answer = await client.post(PATH, json=payload, headers={"X-Session-ID": "trajectory-7"})
+        assert answer.status_code == 200, answer.text
+        choice = answer.json()["choices"][0]
+        assert (
+            len(choice["token_ids"]) == len(choice["logprobs"]["content"]) == 4 and choice["finish_reason"] == "length"
+        )
+        assert all(each["logprob"] <= 0 for each in choice["logprobs"]["content"])
+        text = await client.post("/detokenize", json={"model": model, "tokens": choice["token_ids"]})
+        assert text.json()["prompt"]
+        ids = await client.post("/tokenize", json={"model": model, "prompt": "Hi", "add_special_tokens": True})
+        assert ids.json()["tokens"]
+        for path, query, sent in (
+            ("/pause", {"mode": "keep", "clear_cache": "false"}, None),
+            ("/reset_prefix_cache", {}, {"reset_running_requests": False}),
+            ("/resume", {}, None),
+            ("/sleep", {}, {"level": 1}),
+            ("/wake_up", {}, {"tags": ["weights"]}),
+            ("/wake_up", {}, {}),
+        ):
+            answer = await client.post(path, params=query, json=sent)
+            assert answer.status_code == 200, (path, answer.text)
+        # The samples that its Tinker server asks an engine of others for.
+        sample = {"model": model, "prompt": IDS, "n": 2, "seed": 3, "max_tokens": 4, "temperature": 1.0, "logprobs": 1}
+        sample |= {"return_token_ids": True, "prompt_logprobs": 1, "stream": False}
+        answer = await client.post("/v1/completions", json=sample, headers={"X-Session-ID": "sample-1"})
+        assert answer.status_code == 200, answer.text
+        for choice in answer.json()["choices"]:
+            assert len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"]) <= 4
+            assert len(choice["prompt_logprobs"]) == len(IDS)
+
+
+async def test_what_prime_rl_sends(app):
+    """A chat with token ids and log-probabilities, and a salt for each version of the policy."""
+    sent = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "temperature": 1.0, "top_p": 1.0}
+    sent |= {"logprobs": True, "top_k": -1, "min_p": 0.0, "return_token_ids": True, "cache_salt": "step-3"}
+    found = (await post(app, "/v1/chat/completions", **sent)).json
+    choice = found["choices"][0]
+    assert found["prompt_token_ids"] and len(choice["token_ids"]) == len(choice["logprobs"]["content"])
