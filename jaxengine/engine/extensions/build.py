@@ -194,11 +194,6 @@ class Extensions:
         media = None if self._inputs is None else self._inputs.media
         return Pictures(None if media is None else media.cache)
 
-    def _pooling(self) -> LoopExtension:
-        from jaxengine.engine.extensions.pooling import Pooling
-
-        return Pooling()
-
     def _scores(self) -> LoopExtension:
         from jaxengine.engine.extensions.scores import Scores
 
@@ -249,6 +244,12 @@ def _idle_sleep(extensions: Extensions) -> LoopExtension:
     return IdleSleep(cast("Weights", extensions.require("weights")), extensions.idle_seconds)
 
 
+def _pooling(_: Extensions) -> LoopExtension:
+    from jaxengine.engine.extensions.pooling import Pooling
+
+    return Pooling()
+
+
 def _weights(_: Extensions) -> LoopExtension:
     from jaxengine.engine.extensions.weights import Weights
 
@@ -262,7 +263,7 @@ _MAKERS: dict[str, Callable[[Extensions], LoopExtension]] = {
     "idle_sleep": _idle_sleep,
     "logits_processors": _logits_processors,
     "pictures": Extensions._pictures,
-    "pooling": Extensions._pooling,
+    "pooling": _pooling,
     "recording": _recording,
     "scores": Extensions._scores,
     "structured": Extensions._structured,
