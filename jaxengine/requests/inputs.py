@@ -21,6 +21,7 @@ from jaxengine.media.load import MultiModalData
 from jaxengine.media.messages import MediaReader
 from jaxengine.media.open import open_processor
 from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.pooler import POOLED
 from jaxengine.requests.media.inputs import DATA, OPTIONS, READY, MediaInputs, has_media
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.output_processor import OutputProcessor
@@ -30,7 +31,7 @@ from jaxengine.requests.prepared import PROMPT_KEYS, PreparedRequest, Prompt, ve
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams, verify_bad_word_tokens
 from jaxengine.scheduler.errors import RequestError, show_value
 from jaxengine.scheduler.logits_processor import LogitsProcessor
-from jaxengine.scheduler.request import POOLED, Request
+from jaxengine.scheduler.request import Request
 from jaxengine.tokens.tokenizer import Tokenizer
 
 Processor = OutputProcessor | PoolingProcessor

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxengine.requests.pooling.outputs import PoolingOutput, PoolingRequestOutput
+
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
@@ -214,3 +216,6 @@ class RequestOutput:
             self.num_cached_tokens = later.num_cached_tokens
         if later.prompt_logprobs is not None:
             self.prompt_logprobs = later.prompt_logprobs
+
+
+AnyOutput = RequestOutput | PoolingRequestOutput[PoolingOutput]

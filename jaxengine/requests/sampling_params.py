@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import difflib
 import logging
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
@@ -22,6 +21,7 @@ from jaxengine.requests.stop_after import StopAfter, stop_after
 from jaxengine.requests.structured.params import StructuredOutputsParams, structured_outputs
 from jaxengine.requests.thinking import ThinkingWords, limited, thinking_words
 from jaxengine.scheduler.errors import RequestError, show_value
+from jaxengine.scheduler.sampling_fields import FLOAT_LIMIT, ROWS, TRUNCATION, Row, SamplingFields
 from jaxengine.scheduler.token_params import HIDDEN_STATES, MAX_LOGPROB_TOKEN_IDS, MAX_LOGPROBS, TokenParams
 
 if TYPE_CHECKING:
@@ -42,16 +42,11 @@ MAX_TOKEN_IDS = 2**20
 MAX_EXTRA_ARGS = 256
 GREEDY_BELOW = 1e-5
 MIN_TEMPERATURE = 0.01
-# Keeps logits finite in float32 after any multiplication.
-_FLOAT_LIMIT = 1e20
 _INT32_MAX = 2**31 - 1
 _INT64_MAX = 2**63 - 1
 
 # Fields that are passed to a step unchanged.
-_TOKEN_FIELDS = (
-    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("min_tokens", "prompt_logprobs", "return_sampling_mass"),
-)
+_TOKEN_FIELDS = (*ROWS, "min_tokens", "prompt_logprobs", "return_sampling_mass")
 
 # Fields that hold token ids.
 _ID_FIELDS = ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids", "trace_decode_token_ids")
@@ -112,8 +107,14 @@ def _read_as(rule: Rule, value: Any, meaning: Any) -> Rule:
     return check
 
 
+def _number(row: Row) -> Rule:
+    """Return the rule of a parameter that is a number of each row of a step."""
+    rule = (_float if isinstance(row.neutral, float) else _int)(row.low, row.high, row.allowed)  # pyright: ignore
+    return rule if row.off is None else _read_as(rule, row.off, row.neutral)
+
+
 def _temperature(name: str, value: Any) -> float:
-    temperature = _float(0, 2, "a number from 0 to 2")(name, value)
+    temperature = _number(ROWS[name])(name, value)
     if 0 < temperature < MIN_TEMPERATURE:
         _log.warning("temperature %g is so small that logits may overflow: raised to %g", temperature, MIN_TEMPERATURE)
         return MIN_TEMPERATURE
@@ -175,7 +176,7 @@ def _logit_bias(name: str, value: Any) -> dict[int, float]:
     if len(value) > MAX_TOKEN_IDS:
         raise _refuse(name, len(value), f"a dict of at most {MAX_TOKEN_IDS} token ids")
     token_id = _int(0, _INT32_MAX, "a dict whose keys are token ids, each an int >= 0")
-    bias = _float(-_FLOAT_LIMIT, _FLOAT_LIMIT, "a dict whose values are finite numbers, at most 1e20 in size")
+    bias = _float(-FLOAT_LIMIT, FLOAT_LIMIT, "a dict whose values are finite numbers, at most 1e20 in size")
     return {token_id(name, key): bias(name, number) for key, number in value.items()}
 
 
@@ -192,14 +193,9 @@ def _output_kind(name: str, value: Any) -> RequestOutputKind:
 
 
 _RULES: dict[str, Rule] = {
-    "n": _int(1, MAX_N, f"an int from 1 to {MAX_N}"),
-    "presence_penalty": _float(-2, 2, "a number from -2 to 2"),
-    "frequency_penalty": _float(-2, 2, "a number from -2 to 2"),
-    "repetition_penalty": _float(1 / _FLOAT_LIMIT, _FLOAT_LIMIT, "a finite number > 0 (from 1e-20 to 1e20)"),
+    **{name: _number(row) for name, row in ROWS.items()},
     "temperature": _temperature,
-    "top_p": _float(math.ulp(0.0), 1, "a number in (0, 1]"),
-    "top_k": _read_as(_int(-1, _INT32_MAX, "an int >= 1, or 0 or -1 to switch it off"), -1, 0),
-    "min_p": _float(0, 1, "a number from 0 to 1"),
+    "n": _int(1, MAX_N, f"an int from 1 to {MAX_N}"),
     "seed": _optional(
         _read_as(_int(-_INT64_MAX - 1, _INT64_MAX, "None or an int of 64 bits (-1 means None)"), -1, None)
     ),
@@ -233,23 +229,17 @@ _RULES: dict[str, Rule] = {
 
 
 @dataclass(kw_only=True)
-class SamplingParams:
+class SamplingParams(SamplingFields):
     """Checked and normalised at construction, and when a field is set; each request takes its own copy.
 
     Rules between fields are checked at construction, and when a request is submitted.
 
-    Field names, defaults and meanings are vLLM's. Sequences become tuples; `stop` and `bad_words` also take a single
-    string, and they and `stop_token_ids` take None for empty. `structured_outputs` also takes a dict of its fields.
+    Field names, defaults and meanings are vLLM's; those of SamplingFields are not repeated here. Sequences become
+    tuples; `stop` and `bad_words` also take a single string, and they and `stop_token_ids` take None for empty.
+    `structured_outputs` also takes a dict of its fields.
 
     Attributes:
       n: number of outputs for a prompt.
-      presence_penalty: subtracted from the logit of every token that is already in the output.
-      frequency_penalty: subtracted once for each occurrence of the token in the output.
-      repetition_penalty: divides positive logits of tokens in prompt or output, and multiplies negative ones.
-      temperature: divisor of the logits; 0 always takes the likeliest token.
-      top_p: sample from the likeliest tokens whose probabilities add up to this.
-      top_k: sample from this many of the likeliest tokens.
-      min_p: sample from tokens with at least this share of the likeliest token's probability.
       seed: makes a request's samples reproducible in any batch; without it the engine's seed determines them.
       stop: texts that end the output, which contains them only with include_stop_str_in_output.
       stop_after: the words around reasoning, in which `stop` is not looked for: a dict with reasoning_end and, for
@@ -289,13 +279,6 @@ class SamplingParams:
     """
 
     n: int = 1
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
     seed: int | None = None
     stop: Sequence[str] = ()
     stop_after: StopAfter | Mapping[str, Any] | None = None
@@ -335,7 +318,9 @@ class SamplingParams:
         if self.is_greedy:
             if self.n > 1:
                 raise _refuse("n", self.n, "1 when temperature is 0 (every output would be the same)")
-            self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
+            for name, row in ROWS.items():
+                if row.feature == TRUNCATION:
+                    setattr(self, name, row.neutral)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _refuse("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
         if (trace := self.trace_decode_token_ids) is not None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
 from jaxengine.requests.beam_search import BeamSearchParams
 from jaxengine.requests.inputs import InputProcessor
@@ -22,6 +22,7 @@ from jaxengine.requests.outputs import PositionLogprobs
 from jaxengine.requests.prepared import verify_salt
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.scheduler.errors import RequestError, show_value
+from jaxengine.scheduler.sampling_fields import ROWS
 from jaxengine.server.http.fields import MAX_OPTIONS, JsonObject, Texts, TokenIds, at_most
 from jaxengine.server.names import REQUEST_ID
 from jaxengine.server.options import ServerConfig
@@ -222,18 +223,21 @@ class NamedRequest(RequestModel):
         return name
 
 
-class GenerationRequest(NamedRequest):
-    """Fields of every request that generates text; None is the default of the model or of vLLM."""
+# The fields of SamplingFields, and of what they are numbers.
+_Numbers: Any = create_model(
+    "_Numbers",
+    __base__=NamedRequest,
+    **{name: (type(row.neutral) | None, None) for name, row in ROWS.items()},  # pyright: ignore[reportCallIssue]
+)
+
+
+class GenerationRequest(_Numbers, NamedRequest):
+    """Fields of every request that generates text, in addition to those of SamplingFields; None is the default of the
+    model or of vLLM.
+    """
 
     ignored = HINTS
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
     seed: int | None = None
     stop: str | Texts | None = None
     include_stop_str_in_output: bool | None = None

@@ -22,7 +22,8 @@ from jaxengine.requests.sampling_params import (
     verify_bad_word_tokens,
 )
 from jaxengine.scheduler.errors import RequestError
-from jaxengine.scheduler.token_params import LOGPROBS, PENALTIES, TRUNCATION
+from jaxengine.scheduler.sampling_fields import PENALTIES, TRUNCATION
+from jaxengine.scheduler.token_params import LOGPROBS
 from tests.tables import each_row
 
 INT64 = 2**63
