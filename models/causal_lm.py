@@ -61,8 +61,8 @@ class CausalLM(Protocol):
         """Hidden states [T, D] after the final norm, and the pool holding the KV of this step's tokens.
 
         kv: a Cache where layers keep states, and then so is what is returned.
-        hidden: those of the stage before; None for the first stage, which begins with the tokens. A stage that is not the
-        last gives hidden states without the norm.
+        hidden: those of the stage before; None for the first stage, which begins with the tokens. A stage that is not
+        the last gives hidden states without the norm.
         """
         ...
 
