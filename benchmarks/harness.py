@@ -47,6 +47,7 @@ BENCHMARKS = {
         "engine.sleep_cycles",
         "an engine that sleeps and wakes: bytes alive, tokens, the first token after",
     ),
+    "rl_agreement": ("engine.rl_agreement", "log-probabilities of an engine and of a trainer, bit by bit"),
     "train_head": ("engine.train_head", "trains an EAGLE-3 head for the default model"),
     "weight_updates": ("engine.weight_updates", "weights replaced under running requests: compilations, memory, times"),
     "window_pages": ("engine.window_pages", "tokens that a pool holds where layers have windows"),

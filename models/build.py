@@ -40,6 +40,7 @@ class Build:
       layer: the layer that is being built, None outside the layers.
       lora: room for adapters of the products of layers; None for a model without.
       whole_parts: names of parts of the model whose weights each device has whole, and computes alone.
+      exact: tokens get the same bits however they come (jaxengine.models.layers.exact).
     """
 
     dtype: Any
@@ -49,6 +50,7 @@ class Build:
     layer: int | None = None
     lora: LoraSpec | None = None
     whole_parts: tuple[str, ...] = ()
+    exact: bool = False
 
     def weight(
         self,

@@ -113,6 +113,7 @@ def test_capabilities_that_were_not_started_are_not_imported(traced):
         "jaxengine.runner.extensions.structured",
     }
     assert not set(own) - floors, sorted(set(own) - floors)
+    assert "jaxengine.models.layers.exact" not in traced.modules
 
 
 @pytest.mark.parametrize("capability", NAMED)

@@ -15,7 +15,7 @@ GROUPS: dict[str, str] = {
         model tokenizer tokenizer_revision skip_tokenizer_init revision dtype quantization seed max_model_len
         enforce_eager max_logprobs logprobs_mode generation_config override_generation_config hf_token hf_overrides
         pooler_config runner convert logits_processors allowed_local_media_path allowed_media_domains chat_template
-        capture_layers enable_trace_replay enable_sampling_mass plugins
+        capture_layers enable_trace_replay enable_sampling_mass rl_exact plugins
     """,
     "LoadConfig": "load_format download_dir",
     "LoRAConfig": "enable_lora max_loras max_lora_rank max_cpu_loras",
