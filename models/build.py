@@ -39,7 +39,8 @@ class Build:
         with a repr that says all.
       layer: the layer that is being built, None outside the layers.
       lora: room for adapters of the products of layers; None for a model without.
-      split_tower: devices share the weights of what sees; otherwise each has all of them, and pictures of its own.
+      whole_parts: names of parts of the model whose weights each device has whole, and computes alone.
+      exact: tokens get the same bits however they come (jaxengine.models.layers.exact).
     """
 
     dtype: Any
@@ -48,7 +49,8 @@ class Build:
     scheme: Callable[[str], Scheme] = PLAIN
     layer: int | None = None
     lora: LoraSpec | None = None
-    split_tower: bool = True
+    whole_parts: tuple[str, ...] = ()
+    exact: bool = False
 
     def weight(
         self,
@@ -90,12 +92,13 @@ class Build:
         kept = isinstance(self.scheme, Quantization | Everywhere) and self.scheme.with_tables
         return self if kept else replace(self, scheme=PLAIN)
 
-    def for_tower(self, quantization: Callable[[str], Any] | None) -> Build:
-        """What a model's tower is built for: without adapters, and stored as its checkpoint says by its modules' names.
+    def as_named(self, quantization: Callable[[str], Any] | None) -> Build:
+        """Return the build of a part of a model beside the layers of its text: without adapters, its modules stored as
+        the checkpoint says by their names.
 
-        quantization: of the model's configuration. Without one of a checkpoint the tower is plain, as where weights are
+        quantization: of the model's configuration. Without one of a checkpoint they are plain, as where weights are
         rounded as they are read, which is for the text's matrices, and with AutoGPTQ, whose configurations name no
-        modules and which does not touch towers.
+        modules and which touches no others.
         """
         if not isinstance(quantization, Quantization) or quantization.method == GPTQ:
             return replace(self, lora=None, scheme=PLAIN)

@@ -29,7 +29,6 @@ class CausalLM(Protocol):
       checkpoint_names: what its checkpoints have beside the tensors that it declares.
       build: what it was built for, with a stage.
       layers: of the stage, in order.
-      tower: what sees, see jaxengine.models.config.tower; of the first stage of a model whose config has one only.
     """
 
     gguf_architecture: ClassVar[str | None]
@@ -37,7 +36,6 @@ class CausalLM(Protocol):
     config: ModelConfig
     build: Build
     layers: Any
-    tower: Any
 
     def __init__(self, config: ModelConfig, build: Build): ...
 
@@ -63,17 +61,13 @@ class CausalLM(Protocol):
         """Hidden states [T, D] after the final norm, and the pool holding the KV of this step's tokens.
 
         kv: a Cache where layers keep states, and then so is what is returned.
-        hidden: those of the stage before; None for the first stage, which embeds the tokens. A stage that is not the
-        last gives hidden states without the norm.
+        hidden: those of the stage before; None for the first stage, which begins with the tokens. A stage that is not
+        the last gives hidden states without the norm.
         """
         ...
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Compute logits: [R, D] -> f32[R, V / n] where n devices share the rows. Of the last stage only."""
-        ...
-
-    def pool(self, pooled: jax.Array) -> jax.Array:
-        """Result of a pooling model for prompts' pooled states f32[R, D]: the states, or scores of labels f32[R, N]."""
         ...
 
     def cache_groups(self, page_size: int, kv_dtype: Any, *, hybrid: bool = True) -> tuple[Paged | State, ...]:

@@ -53,12 +53,12 @@ class StepLayout:
     jaxengine.scheduler.token_params, the same for all ranks), `rows` [len(ROW_COLUMNS), S], `token_ids` [T] and
     `deltas` [len(DELTA_COLUMNS), num_deltas], the page-table entries that are new. In a row, `start` >= 0 sets the
     slot's number of computed tokens and -1 goes on from the one kept on the device; `sample` is 1 when the row ends at
-    its last known token, 2 when moreover each token behind its first is the only one allowed in its place, 3 when these
-    are guesses and each place has a mask of its own; `next_token` is the prompt token after the chunk, -1 where there
-    is none. A token id of -1 stands for the slot's last sampled token, or for one that the device proposes. Slots
-    are the rank's own; padding rows carry max_num_seqs, which no slot has. Of the page tables of G cache groups an
-    entry names the row group * max_num_seqs + slot, and padding G * max_num_seqs. Then come `sections`, fields that
-    optional parts of the engine have added to the bucket's messages; -1 fills what they leave open.
+    its last known token, and more where an extension says more of such a row; `next_token` is the prompt token after
+    the chunk, -1 where there is none. A token id of -1 stands for the slot's last sampled token, or for one that the
+    device proposes. Slots are the rank's own; padding rows carry max_num_seqs, which no slot has. Of the page tables of
+    G cache groups an entry names the row group * max_num_seqs + slot, and padding G * max_num_seqs. Then come
+    `sections`, fields that optional parts of the engine have added to the bucket's messages; -1 fills what they leave
+    open.
 
     Attributes:
       num_tokens: T.

@@ -282,7 +282,12 @@ def build_model(config: ModelConfig, build: Build) -> CausalLM:
     Raises ValueError for a mesh over which its weights cannot be split, and ModelConfigError, which is one, for a
     config that its family or its quantization cannot build.
     """
-    return build_abstract(model_for_hf(config.architecture), config, _as_stored(config, build))
+    family: Any = model_for_hf(config.architecture)
+    if build.exact:
+        from jaxengine.models.layers.exact import exact_class
+
+        family = exact_class(family)
+    return build_abstract(family, config, _as_stored(config, build))
 
 
 def build_next_token(config: ModelConfig, build: Build) -> Any:

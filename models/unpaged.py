@@ -16,7 +16,7 @@ from jaxengine.models.causal_lm import CausalLM
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.pallas_kernels.attention.op import RaggedBatch
 from jaxengine.pallas_kernels.kv.pages import KVPages, pool_shape
-from jaxengine.pallas_kernels.registry import UNPAGED, unpaged
+from jaxengine.pallas_kernels.registry import UNPAGED, rows_of
 from jaxengine.pallas_kernels.runs import run_indexes
 from jaxengine.sharding.layout import ONE_DEVICE
 
@@ -33,6 +33,8 @@ def check_unpaged(model: CausalLM) -> None:
         problem = f"has layers {model.stage.layers.start} to {model.stage.layers.stop - 1} of {config.num_layers} only"
     elif build.mesh != ONE_DEVICE:
         problem = f"was built for {build.mesh}: build it for one device, and split its params over any mesh"
+    elif build.exact:
+        problem = "was built for an engine with rl_exact: build it without, and ask for exact=True"
     elif config.quantization is not None:
         stored = getattr(config.quantization, "method", None) or config.quantization
         problem = f"stores its weights as {stored}, which have no gradient: take a checkpoint of plain weights"
@@ -72,7 +74,7 @@ def run_unpaged(
     rows = StateRows(cu_q_lens, jnp.full((count,), -1, jnp.int32), nowhere, nowhere, num_runs, none)
     places = run_indexes(cu_q_lens, count) if positions is None else positions.ravel()
     batch = ForwardBatch(token_ids.ravel(), places, tokens, (ragged,), {"states": rows, **(sections or {})})
-    with unpaged():
+    with rows_of(UNPAGED):
         hidden, _ = model(batch, _nothing_cached(model, num_rows, length))
         logits = model.logits(hidden)
     logits = logits[:, : model.config.vocab_size]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -22,7 +22,10 @@ PLATFORMS = {
 }
 # The platform of whole sequences, which no device is: no pages, plain XLA, and each of its operations has a gradient.
 UNPAGED = "unpaged"
-_KINDS = {**PLATFORMS, UNPAGED: (UNPAGED,)}
+# The platform of CPUs where a token's result may not depend, to the bit, on what else is in its step: every token has
+# a row of its own there.
+EXACT = "exact"
+_KINDS = {**PLATFORMS, UNPAGED: (UNPAGED,), EXACT: (EXACT, *PLATFORMS["cpu"])}
 _ROWS: dict[tuple[str, str], str] = {
     ("attention_schedule", "hopper"): "attention.hopper.attend",
     ("attention_schedule", "tpu"): "attention.tpu.attend",
@@ -68,10 +71,13 @@ _ROWS: dict[tuple[str, str], str] = {
     ("lora_product", "tpu"): "matmul.tpu.lora",
     ("causal_conv", "xla"): "state.conv_xla",
     ("causal_conv", UNPAGED): "state.unpaged",
+    ("causal_conv", EXACT): "state.one_by_one",
     ("gated_delta_rule", "xla"): "state.delta_xla",
     ("gated_delta_rule", UNPAGED): "state.unpaged",
+    ("gated_delta_rule", EXACT): "state.one_by_one",
     ("state_space", "xla"): "state.space_xla",
     ("state_space", UNPAGED): "state.unpaged",
+    ("state_space", EXACT): "state.one_by_one",
 }
 # The operations of each platform of devices.
 KERNELS = tuple(
@@ -109,11 +115,6 @@ def rows_of(platform: str) -> Iterator[None]:
         yield
     finally:
         _ONLY.reset(token)
-
-
-def unpaged() -> AbstractContextManager[None]:
-    """Context in which these operations take their row of UNPAGED."""
-    return rows_of(UNPAGED)
 
 
 def platform_rows() -> dict[str, str]:
@@ -192,6 +193,8 @@ def kernel_modules(platform: str) -> tuple[str, ...]:
     """
     family = platform.partition("_")[0]
     modules = {kernel_module(op, row) for op, row in KERNELS if row.partition("_")[0] == family}
+    if family == "cpu":
+        modules |= {module for (_, kind), module in _ROWS.items() if kind == EXACT}
     return tuple(sorted(f"jaxengine.pallas_kernels.{module}" for module in modules))
 
 

@@ -128,7 +128,7 @@ class TokenRows(NamedTuple):
       scored: i64[m], the indexes of those whose logprobs were asked for; scores are theirs, None until they are known
         and without any.
       rank, rows: the rank, and i64[n], its rows in the step; of no meaning once the scores are known.
-      vectors: f32[n, N] where the requests are pooled, else None.
+      vectors: f32[n, N], answers of requests whose answer is no text; None where it is.
     """
 
     tags: np.ndarray

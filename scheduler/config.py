@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -67,25 +66,3 @@ class SchedulerConfig:
     def max_pages_per_seq(self) -> int:
         """Columns of a page table."""
         return -(-self.max_model_len // self.page_size)
-
-    def most_pages(self, num_tokens: int) -> int:
-        """The most pages that a sequence of so many tokens holds at once, over all groups."""
-        return most_pages(
-            num_tokens,
-            self.windows,
-            page_size=self.page_size,
-            chunk=min(self.max_num_batched_tokens, self.long_prefill_token_threshold or self.max_num_batched_tokens),
-        )
-
-
-def most_pages(num_tokens: int, windows: Sequence[int | None], *, page_size: int, chunk: int) -> int:
-    """The most pages that a sequence of so many tokens holds at once, over groups with these windows.
-
-    chunk: tokens of it that one step computes at most. What the window of the chunk's first token sees stays: n tokens
-    in a row, whose first may be the last of a page; the others fill ceil((n - 1) / page_size) columns behind it.
-    """
-    columns = -(-num_tokens // page_size)
-    return sum(
-        columns if window is None else min(columns, -(-(window - 2 + min(chunk, num_tokens)) // page_size) + 1)
-        for window in windows
-    )

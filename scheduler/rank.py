@@ -16,7 +16,7 @@ import numpy as np
 from jaxengine.scheduler.batch import PageDeltas, ScheduledBatch, StepResult
 from jaxengine.scheduler.config import SchedulerConfig
 from jaxengine.scheduler.extension import RankExtension
-from jaxengine.scheduler.pages.groups import PageTables
+from jaxengine.scheduler.pages.groups import PageTables, most_pages_of
 from jaxengine.scheduler.pages.snapshots import Hits
 from jaxengine.scheduler.request import Request, RequestStatus
 from jaxengine.scheduler.results import End, Results
@@ -134,7 +134,7 @@ class Rank:
         count = self._chunk(request, cached, len(known) - cached, hits)
         if not count or (count < len(known) - cached and not self.config.enable_chunked_prefill):
             return None
-        need = self.config.most_pages(len(known)) - sum(map(len, hits.pages))
+        need = most_pages_of(self.config, len(known)) - sum(map(len, hits.pages))
         reserved = self._num_promised + self._num_kept_free()
         return Offer(known, hits, cached, count) if self.pages.can_take(hits, need + reserved) else None
 
@@ -340,7 +340,7 @@ class Rank:
     def _num_missing(self, slot: int) -> int:
         """The most pages that the known tokens of a slot will take beside those that it holds."""
         held = self.pages.count_held(np.array([slot]))
-        return self.config.most_pages(int(self.slots.num_fed[slot])) - held
+        return most_pages_of(self.config, int(self.slots.num_fed[slot])) - held
 
     def _num_kept_free(self) -> int:
         """Pages that admission leaves to running requests: the next column of each that may still outgrow its own.
@@ -364,9 +364,9 @@ class Rank:
         if not self.config.enable_prefix_caching:
             return self.pages.lookup(())
         hashes = request.extend_page_hashes(known, self.config.page_size)
-        if request.params.computes_prompt:
-            return self.pages.lookup(())
-        return self.pages.lookup(hashes[: (len(known) - 1) // self.config.page_size])
+        most = request.params.most_cached
+        most = len(known) - 1 if most is None else min(most, len(known) - 1)
+        return self.pages.lookup(hashes[: most // self.config.page_size])
 
     def _register_pages(self, slot: int, num_computed: int, count: int = 0) -> None:
         """Makes pages findable whose tokens are computed, `count` of them by the step being put together."""

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 # Why a request ended whose row could not be sampled: its stop_reason.
 NOT_FINITE = "logits are not finite"
-# What stands for a token where a request is pooled: the row that ends its prompt gives it, and it ends the request.
-POOLED = 0
 
 
 class RequestStatus(enum.Enum):
@@ -30,21 +28,13 @@ class RequestStatus(enum.Enum):
 class Wait(enum.IntEnum):
     """Why a request gets no row in a step for now, although there may be room.
 
-    NONE: nothing keeps it. MASK: what it may take next is still being worked out. TOKEN: it was preempted before the
-    token it sampled last was known. ADAPTER: its adapter is not on the devices. PAUSE: the engine takes in nothing new
-    until its weights have been replaced.
+    NONE: nothing keeps it. TOKEN: it was preempted before the token that it sampled last was known. APART: it waits for
+    something of its own that an extension brings, and nobody waits after it.
     """
 
     NONE = 0
-    MASK = 1
-    TOKEN = 2
-    ADAPTER = 3
-    PAUSE = 4
-
-    @property
-    def is_apart(self) -> bool:
-        """Whether the request waits apart from the line, so that nobody waits behind it."""
-        return self in (Wait.MASK, Wait.ADAPTER, Wait.PAUSE)
+    TOKEN = 1
+    APART = 2
 
 
 class FinishReason(enum.StrEnum):
@@ -74,8 +64,8 @@ class Request:
       request_id: unique among the requests alive in an engine.
       prompt_token_ids: i32[num_prompt_tokens].
       params: how to sample.
-      max_tokens: new tokens at most, already capped by max_model_len; 0 for a request that is pooled, whose prompt may
-        have max_model_len tokens. Its stop token is POOLED.
+      max_tokens: new tokens at most, already capped by max_model_len; 0 for a request whose answer is no text, so that
+        its prompt may have max_model_len tokens: the row that ends it gives a stop token.
       stop_token_ids: ids that end the request, `eos_token_ids` among them.
       eos_token_ids: the model's end-of-sequence ids, empty when the request ignores them.
       seed: 64-bit seed of the request's random stream.

@@ -16,6 +16,7 @@ import numpy as np
 from jaxengine.scheduler.batch import ScheduledStep, StepResult
 from jaxengine.scheduler.config import SchedulerConfig
 from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.pages.groups import most_pages_of
 from jaxengine.scheduler.policy.fair import FairQueue
 from jaxengine.scheduler.policy.waiting import WaitingQueue
 from jaxengine.scheduler.rank import Offer, Rank
@@ -121,7 +122,7 @@ class Scheduler:
         return 1.0 - self.num_free_pages / self.num_pages
 
     def add_request(self, request: Request) -> None:
-        """Queues a request; one that must wait for what it needs waits apart (`Wait.is_apart`).
+        """Queues a request; one that waits for an extension waits apart from the line.
 
         Raises:
           RequestError: the id is taken, the policy has no priorities or no clients, the prompt is empty or leaves no
@@ -152,7 +153,7 @@ class Scheduler:
                 param="prompt",
                 value=length,
             )
-        if config.num_pages < config.most_pages(min(length + request.max_tokens, config.max_model_len)):
+        if config.num_pages < most_pages_of(config, min(length + request.max_tokens, config.max_model_len)):
             raise RequestError(
                 f"prompt of {length} tokens and max_tokens {request.max_tokens} need more than a pool's "
                 f"{config.num_pages * config.page_size} tokens; lower max_tokens or raise kv_cache_memory_bytes",
@@ -166,14 +167,14 @@ class Scheduler:
             heapq.heappush(self._deadlines, (request.deadline, request.arrival_index, request))
         self._enqueue(request)
 
-    def hold(self, request: Request, wait: Wait) -> None:
-        """Takes the slot of a running request, which must wait apart: nobody is to wait for it.
+    def hold(self, request: Request) -> None:
+        """Takes the slot of a running request, which waits apart until `release`: nobody is to wait for it.
 
-        wait: why, one that `is_apart`. What it has computed stays in the prefix cache. A token that a step in flight
-        samples for it is dropped, so no other may be in flight.
+        What it has computed stays in the prefix cache. A token that a step in flight samples for it is dropped, so no
+        other may be in flight.
         """
         self.ranks[request.rank].release(request.slot)
-        request.status, request.wait = RequestStatus.PREEMPTED, wait
+        request.status, request.wait = RequestStatus.PREEMPTED, Wait.APART
         self._enqueue(request)
         if self._fair is not None:
             self._fair.take_back_output(request)
@@ -308,10 +309,9 @@ class Scheduler:
         """
         failed = []
         while (request := self._waiting.first()) is not None and request.wait is Wait.NONE:
-            wait = next((wait for each in self.extensions if (wait := each.admits(request))), Wait.NONE)
-            if wait is not Wait.NONE:
+            if not all(each.admits(request) for each in self.extensions):
                 self._waiting.remove(request)
-                request.wait = wait
+                request.wait = Wait.APART
                 self._held.add(request)
                 continue
             place = self._place(request)
@@ -353,7 +353,7 @@ class Scheduler:
 
     def _enqueue(self, request: Request) -> None:
         """Puts a request in line, or apart from it."""
-        if request.wait.is_apart:
+        if request.wait is Wait.APART:
             self._held.add(request)
         else:
             self._waiting.push(request)

@@ -12,7 +12,7 @@ from typing import ClassVar
 from jaxengine.scheduler.batch import ScheduledStep
 from jaxengine.scheduler.extension import RankExtension
 from jaxengine.scheduler.rank import Rank
-from jaxengine.scheduler.request import Request, Wait
+from jaxengine.scheduler.request import Request
 
 
 class SchedulerExtension:
@@ -29,9 +29,9 @@ class SchedulerExtension:
     def start(self, ranks: Sequence[Rank]) -> None:
         """Takes part from now on; called once, when the ranks are there."""
 
-    def admits(self, request: Request) -> Wait:
-        """What the first request in line must wait for, apart from it, until `ready` returns it; NONE to admit it."""
-        return Wait.NONE
+    def admits(self, request: Request) -> bool:
+        """Return whether the first request in line may run; otherwise it waits apart until `ready` returns it."""
+        return True
 
     def ready(self) -> Iterable[Request]:
         """Requests that need not wait apart any longer."""

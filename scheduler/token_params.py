@@ -6,15 +6,19 @@ the engine.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import or_
+
+from jaxengine.scheduler.sampling_fields import PENALTIES, ROWS, SamplingFields
 
 # What a request needs beyond the best token, one bit each; the programs of a step skip what no row of it needs.
 # LAST_TOKEN: what it may take next depends on the token sampled last, so the host must see that before the next choice.
 # ADAPTER: it runs with one. FEW_ADAPTERS: of a step, those of its requests have few of the slots. Both are the
 # scheduler's to set.
-RANDOM, TRUNCATION, PENALTIES, BIAS, MASK, LOGPROBS, PROMPT_LOGPROBS, LAST_TOKEN = (1 << bit for bit in range(8))
+BIAS, MASK, LOGPROBS, PROMPT_LOGPROBS, LAST_TOKEN = (1 << bit for bit in range(3, 8))
 ADAPTER, FEW_ADAPTERS = 1 << 8, 1 << 9
 CAPTURE = 1 << 10
 # One of a user's own logits processors: the first one's bit, shifted by its number. Bits of an int32.
@@ -68,13 +72,21 @@ class Grammar:
     budget: ThinkingBudget | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenParams:
-    """Field names are those of SamplingParams.
+# The devices' columns of a request's parameters, by name, with what changes nothing: those of SamplingFields, and the
+# halves of the seed. Packed, 32 bits each.
+COLUMNS: dict[str, float | int] = {name: row.neutral for name, row in ROWS.items()} | {"seed_low": 0, "seed_high": 0}
+_PACKED = struct.Struct("<" + "".join("f" if isinstance(row.neutral, float) else "i" for row in ROWS.values()) + "II")
+_WORDS = struct.Struct(f"<{len(COLUMNS)}i")
+
+
+@dataclass(kw_only=True)
+class TokenParams(SamplingFields):
+    """Field names are those of SamplingParams, and those of SamplingFields are not repeated. Never changed once made.
 
     Attributes:
       min_tokens: no stop token ends the request before it has so many.
       logprobs, prompt_logprobs: entries to report for each token, None for none.
+      prompt_logprob_start: prompt tokens up to this one, counted from 0, have no entries; only with prompt_logprobs.
       logprob_token_ids: tokens to report in addition, only with logprobs.
       return_sampling_mass: report what sampling made of each token, only with logprobs.
       trace_decode_token_ids: the tokens that it gets, whatever it would choose; empty: it chooses.
@@ -85,20 +97,14 @@ class TokenParams:
       steer: what its tokens add to activations: names of taps, each with f32[hidden size] as bytes.
       processors: values of all columns of each logits processor that the request uses, by its number.
       uses_counts: one of these counts tokens.
-      reads_prompt: every token of the prompt is to be computed, none taken from the prefix cache: pooling reads it.
+      reads_prompt: every token of the prompt is to be computed, none taken from the prefix cache.
       capabilities: features that no other field asks for.
     """
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    prompt_logprob_start: int = 0
     logprob_token_ids: tuple[int, ...] = ()
     return_sampling_mass: bool = False
     trace_decode_token_ids: tuple[int, ...] = ()
@@ -119,19 +125,19 @@ class TokenParams:
         return any(len(word) > 1 for word in self.bad_words)
 
     @property
-    def computes_prompt(self) -> bool:
-        """Whether no token of the prompt may come from the prefix cache."""
-        return self.reads_prompt or self.prompt_logprobs is not None
+    def most_cached(self) -> int | None:
+        """Tokens of the prompt that may come from the prefix cache, the first ones; None for all."""
+        if self.reads_prompt:
+            return 0
+        return None if self.prompt_logprobs is None else self.prompt_logprob_start
 
     @cached_property
     def features(self) -> int:
         """Which optional parts of a step a request with these parameters needs."""
         biased = self.logit_bias or self.allowed_token_ids is not None or self.bad_words or self.min_tokens > 0
-        penalties = self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
         wanted = (
-            (RANDOM, self.temperature > 0),
-            (TRUNCATION, self.top_k > 0 or self.top_p < 1 or self.min_p > 0),
-            (PENALTIES, penalties or self.uses_counts),
+            *((row.feature, getattr(self, name) not in (row.neutral, row.off)) for name, row in ROWS.items()),
+            (PENALTIES, self.uses_counts),
             (BIAS, biased),
             (MASK, self.grammar is not None),
             (LOGPROBS, self.logprobs is not None),
@@ -139,4 +145,13 @@ class TokenParams:
             (LAST_TOKEN, self.grammar is not None or self.has_long_bad_words),
         )
         own = sum(PROCESSOR << number for number in self.processors)
-        return self.capabilities | own | sum(feature for feature, needed in wanted if needed)
+        return reduce(or_, (feature for feature, needed in wanted if needed), self.capabilities | own)
+
+
+def row_words(params: SamplingFields, seed: int) -> tuple[int, ...]:
+    """Return the values of COLUMNS for a request, the 32 bits of each as an int32.
+
+    seed: any 64-bit integer, signed or not.
+    """
+    values = (max(getattr(params, name), row.least) for name, row in ROWS.items())
+    return _WORDS.unpack(_PACKED.pack(*values, seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))

@@ -22,7 +22,7 @@ from typing import Any
 from jaxengine.api.llm import LLM
 from jaxengine.checkpoint.custom_models import is_custom
 from jaxengine.commands.cli import OUTPUT_OPTIONS, SAMPLING_OPTIONS
-from jaxengine.config.command_line import class_texts, field_texts
+from jaxengine.config.command_line import class_texts
 from jaxengine.config.engine_config import CompilationConfig, EngineConfig
 from jaxengine.models.registry import MODELS
 from jaxengine.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, ReasoningRow, ToolFormat
@@ -114,8 +114,8 @@ llm.generate(prompt, SamplingParams(extra_args={{"max_repeats": 2}}))
 ```
 
 `jaxengine serve --logits-processors module:Class` imports the class in every process of the server, so the module must
-be on `PYTHONPATH`; a request has the parameters in `vllm_xargs`. gRPC has no field for them. Unlike vLLM's, `process`
-is compiled into the samplers at start and takes arrays of JAX:
+be on `PYTHONPATH`; a request has the parameters in `vllm_xargs`, over gRPC in `decoding.extra_args`. Unlike vLLM's,
+`process` is compiled into the samplers at start and takes arrays of JAX:
 
 - `logits` f32[S, C], a row for each token to choose, after masks and `logit_bias`, before penalties and temperature.
   With tensor parallelism each device has C = V / n tokens of the vocabulary.
@@ -306,7 +306,7 @@ def _parsers(rows: Mapping[str, ToolFormat] | Mapping[str, ReasoningRow]) -> Ite
 
 
 def _sampling_fields() -> Iterator[str]:
-    texts = field_texts(SamplingParams.__doc__ or "")
+    texts = class_texts(SamplingParams)
     for field in _FIELDS:
         if field.name in _RULES:
             cells = (_allowed(field.name), _where(field.name), texts[field.name])

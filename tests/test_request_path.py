@@ -32,8 +32,8 @@ REQUEST = f"""
     api/fair_lock.py api/llm.py engine/extensions/build.py
     requests/inputs.py requests/detokenizer.py requests/options.py requests/output_processor.py
     requests/sampling_params.py
-    runner/executables/layer_chain.py sampling/state.py tokens/tokenizer.py
-    scheduler/config.py scheduler/policy/waiting.py scheduler/request.py scheduler/token_params.py
+    runner/executables/layer_chain.py tokens/tokenizer.py
+    scheduler/policy/waiting.py scheduler/request.py scheduler/token_params.py
 """
 SPINE = """
     jaxengine/api/core.py jaxengine/engine/engine.py jaxengine/engine/in_flight.py jaxengine/engine/slot_rows.py
@@ -51,7 +51,7 @@ SPINE = """
 NAMED = {
     "drafts": (
         r"\b(drafts?|proposed|proposer|guesses|eagle)\b|is_forced|is_guided|VerifyOutput",
-        "jaxengine/sampling/sampler.py jaxengine/sampling/state.py models/forward_batch.py",
+        "jaxengine/sampling/sampler.py jaxengine/sampling/state.py",
     ),
     "adapters": (
         r"adapter|\blora",
@@ -59,19 +59,15 @@ NAMED = {
     ),
     "pictures": (
         r"media|pictures?\b|tower|embeds|encoder\b|mrope|rope_delta",
-        "jaxengine/requests/inputs.py models/build.py models/causal_lm.py models/layers/decoder.py "
-        "scheduler/request.py",
+        "jaxengine/requests/inputs.py models/layers/decoder.py scheduler/request.py",
     ),
     "structured": (
         r"grammar|\bmasks?\b|token_mask|MASK\b",
-        "jaxengine/runner/programs/state_changes.py jaxengine/runner/programs/step_programs.py "
-        "jaxengine/sampling/sampler.py jaxengine/sampling/state.py models/forward_batch.py "
-        "scheduler/request.py scheduler/token_params.py",
+        "jaxengine/sampling/sampler.py jaxengine/sampling/state.py scheduler/token_params.py",
     ),
     "pooling": (
         r"\bpool(er|ed|ing)\b|POOLED|\.pools\b",
-        "jaxengine/api/core.py jaxengine/requests/inputs.py models/causal_lm.py models/layers/decoder.py "
-        "scheduler/batch.py scheduler/request.py scheduler/token_params.py",
+        "jaxengine/requests/inputs.py models/layers/decoder.py",
     ),
     "capture": (
         r"captur|CAPTURE|HIDDEN_STATES|\btaps?\b",
@@ -125,6 +121,7 @@ def test_capabilities_that_were_not_started_are_not_imported(traced):
         "jaxengine.runner.extensions.structured",
     }
     assert not set(own) - floors, sorted(set(own) - floors)
+    assert "jaxengine.models.layers.exact" not in traced.modules
 
 
 @pytest.mark.parametrize("capability", NAMED)

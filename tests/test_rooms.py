@@ -46,6 +46,7 @@ APART = {
         "jaxengine.server.http.app",
         "jaxengine.server.http.tokenize",
     ),
+    "jaxengine.rl:bridges": ("jaxengine.rl.tunix",),
     "jaxengine.runner:base": (
         "jaxengine.runner.extension",
         "jaxengine.runner.memory",
@@ -176,13 +177,14 @@ ROOMS = {
     "jaxengine.checkpoint": (
         "jaxengine.models.params jaxengine.models.config jaxengine.models.quantization jaxengine.models "
         "jaxengine.models:registry jaxengine.models.weights.views jaxengine.models.weights.formats "
-        "jaxengine.models.weights.gguf jaxengine.models.weights jaxengine.tokens jaxengine.config"
+        "jaxengine.models.weights.gguf jaxengine.models.weights jaxengine.scheduler jaxengine.tokens jaxengine.config"
     ),
     "jaxengine.media:registry": "jaxengine.models.config jaxengine.media:what jaxengine.media.processors",
     "jaxengine.parsers": "jaxengine:base jaxengine.config",
     "jaxengine.records": "jaxengine.models",
     "jaxengine.runner:base": (
-        "jaxengine.sharding jaxengine.models jaxengine.scheduler jaxengine.sampling jaxengine.config"
+        "jaxengine.sharding jaxengine.models jaxengine.scheduler jaxengine.scheduler.pages jaxengine.sampling "
+        "jaxengine.config"
     ),
     "jaxengine.runner.executables": "jaxengine.models jaxengine.models.layers jaxengine.config",
     "jaxengine.runner.programs": (
@@ -204,9 +206,9 @@ ROOMS = {
     ),
     "jaxengine.runner.extensions.drafts": (
         "jaxengine.sharding jaxengine.models.params jaxengine.models.config jaxengine.models jaxengine.models.layers "
-        "jaxengine.models:registry jaxengine.models.weights.formats jaxengine.scheduler jaxengine.sampling "
-        "jaxengine.config jaxengine.drafts jaxengine.checkpoint jaxengine.runner:base jaxengine.runner.executables "
-        "jaxengine.runner.programs"
+        "jaxengine.models:registry jaxengine.models.weights.formats jaxengine.scheduler "
+        "jaxengine.scheduler.extensions jaxengine.sampling jaxengine.config jaxengine.drafts jaxengine.checkpoint "
+        "jaxengine.runner:base jaxengine.runner.executables jaxengine.runner.programs"
     ),
     "jaxengine.runner.extensions:build": (
         "jaxengine.models jaxengine.config jaxengine.checkpoint jaxengine.media:registry jaxengine.runner:base "
@@ -222,9 +224,7 @@ ROOMS = {
         "jaxengine.runner.extensions:build"
     ),
     "jaxengine.cluster": "jaxengine.scheduler jaxengine:base jaxengine.config jaxengine.runner",
-    "jaxengine.engine": (
-        "jaxengine.scheduler jaxengine.scheduler:loop jaxengine.sampling jaxengine.runner.programs jaxengine.runner"
-    ),
+    "jaxengine.engine": "jaxengine.scheduler jaxengine.scheduler:loop jaxengine.runner.programs jaxengine.runner",
     "jaxengine.engine.extensions": (
         "jaxengine.models.config jaxengine.scheduler jaxengine.scheduler:loop jaxengine.scheduler.extensions "
         "jaxengine.grammars jaxengine.config jaxengine.drafts jaxengine.records jaxengine.runner.extensions.adapters "
@@ -244,12 +244,15 @@ ROOMS = {
         "jaxengine.checkpoint jaxengine.media:registry jaxengine.parsers jaxengine.engine "
         "jaxengine.requests.structured jaxengine.requests.media jaxengine.requests.pooling"
     ),
-    "jaxengine.rl": "jaxengine.models jaxengine.models.layers",
+    "jaxengine.rl": ("jaxengine.models jaxengine.models.layers jaxengine.sampling jaxengine:base jaxengine.requests"),
     "jaxengine.api": (
         "jaxengine.models.config jaxengine.models.quantization jaxengine.models jaxengine.models:registry "
         "jaxengine.models.weights jaxengine.rl jaxengine.scheduler jaxengine.config jaxengine.checkpoint "
         "jaxengine.runner jaxengine.cluster jaxengine.engine jaxengine.engine:loop jaxengine.requests.pooling "
         "jaxengine.requests"
+    ),
+    "jaxengine.rl:bridges": (
+        "jaxengine.models jaxengine.models.layers jaxengine.rl jaxengine.runner jaxengine.requests jaxengine.api"
     ),
     "jaxengine": (
         "jaxengine.models.params jaxengine.models.config jaxengine.scheduler jaxengine:base jaxengine.config "

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, cast
 from jax.sharding import Mesh
 
 from jaxengine.api.adapters import load_adapter
-from jaxengine.api.core import AnyOutput, EngineCore
+from jaxengine.api.core import EngineCore
 from jaxengine.api.engine_client import EngineDeadError
 from jaxengine.api.not_built import VllmMethods
 from jaxengine.api.output_stream import OutputStream
@@ -27,7 +27,7 @@ from jaxengine.requests.completion_logprobs import CompletionLogprobs, KnownComp
 from jaxengine.requests.inputs import InputProcessor
 from jaxengine.requests.lora import LoRARequest
 from jaxengine.requests.options import RequestOptions
-from jaxengine.requests.outputs import RequestOutput
+from jaxengine.requests.outputs import AnyOutput, RequestOutput
 from jaxengine.requests.pooling.outputs import PoolingOutput, PoolingRequestOutput
 from jaxengine.requests.pooling.params import PoolingParams
 from jaxengine.requests.prepared import Prompt

@@ -23,8 +23,7 @@ from jaxengine.engine.profiler import Profiler
 from jaxengine.engine.status import engine_status
 from jaxengine.models.quantization.table import weight_table
 from jaxengine.requests.inputs import input_processor, make_processor
-from jaxengine.requests.outputs import RequestOutput
-from jaxengine.requests.pooling.outputs import PoolingOutput, PoolingRequestOutput
+from jaxengine.requests.outputs import AnyOutput
 from jaxengine.requests.prepared import PreparedRequest
 from jaxengine.runner.open import load_runner, open_resolved
 from jaxengine.runner.peers import ALONE
@@ -32,8 +31,6 @@ from jaxengine.scheduler.errors import RequestError
 from jaxengine.scheduler.request import FinishReason, Request
 
 logger = logging.getLogger(__name__)
-
-AnyOutput = RequestOutput | PoolingRequestOutput[PoolingOutput]
 
 
 class EngineCore:

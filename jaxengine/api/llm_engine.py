@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from jax.sharding import Mesh
 
 from jaxengine.api.adapters import load_first
-from jaxengine.api.core import AnyOutput, EngineCore
+from jaxengine.api.core import EngineCore
 from jaxengine.api.not_built import VllmMethods
 from jaxengine.config.engine_args import engine_options
 from jaxengine.config.engine_config import EngineConfig
@@ -20,6 +20,7 @@ from jaxengine.config.idle_sleep import refuse_idle_sleep
 from jaxengine.engine.metric_types import Histogram, Metric
 from jaxengine.requests.lora import LoRARequest
 from jaxengine.requests.options import RequestOptions
+from jaxengine.requests.outputs import AnyOutput
 from jaxengine.requests.pooling.params import PoolingParams
 from jaxengine.requests.prepared import Prompt
 from jaxengine.requests.sampling_params import SamplingParams

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jaxengine.api.core import AnyOutput
-from jaxengine.requests.outputs import RequestOutput
+from jaxengine.requests.outputs import AnyOutput, RequestOutput
 
 
 def count_tokens(outputs: Iterable[AnyOutput], before: tuple[int, int] = (0, 0)) -> tuple[int, int]:

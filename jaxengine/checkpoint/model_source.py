@@ -41,15 +41,13 @@ from jaxengine.models.weights.load import HEAD, ROPE_FACTORS, ROPE_LONG, ROPE_SH
 from jaxengine.models.weights.views.joined import JoinedSource
 from jaxengine.models.weights.views.renamed import with_prefix
 from jaxengine.models.weights.views.split_latent import SplitLatentSource
+from jaxengine.scheduler.sampling_fields import ROWS
 from jaxengine.tokens.tokenizer import Tokenizer
 
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 CONFIG, GENERATION = "config.json", "generation_config.json"
 # Fields of generation_config.json that vLLM applies to requests.
-GENERATION_FIELDS = (
-    *("temperature", "top_p", "top_k", "min_p"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty", "max_new_tokens"),
-)
+GENERATION_FIELDS = (*ROWS, "max_new_tokens")
 
 
 @dataclass(frozen=True)

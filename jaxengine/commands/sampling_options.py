@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
+from jaxengine.scheduler.sampling_fields import ROWS
+
 # Without `seed`: --seed is the engine's, used for requests without their own seed.
 SAMPLING_OPTIONS = (
     "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
+    *ROWS,
     "stop",
     "stop_after",
     "stop_token_ids",

@@ -17,6 +17,7 @@ from jaxengine.config.chat_template import read_chat_template
 from jaxengine.config.compilation_config import CompilationConfig
 from jaxengine.config.encoder import EncoderOptions, check_encoder, settle_encoder
 from jaxengine.config.errors import ConfigError
+from jaxengine.config.exact import settle_exact
 from jaxengine.config.extensions import extension_options
 from jaxengine.config.idle_sleep import check_idle_sleep
 from jaxengine.config.kv_cache import KV_CACHE_DTYPES, check_scales, kv_dtype
@@ -169,6 +170,8 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, RecordOptions, Ste
         "attention_output:*", "mlp_output:0-5", "router_logits:2" or "final_norm".
       capture_layers: layers whose hidden states requests may ask for (return_hidden_states), counted as transformers
         does: 0 is the embeddings, n what layer n gives, and -1, the last, is taken after the final norm.
+      rl_exact: compute each token in one fixed form, so that its log-probability has the same bits in any batch and
+        chunk, and in jaxengine.rl.forward(exact=True); slower, and on one CPU device only.
       plugins: modules or .py files that register model families of your own, in every process of the engine; see
         docs/models.md. A plugin is code: name only what you would run.
       stream_interval: tokens of a stream's output that are sent together; the first and the last are sent at once.
@@ -235,6 +238,7 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, RecordOptions, Ste
     logits_processors: tuple[str, ...] = dataclasses.field(default=(), metadata={"nargs": "+"})
     capture: tuple[str, ...] | None = None
     capture_layers: tuple[int, ...] | None = None
+    rl_exact: bool = False
     plugins: tuple[str, ...] = ()
     stream_interval: int = 1
     sleep_idle_seconds: float | None = None
@@ -361,6 +365,7 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, RecordOptions, Ste
         settle_recording(chosen, model)
         check_speculation(chosen, model)
         check_training(chosen, model)
+        chosen.update(settle_exact(chosen, model, platform.name))
         # What a class without a file of its own does is not known to the next process.
         processors = self.logits_processors
         no_file = any(source_file(each) is None for each in processor_classes(processors))

@@ -95,4 +95,8 @@ def replayed_options(config: Any) -> dict[str, Any]:
     left_out = _LEFT_OUT.split()
     names = (field.name for field in dataclasses.fields(config) if field.name not in left_out)
     found = {name: getattr(config, name) for name in names}
-    return {name: dataclasses.asdict(each) if dataclasses.is_dataclass(each) else each for name, each in found.items()}
+    return {name: dataclasses.asdict(each) if _is_record(each) else each for name, each in found.items()}
+
+
+def _is_record(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)

@@ -13,11 +13,11 @@ import numpy as np
 
 from jaxengine.engine.token_bias import Forbidden, TokenBias
 from jaxengine.runner.model_runner import ModelRunner
-from jaxengine.sampling.state import param_words
 from jaxengine.scheduler.batch import ScheduledStep
 from jaxengine.scheduler.request import Request
+from jaxengine.scheduler.sampling_fields import PENALTIES
 from jaxengine.scheduler.scheduler import Scheduler
-from jaxengine.scheduler.token_params import BIAS, LAST_TOKEN, PENALTIES
+from jaxengine.scheduler.token_params import BIAS, LAST_TOKEN, row_words
 
 
 class _SlotBias(NamedTuple):
@@ -95,7 +95,7 @@ class SlotRows:
         params, counts, biases, logprob_ids = [], [], [], []
         for request in requests:
             slot, features = self.number(request), request.params.features
-            params.append((slot, param_words(request.params, request.seed)))
+            params.append((slot, np.array(row_words(request.params, request.seed), np.int32)))
             if features & PENALTIES:
                 counts.append((slot, request.prompt_token_ids, self._scheduler.output_token_ids(request)))
             if request.params.logprob_token_ids:

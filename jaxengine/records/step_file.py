@@ -155,7 +155,7 @@ def _array(content: bytes, first: int, entry: Mapping[str, Any]) -> np.ndarray:
 
 def _bytes(array: np.ndarray) -> memoryview:
     # A view of bytes: buffers of ml_dtypes' types have no format that others know.
-    return memoryview(np.asarray(array, order="C").reshape(-1).view(np.uint8))
+    return np.asarray(array, order="C").reshape(-1).view(np.uint8).data
 
 
 def _sha256(array: np.ndarray) -> str:

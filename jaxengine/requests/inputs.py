@@ -7,7 +7,7 @@ process prepares requests for the engine's process.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -21,16 +21,18 @@ from jaxengine.media.load import MultiModalData
 from jaxengine.media.messages import MediaReader
 from jaxengine.media.open import open_processor
 from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.pooler import POOLED
+from jaxengine.requests.bad_word_tokens import verify_bad_word_tokens
 from jaxengine.requests.media.inputs import DATA, OPTIONS, READY, MediaInputs, has_media
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.output_processor import OutputProcessor
 from jaxengine.requests.pooling.params import PoolingParams
 from jaxengine.requests.pooling_processor import PoolingProcessor
 from jaxengine.requests.prepared import PROMPT_KEYS, PreparedRequest, Prompt, verify_salt
-from jaxengine.requests.sampling_params import MAX_BAD_WORDS_TOKENS, RequestOutputKind, SamplingParams
+from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.scheduler.errors import RequestError, show_value
 from jaxengine.scheduler.logits_processor import LogitsProcessor
-from jaxengine.scheduler.request import POOLED, Request
+from jaxengine.scheduler.request import Request
 from jaxengine.tokens.tokenizer import Tokenizer
 
 Processor = OutputProcessor | PoolingProcessor
@@ -393,13 +395,6 @@ def make_processor(inputs: InputProcessor) -> Processor:
         if inputs.pooling is None
         else PoolingProcessor()
     )
-
-
-def verify_bad_word_tokens(sequences: Iterable[Sequence[int]]) -> None:
-    """Raises RequestError if the tokenized bad_words have more than MAX_BAD_WORDS_TOKENS tokens in total."""
-    if (total := sum(map(len, sequences))) > MAX_BAD_WORDS_TOKENS:
-        problem = f"bad_words must be at most {MAX_BAD_WORDS_TOKENS} tokens altogether, got {total}"
-        raise RequestError(problem, param="bad_words", value=total)
 
 
 def follows_every_step(params: SamplingParams) -> bool:

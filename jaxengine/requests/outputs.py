@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxengine.requests.pooling.outputs import PoolingOutput, PoolingRequestOutput
+
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
@@ -184,7 +186,8 @@ class RequestOutput:
 
     Attributes:
       prompt: None if the request was given as token ids.
-      prompt_logprobs: one entry per prompt token, the first None (nothing precedes it); None unless requested.
+      prompt_logprobs: one entry per prompt token, the first None (nothing precedes it), and those up to
+        prompt_logprob_start; None unless requested.
       outputs: those of the `n` outputs that changed, by ascending index.
       finished: whether all `n` have finished.
       num_cached_tokens: prompt tokens found in the prefix cache; None until the request first ran.
@@ -220,3 +223,6 @@ class RequestOutput:
             self.num_cached_tokens = later.num_cached_tokens
         if later.prompt_logprobs is not None:
             self.prompt_logprobs = later.prompt_logprobs
+
+
+AnyOutput = RequestOutput | PoolingRequestOutput[PoolingOutput]

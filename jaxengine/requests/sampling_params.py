@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import difflib
 import logging
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
@@ -23,6 +22,7 @@ from jaxengine.requests.stop_after import StopAfter, stop_after
 from jaxengine.requests.structured.params import StructuredOutputsParams, structured_outputs
 from jaxengine.requests.thinking import ThinkingWords, limited, thinking_words
 from jaxengine.scheduler.errors import RequestError, show_value
+from jaxengine.scheduler.sampling_fields import FLOAT_LIMIT, ROWS, TRUNCATION, Row, SamplingFields
 from jaxengine.scheduler.token_params import MAX_LOGPROB_TOKEN_IDS, MAX_LOGPROBS, TokenParams
 
 if TYPE_CHECKING:
@@ -43,16 +43,11 @@ MAX_TOKEN_IDS = 2**20
 MAX_EXTRA_ARGS = 256
 GREEDY_BELOW = 1e-5
 MIN_TEMPERATURE = 0.01
-# Keeps logits finite in float32 after any multiplication.
-_FLOAT_LIMIT = 1e20
 _INT32_MAX = 2**31 - 1
 _INT64_MAX = 2**63 - 1
 
 # Fields that are passed to a step unchanged.
-_TOKEN_FIELDS = (
-    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("min_tokens", "prompt_logprobs", "return_sampling_mass"),
-)
+_TOKEN_FIELDS = (*ROWS, "min_tokens", "prompt_logprobs", "return_sampling_mass")
 
 # Fields that hold token ids.
 _ID_FIELDS = ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids", "trace_decode_token_ids")
@@ -113,8 +108,14 @@ def _read_as(rule: Rule, value: Any, meaning: Any) -> Rule:
     return check
 
 
+def _number(row: Row) -> Rule:
+    """Return the rule of a parameter that is a number of each row of a step."""
+    rule = (_float if isinstance(row.neutral, float) else _int)(row.low, row.high, row.allowed)  # pyright: ignore
+    return rule if row.off is None else _read_as(rule, row.off, row.neutral)
+
+
 def _temperature(name: str, value: Any) -> float:
-    temperature = _float(0, 2, "a number from 0 to 2")(name, value)
+    temperature = _number(ROWS[name])(name, value)
     if 0 < temperature < MIN_TEMPERATURE:
         _log.warning("temperature %g is so small that logits may overflow: raised to %g", temperature, MIN_TEMPERATURE)
         return MIN_TEMPERATURE
@@ -176,7 +177,7 @@ def _logit_bias(name: str, value: Any) -> dict[int, float]:
     if len(value) > MAX_TOKEN_IDS:
         raise _refuse(name, len(value), f"a dict of at most {MAX_TOKEN_IDS} token ids")
     token_id = _int(0, _INT32_MAX, "a dict whose keys are token ids, each an int >= 0")
-    bias = _float(-_FLOAT_LIMIT, _FLOAT_LIMIT, "a dict whose values are finite numbers, at most 1e20 in size")
+    bias = _float(-FLOAT_LIMIT, FLOAT_LIMIT, "a dict whose values are finite numbers, at most 1e20 in size")
     return {token_id(name, key): bias(name, number) for key, number in value.items()}
 
 
@@ -193,14 +194,9 @@ def _output_kind(name: str, value: Any) -> RequestOutputKind:
 
 
 _RULES: dict[str, Rule] = {
-    "n": _int(1, MAX_N, f"an int from 1 to {MAX_N}"),
-    "presence_penalty": _float(-2, 2, "a number from -2 to 2"),
-    "frequency_penalty": _float(-2, 2, "a number from -2 to 2"),
-    "repetition_penalty": _float(1 / _FLOAT_LIMIT, _FLOAT_LIMIT, "a finite number > 0 (from 1e-20 to 1e20)"),
+    **{name: _number(row) for name, row in ROWS.items()},
     "temperature": _temperature,
-    "top_p": _float(math.ulp(0.0), 1, "a number in (0, 1]"),
-    "top_k": _read_as(_int(-1, _INT32_MAX, "an int >= 1, or 0 or -1 to switch it off"), -1, 0),
-    "min_p": _float(0, 1, "a number from 0 to 1"),
+    "n": _int(1, MAX_N, f"an int from 1 to {MAX_N}"),
     "seed": _optional(
         _read_as(_int(-_INT64_MAX - 1, _INT64_MAX, "None or an int of 64 bits (-1 means None)"), -1, None)
     ),
@@ -212,6 +208,7 @@ _RULES: dict[str, Rule] = {
     "min_tokens": _int(0, _INT32_MAX, "an int >= 0"),
     "logprobs": _optional(_num_logprobs),
     "prompt_logprobs": _optional(_num_logprobs),
+    "prompt_logprob_start": _optional(_int(0, _INT32_MAX, "None or an int >= 0")),
     "logprob_token_ids": _optional(_logprob_token_ids),
     "return_sampling_mass": _flag,
     "trace_decode_token_ids": _optional(_trace),
@@ -236,23 +233,17 @@ _RULES: dict[str, Rule] = {
 
 
 @dataclass(kw_only=True)
-class SamplingParams:
+class SamplingParams(SamplingFields):
     """Checked and normalised at construction, and when a field is set; each request takes its own copy.
 
     Rules between fields are checked at construction, and when a request is submitted.
 
-    Field names, defaults and meanings are vLLM's. Sequences become tuples; `stop` and `bad_words` also take a single
-    string, and they and `stop_token_ids` take None for empty. `structured_outputs` also takes a dict of its fields.
+    Field names, defaults and meanings are vLLM's; those of SamplingFields are not repeated here. Sequences become
+    tuples; `stop` and `bad_words` also take a single string, and they and `stop_token_ids` take None for empty.
+    `structured_outputs` also takes a dict of its fields.
 
     Attributes:
       n: number of outputs for a prompt.
-      presence_penalty: subtracted from the logit of every token that is already in the output.
-      frequency_penalty: subtracted once for each occurrence of the token in the output.
-      repetition_penalty: divides positive logits of tokens in prompt or output, and multiplies negative ones.
-      temperature: divisor of the logits; 0 always takes the likeliest token.
-      top_p: sample from the likeliest tokens whose probabilities add up to this.
-      top_k: sample from this many of the likeliest tokens.
-      min_p: sample from tokens with at least this share of the likeliest token's probability.
       seed: makes a request's samples reproducible in any batch; without it the engine's seed determines them.
       stop: texts that end the output, which contains them only with include_stop_str_in_output.
       stop_after: the words around reasoning, in which `stop` is not looked for: a dict with reasoning_end and, for
@@ -264,6 +255,7 @@ class SamplingParams:
       logprobs: number of likeliest tokens whose log-probabilities are returned at each position, with the sampled
         one's.
       prompt_logprobs: the same for the tokens of the prompt.
+      prompt_logprob_start: prompt tokens up to this one, from 0, have none, and may come from the prefix cache.
       logprob_token_ids: tokens whose log-probabilities are returned at each position of the output, in addition to
         those of `logprobs`, or of logprobs=0 where that is None.
       return_sampling_mass: return for each token its raw and its processed log-probability, and the log of the
@@ -294,13 +286,6 @@ class SamplingParams:
     """
 
     n: int = 1
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
     seed: int | None = None
     stop: Sequence[str] = ()
     stop_after: StopAfter | Mapping[str, Any] | None = None
@@ -310,6 +295,7 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    prompt_logprob_start: int | None = None
     logprob_token_ids: Sequence[int] | None = None
     return_sampling_mass: bool = False
     trace_decode_token_ids: Sequence[int] | None = None
@@ -331,7 +317,6 @@ class SamplingParams:
     # Not supported yet: any other value than the default is refused.
     stream_interval: int | None = None
     prompt_logprob_token_ids: Sequence[int] | None = None
-    prompt_logprob_start: int | None = None
     flat_logprobs: bool = False
     logits_processors: Any = None
     skip_reading_prefix_cache: bool | None = None
@@ -342,9 +327,13 @@ class SamplingParams:
         if self.is_greedy:
             if self.n > 1:
                 raise _refuse("n", self.n, "1 when temperature is 0 (every output would be the same)")
-            self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
+            for name, row in ROWS.items():
+                if row.feature == TRUNCATION:
+                    setattr(self, name, row.neutral)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _refuse("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
+        if self.prompt_logprob_start is not None and self.prompt_logprobs is None:
+            raise _refuse("prompt_logprob_start", self.prompt_logprob_start, "None without prompt_logprobs")
         if (trace := self.trace_decode_token_ids) is not None:
             if self.n > 1:
                 raise _refuse("n", self.n, "1 with trace_decode_token_ids (every output would be the same)")
@@ -413,6 +402,7 @@ class SamplingParams:
         return TokenParams(
             **{name: getattr(self, name) for name in _TOKEN_FIELDS},
             logprobs=self.num_logprobs,
+            prompt_logprob_start=self.prompt_logprob_start or 0,
             logprob_token_ids=tuple(self.logprob_token_ids or ()),
             trace_decode_token_ids=tuple(self.trace_decode_token_ids or ()),
             logit_bias=self.logit_bias or {},
@@ -489,6 +479,8 @@ class SamplingParams:
             allowed = f"at most max_model_len ({max_model_len}), or None for the rest of the context"
             raise _refuse("max_tokens", self.max_tokens, allowed)
         room = max_model_len - num_prompt_tokens
+        if (start := self.prompt_logprob_start) is not None and start >= num_prompt_tokens:
+            raise _refuse("prompt_logprob_start", start, f"at most {num_prompt_tokens - 1}, the prompt's last token")
         if (trace := self.trace_decode_token_ids) and len(trace) > room:
             allowed = f"at most {room} tokens, which the prompt leaves of max_model_len ({max_model_len})"
             raise _refuse("trace_decode_token_ids", trace, allowed)

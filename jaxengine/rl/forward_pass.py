@@ -11,8 +11,10 @@ from flax import nnx
 from jax.typing import ArrayLike
 
 from jaxengine.models.causal_lm import CausalLM
+from jaxengine.models.layers.exact import check_exact, run_exact
 from jaxengine.models.layers.section import Capture, Recompute
 from jaxengine.models.unpaged import check_unpaged, run_unpaged
+from jaxengine.sampling.logprobs import log_sum_exp
 
 
 def forward(
@@ -23,6 +25,7 @@ def forward(
     positions: ArrayLike | None = None,
     *,
     remat: bool = False,
+    exact: bool = False,
 ) -> jax.Array:
     """Return the logits float32[B, T, V] of tokens int32[B, T]: those of the token after each.
 
@@ -36,13 +39,40 @@ def forward(
         sees only its own segment up to itself. Negative ids are padding. None: each row is one segment.
       positions: int32[B, T], for rope; None to count from 0 in each segment. Windows count tokens, whatever these say.
       remat: compute each layer again for its gradient, instead of keeping what it computed.
+      exact: give the bits that an engine with rl_exact computes, by the programs' own kernels in the engine's one form;
+        the gradient is that of the forward pass without it, which is computed for it. On CPUs, for arrays that are not
+        split over devices. Padding has logits of no meaning.
 
     Raises ValueError for a model that has no such forward pass (a pooling model, a pipeline stage, one built for
-    several devices, quantised weights), for arguments whose shape or dtype does not fit, and for arrays over explicit
-    mesh axes.
+    several devices, quantised weights), for arguments whose shape or dtype does not fit, for arrays over explicit
+    mesh axes, and for exact=True where bits cannot be the same.
     """
     given = _checked(model, params, tokens, segment_ids, positions)
-    return _logits(nnx.split(model)[0], params, *given, remat=remat)
+    graph = nnx.split(model)[0]
+    if exact:
+        check_exact(model, {"params": params, "tokens": tokens})
+        return _exact_logits(graph, params, *given, remat=remat)
+    return _logits(graph, params, *given, remat=remat)
+
+
+def log_probs(
+    model: CausalLM,
+    params: Any,
+    tokens: ArrayLike,
+    segment_ids: ArrayLike | None = None,
+    positions: ArrayLike | None = None,
+    *,
+    remat: bool = False,
+    exact: bool = False,
+) -> jax.Array:
+    """Return the log-probability float32[B, T] of each token after those before it in its segment.
+
+    The first token of each segment, and padding, have 0. With `exact` they have the bits that an engine with rl_exact
+    reports (raw_logprobs) and that its `get_logprobs` returns. Arguments and errors are `forward`'s.
+    """
+    logits = forward(model, params, tokens, segment_ids, positions, remat=remat, exact=exact)
+    tokens, segment_ids, _ = _checked(model, params, tokens, segment_ids, positions)
+    return _token_log_probs(logits, tokens, segment_ids)
 
 
 def hidden_states(
@@ -73,6 +103,47 @@ def _logits(
 ) -> jax.Array:
     sections = {"recompute": Recompute()} if remat else {}
     return run_unpaged(nnx.merge(graph, params), tokens, segment_ids, positions, sections)[1]
+
+
+@partial(jax.jit, static_argnums=0, static_argnames="remat")
+def _exact_logits(
+    graph: Any,
+    params: Any,
+    tokens: jax.Array,
+    segment_ids: jax.Array | None,
+    positions: jax.Array | None,
+    *,
+    remat: bool,
+) -> jax.Array:
+    """Logits of the engine's form, with the gradient of `_logits`."""
+
+    @jax.custom_vjp
+    def logits_of(params: Any, given: tuple[Any, ...]) -> jax.Array:
+        return run_exact(nnx.merge(graph, params), *given)
+
+    def keep(params: Any, given: tuple[Any, ...]) -> tuple[jax.Array, Any]:
+        return logits_of(params, given), (params, given)
+
+    def gradient(kept: Any, of_logits: jax.Array) -> tuple[Any, None]:
+        params, given = kept
+        _, backward = jax.vjp(lambda params: _logits(graph, params, *given, remat=remat), params)
+        return backward(of_logits)[0], None
+
+    logits_of.defvjp(keep, gradient)
+    return logits_of(params, (tokens, segment_ids, positions))
+
+
+@jax.jit
+def _token_log_probs(logits: jax.Array, tokens: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+    """Log-probabilities f32[B, T] from logits f32[B, T, V], by the arithmetic of what an engine reports."""
+    before = logits[:, :-1]
+    chosen = jnp.take_along_axis(before, tokens[:, 1:, None], axis=2).reshape(-1, 1)
+    rows = before.reshape(-1, before.shape[2])
+    found = (chosen - log_sum_exp(rows)).reshape(before.shape[:2])
+    if segment_ids is not None:
+        goes_on = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] >= 0)
+        found = jnp.where(goes_on, found, 0.0)
+    return jnp.pad(found, ((0, 0), (1, 0)))
 
 
 @partial(jax.jit, static_argnums=0)

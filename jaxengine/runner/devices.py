@@ -17,6 +17,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.causal_lm import CausalLM
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.tower import TOWER
 from jaxengine.models.params.declare import declared_params
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.registry import build_model, tensor_sizes
@@ -181,8 +182,9 @@ def build_split(model_config: ModelConfig, config: ResolvedConfig, layout: MeshL
             "pipeline_parallel_size", problem, "choose others by pipeline_layers, or fewer stages"
         )
     try:
-        split_tower = config.mm_encoder_tp_mode == "weights"
-        build = Build(config.dtype, layout, stage, lora=config.lora_spec, split_tower=split_tower)
+        whole = () if config.mm_encoder_tp_mode == "weights" else (TOWER,)
+        options: dict[str, Any] = {"whole_parts": whole, "exact": config.rl_exact}
+        build = Build(config.dtype, layout, stage, lora=config.lora_spec, **options)
         return build_model(model_config, build)
     except ModelConfigError as error:
         raise ModelFileError(config.model or "the embedded model", str(error)) from None

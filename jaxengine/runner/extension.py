@@ -185,7 +185,7 @@ class DeviceExtension:
       name: the capability's, the same on each floor.
       num_tables: page tables that it has behind those of the cache groups.
       least_columns: columns that a page table must have for it.
-      more_masks: masks of a replica beside one for each slot.
+      num_position_rows: rows of the sampler that a replica has for positions of a step, after those of its slots.
       counts_slots: `memory` counts its section of SlotState.
       description: static things that its shapes do not tell; part of the key of stored programs.
       process: (TokenState, logits, slots, counts, features) -> logits, inside samplers; None without one.
@@ -196,7 +196,7 @@ class DeviceExtension:
     name: ClassVar[str]
     num_tables = 0
     least_columns = 0
-    more_masks = 0
+    num_position_rows = 0
     counts_slots = False
     description: str = ""
     process: Callable[..., jax.Array] | None = None

@@ -20,6 +20,7 @@ from jaxengine.config.engine_config import ConfigError, ResolvedConfig
 from jaxengine.config.kv_cache import AUTO, CALIBRATE, UNIT
 from jaxengine.config.platforms import Platform
 from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.pooler import POOLED
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import read_object
 from jaxengine.models.registry import model_for_hf
@@ -38,7 +39,7 @@ from jaxengine.models.weights.views.renamed import RenamedSource
 from jaxengine.runner.extensions.build import step_programs
 from jaxengine.runner.model_runner import ModelRunner, Progress
 from jaxengine.runner.stage_runner import StageRunner
-from jaxengine.scheduler.request import POOLED, Request
+from jaxengine.scheduler.request import Request
 from jaxengine.scheduler.scheduler import Scheduler
 from jaxengine.scheduler.token_params import TokenParams
 

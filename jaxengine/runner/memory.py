@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jaxengine.config.engine_config import ConfigError, ResolvedConfig
+from jaxengine.scheduler.pages.groups import most_pages_of
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -188,7 +189,7 @@ def plan_memory(
       ConfigError: not even one request of max_model_len fits; says what to change.
     """
     limits = config.scheduler_config(1, windows=windows)
-    pages_per_seq = limits.most_pages(config.max_model_len)
+    pages_per_seq = most_pages_of(limits, config.max_model_len)
     process = _CPU_PROCESS_BYTES // shared if shared else 0
     budget = int(total * config.gpu_memory_utilization)
     by_need = False
@@ -200,7 +201,7 @@ def plan_memory(
         # More pages than all slots can fill would never be used but as cache: twice is plenty.
         needed = 2 * pages_per_seq * config.max_num_seqs
         if config.default_seq_tokens is not None:
-            of_default = limits.most_pages(min(config.default_seq_tokens, config.max_model_len))
+            of_default = most_pages_of(limits, min(config.default_seq_tokens, config.max_model_len))
             needed = max(min(2, config.max_num_seqs) * pages_per_seq, config.max_num_seqs * of_default)
         if config.ends_at_once:  # pages are free again after a step
             of_step = config.max_num_batched_tokens // config.block_size + config.max_num_seqs
@@ -238,6 +239,6 @@ def plan_memory(
 def _longest_fit(config: ResolvedConfig, num_pages: int, windows: tuple[int | None, ...]) -> int:
     """The tokens of the longest sequence that so many pages hold, in whole pages and less than max_model_len."""
     limits, columns = config.scheduler_config(1, windows=windows), 0
-    while limits.most_pages((columns + 1) * config.block_size) <= num_pages:
+    while most_pages_of(limits, (columns + 1) * config.block_size) <= num_pages:
         columns += 1
     return columns * config.block_size

@@ -196,7 +196,7 @@ class ModelRunner:
         )
 
     def set_params(self, rows: list[tuple[int, np.ndarray]]) -> None:
-        """Stores sampling parameters: (slot, words), the latter as `param_words` gives them."""
+        """Stores sampling parameters: (slot, words), the latter as `row_words` gives them."""
         self.change_slots(PARAMETERS, rows, NUM_PARAM_ROWS, len(NEUTRAL))
 
     def set_logprob_ids(self, rows: list[tuple[int, tuple[int, ...]]]) -> None:

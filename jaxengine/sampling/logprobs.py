@@ -61,7 +61,7 @@ def token_logprobs(
     taken = take_tokens(logits, jnp.where(valid, taken_ids, 0))
     chosen = taken[:, :1]
     rank = 1 + row_counts(logits > chosen)[:, 0]
-    shift = _log_sum_exp(logits) if normalize else jnp.zeros_like(chosen)
+    shift = log_sum_exp(logits) if normalize else jnp.zeros_like(chosen)
     if num_top:
         best, top_ids = top_tokens(logits, num_top)
         top = best - shift
@@ -83,12 +83,13 @@ def sampling_mass(logits: jax.Array, adjusted: jax.Array, kept: jax.Array, token
     valid = (token_ids >= 0) & (token_ids < vocab_size(logits))
     ids = jnp.where(valid, token_ids, 0)[:, None]
     # One after the other, as exchanges of a vocabulary that devices share need an order.
-    raw, whole, left = (_log_sum_exp(each) for each in (logits, adjusted, kept))
+    raw, whole, left = (log_sum_exp(each) for each in (logits, adjusted, kept))
     scores = [take_tokens(logits, ids) - raw, take_tokens(kept, ids) - left, left - whole]
     return jnp.where(valid[:, None], jnp.concatenate(scores, axis=1), -jnp.inf)
 
 
-def _log_sum_exp(logits: jax.Array) -> jax.Array:
+def log_sum_exp(logits: jax.Array) -> jax.Array:
+    """Log of the sum of exponentials of each whole row: f32[S, V / n] -> f32[S, 1], in an order of the row alone."""
     best = row_extreme(jnp.max, logits)
     return best + jnp.log(row_sums(jnp.exp(logits - best)))
 

@@ -1,8 +1,8 @@
 """From logits to tokens, for a batch in which every row has its own parameters. Traced inside the program `sample`.
 
-Owns the order of operations, which is vLLM's: raw logprobs, mask, additive bias, penalties, temperature, min_p, top_k,
-top_p, draw. What no row asks for is skipped by `lax.cond`, so one executable serves every mix. Knows nothing of
-requests, of text, or of how the parameters came to the device (jaxengine.sampling.state).
+Owns the order of operations, which is vLLM's: raw logprobs, mask, additive bias, penalties, temperature, what is kept
+(jaxengine.sampling.token_choice), draw. What no row asks for is skipped by `lax.cond`, so one executable serves every
+mix. Knows nothing of requests, of text, or of how the parameters came to the device (jaxengine.sampling.state).
 
 The vocabulary may be split over n devices: each has V / n columns of the logits and finds the same tokens, bit for bit
 those of one device. Padding columns come last and hold -inf.
@@ -19,10 +19,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxengine.sampling.logprobs import TokenLogprobs, no_logprobs, token_logprobs
+from jaxengine.sampling.row_functions import least_kept, penalized
 from jaxengine.sampling.state import NEUTRAL, RowParams, SamplingState
 from jaxengine.sampling.token_choice import draw, draw_keys, lowest_kept
 from jaxengine.sampling.top_tokens import best_token, first_id, vocab_size
-from jaxengine.scheduler.token_params import BIAS, LOGPROBS, MASK, PENALTIES, PROCESSOR, RANDOM, TRUNCATION
+from jaxengine.scheduler.sampling_fields import PENALTIES, RANDOM, TRUNCATION
+from jaxengine.scheduler.token_params import BIAS, LOGPROBS, MASK, PROCESSOR
 
 # (logits f32[S, V / n], slots i32[S], counts i32[S, V / n], features=i32[]) -> logits.
 Process = Callable[..., jax.Array]
@@ -47,7 +49,7 @@ class SamplerFlags(NamedTuple):
     """What some row of the batch needs; bool[] each. A flag that is False promises that no row needs that part."""
 
     any_random: jax.Array
-    any_truncation: jax.Array  # top_k, top_p or min_p
+    any_truncation: jax.Array
     any_penalties: jax.Array
     any_bias: jax.Array
     any_mask: jax.Array
@@ -164,7 +166,9 @@ def sample(
     def draw_random(adjusted: jax.Array, best: jax.Array, greedy_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         kept_from = lax.cond(
             flags.any_truncation,
-            lambda: lowest_kept(adjusted, best, temperature, rows.top_k, rows.top_p, rows.min_p),
+            lambda: lowest_kept(
+                *(adjusted, best, temperature, rows.top_k, rows.top_p), least_kept(best, temperature, rows)
+            ),
             lambda: jnp.full_like(best, -jnp.inf),
         )
         seeds = jnp.concatenate([rows.seed_low, rows.seed_high], axis=1)
@@ -236,8 +240,8 @@ def _adjust(
     assumed: jax.Array | None,
     process: Callable[..., jax.Array] | None,
 ) -> jax.Array:
-    """Logits [S, V / n] after bias, then a user's own processors, then penalties: repetition (Keskar et al. 2019) over
-    prompt and output, OpenAI's two over the output. Rows without them keep their logits bit for bit.
+    """Logits [S, V / n] after bias, then a user's own processors, then penalties. Rows without them keep their logits
+    bit for bit.
     """
     logits = logits + _state_rows(state.logit_bias, slots)
     counts = _state_rows(token_counts, slots)
@@ -247,7 +251,4 @@ def _adjust(
         counts = counts.at[jnp.arange(len(counts))[:, None], columns].add(2, mode="drop")
     if process is not None:
         logits = process(logits, slots, counts)
-    times = counts >> 1
-    repeated = jnp.where(logits > 0, logits / rows.repetition_penalty, logits * rows.repetition_penalty)
-    logits = jnp.where(counts > 0, repeated, logits)
-    return logits - rows.frequency_penalty * times - rows.presence_penalty * (times > 0)
+    return penalized(logits, rows, counts)

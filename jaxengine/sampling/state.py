@@ -1,6 +1,6 @@
 """What the device remembers for sampling, a row for each slot, and how the host changes it between steps.
 
-Owns the parameters of requests as columns (`RowParams` is their one table), biases, masks and the counts of tokens.
+Owns the parameters of requests as columns, biases, masks and the counts of tokens.
 Knows nothing of how a token is chosen, of requests, or of when a row changes.
 
 Where n devices share the vocabulary each has V / n columns of the counts and of the biases, and the masks of these
@@ -9,6 +9,7 @@ tokens (V / n is a multiple of 32 then), all else whole.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 import jax
@@ -17,29 +18,18 @@ import numpy as np
 from jax import lax
 
 from jaxengine.sampling.top_tokens import first_id
-from jaxengine.scheduler.token_params import MAX_LOGPROB_TOKEN_IDS, TokenParams
+from jaxengine.scheduler.token_params import COLUMNS, MAX_LOGPROB_TOKEN_IDS
 
-_SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
-
-
-class RowParams(NamedTuple):
-    """The parameters of one request; its fields are the columns of all that holds those of several.
-
-    On the device each is an array [R], in a batch [S, 1]. The defaults change nothing, and say what type a column has.
-    """
-
-    temperature: Any = np.float32(0)  # 0 = greedy
-    top_p: Any = np.float32(1)
-    min_p: Any = np.float32(0)
-    presence_penalty: Any = np.float32(0)
-    frequency_penalty: Any = np.float32(0)
-    repetition_penalty: Any = np.float32(1)
-    top_k: Any = np.int32(0)  # 0 = off
-    seed_low: Any = np.uint32(0)
-    seed_high: Any = np.uint32(0)
-
-
-NEUTRAL = RowParams()
+# The parameters of rows: a field for each of jaxengine.scheduler.token_params.COLUMNS. On the device each is an array
+# [R], in a batch [S, 1].
+RowParams = namedtuple("RowParams", COLUMNS)
+# What changes nothing, in the type of the column; halves of seeds are bits.
+NEUTRAL = RowParams(
+    *(
+        np.uint32(value) if name.startswith("seed_") else np.float32(value) if type(value) is float else np.int32(value)
+        for name, value in COLUMNS.items()
+    )
+)
 
 
 class SamplingState(NamedTuple):
@@ -57,15 +47,26 @@ class SamplingState(NamedTuple):
     logprob_ids: jax.Array  # i32[R, G], tokens whose logprobs are reported besides, -1 for none
 
 
-def init_state(max_num_seqs: int, vocab_size: int, num_masks: int | None = None) -> SamplingState:
-    """Every slot greedy and neutral: R = max_num_seqs rows of 4 * V + V / 8 + 4 * G bytes; num_masks: M >= R, None for
-    R."""
+def init_state(max_num_seqs: int, vocab_size: int, num_position_rows: int = 0) -> SamplingState:
+    """Return the state of R = max_num_seqs slots, every one greedy and neutral: rows of 4 * V + V / 8 + 4 * G bytes.
+
+    num_position_rows: M - R, masks after those of the slots.
+    """
     return SamplingState(
         RowParams(*(jnp.full(max_num_seqs, value, value.dtype) for value in NEUTRAL)),
         logit_bias=jnp.zeros((max_num_seqs, vocab_size), jnp.float32),
-        token_mask=jnp.full((num_masks or max_num_seqs, mask_words(vocab_size)), -1, jnp.int32),
+        token_mask=jnp.full((max_num_seqs + num_position_rows, mask_words(vocab_size)), -1, jnp.int32),
         logprob_ids=jnp.full((max_num_seqs, MAX_LOGPROB_TOKEN_IDS), -1, jnp.int32),
     )
+
+
+def partition(rows: Any, vocab: Any) -> SamplingState:
+    """Return the state with the PartitionSpec of each array in its place.
+
+    rows: of arrays that all devices of a replica have whole; vocab: of those with a column for each token.
+    """
+    params = RowParams(*[rows] * len(NEUTRAL))
+    return SamplingState(params, logit_bias=vocab, token_mask=vocab, logprob_ids=rows)
 
 
 def mask_words(vocab_size: int) -> int:
@@ -76,29 +77,8 @@ def mask_words(vocab_size: int) -> int:
     return -(-vocab_size // (32 * 128)) * 128
 
 
-def param_words(params: TokenParams, seed: int) -> np.ndarray:
-    """One request's row for `write_params`, i32[len(RowParams)]: the 32 bits of each parameter.
-
-    `seed` is any 64-bit integer, signed or not.
-    """
-    values = RowParams(
-        temperature=params.temperature,
-        # A top_p below float32's range would become 0, which keeps nothing.
-        top_p=max(params.top_p, _SMALLEST_NORMAL),
-        min_p=params.min_p,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty,
-        top_k=max(params.top_k, 0),
-        seed_low=seed & 0xFFFFFFFF,
-        seed_high=seed >> 32 & 0xFFFFFFFF,
-    )
-    pairs = zip(values, NEUTRAL, strict=True)
-    return np.array([np.array(value, neutral.dtype).view(np.int32) for value, neutral in pairs])
-
-
 def write_params(state: SamplingState, slots: jax.Array, words: jax.Array) -> SamplingState:
-    """Stores rows of `param_words`: slots i32[M] distinct, words i32[M, len(RowParams)]. Slots >= R are dropped."""
+    """Store rows of `row_words`: slots i32[M] distinct, words i32[M, len(NEUTRAL)]. Slots >= R are dropped."""
     columns = (lax.bitcast_convert_type(words[:, at], neutral.dtype) for at, neutral in enumerate(NEUTRAL))
     written = (write_slots(old, slots, new) for old, new in zip(state.params, columns, strict=True))
     return state._replace(params=RowParams(*written))

@@ -1,6 +1,6 @@
 """Cutting a distribution over the vocabulary and drawing from it, for every row of logits f32[S, V] at once.
 
-The vocabulary is never sorted. min_p, top_k and top_p each keep every token above some logit, so what a row keeps is
+The vocabulary is never sorted. Each limit keeps every token above some logit, so what a row keeps is
 one number. It is read off the row's best tokens where they decide it, and found by bisection where they do not: exact
 either way, equal logits are kept or dropped together. A draw is the best token once every one has noise of its own,
 which another rounding of the logits hardly ever changes; a place in the running sum of all of them it moves all the
@@ -30,12 +30,12 @@ _NO_WEIGHT = 104.0
 
 
 def lowest_kept(
-    logits: jax.Array, best: jax.Array, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array
+    logits: jax.Array, best: jax.Array, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array, least: jax.Array
 ) -> jax.Array:
-    """The logit from which a row's tokens are kept, f32[S, 1]: min_p, then top_k, then top_p over what those leave.
+    """The logit from which a row's tokens are kept, f32[S, 1]: `least`, then top_k, then top_p over what those leave.
 
-    best: the row's maximum. temperature > 0. min_p keeps tokens at least min_p times as likely as the best; top_k
-    (0 = off) those no less likely than the k-th; top_p those with less than top_p of the mass strictly above them
+    best: the row's maximum. temperature > 0. least f32[S, 1] keeps logits no less than it, the best among them; top_k
+    (0 = off) tokens no less likely than the k-th; top_p those with less than top_p of the mass strictly above them
     (Holtzman et al. 2020), so always the best.
     """
     num_tokens = vocab_size(logits)
@@ -51,7 +51,7 @@ def lowest_kept(
         lambda: jnp.where(far, _search_top_k(logits, best, top_k, candidates[:, -1:]), kept),
         lambda: kept,
     )
-    kept = jnp.maximum(kept, best + temperature * jnp.log(min_p))
+    kept = jnp.maximum(kept, least)
     return lax.cond(
         any_top_p,
         lambda: _top_p(logits, best, temperature, top_p, kept, candidates),

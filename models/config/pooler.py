@@ -14,6 +14,8 @@ from jaxengine.models.config.fields import ModelConfigError
 LAST, MEAN, CLS = "LAST", "MEAN", "CLS"
 POOLING_TYPES = (LAST, MEAN, CLS)
 MAX_LABELS = 1 << 16
+# Stands for a token in the answer of a pooled prompt: the row that ends the prompt gives it, and it ends the request.
+POOLED = 0
 
 
 # Beginning of the names of Dense modules' tensors; behind it, the number of the module.

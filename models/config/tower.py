@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+# A part of a model's weights (jaxengine.models.build.Build.whole_parts).
+TOWER = "tower"
+
 
 @dataclass(frozen=True, kw_only=True)
 class TowerConfig:

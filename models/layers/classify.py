@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -113,3 +114,17 @@ class DenseLabelScores(nnx.Module):
         inner = self.activation(self.dense(hidden, out_dtype=jnp.float32))
         inner = inner if self.norm is None else self.norm(inner)
         return self.labels(inner, out_dtype=jnp.float32)
+
+
+def pooled_result(model: Any, pooled: jax.Array) -> jax.Array:
+    """Return the answers of a pooling model to prompts' pooled states f32[R, D]: the states, or scores f32[R, N].
+
+    model: a jaxengine.models.layers.decoder.Decoder whose config has a pooler.
+    """
+    pooler = model.config.pooler
+    classifier = pooler.classifier
+    if classifier is None:
+        return model.dense(pooled) if pooler.dense else pooled
+    with jax.named_scope("labels"):
+        is_tied = classifier.token_ids and model.config.tie_word_embeddings
+        return model.labels(pooled, model.embed if is_tied else None)

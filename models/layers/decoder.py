@@ -57,7 +57,7 @@ class Decoder(nnx.Module):
             self.embed = self.make_embedding(build)
         self.layers = nnx.List([self.make_layer(layer, replace(build, layer=layer)) for layer in stage.layers])
         if stage.is_first and config.tower is not None:
-            self.tower = config.tower.make(config.hidden_size, build.for_tower(config.quantization))
+            self.tower = config.tower.make(config.hidden_size, build.as_named(config.quantization))
         if stage.is_last:
             self.norm = self.make_norm(build)
         if stage.is_last and classifier is not None:
@@ -131,17 +131,6 @@ class Decoder(nnx.Module):
         """Compute logits: [R, D] -> f32[R, V / n] where n devices share the rows; whole on one device."""
         with jax.named_scope("logits"):
             return own_logits(self.token_logits(hidden), self.config.vocab_size)
-
-    def pool(self, pooled: jax.Array) -> jax.Array:
-        """Result of a pooling model for prompts' pooled states f32[R, D]: the states as they are, or the scores of its
-        classifier's N labels, f32[R, N]."""
-        assert self.config.pooler is not None
-        classifier = self.config.pooler.classifier
-        if classifier is None:
-            return self.dense(pooled) if self.config.pooler.dense else pooled
-        with jax.named_scope("labels"):
-            is_tied = classifier.token_ids and self.config.tie_word_embeddings
-            return self.labels(pooled, self.embed if is_tied else None)
 
     def cache_groups(self, page_size: int, kv_dtype: Any, *, hybrid: bool = True) -> tuple[Paged | State, ...]:
         """The cache groups of the whole model with the layers that are here, `page_size` tokens a page.

@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 
 from jaxengine.models.build import Build
+from jaxengine.models.config.tower import TOWER
 from jaxengine.models.layers.linear import Linear
 from jaxengine.models.layers.mlp import gelu, gelu_tanh
 from jaxengine.models.layers.rope import apply_rope
@@ -26,7 +27,7 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 def tower_axis(axis: str, build: Build) -> str:
     """The logical axis by which a tower's weight is split, or one that is never split where devices do not share it."""
-    return axis if build.split_tower else "embed"
+    return "embed" if TOWER in build.whole_parts else axis
 
 
 def quick_gelu(x: jax.Array) -> jax.Array:

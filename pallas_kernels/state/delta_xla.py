@@ -37,7 +37,7 @@ def gated_delta_rule(
     rows: StateRows,
 ) -> tuple[jax.Array, jax.Array]:
     """Implement jaxengine.pallas_kernels.state.delta.gated_delta_rule."""
-    return recurrence(Tokens(q, k, v, decay, beta), v.shape[1:], state, rows, single=_single, chunk=chunk)
+    return recurrence(Tokens(q, k, v, decay, beta), v.shape[1:], state, rows, single=single, chunk=chunk)
 
 
 def _heads(part: jax.Array, like: jax.Array, axis: int) -> jax.Array:
@@ -45,7 +45,7 @@ def _heads(part: jax.Array, like: jax.Array, axis: int) -> jax.Array:
     return jnp.repeat(part, like.shape[axis] // part.shape[axis], axis=axis)
 
 
-def _single(tokens: Tokens, m: jax.Array) -> tuple[jax.Array, jax.Array]:
+def single(tokens: Tokens, m: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Apply the rule to one token of each of n sequences with states f32[n, N, H, Hv]: outputs f32[n, N, Hv], new
     states."""
     q, k, v, decay, beta = tokens

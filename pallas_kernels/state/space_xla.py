@@ -36,10 +36,10 @@ def state_space(
     rows: StateRows,
 ) -> tuple[jax.Array, jax.Array]:
     """Implement jaxengine.pallas_kernels.state.space.state_space."""
-    return recurrence(Tokens(x, b, c, decay, dt), x.shape[1:], state, rows, single=_single, chunk=chunk)
+    return recurrence(Tokens(x, b, c, decay, dt), x.shape[1:], state, rows, single=single, chunk=chunk)
 
 
-def _single(tokens: Tokens, m: jax.Array) -> tuple[jax.Array, jax.Array]:
+def single(tokens: Tokens, m: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Apply the recurrence to one token of each of n sequences with states f32[n, N, P, H]: outputs f32[n, N, P], new
     states."""
     x, b, c, decay, dt = tokens

@@ -17,7 +17,7 @@ from jaxengine.scheduler.batch import ScheduledStep
 from jaxengine.scheduler.extension import RankExtension
 from jaxengine.scheduler.pages.snapshots import Hits
 from jaxengine.scheduler.rank import Rank
-from jaxengine.scheduler.request import Adapter, Request, RequestStatus, Wait
+from jaxengine.scheduler.request import Adapter, Request, RequestStatus
 from jaxengine.scheduler.scheduler_extension import SchedulerExtension
 from jaxengine.scheduler.token_params import ADAPTER, FEW_ADAPTERS
 
@@ -247,8 +247,8 @@ class Adapters(SchedulerExtension):
     def start(self, ranks: Sequence[Rank]) -> None:
         self.ranks = [RankAdapters(rank.config.max_num_seqs) for rank in ranks]
 
-    def admits(self, request: Request) -> Wait:
-        return Wait.NONE if request.adapter is None or self.slots.admits(request) else Wait.ADAPTER
+    def admits(self, request: Request) -> bool:
+        return request.adapter is None or self.slots.admits(request)
 
     def ready(self) -> Iterable[Request]:
         if not self.slots.waiting:

@@ -23,6 +23,9 @@ from jaxengine.scheduler.slots import Slots
 from jaxengine.scheduler.token_params import LAST_TOKEN, MASK
 
 NAME = "drafts"
+# A row's `sample` in a step's message (jaxengine.models.forward_batch.StepLayout), 1 where it is neither of these.
+# FORCED: each token after its first is the only one allowed there. GUIDED: they are proposed, each with a mask.
+FORCED, GUIDED = 2, 3
 
 # (known tokens i32[n], most) -> i32[m], proposed tokens that follow them.
 Draft = Callable[[np.ndarray, int], np.ndarray]
@@ -233,4 +236,4 @@ class RankDrafts(RankExtension):
         batch.num_scheduled, batch.num_tokens = widths, int(widths.sum())
         batch.decode_token_ids = self._drafts.token_ids(batch.decode_token_ids)
         batch.sections[NAME] = section = DraftSection(self._drafts.is_forced, self._drafts.is_guided)
-        batch.choice = 1 + section.is_forced + 2 * section.is_guided
+        batch.choice = np.where(section.is_guided, GUIDED, np.where(section.is_forced, FORCED, 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import ClassVar
 
-from jaxengine.scheduler.request import Request, Wait
+from jaxengine.scheduler.request import Request
 from jaxengine.scheduler.scheduler_extension import SchedulerExtension
 
 
@@ -29,11 +29,11 @@ class Intake(SchedulerExtension):
     def open(self) -> None:
         self.first = None
 
-    def admits(self, request: Request) -> Wait:
+    def admits(self, request: Request) -> bool:
         if self.first is None or request.arrival_index < self.first:
-            return Wait.NONE
+            return True
         self._waiting.append(request)
-        return Wait.PAUSE
+        return False
 
     def ready(self) -> Iterable[Request]:
         if self.first is not None or not self._waiting:

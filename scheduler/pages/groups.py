@@ -22,6 +22,25 @@ from jaxengine.scheduler.pages.snapshots import Hits, Snapshots
 Deltas = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
+def most_pages_of(config: SchedulerConfig, num_tokens: int) -> int:
+    """Return the most pages that a sequence of so many tokens holds at once, over all groups."""
+    chunk = min(config.max_num_batched_tokens, config.long_prefill_token_threshold or config.max_num_batched_tokens)
+    return most_pages(num_tokens, config.windows, page_size=config.page_size, chunk=chunk)
+
+
+def most_pages(num_tokens: int, windows: Sequence[int | None], *, page_size: int, chunk: int) -> int:
+    """The most pages that a sequence of so many tokens holds at once, over groups with these windows.
+
+    chunk: tokens of it that one step computes at most. What the window of the chunk's first token sees stays: n tokens
+    in a row, whose first may be the last of a page; the others fill ceil((n - 1) / page_size) columns behind it.
+    """
+    columns = -(-num_tokens // page_size)
+    return sum(
+        columns if window is None else min(columns, -(-(window - 2 + min(chunk, num_tokens)) // page_size) + 1)
+        for window in windows
+    )
+
+
 class PageTables:
     """The pages of slots 0 .. max_num_seqs - 1 of one rank.
 

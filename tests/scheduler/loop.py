@@ -13,6 +13,7 @@ from jaxengine.scheduler.extensions.drafts import DraftOptions
 from jaxengine.scheduler.extensions.pictures import PictureOptions
 from jaxengine.scheduler.extensions.snapshots import SnapshotOptions
 from jaxengine.scheduler.packing import Packer
+from jaxengine.scheduler.pages.groups import most_pages_of
 from jaxengine.scheduler.request import Request
 from jaxengine.scheduler.scheduler import Scheduler
 from jaxengine.scheduler.token_params import TokenParams
@@ -121,7 +122,7 @@ class Loop:
                     pages = table[slot, held_columns]
                     assert (pages >= 0).all() and (np.delete(table[slot], held_columns) < 0).all()
                     np.add.at(held, pages, 1)
-                limit = self.config.most_pages(int(slots.num_computed[slot]) + self.slack)
+                limit = most_pages_of(self.config, int(slots.num_computed[slot]) + self.slack)
                 assert tables.num_held[:, slot].sum() <= limit, "more pages than admission counts with"
             assert (held == rank.pool.ref_count).all(), "a page without owner, or an owner without page"
             assert batch.num_tokens == batch.num_scheduled.sum()

@@ -8,7 +8,8 @@ from jaxengine.models.forward_batch import HEADER
 from jaxengine.scheduler.batch import PageDeltas
 from jaxengine.scheduler.buckets import Bucket
 from jaxengine.scheduler.packing import delta_chunks
-from jaxengine.scheduler.token_params import LOGPROBS, RANDOM, TokenParams
+from jaxengine.scheduler.sampling_fields import RANDOM
+from jaxengine.scheduler.token_params import LOGPROBS, TokenParams
 from tests.scheduler.loop import Loop, check_output, make
 
 

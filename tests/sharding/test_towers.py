@@ -38,7 +38,7 @@ def compare(name: str) -> None:
     config = read_hf(read_config_json(folder))
 
     def tower(layout, mesh, split):
-        model = build_model(config, Build("float32", mesh=layout, split_tower=split))
+        model = build_model(config, Build("float32", mesh=layout, whole_parts=() if split else ("tower",)))
         source = SafetensorsCheckpoint(folder)
         nnx.update(model, load_params(model, source, mesh=mesh))
         source.close()

@@ -191,16 +191,6 @@ class Extensions:
         media = None if self._inputs is None else self._inputs.media
         return Pictures(None if media is None else media.cache)
 
-    def _pooling(self) -> LoopExtension:
-        from jaxengine.engine.extensions.pooling import Pooling
-
-        return Pooling()
-
-    def _scores(self) -> LoopExtension:
-        from jaxengine.engine.extensions.scores import Scores
-
-        return Scores()
-
     def _structured(self) -> LoopExtension:
         if self._tokenizer is None or self._inputs is None:
             raise RequestError("structured_outputs needs a tokenizer", param="structured_outputs")
@@ -219,13 +209,26 @@ class Extensions:
         )
         return Structured(masks, drafts)
 
-    def _trace(self) -> LoopExtension:
-        if "trace" not in self._runner.extensions:
-            problem = "the engine was started without enable_trace_replay"
-            raise RequestError(problem, param="trace_decode_token_ids")
-        from jaxengine.engine.extensions.trace import Traces
 
-        return Traces()
+def _pooling(_: Extensions) -> LoopExtension:
+    from jaxengine.engine.extensions.pooling import Pooling
+
+    return Pooling()
+
+
+def _scores(_: Extensions) -> LoopExtension:
+    from jaxengine.engine.extensions.scores import Scores
+
+    return Scores()
+
+
+def _trace(extensions: Extensions) -> LoopExtension:
+    if "trace" not in extensions._runner.extensions:
+        problem = "the engine was started without enable_trace_replay"
+        raise RequestError(problem, param="trace_decode_token_ids")
+    from jaxengine.engine.extensions.trace import Traces
+
+    return Traces()
 
 
 def _logits_processors(_: Extensions) -> LoopExtension:
@@ -271,11 +274,11 @@ _MAKERS: dict[str, Callable[[Extensions], LoopExtension]] = {
     "idle_sleep": _idle_sleep,
     "logits_processors": _logits_processors,
     "pictures": Extensions._pictures,
-    "pooling": Extensions._pooling,
+    "pooling": _pooling,
     "recording": _recording,
-    "scores": Extensions._scores,
+    "scores": _scores,
     "steering": _steering,
     "structured": Extensions._structured,
-    "trace": Extensions._trace,
+    "trace": _trace,
     "weights": _weights,
 }

@@ -65,7 +65,7 @@ class Structured(LoopExtension):
 
     def prepare(self, request: Request) -> None:
         if request.params.grammar is not None:
-            request.wait = Wait.MASK
+            request.wait = Wait.APART
 
     def queued(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -97,7 +97,7 @@ class Structured(LoopExtension):
             self.masks.wait_for(missing, self._deadline - now)
             return False
         for request in missing:
-            self.loop.scheduler.hold(request, Wait.MASK)
+            self.loop.scheduler.hold(request)
         self._deadline = None
         return True
 

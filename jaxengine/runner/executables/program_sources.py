@@ -28,6 +28,7 @@ _PROGRAMS = (
     "jaxengine.runner.extensions.drafts.programs",
     "jaxengine.runner.executables.cache",
     "jaxengine.models.layers.next_token",
+    "jaxengine.models.layers.exact",
 )
 _BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")  # where a statement keeps other statements
 

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxengine.models.config.pooler import CLS, LAST, MEAN
+from jaxengine.models.config.pooler import CLS, LAST, MEAN, POOLED
 from jaxengine.models.forward_batch import ForwardBatch
+from jaxengine.models.layers.classify import pooled_result
 from jaxengine.runner.extension import DeviceExtension, Epilogue, EpilogueSpec, HostExtension, Kept
 from jaxengine.runner.programs.forward_pass import ForwardPass
 from jaxengine.runner.programs.pending_step import PendingStep
 from jaxengine.runner.programs.step import pad_rows
-from jaxengine.scheduler.request import POOLED
 from jaxengine.sharding.collectives import stack_ranks
 
 NAME, POOL = "pooling", "pool"
@@ -97,7 +97,7 @@ def make_pool(spec: EpilogueSpec) -> Callable:
     def pool_prompts(params: list[jax.Array], hidden: jax.Array):
         model = nnx.merge(spec.graph, jax.tree.unflatten(spec.params_tree, params))
         with jax.named_scope("pool"):
-            vectors = model.pool(hidden)
+            vectors = pooled_result(model, hidden)
         with jax.named_scope("results"):
             token_ids = jnp.where(jnp.all(jnp.isfinite(vectors), axis=1), jnp.int32(POOLED), jnp.int32(-1))
             return (PoolOutput(stack_ranks(token_ids), stack_ranks(vectors)),)

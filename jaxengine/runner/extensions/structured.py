@@ -61,6 +61,11 @@ class SlotMasks(HostExtension):
         """Words of a slot's mask: a bit for each token, those of padding included."""
         return -(-self.runner.last.programs.vocab_size // 32)
 
+    @property
+    def num_masks(self) -> int:
+        """Masks of a replica: of its slots, and then of positions of rows with drafts."""
+        return self.runner.last.programs.state_shapes.sampling.token_mask.shape[0] // self.runner.num_ranks
+
     def set_masks(
         self, rows: list[tuple[int, np.ndarray | None]], positions: list[tuple[int, int, np.ndarray]] | None = None
     ) -> None:
@@ -69,7 +74,7 @@ class SlotMasks(HostExtension):
         positions: what may stand in positions of the next step with drafts: (rank, row * width + position in the row,
         words).
         """
-        num_masks, num_slots = self.runner.last.programs.num_masks, self.runner.config.max_num_seqs
+        num_masks, num_slots = self.num_masks, self.runner.config.max_num_seqs
         changed: list[tuple[int, np.ndarray | None]] = []
         for slot, row in rows:
             if row is not None or self._has_mask[slot]:

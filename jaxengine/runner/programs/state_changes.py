@@ -1,7 +1,7 @@
 """What the host changes on the devices between steps: a program for each way of changing it.
 
-All name slots as numbered over all replicas: rank * max_num_seqs + the replica's own number, and rows of the page
-tables and masks likewise; entries of slots that no replica has change nothing. Those of optional capabilities stand in
+All name slots as numbered over all replicas: rank * max_num_seqs + the replica's own number, and rows of
+tables likewise; entries of slots that no replica has change nothing. Those of optional capabilities stand in
 the files of these (jaxengine.runner.extensions). Knows no requests.
 """
 

@@ -46,7 +46,6 @@ from jaxengine.runner.programs.forward_pass import SampledRows, StepSpec
 from jaxengine.runner.programs.state_changes import state_changes
 from jaxengine.runner.programs.step import Forwarded, make_forward
 from jaxengine.sampling import state as sampling_state
-from jaxengine.sampling.state import NEUTRAL, RowParams, SamplingState
 from jaxengine.scheduler.buckets import Bucket
 from jaxengine.scheduler.packing import Packer
 from jaxengine.sharding.collectives import stack_ranks
@@ -67,7 +66,6 @@ class StepPrograms:
       state_shapes: what is kept between steps, abstract.
       vocab_size: tokens the sampler knows, those that only fill up the last device's part included.
       own_vocab_size: those of one device.
-      num_masks: of a replica, one for each slot, and those of extensions.
       description: everything static that the shapes do not tell; part of the key of a stored executable.
     """
 
@@ -86,7 +84,6 @@ class StepPrograms:
         self.num_columns = math.ceil(pages / block_pages) * block_pages
         self.vocab_size = model.mesh.padded_vocab_size(model.config.vocab_size)
         self.own_vocab_size = self.vocab_size // model.mesh.num_shards("sampled_vocab")
-        self.num_masks = shape.num_slots + sum(each.more_masks for each in extensions)
         self._slack = (max(config.widths, default=1) - 1) * config.max_in_flight
         own = {SAMPLE: SAMPLER} if shape.samples else {}
         self.epilogues: dict[str, Epilogue] = own | {
@@ -243,9 +240,7 @@ class StepPrograms:
         slot_state = SlotState(ranks, ranks, slots)
         if not self.shape.samples:
             return DeviceState(slot_state, None, None)
-        params = RowParams(*[ranks] * len(NEUTRAL))
-        sampling = SamplingState(params, logit_bias=vocab, token_mask=vocab, logprob_ids=ranks)
-        return DeviceState(slot_state, TokenState(ranks, vocab, tokens), sampling)
+        return DeviceState(slot_state, TokenState(ranks, vocab, tokens), sampling_state.partition(ranks, vocab))
 
     def _own_state(self) -> DeviceState:
         num_slots = self.shape.num_slots
@@ -256,7 +251,8 @@ class StepPrograms:
         slot_state = init_slots(num_slots, self.packer.num_groups, self.num_columns, slots)
         if not self.shape.samples:
             return DeviceState(slot_state, None, None)
-        sampling = sampling_state.init_state(num_slots, self.own_vocab_size, self.num_masks)
+        more = sum(each.num_position_rows for each in self.extensions)
+        sampling = sampling_state.init_state(num_slots, self.own_vocab_size, more)
         return DeviceState(slot_state, init_tokens(num_slots, self.own_vocab_size, tokens), sampling)
 
     def _state_shapes(self) -> DeviceState:

@@ -24,6 +24,7 @@ from jaxengine.requests.inputs import InputProcessor
 from jaxengine.requests.run_in_thread import with_media
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.sampling_fields import ROWS
 from jaxengine.server.grpc import inference_pb2 as pb
 from jaxengine.server.names import REQUEST_ID
 from jaxengine.server.options import ServerConfig
@@ -31,18 +32,14 @@ from jaxengine.server.prompts import PromptEncoder
 
 # Field of GenerateRequest -> field of SamplingParams, copied unchanged.
 SAMPLING_FIELDS = {
-    "temperature": "temperature",
+    **{row.grpc: name for name, row in ROWS.items()},
     "sampling.num_sequences": "n",
-    "sampling.top_k": "top_k",
-    "sampling.top_p": "top_p",
-    "sampling.min_p": "min_p",
     "sampling.seed": "seed",
-    "decoding.presence_penalty": "presence_penalty",
-    "decoding.frequency_penalty": "frequency_penalty",
-    "decoding.repetition_penalty": "repetition_penalty",
     "decoding.logit_bias": "logit_bias",
     "decoding.allowed_token_ids": "allowed_token_ids",
     "decoding.bad_words": "bad_words",
+    "decoding.extra_args": "extra_args",
+    "decoding.trace_decode_token_ids": "trace_decode_token_ids",
     "stopping.max_new_tokens": "max_tokens",
     "stopping.min_new_tokens": "min_tokens",
     "stopping.stop_token_ids": "stop_token_ids",
@@ -51,6 +48,7 @@ SAMPLING_FIELDS = {
     "stopping.ignore_eos": "ignore_eos",
     "response.skip_special_tokens": "skip_special_tokens",
     "response.spaces_between_special_tokens": "spaces_between_special_tokens",
+    "response.logprob_token_ids": "logprob_token_ids",
 }
 GROUPS = ("sampling", "decoding", "stopping", "response")
 # Parameter -> field to name in its errors.
@@ -216,7 +214,7 @@ class RequestReader:
         response = request.response
         if wanted.logprobs or wanted.candidates:
             values["logprobs"] = _num_candidates(
-                response.output_candidates, "response.output_candidates", wanted.candidates
+                response.output_candidates, "response.output_candidates", response.HasField("output_candidates")
             )
         if wanted.prompt_logprobs or wanted.prompt_candidates:
             values["prompt_logprobs"] = _num_candidates(
@@ -370,6 +368,8 @@ def _fields_set(request: pb.GenerateRequest) -> Iterator[tuple[str, Any]]:
 def _plain(field: str, value: Any, param: str, vocab_size: int) -> Any:
     if isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, Struct):
+        return _with_integers(_read_struct(value, param, field))
     if len(value) > vocab_size:
         raise RequestError(f"{field} has {len(value)} entries; allowed are {vocab_size}", param=param, value=len(value))
     return dict(value) if isinstance(value, Mapping) else list(value)
@@ -380,7 +380,7 @@ def _wanted(response: pb.ResponseOptions) -> Wanted:
         text=response.output_text if response.HasField("output_text") else True,
         token_ids=response.output_token_ids,
         logprobs=response.output_logprobs,
-        candidates=response.HasField("output_candidates"),
+        candidates=response.HasField("output_candidates") or bool(response.logprob_token_ids),
         prompt_token_ids=response.prompt_token_ids,
         prompt_logprobs=response.prompt_logprobs,
         prompt_candidates=response.HasField("prompt_candidates"),

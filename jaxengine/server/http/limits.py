@@ -1,17 +1,16 @@
 """Reading of JSON bodies, with limits of depth, entries, texts and names.
 
-Everything is counted before it is parsed, and a long body is read off the event loop.
+What is in a body is counted before msgspec parses it, and a long body is read off the event loop.
 """
 
 from __future__ import annotations
 
-import json
-import json.scanner
-import math
+import codecs
 import re
 from collections.abc import Callable, Coroutine
-from typing import Any, NoReturn
+from typing import Any
 
+import msgspec
 from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
@@ -31,16 +30,16 @@ MAX_TEXTS = 500_000
 MAX_NAMES = 270_000
 # Limit of a request's top-level names.
 MAX_FIELDS = 1000
-# Longer bodies are read in a thread,
+# Longer bodies are read in a thread.
 _LONG_BODY = 64 << 10
-# and those with more texts or values in pieces, which is slower but lets the event loop run in between.
-_MANY_TEXTS, _MANY_VALUES = 50_000, 200_000
-_PIECE_CHARS, _PIECE_NAMES, _PIECE_BYTES = 64 << 10, 10_000, 1 << 20
-_NUMBERS = re.compile(r"[-+.0-9eE,\s]*+")
+_PIECE_BYTES = 1 << 20
 # A string (up to the end of the body if it is not closed), a bracket, or text between these, in pieces. Possessive, for
 # linear time.
 _STRUCTURE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]|[\]}]|[^"\[\]{}]{1,65536}+', re.DOTALL)
-_HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
+# What msgspec says of bodies, and the characters after which it knows that the second half of one is missing.
+_MALFORMED, _ENDS_EARLY, _HALVES = "JSON is malformed: ", "Input data was truncated", "utf-16 surrogate pair"
+_HALF_CHARACTER, _LAST_BYTES = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}"), 12
+_AT, _CONSTANT = re.compile(r"\(byte (\d+)\)"), re.compile(rb"NaN|-?Infinity")
 
 
 class JsonRoute(APIRoute):
@@ -72,7 +71,7 @@ class JsonRoute(APIRoute):
 
 
 class _JsonRequest(Request):
-    """Reads the body as JSON by these rules, with at most two copies of it in memory."""
+    """Reads the body as JSON by these rules, with one copy of it in memory beside its value."""
 
     def __init__(self, scope: Scope, receive: Receive, fields: frozenset[str], ignored: frozenset[str]):
         super().__init__(scope, receive)
@@ -101,51 +100,8 @@ class _JsonRequest(Request):
         return value
 
     def _read(self) -> Any:
-        many, text = _measure(self._raw), _decode(self._raw)
-        self._raw = bytearray()  # freed before the value is parsed
-        return _value(text, many)
-
-
-class _PatientDecoder(json.JSONDecoder):
-    """Python's JSON decoder, which lets other threads run between two values, unlike the one in C.
-
-    Numbers are decoded in C, some thousand at a time.
-    """
-
-    def __init__(self, **options: Any):
-        super().__init__(object_pairs_hook=_object, **options)
-        self._few = json.JSONDecoder(**options)
-        self.parse_object = json.decoder.JSONObject  # pyright: ignore[reportAttributeAccessIssue]
-        self.parse_array = self._array
-        self.scan_once = json.scanner.py_make_scanner(self)  # pyright: ignore[reportAttributeAccessIssue]
-
-    def _array(self, text_and_start: tuple[str, int], scan_once: Any) -> tuple[list[Any], int]:
-        """Decodes the array whose entries begin there; returns it and its end."""
-        text, start = text_and_start
-        end, values = text.find("]", start), []
-        while start <= end:
-            cut = text.find(",", start + _PIECE_CHARS, end)
-            piece = text[start : end if cut < 0 else cut]
-            if not _NUMBERS.fullmatch(piece) or (values or cut >= 0) and not piece.strip():
-                break
-            try:
-                values += self._few.decode(f"[{piece}]")
-            except json.JSONDecodeError:
-                break
-            if cut < 0:
-                return values, end + 1
-            start = cut + 1
-        # Not only numbers, or invalid: this decoder reports the position.
-        return json.decoder.JSONArray(text_and_start, scan_once)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value: dict[str, Any] = {}
-    for start in range(0, len(pairs), _PIECE_NAMES):
-        value.update(pairs[start : start + _PIECE_NAMES])
-    while pairs:
-        del pairs[-_PIECE_NAMES:]
-    return value
+        raw, self._raw = self._raw, bytearray()
+        return read_json(raw)
 
 
 def read_json(body: bytes | bytearray) -> Any:
@@ -154,44 +110,60 @@ def read_json(body: bytes | bytearray) -> Any:
     Refused are: encodings other than UTF-8, halves of surrogate pairs, NaN and infinite numbers, depth beyond
     MAX_DEPTH, and more than MAX_CONTAINERS arrays and objects, MAX_VALUES entries, MAX_TEXTS texts or MAX_NAMES names.
     """
-    return _value(many=_measure(body), text=_decode(body))
+    if _measure(body):
+        _verify_depth(value := _value(body))
+        return value
+    return _value(body)
 
 
-def _decode(body: bytes | bytearray) -> str:
+def _value(body: bytes | bytearray) -> Any:
     try:
-        return body.decode("utf-8")
-    except UnicodeError:
-        raise _no_text() from None
-
-
-def _value(text: str, many: bool) -> Any:
-    decoder = _PatientDecoder if many else json.JSONDecoder
-    try:
-        if text.startswith("\ufeff"):
-            raise ValueError("it begins with a byte order mark")
-        value = decoder(parse_constant=_refuse_constant, parse_float=_finite).decode(text)
-        if any(_HALF_CHARACTER.search(text, at, at + _PIECE_BYTES + 3) for at in range(0, len(text), _PIECE_BYTES)):
-            json.dumps(value, ensure_ascii=False).encode()
+        return msgspec.json.decode(body)
     except UnicodeError:
         raise _no_text() from None
     except RecursionError:
         raise _too_deep() from None
-    except ValueError as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}") from None
-    return value
+    except msgspec.MsgspecError as error:
+        raise _fault(body, str(error)) from None
+
+
+def _fault(body: bytes | bytearray, problem: str) -> ApiError:
+    """Return the error for a body that msgspec refuses. problem: its words."""
+    ends_early = problem == _ENDS_EARLY
+    # It misses the second half of a character where the body ends sooner than that would.
+    if _HALVES in problem or ends_early and _HALF_CHARACTER.search(body[-_LAST_BYTES:]):
+        return _no_text()
+    try:
+        body.decode("utf-8")
+    except UnicodeError:
+        return _no_text()
+    if body.startswith(codecs.BOM_UTF8):
+        problem = "it begins with a byte order mark"
+    elif ends_early:
+        problem = "it ends too early"
+    elif (at := _AT.search(problem)) and (name := _CONSTANT.search(body, max(0, int(at[1]) - 1), int(at[1]) + 8)):
+        problem = f"{name[0].decode()} is not a JSON number"
+    return ApiError(400, f"the body is not valid JSON: {problem.removeprefix(_MALFORMED)}")
 
 
 def _measure(body: bytes | bytearray) -> bool:
-    """Whether the body has many texts or values. Raises ApiError if a limit is exceeded."""
+    """Return whether the body has brackets enough to be nested too deep. Raises ApiError if a limit is exceeded.
+
+    Depth is looked at here only where text has to be told from structure.
+    """
     # Counting bytes regardless of context never gives too few, and is sufficient for nearly all bodies.
     brackets = _count(body, b"[") + _count(body, b"{")
-    num_texts = _count(body, b'"')
-    if num_texts > _MANY_TEXTS:  # only needed above this; two bytes take as long to find as four single ones
-        num_texts -= _count(body, b'\\"')
+    num_texts = (_count(body, b'"') + 1) // 2
     num_values = _count(body, b",") + brackets
-    few = brackets <= MAX_DEPTH and num_values < MAX_VALUES and num_texts <= MAX_TEXTS
+    few = brackets <= MAX_CONTAINERS and num_values < MAX_VALUES and num_texts <= MAX_TEXTS
     if few and _count(body, b":") <= MAX_NAMES:
-        return num_texts > _MANY_TEXTS or num_values > _MANY_VALUES
+        return brackets > MAX_DEPTH
+    _measure_structure(body)
+    return False
+
+
+def _measure_structure(body: bytes | bytearray) -> None:
+    """Raise ApiError if a limit is exceeded by what stands outside texts."""
     depth = num_open = num_values = num_texts = num_names = 0
     for match in _STRUCTURE.finditer(body):
         start = match.start()
@@ -215,7 +187,17 @@ def _measure(body: bytes | bytearray) -> bool:
             num_names += body.count(b":", start, match.end())
             if num_names > MAX_NAMES:
                 raise ApiError(400, f"the body holds more than {MAX_NAMES} names")
-    return num_texts > _MANY_TEXTS or num_values > _MANY_VALUES
+
+
+def _verify_depth(value: Any) -> None:
+    """Raise ApiError for a value that is nested deeper than MAX_DEPTH."""
+    level = [value] if type(value) in (dict, list) else []
+    for _ in range(MAX_DEPTH):
+        entries = (parent.values() if type(parent) is dict else parent for parent in level)
+        level = [each for own in entries for each in own if type(each) in (dict, list)]
+        if not level:
+            return
+    raise _too_deep()
 
 
 def _count(body: bytes | bytearray, what: bytes) -> int:
@@ -229,14 +211,3 @@ def _no_text() -> ApiError:
 
 def _too_deep() -> ApiError:
     return ApiError(400, f"the body is nested deeper than {MAX_DEPTH}")
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def _finite(digits: str) -> float:
-    number = float(digits)
-    if not math.isfinite(number):
-        raise ValueError(f"{digits[:40]} is too large for a number")
-    return number

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
 from jaxengine.requests.activations import MAX_STEER
 from jaxengine.requests.beam_search import BeamSearchParams
@@ -23,6 +23,7 @@ from jaxengine.requests.outputs import PositionLogprobs
 from jaxengine.requests.prepared import verify_salt
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.scheduler.errors import RequestError, show_value
+from jaxengine.scheduler.sampling_fields import ROWS
 from jaxengine.server.http.fields import MAX_OPTIONS, JsonObject, Texts, TokenIds, at_most
 from jaxengine.server.names import REQUEST_ID
 from jaxengine.server.options import ServerConfig
@@ -225,18 +226,18 @@ class NamedRequest(RequestModel):
         return name
 
 
-class GenerationRequest(NamedRequest):
-    """Fields of every request that generates text; None is the default of the model or of vLLM."""
+# The fields of SamplingFields, and of what they are numbers.
+_NUMBERS: dict[str, Any] = {name: (type(row.neutral) | None, None) for name, row in ROWS.items()}
+_Numbers: Any = create_model("_Numbers", __base__=NamedRequest, **_NUMBERS)
+
+
+class GenerationRequest(_Numbers, NamedRequest):
+    """Fields of every request that generates text, in addition to those of SamplingFields; None is the default of the
+    model or of vLLM.
+    """
 
     ignored = HINTS
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
     seed: int | None = None
     stop: str | Texts | None = None
     include_stop_str_in_output: bool | None = None
@@ -266,6 +267,7 @@ class TextRequest(GenerationRequest):
     Attributes:
       truncate_prompt_tokens: number of prompt tokens to keep, from the end, or with truncation_side "right" from the
         beginning; -1: as many as leave room for max_tokens.
+      prompt_logprob_start: the prompt's tokens up to this one, from 0, have null in prompt_logprobs.
       logprob_token_ids: tokens whose log-probabilities are returned in addition, at each position of the output.
       return_sampling_mass: also return what sampling made of each token.
       trace_decode_token_ids: the tokens that are decoded, whatever would be sampled.
@@ -285,6 +287,7 @@ class TextRequest(GenerationRequest):
     allowed_token_ids: TokenIds | None = None
     bad_words: Texts | None = None
     prompt_logprobs: int | None = None
+    prompt_logprob_start: int | None = None
     logprob_token_ids: TokenIds | None = None
     steer: Annotated[list[JsonObject], Field(fail_fast=True), at_most(MAX_STEER)] | None = None
     return_sampling_mass: bool | None = None

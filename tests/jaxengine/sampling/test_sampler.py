@@ -15,6 +15,7 @@ from jaxengine.sampling import sampler
 from jaxengine.sampling import state as sampling_state
 from jaxengine.sampling.sampler import SampleOutput, SamplerFlags
 from jaxengine.sampling.state import SamplingState
+from jaxengine.scheduler.token_params import row_words
 from tests.jaxengine.sampling.draw_oracle import gumbel
 from tests.tables import each_row
 
@@ -51,7 +52,7 @@ def run(logits, state, slots, positions, flags=ALL_ON, *, counts=(), **static) -
 def state_of(vocab_size: int, *params: SamplingParams, seeds=None, bias=()) -> SamplingState:
     """A state whose slot i holds params[i] and bias[i]."""
     seeds = range(len(params)) if seeds is None else seeds
-    words = np.stack([sampling_state.param_words(one, seed) for one, seed in zip(params, seeds, strict=True)])
+    words = np.array([row_words(one, seed) for one, seed in zip(params, seeds, strict=True)], np.int32)
     logit_bias = np.zeros((NUM_SLOTS, vocab_size), np.float32)
     if len(bias):
         logit_bias[: len(bias)] = bias
@@ -299,7 +300,7 @@ def test_padding_rows_read_no_state_and_change_nothing():
     rng = np.random.default_rng(7)
     hostile = [SamplingParams(temperature=2.0, repetition_penalty=1e20, top_k=1)] * NUM_SLOTS
     state = state_of(300, *hostile, bias=np.full((NUM_SLOTS, 300), np.nan))
-    state = sampling_state.write_params(state, jnp.array([0]), sampling_state.param_words(SamplingParams(), 3)[None])
+    state = sampling_state.write_params(state, jnp.array([0]), np.array([row_words(SamplingParams(), 3)], np.int32))
     state = sampling_state.set_bias_rows(state, jnp.array([0]), jnp.zeros((1, 300)))
     logits = rng.normal(0, 2, (4, 300)).astype(np.float32)
     settings = {"counts": np.full((NUM_SLOTS, 300), 3), "logprobs_mode": "processed_logits"}
@@ -377,7 +378,7 @@ def test_smallest_top_p_keeps_the_best_token():
 
 def test_writes_beyond_the_last_slot_are_dropped():
     state = state_of(6, *[SamplingParams(top_k=3, temperature=0.5)] * NUM_SLOTS)
-    words = sampling_state.param_words(SamplingParams(temperature=1.5, top_k=2), 8)
+    words = np.array(row_words(SamplingParams(temperature=1.5, top_k=2), 8), np.int32)
     beyond = jnp.array([NUM_SLOTS, NUM_SLOTS + 3])
     written = sampling_state.write_params(state, beyond, jnp.stack([words] * 2))
     written = sampling_state.set_bias_rows(written, jnp.array([NUM_SLOTS]), jnp.ones((1, 6)))

@@ -27,6 +27,7 @@ from jaxengine.sampling.sampler import SamplerFlags
 from jaxengine.sampling.state import NEUTRAL, RowParams, SamplingState
 from jaxengine.sampling.token_choice import NUM_CANDIDATES
 from jaxengine.sampling.top_tokens import best_token, take_tokens, top_tokens, top_values
+from jaxengine.scheduler.token_params import row_words
 from jaxengine.sharding.layout import MeshLayout
 from jaxengine.sharding.mesh import make_mesh
 from jaxengine.sharding.rules import logical_to_spec
@@ -122,7 +123,7 @@ def make_state(params: list[SamplingParams], rng: np.random.Generator) -> Sampli
     bias[rng.random(shape) < 0.05] = -np.inf
     bias[::4] = 0.0
     bias[9] = -np.inf
-    words = np.stack([sampling_state.param_words(one, seed) for seed, one in enumerate(params)])
+    words = np.array([row_words(one, seed) for seed, one in enumerate(params)], np.int32)
     state = sampling_state.init_state(NUM_ROWS, VOCAB_SIZE)._replace(
         logit_bias=jnp.asarray(bias, jnp.float32),
         token_mask=jnp.asarray(mask_rows(rng)),

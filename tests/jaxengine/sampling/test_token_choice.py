@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxengine.sampling.row_functions import least_kept
+from jaxengine.sampling.state import NEUTRAL
 from jaxengine.sampling.token_choice import (
     NUM_CANDIDATES,
     VALUE_PASSES,
@@ -25,7 +27,13 @@ TOP_P = (1.0, 0.9712, 0.7034, 0.3137, 1e-6, float(np.finfo(np.float32).tiny))
 MIN_P = (0.0, 1e-3, 0.2, 1.0)
 PARAMETERS = np.array(list(itertools.product(TOP_K, TOP_P, MIN_P)))
 
-jit_lowest_kept = jax.jit(lowest_kept)
+
+@jax.jit
+def jit_lowest_kept(logits, best, temperature, top_k, top_p, min_p):
+    rows = NEUTRAL._replace(min_p=min_p)
+    return lowest_kept(logits, best, temperature, top_k, top_p, least_kept(best, temperature, rows))
+
+
 jit_draw = jax.jit(draw)
 
 

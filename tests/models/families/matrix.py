@@ -37,7 +37,7 @@ import numpy as np
 from jaxengine import LLM, ConfigError, SamplingParams
 from jaxengine.models.cache import group_layers
 from jaxengine.models.registry import read_folder
-from jaxengine.scheduler.config import most_pages
+from jaxengine.scheduler.pages.groups import most_pages
 from tests.fast_compile import fast_compile
 from tests.fixtures.drawn_weights import FOLDER, checkpoint
 from tests.models.conftest import WEIGHTS_OF, PagedRun, load_recorded

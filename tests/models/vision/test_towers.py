@@ -53,14 +53,14 @@ def test_devices_share_a_tower_or_have_one_each(folders, name):
     assert layers == {(layer, *part) for layer in range(config.tower.num_layers) for part in PARTS}
     behind = {part for path in shared if path[0] in ("merger", "projector") for part in path}
     assert behind >= {"up", "down"}
-    assert not split(build_model(config, Build("float32", split_tower=False)))
+    assert not split(build_model(config, Build("float32", whole_parts=("tower",))))
 
 
 def test_heads_that_do_not_divide_are_refused(folders):
     config = read_folder(folders["qwen2_5_vl_vision"])  # three heads of its tower, four of its text
     with pytest.raises(ValueError, match=r"tower\.layers\.0\.attention\.qkv.* cannot be split evenly"):
         build_model(config, Build("float32", MeshLayout(model=2)))
-    build_model(config, Build("float32", MeshLayout(model=2), split_tower=False))
+    build_model(config, Build("float32", MeshLayout(model=2), whole_parts=("tower",)))
 
 
 def kinds(model, name):

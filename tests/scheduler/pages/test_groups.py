@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxengine.scheduler.config import SchedulerConfig, most_pages
-from jaxengine.scheduler.pages.groups import PageTables, page_key
+from jaxengine.scheduler.config import SchedulerConfig
+from jaxengine.scheduler.pages.groups import PageTables, most_pages, most_pages_of, page_key
 from tests.scheduler.loop import Loop, check_output, make, random_request
 from tests.tables import each_row
 
@@ -98,7 +98,7 @@ def test_admission_leaves_no_pages_to_windows_that_are_full():
 @pytest.mark.parametrize("length", [1, 4, 5, 23, 24, 63])
 def test_admission_counts_what_is_held_at_most(windows, length):
     loop = Loop(windows=windows, num_pages=200)
-    limit = loop.config.most_pages(length)
+    limit = most_pages_of(loop.config, length)
     assert limit == most_pages(length, windows, page_size=4, chunk=24)
     full = sum(-(-length // 4) for window in windows if window is None)
     assert full <= limit <= len(windows) * -(-length // 4)

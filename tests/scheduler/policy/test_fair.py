@@ -246,9 +246,9 @@ def test_a_token_that_is_dropped_for_a_late_mask_is_charged_once(caching):
             # The engine lets no other step of its be in flight.
             while len(loop.in_flight) > 1:
                 loop.finished += loop.scheduler.update(*loop.in_flight.popleft()).finished
-            loop.scheduler.hold(late, Wait.MASK)
+            loop.scheduler.hold(late)
             held += 1
-        elif late.slot < 0 and late.wait is Wait.MASK:
+        elif late.slot < 0 and late.wait is Wait.APART:
             loop.scheduler.release(late)
         for request in (late, other):
             if request.status is RequestStatus.RUNNING:

@@ -36,6 +36,7 @@ from jaxengine.sampling.sampler import flags_of
 from jaxengine.sampling.state import SamplingState, set_rows, write_slots, write_tokens
 from jaxengine.sampling.verification import assumed_tokens, only_tokens, verify
 from jaxengine.scheduler.buckets import Bucket
+from jaxengine.scheduler.extensions.drafts import FORCED, GUIDED
 
 NAME, HISTORY_ROWS = "drafts", "history rows"
 
@@ -92,7 +93,7 @@ class DraftsExtension(DeviceExtension):
         self.proposer: Proposer | None = proposer_of(chosen) if config.pipeline_parallel_size == 1 else None
         self._has_model, self._is_read, self._streams = chosen.has_model, chosen.reads_hidden, chosen.streams or ()
         guided = chosen.guides(config.pipeline_parallel_size, config.max_in_flight)
-        self.more_masks = max([0, *(each.num_tokens for each in shape.buckets.wide if guided)])
+        self.num_position_rows = max([0, *(each.num_tokens for each in shape.buckets.wide if guided)])
 
     @property
     def keeps_history(self) -> bool:
@@ -291,11 +292,11 @@ def _verify_epilogue(width: int) -> Epilogue:
 def _draft_rows(step: ForwardPass) -> DraftRows:
     """The drafts of each row: its tokens but the first, as many of them as whoever made them proposes."""
     rows, batch, drafts = step.rows, step.batch, step.batch.sections.get(NAME)
-    counts, is_forced = jnp.maximum(rows.num_scheduled - 1, 0), rows.sample == 2
+    counts, is_forced = jnp.maximum(rows.num_scheduled - 1, 0), rows.sample == FORCED
     if drafts is not None:
         counts = jnp.where(is_forced, counts, jnp.minimum(counts, drafts.counts))
     token_ids = batch.token_ids[batch.logits_indices].reshape(-1, step.spec.bucket.width)[:, 1:]
-    return DraftRows(token_ids, counts, is_forced, rows.sample == 3)
+    return DraftRows(token_ids, counts, is_forced, rows.sample == GUIDED)
 
 
 def _set_history(state: DeviceState, slots: jax.Array, rows: jax.Array) -> DeviceState:

@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxengine.models.config.tower import TOWER
 from jaxengine.models.layers.pictures import Pictures
 from jaxengine.runner.extension import DeviceExtension, HostExtension, Kept, StageExtension, StageShape, StateChange
 from jaxengine.runner.extensions.pictures.layout import PLACE, EncoderInput, EncoderLayout, PlaceInput
@@ -45,7 +46,7 @@ class PicturesExtension(DeviceExtension):
         self.uses_mrope = model.config.sees_places
         self.encoder: EncoderPrograms | None = None
         if model.config.tower is not None and model.stage.is_first:
-            parts = 1 if model.build.split_tower else model.mesh.model
+            parts = model.mesh.model if TOWER in model.build.whole_parts else 1
             limits = config.num_encoder_rows, config.max_encoder_patches
             placed = min(config.num_encoder_rows, _MAX_PLACED) if config.enable_mm_embeds else 0
             layout = EncoderLayout(model.config.tower, *limits, shape.num_ranks, parts, placed)

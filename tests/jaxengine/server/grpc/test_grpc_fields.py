@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import struct
 from collections.abc import Iterator
@@ -12,9 +13,12 @@ import pytest
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
+from jaxengine.requests.sampling_params import SamplingParams
 from jaxengine.server.grpc import inference_pb2 as pb
 from jaxengine.server.grpc.convert import SAMPLING_FIELDS, Generation, RequestReader
 from jaxengine.server.grpc.server import ADMIN, INFERENCE
+from jaxengine.server.http.chat.protocol import ChatRequest
+from jaxengine.server.http.completions.protocol import CompletionRequest
 from jaxengine.server.options import ServerConfig
 from tests.jaxengine.server.grpc.grpc_rig import connected, refusal
 from tests.tables import each_row
@@ -33,6 +37,8 @@ SAMPLING = {
     "decoding.logit_bias": {7: -0.5},
     "decoding.allowed_token_ids": [3, 9],
     "decoding.bad_words": ["no", "never"],
+    "decoding.extra_args": {"boost": 2, "share": 0.5, "on": True},
+    "decoding.trace_decode_token_ids": [4, 5, 4],
     "stopping.max_new_tokens": 9,
     "stopping.min_new_tokens": 2,
     "stopping.stop_token_ids": [5, 6],
@@ -41,7 +47,11 @@ SAMPLING = {
     "stopping.ignore_eos": True,
     "response.skip_special_tokens": False,
     "response.spaces_between_special_tokens": False,
+    "response.logprob_token_ids": [7, 3],
 }
+# Sampling parameters of HTTP's requests that gRPC has in another form, and those for which gRPC lacks what they need.
+IN_OTHER_FIELDS = {"logprobs", "prompt_logprobs", "structured_outputs"}
+LACKING = {"thinking_token_budget", "return_sampling_mass"}  # a parser, and a field of answers
 
 
 def constraint(made: Generation) -> tuple[str, Any] | None:
@@ -92,6 +102,9 @@ WRONG: dict[str, list[Any]] = {
     "stopping.stop_token_ids": [[49152]],
     "stopping.stop_strings": [[""], ["x"] * 17],
     "decoding.json": ["", "{", "3", '{"$ref": "http://x/y"}', "[" * 100_000],
+    "decoding.extra_args": [{"no_such": 1}, {"x": math.nan}],
+    "decoding.trace_decode_token_ids": [[5], [49152]],
+    "response.logprob_token_ids": [[49152], list(range(129))],
     "decoding.regex": ["", "a" * 11_000],
     "decoding.choice": [{"choices": []}, {"choices": ["a", "a"]}],
     "decoding.grammar": [""],
@@ -141,6 +154,22 @@ def test_every_field_is_in_a_table():
     chat = {f"messages.{name}" for name in options}
     assert fields == {*SAMPLING, *OTHERS, *ELSEWHERE, *chat}
     assert set(SAMPLING) == set(SAMPLING_FIELDS)
+
+
+def test_every_sampling_parameter_of_http_is_in_grpc():
+    params = {field.name for field in dataclasses.fields(SamplingParams)}
+    asked = {name for each in (CompletionRequest, ChatRequest) for name in each.model_fields} & params
+    assert asked - set(SAMPLING_FIELDS.values()) == IN_OTHER_FIELDS | LACKING
+    assert "vllm_xargs" in ChatRequest.model_fields and "extra_args" in SAMPLING_FIELDS.values()
+
+
+async def test_tokens_by_id_are_reported_as_candidates(chat_engine):
+    reader = RequestReader(chat_engine.inputs, ServerConfig())
+    made = await reader.generation(asked("response.logprob_token_ids", [7, 3]), stream=False)
+    assert made.wanted.candidates and made.params.logprobs == 0
+    request = asked("response.logprob_token_ids", [7, 3])
+    request.response.output_candidates.top_n = 2
+    assert (await reader.generation(request, stream=False)).params.logprobs == 2
 
 
 @each_row("path", SAMPLING)

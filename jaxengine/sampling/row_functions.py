@@ -1,0 +1,30 @@
+"""What the sampling parameters of jaxengine.scheduler.sampling_fields do to the logits of rows.
+
+Pure, traced functions of logits f32[S, V / n], of the rows' parameters, [S, 1] each, and of counts i32[S, V / n]: 2 *
+(times in the output) + (1 if in the prompt). A row whose parameters are neutral keeps its logits bit for bit.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxengine.sampling.state import RowParams
+
+
+def penalized(logits: jax.Array, rows: RowParams, counts: jax.Array) -> jax.Array:
+    """Return the logits after the penalties: repetition (Keskar et al. 2019) over prompt and output, OpenAI's two over
+    the output.
+    """
+    times = counts >> 1
+    repeated = jnp.where(logits > 0, logits / rows.repetition_penalty, logits * rows.repetition_penalty)
+    logits = jnp.where(counts > 0, repeated, logits)
+    return logits - rows.frequency_penalty * times - rows.presence_penalty * (times > 0)
+
+
+def least_kept(best: jax.Array, temperature: jax.Array, rows: RowParams) -> jax.Array:
+    """Return the logit, f32[S, 1], below which min_p drops tokens: those less than min_p times as likely as the best.
+
+    best: the rows' maxima. temperature > 0.
+    """
+    return best + temperature * jnp.log(rows.min_p)

@@ -1,0 +1,70 @@
+"""Operations on states, one token after the other: a sequence's results have the same bits however its tokens come.
+
+For steps in which every token has a row of `StateRows` of its own. A token may read what an earlier one of the same
+step has written, so the rows of several tokens may be consecutive tokens of one sequence.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxengine.pallas_kernels.state import delta_xla, space_xla
+from jaxengine.pallas_kernels.state.recurrence_xla import Rule
+from jaxengine.pallas_kernels.state.rows import StateRows, read_rows, write_rows
+from jaxengine.pallas_kernels.zeros import zeros_in_layer
+
+
+def causal_conv(x: jax.Array, weight: jax.Array, windows: jax.Array, rows: StateRows) -> tuple[jax.Array, jax.Array]:
+    """Implement jaxengine.pallas_kernels.state.conv.causal_conv."""
+    taps = weight.astype(jnp.float32).T  # [k, C]
+
+    def rule(own: jax.Array, window: jax.Array) -> tuple[jax.Array, jax.Array]:
+        seen = jnp.concatenate([window, own[:, None]], axis=1)  # [1, k, C]
+        y = taps[0] * seen[:, 0]
+        for i in range(1, len(taps)):
+            y = y + taps[i] * seen[:, i]
+        return y, seen[:, 1:]
+
+    return _one_by_one(x, x.shape[1:], windows, rows, rule)
+
+
+def gated_delta_rule(
+    q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, beta: jax.Array, state: jax.Array, rows: StateRows
+) -> tuple[jax.Array, jax.Array]:
+    """Implement jaxengine.pallas_kernels.state.delta.gated_delta_rule."""
+    return _one_by_one(delta_xla.Tokens(q, k, v, decay, beta), v.shape[1:], state, rows, delta_xla.single)
+
+
+def state_space(
+    x: jax.Array, b: jax.Array, c: jax.Array, decay: jax.Array, dt: jax.Array, state: jax.Array, rows: StateRows
+) -> tuple[jax.Array, jax.Array]:
+    """Implement jaxengine.pallas_kernels.state.space.state_space."""
+    return _one_by_one(space_xla.Tokens(x, b, c, decay, dt), x.shape[1:], state, rows, space_xla.single)
+
+
+def _one_by_one(
+    tokens: Any, shape: tuple[int, ...], state: jax.Array, rows: StateRows, rule: Rule
+) -> tuple[jax.Array, jax.Array]:
+    """Outputs f32[T, *shape] of a rule of recurrence_xla, and the states after the step.
+
+    tokens: an array [T, ...] or a tuple of them. rule: of one token.
+    """
+    like = jax.tree.leaves(tokens)[-1]
+    num_tokens = like.shape[0]
+    if rows.reads.shape[0] != num_tokens:
+        raise ValueError(f"every token must have a row of its own, got {rows.reads.shape[0]} for {num_tokens} tokens")
+
+    def work(token: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        o, state = carry
+        own = jax.tree.map(lambda part: lax.dynamic_slice_in_dim(part, token, 1).astype(jnp.float32), tokens)
+        out, m = rule(own, read_rows(state, rows.reads[token][None]))
+        o = lax.dynamic_update_slice_in_dim(o, out, token, axis=0)
+        places = jnp.stack([rows.writes[token], rows.saves[token]])
+        return o, write_rows(state, places, jnp.concatenate([m, m]))
+
+    o = zeros_in_layer(like, (num_tokens, *shape))
+    return lax.fori_loop(0, jnp.minimum(rows.num_seqs, num_tokens), work, (o, state))
