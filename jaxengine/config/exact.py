@@ -32,7 +32,10 @@ def settle_exact(options: Mapping[str, Any], model: ModelConfig, platform: str) 
     counts = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size", "nnodes")
     for name, is_so in (
         *((name, options[name] > 1) for name in counts),
-        *((name, bool(options[name])) for name in ("enable_lora", "speculative_config", "capture_layers")),
+        *(
+            (name, bool(options[name]))
+            for name in ("enable_lora", "speculative_config", "capture_layers", "capture", "steer")
+        ),
     ):
         if is_so:
             problem = f"{NAME} is given with {name}, whose results are rounded otherwise"

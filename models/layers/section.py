@@ -89,7 +89,12 @@ class ExpertLoads(Section):
         self._loads: list[jax.Array] = []
 
     def observe(self, count: int, x: jax.Array, notes: nnx.State | None = None) -> None:
-        self._loads += [each[...] for _, each in notes_of(notes, ExpertLoad)]
+        for _, load in notes_of(notes, ExpertLoad):
+            self.add(load[...])
+
+    def add(self, load: jax.Array) -> None:
+        """Takes note of the load i32[E] of the next layer with experts."""
+        self._loads.append(load)
 
     def stacked(self) -> jax.Array:
         """Loads i32[layers with experts, E], in the order of the layers, of which there must be one."""
