@@ -43,6 +43,8 @@ REFUSED = {
     "adapters": ({"enable_lora": True}, {}, "enable_lora", "given with enable_lora"),
     "drafts": ({"speculative_config": DRAFTS}, {}, "speculative_config", "given with speculative_config"),
     "capture": ({"capture_layers": (0,)}, {}, "capture_layers", "given with capture_layers"),
+    "taps": ({"capture": ("residual:0",)}, {}, "capture", "given with capture"),
+    "steering": ({"steer": ("residual:0",)}, {}, "steer", "given with steer"),
     "codes": ({"kv_cache_dtype": "fp8"}, {}, "kv_cache_dtype", "allowed: auto with rl_exact"),
     "narrower": ({"kv_cache_dtype": "bfloat16"}, {}, "kv_cache_dtype", "allowed: auto with rl_exact"),
     "pages": ({"block_size": 48}, {}, "block_size", "allowed: a divisor of 128"),
