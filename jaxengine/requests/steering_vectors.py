@@ -32,7 +32,8 @@ def steered(params: TokenParams, steer: Sequence[Steer], config: ResolvedConfig,
                 problem = f"steer is at {error.name!r}; the engine was started with {error.allowed}"
                 raise RequestError(problem, param="steer", value=error.name) from None
             for tap in taps:
-                total[tap.name] = total.get(tap.name, np.float32(0)) + np.float32(entry.scale) * vector
+                with np.errstate(over="ignore", invalid="ignore"):
+                    total[tap.name] = total.get(tap.name, np.float32(0)) + np.float32(entry.scale) * vector
     if not all(np.isfinite(each).all() for each in total.values()):
         raise RequestError("steer adds numbers that are not finite in float32", param="steer")
     return replace(params, steer=tuple((at, total[at].astype("<f4").tobytes()) for at in sorted(total)))

@@ -128,6 +128,8 @@ def test_no_vector_and_zeros_change_no_bit(llm, make_llm):
             assert each.outputs[0].token_ids == first.outputs[0].token_ids
             assert scores(each).tobytes() == scores(first).tobytes()
     assert [each.outputs[0].token_ids for each in plain] == [each.outputs[0].token_ids for each in other]
+    for _ in range(2):  # the first takes the vectors off their slots
+        generate(llm, prompts[:1], asked())
     assert "steering" not in [type(each).__module__.split(".")[-1] for each in llm.core.engine.extensions.active]
 
 
@@ -245,12 +247,15 @@ def test_what_cannot_be_steered_is_one_error(options, said):
 FILES = {
     "another model's": ({"direction.1": np.ones(32)}, "has directions of 32 numbers; those of this model have 64"),
     "deeper": ({"direction.2": np.ones(SIZE)}, "steers residual:3; this model has residual:0-2"),
-    "layer 0": ({"direction.0": np.ones(SIZE)}, "direction.0: is no direction.N of a layer N >= 1"),
-    "no directions": ({"token_embd.weight": np.ones((4, SIZE))}, "token_embd.weight: is no direction.N"),
+    "layer 0": (
+        {"direction.0": np.ones(SIZE)},
+        "is no direction.N of a layer N >= 1: this is no control vector (at direction.0)",
+    ),
+    "no directions": ({"token_embd.weight": np.ones((4, SIZE))}, "this is no control vector (at token_embd.weight)"),
     "empty": ({}, "has no tensor direction.1"),
-    "matrix": ({"direction.1": np.ones((2, SIZE))}, "direction.1: must have one axis"),
-    "not finite": ({"direction.1": np.full(SIZE, np.inf)}, "direction.1: has numbers that are not finite"),
-    "lengths": ({"direction.1": np.ones(SIZE), "direction.2": np.ones(32)}, "has directions of .32, 64. numbers"),
+    "matrix": ({"direction.1": np.ones((2, SIZE))}, "must have one axis, got [2, 64] (at direction.1)"),
+    "not finite": ({"direction.1": np.full(SIZE, np.inf)}, "has numbers that are not finite (at direction.1)"),
+    "lengths": ({"direction.1": np.ones(SIZE), "direction.2": np.ones(32)}, "has directions of [32, 64] numbers"),
 }
 
 
@@ -263,7 +268,7 @@ def test_files_that_are_no_control_vector_are_refused_at_start(kind, tmp_path_fa
     options = {"model": str(TINY_CHECKPOINT), "steer": "residual:*", "steering_vectors": {"wrong": path}}
     with pytest.raises(ModelFileError) as refused:
         open_model(EngineConfig.from_options(skip_tokenizer_init=True, **options))
-    assert said.replace(".32, 64.", "[32, 64]") in str(refused.value).replace("'", "")
+    assert said in str(refused.value)
 
 
 def test_a_missing_file_is_refused(tmp_path):
