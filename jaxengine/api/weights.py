@@ -9,11 +9,11 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from jaxengine.api.core import EngineCore
 from jaxengine.engine.weight_types import KVMode, PauseMode, WeightUpdate
-from jaxengine.runner.weight_names import Renamed
+from jaxengine.runner.weight_names import Renamed, Target
 from jaxengine.runner.weight_names import ScannedLayers as ScannedLayers
 from jaxengine.scheduler.errors import RequestError
 
@@ -47,6 +47,7 @@ class WeightMethods(ABC):
         mapping: Mapping[str, Renamed] | None = None,
         strict: bool = True,
         donate: bool = False,
+        target: Target = "model",
     ) -> WeightUpdate:
         """Replaces the model's weights between two steps, all of them or none; compiles nothing.
 
@@ -69,6 +70,8 @@ class WeightMethods(ABC):
           strict: False leaves weights as they are for which params has no tensor.
           donate: jax arrays in params are deleted as soon as they have been copied, also where a later one is at fault.
             Those of the engine's own tree that are taken over without a copy are not.
+          target: "draft" replaces the weights of the draft model (method draft_model) instead; no token depends on
+            them, and version must be None.
         Raises WeightUpdateError, whose `faults` list every tensor that is missing, unknown or of a wrong shape, or
         those given twice, or the first whose numbers are not finite; RequestError for another argument;
         EngineDeadError. The old weights stay then.
@@ -76,7 +79,7 @@ class WeightMethods(ABC):
         with self._lock:
             weights = _weights_of(self.core)
             weights.check(version, mode, kv)
-        new = _read_new(self.core, params, mapping, strict, donate)
+        new = _read_new(self.core, params, mapping, strict, donate, target)
         return self._in_pause(mode, lambda: weights.switch(new, version, kv))
 
     def update_lora(
@@ -209,11 +212,12 @@ class AsyncWeightMethods(ABC):
         mapping: Mapping[str, Renamed] | None = None,
         strict: bool = True,
         donate: bool = False,
+        target: Target = "model",
     ) -> WeightUpdate:
         """As `LLM.update_weights`; requests that arrive while the engine is paused wait."""
         weights = await self._weights()
         weights.check(version, mode, kv)
-        new = await asyncio.to_thread(_read_new, self.core, params, mapping, strict, donate)
+        new = await asyncio.to_thread(_read_new, self.core, params, mapping, strict, donate, target)
         return await self._in_pause(mode, lambda: weights.switch(new, version, kv))
 
     async def update_lora(
@@ -295,12 +299,15 @@ def _weights_of(core: EngineCore) -> Any:
 
 
 def _read_new(
-    core: EngineCore, params: Any, mapping: Mapping[str, Renamed] | None, strict: bool, donate: bool
+    core: EngineCore, params: Any, mapping: Mapping[str, Renamed] | None, strict: bool, donate: bool, target: Target
 ) -> NewWeights:
     """Read new weights onto the devices, not in use yet; steps may go on meanwhile. Raises WeightUpdateError."""
     from jaxengine.runner.weight_update import read_weights
 
-    return read_weights(core.runner, params, mapping=mapping, strict=strict, donate=donate)
+    if target not in get_args(Target):
+        allowed = ", ".join(get_args(Target))
+        raise RequestError(f"target is {target!r}; allowed: {allowed}", param="target", value=target)
+    return read_weights(core.runner, params, mapping=mapping, strict=strict, donate=donate, target=target)
 
 
 def _adapters_of(core: EngineCore) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -12,6 +12,8 @@ import numpy as np
 from jaxengine.models.weights.formats.arrays import fault_of, on_host
 from jaxengine.scheduler.errors import RequestError
 
+# Whose weights are replaced: the model's, or those of its draft model.
+Target = Literal["model", "draft"]
 # Faults that the text of an error names.
 MAX_SHOWN = 10
 _LAYER = "{layer}"

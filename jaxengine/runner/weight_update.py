@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,20 +21,29 @@ from jaxengine.models.params.declare import declared_params
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import WeightSource
 from jaxengine.models.weights.adapters.pools import abstract_leaves
-from jaxengine.models.weights.formats.arrays import ArraySource, FiniteSource, Taken, fault_of
+from jaxengine.models.weights.formats.arrays import ArraySource, FiniteSource, Taken, fault_of, read_slice
 from jaxengine.models.weights.formats.orbax import LAYOUT_FILE, load_checkpoint
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
+from jaxengine.models.weights.huge_pages import HugePages
 from jaxengine.models.weights.load import load_params
 from jaxengine.models.weights.streamed import load_streamed
 from jaxengine.models.weights.views.parts import num_parts
 from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.sleep import Absent, are_present
 from jaxengine.runner.stage_runner import StageRunner
-from jaxengine.runner.weight_names import Renamed, WeightUpdateError, renamed
+from jaxengine.runner.weight_names import Renamed, Target, WeightUpdateError, renamed
 from jaxengine.scheduler.errors import RequestError
 from jaxengine.sharding.rules import part_bytes
 
 _Read = TypeVar("_Read")
+
+
+class _Stage(NamedTuple):
+    """A model that gets new weights, or a stage of it. params: its leaves, which are replaced in place."""
+
+    model: Any
+    mesh: Any
+    params: list[Any]
 
 
 class NewWeights:
@@ -42,25 +51,33 @@ class NewWeights:
 
     Attributes:
       seconds: that reading and placing them took.
+      are_of_draft: they are a draft model's.
     """
 
-    def __init__(self, stages: Sequence[Mapping[int, jax.Array]], seconds: float):
-        """stages: of each pipeline stage, the new arrays by their index among its leaves."""
-        self._stages, self.seconds = stages, seconds
+    def __init__(
+        self,
+        stages: Sequence[_Stage],
+        found: Sequence[Mapping[int, jax.Array]],
+        seconds: float,
+        *,
+        are_of_draft: bool = False,
+    ):
+        """found: of each stage, the new arrays by their index among its leaves."""
+        self._stages, self._found, self.seconds, self.are_of_draft = stages, found, seconds, are_of_draft
 
     @property
     def num_leaves(self) -> int:
-        return sum(map(len, self._stages))
+        return sum(map(len, self._found))
 
     @property
     def num_bytes(self) -> int:
         """Bytes on all devices of this process."""
-        arrays = [each for new in self._stages for each in new.values()]
+        arrays = [each for new in self._found for each in new.values()]
         return sum(part_bytes(each) * len(each.sharding.addressable_devices) for each in arrays)
 
-    def put(self, runner: ModelRunner) -> None:
-        """Puts the arrays in the place of the runner's weights, for all steps from the next one on."""
-        for stage, new in zip(runner.stages, self._stages, strict=True):
+    def put(self) -> None:
+        """Puts the arrays in the place of the old ones, for all steps from the next one on."""
+        for stage, new in zip(self._stages, self._found, strict=True):
             for index, array in new.items():
                 stage.params[index] = array
 
@@ -72,6 +89,7 @@ def read_weights(
     mapping: Mapping[str, Renamed] | None = None,
     strict: bool = True,
     donate: bool = False,
+    target: Target = "model",
 ) -> NewWeights:
     """Read new weights for all stages and place them on their devices, beside the old ones.
 
@@ -81,6 +99,7 @@ def read_weights(
       mapping: from the names of `params` to Hugging Face names, for tensors by name. Those that it lacks keep theirs.
       strict: every weight must be there. Otherwise weights without any of their tensors stay as they are.
       donate: jax arrays of `params` are deleted as soon as they have been read, also where later ones are at fault.
+      target: whose weights; "draft" is the draft model of the method draft_model.
 
     Matrices that the engine rounded when it loaded are rounded again in the same way. Raises WeightUpdateError.
     """
@@ -89,26 +108,24 @@ def read_weights(
         raise WeightUpdateError(f"weights of an engine of {runner.config.nnodes} processes cannot be replaced")
     if donate and isinstance(params, str | os.PathLike):
         raise WeightUpdateError("donate gives up arrays; a folder has none")
+    stages = _stages(runner, target)
     try:
         if isinstance(params, nnx.Module | nnx.State):
             _refuse_mapping(mapping)
-            found = [_own_tree(runner, stage, params, strict, donate) for stage in runner.stages]
+            found = [_own_tree(stage, len(stages), params, strict, donate) for stage in stages]
         elif isinstance(params, str | os.PathLike) and (Path(params) / LAYOUT_FILE).is_file():
             _refuse_mapping(mapping)
-            found = [
-                _checked(stage, load_checkpoint(Path(params), stage.programs.model, mesh=stage.programs.mesh))
-                for stage in runner.stages
-            ]
+            found = [_checked(stage, load_checkpoint(Path(params), stage.model, mesh=stage.mesh)) for stage in stages]
         elif isinstance(params, str | os.PathLike):
             _refuse_mapping(mapping)
-            found = _of_folder(runner, Path(params), strict)
+            found = _of_folder(stages, Path(params), strict)
         else:
             tensors = renamed(_pairs(params), mapping or {}, donate=donate)
-            found = _of_tensors(runner, tensors, strict, donate)
+            found = _of_tensors(stages, tensors, strict, donate)
     except ModelFileError as error:
         raise WeightUpdateError.of([(error.where or error.path, error.what), *error.others]) from error
-    new = NewWeights(found, time.monotonic() - start)
-    for stage, own in zip(runner.stages, found, strict=True):
+    new = NewWeights(stages, found, time.monotonic() - start, are_of_draft=target == "draft")
+    for stage, own in zip(stages, found, strict=True):
         if any(
             isinstance(each, Absent) and not each.host and index not in own for index, each in enumerate(stage.params)
         ):
@@ -142,8 +159,11 @@ def read_adapter(params: Any, read: Callable[[WeightSource], _Read]) -> _Read:
 def checksums(runner: ModelRunner) -> dict[str, str]:
     """SHA-256 of each weight's bytes by its name, in its logical order; adapters are left out.
 
-    Raises RequestError while the weights are not on the devices.
+    Raises RequestError while the weights are not on the devices, and where other processes have parts of them.
     """
+    if runner.config.nnodes > 1:
+        text = f"checksum is True; allowed for an engine of {runner.config.nnodes} processes: False"
+        raise RequestError(text, param="checksum", value=True)
     if not are_present(runner):
         raise RequestError("the engine sleeps: its weights are not on the devices", param="checksum")
     return {name: own for stage in runner.stages for name, own in stage_checksums(stage).items()}
@@ -159,6 +179,19 @@ def stage_checksums(stage: StageRunner) -> dict[str, str]:
     return found
 
 
+def _stages(runner: ModelRunner, target: Target) -> list[_Stage]:
+    if target == "model":
+        return [_Stage(stage.programs.model, stage.programs.mesh, stage.params) for stage in runner.stages]
+    chosen = runner.config.speculative_config
+    if chosen is None or chosen.method != "draft_model":
+        what = "no drafts" if chosen is None else f"the method {chosen.method!r}"
+        raise RequestError(
+            f"target is 'draft', and the engine has {what}; it needs a draft model", param="target", value=target
+        )
+    drafter: Any = runner.stages[-1].extensions["drafts"]
+    return [_Stage(drafter.programs.model, drafter.programs.target.mesh, drafter.params)]
+
+
 def _pairs(params: Any) -> Iterable[Any]:
     if not isinstance(params, Mapping | Iterable):
         raise WeightUpdateError(
@@ -167,32 +200,29 @@ def _pairs(params: Any) -> Iterable[Any]:
     return params.items() if isinstance(params, Mapping) else params
 
 
-def _of_folder(runner: ModelRunner, folder: Path, strict: bool) -> list[dict[int, jax.Array]]:
+def _of_folder(stages: Sequence[_Stage], folder: Path, strict: bool) -> list[dict[int, jax.Array]]:
     source, states = SafetensorsCheckpoint(folder), []
     try:
-        for stage in runner.stages:
-            model, mesh = stage.programs.model, stage.programs.mesh
+        for model, mesh, _ in stages:
             states.append(load_params(model, FiniteSource(source), mesh=mesh, partial=not strict))
     finally:
         source.close()
-    return _of_finite(runner, states)
+    return _of_finite(stages, states)
 
 
 def _of_tensors(
-    runner: ModelRunner, tensors: Iterable[tuple[str, Any]], strict: bool, donate: bool
+    stages: Sequence[_Stage], tensors: Iterable[tuple[str, Any]], strict: bool, donate: bool
 ) -> list[dict[int, jax.Array]]:
-    stages = [(stage.programs.model, stage.programs.mesh) for stage in runner.stages]
-    return _of_finite(runner, load_streamed(stages, tensors, partial=not strict, donate=donate))
+    models = [(model, mesh) for model, mesh, _ in stages]
+    return _of_finite(stages, load_streamed(models, tensors, partial=not strict, donate=donate))
 
 
-def _of_finite(runner: ModelRunner, states: Sequence[nnx.State]) -> list[dict[int, jax.Array]]:
+def _of_finite(stages: Sequence[_Stage], states: Sequence[nnx.State]) -> list[dict[int, jax.Array]]:
     """New arrays of all stages that were made of finite numbers: only float16 may have become infinite."""
-    return [
-        _checked(stage, state, overflowing=(jnp.float16,)) for stage, state in zip(runner.stages, states, strict=True)
-    ]
+    return [_checked(stage, state, overflowing=(jnp.float16,)) for stage, state in zip(stages, states, strict=True)]
 
 
-def _checked(stage: StageRunner, state: nnx.State, overflowing: Sequence[Any] = ()) -> dict[int, jax.Array]:
+def _checked(stage: _Stage, state: nnx.State, overflowing: Sequence[Any] = ()) -> dict[int, jax.Array]:
     """A stage's new arrays by index, as those that the compiled programs take; waits for them.
 
     overflowing: the dtypes of arrays to be fetched and looked at, for those that were made of finite numbers; () for
@@ -202,7 +232,7 @@ def _checked(stage: StageRunner, state: nnx.State, overflowing: Sequence[Any] = 
     """
     loaded = {path: variable.get_value() for path, variable in nnx.to_flat_state(state)}
     new = {}
-    for index, (path, _) in enumerate(nnx.to_flat_state(nnx.state(stage.programs.model))):
+    for index, (path, _) in enumerate(nnx.to_flat_state(nnx.state(stage.model))):
         if path in loaded:
             new[index] = array = loaded[path]
             old = stage.params[index]
@@ -213,18 +243,18 @@ def _checked(stage: StageRunner, state: nnx.State, overflowing: Sequence[Any] = 
     return new
 
 
-def _own_tree(runner: ModelRunner, stage: StageRunner, tree: Any, strict: bool, donate: bool) -> dict[int, jax.Array]:
+def _own_tree(stage: _Stage, num_stages: int, tree: Any, strict: bool, donate: bool) -> dict[int, jax.Array]:
     """A stage's new arrays by index, from a tree of the engine's own structure. Raises WeightUpdateError.
 
     An array that lies as the engine's is not copied. donate: the others are deleted once they have been.
     """
     state = nnx.state(tree, nnx.Param) if isinstance(tree, nnx.Module) else tree
     given = {path: variable.get_value() for path, variable in nnx.to_flat_state(state)}
-    if len(runner.stages) > 1:
+    if num_stages > 1:
         raise WeightUpdateError("an engine with pipeline stages has no tree of its own: give tensors by name")
-    params = {param.path: param for param in declared_params(stage.programs.model)}
+    params = {param.path: param for param in declared_params(stage.model)}
     new, faults = {}, [(_text(path), "is not a weight of this engine") for path in given if path not in params]
-    for index, (path, _) in enumerate(nnx.to_flat_state(nnx.state(stage.programs.model))):
+    for index, (path, _) in enumerate(nnx.to_flat_state(nnx.state(stage.model))):
         if (param := params.get(path)) is None:
             continue
         name, old = param.name, stage.params[index]
@@ -235,7 +265,7 @@ def _own_tree(runner: ModelRunner, stage: StageRunner, tree: Any, strict: bool, 
             faults.append((name, "is an array that has been deleted or given up"))
         elif array.shape != old.shape or array.dtype != old.dtype:
             faults.append((name, f"must be {old.dtype}{[*old.shape]}, got {array.dtype}{[*array.shape]}"))
-        elif len(param.decl.sources) > 1 and num_parts(param, stage.programs.mesh)[param.decl.joined_axis] > 1:
+        elif len(param.decl.sources) > 1 and num_parts(param, stage.mesh)[param.decl.joined_axis] > 1:
             raise WeightUpdateError(
                 f"{name} joins {len(param.decl.sources)} tensors in an order that depends on the devices: "
                 "give tensors by name"
@@ -261,9 +291,13 @@ def _is_finite(array: jax.Array) -> bool:
 
 
 def _moved(array: jax.Array, old: Any) -> jax.Array:
-    """A copy as the old array lies. By way of the host: no program is compiled for it."""
-    host = np.asarray(array)
-    placed: Any = jax.make_array_from_callback(old.shape, old.sharding, lambda index: host[index])
+    """A copy as the old array lies. By way of the host, a device's part at a time: no program is compiled for it."""
+    parts, memory = [], HugePages() if next(iter(old.sharding.device_set)).platform == "cpu" else None
+    for device, index in old.sharding.addressable_devices_indices_map(old.shape).items():
+        host = read_slice(array, index)
+        parts.append(jax.block_until_ready(jax.device_put(host if memory is None else memory.copy(host), device)))
+        del host
+    placed: Any = jax.make_array_from_single_device_arrays(old.shape, old.sharding, parts, dtype=old.dtype)
     return placed if placed.format == old.format else jax.device_put(placed, old.format)
 
 

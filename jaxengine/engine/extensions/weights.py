@@ -116,6 +116,8 @@ class Weights(LoopExtension):
         and nothing has changed then.
         """
         self.check(version, "keep", kv)
+        if new.are_of_draft:
+            return _switch_draft(self, new, version, kv)
         if version is None:
             version = self.version + 1 if isinstance(self.version, int) else self._num_switches + 1
         assert self.settle(), "weights are replaced between two steps"
@@ -125,7 +127,7 @@ class Weights(LoopExtension):
         self._num_switches += 1
         # Not the version: its caller may use a name again for other weights.
         scheduler.replace_weights(hashlib.sha256(self._num_switches.to_bytes(8, "big")).digest())
-        new.put(self.loop.runner)
+        new.put()
         if kv == "drop":
             scheduler.reset_prefix_cache()
         for extension in scheduler.extensions:
@@ -146,8 +148,13 @@ class Weights(LoopExtension):
         return set(self._asleep)
 
     def check_sleep(self, level: int, mode: PauseMode) -> None:
-        """Raises RequestError for an argument of a sleep that is not allowed."""
+        """Raises RequestError for an argument of a sleep that is not allowed, and for an engine of several processes,
+        of which only this one would give up its memory.
+        """
         _among("level", level, SLEEP_LEVELS)
+        if level and (nnodes := self.loop.runner.config.nnodes) > 1:
+            text = f"level is {level}; allowed for an engine of {nnodes} processes: 0, a pause"
+            raise RequestError(text, param="level", value=level)
         _among("mode", mode, get_args(PauseMode))
 
     def sleep(self, level: int) -> None:
@@ -156,7 +163,7 @@ class Weights(LoopExtension):
         level: 0 gives up nothing; 1 the pools, and the weights, which host memory keeps; 2 the weights without a copy.
         Raises RequestError for another one.
         """
-        _among("level", level, SLEEP_LEVELS)
+        self.check_sleep(level, "keep")
         assert self.settle(), "an engine falls asleep between two steps"
         if level == 0:
             return
@@ -230,6 +237,21 @@ class Weights(LoopExtension):
         """Requests that do not wait for the pause to end."""
         first = self._intake.first
         return [each for each in self.loop.scheduler.requests if first is None or each.arrival_index < first]
+
+
+def _switch_draft(weights: Weights, new: NewWeights, version: Version | None, kv: KVMode) -> WeightUpdate:
+    """Replaces a draft model's weights, which no token depends on: the version and cached prefixes are the model's."""
+    if version is not None:
+        text = f"version is {version!r}; allowed with target='draft': None, for the weights of the model stay"
+        raise RequestError(text, param="version", value=version)
+    assert weights.settle(), "weights are replaced between two steps"
+    start, scheduler = time.monotonic(), weights.loop.scheduler
+    if kv != "keep":
+        scheduler.preempt_all()
+    if kv == "drop":
+        scheduler.reset_prefix_cache()
+    new.put()
+    return WeightUpdate(weights.version, new.num_leaves, new.num_bytes, new.seconds, time.monotonic() - start)
 
 
 def _among(name: str, value: Any, allowed: tuple[Any, ...]) -> None:

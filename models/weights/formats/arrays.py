@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +22,10 @@ class Taken(NamedTuple):
 
 
 class ArraySource:
-    """Tensors by name. Each is copied to host memory when it is read, and only the one read last is kept there."""
+    """Tensors by name. Each is copied to host memory when it is read, and only the one read last is kept there.
+
+    Of a tensor that is split over devices, only the rows and columns that are asked for are copied.
+    """
 
     path = PATH
 
@@ -38,6 +41,8 @@ class ArraySource:
         return tuple(self._tensors[name].shape)
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
+        if isinstance(tensor := self._tensors[name], jax.Array) and len(_pieces(tensor)) > 1:
+            return read_slice(tensor, (rows, columns)[: tensor.ndim])
         if self._newest is None or self._newest[0] != name:
             self._newest = name, on_host(self._tensors[name])
         array = self._newest[1]
@@ -65,6 +70,34 @@ def fault_of(array: Any) -> str | None:
     if isinstance(array, jax.Array) and array.is_deleted():
         return "is an array that has been deleted or given up"
     return None
+
+
+def read_slice(array: jax.Array, index: Sequence[slice], out: np.ndarray | None = None) -> np.ndarray:
+    """A copy of a part of an array that this process has all of, in host memory; compiles nothing.
+
+    Host memory has the part, and one of the array's pieces at a time where devices have memory of their own.
+
+    index: slices of step 1 along the first axes. out: where the part is written, of its shape; None for new memory.
+    """
+    index = (*index, *(slice(None) for _ in range(array.ndim - len(index))))
+    wanted = [part.indices(size)[:2] for part, size in zip(index, array.shape, strict=True)]
+    out = np.empty([end - begin for begin, end in wanted], array.dtype) if out is None else out
+    for place, piece in _pieces(array).items():
+        common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(wanted, place, strict=True)]
+        if all(begin < end for begin, end in common):
+            target = tuple(slice(b - own, e - own) for (b, e), (own, _) in zip(common, wanted, strict=True))
+            source = tuple(slice(b - own, e - own) for (b, e), (own, _) in zip(common, place, strict=True))
+            out[target] = on_host(piece)[source]
+    return out
+
+
+def _pieces(array: jax.Array) -> dict[tuple[tuple[int, int], ...], jax.Array]:
+    """The pieces of an array on this process's devices by their bounds along each axis, each of them once."""
+    bounds = (
+        (tuple(part.indices(size)[:2] for part, size in zip(shard.index, array.shape, strict=True)), shard.data)
+        for shard in array.addressable_shards
+    )
+    return {tuple(place): data for place, data in bounds}
 
 
 def on_host(array: Any) -> np.ndarray:

@@ -76,7 +76,7 @@ def assert_told(llm: LLM, formats: dict[str, str]) -> None:
     """What drafts has these modules of these formats in the table of weights, with the bytes that are loaded."""
     rows = {row["modules"]: row for row in llm.core.utility("weights") if row["modules"].startswith("draft: ")}
     assert {name.removeprefix("draft: "): row["format"] for name, row in rows.items()} == formats
-    matrices = [leaf for leaf in llm.core.runner.stages[-1].extensions["drafts"]._params if leaf.ndim > 1]
+    matrices = [leaf for leaf in llm.core.runner.stages[-1].extensions["drafts"].params if leaf.ndim > 1]
     assert sum(row["bytes"] for row in rows.values()) == sum(leaf.nbytes for leaf in matrices)
 
 

@@ -9,6 +9,8 @@ import pytest
 
 from jaxengine.engine.extensions import weight_orders
 from jaxengine.engine.extensions.weight_orders import MAX_READS, WeightOrders
+from jaxengine.engine.extensions.weights import Weights
+from jaxengine.runner.weight_update import WeightUpdateError, checksums, read_weights
 from jaxengine.scheduler.errors import RequestError
 
 
@@ -39,3 +41,19 @@ def test_weights_are_switched_once_they_are_read(monkeypatch):
     for number in others:
         orders.forget_read_weights(number)
     orders.read_weights("another", None, "keep", "drop", True)
+
+
+def test_what_concerns_the_weights_of_several_processes_is_refused():
+    """This process has a part of them, and would change that alone."""
+    runner = SimpleNamespace(config=SimpleNamespace(nnodes=2), stages=[])
+    weights = Weights()
+    weights.loop = SimpleNamespace(runner=runner)  # type: ignore[assignment]
+    weights.check_sleep(0, "abort")
+    for level in (1, 2):
+        with pytest.raises(RequestError, match="level is .*2 processes: 0") as error:
+            weights.check_sleep(level, "abort")
+        assert error.value.param == "level"
+    with pytest.raises(RequestError, match="checksum"):
+        checksums(runner)  # type: ignore[arg-type]
+    with pytest.raises(WeightUpdateError, match="2 processes"):
+        read_weights(runner, {})  # type: ignore[arg-type]

@@ -26,6 +26,9 @@ class Drafter(StageExtension):
     """Runs before and after the forward passes of a StageRunner, which decides sizes and order.
 
     The leaves of the model are handed over each time: adapters change them.
+
+    Attributes:
+      params: its own leaves, which new weights replace in place.
     """
 
     name, prefix = NAME, "draft"
@@ -38,7 +41,7 @@ class Drafter(StageExtension):
         devices = list(programs.target.mesh.devices.flat)
         self._backend = devices[0].platform
         self.executables = ExecutableCache(cache_dir, devices, family=type(programs.model))
-        self._params = jax.tree.leaves(params)
+        self.params = jax.tree.leaves(params)
         self._programs: dict[tuple[str, Bucket], Program] = {}
         self._compiled: dict[tuple[str, Bucket], Executable] = {}
         self._newest: tuple[Bucket, jax.Array] | None = None
@@ -54,7 +57,7 @@ class Drafter(StageExtension):
     @property
     def weight_bytes(self) -> int:
         """Of one device, and what is kept of slots."""
-        return sum(map(part_bytes, self._params)) + self.programs.slot_bytes
+        return sum(map(part_bytes, self.params)) + self.programs.slot_bytes
 
     @property
     def workspace_bytes(self) -> int:
@@ -73,7 +76,7 @@ class Drafter(StageExtension):
         params: the leaves of the model.
         """
         target = self.programs.target
-        weights, kept = self.programs.weights(self._params, params), self.programs.kept_shapes(target.num_columns)
+        weights, kept = self.programs.weights(self.params, params), self.programs.kept_shapes(target.num_columns)
         wide = set(target.packer.buckets.wide)
         held, workspace = 0, 0
         for buckets in ([bucket for bucket in target.packer.buckets if bucket not in wide], sorted(wide)):
@@ -89,7 +92,7 @@ class Drafter(StageExtension):
 
     def compile(self, bucket: Bucket, params: Sequence[Any]) -> None:
         """Compiles or loads what runs before and after a bucket's forward pass. params: the leaves of the model."""
-        weights = self.programs.weights(self._params, params)
+        weights = self.programs.weights(self.params, params)
         for when, make in (("before", self.programs.before), ("after", self.programs.after)):
             if (program := make(bucket, weights, self._shapes)) is not None:
                 self._programs[when, bucket] = program
@@ -109,7 +112,7 @@ class Drafter(StageExtension):
         self._newest = bucket, message
         if ("before", bucket) not in self._compiled:
             return None
-        weights = self.programs.weights(self._params, params)
+        weights = self.programs.weights(self.params, params)
         results = self._compiled["before", bucket](weights, self._kept, state, message)
         self._kept, drafts = (results, None) if bucket.width == 1 else results
         return drafts
@@ -119,7 +122,7 @@ class Drafter(StageExtension):
         assert self._newest is not None
         bucket, message = self._newest
         if ("after", bucket) in self._compiled:
-            weights = self.programs.weights(self._params, params)
+            weights = self.programs.weights(self.params, params)
             step = forwarded.rows, forwarded.sections[NAME], message
             self._kept = self._compiled["after", bucket](weights, self._kept, state, *step)
 
