@@ -364,9 +364,9 @@ class Rank:
         if not self.config.enable_prefix_caching:
             return self.pages.lookup(())
         hashes = request.extend_page_hashes(known, self.config.page_size)
-        if request.params.computes_prompt:
-            return self.pages.lookup(())
-        return self.pages.lookup(hashes[: (len(known) - 1) // self.config.page_size])
+        most = request.params.most_cached
+        most = len(known) - 1 if most is None else min(most, len(known) - 1)
+        return self.pages.lookup(hashes[: most // self.config.page_size])
 
     def _register_pages(self, slot: int, num_computed: int, count: int = 0) -> None:
         """Makes pages findable whose tokens are computed, `count` of them by the step being put together."""

@@ -86,6 +86,7 @@ class TokenParams(SamplingFields):
     Attributes:
       min_tokens: no stop token ends the request before it has so many.
       logprobs, prompt_logprobs: entries to report for each token, None for none.
+      prompt_logprob_start: prompt tokens up to this one, counted from 0, have no entries; only with prompt_logprobs.
       logprob_token_ids: tokens to report in addition, only with logprobs.
       return_sampling_mass: report what sampling made of each token, only with logprobs.
       trace_decode_token_ids: the tokens that it gets, whatever it would choose; empty: it chooses.
@@ -101,6 +102,7 @@ class TokenParams(SamplingFields):
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    prompt_logprob_start: int = 0
     logprob_token_ids: tuple[int, ...] = ()
     return_sampling_mass: bool = False
     trace_decode_token_ids: tuple[int, ...] = ()
@@ -119,9 +121,11 @@ class TokenParams(SamplingFields):
         return any(len(word) > 1 for word in self.bad_words)
 
     @property
-    def computes_prompt(self) -> bool:
-        """Whether no token of the prompt may come from the prefix cache."""
-        return self.reads_prompt or self.prompt_logprobs is not None
+    def most_cached(self) -> int | None:
+        """Tokens of the prompt that may come from the prefix cache, the first ones; None for all."""
+        if self.reads_prompt:
+            return 0
+        return None if self.prompt_logprobs is None else self.prompt_logprob_start
 
     @cached_property
     def features(self) -> int:

@@ -27,5 +27,8 @@ def test_every_module_can_be_imported():
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], input=json.dumps(names), capture_output=True, text=True, cwd=ROOT, check=True
     )
-    assert json.loads(done.stdout.splitlines()[-1]) == {}
+    failed = json.loads(done.stdout.splitlines()[-1])
+    # No extra brings Tunix: see pyproject.toml.
+    assert "needs Tunix: pip install" in failed.pop("jaxengine.rl.tunix", "needs Tunix: pip install")
+    assert failed == {}
     assert len(names) > 500

@@ -46,6 +46,7 @@ APART = {
         "jaxengine.server.http.app",
         "jaxengine.server.http.tokenize",
     ),
+    "jaxengine.rl:bridges": ("jaxengine.rl.tunix",),
     "jaxengine.runner:base": (
         "jaxengine.runner.extension",
         "jaxengine.runner.memory",
@@ -248,6 +249,9 @@ ROOMS = {
         "jaxengine.models.weights jaxengine.rl jaxengine.scheduler jaxengine.config jaxengine.checkpoint "
         "jaxengine.runner jaxengine.cluster jaxengine.engine jaxengine.engine:loop jaxengine.requests.pooling "
         "jaxengine.requests"
+    ),
+    "jaxengine.rl:bridges": (
+        "jaxengine.models jaxengine.models.layers jaxengine.rl jaxengine.runner jaxengine.requests jaxengine.api"
     ),
     "jaxengine": (
         "jaxengine.models.params jaxengine.models.config jaxengine.scheduler jaxengine:base jaxengine.config "

@@ -42,6 +42,8 @@ TIER_OF = {
     "tests/jaxengine/replay/": "engine",
     "tests/jaxengine/rl/": "kernels",
     "tests/jaxengine/rl/test_maxtext.py": "unit",
+    "tests/jaxengine/rl/test_tunix.py": "engine",
+    "tests/jaxengine/rl/test_tunix_names.py": "unit",
     "tests/jaxengine/runner/": "engine",
     "tests/jaxengine/sampling/": "kernels",
     "tests/jaxengine/server/": "server",

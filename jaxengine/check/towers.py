@@ -74,7 +74,7 @@ def _expected(stage: StagePrograms, layout: EncoderLayout, size: int) -> Expecte
         return None
     widest = max(param.shape[-1] for param in declared_params(model) if param.path[0] == TOWER)
     most = layout.parts * size * widest
-    return Expected((), most, most * itemsize, encoding=tower_exchanges(model.tower, model.mesh, layout))
+    return Expected((), most, most * itemsize, encoding=tower_exchanges(getattr(model, TOWER), model.mesh, layout))
 
 
 def tower_exchanges(tower: nnx.Module, mesh: MeshLayout, layout: EncoderLayout) -> dict[str, Mapping[str, int]]:

@@ -16,6 +16,7 @@ GROUPS: dict[str, str] = {
         enforce_eager max_logprobs logprobs_mode generation_config override_generation_config hf_token hf_overrides
         pooler_config runner convert logits_processors allowed_local_media_path allowed_media_domains chat_template
         capture_layers enable_trace_replay enable_sampling_mass rl_exact plugins
+        sleep_idle_seconds
     """,
     "LoadConfig": "load_format download_dir",
     "LoRAConfig": "enable_lora max_loras max_lora_rank max_cpu_loras",
@@ -42,7 +43,9 @@ GROUPS: dict[str, str] = {
     "ProfilerConfig": "profiler_config",
     "SpeculativeConfig": "speculative_config",
     "StructuredOutputsConfig": "structured_outputs_config",
-    "ObservabilityConfig": "disable_log_stats",
+    "ObservabilityConfig": """
+        disable_log_stats record_steps record_steps_limit record_steps_bytes record_steps_detail
+    """,
 }
 _DOTTED = re.compile(r"(--[A-Za-z][\w-]*|-[A-Za-z]+)\.([^=]+)(?:=(.*))?", re.DOTALL)
 _HELP = "--help="

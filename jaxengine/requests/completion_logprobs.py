@@ -100,7 +100,7 @@ class KnownCompletions:
         if self._decode:
             wanted = {"max_tokens": None, "logprobs": 0, "trace_decode_token_ids": own}
         elif read:
-            wanted["prompt_logprobs"] = 0
+            wanted |= {"prompt_logprobs": 0, "prompt_logprob_start": len(prompt_ids) - 1}
         self.prompts.append({"prompt_token_ids": [*prompt_ids, *read], **salted})
         # At temperature 1 without truncation, processed log-probabilities are the raw ones.
         final = RequestOutputKind.FINAL_ONLY

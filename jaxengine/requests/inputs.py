@@ -22,13 +22,14 @@ from jaxengine.media.messages import MediaReader
 from jaxengine.media.open import open_processor
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.pooler import POOLED
+from jaxengine.requests.bad_word_tokens import verify_bad_word_tokens
 from jaxengine.requests.media.inputs import DATA, OPTIONS, READY, MediaInputs, has_media
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.output_processor import OutputProcessor
 from jaxengine.requests.pooling.params import PoolingParams
 from jaxengine.requests.pooling_processor import PoolingProcessor
 from jaxengine.requests.prepared import PROMPT_KEYS, PreparedRequest, Prompt, verify_salt
-from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams, verify_bad_word_tokens
+from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.scheduler.errors import RequestError, show_value
 from jaxengine.scheduler.logits_processor import LogitsProcessor
 from jaxengine.scheduler.request import Request

@@ -180,7 +180,8 @@ class RequestOutput:
 
     Attributes:
       prompt: None if the request was given as token ids.
-      prompt_logprobs: one entry per prompt token, the first None (nothing precedes it); None unless requested.
+      prompt_logprobs: one entry per prompt token, the first None (nothing precedes it), and those up to
+        prompt_logprob_start; None unless requested.
       outputs: those of the `n` outputs that changed, by ascending index.
       finished: whether all `n` have finished.
       num_cached_tokens: prompt tokens found in the prefix cache; None until the request first ran.

@@ -207,6 +207,7 @@ _RULES: dict[str, Rule] = {
     "min_tokens": _int(0, _INT32_MAX, "an int >= 0"),
     "logprobs": _optional(_num_logprobs),
     "prompt_logprobs": _optional(_num_logprobs),
+    "prompt_logprob_start": _optional(_int(0, _INT32_MAX, "None or an int >= 0")),
     "logprob_token_ids": _optional(_logprob_token_ids),
     "return_sampling_mass": _flag,
     "trace_decode_token_ids": _optional(_trace),
@@ -251,6 +252,7 @@ class SamplingParams(SamplingFields):
       logprobs: number of likeliest tokens whose log-probabilities are returned at each position, with the sampled
         one's.
       prompt_logprobs: the same for the tokens of the prompt.
+      prompt_logprob_start: prompt tokens up to this one, from 0, have none, and may come from the prefix cache.
       logprob_token_ids: tokens whose log-probabilities are returned at each position of the output, in addition to
         those of `logprobs`, or of logprobs=0 where that is None.
       return_sampling_mass: return for each token its raw and its processed log-probability, and the log of the
@@ -288,6 +290,7 @@ class SamplingParams(SamplingFields):
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    prompt_logprob_start: int | None = None
     logprob_token_ids: Sequence[int] | None = None
     return_sampling_mass: bool = False
     trace_decode_token_ids: Sequence[int] | None = None
@@ -307,7 +310,6 @@ class SamplingParams(SamplingFields):
     # Not supported yet: any other value than the default is refused.
     stream_interval: int | None = None
     prompt_logprob_token_ids: Sequence[int] | None = None
-    prompt_logprob_start: int | None = None
     flat_logprobs: bool = False
     logits_processors: Any = None
     skip_reading_prefix_cache: bool | None = None
@@ -323,6 +325,8 @@ class SamplingParams(SamplingFields):
                     setattr(self, name, row.neutral)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _refuse("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
+        if self.prompt_logprob_start is not None and self.prompt_logprobs is None:
+            raise _refuse("prompt_logprob_start", self.prompt_logprob_start, "None without prompt_logprobs")
         if (trace := self.trace_decode_token_ids) is not None:
             if self.n > 1:
                 raise _refuse("n", self.n, "1 with trace_decode_token_ids (every output would be the same)")
@@ -391,6 +395,7 @@ class SamplingParams(SamplingFields):
         return TokenParams(
             **{name: getattr(self, name) for name in _TOKEN_FIELDS},
             logprobs=self.num_logprobs,
+            prompt_logprob_start=self.prompt_logprob_start or 0,
             logprob_token_ids=tuple(self.logprob_token_ids or ()),
             trace_decode_token_ids=tuple(self.trace_decode_token_ids or ()),
             logit_bias=self.logit_bias or {},
@@ -469,6 +474,8 @@ class SamplingParams(SamplingFields):
             allowed = f"at most max_model_len ({max_model_len}), or None for the rest of the context"
             raise _refuse("max_tokens", self.max_tokens, allowed)
         room = max_model_len - num_prompt_tokens
+        if (start := self.prompt_logprob_start) is not None and start >= num_prompt_tokens:
+            raise _refuse("prompt_logprob_start", start, f"at most {num_prompt_tokens - 1}, the prompt's last token")
         if (trace := self.trace_decode_token_ids) and len(trace) > room:
             allowed = f"at most {room} tokens, which the prompt leaves of max_model_len ({max_model_len})"
             raise _refuse("trace_decode_token_ids", trace, allowed)
@@ -478,10 +485,3 @@ class SamplingParams(SamplingFields):
 
 
 _FIELDS: dict[str, Any] = {field.name: field.default for field in fields(SamplingParams)}
-
-
-def verify_bad_word_tokens(sequences: Iterable[Sequence[int]]) -> None:
-    """Raises RequestError if the tokenized bad_words have more than MAX_BAD_WORDS_TOKENS tokens in total."""
-    total = sum(len(sequence) for sequence in sequences)
-    if total > MAX_BAD_WORDS_TOKENS:
-        raise _refuse("bad_words", total, f"at most {MAX_BAD_WORDS_TOKENS} tokens altogether")

@@ -118,10 +118,10 @@ def _exact_logits(
     """Logits of the engine's form, with the gradient of `_logits`."""
 
     @jax.custom_vjp
-    def logits_of(params: Any, given: tuple[jax.Array | None, ...]) -> jax.Array:
+    def logits_of(params: Any, given: tuple[Any, ...]) -> jax.Array:
         return run_exact(nnx.merge(graph, params), *given)
 
-    def keep(params: Any, given: tuple[jax.Array | None, ...]) -> tuple[jax.Array, Any]:
+    def keep(params: Any, given: tuple[Any, ...]) -> tuple[jax.Array, Any]:
         return logits_of(params, given), (params, given)
 
     def gradient(kept: Any, of_logits: jax.Array) -> tuple[Any, None]:

@@ -34,6 +34,8 @@ OPTIONS = TINY_OPTIONS | {"max_model_len": 64}
 TESTED = {"offline_batch", "chat", "structured_output", "streaming", "openai_tools", "grpc_client"} | {
     "custom_model",
     "forward_pass",
+    "grpo",
+    "grpo_tunix",
     "hidden_states",
     "logits_processor",
     "train_and_generate",
@@ -170,6 +172,39 @@ def test_train_and_generate(run):
     first, *_, last = (float(line.rpartition(" ")[2]) for line in losses)
     assert first > 1 and last < 0.3
     assert answer == "after [5, 17, 9, 40]: [3, 28, 11, 60, 33, 8, 21, 4]"
+
+
+def share_of_low_ids(answer) -> float:
+    return sum(token < 40 for token in answer.token_ids) / len(answer.token_ids)
+
+
+def test_grpo(executables_dir):
+    """The reward rises, and the same seed gives the same curve, on the tiny model and with a reward of token ids."""
+    found, model = runpy.run_path(str(EXAMPLES / "grpo.py")), jaxengine.open_model(TINY)
+    curves = []
+    with fast_compile(), jaxengine.LLM(str(TINY), **OPTIONS, compile_cache_dir=executables_dir) as llm:
+        for seed in (3, 3, 4):
+            llm.update_weights(model.params)
+            options = {"steps": 5, "layers": 1, "rate": 1e-2, "max_tokens": 8, "seed": seed}
+            steps = [*found["train"](llm, model, [[5, 6, 7], [40, 41]], share_of_low_ids, **options)]
+            assert all(gap < 1e-3 for _, _, gap in steps)
+            curves.append([reward for reward, _, _ in steps])
+    assert curves[0] == curves[1] != curves[2]
+    assert all(curve[-1] > curve[0] + 0.15 for curve in curves), curves
+
+
+def test_grpo_tunix(executables_dir, monkeypatch, capsys):
+    pytest.importorskip("tunix", reason="google-tunix is in no extra")
+    from tests.jaxengine.rl.test_tunix import Tokenizer
+
+    found, model = runpy.run_path(str(EXAMPLES / "grpo_tunix.py")), jaxengine.open_model(TINY)
+    make, reward = found["learner"], found["Reward"]()
+    for name, value in {"PROMPTS": ["ab", "cdef"], "LAYERS": 1, "RATE": 1e-2}.items():
+        monkeypatch.setitem(make.__globals__, name, value)
+    with fast_compile(), jaxengine.LLM(str(TINY), **OPTIONS, compile_cache_dir=executables_dir) as llm:
+        make(llm, model, Tokenizer(), reward, 3).train([{"prompts": np.array(["ab", "cdef"])} for _ in range(3)])
+        assert llm.weight_version == 4  # those of the actor, and of each step
+    assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == ["step 0", "step 1", "step 2"]
 
 
 def test_forward_pass(run):

@@ -100,8 +100,10 @@ def _scored_prompts(step: ScheduledStep, ranks: list[Rank]) -> list[_ScoredPromp
             if request.params.prompt_logprobs is not None:
                 position = int(slots.num_computed[slot]) - count
                 count = min(count, request.num_prompt_tokens - 1 - position)
-                if count > 0:
-                    scored.append(_ScoredPrompt(request, rank.index, int(first_token[row]), position, count))
+                skipped = max(0, request.params.prompt_logprob_start - position)
+                if count > skipped:
+                    token, position = int(first_token[row]) + skipped, position + skipped
+                    scored.append(_ScoredPrompt(request, rank.index, token, position, count - skipped))
     return scored
 
 

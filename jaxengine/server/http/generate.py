@@ -7,13 +7,14 @@ from collections.abc import AsyncGenerator
 from typing import Annotated, Any, Literal, Self
 
 from fastapi import APIRouter, Request, Response
-from pydantic import SkipValidation, model_validator
+from pydantic import SkipValidation, create_model, model_validator
 
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.requests.inputs import InputProcessor
 from jaxengine.requests.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.sampling_fields import ROWS
 from jaxengine.server.http.answers import ABSENT, Answer, Error, PromptLogprobs, Usage, answers
 from jaxengine.server.http.fields import MAX_OPTIONS, JsonObject, Texts, TokenIds, at_most
 from jaxengine.server.http.limits import JsonRoute
@@ -28,14 +29,22 @@ from jaxengine.server.http.protocol import (
     json_position,
     usage,
 )
+from jaxengine.server.http.sampling_mass import sampling_fields
 from jaxengine.server.http.sse import answer, event, json_response, stream_events
 from jaxengine.server.http.weight_spans import SpanWriter, WeightVersions
 from jaxengine.server.names import served_names
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.prompts import read_prompts
 
+# The fields of SamplingFields, and of what they are numbers.
+_Numbers: Any = create_model(
+    "_Numbers",
+    __base__=ClosedModel,
+    **{name: (type(row.neutral) | None, None) for name, row in ROWS.items()},  # pyright: ignore[reportCallIssue]
+)
 
-class GenerateSampling(ClosedModel):
+
+class GenerateSampling(_Numbers, ClosedModel):
     """Fields of SamplingParams, by vLLM's names; None is SamplingParams' default, whatever the model suggests.
 
     max_tokens: None: the rest of the context, or what the server sets. detokenize has no effect: texts are made where
@@ -56,13 +65,6 @@ class GenerateSampling(ClosedModel):
     }
 
     n: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
     seed: int | None = None
     stop: str | Texts | None = None
     stop_token_ids: TokenIds | None = None
@@ -72,6 +74,7 @@ class GenerateSampling(ClosedModel):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: TokenIds | None = None
+    return_sampling_mass: bool | None = None
     detokenize: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
@@ -159,6 +162,9 @@ class GenerateChunkChoice(Answer):
     logprobs: GenerateLogprobs | None
     finish_reason: Literal["stop", "length", "abort", "error"] | None
     weight_versions: list[WeightVersions] = ABSENT
+    logprobs_raw: list[float] = ABSENT
+    logprobs_processed: list[float] = ABSENT
+    sampling_log_mass: list[float] = ABSENT
 
 
 class GenerateChoice(GenerateChunkChoice):
@@ -258,6 +264,7 @@ class _Writer:
             "logprobs": logprobs,
             "finish_reason": output.finish_reason,
             **self._spans.of(output.index, output),
+            **sampling_fields(output),
         }
 
 

@@ -224,11 +224,8 @@ class NamedRequest(RequestModel):
 
 
 # The fields of SamplingFields, and of what they are numbers.
-_Numbers: Any = create_model(
-    "_Numbers",
-    __base__=NamedRequest,
-    **{name: (type(row.neutral) | None, None) for name, row in ROWS.items()},  # pyright: ignore[reportCallIssue]
-)
+_NUMBERS: dict[str, Any] = {name: (type(row.neutral) | None, None) for name, row in ROWS.items()}
+_Numbers: Any = create_model("_Numbers", __base__=NamedRequest, **_NUMBERS)
 
 
 class GenerationRequest(_Numbers, NamedRequest):
@@ -267,6 +264,7 @@ class TextRequest(GenerationRequest):
     Attributes:
       truncate_prompt_tokens: number of prompt tokens to keep, from the end, or with truncation_side "right" from the
         beginning; -1: as many as leave room for max_tokens.
+      prompt_logprob_start: the prompt's tokens up to this one, from 0, have null in prompt_logprobs.
       logprob_token_ids: tokens whose log-probabilities are returned in addition, at each position of the output.
       return_sampling_mass: also return what sampling made of each token.
       trace_decode_token_ids: the tokens that are decoded, whatever would be sampled.
@@ -285,6 +283,7 @@ class TextRequest(GenerationRequest):
     allowed_token_ids: TokenIds | None = None
     bad_words: Texts | None = None
     prompt_logprobs: int | None = None
+    prompt_logprob_start: int | None = None
     logprob_token_ids: TokenIds | None = None
     return_sampling_mass: bool | None = None
     trace_decode_token_ids: TokenIds | None = None

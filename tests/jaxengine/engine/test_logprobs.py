@@ -127,6 +127,23 @@ def test_known_completions_have_the_logprobs_of_decoding(make_llm):
     assert compiled_programs() == before
 
 
+def test_a_prompts_logprobs_from_a_token_on(make_llm):
+    """In chunks, and behind prefixes that reach up to there and no further."""
+    llm: LLM = make_llm(**ENGINES["raw"])
+    prompts = prompts_of(6)
+    whole = llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=2), use_tqdm=False)
+    for changes in ({}, {"long_prefill_token_threshold": 5}, {"enable_prefix_caching": False}):
+        scheduler = use_scheduler(llm, **changes)
+        for start in (0, 3, 9, 11, 12):
+            params = SamplingParams(max_tokens=1, prompt_logprobs=2, prompt_logprob_start=start)
+            for found, known in zip(llm.generate(prompts, params, use_tqdm=False), whole, strict=True):
+                assert found.prompt_logprobs[: start + 1] == [None] * (start + 1)
+                assert found.prompt_logprobs[start + 1 :] == known.prompt_logprobs[start + 1 :]
+                assert found.num_cached_tokens <= start
+        assert (scheduler.num_prefix_hits > 0) == ("enable_prefix_caching" not in changes)
+    use_scheduler(llm)
+
+
 def test_the_flat_form(make_llm):
     llm: LLM = make_llm(max_logprobs=-1)
     use_scheduler(llm)

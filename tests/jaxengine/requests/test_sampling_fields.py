@@ -6,6 +6,7 @@ import dataclasses
 import re
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,7 +39,7 @@ def test_a_row_is_everywhere(name):
     for params in (SamplingParams, TokenParams):
         assert name in {field.name for field in dataclasses.fields(params)}
     assert name in RowParams._fields and name in SAMPLING_OPTIONS and name in GENERATION_FIELDS
-    message = pb.GenerateRequest.DESCRIPTOR
+    message: Any = pb.GenerateRequest.DESCRIPTOR
     *groups, field = row.grpc.split(".")
     for group in groups:
         message = message.fields_by_name[group].message_type

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxengine.requests.bad_word_tokens import verify_bad_word_tokens
 from jaxengine.requests.sampling_params import (
     MAX_BAD_WORDS,
     MAX_BAD_WORDS_TOKENS,
@@ -19,7 +20,6 @@ from jaxengine.requests.sampling_params import (
     MAX_STOP_STRINGS,
     RequestOutputKind,
     SamplingParams,
-    verify_bad_word_tokens,
 )
 from jaxengine.scheduler.errors import RequestError
 from jaxengine.scheduler.sampling_fields import PENALTIES, TRUNCATION
@@ -75,6 +75,7 @@ WRONG = {
     "min_tokens": st.one_of(NO_INTS, st.none(), ints_outside(0, 2**31 - 1)),
     "logprobs": st.one_of(NO_INTS.filter(lambda value: value is not True), ints_outside(-1, 2**31 - 1)),
     "prompt_logprobs": st.one_of(NO_INTS.filter(lambda value: value is not True), ints_outside(-1, 2**31 - 1)),
+    "prompt_logprob_start": st.one_of(NO_INTS, ints_outside(0, 2**31 - 1)),
     "logprob_token_ids": st.one_of(NO_IDS.filter(lambda value: value is not None), st.just(list(range(129)))),
     "return_sampling_mass": NO_FLAGS,
     "trace_decode_token_ids": NO_IDS.filter(lambda value: value is not None),
@@ -103,7 +104,6 @@ WRONG = {
 NOT_BUILT = {
     "stream_interval": 2,
     "prompt_logprob_token_ids": [1],
-    "prompt_logprob_start": 0,
     "flat_logprobs": True,
     "logits_processors": [len],
     "skip_reading_prefix_cache": False,
@@ -207,6 +207,17 @@ def test_tokens_with_logprobs_by_id():
         assert (own.features & LOGPROBS > 0) == (expected is not None)
     with pytest.raises(RequestError, match="logprob_token_ids must be token ids inside the vocabulary"):
         SamplingParams(logprob_token_ids=[5, 9]).verify_against(9, 20, 32, True)
+
+
+def test_where_a_prompts_logprobs_begin():
+    assert SamplingParams(prompt_logprobs=1).token_params().most_cached == 0
+    assert SamplingParams(prompt_logprobs=1, prompt_logprob_start=7).token_params().most_cached == 7
+    assert SamplingParams().token_params().most_cached is None
+    assert refused(prompt_logprob_start=0).param == "prompt_logprob_start"
+    params = SamplingParams(prompt_logprobs=0, prompt_logprob_start=7)
+    params.verify_against(9, 20, 32, True, 8)
+    with pytest.raises(RequestError, match="prompt_logprob_start must be at most 6, the prompt.s last token, got"):
+        params.verify_against(9, 20, 32, True, 7)
 
 
 def test_later_changes_of_the_callers_objects_do_not_reach_in():

@@ -62,6 +62,7 @@ CHAT = {
     "allowed_token_ids": [5],
     "bad_words": ["no"],
     "prompt_logprobs": 1,
+    "prompt_logprob_start": (2, {"prompt_logprobs": 1}),
     "stream_options": ({"include_usage": True}, {"stream": True}),
     "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}},
     "echo": (True, {"messages": ANSWER, "continue_final_message": True}),

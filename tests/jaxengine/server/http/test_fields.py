@@ -129,6 +129,14 @@ CASES: dict[str, Case] = {
     "prompt_logprobs": Case(
         1, lambda before, after: len(after.choice["prompt_logprobs"]) == after.usage["prompt_tokens"]
     ),
+    "prompt_logprob_start": Case(
+        2,
+        lambda before, after: (
+            [each is None for each in after.choice["prompt_logprobs"]][:4] == [True, True, True, False]
+            and after.choice["prompt_logprobs"][3:] == before.choice["prompt_logprobs"][3:]
+        ),
+        {"prompt_logprobs": 1, "prompt": [5, 6, 7, 8, 9]},
+    ),
     "request_id": Case("mine", lambda before, after: after.answer.json["id"] == after.calls[0][2] == "cmpl-mine"),
     "response_format": Case(
         {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [7]}}},

@@ -76,6 +76,14 @@ async def test_defaults_are_those_of_sampling_params(app, monkeypatch, chat_engi
     assert tokens == [drawn, drawn]
 
 
+async def test_what_sampling_made_of_each_token(app):
+    choice = (await post(app, PATH, **body(return_sampling_mass=True, top_k=3))).json["choices"][0]
+    for raw, processed, mass in zip(
+        *(choice[name] for name in ("logprobs_raw", "logprobs_processed", "sampling_log_mass")), strict=True
+    ):
+        assert raw <= processed <= 0 and mass <= 0 and abs(raw - mass - processed) < 1e-4
+
+
 async def test_stop_strings_are_looked_for(app):
     text = (await post(app, "/v1/completions", prompt=IDS, **SAMPLED)).json["choices"][0]["text"]
     found = (await post(app, PATH, **body(stop=[text[3:6]]))).json["choices"][0]

@@ -1,0 +1,16 @@
+"""The limit of `bad_words` that only shows once they are tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from jaxengine.requests.sampling_params import MAX_BAD_WORDS_TOKENS
+from jaxengine.scheduler.errors import RequestError
+
+
+def verify_bad_word_tokens(sequences: Iterable[Sequence[int]]) -> None:
+    """Raises RequestError if the tokenized bad_words have more than MAX_BAD_WORDS_TOKENS tokens in total."""
+    total = sum(len(sequence) for sequence in sequences)
+    if total > MAX_BAD_WORDS_TOKENS:
+        problem = f"bad_words must be at most {MAX_BAD_WORDS_TOKENS} tokens altogether, got {total}"
+        raise RequestError(problem, param="bad_words", value=total)

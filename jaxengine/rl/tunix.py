@@ -1,0 +1,313 @@
+"""jaxengine as the rollout engine of Tunix, and its models as those that Tunix trains.
+
+    ClusterConfig(rollout_engine=functools.partial(JaxengineRollout, llm=llm), ...)
+
+Needs google-tunix, of which 0.1.7 is tested.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxengine.api.llm import LLM
+from jaxengine.models.causal_lm import CausalLM
+from jaxengine.models.layers.section import Recompute
+from jaxengine.models.unpaged import check_unpaged, run_unpaged
+from jaxengine.requests.sampling_params import SamplingParams
+from jaxengine.rl.trees import named_arrays
+from jaxengine.rl.tunix_names import named_tensors
+from jaxengine.runner.weight_names import Renamed
+
+# By its name: it is in no extra, as it asks for an older safetensors than jaxengine does (and works with this one).
+try:
+    _tunix: Any = import_module("tunix.rl.rollout.base_rollout")
+except ImportError as error:
+    raise ImportError(
+        "jaxengine.rl.tunix needs Tunix: pip install 'jaxengine[tunix]', then pip install --no-deps google-tunix==0.1.7"
+    ) from error
+
+_INT63 = 2**63 - 1
+
+
+class Frozen(nnx.Variable[jax.Array]):
+    """A weight that Tunix's optimizer leaves as it is."""
+
+
+class TunixModel(nnx.Module):
+    """A model of jaxengine as Tunix calls it: the modules that serve, over whole rows of tokens.
+
+    Attributes:
+      module: the family's own module, as `jaxengine.open_model` gives it.
+    """
+
+    def __init__(
+        self, module: CausalLM, *, is_trained: Callable[[tuple[Any, ...]], bool] | None = None, remat: bool = False
+    ):
+        """is_trained: whether the weight at a path, such as ("layers", 3, "mlp", ...), is trained; None for all.
+
+        remat: compute each layer again for its gradient. Raises ValueError for a model without such a forward pass.
+        """
+        check_unpaged(module)
+        graph, state = nnx.split(module)
+        kept = nnx.to_flat_state(state)
+        trained = [is_trained is None or is_trained(path) for path, _ in kept]
+        if not any(trained):
+            raise ValueError("is_trained must be true of some weight, and is of none")
+        self.module = nnx.merge(graph, state)
+        self.remat = remat
+        for (path, variable), own in zip(kept, trained, strict=True):
+            if not own:
+                _put(self.module, path, Frozen(variable.get_value(), **variable.get_metadata()))
+
+    def __call__(
+        self,
+        input_tokens: jax.Array,
+        positions: jax.Array | None = None,
+        cache: None = None,
+        attention_mask: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+    ) -> tuple[jax.Array, None]:
+        """Return logits float32[B, T, V] of tokens int32[B, T], and no cache.
+
+        segment_ids: int32[B, T], with 0 for padding. Without them a token that does not attend to itself, by the
+        diagonal of attention_mask [B, T, T], is padding; other masks than causal ones are not looked at.
+        """
+        if cache is not None:
+            raise ValueError("cache must be None: the engine generates, and this model only trains")
+        if segment_ids is None and attention_mask is not None:
+            segment_ids = jnp.diagonal(attention_mask, axis1=-2, axis2=-1)
+        segments = None if segment_ids is None else jnp.where(segment_ids == 0, -1, segment_ids).astype(jnp.int32)
+        sections = {"recompute": Recompute()} if self.remat else {}
+        return run_unpaged(self.module, input_tokens, segments, positions, sections)[1], None
+
+
+class JaxengineRollout(_tunix.BaseRollout):
+    """Tunix's interface of a rollout engine, over an `LLM`.
+
+    Give Tunix `functools.partial(JaxengineRollout, llm=llm)` as `ClusterConfig.rollout_engine`.
+    """
+
+    def __init__(
+        self,
+        rollout_actor: nnx.Module | None = None,
+        tokenizer: Any = None,
+        mesh: jax.sharding.Mesh | None = None,
+        rollout_config: Any = None,
+        *,
+        llm: LLM,
+        mapping: Mapping[str, Renamed] | None = None,
+    ):
+        """Take the engine, and give it the weights of `rollout_actor`.
+
+        Args:
+          rollout_actor: a TunixModel; or a model whose parameters have the names of Tunix's own Llama 3, Qwen and Gemma
+            models, or those of `mapping`. None leaves the engine's weights as they are.
+          tokenizer: with encode, decode, bos_id, eos_id and pad_id, as Tunix's TokenizerAdapter.
+          mesh: what Tunix's `with` statements use; None for none.
+          rollout_config: read by each call of `generate`; here it is checked.
+          mapping: from parameters' paths, joined by dots, to Hugging Face names, as of `LLM.update_weights`.
+
+        Raises ValueError for a RolloutConfig that the engine does not do, WeightUpdateError for weights.
+        """
+        self._llm, self._tokenizer, self._mapping = llm, tokenizer, mapping
+        self.mesh = mesh
+        self._own = isinstance(rollout_actor, TunixModel)
+        self._temperature: float | None = None
+        self._calls = itertools.count()
+        if rollout_config is not None:
+            self._check(rollout_config)
+        self._trained: frozenset[tuple[Any, ...]] = frozenset()
+        if isinstance(rollout_actor, TunixModel):
+            self._trained = frozenset(path for path, _ in nnx.to_flat_state(nnx.state(rollout_actor, nnx.Param)))
+            self._update(nnx.state(rollout_actor.module), strict=True)
+        elif rollout_actor is not None:
+            self.update_params(nnx.state(rollout_actor, nnx.Param))
+
+    def generate(self, prompts: list[str], rollout_config: Any, **kwargs: Any) -> Any:
+        """Answer each prompt once: a RolloutOutput, as a RolloutConfig asks for it.
+
+        kwargs: further fields of SamplingParams. With a seed each prompt of each call draws its own numbers, and the
+        same calls give the same answers. Tokens have no padding, and end with the token that ended them.
+        """
+        self._check(rollout_config)
+        call = next(self._calls)
+        ids = [self._prompt_ids(prompt) for prompt in prompts]
+        params = [self._params(rollout_config, kwargs, call, index) for index in range(len(prompts))]
+        outputs = self._llm.generate([{"prompt_token_ids": each} for each in ids], params, use_tqdm=False)
+        answers = [output.outputs[0] for output in outputs]
+        if failed := next((each for each in answers if each.finish_reason not in ("stop", "length")), None):
+            raise RuntimeError(f"an answer ended with {failed.finish_reason} ({failed.stop_reason})")
+        logprobs = None
+        if rollout_config.return_logprobs:
+            logprobs = [_chosen(each) for each in answers]
+        tokens = [np.array(each.token_ids, np.int32) for each in answers]
+        text = [self._tokenizer.decode(self._without_end(each, rollout_config)) for each in answers]
+        padded = _left_padded(ids, rollout_config.max_prompt_length, self.pad_id())
+        return _tunix.RolloutOutput(
+            text=text, logits=None, tokens=tokens, left_padded_prompt_tokens=padded, logprobs=logprobs
+        )
+
+    def get_per_token_logps(self, prompt_tokens: jax.Array, completion_tokens: jax.Array, **_: Any) -> jax.Array:
+        """Return the log-probabilities float32[B, C] of completions [B, C], by the programs that serve; 0 for padding.
+
+        prompt_tokens: [B, P], padded on the left; completions are padded on the right. Raises ValueError where the
+        rollout's temperature is neither 0 nor 1: these are of temperature 1.
+        """
+        if self._temperature not in (None, 0.0, 1.0):
+            text = "log-probabilities of completions are of temperature 1: set it to 1, or num_iterations to 1"
+            raise ValueError(f"{text}; got a rollout at {self._temperature}")
+        pad, completions = self.pad_id(), np.asarray(completion_tokens)
+        starts = [int(np.argmax(row != pad)) for row in np.asarray(prompt_tokens)]
+        prompts = [row[start:].tolist() for row, start in zip(np.asarray(prompt_tokens), starts, strict=True)]
+        rows = [row[: _length(row, pad)].tolist() for row in completions]
+        found = np.zeros(completions.shape, np.float32)
+        values = self._llm.get_logprobs([{"prompt_token_ids": each} for each in prompts], rows)
+        for row, each in enumerate(values):
+            found[row, : len(each)] = each
+        return jnp.asarray(found)
+
+    def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
+        """Replace the engine's weights by the trained ones: all of them or, with WeightUpdateError, none.
+
+        Arrays are copied where the engine would take them over, as a trainer may donate its own. Raises ValueError for
+        LoRA parameters.
+        """
+        if any(isinstance(kind, type) and issubclass(kind, nnx.LoRAParam) for kind in filter_types or ()):
+            raise ValueError("LoRA parameters are not taken: merge them into the weights, or train all weights")
+        if not self._own:
+            self._update(params, strict=True)
+            return
+        params = nnx.filter_state(params, nnx.Param)
+        flat = nnx.to_flat_state(params)
+        if (paths := frozenset(path for path, _ in flat)) != self._trained:
+            wrong = sorted(".".join(map(str, path)) for path in paths ^ self._trained)
+            raise ValueError(f"params must have the {len(self._trained)} trained weights; differs by {wrong[:10]}")
+        self._update(params["module"], strict=False)
+
+    def pad_id(self) -> int:
+        """Return the token that pads."""
+        return int(self._tokenizer.pad_id())
+
+    def eos_id(self) -> int:
+        """Return the token that ends an answer."""
+        return int(self._tokenizer.eos_id())
+
+    def model(self) -> None:
+        """Return None: the engine's weights are its own, so that Tunix gives it new ones after a step.
+
+        ClusterConfig.offload_to_cpu, which moves this model, must be False; `LLM.sleep` frees an engine's devices.
+        """
+
+    def _update(self, params: Any, strict: bool) -> None:
+        # Tunix forbids transfers on a CPU, where the engine looks whether the numbers are finite.
+        with jax.transfer_guard("allow"):
+            if self._own:
+                self._llm.update_weights(jax.tree.map(jnp.copy, params), strict=strict)
+            elif self._mapping is not None:
+                self._llm.update_weights(named_arrays(params), mapping=self._mapping)
+            else:
+                self._llm.update_weights(named_tensors(params))
+
+    def _check(self, config: Any) -> None:
+        """Raise ValueError for what a RolloutConfig asks of the engine and it does not do."""
+        engine = self._llm.core.config
+        for name in ("tensor_parallel_size", "data_parallel_size"):
+            asked, has = getattr(config, name), getattr(engine, name)
+            if asked not in (-1, has):
+                raise ValueError(f"{name} must be -1 or the engine's, {has}, got {asked}")
+        if config.rollout_mapping_config is not None:
+            raise ValueError("rollout_mapping_config has names of other engines: give JaxengineRollout a mapping")
+        longest = engine.max_model_len
+        if longest is not None and config.max_tokens_to_generate >= longest:
+            text = f"max_tokens_to_generate must be below the engine's max_model_len, {longest}"
+            raise ValueError(f"{text}, got {config.max_tokens_to_generate}")
+        is_raw = engine.logprobs_mode == "raw_logprobs"
+        if config.return_logprobs and is_raw and config.temperature not in (0.0, 1.0):
+            text = "start the engine with logprobs_mode='processed_logprobs', or set the temperature to 1"
+            raise ValueError(f"return_logprobs at temperature {config.temperature} would be of another one: {text}")
+        self._temperature = float(config.temperature)
+
+    def _params(self, config: Any, more: Mapping[str, Any], call: int, index: int) -> SamplingParams:
+        """Sampling parameters of the prompt `index` of a call."""
+        seed = None
+        if config.seed is not None:
+            words = np.asarray(_key_data(config.seed)).ravel().tolist()
+            drawn = np.random.SeedSequence([*(abs(int(word)) for word in words), call, index])
+            seed = int(drawn.generate_state(1, np.uint64)[0]) & _INT63
+        fields: dict[str, Any] = {
+            "max_tokens": config.max_tokens_to_generate,
+            "temperature": config.temperature,
+            "top_p": 1.0 if config.top_p is None else config.top_p,
+            "top_k": -1 if config.top_k is None else config.top_k,
+            "seed": seed,
+            "stop_token_ids": self._ends(config),
+            "logprobs": 0 if config.return_logprobs else None,
+            "detokenize": False,
+        }
+        return SamplingParams(**fields | dict(more))
+
+    def _ends(self, config: Any) -> list[int]:
+        return [int(token) for token in config.eos_tokens or [self.eos_id()]]
+
+    def _without_end(self, answer: Any, config: Any) -> list[int]:
+        ids = [*answer.token_ids]
+        return ids[:-1] if ids and answer.finish_reason == "stop" and ids[-1] in self._ends(config) else ids
+
+    def _prompt_ids(self, prompt: Any) -> list[int]:
+        """Token ids of a text, with the token that begins texts once, as Tunix's samplers do it."""
+        if not isinstance(prompt, str):
+            return [int(token) for token in prompt]
+        ids, begin = [int(token) for token in self._tokenizer.encode(prompt)], self._tokenizer.bos_id()
+        if begin is None or begin < 0:
+            return ids
+        rest = itertools.dropwhile(lambda token: token == begin, ids)
+        return [int(begin), *rest]
+
+
+def _put(module: nnx.Module, path: tuple[Any, ...], variable: nnx.Variable) -> None:
+    """Put a variable in the place of the one at `path`."""
+    *outer, last = path
+    owner: Any = module
+    for key in outer:
+        owner = owner[key] if isinstance(key, int) else getattr(owner, key)
+    if isinstance(last, int):
+        owner[last] = variable
+    else:
+        setattr(owner, last, variable)
+
+
+def _chosen(answer: Any) -> np.ndarray:
+    """Log-probabilities float32[tokens] of an answer's tokens."""
+    pairs = zip(answer.token_ids, answer.logprobs, strict=True)
+    return np.array([found[token].logprob for token, found in pairs], np.float32)
+
+
+def _length(row: np.ndarray, pad: int) -> int:
+    """Tokens before the padding at the end of a row."""
+    used = np.flatnonzero(row != pad)
+    return int(used[-1]) + 1 if used.size else 0
+
+
+def _left_padded(prompts: Sequence[Sequence[int]], width: int, pad: int) -> np.ndarray:
+    """Prompts int32[B, width]; of the next power of two if one is longer, as Tunix's own engines have it."""
+    longest = max(map(len, prompts), default=0)
+    if longest > width:
+        width = 1 << (longest - 1).bit_length()
+    rows = np.full((len(prompts), width), pad, np.int32)
+    for row, ids in zip(rows, prompts, strict=True):
+        row[width - len(ids) :] = ids
+    return rows
+
+
+def _key_data(seed: Any) -> Any:
+    """Numbers of a seed: an int, an array, or a key of jax.random."""
+    is_key = isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(seed) if is_key else seed
