@@ -72,16 +72,16 @@ def fault_of(array: Any) -> str | None:
     return None
 
 
-def read_slice(array: jax.Array, index: Sequence[slice], out: np.ndarray | None = None) -> np.ndarray:
+def read_slice(array: jax.Array, index: Sequence[slice]) -> np.ndarray:
     """A copy of a part of an array that this process has all of, in host memory; compiles nothing.
 
     Host memory has the part, and one of the array's pieces at a time where devices have memory of their own.
 
-    index: slices of step 1 along the first axes. out: where the part is written, of its shape; None for new memory.
+    index: slices of step 1 along the first axes.
     """
     index = (*index, *(slice(None) for _ in range(array.ndim - len(index))))
     wanted = [part.indices(size)[:2] for part, size in zip(index, array.shape, strict=True)]
-    out = np.empty([end - begin for begin, end in wanted], array.dtype) if out is None else out
+    out = np.empty([end - begin for begin, end in wanted], array.dtype)
     for place, piece in _pieces(array).items():
         common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(wanted, place, strict=True)]
         if all(begin < end for begin, end in common):

@@ -28,7 +28,8 @@ def llm(tiny_options):
 def drafted(llm: LLM) -> tuple[list[list[int]], float]:
     """Tokens of the prompts, and the share of their drafts that were right."""
     llm.core.utility("reset_prefix_cache")
-    stats: Any = llm.core.engine.extensions.by_name["drafts"].stats
+    drafts: Any = llm.core.engine.extensions.by_name["drafts"]
+    stats = drafts.stats
     before, right = stats.num_tokens, int(stats.accepted.sum())
     outputs = llm.generate(PROMPTS, greedy(NUM_TOKENS), use_tqdm=False)
     while llm.core.engine.has_unfinished:

@@ -233,7 +233,7 @@ async def test_the_same_over_grpc(engine, admin, tmp_path):
         assert not (await stub.WakeUp(pb.WakeUpRequest(), **key)).asleep and await tokens(client) == first
         for call, field in (
             (stub.Sleep(pb.SleepRequest(level=3), **key), "level"),
-            (stub.Pause(pb.PauseRequest(mode=9), **key), "mode"),
+            (stub.Pause(pb.PauseRequest.FromString(b"\x08\x09"), **key), "mode"),
             (stub.UpdateWeights(pb.UpdateWeightsRequest(), **key), "path"),
         ):
             assert (await refusal(call))[2] == [field]
