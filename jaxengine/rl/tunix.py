@@ -61,7 +61,7 @@ class TunixModel(nnx.Module):
         trained = [is_trained is None or is_trained(path) for path, _ in kept]
         if not any(trained):
             raise ValueError("is_trained must be true of some weight, and is of none")
-        self.module = nnx.merge(graph, state)
+        self.module: Any = nnx.merge(graph, state)
         self.remat = remat
         for (path, variable), own in zip(kept, trained, strict=True):
             if not own:

@@ -37,11 +37,8 @@ from jaxengine.server.options import ServerConfig
 from jaxengine.server.prompts import read_prompts
 
 # The fields of SamplingFields, and of what they are numbers.
-_Numbers: Any = create_model(
-    "_Numbers",
-    __base__=ClosedModel,
-    **{name: (type(row.neutral) | None, None) for name, row in ROWS.items()},  # pyright: ignore[reportCallIssue]
-)
+_NUMBERS: dict[str, Any] = {name: (type(row.neutral) | None, None) for name, row in ROWS.items()}
+_Numbers: Any = create_model("_Numbers", __base__=ClosedModel, **_NUMBERS)
 
 
 class GenerateSampling(_Numbers, ClosedModel):
