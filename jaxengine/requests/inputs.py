@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -34,6 +34,9 @@ from jaxengine.scheduler.errors import RequestError, show_value
 from jaxengine.scheduler.logits_processor import LogitsProcessor
 from jaxengine.scheduler.request import Request
 from jaxengine.tokens.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jaxengine.requests.activations import Steer
 
 Processor = OutputProcessor | PoolingProcessor
 
@@ -323,7 +326,7 @@ class InputProcessor:
         if params.steer:
             from jaxengine.requests.steering_vectors import steered
 
-            own = steered(own, params.steer, self.config, self.model_config)
+            own = steered(own, cast("Sequence[Steer]", params.steer), self.config, self.model_config)
         return Request(
             request_id=request_id,
             prompt_token_ids=np.array(token_ids, np.int32),

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -87,7 +88,9 @@ class _Sequence:
             text = self.detokenizer.delta() if kind is RequestOutputKind.DELTA else self.detokenizer.text
         scored = self.group.params.num_logprobs is not None
         num_fed = len(self.group.prompt_token_ids) + len(self.token_ids) - 1
-        versions = self.request.weight_versions
+        versions, masses = self.request.weight_versions, self.group.params.return_sampling_mass
+        columns: dict[str, Any] = sampling_columns(self.masses[first:]) if masses else {}
+        columns |= {name: rows.take(num_fed, kind is RequestOutputKind.DELTA) for name, rows in self.found.items()}
         return CompletionOutput(
             index=self.index,
             text=text,
@@ -97,8 +100,7 @@ class _Sequence:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             weight_versions=weight_spans(versions, len(self.token_ids)) if versions else None,
-            **sampling_columns(self.masses[first:] if self.group.params.return_sampling_mass else None),
-            **{name: rows.take(num_fed, kind is RequestOutputKind.DELTA) for name, rows in self.found.items()},
+            **columns,
         )
 
     def _hides(self, token_id: int) -> bool:

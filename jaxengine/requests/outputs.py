@@ -63,10 +63,8 @@ def position_logprobs(
     return found
 
 
-def sampling_columns(rows: Sequence[np.ndarray] | None) -> dict[str, np.ndarray]:
-    """SAMPLING_FIELDS of an output, of their rows f32[3], one for each token; {} for None."""
-    if rows is None:
-        return {}
+def sampling_columns(rows: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+    """SAMPLING_FIELDS of an output, of their rows f32[3], one for each token."""
     columns = np.array(rows, np.float32).reshape(-1, len(SAMPLING_FIELDS)).T
     return dict(zip(SAMPLING_FIELDS, np.ascontiguousarray(columns), strict=True))
 

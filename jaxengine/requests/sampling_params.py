@@ -365,6 +365,10 @@ class SamplingParams(SamplingFields):
         object.__setattr__(self, name, value)
 
     @property
+    def _captures(self) -> bool:
+        return self.return_hidden_states or bool(self.capture)
+
+    @property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
 
@@ -411,7 +415,7 @@ class SamplingParams(SamplingFields):
             processors=own,
             uses_counts=any(processors[number].uses_counts for number in own),
             grammar=grammar,
-            **captured_fields(self.return_hidden_states, self.capture),
+            **(captured_fields(self.return_hidden_states, self.capture) if self._captures else {}),
         )
 
     def clone(self) -> SamplingParams:

@@ -49,7 +49,7 @@ class SteeredPart(nnx.Module):
 
     def __init__(self, module: nnx.Module, step: StepVectors, at: int):
         self.module, self.at = module, at
-        self.vectors, self.slots, self.is_any = map(_Given, step)
+        self.vectors, self.slots, self.is_any = _Given(step.vectors), _Given(step.slots), _Given(step.is_any)
 
     def __call__(self, x: jax.Array, *more: Any) -> Any:
         found = self.module(x, *more)  # type: ignore[operator]

@@ -51,8 +51,10 @@ OTHER_OPTIONS = {
     *("--no-deps", "--thorough", "--pool-operations", "--xla-force-host-platform-device-count"),
     *("--build-arg", "--rm"),
     *("--budget-s", "--platform", "--tiny", "--out"),
-    *("--branch", "--depth", "--run", "--only"),
+    *("--branch", "--depth", "--run", "--only", "--data-binary"),
 }
+# Modules that need packages which no environment of the project has, and their files.
+NEEDS_OTHERS = {"jaxengine.rl.tunix": "jaxengine/rl/tunix.py"}
 # Words of vLLM that coming_from_vllm.md explains and that are not ours.
 OF_VLLM = {
     "from_engine_args",
@@ -250,6 +252,10 @@ def test_dotted_names_resolve(name):
 def found(dotted: str) -> bool:
     """Whether a module, or an attribute of one, has this name."""
     module, _, rest = dotted.rpartition(".")
+    if module in NEEDS_OTHERS:
+        return any(
+            getattr(each, "name", None) == rest for each in ast.parse((ROOT / NEEDS_OTHERS[module]).read_text()).body
+        )
     try:
         importlib.import_module(dotted)
         return True

@@ -99,7 +99,7 @@ class CaptureExtension(DeviceExtension):
         found: Taps = step.batch.sections[SECTION]
         hidden, router = self.taps.hidden, self.taps.router
         with jax.named_scope("capture"):
-            parts = [step.hidden if tap.kind == FINAL_NORM else found[tap] for tap in hidden]
+            parts: list[Any] = [step.hidden if tap.kind == FINAL_NORM else found[tap] for tap in hidden]
             left = Activations(
                 jnp.concatenate(parts, axis=-1) if hidden else None,
                 jnp.concatenate([found[tap] for tap in router], axis=-1) if router else None,
