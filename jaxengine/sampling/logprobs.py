@@ -35,7 +35,10 @@ class TokenLogprobs(NamedTuple):
 
 
 def no_logprobs(num_rows: int, num_top: int, num_given: int = 0) -> TokenLogprobs:
-    """The value of num_rows rows that nobody asked about; num_top: Kl; num_given: G."""
+    """The TokenLogprobs of num_rows rows that nobody asked about: logprobs -inf, ranks and ids 0.
+
+    num_top, num_given: columns of the best tokens and of given ones.
+    """
     return TokenLogprobs(
         jnp.full(num_rows, -jnp.inf, jnp.float32),
         jnp.zeros(num_rows, jnp.int32),
@@ -48,10 +51,10 @@ def no_logprobs(num_rows: int, num_top: int, num_given: int = 0) -> TokenLogprob
 def token_logprobs(
     logits: jax.Array, token_ids: jax.Array, given_ids: jax.Array | None = None, *, num_top: int, normalize: bool
 ) -> TokenLogprobs:
-    """Scores `token_ids` i32[S] under `logits` f32[S, V], lists the `num_top` best tokens, and scores `given_ids`
-    i32[S, G], of which -1 is none.
+    """Scores `token_ids` i32[S] under `logits` f32[S, V / n], lists the `num_top` <= V best tokens of each row, and
+    scores `given_ids` i32[S, G], of which -1 is none; without any (None) G is 0.
 
-    normalize=True reports log-softmax, False the logits themselves. A token outside [0, V) gets (-inf, 0).
+    normalize=True reports log-softmax, False the logits themselves. A token outside [0, V) gets -inf and rank 0.
     """
     if given_ids is None:
         given_ids = jnp.zeros((logits.shape[0], 0), jnp.int32)
@@ -74,11 +77,17 @@ def token_logprobs(
 
 
 def sampling_mass(logits: jax.Array, adjusted: jax.Array, kept: jax.Array, token_ids: jax.Array) -> jax.Array:
-    """What sampling made of the tokens i32[S]: f32[S, NUM_MASS_SCORES].
+    """What sampling made of token_ids i32[S]: three scores of each, f32[S, NUM_MASS_SCORES].
 
-    Of each its log-probability under `logits`, and under `kept`, those of `adjusted` that truncation left (others are
-    -inf), then the log of the probability that these have together under `adjusted`. All are f32[S, V]. A token outside
-    [0, V) gets -inf.
+    They are the token's log-probability under `logits`, that under `kept`, and the log of the share of the distribution
+    of `adjusted` that truncation left.
+
+    Args:
+      logits: as the model gave them. All three are f32[S, V / n].
+      adjusted: those that truncation began with, after bias, penalties and temperature.
+      kept: `adjusted` with -inf in the place of what truncation dropped.
+
+    A token outside [0, V) gets -inf in all three.
     """
     valid = (token_ids >= 0) & (token_ids < vocab_size(logits))
     ids = jnp.where(valid, token_ids, 0)[:, None]
@@ -104,9 +113,10 @@ def prompt_logprobs(
 ) -> TokenLogprobs:
     """Scores prompt tokens: row t tells how likely `targets[t]` was after hidden state t.
 
-    hidden [T, D], targets i32[T] (-1: nobody asks; its row is (-inf, 0, ...)), logits_fn: [B, D] -> f32[B, V / n].
-    Logits exist for PROMPT_BLOCK_ROWS rows at a time, never [T, V], and blocks without a target are skipped. Nothing is
-    sampled here, so logprobs_mode "processed_*" reports the raw values.
+    hidden [T, D], T >= 1; targets i32[T] (-1: nobody asks; its row is (-inf, 0, ...)); logits_fn: [B, D] -> f32[B, V /
+    n]; max_logprobs: best tokens listed of each row, at most V. The result has T rows and no given tokens. Logits exist
+    for PROMPT_BLOCK_ROWS rows at a time, never [T, V], and blocks without a target are skipped. Nothing is sampled
+    here, so logprobs_mode "processed_*" reports the raw values; the "*_logits" modes report logits.
     """
     num_tokens, width = hidden.shape
     rows = min(PROMPT_BLOCK_ROWS, num_tokens)

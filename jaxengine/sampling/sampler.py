@@ -101,18 +101,20 @@ def sample(
     replace: Replace | None = None,
     more: MoreScores | None = None,
 ) -> SampleOutput:
-    """Chooses one token per row of logits f32[S, V].
+    """Chooses one token per row of logits f32[S, V / n].
 
-    slots i32[S]: the row of `state` and of `token_counts` i32[R, V] each belongs to; >= R marks a padding row, which
-    reads no state and is greedy. positions i32[S]: position of the token being chosen. A row's token depends on its
-    logits, its slot's parameters and its position, never on its neighbours or on S. logprobs_mode is one of vLLM's
-    (config.LOGPROBS_MODES): the raw ones report the given logits, the processed ones those that were drawn from,
-    temperature and truncation included. assumed i32[S, k]: output tokens of each row that `token_counts` does not have
-    yet, -1 for none. only i32[S]: where it is >= 0 the one token that a row may have, whatever its slot's mask says.
-    is_guided bool[S]: rows with masks of their own, those behind the slots' in their order. process: logits processors
-    of a user's own, which run between bias and penalties where `flags.features` has one of them. replace: what takes
-    the place of drawn tokens, those of rows that have none (-1) apart. more: scores besides. Each of these six may be
-    None: no row has any.
+    slots i32[S]: the row of `state` and of `token_counts` i32[R, V / n] each belongs to; >= R marks a padding row,
+    which reads no state and is greedy. positions i32[S]: position of the token being chosen. flags: what some row
+    needs; what a flag denies is skipped. A row's token depends on its logits, its slot's parameters and its position,
+    never on its neighbours or on S; -1 is none, where the logits hold NaN or +inf or every token is forbidden.
+    max_logprobs: best tokens reported of each row. logprobs_mode is one of vLLM's (config.LOGPROBS_MODES): the raw ones
+    report the given logits, the processed ones those that were drawn from, temperature and truncation included.
+    assumed i32[S, k]: output tokens of each row that `token_counts` does not have yet, -1 for none. only i32[S]: where
+    it is >= 0 the one token that a row may have, whatever its slot's mask says; such a step has `flags.any_mask`.
+    is_guided bool[S]: rows with a mask of their own: that of row s is number R + s of `state.token_mask`. process:
+    logits processors of a user's own, which run between bias and penalties where `flags.features` has one of them.
+    replace: (token_ids, slots, positions) -> the tokens that take the place of the chosen ones; rows that have none
+    (-1) keep that. more: scores besides. Each of these six may be None: no row has any.
     """
     rows = RowParams(
         *(
@@ -207,7 +209,11 @@ def _state_rows(array: jax.Array, slots: jax.Array) -> jax.Array:
 
 
 def _mask_rows(state: SamplingState, slots: jax.Array, is_guided: jax.Array | None, any_mask: jax.Array) -> jax.Array:
-    """u32[S, W]: `token_mask` of each row, every token where no row of the batch has one."""
+    """u32[S, W]: the mask of each row, bit t % 32 of word t / 32 for token t: that of its slot, or that of number R + s
+    for row s where is_guided bool[S] (None: nowhere).
+
+    Every token is allowed in padding (slots >= R), and in all rows where any_mask, bool[], is False.
+    """
     num_slots, num_masks, rows = state.params.temperature.shape[0], state.token_mask.shape[0], slots
     if num_masks > num_slots:
         rows = jnp.where(slots < num_slots, slots, num_masks)
@@ -242,6 +248,9 @@ def _adjust(
 ) -> jax.Array:
     """Logits [S, V / n] after bias, then a user's own processors, then penalties. Rows without them keep their logits
     bit for bit.
+
+    token_counts: i32[R, V / n]; slots: i32[S]; assumed: i32[S, k], output tokens that the counts lack, -1 for none.
+    process: (logits, slots, counts i32[S, V / n]) -> logits. Either may be None: there are none.
     """
     logits = logits + _state_rows(state.logit_bias, slots)
     counts = _state_rows(token_counts, slots)

@@ -48,9 +48,11 @@ class SamplingState(NamedTuple):
 
 
 def init_state(max_num_seqs: int, vocab_size: int, num_position_rows: int = 0) -> SamplingState:
-    """Return the state of R = max_num_seqs slots, every one greedy and neutral: rows of 4 * V + V / 8 + 4 * G bytes.
+    """Return the state of R = max_num_seqs slots, every one greedy and neutral: rows of about 4 * V + V / 8 + 4 * G
+    bytes.
 
-    num_position_rows: M - R, masks after those of the slots.
+    vocab_size: V, of one device where several share it. num_position_rows: masks behind those of the slots, for rows of
+    a step that have masks of their own.
     """
     return SamplingState(
         RowParams(*(jnp.full(max_num_seqs, value, value.dtype) for value in NEUTRAL)),
@@ -95,9 +97,10 @@ def write_slots(array: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Ar
 
 
 def count_tokens(token_counts: jax.Array, slots: jax.Array, token_ids: jax.Array, valid: jax.Array) -> jax.Array:
-    """token_counts with one more output token per row: slots i32[S], token_ids i32[S], valid bool[S].
+    """token_counts i32[R, V / n] with one more output token per row: slots i32[S], token_ids i32[S], valid bool[S].
 
-    Rows that are not valid, whose slot is >= R or whose token is outside the vocabulary change nothing.
+    A token adds 2, as the lowest bit is the prompt's; a slot may have several rows. Rows that are not valid, whose slot
+    is >= R or whose token is outside the vocabulary change nothing.
     """
     num_slots, num_columns = token_counts.shape
     columns = token_ids - first_id(token_counts)
@@ -107,8 +110,8 @@ def count_tokens(token_counts: jax.Array, slots: jax.Array, token_ids: jax.Array
 
 
 def write_tokens(history: jax.Array, slots: jax.Array, positions: jax.Array, token_ids: jax.Array, valid: jax.Array):
-    """The history i32[R, L] with token_ids i32[S] written at (slots, positions) i32[S] where valid bool[S]; those
-    outside are dropped."""
+    """The history i32[R, L] with token_ids i32[S] written at (slots, positions) i32[S] where valid bool[S]; what lies
+    beyond the last slot or position is dropped."""
     num_slots = history.shape[0]
     slots, positions, token_ids = _two_at_least(num_slots, jnp.where(valid, slots, num_slots), positions, token_ids)
     return history.at[slots, positions].set(token_ids, mode="drop")
@@ -123,7 +126,10 @@ def _two_at_least(num_slots: int, slots: jax.Array, *others: jax.Array) -> list[
 
 
 def set_rows(array: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
-    """The array [R, V] with rows [n, V] written at slots i32[n], the later of two equal ones; >= R changes nothing."""
+    """The array [R, V] with rows [n, V] written at slots i32[n] >= 0; of two rows for one slot the later one counts.
+
+    A slot >= R changes nothing.
+    """
 
     def write(index: jax.typing.ArrayLike, array: jax.Array) -> jax.Array:
         # Not a scatter: XLA CPU copies the whole operand of a one-row scatter.

@@ -34,9 +34,9 @@ def lowest_kept(
 ) -> jax.Array:
     """The logit from which a row's tokens are kept, f32[S, 1]: `least`, then top_k, then top_p over what those leave.
 
-    best: the row's maximum. temperature > 0. least f32[S, 1] keeps logits no less than it, the best among them; top_k
-    (0 = off) tokens no less likely than the k-th; top_p those with less than top_p of the mass strictly above them
-    (Holtzman et al. 2020), so always the best.
+    logits: f32[S, V / n]; all others are [S, 1]. best: the row's maximum. temperature > 0. `least` keeps logits no less
+    than it, the best among them; top_k (i32, 0 = off) tokens no less likely than the k-th; top_p (1 = off) those with
+    less than top_p of the mass strictly above them (Holtzman et al. 2020), so always the best.
     """
     num_tokens = vocab_size(logits)
     candidates = top_values(logits, min(NUM_CANDIDATES, num_tokens))
@@ -60,7 +60,11 @@ def lowest_kept(
 
 
 def _search_top_k(logits: jax.Array, best: jax.Array, top_k: jax.Array, highest: jax.Array) -> jax.Array:
-    """The top_k-th logit of each row, f32[S, 1], which is at most `highest`."""
+    """The top_k-th greatest logit of each row, f32[S, 1], or another number that keeps the same tokens.
+
+    best: the row's maximum; top_k: i32; highest: not less than the result; [S, 1] each. A row with fewer than top_k
+    logits above -inf gives the least of these.
+    """
 
     def num_from(threshold: jax.Array) -> tuple[jax.Array, jax.Array]:
         num = row_counts(logits >= threshold).astype(jnp.float32)
@@ -78,9 +82,10 @@ def _top_p(
     kept: jax.Array,
     candidates: jax.Array,
 ) -> jax.Array:
-    """The logit from which top_p keeps tokens, of those >= kept, f32[S, 1]; rows with top_p = 1 keep theirs.
+    """The logit from which top_p keeps tokens, of those >= kept, f32[S, 1]; rows with top_p = 1 give `kept` back.
 
-    candidates: the row's best logits, best first, f32[S, C].
+    logits: f32[S, V / n]; candidates: the row's best logits, best first, f32[S, C]; all others are f32[S, 1]. best: the
+    row's maximum.
     """
     weights = jnp.exp((logits - best) / temperature)
 
@@ -121,8 +126,9 @@ def draw_keys(seeds: jax.Array, positions: jax.Array) -> jax.Array:
 def draw(logits: jax.Array, best: jax.Array, kept_from: jax.Array, temperature: jax.Array, keys: jax.Array):
     """One token per row, i32[S], from softmax(logits / temperature) over the logits >= kept_from, by keys u32[S, 2].
 
-    The best of logits / temperature plus Gumbel noise, of which every token has its own (Gumbel 1954). Never a token of
-    probability 0 or outside the vocabulary. Rows with NaN give any number.
+    logits: f32[S, V / n]; best (the row's maximum), kept_from, temperature > 0: f32[S, 1]. The token is the best of
+    logits / temperature plus Gumbel noise, of which every token has its own (Gumbel 1954). Never a token of probability
+    0 or outside the vocabulary. Rows with NaN give any number.
     """
     ids = (first_id(logits) + jnp.arange(logits.shape[1], dtype=jnp.int32)).astype(jnp.uint32)
     noise = -jnp.log(_exponential(keys, ids))

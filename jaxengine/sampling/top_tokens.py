@@ -64,7 +64,7 @@ def row_extreme(extreme: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
 
 
 def top_values(logits: jax.Array, num_top: int) -> jax.Array:
-    """The `num_top` best logits of each row, best first, f32[S, num_top]. num_top <= V."""
+    """The `num_top` best logits of each row of f32[S, V / n], best first, f32[S, num_top]. num_top <= V."""
 
     own_top = min(num_top, logits.shape[1])
 
@@ -82,7 +82,7 @@ def top_values(logits: jax.Array, num_top: int) -> jax.Array:
 def top_tokens(logits: jax.Array, num_top: int) -> tuple[jax.Array, jax.Array]:
     """What `lax.top_k` gives, values f32[S, num_top] and ids i32[S, num_top]: best first, equal values by ascending id.
 
-    Rows with NaN give any ids.
+    logits: f32[S, V / n]. num_top <= V. Rows with NaN give any ids.
     """
 
     own_top = min(num_top, logits.shape[1])
@@ -104,7 +104,7 @@ def top_tokens(logits: jax.Array, num_top: int) -> tuple[jax.Array, jax.Array]:
 
 
 def take_tokens(logits: jax.Array, ids: jax.Array) -> jax.Array:
-    """logits f32[S, V] at ids i32[S, C] >= 0, -inf beyond the vocabulary."""
+    """logits f32[S, V / n] at ids i32[S, C] >= 0 of the whole vocabulary: f32[S, C], -inf beyond the vocabulary."""
     if num_shards(VOCAB) == 1:
         return _take(logits, ids)
     columns = ids - first_id(logits)
@@ -155,8 +155,8 @@ def _blockwise_best(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _best_blocks(logits: jax.Array, num_top: int) -> tuple[int, jax.Array | None]:
-    """(block size, the `num_top` blocks of the greatest maxima i32[S, num_top]); None for the latter where `num_top`
-    is so large a part of the vocabulary that blocks would not help.
+    """(tokens of a block, the numbers of the `num_top` blocks of the greatest maxima i32[S, num_top]); None for the
+    latter where `num_top` is so large a part of the vocabulary that blocks would not help.
 
     Among blocks of equal maxima the first ones count, so that they hold the first ones of equal tokens as well. XLA
     CPU's top_k keeps that order only while it is asked for a small part of the row.

@@ -52,9 +52,10 @@ def verify(
 ) -> Verified:
     """Finds the tokens that each row has got: the chosen ones up to and including the first that is not its draft.
 
-    chosen i32[S, W], -1 for none; drafts i32[S, W - 1], of which num_drafts i32[S] are real. is_sampled bool[S]: the
-    others get none. is_guided bool[S]: rows with a mask for each place, one without tokens where it is not known: a
-    draft in front of such a place does not count.
+    chosen i32[S, W], the sampler's token in each place, -1 for none; drafts i32[S, W - 1], of which the first
+    num_drafts i32[S] are real. is_sampled bool[S]: the other rows get no tokens. is_guided bool[S]: rows with a mask
+    for each place, which allows nothing where it is not known: a place then has chosen -1, and the draft in front of it
+    is not accepted, though right.
     """
     width = chosen.shape[1]
     agree = (drafts == chosen[:, :-1]) & (jnp.arange(width - 1) < num_drafts[:, None])
