@@ -93,7 +93,8 @@ class Buckets:
     def sample_size(self, bucket: Bucket) -> int:
         """Rows of logits that a step of the bucket gives, at least its S: the sampler is compiled for few sizes.
 
-        A mixed bucket takes the size of a decode-only one, unless that would be more than twice its S.
+        That is the size of the smallest decode-only bucket with room for its S sequences, unless that is more than
+        twice S: then it is S. Not for wide buckets, which give logits at every token.
         """
         size = self._decode_sizes[bisect.bisect_left(self._decode_sizes, bucket.num_seqs)]
         return size if size <= 2 * bucket.num_seqs else bucket.num_seqs
@@ -101,7 +102,7 @@ class Buckets:
     def round_up_wide(self, num_seqs: int, width: int) -> Bucket:
         """The smallest bucket that holds decodes of `width` tokens, one of the widths, of so many sequences.
 
-        num_seqs: at most `most_wide`; IndexError for more.
+        num_seqs: at most `most_wide`; IndexError for more. KeyError for a width that is none of the widths.
         """
         sizes = self._wide_sizes[width]
         size = sizes[bisect.bisect_left(sizes, num_seqs)]
@@ -112,10 +113,13 @@ class Buckets:
     ) -> Bucket:
         """The smallest bucket that holds `num_tokens` tokens over `num_seqs` sequences of at least one token each.
 
-        mixed: some sequence has more than one token although the counts, each the largest of any rank, do not show it.
-        prompt: PROMPT_FEATURES act on its prompt tokens. sections: it has message sections besides its own.
+        With one token each and none of these a decode-only bucket is taken, else a mixed one:
+          mixed: some sequence has more than one token although the counts, each the largest of any rank, do not show
+            it.
+          prompt: PROMPT_FEATURES act on its prompt tokens; changes nothing where there are no mixed buckets.
+          sections: it has the message sections that `Buckets` was given, of which there must be some.
 
-        Raises ValueError for counts that no step may have.
+        Raises ValueError for counts that no step may have, IndexError where a mixed bucket is needed and there is none.
         """
         if not 1 <= num_seqs <= min(num_tokens, self.max_num_seqs) or num_tokens > self.max_num_batched_tokens:
             raise ValueError(

@@ -57,7 +57,7 @@ class Column:
     def read(self, name: str, value: Any) -> float | int | bool:
         """Checks a value and returns it in the parameter's type.
 
-        name: for messages. Raises RequestError with the value and what is allowed.
+        name: for messages. A bool is no number here. Raises RequestError with the value and what is allowed.
         """
         if not self._allows(value):
             raise RequestError(f"{name} must be {self.allowed}, got {show_value(value)}", param=name, value=value)
@@ -113,21 +113,25 @@ class LogitsProcessor:
 
     @staticmethod
     def process(logits: Any, columns: Any, vocab: VocabColumns) -> Any:
-        """Returns the logits of rows, f32[S, C], changed. Traced by JAX; pure.
+        """Returns the logits of rows, f32[S, C], changed. Every subclass defines it. Traced by JAX; pure.
 
         Runs after masks and logit_bias, before penalties and temperature. Rows whose requests do not use the processor
         keep their logits, and forbidden tokens (-inf) stay forbidden, whatever it returns.
 
         Args:
           logits: f32[S, C]. With a vocabulary that n devices split, C is V / n.
-          columns: name -> [S, 1], each row's value.
-          vocab: the tokens of the C columns.
+          columns: name -> [S, 1], each row's value, in the dtype of `Column`.
+          vocab: the tokens of the C columns of logits, and with `uses_counts` how often each is in a row's output.
         """
         raise NotImplementedError
 
 
 def check_processors(processors: Sequence[type[LogitsProcessor]]) -> str | None:
-    """Returns what is wrong with processors of one engine, None for nothing."""
+    """Returns what is wrong with the processors of one engine, None for nothing.
+
+    That is one sentence, about the first fault: too many, no columns, no `process`, or a column whose name is taken or
+    not allowed, or whose default is no finite number or bool.
+    """
     if len(processors) > MAX_PROCESSORS:
         return f"{len(processors)} processors; at most {MAX_PROCESSORS} are allowed"
     seen: dict[str, str] = {}
@@ -153,10 +157,11 @@ def check_processors(processors: Sequence[type[LogitsProcessor]]) -> str | None:
 def read_extra_args(
     given: Mapping[str, Any] | None, processors: Sequence[type[LogitsProcessor]]
 ) -> dict[int, tuple[float | int | bool, ...]]:
-    """Checks a request's extra_args for an engine with these processors.
+    """Checks a request's extra_args, `given` (None: it has none), for an engine with these processors.
 
-    Returns the values of all columns of each processor that the request uses, by the processor's number. Raises
-    RequestError for a name that no processor has, and for a value that is not allowed.
+    Returns the values of all columns of each processor that the request uses, by the processor's number; it uses those
+    of which it gives a column, the others of which have their defaults. Raises RequestError for a name that no
+    processor has, and for a value that is not allowed.
     """
     found: dict[int, tuple[float | int | bool, ...]] = {}
     known = [name for each in processors for name in each.columns]

@@ -76,7 +76,8 @@ class Media:
     def marks(self, page_size: int) -> dict[int, bytes]:
         """For each page of the prompt with embeddings, by its number, what tells it from others with the same tokens.
 
-        That is the items that it has, the first row of each, and where its rows are. page_size: in tokens.
+        That is, of each item with embeddings in the page, its digest, which of its rows these are, and their places in
+        the page. Pages without embeddings have no entry. page_size: in tokens.
         """
         found: dict[int, bytes] = {}
         for item in self.items:
@@ -88,8 +89,8 @@ class Media:
         return found
 
     def places(self, start: int, count: int) -> np.ndarray:
-        """i32[3, count], rope_positions of the tokens from `start` on as far as they matter, -1 for others: those
-        behind the prompt and of models that have none."""
+        """i32[3, count], rope_positions of the `count` tokens of the sequence from `start` on; -1 for those behind the
+        prompt, and for all where the model has none."""
         found = np.full((3, count), -1, np.int32)
         if self.rope_positions is not None:
             own = self.rope_positions[:, start : start + count]

@@ -64,7 +64,8 @@ class Packer:
     def pack(self, step: ScheduledStep) -> StepInput:
         """Writes the messages of a step of at least one row, in the smallest bucket that holds the batch of every rank.
 
-        Raises ValueError where none holds them.
+        Raises ValueError where none holds them or there is no row; for decodes of several tokens (step.width > 1)
+        IndexError for too many rows, KeyError for a width that the buckets lack.
         """
         batches = step.batches
         num_rows = max([batch.num_rows for batch in batches])
@@ -123,9 +124,10 @@ class Packer:
             layout.view(message, "deltas")[:, :count] = [column[:count] for column in batch.deltas]
 
     def _layout(self, bucket: Bucket) -> StepLayout:
-        """Lays out a bucket's message, with room for the entries of the pages that a step can newly fill.
+        """Lays out a bucket's message, with room for page-table entries of the pages that a step's tokens can newly
+        begin, in every group.
 
-        Only a prefix-cache hit can bring more.
+        Only a prefix-cache hit can bring more entries; `pack` returns these as overflow.
         """
         num_deltas = bucket.num_seqs * -(-bucket.width // self.page_size)
         if not bucket.decode_only and bucket.width == 1:
@@ -136,7 +138,7 @@ class Packer:
 
     @cached_property
     def _empty(self) -> dict[Bucket, np.ndarray]:
-        """Messages of padding alone, in which every token is the one sampled last."""
+        """For each bucket the messages i32[ranks, size] of a step without rows: padding alone, all token ids -1."""
         messages = {}
         for bucket, layout in self.layouts.items():
             message = np.full(layout.size, -1, np.int32)
@@ -150,7 +152,10 @@ class Packer:
 
 
 def delta_chunks(deltas: PageDeltas, size: int, padding_row: int) -> Iterator[np.ndarray]:
-    """Splits deltas into messages i32[3, size] of rows, columns and pages; entries left over name `padding_row`."""
+    """Splits deltas into messages i32[3, size] of rows, columns and pages, none for no deltas.
+
+    The last one is filled up with entries of `padding_row`, a row that no page table has, column 0 and page 0.
+    """
     for first in range(0, len(deltas.rows), size):
         chunk = np.zeros((3, size), np.int32)
         chunk[0] = padding_row

@@ -97,7 +97,11 @@ class Rank:
         return self.budget > 0 and self.slots.num_free > 0
 
     def begin(self, num_in_flight: int) -> None:
-        """Starts a step with the rows of running requests. num_in_flight: steps whose tokens are not known yet."""
+        """Starts a step with the rows of running requests, and takes pages for them.
+
+        Where pages do not suffice, requests are preempted (`preempted`), and `budget` is 0. num_in_flight: steps whose
+        tokens are not known yet.
+        """
         self._num_steps += 1
         self._admitted, self.preempted = [], []
         for extension in self._extensions:
@@ -121,7 +125,8 @@ class Rank:
         self._num_promised = sum(self._num_missing(slot) for slot in self._unfed().tolist()) if is_waiting else 0
 
     def offer(self, request: Request) -> Offer | None:
-        """What an open rank can do for a waiting request; None if its pages or the step's tokens do not suffice.
+        """What an open rank can do for a waiting request; None if its pages or the step's tokens do not suffice, or an
+        extension defers it. Takes nothing.
 
         The pages must suffice for all tokens that are known, not only for those of the next step, and beside those that
         running requests still need for theirs: a prompt that is let in to grow into pages that others will hold is
@@ -139,7 +144,9 @@ class Rank:
         return Offer(known, hits, cached, count) if self.pages.can_take(hits, need + reserved) else None
 
     def admit(self, request: Request, offer: Offer) -> None:
-        """Gives a request the slot, the pages and the tokens of its offer, made after the last change.
+        """Gives a request a slot, and the pages and tokens of its offer.
+
+        offer: of `offer`, since which nothing of the rank has changed.
 
         Raises OverflowError, TypeError or ValueError where a value of the request fits no column; then it has no slot.
         """
@@ -178,7 +185,7 @@ class Rank:
         return batch
 
     def _batch(self) -> ScheduledBatch:
-        """Makes the batch of the step put together, with one token for each decode."""
+        """Makes the batch of the step put together, with one token for each decode; takes the page tables' deltas."""
         s, decodes = self.slots, self.decodes
         # Long chunks come last: the model may attend to their keys in another form (jaxengine.models.layers.mla_made).
         prefills = sorted(self._prefills, key=lambda chunk: chunk[1])
@@ -231,14 +238,19 @@ class Rank:
         now: float,
         counts: np.ndarray | None = None,
     ) -> list[End]:
-        """Takes in the tokens of one of its batches, in order; adds to `result` and returns who is to be ended.
+        """Takes in the tokens of one of its batches, which come in the order of their steps; adds to `result` and
+        returns the ends that they bring, which the caller carries out.
 
         Arguments as `Results.take` has them.
         """
         return self._results.take(batch, token_ids, counts, result, now)
 
     def release(self, slot: int) -> None:
-        """Frees a slot and its pages; full pages of generated tokens become findable now."""
+        """Frees a running request's slot and its pages; the request keeps its output.
+
+        With prefix caching all its full pages that have been computed, of generated tokens too, can be found from now
+        on.
+        """
         s = self.slots
         request = s.requests[slot]
         assert request is not None
@@ -267,9 +279,10 @@ class Rank:
         return self.preempted
 
     def _schedule_decodes(self, num_in_flight: int) -> np.ndarray:
-        """Returns the slots that feed their last token, i64[n], and takes a page for each that needs one.
+        """Returns the slots that feed their last token, i64[n] ascending, and takes a page of every group for each that
+        needs one.
 
-        Where pages do not suffice, requests are preempted, the last in line first.
+        Where pages do not suffice, requests are preempted, the last in line first. num_in_flight: as in `begin`.
         """
         s = self.slots
         ready = s.active & (s.num_computed >= s.num_fed) & (s.num_tokens < s.limit)
@@ -287,7 +300,10 @@ class Rank:
         return slots[s.active[slots]] if self.preempted else slots
 
     def _next_share(self, ready: np.ndarray, num_in_flight: int) -> np.ndarray:
-        """The decodes of one of the steps in flight together: with known last tokens, those that waited longest.
+        """The slots that decode in one of several steps in flight together (num_micro_batches > 1), i64[n] ascending:
+        with known last tokens, those that waited longest.
+
+        ready: bool[max_num_seqs], slots that decode. num_in_flight: as in `begin`.
 
         Those free now are spread over the steps that may still follow before one comes back, so that no stage runs
         empty; and no step takes more than an even share of all decodes, so that a crowd which arrived together is
@@ -302,9 +318,11 @@ class Rank:
         return np.sort(slots[np.argsort(s.last_step[slots], kind="stable")[:count]])
 
     def _schedule_prefills(self) -> list[tuple[int, int]]:
-        """Returns (slot, tokens) of running requests whose known tokens are not all computed, and takes their pages.
+        """Returns (slot, number of tokens to compute) of running requests whose known tokens are not all computed, in
+        line order while the budget lasts, and takes their pages and the budget.
 
-        Where pages do not suffice, requests are preempted, the last in line first.
+        Where pages do not suffice, requests are preempted, the last in line first; the caller drops those of them that
+        are in the list.
         """
         s, slots = self.slots, self._unfed()
         if not len(slots):
@@ -343,7 +361,8 @@ class Rank:
         return most_pages_of(self.config, int(self.slots.num_fed[slot])) - held
 
     def _num_kept_free(self) -> int:
-        """Pages that admission leaves to running requests: the next column of each that may still outgrow its own.
+        """The number of pages that admission leaves to running requests: the next column of each whose length may still
+        outgrow the columns that it has.
 
         A watermark, so that a request is not let in only to be preempted by the next decode that crosses a page. It
         follows what runs, where vLLM's is a share of the pool: an empty rank keeps nothing back.
@@ -360,7 +379,9 @@ class Rank:
         return count
 
     def _cached_pages(self, request: Request, known: np.ndarray) -> Hits:
-        """Pages that hold a prefix of `known`; at least one token is left to compute."""
+        """Pages that hold a prefix of the request's tokens `known` i32[n], in whole pages; at least one token is left
+        to compute, and at most `most_cached` come from the cache. None are found without prefix caching.
+        """
         if not self.config.enable_prefix_caching:
             return self.pages.lookup(())
         hashes = request.extend_page_hashes(known, self.config.page_size)
@@ -369,7 +390,10 @@ class Rank:
         return self.pages.lookup(hashes[: most // self.config.page_size])
 
     def _register_pages(self, slot: int, num_computed: int, count: int = 0) -> None:
-        """Makes pages findable whose tokens are computed, `count` of them by the step being put together."""
+        """Makes the slot's pages findable whose tokens are among its first `num_computed`.
+
+        count: how many of these tokens the step being put together computes, which extensions are told; 0 for none.
+        """
         request = self.slots.requests[slot]
         assert request is not None
         self.pages.register(slot, request.page_hashes, num_computed)
@@ -378,7 +402,8 @@ class Rank:
                 extension.register(request, num_computed, count)
 
     def _preempt(self, slot: int) -> None:
-        """Takes a slot's pages away; its request is to wait and be computed again."""
+        """Takes a running request's slot and pages away and appends it to `preempted`: it is to wait and be computed
+        again, after its tokens in flight have come if there are any."""
         s = self.slots
         request = s.requests[slot]
         assert request is not None

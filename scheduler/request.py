@@ -157,7 +157,9 @@ class Request:
             self.page_hashes.clear()
 
     def extend_page_hashes(self, token_ids: np.ndarray, page_size: int) -> list[bytes]:
-        """Continues the digest chain over every full page of `token_ids` and returns it.
+        """Continues the digest chain, `page_hashes`, over every full page of token_ids i32[n], and returns that list.
+
+        token_ids: the known tokens from the first on; those of pages that have a digest already are not looked at.
 
         A page's digest is SHA-256 over its parent's digest and its token ids, so equal digests mean equal prefixes;
         the first parent carries weights, adapter, vectors and cache salt, and a page with embeddings what they are of.

@@ -25,10 +25,11 @@ class End(NamedTuple):
 
     @classmethod
     def by(cls, request: Request, token: int, stopped: bool) -> End:
-        """Returns the end that a token brings its request.
+        """Returns the end that a token brings its request; it must bring one.
 
-        stopped: whether the token is one of those that stop the request. A negative token is none: the row's logits
-        were not finite. Otherwise the request has reached its length.
+        stopped: whether the token is one of those that stop the request. The reason is ERROR for a negative token,
+        which is none, as the row's logits were not finite; else STOP where it stopped, with the token as stop_reason
+        unless it is one of `eos_token_ids`; else LENGTH.
         """
         if token < 0:
             return cls(request, FinishReason.ERROR, NOT_FINITE)
@@ -59,9 +60,11 @@ class Results:
     ) -> list[End]:
         """Takes in the tokens that a step of this rank sampled: adds to `result`, and returns the ends that they bring.
 
-        The caller ends these requests.
+        The caller ends these requests. Tokens behind the one that ends a request are dropped, and those of requests
+        that have lost their slot unless `expect_late` was called.
 
         Args:
+          batch: the step's, as the rank's `commit` gave it.
           token_ids: i32[>= rows], or i32[>= rows, W] of which each row has as many as `counts` i32[>= rows] says, at
             least one; fewer than were scheduled where some were wrong.
           counts: None where each row has one token.
@@ -140,10 +143,10 @@ class Results:
         ends: list[End],
         now: float,
     ) -> None:
-        """Takes in tokens i32[n] of a request that was preempted before they came; those after one that ends it are
-        dropped.
+        """Takes in tokens i32[n] of a request that was preempted before they came: to it and to `result`.
 
-        place: of the first among all that were chosen.
+        An end that they bring is added to `ends`, and tokens after it are dropped. place: the first one's index among
+        all positions for which the step chose tokens. now: as in `take`.
         """
         request.wait = Wait.NONE
         for column, token in enumerate(token_ids.tolist()):

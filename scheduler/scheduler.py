@@ -170,8 +170,8 @@ class Scheduler:
     def hold(self, request: Request) -> None:
         """Takes the slot of a running request, which waits apart until `release`: nobody is to wait for it.
 
-        What it has computed stays in the prefix cache. A token that a step in flight samples for it is dropped, so no
-        other may be in flight.
+        What it has computed stays in the prefix cache. The token that a step in flight samples for it is dropped and
+        made again, so at most one of its tokens may be in flight.
         """
         self.ranks[request.rank].release(request.slot)
         request.status, request.wait = RequestStatus.PREEMPTED, Wait.APART
@@ -188,7 +188,11 @@ class Scheduler:
             self._enqueue(request)
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """Ends a request in whatever state it is; its pages are free at once. Does nothing for one that has ended."""
+        """Ends a request in whatever state it is, for `reason`; its slot and pages are free at once, and tokens in
+        flight are dropped. Does nothing for one that has ended.
+
+        stop_reason: the token or text that ended it, or what went wrong; None for nothing of the kind.
+        """
         if request.status is RequestStatus.FINISHED:
             return
         if request.slot >= 0:
@@ -253,11 +257,12 @@ class Scheduler:
         """Takes in the tokens a step sampled, and ends the requests that they end; returns the news of them.
 
         Args:
-          token_ids: for each rank, ids by row, i32[ranks, >= rows]; of a step of some width i32[ranks, >= rows, width].
-            Rows that do not sample are ignored. A negative id says that the row's logits were not finite; its request
-            ends with an error.
+          step: as `schedule` gave it; steps come in their order.
+          token_ids: for each rank, ids by row, i32[ranks, >= rows]; of a step whose width is more than 1
+            i32[ranks, >= rows, width]. Rows that do not sample are ignored. A negative id says that the row's logits
+            were not finite; its request ends with an error.
           now: when they came, seconds of the engine's clock.
-          counts: i32[ranks, >= rows], how many tokens each row of a step of some width has; else None.
+          counts: i32[ranks, >= rows], how many tokens each row has got in a step of width > 1; None for other steps.
         """
         self._num_in_flight -= 1
         result = StepResult()
@@ -279,7 +284,8 @@ class Scheduler:
             rank.pages.reset_prefix_cache()
 
     def preempt_all(self, which: Callable[[Request], bool] | None = None) -> None:
-        """Puts all running requests, or these alone, back in line, to be computed again from their first token.
+        """Puts running requests back in line, to be computed again from their first token: those for which `which` is
+        true, or all for None.
 
         No step may be in flight.
         """
@@ -293,7 +299,8 @@ class Scheduler:
             rank.weights_digest = digest
 
     def expire(self, now: float) -> list[Request]:
-        """Ends the requests whose deadlines have passed, and returns them. `schedule` does it too."""
+        """Ends the requests whose deadlines are before `now`, seconds of the engine's clock, as aborted with the
+        stop_reason "timeout", and returns them. `schedule` does it too."""
         expired = []
         while self._deadlines and self._deadlines[0][0] < now:
             request = heapq.heappop(self._deadlines)[2]
@@ -303,9 +310,10 @@ class Scheduler:
         return expired
 
     def _admit(self, now: float) -> list[Request]:
-        """Gives waiting requests their ranks and slots, in line order, until the first in line fits nowhere.
+        """Gives waiting requests their ranks and slots, in line order, until the first in line fits nowhere or waits.
 
-        Ends requests that could not be taken in, and returns them: what is wrong with one is to end no other.
+        Requests that an extension does not admit wait apart from then on. Ends those that could not be taken in, as a
+        value fits no column, and returns them: what is wrong with one is to end no other. now: as in `schedule`.
         """
         failed = []
         while (request := self._waiting.first()) is not None and request.wait is Wait.NONE:
@@ -359,7 +367,8 @@ class Scheduler:
             self._waiting.push(request)
 
     def _requeue(self, request: Request) -> None:
-        """Puts a preempted request back to its old place in the line, and warns now and then."""
+        """Puts a request that lost its slot for want of pages back to its old place in the line, counts that, and warns
+        of the first and of every fiftieth after it."""
         self._put_back(request)
         if self.num_preemptions % 50 == 0:
             logger.warning(

@@ -72,7 +72,7 @@ class Slots:
         """Gives `request` a slot, of which one must be free, and returns it.
 
         Args:
-          known: i32[n], the tokens to feed.
+          known: i32[n], the tokens to feed: all of the prompt, and the output so far.
           num_computed: how many of these have their KV already.
           limit: tokens, those of the prompt included, at which the request ends.
 
@@ -114,7 +114,8 @@ class Slots:
         return slot
 
     def release(self, slot: int) -> None:
-        """Frees the slot; its request keeps what was generated."""
+        """Frees the slot; its request, which has slot -1 then, keeps the output known so far and the time of its last
+        token."""
         request = self.requests[slot]
         assert request is not None
         request.output_token_ids = self.output(slot).copy()
@@ -151,7 +152,10 @@ class Slots:
         self.num_known[slots] = known
 
     def are_stops(self, slots: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
-        """Whether each of `token_ids` i32[n] is among the stop ids of its slot, bool[n]."""
+        """Whether each of `token_ids` i32[n] is among the stop ids of its slot, slots i64[n]: bool[n].
+
+        `min_stop` is not looked at.
+        """
         stops = np.zeros(len(slots), np.bool_)
         for ids in self._stop_ids[: self._num_stop_columns]:
             stops |= ids[slots] == token_ids
@@ -161,7 +165,8 @@ class Slots:
         return stops
 
     def last_in_line(self) -> int:
-        """The active slot to give up first: lowest priority, latest arrival."""
+        """The active slot to give up first: of the largest `priority` number, the latest arrival. IndexError without
+        active slots."""
         slots = np.flatnonzero(self.active)
         order = np.lexsort((self.arrival_index[slots], self.priority[slots]))
         return int(slots[order[-1]])

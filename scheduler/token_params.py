@@ -133,7 +133,8 @@ class TokenParams(SamplingFields):
 
     @cached_property
     def features(self) -> int:
-        """Which optional parts of a step a request with these parameters needs."""
+        """Which optional parts of a step a request with these parameters needs: bits of this module (BIAS, MASK, ...)
+        and of sampling_fields, 0 for none. ADAPTER is not among them."""
         biased = self.logit_bias or self.allowed_token_ids is not None or self.bad_words or self.min_tokens > 0
         wanted = (
             *((row.feature, getattr(self, name) not in (row.neutral, row.off)) for name, row in ROWS.items()),

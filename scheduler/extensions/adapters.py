@@ -100,10 +100,10 @@ class AdapterSlots:
         return False
 
     def assign(self, is_running: np.ndarray) -> list[Request]:
-        """Gives slots to the adapters that are waited for, in the order of the requests.
+        """Gives slots to the adapters that are waited for, in the order of the requests; adds them to `loads`.
 
-        Returns the requests that may be in line again, because their adapters are on the devices. is_running:
-        bool[slots], those whose adapters running requests have.
+        Returns the requests that may be in line again, because their adapters are on the devices; they no longer wait
+        here. is_running: bool[slots], which slots' adapters running requests have.
         """
         ready = []
         for slot in self._slots:
@@ -139,7 +139,11 @@ class AdapterSlots:
         return [each for each in self.waiting if each.adapter is adapter]
 
     def replace(self, old: Adapter, new: Adapter) -> int | None:
-        """Gives an adapter's slot to the one that takes its place; returns the slot if the devices have it there."""
+        """Gives an adapter's slot to the one that takes its place.
+
+        Returns the slot where the devices have the old one's matrices there: the caller overwrites them, or calls
+        `reload`. None where the old one has no slot, or is on its way: then the new one is added to `loads`.
+        """
         index = self._find(old)
         if index is None:
             return None
@@ -172,7 +176,11 @@ class AdapterSlots:
         return claim is not None and _order(claim) < _order(request)
 
     def _get(self, request: Request, is_running: np.ndarray) -> None:
-        """Gives an adapter without a slot one that nobody uses, or has the request claim one."""
+        """Gives the request's adapter, which has no slot, one that nobody uses, the least recently used; else has the
+        request claim the least recently used one that nobody claims, unless its adapter is waited for at a claimed one.
+
+        is_running: as in `assign`.
+        """
         adapter = request.adapter
         assert adapter is not None
         claimed = next((slot for slot in self._slots if slot.claim and slot.claim.adapter is adapter), None)
@@ -190,7 +198,8 @@ class AdapterSlots:
                 min(free, key=lambda slot: slot.used).claim = request
 
     def _is_idle(self, slot: _Slot, request: Request, is_running: np.ndarray) -> bool:
-        """Whether nobody uses a slot, and it is not kept for a request that comes before this one.
+        """Whether nobody uses a slot, and it is not kept for a request that comes before this one. is_running: as in
+        `assign`.
 
         What is kept for later ones is no reason to wait: a request that was preempted may have lost its slot to one of
         them, which waits in turn because of its claim.

@@ -64,8 +64,11 @@ class DraftWidth:
         return 0 < num_rows <= max(self._most_rows.values(), default=0)
 
     def choose(self, num_rows: int, runs: np.ndarray) -> int:
-        """The width for a step of at most so many decodes in a rank. runs: i32[n], of all decodes, how many drafts each
-        has that must be right, -1 where any would be guesses."""
+        """The width for a step of at most num_rows decodes in a rank: 1 where no more than the last token of each pays.
+
+        runs: i32[n], of the decodes of all ranks, how many drafts each has that must be right, -1 where any would be
+        guesses. Counts the trials: called once for each step.
+        """
         guesses, longest, size = bool((runs < 0).any()), 1 + int(runs.max(initial=0)), num_rows.bit_length()
         allowed = [1]
         for width, most in self._most_rows.items():
@@ -87,7 +90,10 @@ class DraftWidth:
         return self._retried(best, allowed, num_rows)
 
     def _retried(self, best: int, allowed: list[int], num_rows: int) -> int:
-        """The best width, or the next wider or narrower one where a trial of it is due, by turns."""
+        """The best width, or the next wider or narrower one of `allowed` where a trial of it is due, by turns.
+
+        allowed: ascending, at least two, `best` among them. num_rows: as in `choose`.
+        """
         retries = self._retries.setdefault(num_rows.bit_length(), _Retries(best))
         if retries.best != best:
             retries.best, retries.since, retries.interval = best, 0, RETRY_STEPS
@@ -111,9 +117,10 @@ class DraftWidth:
         return 1.0 + float(np.where(runs < 0, guessed, np.minimum(runs, width - 1)).mean())
 
     def observe(self, width: int, num_rows: int, accepted: np.ndarray, seconds: float | None) -> None:
-        """Takes note of a step of at most `num_rows` rows in a rank.
+        """Takes note of a step of decodes alone, of at most `num_rows` rows in a rank.
 
         Args:
+          width: of the step; with 1 its drafts are not looked at.
           accepted: i64[n], drafts accepted of each row with guesses.
           seconds: how long the step took; None where that is not known.
         """

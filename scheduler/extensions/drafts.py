@@ -101,11 +101,12 @@ class DecodeDrafts:
         self.widths = None
 
     def look_ahead(self, decodes: np.ndarray, most: int) -> np.ndarray:
-        """How many drafts each of the slots i64[n] has that must be right, i32[n], at most so many; -1 where any would
-        be guesses.
+        """How many drafts that must be right each of the slots `decodes` i64[n] has, i32[n], at most `most`; -1 where
+        its drafts would be guesses.
 
-        A request whose next choice the host must prepare has none but those that its grammar leaves no choice, or
-        guesses where the configuration lets it; without guesses no request has others.
+        A request whose next choice the host must prepare (a grammar, long bad words, min_tokens) has 0, or as many as
+        its grammar fixes; where that is not known and DraftOptions.guided is set, -1. Without DraftOptions.guesses all
+        others have 0, too.
         """
         s = self._slots
         self._masked = s.features[decodes] & MASK > 0
@@ -126,7 +127,11 @@ class DecodeDrafts:
         return self._runs
 
     def widen(self, decodes: np.ndarray, width: int) -> np.ndarray:
-        """Gives the decodes that `look_ahead` was asked of up to `width` tokens each, and returns `widths`."""
+        """Gives each decode up to `width` tokens, its last one and drafts, and returns `widths`, at least 1 each.
+
+        decodes: i64[n], the slots for which `look_ahead` was called last. None has more than its request's limit leaves
+        it, or than the host proposes where that does it (DraftOptions.draft).
+        """
         s = self._slots
         widths = np.minimum(s.limit[decodes] - s.num_tokens[decodes], width)
         self.widths = np.where(self._runs < 0, widths, 1 + np.minimum(self._runs, width - 1))
@@ -138,7 +143,8 @@ class DecodeDrafts:
         return self.widths
 
     def token_ids(self, last: np.ndarray | None) -> np.ndarray | None:
-        """Returns the decodes' tokens as ScheduledBatch.decode_token_ids has them.
+        """Returns the decodes' tokens as ScheduledBatch.decode_token_ids has them: row after row, -1 where the device
+        knows or proposes one, None where all are such; `last` itself where no decode is widened.
 
         last: i32[n], the last token of each decode; None where the device knows these.
         """
@@ -173,9 +179,11 @@ class Drafts(SchedulerExtension):
         self.ranks = [RankDrafts(self._options, rank) for rank in ranks]
 
     def decode_width(self) -> int:
-        """Gives the decodes of the step being put together their drafts; returns the width of its bucket.
+        """Gives the decodes of the step being put together their drafts; returns the width of its bucket, one of
+        SchedulerConfig.widths.
 
-        1 unless the step has nothing but decodes, and every rank has pages for its own.
+        1, and no drafts, where the step has other rows than decodes, no width pays, nobody has drafts, or a rank lacks
+        pages for its own.
         """
         counts = [each.rank.num_decodes for each in self.ranks]
         rows = [count for count in counts if count is not None]
@@ -223,9 +231,10 @@ class RankDrafts(RankExtension):
         return int(widths.max(initial=0))
 
     def complete(self, batch: ScheduledBatch) -> None:
-        """Writes the drafts into the batch. They count as right until the step's results come.
+        """Writes the drafts into the batch: its num_scheduled, tokens, section and choice; nothing without drafts.
 
-        `Results.take` takes back those that were not.
+        They count as right until the step's results come. `Results.take` takes back those that were not. With several
+        micro-batches the batch tells `start` of every decode.
         """
         if self.rank.config.num_micro_batches > 1:  # stages do not hear which drafts were right
             batch.start = batch.start.copy()

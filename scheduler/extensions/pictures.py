@@ -61,7 +61,8 @@ class EncoderRows:
     """
 
     def __init__(self, num_rows: int, max_patches: int, *, whole: bool = False):
-        """max_patches: that one step encodes at most. whole: a step has all tokens left of a picture, or none."""
+        """num_rows: embeddings that there is room for. max_patches: that one step encodes at most. whole: a step has
+        all tokens left of a picture, or none."""
         self.num_rows, self.max_patches, self.whole = num_rows, max_patches, whole
         self.encodes: list[Encode] = []
         self.num_queries = self.num_hits = 0
@@ -89,7 +90,11 @@ class EncoderRows:
         self.encodes, self._num_patches = [], 0
 
     def reach(self, media: Media | None, start: int, count: int) -> int:
-        """How many of the tokens [start, start + count) of a prompt this step can compute, as far as pictures go."""
+        """How many of the tokens [start, start + count) of a prompt this step can compute, as far as pictures go.
+
+        It ends before the first picture for which rows or patches of the step do not suffice, or, with `whole`, that
+        would be cut; 0 where that is the first token's. All of them without pictures (media None). Takes nothing.
+        """
         if media is None or start >= media.end:
             return count
         patches, rows, seen = self.max_patches - self._num_patches, self._num_free + self._num_idle_rows, set()
@@ -133,10 +138,11 @@ class EncoderRows:
         self, chunks: Sequence[tuple[Media | None, int, int]], num_tokens: int, *, mrope: bool
     ) -> np.ndarray | None:
         """The pictures' section of a step's message, i32[1, num_tokens] or with M-RoPE i32[4, num_tokens]: the pool row
-        of each token, -1 for none, and mrope_positions of those that the device does not know, else -1.
+        of each token, -1 for none, then its places in time, height and width (`Media.places`), -1 where the device
+        derives them. None where no token needs the section.
 
-        chunks: the step's last tokens, as (pictures of the prompt, first token, number of tokens). None where no
-        token needs the section.
+        chunks: the step's last tokens, as (pictures of the prompt or None, first token, number of tokens); whose
+        pictures `take` has taken. num_tokens: of the whole step.
         """
         section = None
         end = num_tokens - sum(count for _, _, count in chunks)
@@ -151,8 +157,10 @@ class EncoderRows:
         return section
 
     def index(self, media: Media, start: int, count: int) -> np.ndarray:
-        """i32[count], the rows of the tokens from `start` on, -1 for those without a picture; the pictures must be
-        there."""
+        """i32[count], the pool rows of the prompt's `count` tokens from `start` on, -1 for those without a picture.
+
+        KeyError for a picture that has no rows (`take`).
+        """
         found = np.full(count, -1, np.int32)
         for item in _within(media, start, count):
             first, last = np.searchsorted(item.positions, (start, start + count))
@@ -160,9 +168,10 @@ class EncoderRows:
         return found
 
     def passed(self, slot: int, position: int) -> None:
-        """Lets go of the pictures that a slot no longer needs once its tokens before `position` are computed.
+        """Lets go of the pictures that a slot no longer needs once its tokens before `position` are computed, which the
+        step being put together does.
 
-        That is when the step being put together has run.
+        Their rows stay until others need the room.
         """
         own = self._needed.get(slot)
         if own is None:

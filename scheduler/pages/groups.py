@@ -160,7 +160,8 @@ class PageTables:
         """Takes the pages of one column more for each of `slots`, i64[n] without repeats, whose others are full.
 
         What a window that begins there leaves behind is given back first, at most a page of each group and slot, and
-        taken again where nobody can find it.
+        taken again where nobody can find it. The caller has checked that the pool has enough pages: ValueError comes
+        too late to leave the tables as they were.
         """
         columns, count = self.num_columns[slots], len(slots)
         rows = slots + self._first_rows
@@ -190,7 +191,10 @@ class PageTables:
             self.grow_by_one(slots[needy])
 
     def give_back(self, slot: int, position: int) -> None:
-        """Frees pages that no token of a slot from `position` on will see. Decodes do that as they grow."""
+        """Frees the pages of groups with windows that no token of a slot from `position` on will see.
+
+        `grow_by_one` does that too.
+        """
         columns = int(self.num_columns[slot])
         for index, (group, window) in enumerate(self._windowed):
             first = columns - int(self._held[index, slot])
@@ -217,7 +221,7 @@ class PageTables:
         return num_tokens // self.page_size <= int(self._num_registered[slot])
 
     def release(self, slot: int) -> None:
-        """Frees all pages of a slot."""
+        """Gives up all pages of a slot in all groups; those that can be found stay cached. No deltas are written."""
         end = int(self.num_columns[slot])
         for group in range(self.num_groups):
             pages = self.table[group, slot, :end]

@@ -101,7 +101,10 @@ class PagePool:
             self._named[page] = True
 
     def lookup(self, digests: Sequence[bytes]) -> np.ndarray:
-        """Pages of the longest known prefix of a digest chain, i32[n]."""
+        """Pages of the longest known prefix of a digest chain, i32[n]; n is 0 where the first is unknown.
+
+        Takes nothing: they may be given to others until `acquire`.
+        """
         pages: list[int] = []
         for digest in digests:
             page = self._page_of.get(digest)
@@ -165,7 +168,10 @@ class PagePool:
         self._head, self._tail = 0, len(live)
 
     def _evict(self, count: int) -> np.ndarray:
-        """Takes the `count` cached pages least recently freed and forgets their digests."""
+        """Takes the `count` cached pages least recently freed, i32[count], and forgets their digests.
+
+        There must be so many. They have no state then: the caller gives them references.
+        """
         taken: list[int] = []
         ring, position, size = self._ring, self._position, len(self._ring)
         while len(taken) < count:

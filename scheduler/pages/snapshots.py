@@ -60,9 +60,11 @@ class Snapshots:
         return digest in self._of
 
     def borders(self, hits: Hits, num_tokens: int) -> list[int]:
-        """The numbers of tokens, ascending, behind which a state of a sequence is to be kept.
+        """The numbers of tokens, ascending, behind which a state of a sequence is to be kept: where its prompt leaves
+        what is known, and its last page border before its last token.
 
-        num_tokens: tokens that are known when it begins.
+        hits: the prefix that it begins with; borders within that are left out. num_tokens: tokens that are known when
+        it begins.
         """
         last = (num_tokens - 1) // self.page_size
         columns = sorted({min(hits.num_known, last), last})
@@ -88,10 +90,11 @@ class Snapshots:
         return min([count, *(border - computed for border in self._borders[slot] if border > computed)])
 
     def keep(self, slot: int, digests: Sequence[bytes], computed: int, count: int) -> None:
-        """Has the step keep the state behind the first `computed` tokens of a slot if that is a border.
+        """Has the step keep the state behind the first `computed` tokens of a slot if that is a border, in the place of
+        the snapshot least recently used where none is free.
 
         Not if it is kept already, or every snapshot is in use by the step. count: how many of these tokens the step
-        computes; the device keeps no state of rows of one token. digests: of the slot's pages.
+        computes; the device keeps no state of rows of one token. digests: of the slot's pages from the first on.
         """
         if computed not in self._borders[slot] or count < 2:
             return
@@ -114,7 +117,8 @@ class Snapshots:
         self._made.clear()
 
     def take_entries(self) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-        """Slots, columns and values written since the last call, i32[n]; None for none."""
+        """Entries of the snapshots' page table written since the last call: slots, columns (LOAD, POSITION or SAVE) and
+        values, i32[n] each; None for none."""
         if not self._entries:
             return None
         slots, columns = zip(*self._entries, strict=True)

@@ -89,7 +89,7 @@ class FairQueue:
         return self._lines[int(least[np.argmin(self._head[least])])].first()
 
     def remove(self, request: Request) -> None:
-        """Takes a request out, wherever it stands."""
+        """Takes a request that waits out of the line, wherever it stands; KeyError where it does not wait."""
         number = self._numbers[request.client]
         line = self._lines[number]
         line.remove(request)

@@ -54,7 +54,7 @@ class WaitingQueue:
         self.remove(request)
 
     def remove(self, request: Request) -> None:
-        """Takes a request out, wherever it stands."""
+        """Takes a request that waits out of the line, wherever it stands; KeyError where it does not wait."""
         del self._entries[request]
         self.size -= 1
         self.num_tokens -= request.num_prompt_tokens
