@@ -39,7 +39,8 @@ def choose_devices(
     """The config with a mesh's sizes in it, and the devices the engine runs on, the stages' one after the other.
 
     Args:
-      devices: to choose from, the first ones; None for `jax.devices()`.
+      devices: to choose from; the first ones are taken, with several nodes the first of each process. None for
+        `jax.devices()`.
       mesh: with the axes data, attn and model (jaxengine.runner.mesh_axes), all of whose devices are used; None without
         one.
 
@@ -68,10 +69,11 @@ def choose_devices(
 
 
 def _of_every_process(config: EngineConfig, available: Sequence[Any], stage_size: int) -> list[Any]:
-    """The first devices of each process, so that every stage has equally many of each. ConfigError where that cannot
-    be.
+    """The first devices of each process, so that every stage has equally many of each, the stages' one after the other.
+    ConfigError where that cannot be.
 
-    A process must have a part in whatever is executed, and hidden states must not cross from process to process.
+    stage_size: devices of one stage. A process must have a part in whatever is executed, and hidden states must not
+    cross from process to process.
     """
     by_process: dict[int, list[Any]] = {}
     for device in available:
@@ -103,12 +105,13 @@ def open_stages(
     *,
     progress: Progress,
 ) -> list[StageRunner]:
-    """The model's stages with their weights; closes the source.
+    """The model's stages in order, each with its weights on its devices and, if drafts need weights, with what drafts.
 
-    mesh: in the engine's axes, where the caller's says how heads are split; else None. progress(done, total, what) is
-    called with bytes.
+    Closes the source once all is loaded. devices: of all stages, one stage's after the other's. mesh: in the engine's
+    axes, where the caller's says how heads are split; else None. progress(done, total, what) is called with bytes.
 
-    Raises ConfigError where the model cannot be split like that, ModelFileError for weights that do not fit.
+    Raises ConfigError where the model cannot be split like that, ModelFileError for weights that do not fit, and as
+    jaxengine.runner.extensions.drafts.open.open_drafting.
     """
     layout = config.mesh_layout(source.config)
     if mesh is not None and dict(mesh.shape) != (wanted := {name: getattr(layout, name) for name in MESH_AXES}):
@@ -142,7 +145,8 @@ def open_stages(
 def choose_stages(model_config: ModelConfig, config: ResolvedConfig, layout: MeshLayout) -> list[Stage]:
     """The layers of each pipeline stage: as `pipeline_layers` says, else such that the largest has the fewest bytes.
 
-    Raises as `build_split`.
+    config has the number of stages. Raises as `build_split` where sizes must be found out: without pipeline_layers,
+    for several stages.
     """
     if config.pipeline_layers is not None:
         return stages_of(config.pipeline_layers)
@@ -197,10 +201,11 @@ def build_split(model_config: ModelConfig, config: ResolvedConfig, layout: MeshL
 
 
 def load_weights(source: ModelSource, model: CausalLM, mesh: Mesh, config: ResolvedConfig, progress: Progress) -> Any:
-    """The weights of an abstract model on its mesh, wherever the source has them, made up where it has none; an
-    nnx.State.
+    """The weights of an abstract model on its mesh, an nnx.State: from the source's files or its folder in device
+    layout; made up, from config's seed, where the source has no weights.
 
-    progress(done, total, what) is called with bytes. Raises ModelFileError.
+    progress(done, total, what) is called with bytes. Raises ModelFileError, and ValueError where the mesh does not
+    split a weight of a folder evenly.
     """
     if source.weights is None:
         return dummy_params(model, seed=config.seed, mesh=mesh, progress=progress)

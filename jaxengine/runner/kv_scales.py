@@ -49,7 +49,8 @@ _NUM_TOKENS = 512  # of random text, where nothing else is measured
 
 
 def known_scales(source: ModelSource, config: ResolvedConfig) -> KVScales | None:
-    """The scales that need no measuring; None where they are to be measured. The source must be open.
+    """The scales that need no measuring: ones, those of the file that kv_cache_scales names, or, with "auto", the
+    checkpoint's; None where they are to be measured. The source must be open.
 
     Raises ConfigError for a file that cannot be used; ModelFileError for scales of a checkpoint that are none.
     """
@@ -70,9 +71,10 @@ def known_scales(source: ModelSource, config: ResolvedConfig) -> KVScales | None
 
 
 def stored_scales(source: ModelSource) -> KVScales | None:
-    """The scales of the checkpoint, converted or not, for codes of STORED_FOR; None where it has none.
+    """The scales of the checkpoint, converted or not, for codes of STORED_FOR; None where it has none. The source must
+    be open.
 
-    Raises ModelFileError.
+    Raises ModelFileError where it has scales of some layers only, or invalid ones.
     """
     if source.weights is None:
         return None
@@ -96,10 +98,13 @@ def measure(
     *,
     progress: Progress | None = None,
 ) -> KVScales:
-    """The largest magnitudes of keys and values of prompts i32[n], None for one of random tokens, f32[layers, K].
+    """The largest magnitudes of keys and values over prompts, f32[layers, K kv heads] each, 0 for layers without pages;
+    values None where they lie in keys.
 
-    Compiles two steps of its own, which are kept as others are. progress(done, total, what) is called per prompt.
-    Raises ModelFileError for keys or values that no scale covers.
+    prompts: i32[n] each; None for one of random tokens. stages: with the weights; they stay as they are. Compiles two
+    steps of its own, which are kept as others are. progress(done, total, what) is called per prompt. Raises
+    ModelFileError for keys or values that are not finite or that no scale covers, ConfigError where memory does not
+    suffice.
     """
     most = min(_NUM_TOKENS, config.max_model_len - 1)
     if prompts is None:
@@ -148,7 +153,7 @@ def measure(
 
 
 def _run(runner: ModelRunner, prompt: np.ndarray) -> None:
-    """One prompt through the model; its token is not looked at."""
+    """One prompt i32[n] through the model, whose pages then hold its keys and values; its token is not looked at."""
     config = runner.config.scheduler_config(runner.plan.num_pages, runner.num_ranks, runner.windows)
     scheduler = Scheduler(config)
     pools = "pooling" in runner.extensions

@@ -82,7 +82,8 @@ class MemoryPlan:
 
     @property
     def parts(self) -> dict[str, int]:
-        """What the engine will hold, bytes by purpose."""
+        """What the engine will hold of one device, bytes by purpose, extensions' purposes included; `planned` is their
+        sum."""
         return {
             "weights": self.weights,
             "programs": self.programs,
@@ -126,7 +127,8 @@ class MemoryPlan:
 
 
 def device_memory(device: Any) -> int:
-    """Bytes of memory of a device; of the host, or its control group, for a CPU."""
+    """Bytes of memory of a device, as much as its runtime may use; for a CPU all of the host's, or of its control group
+    where that is less."""
     if device.platform != "cpu":
         return device.memory_stats()["bytes_limit"]
     total = next(
@@ -178,10 +180,12 @@ def plan_memory(
     windows: tuple[int | None, ...] = (None,),
     shared: int = 0,
 ) -> MemoryPlan:
-    """Sizes the KV pool.
+    """Sizes the KV pool of one device: as the config fixes it (num_gpu_blocks_override, kv_cache_memory_bytes), else by
+    what fits into gpu_memory_utilization of the device, and not more than requests can use.
 
     Args:
       total, weights, page_bytes: bytes of one device: its memory, the weights, and a page.
+      needs: bytes of one device besides.
       windows: of the cache groups, whose pages are all `page_bytes` large.
       shared: number of devices that are parts of this host's memory; 0 where devices have memories of their own.
 

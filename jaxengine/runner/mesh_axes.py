@@ -18,7 +18,8 @@ _ALLOWED = ("data", TENSOR, "attn", "model")
 
 
 def devices_by_axes(mesh: Mesh, mesh_axes: Mapping[str, str] | None) -> tuple[np.ndarray, bool]:
-    """The devices of a mesh [data, attn, model], and whether it says how tensor parallelism is split into the last two.
+    """The devices of a mesh as an array [data, attn, model], and whether it says how tensor parallelism is split into
+    the last two; if not ("tensor"), all of it is in the last.
 
     mesh_axes: from axes of the mesh to "data", "tensor", "attn" or "model". Several axes may have one meaning, and are
       joined in the mesh's order. An axis that is not named means its own name; with one device it needs no meaning.
@@ -39,9 +40,10 @@ def devices_by_axes(mesh: Mesh, mesh_axes: Mapping[str, str] | None) -> tuple[np
 
 
 def _meanings(sizes: Mapping[Any, int], mesh_axes: Mapping[str, str] | None) -> dict[Any, str]:
-    """Meaning of each axis of the mesh, but for those of size 1 without one. Raises ConfigError.
+    """Meaning of each axis of the mesh ("data", "tensor", "attn" or "model"), but for those of size 1 without one.
 
-    sizes: of the mesh's axes, by name.
+    sizes: of the mesh's axes, by name. mesh_axes: as in `devices_by_axes`; None names none. Raises ConfigError for
+    names and meanings that do not exist, and for an axis of several devices without meaning.
     """
     if mesh_axes is not None and not isinstance(mesh_axes, Mapping):
         raise ConfigError("mesh_axes", mesh_axes, 'a dict from axes of the mesh, such as {"tp": "tensor"}')

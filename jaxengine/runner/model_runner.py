@@ -162,9 +162,9 @@ class ModelRunner:
 
     def sample(self, pending: PendingStep) -> None:
         """Dispatches the epilogue that ends a step, after which nothing else can be done with it: its sampler, or what
-        stands in the place of one; so do the other processes.
+        stands in the place of one; so do the other processes. The step then has `sampled` and no `forwarded`.
 
-        Before the next forward pass: that takes its tokens.
+        To be called before the next forward pass: that takes its tokens.
         """
         pending.sampled = self._run_epilogue(*self._endings[pending.bucket], pending)
         pending.forwarded = None
@@ -207,7 +207,10 @@ class ModelRunner:
         self.change_slots(LOGPROB_ID_ROWS, own, NUM_LOGPROB_ID_ROWS, width)
 
     def set_biases(self, biases: list[tuple[int, np.ndarray | None]]) -> None:
-        """Sets additive logit biases of slots, f32[V]; None for no bias."""
+        """Sets additive logit biases of slots, (slot over all ranks, f32[V]); None for no bias.
+
+        V may be the model's vocabulary or the padded one; -inf forbids a token.
+        """
         rows = []
         for slot, row in biases:
             if row is not None or self._has_bias[slot]:
@@ -228,9 +231,10 @@ class ModelRunner:
             self.change_slots(rows_name(name, size), chunk, size, width)
 
     def change_slots(self, name: str, rows: Sequence[tuple[int, np.ndarray]], size: int, width: int) -> None:
-        """Runs a change that takes `size` slots and their rows [size, width], as often as it takes for all rows.
+        """Runs the state change `name`, which takes `size` slots and their rows [size, width], as often as it takes for
+        all rows.
 
-        rows: (slot, row), each row padded with zeros to the width; all have one dtype.
+        rows: (slot over all ranks, row [at most width]); shorter ones are filled up with zeros; all have one dtype.
         """
         for first in range(0, len(rows), size):
             slots = np.full(size, len(self._has_bias), np.int32)
@@ -240,9 +244,9 @@ class ModelRunner:
             self.change_state(name, slots, values)
 
     def set_column(self, name: str, known: np.ndarray, slots: list[int], values: list[int]) -> None:
-        """Tells the devices the values that differ from what they know of these slots.
+        """Tells the devices the values of slots, one each, that differ from what they know.
 
-        name: of the state change. known: i32[slots], what they know of all slots; brought up to date.
+        name: of the state change. known: i32[slots of all ranks], what they know of each; brought up to date in place.
         """
         news = [pair for pair in zip(slots, values, strict=True) if known[pair[0]] != pair[1]]
         for first in range(0, len(news), NUM_COLUMN_ROWS):
@@ -271,7 +275,8 @@ class ModelRunner:
         return counts
 
     def _plan_memory(self, needs: Sequence[StageNeeds]) -> MemoryPlan:
-        """The plan of the stage with the least room."""
+        """The plan of the stage with the least room, the fewest pages. needs: of each stage. Raises ConfigError where
+        not even one request of max_model_len fits into a stage."""
         plans = [
             plan_memory(
                 self.config,
@@ -287,7 +292,9 @@ class ModelRunner:
         return min(plans, key=lambda plan: plan.num_pages)
 
     def _plan_as_compiled(self, before: int) -> MemoryPlan:
-        """The plan with what the programs turned out to need; before: memory in use when none had been compiled.
+        """The plan with what the programs turned out to need, of the stage that holds most; its pages stay as planned.
+
+        before: bytes of a device in use when no program had been compiled; only a CPU's are looked at.
 
         On a CPU what programs hold is told by the process: those compiled now hold about half of what loaded ones do.
         """
@@ -303,7 +310,11 @@ class ModelRunner:
         return max(plans, key=lambda plan: plan.planned)
 
     def _warm_up(self, progress: Progress) -> None:
-        """Makes every executable serving can need, the costly ones first so that they show early."""
+        """Makes every executable serving can need, the costly ones first so that they show early; none with
+        enforce_eager, where each is made when it first occurs. Decides the size of each stage's pool.
+
+        progress: (programs done, of how many, name of the next).
+        """
         late = self.config.enforce_eager
         buckets = [] if late else sorted(self.buckets, reverse=True)
         epilogues = [] if late else self.last.programs.epilogue_sizes()

@@ -47,9 +47,13 @@ def open_resolved(
     mesh: Mesh | None = None,
     mesh_axes: Mapping[str, str] | None = None,
 ) -> OpenedModel:
-    """Opens the model of a config and settles what the config leaves open; loads no weights.
+    """Opens the model of a config and settles what the config leaves open; loads no weights. The source stays open.
 
-    Raises ConfigError, ModelConfigError or ModelFileError.
+    devices: to choose from, None for `jax.devices()`. mesh: a user's own in place of devices and parallel sizes.
+    mesh_axes: from its axes to "data", "tensor", "attn" or "model"; None where these are their names.
+
+    Raises ConfigError, ModelConfigError or ModelFileError, and DefaultModelMissing where no model is named and the
+    default one is not installed.
     """
     if mesh is None and mesh_axes is not None:
         raise ConfigError("mesh_axes", mesh_axes, "None without a mesh")
@@ -78,7 +82,10 @@ def load_runner(
     *,
     peers: Peers = ALONE,
 ) -> ModelRunner:
-    """Loads the weights and compiles, as every process of an engine does.
+    """Loads the weights and compiles, as every process of an engine does; closes the source.
+
+    source, config, platform, devices, mesh: as `open_resolved` gave them. peers: the engine's other processes, ALONE
+    for none.
 
     Raises ConfigError for what does not fit, sizes or memory, and ModelFileError for weights that do not.
     """
@@ -124,7 +131,8 @@ class ProgressBar:
 
 
 def kernel_platform(device: Any) -> str:
-    """The name of the platform whose kernels a device runs; warns where there are none for it."""
+    """The name of the platform whose kernels a device runs, a key of PLATFORMS; warns where it is a GPU without any
+    ("gpu_xla")."""
     platform = platform_of(device)
     if platform == "gpu_xla":
         logger.warning(

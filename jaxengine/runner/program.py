@@ -31,16 +31,18 @@ def program_on(
 ) -> Program:
     """The program that every device of the mesh runs on its own parts of the arguments.
 
-    results: shapes of which only the shardings matter.
+    function: of one device's parts. arguments: whole shapes, which the mesh splits as their shardings say. results: a
+    pytree of shapes of which only the shardings matter. donate: indices of arguments whose memory results may take.
     """
     function = on_devices(mesh, function, _partition(arguments), _partition(results))
     return Program(name, function, arguments, results, donate)
 
 
 def on_devices(mesh: Mesh, function: Callable, arguments: Any, results: Any) -> Callable:
-    """A function of the devices' own parts as one of whole arrays.
+    """A function of the devices' own parts as one of whole arrays; on a mesh of one device the function itself.
 
-    arguments, results: pytrees of the structure of these, with a PartitionSpec in the place of each array.
+    arguments, results: pytrees of the structure of these, with a PartitionSpec in the place of each array. What is not
+    split must come out equal on all devices: nothing checks that.
     """
     if mesh.size == 1:
         return function

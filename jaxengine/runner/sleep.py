@@ -38,7 +38,8 @@ class Absent(NamedTuple):
 
 
 def release_weights(runner: ModelRunner, *, keep: bool) -> None:
-    """Gives up the weights' memory on the devices. keep: copies stay in host memory; those of adapters always do.
+    """Gives up the weights' memory on the devices: each leaf of the stages becomes an Absent. keep: copies stay in host
+    memory; those of adapters always do. Where only copies are left, keep=False gives them up.
 
     Arrays that somebody else holds too, as a trainer does that gave them, keep their memory.
     """
@@ -50,7 +51,8 @@ def release_weights(runner: ModelRunner, *, keep: bool) -> None:
 
 
 def restore_weights(runner: ModelRunner) -> bool:
-    """Puts kept weights back; returns whether all weights are there."""
+    """Puts the weights of which host memory has copies back on the devices, and waits for that; returns whether all
+    weights are there. Others stay absent until they are replaced."""
     memory = HugePages() if runner.on_cpu else None
     for stage in runner.stages:
         for index, each in enumerate(stage.params):

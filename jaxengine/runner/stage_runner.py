@@ -47,7 +47,11 @@ class StageRunner:
     def __init__(
         self, programs: StepPrograms, params: Any, cache_dir: str | None, extensions: Sequence[StageExtension] = ()
     ):
-        """params: the model's weights, an nnx.State or its leaves. extensions: those with weights of their own."""
+        """params: the model's weights, an nnx.State or its leaves. cache_dir: as the directory of ExecutableCache,
+        whose ConfigError comes out. extensions: those with weights of their own.
+
+        Compiles or loads the state changes.
+        """
         self.programs = programs
         self.given: dict[str, Any] = {}
         self.kv_scales: KVScales | None = None
@@ -175,7 +179,8 @@ class StageRunner:
             each.release()
 
     def allocate_pools(self) -> None:
-        """Makes the pools, once more after `release_pools`."""
+        """Makes the pools, empty, of the size of `plan_pool`; once more after `release_pools`. The scales of a coded
+        pool are those of `kv_scales`, where these are set."""
         for each in self.extensions.values():
             each.allocate()
         self._kv: Any = self.compiled(self.programs.pool(self._kv_shapes))()
@@ -189,8 +194,8 @@ class StageRunner:
         return StageRunner(programs, self.params, self._cache_dir)
 
     def largest(self) -> tuple[np.ndarray, np.ndarray | None]:
-        """The largest magnitudes of keys and of values that the pool holds, f32[layers with pages, K] each; None of
-        values that lie in keys."""
+        """The largest magnitudes of keys and of values that the pool holds, f32[layers with pages, K kv heads] each,
+        over all replicas; None of values that lie in keys. Waits for the steps in flight."""
         num_heads = self.programs.model.config.num_kv_heads
         found = self.compiled(self.programs.largest(self._kv_shapes))(self._kv)
         # A head may be stored several times; every rank has pages of its own.
@@ -220,7 +225,8 @@ class StageRunner:
         return output
 
     def run_epilogue(self, name: str, size: int, forwarded: Forwarded) -> Any:
-        """Dispatches an epilogue of that size on what a forward pass left, and returns its output."""
+        """Dispatches an epilogue of that size on what the newest forward pass left, and returns its output, on the
+        devices. It is compiled first where start-up has not done so. KeyError for a name that this stage lacks."""
         own = self.programs.epilogues[name]
         if (name, size) not in self._epilogues:  # enforce_eager
             self.compile_epilogue(name, size)
@@ -236,7 +242,10 @@ class StageRunner:
         return output
 
     def change_state(self, name: str, *arguments: Any) -> None:
-        """Runs a state change, if this stage has it."""
+        """Runs a state change, if this stage has it; else does nothing. Waits now and then on several CPU devices only.
+
+        arguments: numpy arrays of the shapes and dtypes that it was compiled for.
+        """
         if name not in self._changes:
             return
         self._state = self._changes[name](self._state, *arguments)
@@ -300,7 +309,7 @@ class StageRunner:
         return self.programs.slot_bytes + max(epilogues, default=0) + max(own, default=0)
 
     def compiled(self, program: Program) -> Executable:
-        """A program of this stage, compiled or loaded."""
+        """A program of this stage, compiled or loaded; anew with each call. Raises as ExecutableCache.get."""
         return self.executables.get(
             program.name,
             program.function,

@@ -57,7 +57,11 @@ class ScannedLayers:
     function: Callable[[Any], Any] | None = None
 
     def split(self, source: str, array: Any) -> Iterator[tuple[str, Any]]:
-        """Yields each layer's tensor, in host memory. source: the array's name. Raises WeightUpdateError."""
+        """Yields the name and the tensor of each layer, in host memory.
+
+        source: the array's name, for messages. Raises WeightUpdateError for what is no array, a name without "{layer}",
+        and another number of layers; ValueError for `axes` that do not fit, and whatever `function` raises.
+        """
         if _LAYER not in self.name:
             raise WeightUpdateError.of([(source, f"is split into {self.name}, which must have {_LAYER} in it")])
         if (fault := fault_of(array)) is not None:
@@ -84,10 +88,11 @@ Renamed = (
 
 
 def renamed(pairs: Iterable[Any], mapping: Mapping[str, Renamed], *, donate: bool = False) -> Iterator[tuple[str, Any]]:
-    """Yields tensors under their Hugging Face names.
+    """Yields (name, array) with tensors under their Hugging Face names.
 
-    donate: a jax array that is yielded in another form is deleted then. Raises WeightUpdateError for what is no pair of
-    a name and an array, and for names of `mapping` that have not come.
+    pairs: (name, array); names that `mapping` lacks keep theirs. donate: a jax array that is yielded in another form is
+    deleted then. Raises WeightUpdateError for what is no pair, for names of `mapping` that have not come, once all has
+    been yielded, and as ScannedLayers.split. What a function of `mapping` raises comes out.
     """
     unused = set(mapping)
     for pair in pairs:

@@ -62,7 +62,8 @@ class NewWeights:
         *,
         are_of_draft: bool = False,
     ):
-        """found: of each stage, the new arrays by their index among its leaves."""
+        """stages: those that get them. found: of each stage, the new arrays by their index among its leaves, as these
+        lie on its devices."""
         self._stages, self._found, self.seconds, self.are_of_draft = stages, found, seconds, are_of_draft
 
     @property
@@ -101,7 +102,9 @@ def read_weights(
       donate: jax arrays of `params` are deleted as soon as they have been read, also where later ones are at fault.
       target: whose weights; "draft" is the draft model of the method draft_model.
 
-    Matrices that the engine rounded when it loaded are rounded again in the same way. Raises WeightUpdateError.
+    Matrices that the engine rounded when it loaded are rounded again in the same way. Raises WeightUpdateError for
+    whatever does not fit, RequestError for target "draft" without a draft model; what functions of `mapping` raise
+    comes out. The engine has its old weights in any case, until `put`.
     """
     start = time.monotonic()
     if runner.config.nnodes > 1:
@@ -136,7 +139,11 @@ def read_weights(
 
 
 def read_adapter(params: Any, read: Callable[[WeightSource], _Read]) -> _Read:
-    """Read an adapter's tensors by PEFT's names, a mapping or pairs, as `read` does. Raises WeightUpdateError."""
+    """Read an adapter's tensors by PEFT's names, a mapping or pairs, as `read` does, and return what it gives.
+
+    Raises WeightUpdateError with all faults, those that `read` finds (its ModelFileError) included; what else `read`
+    raises comes out.
+    """
     tensors, faults = dict[str, Any](), dict[str, str]()
     for name, array in renamed(_pairs(params), {}):
         if name in tensors:
@@ -157,7 +164,7 @@ def read_adapter(params: Any, read: Callable[[WeightSource], _Read]) -> _Read:
 
 
 def checksums(runner: ModelRunner) -> dict[str, str]:
-    """SHA-256 of each weight's bytes by its name, in its logical order; adapters are left out.
+    """SHA-256 in hex of each weight's bytes by its name, as of a whole C-contiguous array; adapters are left out.
 
     Raises RequestError while the weights are not on the devices, and where other processes have parts of them.
     """
@@ -170,7 +177,7 @@ def checksums(runner: ModelRunner) -> dict[str, str]:
 
 
 def stage_checksums(stage: StageRunner) -> dict[str, str]:
-    """As `checksums`, of one stage's weights, which are all there."""
+    """As `checksums`, of one stage's weights, which are all on its devices and of this process. Fetches them."""
     model, found = stage.programs.model, {}
     names = {param.name for param in declared_params(model)}
     for (name, _), array in zip(abstract_leaves(model, stage.programs.mesh), stage.params, strict=True):
@@ -225,10 +232,10 @@ def _of_finite(stages: Sequence[_Stage], states: Sequence[nnx.State]) -> list[di
 def _checked(stage: _Stage, state: nnx.State, overflowing: Sequence[Any] = ()) -> dict[int, jax.Array]:
     """A stage's new arrays by index, as those that the compiled programs take; waits for them.
 
-    overflowing: the dtypes of arrays to be fetched and looked at, for those that were made of finite numbers; () for
-    all.
+    state: the new weights, all or some. overflowing: the dtypes of arrays to be fetched and looked at, for those that
+    were made of finite numbers; () for all.
 
-    Raises WeightUpdateError for numbers that are not finite.
+    Raises WeightUpdateError for numbers that are not finite. Shapes, dtypes and layouts are asserted.
     """
     loaded = {path: variable.get_value() for path, variable in nnx.to_flat_state(state)}
     new = {}
@@ -244,9 +251,11 @@ def _checked(stage: _Stage, state: nnx.State, overflowing: Sequence[Any] = ()) -
 
 
 def _own_tree(stage: _Stage, num_stages: int, tree: Any, strict: bool, donate: bool) -> dict[int, jax.Array]:
-    """A stage's new arrays by index, from a tree of the engine's own structure. Raises WeightUpdateError.
+    """A stage's new arrays by index, from a tree of the engine's own structure, an nnx.State or nnx.Module.
 
-    An array that lies as the engine's is not copied. donate: the others are deleted once they have been.
+    An array that lies as the engine's is not copied. strict: all weights must be there. donate: arrays that are copied
+    are deleted then. Raises WeightUpdateError, with all faults of arrays, and for an engine of several stages
+    (num_stages).
     """
     state = nnx.state(tree, nnx.Param) if isinstance(tree, nnx.Module) else tree
     given = {path: variable.get_value() for path, variable in nnx.to_flat_state(state)}
@@ -291,7 +300,10 @@ def _is_finite(array: jax.Array) -> bool:
 
 
 def _moved(array: jax.Array, old: Any) -> jax.Array:
-    """A copy as the old array lies. By way of the host, a device's part at a time: no program is compiled for it."""
+    """A copy of `array` with the sharding and layout of `old`, an array or Absent of its shape and dtype; waits for it.
+
+    By way of the host, a device's part at a time: no program is compiled for it.
+    """
     parts, memory = [], HugePages() if next(iter(old.sharding.device_set)).platform == "cpu" else None
     for device, index in old.sharding.addressable_devices_indices_map(old.shape).items():
         host = read_slice(array, index)

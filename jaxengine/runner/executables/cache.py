@@ -56,7 +56,8 @@ _UNKNOWN_OPTION = re.compile(r"No such compile option: '(\w+)'")
 
 
 def compile_program(lowered: jax.stages.Lowered, backend: str) -> jax.stages.Compiled:
-    """Compiles a lowered program as all our programs are compiled; backend as `jax.default_backend` names it.
+    """Compiles a lowered program with the options that all our programs have; backend as `jax.default_backend` names
+    it.
 
     An option that this release of the compiler does not know is left out from then on, with a warning. Raises jax's
     JaxRuntimeError for whatever else the compiler refuses.
@@ -83,9 +84,10 @@ class ExecutableCache:
     """
 
     def __init__(self, directory: str | None, devices: Sequence[Any], *, family: type | None = None):
-        """directory: as ExecutableFiles has it. devices: what the programs run on.
+        """directory: as ExecutableFiles has it, whose ConfigError comes out. devices: what the programs run on.
 
-        family: the model's class, None for programs without a model. Nothing is kept of one whose source is unknown.
+        family: the model's class, None for programs without a model. Nothing is kept of one whose source is unknown,
+        nor where code of jaxengine has been changed by what has no known source; a warning says so.
         """
         self.num_compiled = 0
         self.num_loaded = 0
@@ -115,16 +117,17 @@ class ExecutableCache:
         donate: tuple[int, ...],
         description: str = "",
     ) -> Executable:
-        """The compiled program, on one CPU in parts where jaxengine.runner.executables.layer_chain says so.
+        """The compiled program, loaded if it is kept, else compiled and kept; on one CPU in parts where
+        jaxengine.runner.executables.layer_chain says so. Raises as `compile_program`.
 
         Args:
-          name: for messages.
+          name: for messages, and part of the key.
           function: what to compile.
           arguments: its arguments as ShapeDtypeStructs.
           results: a pytree of the structure that `function` returns, of ShapeDtypeStructs. They are part of the key:
             right they must be where they do not follow from the arguments.
-          donate: indices of donated arguments.
-          description: what decides the function's meaning beyond our sources and its arguments.
+          donate: indices of donated arguments, whose memory results may take.
+          description: what decides the function's meaning beyond our sources and its arguments; part of the key.
         """
         file = self._file_name(name, arguments, results, donate, description)
         trees = jax.tree.structure((tuple(arguments), {})), jax.tree.structure(results)
@@ -143,9 +146,9 @@ class ExecutableCache:
     def compile(
         self, function: Callable, arguments: Sequence[Any], *, donate: tuple[int, ...], places: Any = None
     ) -> Executable:
-        """Compiles a program as `get` does, and keeps it nowhere.
+        """Compiles a program as `get` does, whose arguments these are, and keeps it nowhere.
 
-        places: the shardings of the results, None for those that follow.
+        places: a pytree of the results' shardings, None for those that follow from the arguments.
         """
         backend = self._devices[0].platform
         with _ENGINE(self._traces):
@@ -163,9 +166,10 @@ class ExecutableCache:
         return len(self._files.read(self._file_name(name, arguments, results, donate, description)) or b"")
 
     def get_number(self, name: str, arguments: Sequence[Any], description: str, compute: Callable[[], int]) -> int:
-        """Returns a number that follows from a compilation, remembered like the program it belongs to.
+        """Returns a number that follows from a compilation, remembered in a file as the program it belongs to would be.
 
-        compute: gives it where it is not remembered; at least 0. arguments, description: as `get`'s.
+        name: which number. arguments, description: as `get`'s. compute: gives it where it is not remembered, an int
+        from 0 to 2**64 - 1; what it raises comes out, and nothing is remembered.
         """
         file = self._file_name(name, arguments, (), (), description)
         if (stored := self._files.read(file)) is not None:
@@ -229,7 +233,10 @@ def _source_file(family: type) -> Path | None:
 
 @functools.cache
 def _environment(device: Any, family: Path | None) -> tuple[str, ...]:
-    """What every program's machine code depends on."""
+    """What every program's machine code depends on: sources, versions, the kind and number of devices, the host.
+
+    family: the file of the model's class, None without a model.
+    """
     return (
         source_digest(Path(__file__).parents[3], kernel_modules(platform_of(device)), family),
         jax.__version__,

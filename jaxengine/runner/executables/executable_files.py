@@ -44,9 +44,11 @@ class ExecutableFiles:
     """The folder that a user's executables are kept in, and the one that they may have been shipped in."""
 
     def __init__(self, directory: str | None):
-        """directory: None for JAXENGINE_CACHE_DIR, else the user's cache folder; "" to keep nothing.
+        """directory: None for what JAXENGINE_CACHE_DIR names or, where that is not set, the user's cache folder; "", in
+        either, to keep and find nothing.
 
-        Where a folder of root's is named, what it lacks is kept in the user's cache folder.
+        Where a folder of root's is named, what it lacks is kept in the user's cache folder. A folder that cannot be
+        opened or made is no error: nothing is kept then (`can_keep`).
 
         Raises:
           ConfigError: the folder that was named may be written by others.
@@ -101,7 +103,8 @@ class ExecutableFiles:
             self.can_keep()
 
     def _use(self, path: Path) -> None:
-        """Opens a folder to read from, and to keep files in if it is this user's own; removes old files there.
+        """Opens a folder, made if it is not there, to read from, and to keep files in if it is this user's own; then
+        removes old files there.
 
         Raises OSError where it cannot be opened or made, _NotTrusted where others may have written it.
         """
@@ -162,7 +165,10 @@ class _Folder(NamedTuple):
             os.replace(temporary, name, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
 
     def make_key(self) -> bytes:
-        """The folder's key, made where there is none that others cannot read. Raises OSError."""
+        """The folder's key, 32 bytes, made where there is none or others may read it or its length is wrong.
+
+        Raises OSError where that fails, or has failed three times.
+        """
         for _ in range(3):
             try:
                 key = self._content(_KEY, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, forbidden=_OTHERS)
@@ -181,7 +187,8 @@ class _Folder(NamedTuple):
         raise OSError(f"{self.path / _KEY} is no key, and none can be made there")
 
     def prune(self) -> None:
-        """Deletes what no start has used for a month, as every change of a version leaves it behind, and leftovers."""
+        """Deletes executables that no start has used for a month, as every change of a version leaves them behind, and
+        temporary files that are a day old. Other files stay; what cannot be deleted stays, too."""
         now = time.time()
         for name in os.listdir(self.descriptor):
             age = _UNUSED_SECONDS if name.endswith(_SUFFIX) else _ABANDONED_SECONDS
@@ -191,10 +198,10 @@ class _Folder(NamedTuple):
                         os.unlink(name, dir_fd=self.descriptor)
 
     def _content(self, name: str, flags: int, forbidden: int = _OTHERS_WRITE) -> bytes:
-        """The bytes of a file.
+        """The bytes of a file of this folder, which counts as used now in a folder of this user's.
 
-        forbidden: permissions that it may not have. Raises OSError, and _NotTrusted for what is not the owner's, or has
-        permissions that are forbidden.
+        flags: of os.open. forbidden: permissions that it may not have. Raises OSError, and _NotTrusted for what is no
+        file of the owner's, or has permissions that are forbidden.
         """
         with open(os.open(name, flags, dir_fd=self.descriptor), "rb") as file:
             status = os.fstat(file.fileno())
@@ -215,7 +222,8 @@ class _Folder(NamedTuple):
 
     @contextlib.contextmanager
     def _removing(self, name: str, *, always: bool = False):
-        """Removes a file again when the block fails, or `always`."""
+        """A context that removes a file of this folder when the block fails, or `always` when it ends; no error where
+        it cannot."""
         done = False
         try:
             yield
@@ -227,7 +235,10 @@ class _Folder(NamedTuple):
 
 
 def _open_folder(path: Path) -> _Folder:
-    """Opens a folder, made if it is not there, that is this user's or root's. Raises OSError or _NotTrusted."""
+    """Opens a folder, made if it is not there, that is this user's, whose key is read or made, or root's, without key.
+
+    Its descriptor stays open. Raises OSError where that fails, _NotTrusted where others may have written it.
+    """
     user = os.geteuid()
     at, sealed = _walk(path, user)
     try:
@@ -249,7 +260,8 @@ def _open_folder(path: Path) -> _Folder:
 
 
 def _walk(path: Path, user: int) -> tuple[int, bool]:
-    """A descriptor of the folder, made if it is not there, and whether only root could put another in its place.
+    """A descriptor (O_PATH) of the folder, made if it is not there, and whether nobody but root and this user could put
+    another in its place. user: this user's uid. The caller closes the descriptor.
 
     One step after the other from the root, so that nothing can be exchanged between a look and the next step. A link
     counts if it is this user's or root's: of others', it could lead to a folder of his own that holds their files.
@@ -290,7 +302,8 @@ def _walk(path: Path, user: int) -> tuple[int, bool]:
 
 
 def _step(at: int, part: str) -> int:
-    """A descriptor of what `part` is in the folder `at`, itself if it is a link; a folder if it was not there."""
+    """A descriptor (O_PATH) of what the name `part` is in the folder with the descriptor `at`: the link itself if it is
+    one, a new folder if nothing was there. The caller closes it. Raises OSError."""
     look: Callable[[], int] = functools.partial(os.open, part, os.O_PATH | os.O_NOFOLLOW, dir_fd=at)
     try:
         return look()

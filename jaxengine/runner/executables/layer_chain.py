@@ -103,7 +103,8 @@ class NotStorableError(Exception):
 
 
 def serialize(compiled: Executable) -> bytes:
-    """The bytes of a program, for `load`. Raises NotStorableError."""
+    """The bytes of a program, for `load`. Raises NotStorableError where the platform cannot, or the program calls
+    Python."""
     if not isinstance(compiled, InParts):
         return _serialize_one(compiled)
     chain = compiled.chain
@@ -176,7 +177,9 @@ def compile_parts(
     compile_lowered: Callable[[Any], Any],
     device: Any,
 ) -> InParts | None:
-    """A program in parts, None where it is better compiled as a whole.
+    """A program in parts, None where it is better compiled as a whole: with few layers or few tokens.
+
+    Raises what `compile_lowered` does.
 
     Args:
       traced: `jax.stages.Traced` for `arguments`, shapes.
@@ -197,7 +200,11 @@ def compile_parts(
 
 
 def _cut(jaxpr: Jaxpr) -> list[list[JaxprEqn]] | None:
-    """What comes before the layers, groups of layers, what comes after them; None where these or tokens are few."""
+    """Lists of operations: what comes before the layers, then each group of layers, then what comes after them.
+
+    None with fewer than _LEAST_LAYERS layers or LEAST_TOKENS tokens. Groups have one size, but for the last: the one
+    with which the fewest layers are compiled and calls made.
+    """
     eqns = jaxpr.eqns
     layers = [place for place, eqn in enumerate(eqns) if eqn.params.get("name") == LAYER]
     if len(layers) < _LEAST_LAYERS or _shape_of(eqns[layers[0]].outvars[0]).shape[0] < LEAST_TOKENS:
@@ -239,7 +246,8 @@ class _Plan:
         self.lowered: list[Any] = []
 
     def add(self, parts: Sequence[Sequence[JaxprEqn]], index: int) -> None:
-        """Adds the part of this index; those before it have been added."""
+        """Adds the part of this index as a call, of a program that is lowered unless an equal one was; those before it
+        have been added. parts: all of them, as `_cut` gives them."""
         eqns, outer = parts[index], index in (0, len(parts) - 1)
         # Layers differ in numbers, too, which their program therefore takes as arguments.
         eqns = (
@@ -288,7 +296,11 @@ class _Plan:
         return found
 
     def _overwritten(self, places: Sequence[int], last: Sequence[int], outputs: Sequence[Var]) -> tuple[int, ...]:
-        """Numbers of inputs in whose places outputs may lie."""
+        """Which inputs of a part are donated, so that outputs of their shapes may lie in their places: their numbers
+        among the inputs.
+
+        places: of all inputs. last: those that nothing reads afterwards. outputs: the part's.
+        """
         free = Counter(_signature(_shape_of(var)) for var in outputs)
         found = []
         for number, place in enumerate(places):
@@ -299,7 +311,10 @@ class _Plan:
         return tuple(found)
 
     def chain(self, programs: Sequence[Any]) -> Chain:
-        """The finished chain. programs: `lowered`, compiled, whose memory counts in its peak."""
+        """The finished chain, once all parts have been added.
+
+        programs: `lowered`, compiled, in that order; what they need while they run counts in its peak.
+        """
         alive: dict[int, int] = {}
         peak = 0
         for call in self._calls:

@@ -80,7 +80,8 @@ def file_digest(root: Path, file: Path) -> str:
 
 
 def program_sources(root: Path, modules: Iterable[str], family: Path | None = None) -> list[Path]:
-    """The files that the programs can have been traced from.
+    """The files that the step programs can have been traced from, sorted; SyntaxError or OSError for one that cannot be
+    read.
 
     Args:
       root: the folder that holds `jaxengine`.
@@ -152,7 +153,11 @@ def _own_file(root: Path, module: str) -> Path | None:
 
 
 def _file_beside(path: Path, module: str) -> Path | None:
-    """The file of a module that a user's source imports, if it is the user's too."""
+    """The file of a module that a user's source imports, if it is the user's too; None if not.
+
+    path: the source's. module: dotted name, with leading dots for a relative import. Others are looked for where the
+    source's outermost package stands; in site-packages only that package is the user's.
+    """
     folder = path.parent
     if module.startswith("."):
         level = len(module) - len(module.lstrip("."))

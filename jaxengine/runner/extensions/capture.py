@@ -49,7 +49,8 @@ class EngineTaps(NamedTuple):
 
 
 def engine_taps(config: ResolvedConfig, model: ModelConfig) -> EngineTaps:
-    """Return the taps that an engine's options name."""
+    """Return the taps that an engine's options name, each once: capture's and capture_layers'. TapError for a name that
+    the model does not have."""
     named = read_taps(config.capture or (), all_taps(model))
     layers = hidden_state_taps(config.capture_layers or (), model.num_layers)
     every = tuple(dict.fromkeys((*named, *layers)))
@@ -132,7 +133,10 @@ class StepActivations(HostExtension):
         pending.outputs[NAME] = pending.forwarded.fields()[NAME]
 
     def fetch(self, pending: PendingStep) -> dict[Tap, np.ndarray]:
-        """Return what each tap gave in a step that was kept, [replicas, T, width]; waits for the step."""
+        """Return what each tap gave in a step that was kept, [replicas, T, width]; waits for the step.
+
+        T: tokens of the step's bucket, padding included. KeyError for a step that was not kept.
+        """
         found: dict[Tap, np.ndarray] = {}
         for taps, values in zip((self.taps.hidden, self.taps.router), pending.output(NAME), strict=True):
             if taps:

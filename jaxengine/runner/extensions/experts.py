@@ -47,8 +47,8 @@ class ExpertCounts(HostExtension):
     """Reads the counts of all stages."""
 
     def load(self) -> np.ndarray:
-        """u32[layers with experts, E], tokens that experts were picked for so far, modulo 2**32. Waits for the steps in
-        flight; the other processes do the same."""
+        """u32[layers with experts, E experts], tokens of all replicas that each expert was picked for so far, modulo
+        2**32. Waits for the steps in flight; the other processes do the same."""
         stages, fetch = self.runner.stages, self.runner.fetch
 
         def loads() -> list[jax.Array]:

@@ -59,9 +59,11 @@ class ProcessorsExtension(DeviceExtension):
     def process(
         self, tokens: TokenState, logits: jax.Array, slots: jax.Array, counts: jax.Array, features: jax.Array
     ) -> jax.Array:
-        """The logits f32[S, V / n] as the processors leave them. Those that no row uses are skipped.
+        """The logits f32[S, V / n] as the processors leave them, one after the other. Those that no row uses are
+        skipped; rows that do not use one, and tokens with -inf, stay as they are.
 
-        slots: i32[S]; counts: i32[S, V / n], as TokenState.token_counts; features: i32[], of the step.
+        slots: i32[S]; counts: i32[S, V / n], of each row 2 * (times in the output) + (1 if in the prompt); features:
+        i32[], of the step. Raises ValueError, when traced, for a processor that returns another shape or dtype.
         """
         rows = tokens.sections[NAME].at[slots].get(mode="fill", fill_value=0)
         token_ids = first_id(logits) + jnp.arange(logits.shape[1], dtype=jnp.int32)
@@ -95,7 +97,11 @@ class SlotColumns(HostExtension):
         self._processors, self._width = extension.processors, extension.width
 
     def words(self, values: Mapping[int, tuple[float | int | bool, ...]]) -> np.ndarray:
-        """i32[1 + columns] of a request. values: of all columns of the processors that it uses, by their numbers."""
+        """i32[1 + columns] of a request, for `set_columns`: bits of the processors that it uses, then 32 bits of each
+        parameter of all processors, its default where it uses another one.
+
+        values: of all columns of the processors that it uses, by their numbers.
+        """
         words = [sum(1 << number for number in values)]
         for number, each in enumerate(self._processors):
             columns = list(each.columns.values())

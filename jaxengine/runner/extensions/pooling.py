@@ -91,8 +91,8 @@ class Pooler(HostExtension):
 
 
 def make_pool(spec: EpilogueSpec) -> Callable:
-    """Makes the epilogue that pools: (params, pooled states f32[S, D]) -> (PoolOutput,), the result of each
-    prompt."""
+    """Makes the epilogue that makes answers of pooled states: (params: list of arrays, pooled states f32[S, D]) ->
+    (PoolOutput,), of all replicas. A row with a number that is not finite gets the token -1."""
 
     def pool_prompts(params: list[jax.Array], hidden: jax.Array):
         model = nnx.merge(spec.graph, jax.tree.unflatten(spec.params_tree, params))
@@ -108,9 +108,11 @@ def make_pool(spec: EpilogueSpec) -> Callable:
 def pool_rows(
     pooling_type: str, kept: jax.Array | None, hidden: jax.Array, batch: ForwardBatch, slot: jax.Array, start: jax.Array
 ) -> tuple[jax.Array | None, jax.Array]:
-    """The pooled state of each row's prompt as far as it is computed: (what is kept of it, f32[S, D]).
+    """Pools each row's prompt as far as it is computed: (`kept` with the rows' new sums or first states, the pooled
+    states f32[S, D]).
 
     Args:
+      batch: the step's; its rows tell which tokens are whose.
       pooling_type: LAST, MEAN or CLS.
       kept: f32[R, D] of the slots, None with LAST: sums of the prompts' states so far, or the first ones.
       hidden: [T, D] after the final norm.

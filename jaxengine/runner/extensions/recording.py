@@ -49,7 +49,8 @@ class RecordingExtension(DeviceExtension):
         return self.shape.hidden(num_tokens, self.num_kept) if self.keeps_layers else None
 
     def memory(self) -> Mapping[str, int]:
-        """Copies of pages, and the hidden states of the steps in flight."""
+        """Bytes of one device: copies of pages, and with "layers" the hidden states of the steps in flight and one
+        more."""
         config, model = self.shape.config, self.shape.model.config
         spec = paged_groups(self.shape.groups)[0].spec
         page = spec.page_size * spec.num_kv_heads * spec.token_width * jnp.dtype(spec.dtype).itemsize
@@ -151,7 +152,10 @@ class StepTaker(StageExtension):
             arrays["layers"] = hidden.reshape(len(hidden), self._extension.num_kept, -1)
 
     def _find_rows(self, bucket: Bucket, arrays: Mapping[str, np.ndarray]) -> None:
-        """Takes note of the rows of each replica, and of the rows of states that they read or write."""
+        """Takes note of the rows of each replica, and of the rows of states that they read or write.
+
+        arrays: of the step so far, of which "message", "state/num_computed" and "state/page_table" are read.
+        """
         layout, num_slots = self._programs.packer.layouts[bucket], self._shape.num_slots
         known = arrays["state/num_computed"].reshape(len(arrays["message"]), -1)
         self._ranks = [step_rows(layout, *own) for own in zip(arrays["message"], known, strict=True)]
@@ -171,7 +175,11 @@ class StepTaker(StageExtension):
         return [page_tables(layout, *own) for own in zip(message, tables, strict=True)]
 
     def _take_pages(self, bucket: Bucket, arrays: Mapping[str, np.ndarray], *, written: bool) -> dict[str, np.ndarray]:
-        """Pages that the step sees, or writes, of each layer: where they are, and their data."""
+        """Pages that the step sees (written: only those that it writes) of each layer: columns "pages/rank",
+        "pages/layer" and "pages/page", and "pages/data", fetched from the pool as it is now.
+
+        arrays: as `_find_rows` has them, which was called before.
+        """
         groups, size, num_slots = paged_groups(self._shape.groups), self._shape.config.block_size, self._shape.num_slots
         places, wanted = [], []
         for rows, tables in zip(self._ranks, self._tables(bucket, arrays), strict=True):
@@ -188,7 +196,8 @@ class StepTaker(StageExtension):
         return {**_places("pages", places, ("layer", "page")), "pages/data": found[0]}
 
     def _take_states(self) -> dict[str, np.ndarray]:
-        """Rows of states that the step reads or writes."""
+        """Rows of recurrent states that the step reads or writes, as they are now: columns "states/rank" and
+        "states/row", and "states/0", ... of each array. Empty for a model without states."""
         if STATES not in self._copies:
             return {}
         leaves = jax.tree.leaves(self._stage.slots.sections[STATES])
@@ -197,7 +206,11 @@ class StepTaker(StageExtension):
         return {**places, **{f"{STATES}/{index}": array for index, array in enumerate(found)}}
 
     def _rows(self, name: str, arrays: Any, wanted: Sequence[Sequence[int]], size: int) -> list[np.ndarray]:
-        """Rows of arrays, those of the first replica first. wanted: of each replica, its own numbers."""
+        """The wanted rows of each array, fetched, those of the first replica first.
+
+        name: of the program that copies them, which takes `size` rows of each replica at once. wanted: of each replica,
+        its own row numbers.
+        """
         parts: list[list[list[np.ndarray]]] = [[[] for _ in wanted] for _ in arrays]
         for first in range(0, max(1, *map(len, wanted)), size):
             chunks = [rows[first : first + size] for rows in wanted]
@@ -211,7 +224,10 @@ class StepTaker(StageExtension):
         return [np.concatenate([part for rank in of_array for part in rank]) for of_array in parts]
 
     def _rows_program(self, name: str, arrays: Sequence[Any], size: int) -> Program:
-        """(arrays, i32[replicas * size]) -> these rows of each array."""
+        """The program (arrays, i32[replicas * size]) -> these rows of each array, numbered by replica.
+
+        name: for messages. arrays: shapes, split by replicas along their first axis.
+        """
         ids, num_ranks = self._shape.rows(size, np.int32), self._shape.num_ranks
         results = [
             jax.ShapeDtypeStruct((num_ranks * size, *array.shape[1:]), array.dtype, sharding=array.sharding)
@@ -249,7 +265,8 @@ class StepRecorder(HostExtension):
 
 
 def _short(state: Any) -> dict[str, dict[str, Any]]:
-    """Arrays of DeviceState that are copied whole: before a forward pass, and before a sampler."""
+    """Arrays of DeviceState that are copied whole, by name: "state", before a forward pass, and "sampling", before a
+    sampler. state: of arrays or shapes."""
     slots, sampling = state.slots, state.sampling
     found = {"page_table": slots.page_table, "num_computed": slots.num_computed, "last_token": state.tokens.last_token}
     found |= _leaves({name: own for name, own in slots.sections.items() if name != STATES})

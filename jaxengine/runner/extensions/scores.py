@@ -78,7 +78,10 @@ class Scorer(HostExtension):
 
 
 def make_score(spec: EpilogueSpec) -> Callable:
-    """Makes the epilogue (params, Scored) -> (TokenLogprobs of the targets,), which scores prompt tokens."""
+    """Makes the epilogue that scores prompt tokens: (params: list of arrays, Scored) -> (TokenLogprobs,).
+
+    Its fields are [replicas, T, ...], of the targets; a row without one is (-inf, 0, ...).
+    """
 
     def score_prompts(params: list[jax.Array], scored: Scored):
         model = nnx.merge(spec.graph, jax.tree.unflatten(spec.params_tree, params))

@@ -8,9 +8,9 @@ from jaxengine.media.open import open_processor
 
 
 def settled(config: EngineConfig, source: ModelSource) -> EngineConfig:
-    """The config with what drafts is on this machine, if it names a draft model or head.
+    """The config, whose draft model or head, if it names one, is found or downloaded and then named by its path.
 
-    Raises ConfigError or ModelFileError, as `settle_draft`.
+    source: the opened model that is drafted for. Raises ConfigError or ModelFileError, as `settle_draft`.
     """
     if config.speculative_config is None:
         return config
@@ -20,7 +20,8 @@ def settled(config: EngineConfig, source: ModelSource) -> EngineConfig:
 
 
 def item_sizes(source: ModelSource, config: EngineConfig) -> list[tuple[int, int]]:
-    """(embeddings, patches) of the largest item of each kind that requests may bring; none for a model of text."""
+    """(embeddings, patches) of the largest item of each kind that requests may bring, pictures or videos; none for a
+    model of text. Reads the model's processor and tokenizer: ModelFileError or ModelConfigError for wrong ones."""
     if source.config.tower is None:
         return []
     processor = open_processor(source.path, source.config, config.hf_overrides, source.load_tokenizer(config))

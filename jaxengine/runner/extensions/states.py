@@ -60,8 +60,11 @@ class StatesExtension(DeviceExtension):
         return step._replace(cache=step.cache.kv).with_state(NAME, step.cache.states)
 
     def _rows(self, step: ForwardPass) -> StateRows:
-        """Where the states of a message's rows are: each in its slot's row, which a row's first token begins anew, and
-        which a sequence that has just got its slot behind a known prefix begins with a snapshot."""
+        """Where the states of a message's rows are read, written and saved: row numbers, i32[S] each.
+
+        Each is in its slot's row. A row at position 0 reads none, -1; one that has just got its slot behind a known
+        prefix reads a snapshot. The number of rows stands for nothing to write or save.
+        """
         rows, ragged, num_slots = step.rows, step.batch.ragged[0], self.shape.num_slots
         assert ragged.num_decode is not None
         num_rows = num_slots + self.num_snapshots

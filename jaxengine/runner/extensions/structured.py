@@ -69,10 +69,11 @@ class SlotMasks(HostExtension):
     def set_masks(
         self, rows: list[tuple[int, np.ndarray | None]], positions: list[tuple[int, int, np.ndarray]] | None = None
     ) -> None:
-        """Sets which tokens slots may take: (slot, i32[num_words]), distinct slots; None allows every token.
+        """Sets which tokens slots may take: (slot over all replicas, i32[num_words]), distinct slots; None allows every
+        token. Bit t % 32 of word t // 32 allows token t.
 
         positions: what may stand in positions of the next step with drafts: (rank, row * width + position in the row,
-        words).
+        words). None for none.
         """
         num_masks, num_slots = self.num_masks, self.runner.config.max_num_seqs
         changed: list[tuple[int, np.ndarray | None]] = []

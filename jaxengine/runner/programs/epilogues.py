@@ -31,7 +31,8 @@ SAMPLE = "sample"
 def make_sample(spec: EpilogueSpec) -> Callable:
     """Makes the epilogue that chooses a token for every row and remembers it.
 
-    It is (TokenState, SamplingState, SampledRows, logits f32[S, V / n]) -> (TokenState, SampleOutput).
+    It is (TokenState, SamplingState, SampledRows, logits f32[S, V / n]) -> (TokenState, SampleOutput), the latter of
+    all replicas, [replicas, S, ...]. Rows that do not sample get a token, too; it is remembered nowhere.
     """
 
     def sample_rows(tokens: TokenState, sampling: SamplingState, rows: SampledRows, logits: jax.Array):
@@ -57,9 +58,10 @@ def choose(
     flags: SamplerFlags,
     **more: Any,
 ) -> SampleOutput:
-    """Chooses a token for each row of logits, as `sample` does. slot, position: i32[S], of the rows.
+    """Chooses a token for each row of logits f32[S, V / n], as jaxengine.sampling.sampler.sample does, with what the
+    stage's extensions change. slot, position: i32[S], of the rows.
 
-    more: further arguments of `sample`.
+    more: further arguments of `sample`, such as `assumed`.
     """
     with jax.named_scope("sample"):
         return sample(
@@ -89,8 +91,12 @@ def remember(
     is_kept: jax.Array,
     flags: SamplerFlags,
 ) -> TokenState:
-    """Keeps each row's `last` token, i32[S] of the slots `target`, for the next step, and all that were chosen and
-    kept, each at its slot and position; counts these where penalties need it."""
+    """The state with what has been chosen: `last` i32[S] as the last tokens of the slots target i32[S], and all kept
+    tokens in what extensions remember, and counted where penalties need it.
+
+    slot, position, token_ids: i32[N], of all tokens chosen; is_kept: bool[N], which of them count. A target >= R
+    changes nothing; a negative last token is stored as 0.
+    """
     # A poisoned row's -1 would index the embedding; its request ends anyway.
     last_token = write_slots(tokens.last_token, target, jnp.maximum(last, 0))
     # Not a conditional around it: its result would be a copy of the counts.
@@ -102,7 +108,9 @@ def remember(
 
 
 def stack_results(told: Any, chosen: SampleOutput, flags: SamplerFlags) -> tuple[Any, TokenLogprobs]:
-    """`stack_ranks` of `told` and of the logprobs of what was chosen, without an exchange of these where nobody asked.
+    """`told`, a pytree of arrays, and the logprobs of what was chosen, of all replicas: [replicas, ...] each.
+
+    Where no row asks for logprobs these are not exchanged, and with several replicas they are zeros.
 
     All in one conditional: what of it lay beside another with exchanges, XLA:CPU would begin in any order, each device
     in its own (tests/sharding/exchange_order.py).

@@ -31,7 +31,8 @@ class PendingStep:
         fetch: Callable[[jax.Array], np.ndarray] = np.asarray,
         given: Mapping[str, Any] | None = None,
     ):
-        """fetch: waits for a result."""
+        """bucket: of the step. forwarded: what its forward pass left. fetch: waits for a result, and gives it as a
+        numpy array. given: what extensions brought for the forward pass; None for nothing."""
         self.bucket = bucket
         self.forwarded: Forwarded | None = forwarded
         self.sampled: Any = None
@@ -59,9 +60,11 @@ class PendingStep:
         return None if own is None else self._fetch(own)
 
     def logprobs(self, given: bool) -> Any:
-        """The sampled rows' logprobs as numpy arrays; where rows have several positions those of all, row after row.
+        """What the epilogue that ended the step gave (SampleOutput or VerifyOutput), its logprobs with it, as numpy
+        arrays [replicas, ...]; where rows have several positions those of all, row after row. Waits for the step.
 
-        given: those of tokens that requests name as well; without, none of these are sent from the device.
+        given: those of tokens that requests name as well; without, `given_logprobs` has no columns, and none are sent
+        from the device.
         """
         own = self.sampled
         if not given:

@@ -22,9 +22,11 @@ class Foreseen(NamedTuple):
 
 
 def foresee(program: Program, executables: ExecutableCache, description: str, backend: str) -> Foreseen:
-    """Memory that a program will take. It is compiled to find out, unless that is remembered.
+    """Bytes of one device that a program will take. It is compiled to find out, and not kept, unless that is
+    remembered.
 
-    description: as ExecutableCache.get has it; backend as `jax.default_backend` names it.
+    executables: where it is remembered. description: as ExecutableCache.get has it; backend as `jax.default_backend`
+    names it. Raises as `compile_program`; AssertionError where the platform does not tell.
     """
 
     @functools.cache
@@ -45,7 +47,8 @@ def foresee(program: Program, executables: ExecutableCache, description: str, ba
 def held_by(
     program: Program, compiled: Executable, executables: ExecutableCache, description: str, backend: str
 ) -> int:
-    """Bytes that a compiled program holds. Arguments as `foresee`'s."""
+    """Bytes of one device that a compiled program holds as long as it is loaded. compiled: that of `program`; all else
+    as in `foresee`."""
 
     def measure() -> int:
         # One that was loaded cannot be made into a file again, and one that was just compiled may not be kept.

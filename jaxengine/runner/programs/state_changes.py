@@ -43,9 +43,11 @@ def column_shapes() -> list[Shape]:
 
 
 def long_rows(name: str, function: Callable, length: int, dtype: Any, spec: Any) -> dict[str, StateChange]:
-    """A change that replaces rows of slots, one and NUM_LONG_ROWS at once, for `ModelRunner.change_rows`.
+    """A change that replaces rows of slots, of one slot and of NUM_LONG_ROWS at once: two StateChanges by their names,
+    for `ModelRunner.change_rows`.
 
-    function: (DeviceState, slots i32[n], rows [n, length]) -> DeviceState. spec: of the rows' second axis.
+    function: (DeviceState, slots i32[n], rows [n, length]) -> DeviceState. dtype, spec: of the rows; spec is the
+    PartitionSpec of both axes.
     """
     sizes = 1, NUM_LONG_ROWS
     shapes = ([((size,), np.int32, EVERYWHERE), ((size, length), dtype, spec)] for size in sizes)
@@ -85,7 +87,7 @@ def _on_sampling(function: Callable) -> Callable[..., DeviceState]:
 def state_changes(vocab_size: int | None) -> dict[str, StateChange]:
     """The state changes of every stage, by name, and with a vocabulary those of a stage that samples.
 
-    vocab_size: of all devices; None in a stage that does not sample.
+    vocab_size: of all devices, padding included; None in a stage that does not sample.
     """
     changes = {PAGE_DELTAS: StateChange(_write_deltas, [((3, NUM_DELTAS), np.int32, EVERYWHERE)])}
     if vocab_size is None:

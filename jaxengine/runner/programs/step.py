@@ -45,8 +45,12 @@ class Forwarded(NamedTuple):
 def unpack(
     spec: StepSpec, slots: SlotState, last_token: jax.Array | None, buffer: jax.Array, given: dict[str, Any]
 ) -> ForwardPass:
-    """Expands a replica's message, writing the new page-table entries and counts. Tokens that the device knows are -1
-    as yet. last_token: None where the message has every token."""
+    """Expands a replica's message, buffer i32[size], into a ForwardPass, whose slots have the message's page-table
+    entries and numbers of computed tokens. Tokens that the device knows are -1 as yet.
+
+    last_token: i32[R], of TokenState, None where the message has every token. given: what extensions have brought; it
+    and last_token are only handed on.
+    """
     layout = spec.layout
     header: dict[str, jax.Array] = dict(zip(HEADER, layout.view(buffer, "header"), strict=True))
     slots, rows = unpack_rows(slots, buffer, layout)
@@ -88,7 +92,8 @@ def unpack(
 
 
 def unpack_rows(slots: SlotState, buffer: jax.Array, layout: StepLayout) -> tuple[SlotState, Rows]:
-    """(The state with the message's page-table entries, its rows)."""
+    """(`slots` with the page-table entries of a replica's message, buffer i32[size], and its rows). Their numbers of
+    computed tokens are not written into `slots`."""
     slots = write_page_deltas(slots, layout.view(buffer, "deltas"))
     slot, count, start, sample, next_token = layout.view(buffer, "rows")
     num_slots = slots.num_computed.shape[0]
@@ -158,7 +163,8 @@ def _last_of_rows(step: ForwardPass) -> jax.Array:
 
 
 def _sampled(step: ForwardPass) -> SampledRows:
-    """Rows of the pass as the sampler needs them, padded to as many as there are rows of logits."""
+    """Rows of the pass as the sampler needs them, padded to as many as there are rows of logits; of a wide step its S
+    rows, each with the position behind its first token."""
     rows, kv_lens, features = step.rows, step.batch.ragged[0].kv_lens, step.features[None]
     if step.spec.bucket.width > 1:
         return SampledRows(rows.slot, kv_lens - rows.num_scheduled + 1, rows.sample > 0, features)

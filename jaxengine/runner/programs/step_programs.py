@@ -70,7 +70,8 @@ class StepPrograms:
     """
 
     def __init__(self, shape: StageShape, extensions: Sequence[DeviceExtension]):
-        """extensions: in the order in which their traced parts follow each other."""
+        """shape: the stage's model, config, platform and mesh. extensions: in the order in which their traced parts
+        follow each other. Nothing is compiled."""
         config, model = shape.config, shape.model
         self.shape, self.extensions = shape, tuple(extensions)
         self.model, self.mesh, self.groups = model, shape.mesh, shape.groups
@@ -215,8 +216,11 @@ class StepPrograms:
     def _forwarded(
         self, num_tokens: int, num_rows: int, width: int, extensions: Sequence[DeviceExtension]
     ) -> Forwarded:
-        """What a forward pass of so many tokens, and rows with logits at `width` positions, leaves of these extensions
-        and all else, abstract."""
+        """What a forward pass leaves, abstract: rows, logits f32[replicas * num_rows * width, V], None in a stage that
+        does not sample, and sections of these extensions.
+
+        num_tokens, num_rows: of one replica. width: positions of a row that have logits.
+        """
         shape = self.shape
         told = {each.name: own for each in self.extensions if (own := each.row_section(num_rows, width)) is not None}
         row = shape.rows(num_rows, np.int32)
@@ -271,9 +275,10 @@ class StepPrograms:
         return sorted(layer for group in paged_groups(self.groups) for layer in group.layers)
 
     def largest(self, kv: KVPages) -> Program:
-        """(pool) -> the largest magnitudes of keys and of values, f32[ranks, layers with pages, K] each.
+        """(pool) -> the largest magnitudes of keys and of values, f32[ranks, layers with pages, heads] each.
 
-        None in place of those of values that lie in keys.
+        None in place of those of values that lie in keys. heads: those of the pool, which may store a kv head several
+        times. kv: as `kv_shapes` gives it.
         """
         place = {layer: place for group in paged_groups(self.groups) for place, layer in enumerate(group.layers)}
         of_heads = self.shape.shape((1, 1, 1), np.float32, logical_to_spec(("batch", None, "kv_heads")))

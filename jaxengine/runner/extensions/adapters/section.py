@@ -47,7 +47,11 @@ class AdaptersExtension(DeviceExtension):
         return {CHANGE: StateChange(lambda state, *column: write_section(state, NAME, *column), column_shapes())}
 
     def programs(self, params: Sequence[Any]) -> Sequence[Program]:
-        """(the arrays of `pools`, slot, what one adapter has of each) -> the arrays with it in the slot."""
+        """One program, which puts an adapter into a slot of the pools: (the arrays of `pools`, slot i32[], what the
+        adapter has of each) -> the arrays with it in the slot; the arrays are donated.
+
+        params: the model's leaves, arrays or shapes.
+        """
         spec, shape = self.shape.model.build.lora, self.shape
         assert spec is not None
         arrays = [abstract_params(params)[pool.index] for pool in self.pools]

@@ -86,7 +86,10 @@ class AdapterStore:
     """Used by the thread that steps; `read` by any."""
 
     def __init__(self, runner: Any):
-        """runner: the ModelRunner of an engine that has room for adapters."""
+        """Starts without adapters, with a thread of its own that `shutdown` ends.
+
+        runner: the ModelRunner of an engine that has room for adapters; KeyError for one of another.
+        """
         config = runner.config
         self._pools = runner.extension("adapters")
         self._targets = self._pools.targets
@@ -124,7 +127,7 @@ class AdapterStore:
         return read_adapter(folder, self._targets, self._max_rank, self._dtype)
 
     def known(self, name: str, path: str, number: int) -> bool:
-        """Whether an adapter of this name, path and number is loaded.
+        """Whether an adapter of this name, path and number is loaded; one that was only given from memory has any path.
 
         Raises RequestError where its name or number is not allowed, another adapter has one of them or a name that
         looks alike, or no further one may be loaded.
@@ -153,7 +156,10 @@ class AdapterStore:
         return max((record.number for record in self._named.values()), default=0) + 1
 
     def add(self, name: str, path: str, number: int, weights: AdapterWeights) -> None:
-        """Lets requests name an adapter that has been read. Raises as `known`, and where it is loaded already."""
+        """Lets requests name an adapter that has been read from `path`; weights: as `read` gave them.
+
+        Raises RequestError as `known`, and where it is loaded already.
+        """
         if self.known(name, path, number):
             raise RequestError(f"the adapter {name!r} is loaded already", param="lora_name", value=name)
         adapter = self._adapter(name, weights)
@@ -164,10 +170,11 @@ class AdapterStore:
     def read_given(
         self, name: str, source: WeightSource, config: Mapping[str, Any] | None, number: int | None
     ) -> GivenAdapter:
-        """Checks an adapter's tensors by PEFT's names, for `replace`; any thread may call it.
+        """Checks an adapter's tensors by PEFT's names, for `replace`; any thread may call it. Changes nothing.
 
-        config: as in adapter_config.json; None for that of the adapter which has the name. Raises ModelFileError, whose
-        `others` are all further faults of tensors, and RequestError where no adapter has the name.
+        config: as in adapter_config.json; None for that of the adapter which has the name. number: its lora_int_id,
+        None for that of its name, or for a free one; not checked here. Raises ModelFileError, whose `others` are all
+        further faults of tensors, and RequestError where config is None and no adapter has the name.
         """
         if config is not None:
             raw = {field: sorted(value) if isinstance(value, set) else value for field, value in config.items()}
@@ -183,7 +190,8 @@ class AdapterStore:
     def replace(self, given: GivenAdapter, slots: AdapterSlots) -> Replaced:
         """Has all requests of a name run with other matrices from the next step on; adds a name that is new.
 
-        Raises as `known`, with nothing changed.
+        given: of `read_given`. slots: the scheduler's; an adapter that has one keeps it. Raises RequestError as
+        `known` for a new name, and for another number than the adapter has, with nothing changed.
         """
         name, number, weights = given
         old = self._named.get(name)
@@ -217,7 +225,7 @@ class AdapterStore:
         """Lets no further request name an adapter; those that do run to their ends. Raises RequestError for an unknown
         name.
 
-        in_use: as of `advance`.
+        slots: the scheduler's, where its slot becomes the next to be given away. in_use: as `advance` has it.
         """
         if name not in self._named:
             text = f"the adapter {show_value(name)} does not exist"
@@ -247,7 +255,8 @@ class AdapterStore:
     def is_loaded(self, ticket: int) -> bool:
         """Whether a load is done; says so once, and requests may name the adapter from then on.
 
-        Raises RequestError where the load has failed, and for a ticket that is unknown or was done.
+        Raises RequestError where the load has failed, for a ticket that is unknown or was done, and as `add` where
+        another adapter has got the name or number meanwhile.
         """
         load = self._loads.get(ticket)
         if load is None:
@@ -284,7 +293,8 @@ class AdapterStore:
             self._pools.set_rows(slots, [-1 if each.adapter is None else each.adapter_slot for each in admitted])
 
     def advance(self, slots: AdapterSlots, in_use: Callable[[], set[Adapter]]) -> list[tuple[Request, RequestError]]:
-        """Completes what has come and starts the next of what the scheduler asks for; does not wait.
+        """Completes what has come and starts the next of what the scheduler asks for (slots.loads, emptied); does not
+        wait.
 
         One at a time, for running requests wait meanwhile, and what is not yet in its place takes memory beside the
         pools: a crowd of adapters is brought over several steps.
@@ -307,7 +317,7 @@ class AdapterStore:
         return failed
 
     def _complete(self, upload: _Upload, slots: AdapterSlots) -> list[tuple[Request, RequestError]]:
-        """Brings what has come to its slot, if anybody still wants it.
+        """Brings what has come to its slot, if the slot is still the adapter's; the upload is done.
 
         Returns the requests whose adapter could not be read, each with its error.
         """

@@ -35,7 +35,8 @@ class Drafter(StageExtension):
     reads_message = True
 
     def __init__(self, programs: DraftPrograms, params: Any, cache_dir: str | None):
-        """params: the weights of what drafts, an nnx.State or its leaves."""
+        """params: the weights of what drafts, an nnx.State or its leaves, on the target's mesh. cache_dir: as the
+        directory of ExecutableCache, whose ConfigError comes out."""
         self.programs = programs
         self.models = [programs.model]
         devices = list(programs.target.mesh.devices.flat)
@@ -71,7 +72,8 @@ class Drafter(StageExtension):
         return sum(held_by(self._programs[key], own, *how) for key, own in self._compiled.items())
 
     def estimate(self, params: Sequence[Any]) -> tuple[int, int]:
-        """Bytes that all programs will hold, and that one will need while it runs: by the largest of each kind.
+        """Bytes that all programs will hold, and that the neediest will need while it runs: by the largest of each
+        kind, which is compiled with a small pool unless what it needs is remembered.
 
         params: the leaves of the model.
         """
@@ -108,7 +110,10 @@ class Drafter(StageExtension):
     def before_forward(
         self, bucket: Bucket, params: Sequence[Any], state: DeviceState, message: jax.Array
     ) -> Drafts | None:
-        """Dispatches what is done before a bucket's forward pass; returns the drafts of a wide one, else None."""
+        """Dispatches what is done before a bucket's forward pass; returns the drafts of a wide one, else None.
+
+        params: the leaves of the model. state: before the step. message: of the step, i32[ranks, size] on the devices.
+        """
         self._newest = bucket, message
         if ("before", bucket) not in self._compiled:
             return None
@@ -118,7 +123,11 @@ class Drafter(StageExtension):
         return drafts
 
     def after_sample(self, params: Sequence[Any], state: DeviceState, forwarded: Forwarded) -> None:
-        """Dispatches what is done when the tokens of the newest forward pass have been chosen."""
+        """Dispatches what is done when the tokens of the newest forward pass have been chosen: nothing for a draft
+        model, the head's own pass for a head.
+
+        params: the leaves of the model. state: as the sampler leaves it. forwarded: what that forward pass left.
+        """
         assert self._newest is not None
         bucket, message = self._newest
         if ("after", bucket) in self._compiled:

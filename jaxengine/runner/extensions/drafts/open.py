@@ -35,9 +35,10 @@ class OpenedDraft(NamedTuple):
 
 
 def settle_draft(config: EngineConfig, model: ModelConfig) -> EngineConfig:
-    """The config with its draft model or head on this machine, if it names one.
+    """The config with its draft model or head on this machine, if it names one: speculative_config then has its path,
+    no revision, and a head's streams.
 
-    Raises as `open_draft`, and ConfigError for other streams than the head's.
+    model: that which is drafted for. Raises as `open_draft`, and ConfigError for other streams than the head's.
     """
     chosen = config.speculative_config
     if chosen is None or chosen.method not in STORED:
@@ -51,7 +52,9 @@ def settle_draft(config: EngineConfig, model: ModelConfig) -> EngineConfig:
 
 
 def open_draft(config: EngineConfig, model: ModelConfig) -> ModelSource:
-    """The draft model or the head of a config; what is said of the model's weights and tokenizer is not said of it.
+    """The draft model or the head of a config, which has a speculative_config with such a method; the caller closes it.
+
+    model: that which is drafted for. What the config says of its weights and tokenizer is not said of what drafts.
 
     Raises:
       ConfigError: there is no such model, or it cannot draft for this one.
@@ -92,7 +95,10 @@ def open_draft(config: EngineConfig, model: ModelConfig) -> ModelSource:
 
 
 def _open_head(config: EngineConfig, model: ModelConfig) -> ModelSource:
-    """The EAGLE-3 head that `config.model` names; its weights as they are stored. Raises as `open_draft`."""
+    """The EAGLE-3 head that `config.model` names; its weights as they are stored, None with load_format "dummy".
+
+    model: that which it drafts for. Raises ConfigError and ModelFileError as `open_draft`.
+    """
     path = find_model(config)
     if not path.is_dir():
         problem = f"{NAME}.model {str(path)!r} is a file"
@@ -104,7 +110,11 @@ def _open_head(config: EngineConfig, model: ModelConfig) -> ModelSource:
 
 def open_drafting(source: ModelSource, config: ResolvedConfig, layout: MeshLayout) -> OpenedDraft | None:
     """What a config says shall draft for the model of `source`, split as that; None where the devices have no need of
-    weights for it. Raises as `open_draft`, and ConfigError where it cannot be split or is not in the checkpoint."""
+    weights for it, or nothing drafts.
+
+    Its weights are read later, so that `source` stays open; the caller closes its own source. Raises as `open_draft`,
+    and ConfigError where it cannot be split or used, or is not in the checkpoint.
+    """
     chosen, model = config.speculative_config, source.config
     if chosen is None or not chosen.has_model:
         return None
@@ -130,9 +140,10 @@ def open_drafting(source: ModelSource, config: ResolvedConfig, layout: MeshLayou
 
 
 def _as_read(head: ModelSource, model: WeightSource | None) -> ModelSource:
-    """A head with its weights as Eagle3 names them; model: of the weights that it may share.
+    """A head with its weights as Eagle3 names them, the head itself where it has none.
 
-    Raises ModelFileError; the head is closed then.
+    model: the weights of the model, of which it may share some; None where these cannot be read by name. Raises
+    ModelFileError; the head is closed then.
     """
     if head.weights is None:
         return head

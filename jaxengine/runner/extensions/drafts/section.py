@@ -181,7 +181,8 @@ class DraftsExtension(DeviceExtension):
         return SlotHistory(runner, self)
 
     def _drafts(self, step: ForwardPass) -> Drafts | None:
-        """The drafts of this step, None where the message has all of them or rows have none."""
+        """The drafts of this step, at most W - 1 a row: those that a model or head has made, or the proposer's, made
+        here from the history. None where the message has all of them or rows have none."""
         count = step.spec.bucket.width - 1
         if not count or NAME not in step.given:
             return None
@@ -290,7 +291,8 @@ def _verify_epilogue(width: int) -> Epilogue:
 
 
 def _draft_rows(step: ForwardPass) -> DraftRows:
-    """The drafts of each row: its tokens but the first, as many of them as whoever made them proposes."""
+    """The drafts of each row of a wide step: its tokens but the first, as many as the row has in the step, and, where
+    they are not forced, as whoever made them proposes."""
     rows, batch, drafts = step.rows, step.batch, step.batch.sections.get(NAME)
     counts, is_forced = jnp.maximum(rows.num_scheduled - 1, 0), rows.sample == FORCED
     if drafts is not None:

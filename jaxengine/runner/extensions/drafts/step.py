@@ -86,7 +86,7 @@ class Rows(NamedTuple):
 
 
 def make_extend(spec: DraftSpec) -> Callable:
-    """Makes the program that writes the draft model's keys and values of a step's tokens.
+    """Makes the program that writes the draft model's keys and values of the tokens of a step without drafts.
 
     It is (params: list of arrays, its pool, DeviceState as it is before the step, message) -> its pool.
     """
@@ -132,8 +132,12 @@ def make_draft(spec: DraftSpec) -> Callable:
 def draw_drafts(
     logits: jax.Array, rows: Rows, state: DeviceState, step: Any, drafts: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Draws draft number `step` of each row of logits f32[S, V / n] as the sampler would, but for those that the
-    message has: (the tokens i32[S], drafts i32[S, k] with them); drafts that are not made yet are -1."""
+    """Draws draft number `step`, from 0 on, of each row of logits f32[S, V / n] as the sampler would, but for those
+    that the message has (`rows.forced`).
+
+    drafts: i32[S, k], those made so far, -1 for the others. state: DeviceState before the step. Returns the tokens
+    i32[S], and `drafts` with them in column `step`. A row that is not finite gets token 0.
+    """
     assert state.tokens is not None and state.sampling is not None
     with jax.named_scope("sample"):
         chosen = sample(
@@ -154,7 +158,10 @@ def draw_drafts(
 
 
 def unpack_drafting(spec: DraftSpec, state: DeviceState, buffer: jax.Array) -> Rows:
-    """The rows of the message of a step with drafts."""
+    """The rows of buffer i32[size], a replica's message of a step with drafts. state: DeviceState before the step.
+
+    The flags have no logprobs and no masks: drafts are drawn without.
+    """
     layout, tokens = spec.layout, state.tokens
     assert tokens is not None
     header: dict[str, jax.Array] = dict(zip(HEADER, layout.view(buffer, "header"), strict=True))
@@ -171,9 +178,10 @@ def unpack_drafting(spec: DraftSpec, state: DeviceState, buffer: jax.Array) -> R
 
 
 def one_token_each(spec: DraftSpec, rows: Rows, step: jax.Array, token: jax.Array, *, back: int = 0) -> ForwardBatch:
-    """The batch of pass `step`, from 0 on: the token i32[S] of each row, `back` places before its own.
+    """The batch of pass `step`, from 0 on, with one token i32[S] of each row, at position rows.start + step - back.
 
-    A row with at most `step` tokens in the step writes nothing.
+    back: 1 for a head, whose keys lie one place before their tokens. A row with at most `step` tokens in the step
+    writes no keys and values.
     """
     num_seqs = spec.layout.num_seqs
     live = step < rows.count

@@ -84,9 +84,10 @@ class EncoderLayout:
         return tuple(sorted(sizes))
 
     def pack(self, encodes: Sequence[Sequence[Encode]]) -> EncoderInput:
-        """The messages of each rank's pictures, in the smallest size that holds them.
+        """The message of one call that encodes each rank's pictures, in the smallest size that holds them.
 
-        A rank's pictures may have at most max_patches patches.
+        encodes: of each rank, none of EMBEDS. A rank's pictures may have at most max_patches patches; StopIteration
+        where a device's do not fit into the largest size.
         """
         shares = [share for own in encodes for share in self._shares(own)]
         most = max(sum(each.item.num_patches for each in share) for share in shares)
@@ -111,7 +112,8 @@ class EncoderLayout:
         return EncoderInput(patches, columns, targets.reshape(self.num_ranks, -1))
 
     def place(self, placed: Sequence[Sequence[Encode]]) -> Iterator[PlaceInput]:
-        """Yields the messages of each rank's embeddings that came as such, `num_placed` rows at a time."""
+        """Yields the messages of each rank's embeddings that came as such, `num_placed` rows of a rank at a time; none
+        where nothing came. placed: of each rank, EMBEDS alone."""
         rows = [[row for each in own for row in each.rows.tolist()] for own in placed]
         values = [[row for each in own for row in each.item.patches[each.item.rows]] for own in placed]
         for first in range(0, max(map(len, rows)), max(1, self.num_placed)):
@@ -125,7 +127,8 @@ class EncoderLayout:
             yield PlaceInput(message, targets)
 
     def _shares(self, encodes: Sequence[Encode]) -> list[list[Encode]]:
-        """A rank's pictures for each of its devices that has some of its own, the largest first to who has least."""
+        """A rank's pictures divided among its `parts`, a list for each, possibly empty: the largest first, each to the
+        one with the fewest patches."""
         shares: list[list[Encode]] = [[] for _ in range(self.parts)]
         loads = [0] * self.parts
         for encode in sorted(encodes, key=lambda each: -each.item.num_patches):
@@ -136,10 +139,10 @@ class EncoderLayout:
 
 
 def make_encode(graph: nnx.GraphDef, params_tree: Any, *, parts: int) -> Callable:
-    """Makes the program that encodes: (params: list of arrays, pool [N, E], message) -> the pool with the new
-    embeddings.
+    """Makes the program that encodes: (params: list of arrays, pool [N, E], patches, columns, targets) -> the pool with
+    the new embeddings; the latter are a device's parts of an EncoderInput.
 
-    parts: as EncoderLayout's; devices then gather what each has made.
+    graph, params_tree: of the model. parts: as EncoderLayout's; with several, devices gather what each has made.
     """
 
     def encode(params: Any, pool: jax.Array, patches: jax.Array, columns: jax.Array, targets: jax.Array) -> jax.Array:

@@ -134,8 +134,8 @@ class PictureEncoder(HostExtension):
         self._known = np.zeros(runner.num_ranks * runner.config.max_num_seqs, np.int32)
 
     def encode(self, encodes: Sequence[Sequence[Encode]]) -> None:
-        """Dispatches the encoding of each replica's pictures, before the forward pass that is the first to need
-        them."""
+        """Dispatches the encoding of each replica's pictures, and the placing of embeddings that came as such, before
+        the forward pass that is the first to need them. For a model that sees (`layout` is not None)."""
         assert self.layout is not None
         pool = self.runner.stages[0].extensions[NAME]
         # Engines of several processes see nothing (jaxengine.config.encoder).
