@@ -120,8 +120,9 @@ class LogitsProcessor:
 
         Args:
           logits: f32[S, C]. With a vocabulary that n devices split, C is V / n.
-          columns: name -> [S, 1], each row's value, in the dtype of `Column`.
-          vocab: the tokens of the C columns of logits, and with `uses_counts` how often each is in a row's output.
+          columns: name -> [S, 1], each row's value, in the parameter's dtype.
+          vocab: the tokens of the C columns of logits; with `uses_counts` also how often each is in a row's output, and
+            whether in its prompt.
         """
         raise NotImplementedError
 
@@ -159,9 +160,9 @@ def read_extra_args(
 ) -> dict[int, tuple[float | int | bool, ...]]:
     """Checks a request's extra_args, `given` (None: it has none), for an engine with these processors.
 
-    Returns the values of all columns of each processor that the request uses, by the processor's number; it uses those
-    of which it gives a column, the others of which have their defaults. Raises RequestError for a name that no
-    processor has, and for a value that is not allowed.
+    Returns the values of all columns of each processor that the request uses, by the processor's number. It uses one if
+    it gives any of its columns; the others then have their defaults. Raises RequestError for a name that no processor
+    has, and for a value that is not allowed.
     """
     found: dict[int, tuple[float | int | bool, ...]] = {}
     known = [name for each in processors for name in each.columns]

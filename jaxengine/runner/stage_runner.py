@@ -120,7 +120,7 @@ class StageRunner:
         return sum(forwards) + own + self._held_beside_forwards
 
     def foresee_needs(self) -> StageNeeds:
-        """The most that programs will need, before the pool's size is known.
+        """The most that programs will need, bytes of one device, before the pool's size is known.
 
         Compiles or loads epilogues and extensions' programs, and the largest forward pass with a small pool in place of
         the real one, unless what it needs is remembered; other forward passes are taken to be as large.

@@ -54,7 +54,8 @@ def token_logprobs(
     """Scores `token_ids` i32[S] under `logits` f32[S, V / n], lists the `num_top` <= V best tokens of each row, and
     scores `given_ids` i32[S, G], of which -1 is none; without any (None) G is 0.
 
-    normalize=True reports log-softmax, False the logits themselves. A token outside [0, V) gets -inf and rank 0.
+    normalize=True reports log-softmax, False the logits themselves. A token outside [0, V) gets -inf and rank 0. Each
+    of n devices that share the vocabulary has V / n columns, and all report the same.
     """
     if given_ids is None:
         given_ids = jnp.zeros((logits.shape[0], 0), jnp.int32)
@@ -113,10 +114,10 @@ def prompt_logprobs(
 ) -> TokenLogprobs:
     """Scores prompt tokens: row t tells how likely `targets[t]` was after hidden state t.
 
-    hidden [T, D], T >= 1; targets i32[T] (-1: nobody asks; its row is (-inf, 0, ...)); logits_fn: [B, D] -> f32[B, V /
-    n]; max_logprobs: best tokens listed of each row, at most V. The result has T rows and no given tokens. Logits exist
-    for PROMPT_BLOCK_ROWS rows at a time, never [T, V], and blocks without a target are skipped. Nothing is sampled
-    here, so logprobs_mode "processed_*" reports the raw values; the "*_logits" modes report logits.
+    hidden [T, D], T >= 1; targets i32[T] (-1: nobody asks; its row is (-inf, 0, ...)). logits_fn: hidden states [B, D]
+    -> f32[B, V / n]. max_logprobs: best tokens listed of each row, at most V. The result has T rows and no given
+    tokens. Logits exist for PROMPT_BLOCK_ROWS rows at a time, never [T, V], and blocks without a target are skipped.
+    Nothing is sampled here, so logprobs_mode "processed_*" reports the raw values; the "*_logits" modes report logits.
     """
     num_tokens, width = hidden.shape
     rows = min(PROMPT_BLOCK_ROWS, num_tokens)

@@ -16,7 +16,8 @@ def penalized(logits: jax.Array, rows: RowParams, counts: jax.Array) -> jax.Arra
     """Return the logits f32[S, V / n] after the penalties: repetition (Keskar et al. 2019) over prompt and output, then
     OpenAI's frequency and presence penalties over the output.
 
-    rows: each row's parameters, [S, 1]. counts: i32[S, V / n], 2 * (times in the output) + (1 if in the prompt).
+    logits have the columns of each of n devices. rows: each row's parameters, [S, 1]. counts: i32[S, V / n], 2 * (times
+    in the output) + (1 if in the prompt).
     """
     times = counts >> 1
     repeated = jnp.where(logits > 0, logits / rows.repetition_penalty, logits * rows.repetition_penalty)

@@ -101,7 +101,8 @@ def sample(
     replace: Replace | None = None,
     more: MoreScores | None = None,
 ) -> SampleOutput:
-    """Chooses one token per row of logits f32[S, V / n].
+    """Chooses one token per row of logits f32[S, V / n], of which each of n devices that share the vocabulary has its
+    columns.
 
     slots i32[S]: the row of `state` and of `token_counts` i32[R, V / n] each belongs to; >= R marks a padding row,
     which reads no state and is greedy. positions i32[S]: position of the token being chosen. flags: what some row

@@ -34,9 +34,10 @@ def lowest_kept(
 ) -> jax.Array:
     """The logit from which a row's tokens are kept, f32[S, 1]: `least`, then top_k, then top_p over what those leave.
 
-    logits: f32[S, V / n]; all others are [S, 1]. best: the row's maximum. temperature > 0. `least` keeps logits no less
-    than it, the best among them; top_k (i32, 0 = off) tokens no less likely than the k-th; top_p (1 = off) those with
-    less than top_p of the mass strictly above them (Holtzman et al. 2020), so always the best.
+    logits: f32[S, V / n], the columns of each of n devices; all others are [S, 1]. best: the row's maximum.
+    temperature > 0. `least` keeps logits no less than it, the best among them; top_k (i32, 0 = off) tokens no less
+    likely than the k-th; top_p (1 = off) those with less than top_p of the mass strictly above them (Holtzman et al.
+    2020), so always the best.
     """
     num_tokens = vocab_size(logits)
     candidates = top_values(logits, min(NUM_CANDIDATES, num_tokens))

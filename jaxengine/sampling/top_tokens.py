@@ -47,7 +47,8 @@ def first_true(mask: jax.Array) -> jax.Array:
 def best_token(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The maximum f32[S, 1] of each row and the first token that has it, i32[S], in one pass over the vocabulary.
 
-    A row with NaN has the maximum +inf and any token: XLA CPU's max() may pass over a NaN.
+    logits: f32[S, V / n], the columns of each of n devices; ids are of the whole vocabulary. A row with NaN has the
+    maximum +inf and any token: XLA CPU's max() may pass over a NaN.
     """
     best, ids = lax.platform_dependent(logits, tpu=_reduced_best, default=_blockwise_best)
     if num_shards(VOCAB) == 1:
@@ -64,7 +65,10 @@ def row_extreme(extreme: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
 
 
 def top_values(logits: jax.Array, num_top: int) -> jax.Array:
-    """The `num_top` best logits of each row of f32[S, V / n], best first, f32[S, num_top]. num_top <= V."""
+    """The `num_top` best logits of each row, best first, f32[S, num_top]; num_top <= V.
+
+    logits: f32[S, V / n], the columns of each of n devices, which all get the same result.
+    """
 
     own_top = min(num_top, logits.shape[1])
 
@@ -82,7 +86,8 @@ def top_values(logits: jax.Array, num_top: int) -> jax.Array:
 def top_tokens(logits: jax.Array, num_top: int) -> tuple[jax.Array, jax.Array]:
     """What `lax.top_k` gives, values f32[S, num_top] and ids i32[S, num_top]: best first, equal values by ascending id.
 
-    logits: f32[S, V / n]. num_top <= V. Rows with NaN give any ids.
+    logits: f32[S, V / n], the columns of each of n devices, which all get the same result with the ids of the whole
+    vocabulary. num_top <= V. Rows with NaN give any ids.
     """
 
     own_top = min(num_top, logits.shape[1])

@@ -141,8 +141,8 @@ class EncoderRows:
         of each token, -1 for none, then its places in time, height and width (`Media.places`), -1 where the device
         derives them. None where no token needs the section.
 
-        chunks: the step's last tokens, as (pictures of the prompt or None, first token, number of tokens); whose
-        pictures `take` has taken. num_tokens: of the whole step.
+        chunks: the step's last tokens, as (pictures of the prompt or None, first token, number of tokens); `take` has
+        been called for each. num_tokens: of the whole step.
         """
         section = None
         end = num_tokens - sum(count for _, _, count in chunks)

@@ -29,7 +29,8 @@ def most_pages_of(config: SchedulerConfig, num_tokens: int) -> int:
 
 
 def most_pages(num_tokens: int, windows: Sequence[int | None], *, page_size: int, chunk: int) -> int:
-    """The most pages that a sequence of so many tokens holds at once, over groups with these windows.
+    """The most pages that a sequence of num_tokens tokens holds at once, over groups with these windows: the keys that
+    a token sees, itself counted, None for all.
 
     chunk: tokens of it that one step computes at most. What the window of the chunk's first token sees stays: n tokens
     in a row, whose first may be the last of a page; the others fill ceil((n - 1) / page_size) columns behind it.
@@ -204,7 +205,8 @@ class PageTables:
                 self._held[index, slot] = columns - end
 
     def register(self, slot: int, digests: Sequence[bytes], num_tokens: int) -> None:
-        """Makes pages findable that the slot's first `num_tokens` tokens fill; a step writes all before any reads.
+        """Makes pages findable that the slot's first `num_tokens` tokens fill, at once: a step writes all its keys
+        before it reads any.
 
         digests: of the slot's pages from the first one on, as far as they are known.
         """

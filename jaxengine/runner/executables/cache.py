@@ -59,8 +59,8 @@ def compile_program(lowered: jax.stages.Lowered, backend: str) -> jax.stages.Com
     """Compiles a lowered program with the options that all our programs have; backend as `jax.default_backend` names
     it.
 
-    An option that this release of the compiler does not know is left out from then on, with a warning. Raises jax's
-    JaxRuntimeError for whatever else the compiler refuses.
+    An option that this release of the compiler does not know is left out from then on in this process, with a warning.
+    Raises jax's JaxRuntimeError for whatever else the compiler refuses.
     """
     wanted = _COMPILER_OPTIONS.get(backend, {})
     while True:

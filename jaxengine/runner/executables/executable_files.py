@@ -91,7 +91,8 @@ class ExecutableFiles:
         return self._own is not None
 
     def write(self, name: str, payload: bytes) -> None:
-        """Keeps a payload under a name, if it can. Warns once where it cannot."""
+        """Keeps a payload under a name, if it can. Warns once where it cannot; after a failed write it keeps nothing
+        more. Raises nothing."""
         if not self.can_keep():
             return
         assert self._own is not None

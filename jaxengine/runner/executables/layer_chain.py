@@ -366,7 +366,10 @@ def _signature(leaf: Any) -> tuple[Any, ...]:
 
 
 def _key(eqns: Sequence[JaxprEqn], inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[Any, ...]:
-    """A key that is equal for parts that do the same to arguments of the same shapes."""
+    """A key that is equal for parts that do the same to arguments of the same shapes.
+
+    inputs, outputs: the variables that the part takes and gives, in order.
+    """
     numbers = {var: number for number, var in enumerate(inputs)}
 
     def number_of(atom: Any) -> Any:

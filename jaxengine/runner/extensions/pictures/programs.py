@@ -45,7 +45,8 @@ class EncoderPrograms:
 
     def encode(self, size: int, params: Sequence[Any]) -> Program:
         """The program that encodes up to `size` patches on a device: (params, rows, the fields of an EncoderInput) ->
-        rows."""
+        rows, the pool of embeddings with the new ones. size: one of EncoderLayout.sizes. params: the model's leaves,
+        arrays or shapes."""
         layout, tower, mesh = self.layout, self.layout.tower, self._mesh
         count, places = layout.num_ranks * layout.parts, _PICTURES if layout.parts > 1 else _RANKS
         message = (
@@ -57,7 +58,8 @@ class EncoderPrograms:
         return program_on(mesh, self.name(size), self._encode, arguments, self.rows, (1,))
 
     def place(self) -> Program:
-        """The program that takes embeddings as they came: (rows, the fields of a PlaceInput) -> rows."""
+        """The program that takes embeddings as they came: (rows, the fields of a PlaceInput) -> rows, the pool of
+        embeddings with the new ones."""
         layout, mesh = self.layout, self._mesh
         shape = layout.num_ranks, layout.num_placed
         message = (
