@@ -150,7 +150,8 @@ class LLM(WeightMethods, VllmMethods):
 
         Args:
           prompts: a string, a list of token ids, {"prompt": ...}, {"prompt_token_ids": [...]}, or a list of them.
-          sampling_params: one for all or one per prompt; None for the model's defaults.
+          sampling_params: one for all or one per prompt; None for the model's defaults. Whatever their output_kind,
+            only final outputs are returned.
           use_tqdm: whether to show a progress bar, or a function that makes one.
           priority: one for all or one per prompt; smaller runs first. Needs scheduling_policy="priority".
           client: name of the client, one for all or one per prompt. Needs scheduling_policy="fair", which serves
@@ -202,9 +203,11 @@ class LLM(WeightMethods, VllmMethods):
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool | ProgressFactory = False
     ) -> list[BeamSearchOutput]:
-        """Continues each prompt with the sequences that a beam search finds, best first.
+        """Continues each prompt with the sequences that a beam search finds, best first; results come in the order of
+        the prompts.
 
-        Each token takes a call of `generate` for all beams of all prompts. Raises the same errors as `generate`.
+        Each token takes a call of `generate` for all beams of all prompts. Raises the same errors as `generate`;
+        RequestError also for pictures, and for a beam wider than the engine's logprobs allow.
         """
         inputs = self.core.inputs
         params.verify(inputs.config.max_logprobs, inputs.config.logprobs_mode)
@@ -431,7 +434,10 @@ class LLM(WeightMethods, VllmMethods):
         options: Sequence[RequestOptions],
         use_tqdm: bool | ProgressFactory,
     ) -> list[Any]:
-        """Runs requests and returns their outputs in order. Aborts all of them before raising."""
+        """Runs requests and returns their outputs in order. params, options: one for each of the batch.
+
+        Aborts all of them before raising: RequestError for the first that cannot be served, or EngineDeadError.
+        """
         started: dict[str, _Call] = {}
         call = _Call()
         try:
@@ -473,7 +479,9 @@ class LLM(WeightMethods, VllmMethods):
                 shown = num_ended
 
     def _step(self) -> None:
-        """Runs one step and hands its outputs and rejected requests to the calls that own them."""
+        """Runs one step, for a caller who holds the lock, and hands its outputs and rejected requests to the calls
+        that own them.
+        """
         for output in self.core.step():
             if output.finished and (call := self._calls.pop(output.request_id, None)) is not None:
                 call.outputs[output.request_id] = output
