@@ -63,7 +63,9 @@ class BeamSearchParams:
             raise RequestError(problem, param="use_beam_search")
 
     def token_params(self) -> SamplingParams:
-        """Sampling parameters of the request for the best next tokens of a beam."""
+        """Sampling parameters of a request for one token after a beam, with the 2 * beam_width likeliest as its
+        logprobs.
+        """
         # With temperature 0, processed logprobs would only contain the best token.
         temperature = float(self.temperature) or 1.0
         return SamplingParams(
