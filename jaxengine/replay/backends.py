@@ -48,9 +48,10 @@ class Backend(NamedTuple):
 
 
 def choose_backend(name: str, recorded: str, platform: str | None = None) -> Backend:
-    """The backend of a name for steps of a recorded platform.
+    """The backend of a name, one of BACKENDS, for steps of a recorded platform.
 
-    platform: whose kernels "interpret" runs, by default those of the record. Raises RecordError for what has none.
+    platform: whose kernels "interpret" runs, by default those of the record. Raises RecordError where that has no
+    kernels to interpret, and for a platform beside another backend.
     """
     if platform is not None and name != INTERPRET:
         raise RecordError(f"--platform is for --backend interpret, not {name}")

@@ -36,7 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; returns its exit status."""
+    """Runs the command, prints what it found, and returns its exit status: 0 the same, 1 different, 2 for a
+    RecordError.
+
+    Raises ConfigError and ModelFileError as `replay`.
+    """
     from jaxengine.records.folder import read_about
     from jaxengine.records.step_file import RecordError
     from jaxengine.replay.backends import prepare_devices
