@@ -259,7 +259,9 @@ class LLM(WeightMethods, VllmMethods):
         use_tqdm: bool | ProgressFactory = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """Returns an embedding of each prompt, `outputs.embedding`, a list of floats. Otherwise same as `encode`."""
+        """Returns an embedding of each prompt, `outputs.embedding`, a list of floats. Otherwise same as `encode`;
+        raises RequestError also for a model that classifies.
+        """
         options: Any = {"truncate_prompt_tokens": truncate_prompt_tokens, "use_tqdm": use_tqdm}
         outputs = self.encode(prompts, pooling_params, pooling_task="embed", **options)
         return [EmbeddingRequestOutput.from_base(output) for output in outputs]
@@ -272,7 +274,9 @@ class LLM(WeightMethods, VllmMethods):
         use_tqdm: bool | ProgressFactory = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
     ) -> list[ClassificationRequestOutput]:
-        """Returns label probabilities of each prompt, `outputs.probs`. Otherwise same as `encode`."""
+        """Returns label probabilities of each prompt, `outputs.probs`, a list of floats. Otherwise same as `encode`;
+        raises RequestError also for an embedding model.
+        """
         options: Any = {"truncate_prompt_tokens": truncate_prompt_tokens, "use_tqdm": use_tqdm}
         outputs = self.encode(prompts, pooling_params, pooling_task="classify", **options)
         return [ClassificationRequestOutput.from_base(output) for output in outputs]
@@ -306,15 +310,16 @@ class LLM(WeightMethods, VllmMethods):
         pooling_params: PoolingParams | None = None,
         chat_template: str | None = None,
     ) -> list[ScoringRequestOutput]:
-        """Scores pairs of texts, `outputs.score`: one with one, one with each of many, or pairwise.
+        """Scores pairs of texts, `outputs.score`: one with one, one of data_1 with each of data_2, or pairwise.
 
         A classifier with one label (cross-encoder, reranker) reads both texts, concatenated or formatted by
         `chat_template` from messages of the roles "query" and "document". An embedding model gives the cosine
         similarity.
 
-        chat_template: None for the engine's option; without that either, texts are concatenated. Raises the same errors
-          as `encode`; also RequestError for an empty text, for numbers of texts that do not match, for a classifier
-          with several labels, and for a template given to an embedding model.
+        chat_template: None for the engine's option; without that either, texts are concatenated, for an encoder by its
+          tokenizer.
+        Raises the same errors as `encode`; also RequestError for an empty text, for numbers of texts that do not match,
+        for a classifier with several labels, and for a template given to an embedding model.
         """
         inputs = self.core.inputs
         pairs = scoring.pairs_of(data_1, data_2)
@@ -458,7 +463,10 @@ class LLM(WeightMethods, VllmMethods):
         return [call.outputs[request_id] for request_id in started]
 
     def _run(self, call: _Call, num_requests: int, use_tqdm: bool | ProgressFactory) -> None:
-        """Runs steps, alternating with other threads, until all outputs of a call have arrived. Raises its error."""
+        """Runs steps, alternating with other threads, until all `num_requests` outputs of a call have arrived.
+
+        Raises the RequestError of one of its requests, or EngineDeadError.
+        """
         make = use_tqdm if callable(use_tqdm) else tqdm
         with make(total=num_requests, desc="Processed prompts", disable=not use_tqdm) as bar:
             shown, start, tokens = 0, time.monotonic(), (0, 0)

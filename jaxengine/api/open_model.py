@@ -56,7 +56,8 @@ class OpenModel:
         return logits[0] if is_one else logits
 
     def hidden_states(self, tokens: Tokens) -> jax.Array:
-        """Return the hidden states [T, layers + 1, D] of token ids [T], or [B, T, layers + 1, D] of [B, T].
+        """Return the hidden states [T, layers + 1, D] of token ids [T], or [B, T, layers + 1, D] of [B, T], in the
+        model's dtype.
 
         Counted as transformers counts them: 0 is the embeddings, n is what layer n gives, and the last is taken after
         the final norm. Raises as `forward`.

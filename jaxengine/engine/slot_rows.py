@@ -53,7 +53,9 @@ class SlotRows:
             self._runner.set_biases(changed)
 
     def is_behind(self, step: ScheduledStep) -> bool:
-        """Whether a bias of this step depends on a token that is still being computed."""
+        """Whether a bias of this step, by bad words of several tokens, depends on a token that is still being
+        computed.
+        """
         if step.features & LAST_TOKEN:
             for request, _ in self.sampling(step, LAST_TOKEN):
                 slots, slot = self._scheduler.ranks[request.rank].slots, request.slot

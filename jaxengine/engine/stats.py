@@ -76,7 +76,7 @@ class Recent:
         self._count = 0
 
     def add(self, values: np.ndarray) -> None:
-        """Adds values f64[n], which replace the oldest ones."""
+        """Adds values f64[n], which replace the oldest ones; of more than `size` the last are kept."""
         size, first = len(self._values), self._count % len(self._values)
         values = values[-size:]
         fits = min(len(values), size - first)

@@ -107,7 +107,10 @@ def write_whole(path: Path, chunks: Iterator[bytes | memoryview]) -> int:
 
 
 def read_step(path: Path) -> RecordedStep:
-    """Read a step. Raises RecordError for a file that is cut short or is none of this kind."""
+    """Read a step; its arrays cannot be written to. `damaged` compares them with their digests, this does not.
+
+    Raises RecordError for a file that cannot be read, is cut short, is none of this kind or of another format.
+    """
     try:
         content = path.read_bytes()
     except OSError as error:

@@ -12,7 +12,7 @@ BACKENDS = ("native", "cpu", "interpret", "xla")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
+    """Adds the command's arguments to its parser, and `run` as what runs it."""
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="the folder of record_steps")
     parser.add_argument("--step", metavar="N", help="number of the step, or last (default)", default="last")
     parser.add_argument(

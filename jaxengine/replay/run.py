@@ -25,7 +25,8 @@ _RECORDING, _STATES = "recording", "states"
 def run_step(stage: StageRunner, step: RecordedStep, layout: str) -> dict[str, np.ndarray]:
     """Runs a step and returns its results under the names that the record has.
 
-    layout: of the recorded pages. Raises RecordError for a step that is not one of this engine's.
+    layout: the platform whose layout recorded pages have. Raises RecordError for a step that is not one of this
+    engine's.
     """
     try:
         return _Run(stage, step, layout).results()

@@ -41,7 +41,10 @@ class BeamSearchParams:
     include_stop_str_in_output: bool = False
 
     def verify(self, max_logprobs: int, logprobs_mode: str) -> None:
-        """Raises RequestError for values that are not allowed, or not with these engine options."""
+        """Raises RequestError for values that are not allowed, or not with these engine options.
+
+        max_logprobs: as resolved, of which a beam needs two, and not -1.
+        """
         for name in ("beam_width", "max_tokens"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:

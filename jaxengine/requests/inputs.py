@@ -109,7 +109,7 @@ class InputProcessor:
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The prompt of a conversation: its text, token ids and any pictures and videos.
+        """The prompt of a conversation, for `prepare`: its text, token ids and any pictures and videos.
 
         messages, multi_modal_data: from `media_reader.read`. chat_template: None for the engine's option, or else the
         model's. Raises the same errors as Tokenizer.apply_chat_template; RequestError also without a tokenizer.

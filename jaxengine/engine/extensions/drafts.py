@@ -63,7 +63,7 @@ class Drafts(LoopExtension):
         return replace(config, extensions=(*config.extensions, options))
 
     def sync(self, step: ScheduledStep) -> None:
-        """Tells the devices the tokens that new requests begin with, where drafts are made of these."""
+        """Sends the devices prompt and output of requests that are new in their slots, if drafts are made of these."""
         loop, drafts = self.loop, self.loop.runner.extension(NAME)
         if drafts.keeps_history:
             histories = []

@@ -52,7 +52,9 @@ class Structured(LoopExtension):
         self._deadline: float | None = None
 
     def configure(self, config: SchedulerConfig) -> SchedulerConfig:
-        """Has tokens that a grammar leaves no choice scheduled before they are sampled, in an engine with drafts."""
+        """Returns the configuration; in an engine with drafts one that has tokens scheduled before they are sampled,
+        where a grammar leaves no choice.
+        """
         if self._drafts is None:
             return config
         from jaxengine.scheduler.extensions.drafts import DraftOptions

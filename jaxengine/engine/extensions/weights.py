@@ -152,8 +152,8 @@ class Weights(LoopExtension):
         return set(self._asleep)
 
     def check_sleep(self, level: int, mode: PauseMode) -> None:
-        """Raises RequestError for an argument of a sleep that is not allowed, and for an engine of several processes,
-        of which only this one would give up its memory.
+        """Raises RequestError for a level or mode that is not allowed. In an engine of several processes that is each
+        level but 0: only this process would give up its memory.
         """
         _among("level", level, SLEEP_LEVELS)
         if level and (nnodes := self.loop.runner.config.nnodes) > 1:

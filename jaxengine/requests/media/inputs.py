@@ -148,7 +148,9 @@ class MediaInputs:
         return _Found(digest, made, cached, make, isinstance(value, Embeds))
 
     def _embedded(self, given: Embeds) -> Processed:
-        """Makes an item of embeddings that the request gives. Raises RequestError."""
+        """Makes an item of embeddings that the request gives, [n, size]. Raises RequestError for another size than the
+        tower's and for a grid that does not fit n.
+        """
         count, size = given.values.shape
         if size != self._row_size:
             parts = f", {self._tower.num_parts} parts of the hidden size" if self._tower.num_parts > 1 else ""
@@ -170,7 +172,9 @@ class MediaInputs:
             raise RequestError(problem, param=DATA, value=found.num_rows)
 
     def _filled_up(self, item: Processed) -> Processed:
-        """Pads an item with empty patches to a multiple of the tower's unit, at which every item begins."""
+        """Pads an item to a multiple of the tower's unit, at which every item begins: patches with 0, columns and
+        rows with -1.
+        """
         missing = -len(item.patches) % self._tower.unit
         return item._replace(
             patches=np.pad(item.patches, ((0, missing), (0, 0))),

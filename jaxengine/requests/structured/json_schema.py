@@ -29,7 +29,7 @@ _KEY_PATTERNS = {
 def fit_for_grammar(text: str, lenient: bool) -> str:
     """Rewrites a schema for the grammar compiler, from JSON text to JSON text.
 
-    lenient: drop patterns that no grammar supports.
+    lenient: drop patterns that no grammar supports; otherwise they stay, and the compiler refuses them.
     """
     if not any(f'"{word}"' in text for word in ("format", "pattern", "propertyNames")):
         return text

@@ -243,7 +243,10 @@ def _choices(value: Any) -> tuple[str, ...]:
 
 
 def _schema(value: Any) -> str:
-    """Checks a schema, given as JSON text or as a mapping; returns it as text. Raises RequestError."""
+    """Checks a schema, given as JSON text or as a mapping; returns it as text.
+
+    Raises RequestError for what is no schema, above MAX_SCHEMA_BYTES or MAX_NESTING, or refers to another file.
+    """
     allowed = f"a JSON schema of at most {MAX_SCHEMA_BYTES} bytes, nested at most {MAX_NESTING} deep"
     try:
         if isinstance(value, str):
