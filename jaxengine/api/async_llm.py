@@ -165,7 +165,9 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         decode: bool = False,
         lora_request: LoRARequest | None = None,
     ) -> CompletionLogprobs:
-        """As `LLM.get_logprobs`, of a list of prompts and with one adapter for all."""
+        """As `LLM.get_logprobs`, of a list of prompts and with one adapter for all. After an error of one request the
+        others still run to their ends.
+        """
         known = KnownCompletions(self.inputs, prompts, completions, decode=decode)
         asked = zip(known.prompts, known.params, strict=True)
         outputs = await asyncio.gather(*(self._last(prompt, params, lora_request) for prompt, params in asked))
@@ -262,7 +264,11 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         request_id: str | None,
         options: RequestOptions | None,
     ) -> AsyncIterator[Any]:
-        """Submits a request to the engine's thread and yields its outputs; aborts it if the caller stops reading."""
+        """Submits a request to the engine's thread and yields its outputs; aborts it if the caller stops reading.
+
+        None for request_id: a new one; for options: the defaults. The iteration raises RequestError and
+        EngineDeadError.
+        """
         if request_id is None:
             self._num_requests += 1
             request_id = f"async-{self._num_requests}"

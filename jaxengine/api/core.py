@@ -84,7 +84,8 @@ class EngineCore:
         self._profiler = Profiler(None if profiler is None else profiler.profiler_dir)
 
     def shutdown(self, reason: str | None = None) -> None:
-        """Ends the engine and its other processes, if it has any. Does nothing in a fork.
+        """Ends the engine and its other processes, if it has any; writes a profile that is being taken. Does nothing in
+        a fork.
 
         reason: why it has failed, sent to the other processes; None for an ordinary end.
         """
@@ -167,7 +168,8 @@ class EngineCore:
     def advance(self) -> EngineOutput:
         """Runs one step; returns its tokens, for a caller who makes text of them elsewhere.
 
-        Raises EngineDeadError if it fails, and from then on: nobody knows in what state it leaves device buffers.
+        Raises EngineDeadError as `check`, and if the step fails. From then on every step raises it: nobody knows in
+        what state device buffers were left.
         """
         self.check()
         try:

@@ -150,7 +150,8 @@ class LLM(WeightMethods, VllmMethods):
 
         Args:
           prompts: a string, a list of token ids, {"prompt": ...}, {"prompt_token_ids": [...]}, or a list of them.
-          sampling_params: one for all or one per prompt; None for the model's defaults.
+          sampling_params: one for all or one per prompt; None for the model's defaults. Whatever their output_kind,
+            only final outputs are returned.
           use_tqdm: whether to show a progress bar, or a function that makes one.
           priority: one for all or one per prompt; smaller runs first. Needs scheduling_policy="priority".
           client: name of the client, one for all or one per prompt. Needs scheduling_policy="fair", which serves
@@ -202,9 +203,11 @@ class LLM(WeightMethods, VllmMethods):
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool | ProgressFactory = False
     ) -> list[BeamSearchOutput]:
-        """Continues each prompt with the sequences that a beam search finds, best first.
+        """Continues each prompt with the sequences that a beam search finds, best first; results come in the order of
+        the prompts.
 
-        Each token takes a call of `generate` for all beams of all prompts. Raises the same errors as `generate`.
+        Each token takes a call of `generate` for all beams of all prompts. Raises the same errors as `generate`;
+        RequestError also for pictures, and for a beam wider than the engine's logprobs allow.
         """
         inputs = self.core.inputs
         params.verify(inputs.config.max_logprobs, inputs.config.logprobs_mode)
@@ -256,7 +259,9 @@ class LLM(WeightMethods, VllmMethods):
         use_tqdm: bool | ProgressFactory = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """Returns an embedding of each prompt, `outputs.embedding`, a list of floats. Otherwise same as `encode`."""
+        """Returns an embedding of each prompt, `outputs.embedding`, a list of floats. Otherwise same as `encode`;
+        raises RequestError also for a model that classifies.
+        """
         options: Any = {"truncate_prompt_tokens": truncate_prompt_tokens, "use_tqdm": use_tqdm}
         outputs = self.encode(prompts, pooling_params, pooling_task="embed", **options)
         return [EmbeddingRequestOutput.from_base(output) for output in outputs]
@@ -269,7 +274,9 @@ class LLM(WeightMethods, VllmMethods):
         use_tqdm: bool | ProgressFactory = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
     ) -> list[ClassificationRequestOutput]:
-        """Returns label probabilities of each prompt, `outputs.probs`. Otherwise same as `encode`."""
+        """Returns label probabilities of each prompt, `outputs.probs`, a list of floats. Otherwise same as `encode`;
+        raises RequestError also for an embedding model.
+        """
         options: Any = {"truncate_prompt_tokens": truncate_prompt_tokens, "use_tqdm": use_tqdm}
         outputs = self.encode(prompts, pooling_params, pooling_task="classify", **options)
         return [ClassificationRequestOutput.from_base(output) for output in outputs]
@@ -303,15 +310,16 @@ class LLM(WeightMethods, VllmMethods):
         pooling_params: PoolingParams | None = None,
         chat_template: str | None = None,
     ) -> list[ScoringRequestOutput]:
-        """Scores pairs of texts, `outputs.score`: one with one, one with each of many, or pairwise.
+        """Scores pairs of texts, `outputs.score`: one with one, one of data_1 with each of data_2, or pairwise.
 
         A classifier with one label (cross-encoder, reranker) reads both texts, concatenated or formatted by
         `chat_template` from messages of the roles "query" and "document". An embedding model gives the cosine
         similarity.
 
-        chat_template: None for the engine's option; without that either, texts are concatenated. Raises the same errors
-          as `encode`; also RequestError for an empty text, for numbers of texts that do not match, for a classifier
-          with several labels, and for a template given to an embedding model.
+        chat_template: None for the engine's option; without that either, texts are concatenated, for an encoder by its
+          tokenizer.
+        Raises the same errors as `encode`; also RequestError for an empty text, for numbers of texts that do not match,
+        for a classifier with several labels, and for a template given to an embedding model.
         """
         inputs = self.core.inputs
         pairs = scoring.pairs_of(data_1, data_2)
@@ -431,7 +439,10 @@ class LLM(WeightMethods, VllmMethods):
         options: Sequence[RequestOptions],
         use_tqdm: bool | ProgressFactory,
     ) -> list[Any]:
-        """Runs requests and returns their outputs in order. Aborts all of them before raising."""
+        """Runs requests and returns their outputs in order. params, options: one for each of the batch.
+
+        Aborts all of them before raising: RequestError for the first that cannot be served, or EngineDeadError.
+        """
         started: dict[str, _Call] = {}
         call = _Call()
         try:
@@ -452,7 +463,10 @@ class LLM(WeightMethods, VllmMethods):
         return [call.outputs[request_id] for request_id in started]
 
     def _run(self, call: _Call, num_requests: int, use_tqdm: bool | ProgressFactory) -> None:
-        """Runs steps, alternating with other threads, until all outputs of a call have arrived. Raises its error."""
+        """Runs steps, alternating with other threads, until all `num_requests` outputs of a call have arrived.
+
+        Raises the RequestError of one of its requests, or EngineDeadError.
+        """
         make = use_tqdm if callable(use_tqdm) else tqdm
         with make(total=num_requests, desc="Processed prompts", disable=not use_tqdm) as bar:
             shown, start, tokens = 0, time.monotonic(), (0, 0)
@@ -473,7 +487,9 @@ class LLM(WeightMethods, VllmMethods):
                 shown = num_ended
 
     def _step(self) -> None:
-        """Runs one step and hands its outputs and rejected requests to the calls that own them."""
+        """Runs one step, for a caller who holds the lock, and hands its outputs and rejected requests to the calls
+        that own them.
+        """
         for output in self.core.step():
             if output.finished and (call := self._calls.pop(output.request_id, None)) is not None:
                 call.outputs[output.request_id] = output

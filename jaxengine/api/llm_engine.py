@@ -109,8 +109,8 @@ class LLMEngine(VllmMethods):
         """Runs one step and returns the outputs that it brought.
 
         Raises:
-          RequestError: a request turned out to be wrong, such as one whose grammar cannot be compiled. It has ended;
-            others go on, and the next call returns the outputs of this step.
+          RequestError: a request turned out to be wrong, such as one whose grammar cannot be compiled. It has ended and
+            others go on. The next call runs no step: it raises the next such error or returns the outputs of this step.
           EngineDeadError: the engine has failed or was shut down.
         """
         if not self._outputs and not self._errors:

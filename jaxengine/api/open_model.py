@@ -48,14 +48,16 @@ class OpenModel:
     def forward(self, tokens: Tokens) -> jax.Array:
         """Return logits f32[T, V] of token ids [T], or f32[B, T, V] of [B, T]: those of the token after each.
 
-        Raises ValueError for ids that the vocabulary does not have.
+        Raises ValueError for ids that the vocabulary does not have, no tokens, other shapes, and numbers that are no
+        integers.
         """
         rows, is_one = self._rows(tokens)
         logits = forward(self.module, self.params, rows)
         return logits[0] if is_one else logits
 
     def hidden_states(self, tokens: Tokens) -> jax.Array:
-        """Return the hidden states [T, layers + 1, D] of token ids [T], or [B, T, layers + 1, D] of [B, T].
+        """Return the hidden states [T, layers + 1, D] of token ids [T], or [B, T, layers + 1, D] of [B, T], in the
+        model's dtype.
 
         Counted as transformers counts them: 0 is the embeddings, n is what layer n gives, and the last is taken after
         the final norm. Raises as `forward`.
@@ -65,7 +67,7 @@ class OpenModel:
         return states[0] if is_one else states
 
     def _rows(self, tokens: Tokens) -> tuple[jax.Array, bool]:
-        """i32[B, T], and whether `tokens` are those of one sequence."""
+        """i32[B, T], and whether `tokens` are those of one sequence, [T]. Raises ValueError as `forward`."""
         found = np.asarray(tokens)
         if found.ndim not in (1, 2) or found.size == 0 or not np.issubdtype(found.dtype, np.integer):
             raise ValueError(f"tokens must be integers [T] or [B, T], got {found.dtype}{list(found.shape)}")
@@ -80,8 +82,8 @@ def open_model(model: str | PathLike[str] | None = None, *, dtype: str = "float3
 
     dtype: of weights and activations, "float32" or "bfloat16".
 
-    Raises ConfigError and ModelFileError as LLM does, and ConfigError for a folder in device layout, whose weights are
-    cut for an engine's devices.
+    Raises ConfigError, ModelConfigError and ModelFileError as LLM does; ConfigError also for another dtype, and for a
+    folder in device layout, whose weights are cut for an engine's devices.
     """
     if dtype not in DTYPES:
         raise ConfigError("dtype", dtype, " or ".join(DTYPES))

@@ -17,7 +17,8 @@ def params_for(
     truncate_prompt_tokens: int | None = None,
     task: str | None = None,
 ) -> list[PoolingParams]:
-    """Copies of the parameters, one per prompt, with these defaults for unset fields.
+    """Copies of the parameters, one per prompt. truncate_prompt_tokens, task: for those that leave these fields at
+    None.
 
     params: one for all, one for each of `count` prompts, or None for defaults. Raises RequestError for anything else.
     """
@@ -40,7 +41,10 @@ def params_for(
 
 
 def pairs_of(data_1: str | Sequence[str], data_2: str | Sequence[str]) -> list[tuple[str, str]]:
-    """Pairs of texts to compare: one with one, one with each of many, or pairwise. Raises RequestError."""
+    """Pairs of texts to compare: one with one, one of data_1 with each of data_2, or pairwise.
+
+    Raises RequestError for an empty text or none, and if data_1 has neither one text nor as many as data_2.
+    """
     first: Any = [data_1] if isinstance(data_1, str) else data_1
     second: Any = [data_2] if isinstance(data_2, str) else data_2
     for name, texts in (("data_1", first), ("data_2", second)):

@@ -112,7 +112,10 @@ class WeightMethods(ABC):
         self._in_pause(mode, lambda: adapters.replace(new, kv))
 
     def _in_pause(self, mode: PauseMode, function: Callable[[], _T]) -> _T:
-        """Calls a function while no request runs; a pause that is there already stays."""
+        """Calls a function while no request runs, and returns its result; a pause that is there already stays.
+
+        mode: as of `pause_generation`, whose errors and the function's it raises.
+        """
         was_paused = self.is_paused()
         try:
             self.pause_generation(mode)
@@ -150,9 +153,10 @@ class WeightMethods(ABC):
     def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
         """Gives up device memory until `wake_up`; compiled programs stay. Requests of other threads wait.
 
-        level: 1 gives up weights, which host memory keeps, and pages; 2 gives up weights without a copy, so that
-          `update_weights` must bring new ones; 0 pauses alone. mode: as of `pause_generation`; requests that "keep"
-          keeps are computed again. Raises RequestError for another level or mode.
+        level: 1 gives up weights, which host memory keeps, and pages; 2 gives up pages, and weights without a copy, so
+          that `update_weights` must bring new ones; 0 pauses alone.
+        mode: as of `pause_generation`; requests that "keep" keeps are computed again.
+        Raises RequestError for another level or mode, and for a level above 0 of an engine of several processes.
         """
         with self._lock:
             _weights_of(self.core).check_sleep(level, mode)
@@ -161,7 +165,8 @@ class WeightMethods(ABC):
             _weights_of(self.core).sleep(level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Puts back what `sleep` gave up, and ends the pause once all is there.
+        """Puts back what `sleep` gave up, and ends the pause once all is there; ends the pause of an engine that does
+        not sleep.
 
         tags: "weights", "kv_cache" or both, the latter by default. Raises RequestError for another tag, and for
         weights that were given up at level 2 and not replaced.
@@ -238,7 +243,7 @@ class AsyncWeightMethods(ABC):
         await self._in_pause(mode, lambda: adapters.replace(new, kv))
 
     async def _in_pause(self, mode: PauseMode, function: Callable[[], _T]) -> _T:
-        """Calls a function while no request runs; a pause that is there already stays."""
+        """Calls a function on the engine's thread while no request runs; otherwise as `WeightMethods._in_pause`."""
         was_paused = await self.is_paused()
         try:
             await self.pause_generation(mode)
@@ -301,7 +306,11 @@ def _weights_of(core: EngineCore) -> Any:
 def _read_new(
     core: EngineCore, params: Any, mapping: Mapping[str, Renamed] | None, strict: bool, donate: bool, target: Target
 ) -> NewWeights:
-    """Read new weights onto the devices, not in use yet; steps may go on meanwhile. Raises WeightUpdateError."""
+    """Read new weights onto the devices, not in use yet; steps may go on meanwhile. Arguments as of
+    `LLM.update_weights`.
+
+    Raises WeightUpdateError, and RequestError for another target.
+    """
     from jaxengine.runner.weight_update import read_weights
 
     if target not in get_args(Target):
@@ -317,7 +326,11 @@ def _adapters_of(core: EngineCore) -> Any:
 
 
 def _read_adapter(adapters: Any, name: str, params: Any, config: Mapping[str, Any] | None, number: int | None) -> Any:
-    """An adapter in host memory, not in use yet; steps may go on meanwhile. Raises WeightUpdateError, RequestError."""
+    """An adapter in host memory, a GivenAdapter that is not in use yet; steps may go on meanwhile.
+
+    name, params, config, number: as of `LLM.update_lora`, the last its lora_int_id. Raises WeightUpdateError,
+    RequestError.
+    """
     from jaxengine.runner.weight_update import read_adapter
 
     if config is not None and not isinstance(config, Mapping):
@@ -327,7 +340,10 @@ def _read_adapter(adapters: Any, name: str, params: Any, config: Mapping[str, An
 
 
 def _weight_info(core: EngineCore, checksum: bool) -> dict[str, Any]:
-    """Return the version, and with `checksum` SHA-256 of each weight as it lies on the devices."""
+    """Return the version, and with `checksum` SHA-256 of each weight as it lies on the devices.
+
+    Raises EngineDeadError, and RequestError where there are no checksums: weights sleep, or other processes have some.
+    """
     from jaxengine.runner.weight_update import checksums
 
     weights = _weights_of(core)

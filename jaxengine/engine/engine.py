@@ -60,7 +60,7 @@ class Engine:
         return self.scheduler.num_unfinished > 0 or bool(self._in_flight)
 
     def queue(self, requests: Sequence[Request]) -> None:
-        """Queues the requests that one caller's became. Raises RequestError, and none of them goes on then."""
+        """Queues the requests that one of a caller became, one per output; RequestError if one is bad: none runs."""
         added = []
         try:
             for request in requests:
@@ -92,7 +92,7 @@ class Engine:
             self.stats.count_undelivered(self.request_stats.observe_end(request, reason, num_output))
 
     def step(self) -> EngineOutput:
-        """Dispatches the next step, waits for the oldest if enough are in flight or none is added; returns the news."""
+        """Dispatches a step; collects the oldest if enough are in flight or none was dispatched; returns the news."""
         with self.runner.compiles.watch():
             output = EngineOutput()
             for each in self._active:
@@ -112,7 +112,7 @@ class Engine:
         self.extensions.shutdown()
 
     def _take(self, events: Events, output: EngineOutput) -> None:
-        """Lets requests run that waited for an extension, and ends those that it ends."""
+        """Lets requests run that an extension made ready; ends, and notes in `output`, those it ends or refuses."""
         for request in events.ready:
             self.scheduler.release(request)
         for request, error in events.rejected:
@@ -124,7 +124,7 @@ class Engine:
         output.refused += events.rejected
 
     def _dispatch(self, output: EngineOutput) -> InFlight | None:
-        """Puts the next step's forward pass in flight; None if nothing can run now."""
+        """Puts the next step's forward pass in flight and returns it; None in a pause, or if nothing can run now."""
         start = time.monotonic()
         if self.scheduler.paused:
             output.finished += self.scheduler.expire(start)
@@ -154,7 +154,7 @@ class Engine:
         return done
 
     def _sample(self, newest: InFlight, output: EngineOutput) -> None:
-        """Dispatches the sampler of the step in flight last, once it is known what may be chosen."""
+        """Dispatches the newest step's sampler, or what replaces it; first collects steps its choices depend on."""
         if self._epilogue is not None:
             return self._epilogue(newest.pending)
         step, parts = newest.step, (self._rows, *self._active)
@@ -171,7 +171,7 @@ class Engine:
         self.stats.dispatch_seconds += time.monotonic() - start
 
     def _collect(self, output: EngineOutput) -> None:
-        """Takes in the tokens of the oldest step in flight, which it waits for."""
+        """Waits for the oldest step in flight, takes in its tokens, and adds to `output` what they bring."""
         done, start = self._in_flight.popleft(), time.monotonic()
         token_ids, counts = done.pending.token_ids(), done.pending.result("counts")
         arrived = time.monotonic()

@@ -129,7 +129,9 @@ class Metrics:
         return (prompt - before[1]) / seconds, (generated - before[2]) / seconds
 
     def stepped(self) -> None:
-        """Keeps what rates need, and logs vLLM's line every ten seconds of work. To be called after each step."""
+        """Keeps what rates need; with log_stats logs vLLM's line every ten seconds of work. To be called after each
+        step.
+        """
         sample, samples = self._now(), self._samples
         if (busy_since := self._engine.busy_since) > self._stepped:
             then, *counts = self._logged

@@ -15,7 +15,9 @@ class Profiler:
         self._is_running = False
 
     def start(self) -> bool:
-        """Starts a profile; returns True. Raises RequestError where that is not enabled or one is running."""
+        """Starts a profile; returns True. Raises RequestError where that is not enabled, one is running, or it
+        cannot start.
+        """
         if self._folder is None:
             raise RequestError(
                 'profiling is not enabled; start the engine with profiler_config={"profiler_dir": FOLDER}',

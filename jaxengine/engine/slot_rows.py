@@ -53,7 +53,9 @@ class SlotRows:
             self._runner.set_biases(changed)
 
     def is_behind(self, step: ScheduledStep) -> bool:
-        """Whether a bias of this step depends on a token that is still being computed."""
+        """Whether a bias of this step, by bad words of several tokens, depends on a token that is still being
+        computed.
+        """
         if step.features & LAST_TOKEN:
             for request, _ in self.sampling(step, LAST_TOKEN):
                 slots, slot = self._scheduler.ranks[request.rank].slots, request.slot
@@ -70,8 +72,9 @@ class SlotRows:
         return [request for batch in step.batches for request in batch.admitted if request.slot >= 0]
 
     def sampling(self, step: ScheduledStep, feature: int) -> Iterator[tuple[Request, int]]:
-        """Yields the requests with a feature that sample in a step and still have the slot that they had in it, and
-        their rows."""
+        """Yields the requests with a feature that sample in a step and still have the slot that they had in it, each
+        with its row in its rank's batch. feature: a bit of `TokenParams.features`.
+        """
         for rank, batch in zip(self._scheduler.ranks, step.batches, strict=True):
             if batch.features & feature:
                 slots, own = rank.slots, batch.slots
@@ -82,7 +85,9 @@ class SlotRows:
                     yield request, row
 
     def leaves_any(self, request: Request, allowed: np.ndarray) -> bool:
-        """Whether the bias of the token that a request sampled last left any of the tokens `allowed`, bool[V]."""
+        """Whether the bias of the token that a request sampled last left any of the tokens `allowed`, bool[V]. True for
+        a request without a bias.
+        """
         output = np.asarray(request.output_token_ids[:-1], np.int32)
         for owner, bias, _ in self._biases.values():
             if owner is request:

@@ -76,7 +76,7 @@ class Recent:
         self._count = 0
 
     def add(self, values: np.ndarray) -> None:
-        """Adds values f64[n], which replace the oldest ones."""
+        """Adds values f64[n], which replace the oldest ones; of more than `size` the last are kept."""
         size, first = len(self._values), self._count % len(self._values)
         values = values[-size:]
         fits = min(len(values), size - first)
@@ -128,7 +128,9 @@ class StepStats:
     _num_undelivered_tokens: int = 0
 
     def count_step(self, step: ScheduledStep, bucket: Bucket, ranks: Sequence[Rank]) -> None:
-        """Counts a step that was dispatched."""
+        """Counts a step that was dispatched. bucket: its compiled shape; ranks: all, of whose pages the slots are
+        counted.
+        """
         padding = bucket.num_tokens * len(step.batches) - step.num_tokens
         for counts in (self, self.buckets[bucket]):
             counts.num_steps += 1

@@ -96,8 +96,10 @@ def page_map(scheduler: Scheduler) -> dict[str, Any]:
 
 
 def _memory(engine: Engine) -> dict[str, Any]:
-    """Returns the memory of the device with the least room, in bytes; `counts` says whose use `in_use` is: the
-    device's or, on a CPU, the process's.
+    """Returns bytes: the parts of what was planned for the device with the least room, and `in_use`, what a device of
+    the first pipeline stage holds now.
+
+    `counts` says whose use that is: the device's or, on a CPU, the process's.
     """
     plan = engine.runner.plan
     return {

@@ -34,7 +34,8 @@ class StepFolder:
         """Opens the folder, or makes it.
 
         about: what ran the steps, plain JSON values; a folder that is not empty must have been recorded by an engine of
-        the same. Raises RecordError for another one, and OSError.
+        the same. max_steps: the most that are kept; max_bytes: of all of them together. Raises RecordError for a folder
+        of another engine, or one that is none of record_steps, and OSError.
         """
         self.path, self._max_steps, self._max_bytes = path, max_steps, max_bytes
         self.num_recorded = self.num_too_large = 0
@@ -63,9 +64,10 @@ class StepFolder:
         return self._about["weights"].index(entry)
 
     def write(self, about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> int | None:
-        """Writes a step and returns its number; None for one that is larger than all steps together may be.
+        """Writes a step and returns its number; None for one whose arrays are larger than all steps together may be.
 
-        Raises OSError, and the folder is as it was but for old steps that made room.
+        about: plain JSON values; arrays: of the dtypes that step_file.py names, KeyError for another. Raises OSError,
+        and the folder is as it was but for old steps that made room.
         """
         size = num_bytes(arrays)
         if size > self._max_bytes:
@@ -96,7 +98,7 @@ def step_files(folder: Path) -> dict[int, Path]:
 
 
 def read_about(folder: Path) -> dict[str, Any]:
-    """What `engine.json` says. Raises RecordError."""
+    """What `engine.json` says. Raises RecordError where it is not there, cannot be read, or is of another format."""
     path = folder / ENGINE_FILE
     if not path.is_file():
         raise RecordError(f"{folder} has no {ENGINE_FILE}: it is no folder of record_steps")
@@ -129,7 +131,7 @@ def _name(number: int) -> str:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """ "3 to 7, 9" of 3, 4, 5, 6, 7 and 9."""
+    """Ascending numbers as text: "3 to 7, 9" of 3, 4, 5, 6, 7 and 9."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and spans[-1][-1] == number - 1:

@@ -87,7 +87,9 @@ def write_step(path: Path, about: Mapping[str, Any], arrays: Mapping[str, np.nda
 
 
 def write_whole(path: Path, chunks: Iterator[bytes | memoryview]) -> int:
-    """Write a file whole or not at all, through to the disk. Raises OSError, and nothing is left then."""
+    """Write a file whole or not at all, through to the disk, and return its bytes. Raises OSError, or what `chunks`
+    raises; a file that was there is as it was then.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -105,7 +107,10 @@ def write_whole(path: Path, chunks: Iterator[bytes | memoryview]) -> int:
 
 
 def read_step(path: Path) -> RecordedStep:
-    """Read a step. Raises RecordError for a file that is cut short or is none of this kind."""
+    """Read a step; its arrays cannot be written to. `damaged` compares them with their digests, this does not.
+
+    Raises RecordError for a file that cannot be read, is cut short, is none of this kind or of another format.
+    """
     try:
         content = path.read_bytes()
     except OSError as error:

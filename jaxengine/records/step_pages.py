@@ -25,7 +25,10 @@ class StepRow(NamedTuple):
 
 
 def step_rows(layout: StepLayout, message: np.ndarray, num_computed: np.ndarray) -> list[StepRow]:
-    """The rows of one replica's message i32[size]. num_computed: i32[R], of its slots before the step."""
+    """The rows of one replica's message i32[size], without those that fill it up.
+
+    layout: of the message. num_computed: i32[R], tokens of each of its R slots before the step.
+    """
     slots, counts, starts, samples, _ = layout.view(message, "rows")
     return [
         StepRow(slot, start if start >= 0 else int(num_computed[slot]), count, sample > 0)
@@ -46,9 +49,9 @@ def page_tables(layout: StepLayout, message: np.ndarray, tables: np.ndarray) -> 
 def pages_of(
     table: np.ndarray, rows: Sequence[StepRow], window: int | None, page_size: int, *, written: bool = False
 ) -> list[int]:
-    """Pages that the rows of a step see or write, or only write, each once.
+    """Pages that the rows of a step see or write, each once; with `written` only those that they write.
 
-    table: i32[R, columns], of one cache group. window: its keys that a token sees, None for all.
+    table: i32[R, columns], of one cache group, by slot. window: how many keys a token of the group sees, None for all.
     """
     found: dict[int, None] = {}
     for row in rows:

@@ -35,7 +35,9 @@ class Backend(NamedTuple):
     device: str | None
 
     def devices(self, count: int) -> Sequence[Any]:
-        """The first `count` devices. Raises RecordError for too few, or devices of another platform than `native`'s."""
+        """The first `count` devices. Raises RecordError for too few, and with "native" for those of another platform
+        than the recorded one.
+        """
         found = jax.devices(self.device)
         if self.device is None and platform_of(found[0]) != self.platform:
             raise RecordError(
@@ -48,9 +50,10 @@ class Backend(NamedTuple):
 
 
 def choose_backend(name: str, recorded: str, platform: str | None = None) -> Backend:
-    """The backend of a name for steps of a recorded platform.
+    """The backend of a name, one of BACKENDS, for steps of a recorded platform.
 
-    platform: whose kernels "interpret" runs, by default those of the record. Raises RecordError for what has none.
+    platform: whose kernels "interpret" runs, by default those of the record. Raises RecordError where that has no
+    kernels to interpret, and for a platform beside another backend.
     """
     if platform is not None and name != INTERPRET:
         raise RecordError(f"--platform is for --backend interpret, not {name}")
@@ -67,7 +70,7 @@ def choose_backend(name: str, recorded: str, platform: str | None = None) -> Bac
 
 
 def prepare_devices(backend: str, count: int) -> None:
-    """Makes `count` CPU devices where a backend needs them; does nothing once jax has found its devices."""
+    """Makes `count` CPU devices, for every backend but "native"; does nothing once jax has found its devices."""
     if backend == NATIVE:
         return
     try:

@@ -12,7 +12,7 @@ BACKENDS = ("native", "cpu", "interpret", "xla")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
+    """Adds the command's arguments to its parser, and `run` as what runs it."""
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="the folder of record_steps")
     parser.add_argument("--step", metavar="N", help="number of the step, or last (default)", default="last")
     parser.add_argument(
@@ -36,7 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; returns its exit status."""
+    """Runs the command, prints what it found, and returns its exit status: 0 the same, 1 different, 2 for a
+    RecordError.
+
+    Raises ConfigError and ModelFileError as `replay`.
+    """
     from jaxengine.records.folder import read_about
     from jaxengine.records.step_file import RecordError
     from jaxengine.replay.backends import prepare_devices

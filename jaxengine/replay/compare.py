@@ -57,7 +57,8 @@ def compared(
     is_sampled: np.ndarray,
     tolerance: float,
 ) -> Iterator[Difference]:
-    """Compares results of a step, in the order of the forward pass.
+    """Compares results of a step, in the order of the forward pass. Those that one side lacks are left out; logits must
+    be there.
 
     Args:
       arrays: of the record, which say where results belong. wanted: results as recorded; found: those of the replay.
@@ -94,7 +95,10 @@ def compared(
 def _sampled(
     arrays: Mapping[str, np.ndarray], both: Mapping[str, Any], features: int, is_sampled: np.ndarray, tolerance: float
 ) -> Iterator[Difference]:
-    """Compares what the sampler chose for rows that sample, and its scores where a request wants them."""
+    """Compares what the sampler chose for rows that sample, and its scores where a request wants them.
+
+    both: (recorded, found) of each result by name; is_sampled: bool[rows]. The others are as of `compared`.
+    """
     rows = arrays["rows/rank"][is_sampled], arrays["rows/row"][is_sampled]
     for name, pair in both.items():
         field = name.removeprefix("sampled/")
@@ -104,7 +108,11 @@ def _sampled(
 
 
 def _difference(name: str, pair: Sequence[np.ndarray], tolerance: float) -> Difference:
-    """Compares a recorded array with the one found."""
+    """Compares a recorded array with the one found. pair: these two; if their shapes or dtypes differ, nothing is
+    tolerated.
+
+    tolerance: share of the largest finite magnitude recorded; integers and truth values have none.
+    """
     recorded, found = pair
     shape, dtype = recorded.shape, str(recorded.dtype)
     if recorded.shape != found.shape or recorded.dtype != found.dtype:

@@ -12,7 +12,8 @@ TPU = "tpu"
 def converted(pages: np.ndarray, source: str, target: str, spec: Any, like: Any) -> np.ndarray:
     """Pages [n, ...] of one layout in another, bit for bit.
 
-    spec: KVSpec of one device's pool. like: the shape and dtype of the target's pool on all devices, [P, ...].
+    source, target: platforms; all but "tpu" have the same layout, and only the dtype may change between them. spec:
+    KVSpec of one device's pool. like: the shape and dtype of the target's pool on all devices, [P, ...].
     """
     if (source == TPU) == (target == TPU):
         return _as(pages, like.dtype)

@@ -131,7 +131,9 @@ def _compare(step: RecordedStep, wanted: Mapping[str, np.ndarray], ran: _Ran, to
 def _between(
     about: Mapping[str, Any], step: RecordedStep, chosen: Backend, tolerance: float, **options: Any
 ) -> list[str]:
-    """Lines on where the recorded platform's kernels and the chosen ones part, both run here with all layers kept."""
+    """Lines on where the recorded platform's kernels and the chosen ones part, both run here with all layers kept; none
+    where those of the platform cannot run here.
+    """
     own = CPU if about["platform"] == "cpu" else INTERPRET if about["platform"] in INTERPRETED else None
     if own is None:
         return []
@@ -157,7 +159,10 @@ def _summary(differences: Sequence[Difference], tolerance: float) -> list[str]:
 
 
 def _other_weights(about: Mapping[str, Any], step: RecordedStep, stage: StageRunner) -> list[str]:
-    """Names of weights that are not those of the record; of the same platform's storage."""
+    """Names of weights whose checksums are not those of the record; if the names differ, those that only one side has.
+
+    Raises RecordError where engine.json has no checksums of the step's weights.
+    """
     try:
         wanted = about["weights"][step.about["weights"]]["checksums"]
     except (IndexError, KeyError, TypeError):
@@ -176,7 +181,7 @@ def _bucket_of(stage: StageRunner, step: RecordedStep) -> Any:
 
 
 def _damage(step: RecordedStep, name: str, entries: Sequence[int]) -> str:
-    """What a damaged array is."""
+    """What a damaged array is, for a person: the first of its damaged entries if they are pages, else its name."""
     if not entries or not name.endswith("pages/data"):
         return name
     prefix = name.removesuffix("data")

@@ -25,7 +25,8 @@ _RECORDING, _STATES = "recording", "states"
 def run_step(stage: StageRunner, step: RecordedStep, layout: str) -> dict[str, np.ndarray]:
     """Runs a step and returns its results under the names that the record has.
 
-    layout: of the recorded pages. Raises RecordError for a step that is not one of this engine's.
+    layout: the platform whose layout recorded pages have. Raises RecordError for a step that is not one of this
+    engine's.
     """
     try:
         return _Run(stage, step, layout).results()
@@ -48,7 +49,11 @@ class _Run:
         self._kv_shapes = self._programs.kv_shapes(max(2, 1 << max(map(len, self._pages)).bit_length()))
 
     def results(self) -> dict[str, np.ndarray]:
-        """Runs forward pass and sampler."""
+        """Runs forward pass and sampler, and returns what they give, by the names of the record.
+
+        Raises RecordError for arrays of other shapes or dtypes than this engine's, KeyError for those that the step
+        lacks.
+        """
         stage, programs, bucket = self._stage, self._programs, self._bucket
         state, pool = self._state(), self._pool()
         forward = stage.compiled(programs.forward(bucket, stage.params, self._kv_shapes))
@@ -79,7 +84,9 @@ class _Run:
         return found
 
     def _message(self) -> np.ndarray:
-        """The message with pages numbered anew."""
+        """The message i32[ranks, size] with pages numbered anew; 0 for those not in the record. Raises RecordError for
+        another shape.
+        """
         layout, message = self._programs.packer.layouts[self._bucket], self._arrays["message"].copy()
         if message.shape != (self._num_ranks, layout.size):
             raise RecordError(f"the message has the shape {message.shape}; here it is {(self._num_ranks, layout.size)}")
@@ -90,7 +97,7 @@ class _Run:
         return message
 
     def _state(self) -> DeviceState:
-        """The state before the forward pass, with the sampler's as it was before the sampler."""
+        """The state before the forward pass, with the sampler's as it was before the sampler. Raises as `results`."""
         shapes, arrays = self._programs.state_shapes, self._arrays
         assert shapes.tokens is not None and shapes.sampling is not None
         sections = {
@@ -177,7 +184,7 @@ class _Run:
         return converted(pages, pool.layout, self._layout, pool.spec, recorded)
 
     def _pool_rows(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """(replica, row of its pool) of recorded pages."""
+        """(replica, row of its pool) of recorded pages, each i64[n]. name: "pages" or "after/pages"."""
         ranks = self._arrays[f"{name}/rank"]
         groups = paged_groups(self._programs.groups)
         index = {layer: at for group in groups for at, layer in enumerate(group.layers)}

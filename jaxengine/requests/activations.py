@@ -36,7 +36,10 @@ class Steer(NamedTuple):
 
 
 def read_captured(name: str, value: Any) -> tuple[str, ...] | None:
-    """Read the names of taps as given; None for an empty list. Raises RequestError."""
+    """Read names of taps, a list or a text with commas, without repeats; None for an empty list.
+
+    name: of the field, for the RequestError that anything else raises. Whether the engine has the taps is not checked.
+    """
     if isinstance(value, (list, tuple)) and not value:
         return None
     try:

@@ -41,7 +41,10 @@ class BeamSearchParams:
     include_stop_str_in_output: bool = False
 
     def verify(self, max_logprobs: int, logprobs_mode: str) -> None:
-        """Raises RequestError for values that are not allowed, or not with these engine options."""
+        """Raises RequestError for values that are not allowed, or not with these engine options.
+
+        max_logprobs: as resolved, of which a beam needs two, and not -1.
+        """
         for name in ("beam_width", "max_tokens"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
@@ -63,7 +66,9 @@ class BeamSearchParams:
             raise RequestError(problem, param="use_beam_search")
 
     def token_params(self) -> SamplingParams:
-        """Sampling parameters of the request for the best next tokens of a beam."""
+        """Sampling parameters of a request for one token after a beam, with the 2 * beam_width likeliest as its
+        logprobs.
+        """
         # With temperature 0, processed logprobs would only contain the best token.
         temperature = float(self.temperature) or 1.0
         return SamplingParams(

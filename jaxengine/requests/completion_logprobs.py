@@ -62,9 +62,11 @@ class KnownCompletions:
         *,
         decode: bool = False,
     ):
-        """prompts: as for `generate`, without pictures. completions: token ids of each. decode: they are decoded.
+        """prompts: as for `generate`, without pictures. completions: token ids of the completion of each prompt.
+        decode: they are decoded token by token, which needs enable_trace_replay.
 
-        Raises RequestError.
+        Raises RequestError, also for a completion that max_model_len has no room for, and an engine that reports
+        logits.
         """
         if decode and not inputs.config.enable_trace_replay:
             raise RequestError("decode needs an engine that was started with enable_trace_replay", param="decode")
@@ -108,7 +110,9 @@ class KnownCompletions:
         self._first.append(len(prompt_ids))
 
     def result(self, outputs: Sequence[RequestOutput]) -> CompletionLogprobs:
-        """The log-probabilities. outputs: of the requests. Raises RequestError if one of them ended early."""
+        """The log-probabilities. outputs: of the requests, in the order of `rows`. Raises RequestError if one of
+        them ended early.
+        """
         lengths = [len(own) for own in self._own]
         cu_lens = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
         values = np.empty(cu_lens[-1], np.float32)
@@ -127,7 +131,9 @@ class KnownCompletions:
 
 
 def _token_ids(index: int, completion: Any, inputs: InputProcessor) -> list[int]:
-    """A completion as a list. Raises RequestError."""
+    """A completion as a list, which may be empty. index: its number, for the message. Raises RequestError for what is
+    no list of ids of the model's vocabulary.
+    """
     name, size = f"completions[{index}]", inputs.model_config.vocab_size
     is_empty = not isinstance(completion, (str, Mapping)) and hasattr(completion, "__len__") and not len(completion)
     if not is_empty and not is_token_ids(completion):

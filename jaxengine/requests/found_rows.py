@@ -17,9 +17,10 @@ class FoundRows:
         self._parts.append(rows)
 
     def take(self, count: int, only_new: bool) -> np.ndarray | dict[str, np.ndarray]:
-        """Return the first `count` rows, or fewer if there are fewer; only_new: those that were not returned before.
+        """Return the first `count` rows, or fewer if there are fewer; only_new: of these, those that were not returned
+        before.
 
-        Of rows with named fields, a dict with the rows of each.
+        Of rows with named fields, a dict with the rows of each. Needs an `add` before.
 
         Steps that ran before it was known that the sequence had ended may have brought more than `count`.
         """

@@ -109,7 +109,7 @@ class InputProcessor:
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The prompt of a conversation: its text, token ids and any pictures and videos.
+        """The prompt of a conversation, for `prepare`: its text, token ids and any pictures and videos.
 
         messages, multi_modal_data: from `media_reader.read`. chat_template: None for the engine's option, or else the
         model's. Raises the same errors as Tokenizer.apply_chat_template; RequestError also without a tokenizer.
@@ -205,7 +205,7 @@ class InputProcessor:
     def _prepare_pooling(
         self, prompt: Prompt, params: PoolingParams, request_id: str | None, options: RequestOptions
     ) -> PreparedRequest:
-        """Same as `prepare`, for a request to a pooling model."""
+        """Same as `prepare`, for a request to a pooling model; `params` of the result is then a PoolingRecipe."""
         model, longest = self.require_pooling(), self.config.max_model_len
         recipe = params.recipe(model)
         if recipe.dimensions is not None and recipe.dimensions > (
@@ -241,7 +241,7 @@ class InputProcessor:
     def read_prompt(self, prompt: Prompt, prefix: str = "") -> tuple[str | None, list[int], str | None]:
         """Reads (text, token ids, cache salt) of a prompt, text and salt None if it has none. Raises RequestError.
 
-        prefix: prepended to a prompt's text before it is tokenized.
+        prefix: prepended to the text before it is tokenized; not to a prompt that has token ids.
         """
         salt = None
         if isinstance(prompt, Mapping):
@@ -272,9 +272,11 @@ class InputProcessor:
         return prompt, self.tokenizer.encode(prefix + prompt), salt
 
     def make_ready(self, prompt: Prompt) -> Prompt:
-        """Preprocesses a prompt's pictures and videos for the tower, for `prepare`. Raises RequestError.
+        """Returns a prompt with its pictures and videos preprocessed for the tower, for `prepare`; as it is without
+        any.
 
-        Takes long if there are any: do not call it on an event loop.
+        Takes long if there are any: do not call it on an event loop. Raises RequestError, also for a model that takes
+        none.
         """
         if isinstance(prompt, str) or not has_media(prompt):
             return prompt

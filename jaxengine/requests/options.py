@@ -42,8 +42,10 @@ class RequestOptions:
     owner: str = ""
 
     def verify_against(self, scheduling_policy: str, enable_lora: bool) -> None:
-        """Raises RequestError, naming the field, its value and what is allowed, also for fields that the policy
-        ignores.
+        """Raises RequestError, naming the field, its value and what is allowed.
+
+        That is for invalid values, for a priority (but 0) or a client that scheduling_policy does not use, and for an
+        adapter without enable_lora.
         """
         if type(self.priority) is not int or not MIN_PRIORITY <= self.priority <= MAX_PRIORITY:
             text = f"priority must be an int of 64 bits, got {show_value(self.priority)}"

@@ -185,7 +185,8 @@ class OutputProcessor:
     def process(self, step: EngineOutput, now: float, stop: Callable[[Request, str, int], None]) -> list[RequestOutput]:
         """Processes the results of a step; returns the outputs for callers: each new piece, or complete requests.
 
-        stop: called for each request that met a stop string, with the string and the number of tokens.
+        now: seconds of time.monotonic. stop: called for each request that met a stop string, with the string and the
+        number of its tokens so far; it ends the request in the engine.
         """
         changed: dict[_Sequence, None] = {}
         for request in step.first_tokens:

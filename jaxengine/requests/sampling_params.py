@@ -458,7 +458,8 @@ class SamplingParams(SamplingFields):
         """Raises RequestError for valid values that this engine does not support.
 
         max_logprobs: limit of entries per token, -1 for none. num_prompt_tokens: length of the prompt, if known.
-          max_tokens may exceed the rest of the context: generation then ends with "length".
+          max_tokens may exceed what the prompt leaves of max_model_len, not that itself: generation then ends with
+          "length".
         """
         most = vocab_size if max_logprobs == -1 else max_logprobs
         for name in ("logprobs", "prompt_logprobs"):

@@ -17,9 +17,9 @@ from jaxengine.scheduler.token_params import TokenParams
 
 
 def steered(params: TokenParams, steer: Sequence[Steer], config: ResolvedConfig, model: ModelConfig) -> TokenParams:
-    """Return the parameters with what the entries of a request add at each tap together.
+    """Return the parameters with `steer` replaced by what the entries of a request add at each tap together.
 
-    Raises RequestError for what the engine or the model does not have.
+    Raises RequestError for what the engine or the model does not have, and for sums that are not finite in float32.
     """
     if config.steer is None:
         raise RequestError("the engine was started without steer", param="steer")
@@ -40,7 +40,9 @@ def steered(params: TokenParams, steer: Sequence[Steer], config: ResolvedConfig,
 
 
 def _vectors(entry: Steer, config: ResolvedConfig, model: ModelConfig) -> Mapping[str, np.ndarray]:
-    """The vectors of an entry by the names of their taps."""
+    """The vectors f32[D] of an entry by the names of their taps, before `scale`. Raises RequestError for another size,
+    and for a name or a tap that the engine does not have.
+    """
     if isinstance(entry.vector, bytes):
         assert entry.at is not None
         vector = np.frombuffer(entry.vector, np.float32)

@@ -39,7 +39,10 @@ class StopAfter:
 
 
 def stop_after(name: str, value: Any) -> StopAfter:
-    """Checks a value of SamplingParams.stop_after, which may be a dict. Raises RequestError for `name`."""
+    """Checks a value of SamplingParams.stop_after, a StopAfter or a dict of its fields, and returns it as a StopAfter.
+
+    name: of the field, for the RequestError.
+    """
     if isinstance(value, StopAfter):
         return value
     known = {field.name for field in fields(StopAfter)}
@@ -133,7 +136,10 @@ class AnswerStops:
 
 
 def _end(words: list[Marker], text: str) -> int | None:
-    """Reads text for consecutive words, the last one first in the list; returns where the last one ends, or None."""
+    """Reads text for consecutive words, the last one first in the list; returns where the last one ends, or None.
+
+    Words that were found leave the list, so that the search goes on with the next text.
+    """
     at = 0
     while words:
         _, at, found = words[-1].read(text, at)

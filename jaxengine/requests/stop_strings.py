@@ -51,7 +51,8 @@ class StopStrings:
         self.met: str | None = None
 
     def feed(self, text: str, *, counts: bool = True) -> str:
-        """Reads text; returns the text that is settled, before any stop string and not the beginning of one.
+        """Reads text; returns the text that is settled: what comes before any stop string and may not be the beginning
+        of one, or with `keep` all up to the end of the first. "" once that was met.
 
         counts=False: a stop string that ends within this text is ignored; one that begins in it may end, and count,
         later.

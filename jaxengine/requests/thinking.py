@@ -45,7 +45,11 @@ class ThinkingWords:
 
 
 def thinking_words(name: str, value: Any) -> ThinkingWords:
-    """Checks a value of SamplingParams.thinking_words, which may be a dict. Raises RequestError for `name`."""
+    """Checks a value of SamplingParams.thinking_words, a ThinkingWords or a dict of its fields; returns a
+    ThinkingWords.
+
+    name: of the field, for the RequestError.
+    """
     if isinstance(value, ThinkingWords):
         return value
     known = {field.name for field in fields(ThinkingWords)}

@@ -115,7 +115,7 @@ def _exact_logits(
     *,
     remat: bool,
 ) -> jax.Array:
-    """Logits of the engine's form, with the gradient of `_logits`."""
+    """Logits f32[B, T, V] of the engine's form, with the gradient of `_logits`, whose arguments it has."""
 
     @jax.custom_vjp
     def logits_of(params: Any, given: tuple[Any, ...]) -> jax.Array:
@@ -135,7 +135,10 @@ def _exact_logits(
 
 @jax.jit
 def _token_log_probs(logits: jax.Array, tokens: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
-    """Log-probabilities f32[B, T] from logits f32[B, T, V], by the arithmetic of what an engine reports."""
+    """Log-probabilities f32[B, T] from logits f32[B, T, V], by the arithmetic of what an engine reports.
+
+    0 for the first token of each segment and for padding; segment_ids: None where each row is one segment.
+    """
     before = logits[:, :-1]
     chosen = jnp.take_along_axis(before, tokens[:, 1:, None], axis=2).reshape(-1, 1)
     rows = before.reshape(-1, before.shape[2])
@@ -160,7 +163,7 @@ def _states(
 def _checked(
     model: CausalLM, params: Any, tokens: Any, segment_ids: Any, positions: Any
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Tokens, segments and positions as arrays; raises as `forward`."""
+    """Tokens, segments and positions as int32[B, T], None where they are None; raises as `forward`."""
     check_unpaged(model)
     if jax.tree.structure(params) != jax.tree.structure(nnx.state(model)):
         text = "params must be an nnx.State of the model's structure, as nnx.state(model) gives"
@@ -181,7 +184,9 @@ def _check_axes(arguments: dict[str, Any]) -> None:
 
 
 def _integers(name: str, values: Any, shape: tuple[int, ...] | None) -> jax.Array:
-    """Integers [B, T] as int32; raises ValueError for others."""
+    """Integers [B, T] as int32; raises ValueError for others. shape: that they must have, None for any [B, T] but an
+    empty one.
+    """
     values = jnp.asarray(values)
     wanted = "[B, T] with B, T >= 1" if shape is None else list(shape)
     fits = values.ndim == 2 and values.size > 0 if shape is None else values.shape == shape

@@ -130,7 +130,8 @@ def named_tensors(
       scan_axis: the axis of scanned arrays that counts layers, MaxText's `param_scan_axis`.
 
     An array is turned when its tensors are asked for, in host memory. Raises ValueError for a family or names that are
-    not known, and for an array that has another number of layers than `config`.
+    not known, OSError for a folder without config.json; the iterator raises ValueError for an array that has another
+    number of layers than `config`.
     """
     outer = config if isinstance(config, Mapping) else json.loads((Path(config) / "config.json").read_text())
     text = outer.get("text_config", outer)
@@ -185,7 +186,10 @@ class _Model:
         return found if found.name in self.family.layer else None
 
     def tensors(self, arrays: Mapping[str, Any], scan_axis: int) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield Hugging Face names and arrays. arrays: by MaxText's names, all of which are known."""
+        """Yield Hugging Face names and arrays. arrays: by MaxText's names, all of which are known.
+
+        scan_axis, and the ValueError that is raised: as of `named_tensors`.
+        """
         for name, array in arrays.items():
             place, host = self.place(name), np.asarray(array)
             assert place is not None
@@ -204,7 +208,9 @@ class _Model:
                     yield full.replace("{expert}", str(number)), turn(expert)
 
     def _top(self, name: str, array: np.ndarray) -> tuple[str, np.ndarray]:
-        """A tensor outside the layers. Rows that pad the vocabulary are left out."""
+        """The Hugging Face name and array of a tensor outside the layers, whose MaxText name is in _TOP. Rows that pad
+        the vocabulary are left out, and the family's scales undone.
+        """
         family, size = self.family, int(self.config["vocab_size"])
         hf_name = _TOP[name] if name == "decoder.logits_dense.kernel" else self.prefix + _TOP[name]
         if name == "decoder.decoder_norm.scale":
@@ -216,7 +222,11 @@ class _Model:
         return hf_name, array
 
     def _turned(self, name: str, turn: Turn) -> Turn:
-        """How an array of a layer is turned, with the family's scales undone before."""
+        """How an array of a layer is turned: the family's scales and order of rope dimensions are undone, then `turn`
+        is applied.
+
+        name: within a layer, or that of the last norm. Of a norm with an offset only that is taken away.
+        """
         if name.endswith("norm.scale") and self.family.norm_offset:
             return in_float32(lambda values: values - np.float32(self.family.norm_offset))
         of_query, of_key = name == "self_attention.query.kernel", name == "self_attention.key.kernel"

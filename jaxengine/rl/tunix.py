@@ -51,9 +51,11 @@ class TunixModel(nnx.Module):
     def __init__(
         self, module: CausalLM, *, is_trained: Callable[[tuple[Any, ...]], bool] | None = None, remat: bool = False
     ):
-        """is_trained: whether the weight at a path, such as ("layers", 3, "mlp", ...), is trained; None for all.
+        """is_trained: whether the weight at a path, such as ("layers", 3, "mlp", ...), is trained; None for all. The
+        others become Frozen.
 
-        remat: compute each layer again for its gradient. Raises ValueError for a model without such a forward pass.
+        remat: compute each layer again for its gradient. Raises ValueError for a model without such a forward pass, and
+        where no weight is trained.
         """
         check_unpaged(module)
         graph, state = nnx.split(module)
@@ -77,8 +79,9 @@ class TunixModel(nnx.Module):
     ) -> tuple[jax.Array, None]:
         """Return logits float32[B, T, V] of tokens int32[B, T], and no cache.
 
-        segment_ids: int32[B, T], with 0 for padding. Without them a token that does not attend to itself, by the
-        diagonal of attention_mask [B, T, T], is padding; other masks than causal ones are not looked at.
+        positions: int32[B, T], for rope; None to count from 0. segment_ids: int32[B, T], with 0 for padding. Without
+        them a token that does not attend to itself, by the diagonal of attention_mask [B, T, T], is padding; other
+        masks than causal ones are not looked at. Raises ValueError for a cache.
         """
         if cache is not None:
             raise ValueError("cache must be None: the engine generates, and this model only trains")
@@ -134,8 +137,12 @@ class JaxengineRollout(_tunix.BaseRollout):
     def generate(self, prompts: list[str], rollout_config: Any, **kwargs: Any) -> Any:
         """Answer each prompt once: a RolloutOutput, as a RolloutConfig asks for it.
 
-        kwargs: further fields of SamplingParams. With a seed each prompt of each call draws its own numbers, and the
-        same calls give the same answers. Tokens have no padding, and end with the token that ended them.
+        kwargs: fields of SamplingParams, which go before those of the config. With a seed each prompt of each call
+        draws its own numbers, and the same calls give the same answers. Tokens have no padding, and end with the token
+        that ended them.
+
+        Raises ValueError for a config that the engine does not do, RuntimeError for an answer that was aborted or
+        failed; else as `LLM.generate`.
         """
         self._check(rollout_config)
         call = next(self._calls)
@@ -158,8 +165,9 @@ class JaxengineRollout(_tunix.BaseRollout):
     def get_per_token_logps(self, prompt_tokens: jax.Array, completion_tokens: jax.Array, **_: Any) -> jax.Array:
         """Return the log-probabilities float32[B, C] of completions [B, C], by the programs that serve; 0 for padding.
 
-        prompt_tokens: [B, P], padded on the left; completions are padded on the right. Raises ValueError where the
-        rollout's temperature is neither 0 nor 1: these are of temperature 1.
+        prompt_tokens: [B, P], padded on the left; completions are padded on the right. Where pad_id ends answers too,
+        their last token counts as padding. Raises ValueError where the rollout's temperature is neither 0 nor 1: these
+        are of temperature 1.
         """
         if self._temperature not in (None, 0.0, 1.0):
             text = "log-probabilities of completions are of temperature 1: set it to 1, or num_iterations to 1"
@@ -177,8 +185,9 @@ class JaxengineRollout(_tunix.BaseRollout):
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
         """Replace the engine's weights by the trained ones: all of them or, with WeightUpdateError, none.
 
-        Arrays are copied where the engine would take them over, as a trainer may donate its own. Raises ValueError for
-        LoRA parameters.
+        params: of the kind of model that `__init__` was given, an nnx.State. Arrays are copied where the engine would
+        take them over, as a trainer may donate its own. Raises ValueError for LoRA parameters (`filter_types` has their
+        type), and for a TunixModel for other weights than the trained ones.
         """
         if any(isinstance(kind, type) and issubclass(kind, nnx.LoRAParam) for kind in filter_types or ()):
             raise ValueError("LoRA parameters are not taken: merge them into the weights, or train all weights")
@@ -217,7 +226,9 @@ class JaxengineRollout(_tunix.BaseRollout):
                 self._llm.update_weights(named_tensors(params))
 
     def _check(self, config: Any) -> None:
-        """Raise ValueError for what a RolloutConfig asks of the engine and it does not do."""
+        """Raise ValueError for what a RolloutConfig asks and the engine does not do; otherwise take note of its
+        temperature.
+        """
         engine = self._llm.core.config
         for name in ("tensor_parallel_size", "data_parallel_size"):
             asked, has = getattr(config, name), getattr(engine, name)
@@ -236,7 +247,11 @@ class JaxengineRollout(_tunix.BaseRollout):
         self._temperature = float(config.temperature)
 
     def _params(self, config: Any, more: Mapping[str, Any], call: int, index: int) -> SamplingParams:
-        """Sampling parameters of the prompt `index` of a call."""
+        """Sampling parameters of the prompt `index` of the call numbered `call`, which with `config.seed` decide its
+        seed.
+
+        more: fields that replace those of the config. Raises RequestError for an invalid one.
+        """
         seed = None
         if config.seed is not None:
             words = np.asarray(_key_data(config.seed)).ravel().tolist()
@@ -262,7 +277,7 @@ class JaxengineRollout(_tunix.BaseRollout):
         return ids[:-1] if ids and answer.finish_reason == "stop" and ids[-1] in self._ends(config) else ids
 
     def _prompt_ids(self, prompt: Any) -> list[int]:
-        """Token ids of a text, with the token that begins texts once, as Tunix's samplers do it."""
+        """Token ids of a text, with the token that begins texts once, as Tunix's samplers do it; ids as they are."""
         if not isinstance(prompt, str):
             return [int(token) for token in prompt]
         ids, begin = [int(token) for token in self._tokenizer.encode(prompt)], self._tokenizer.bos_id()
@@ -297,7 +312,9 @@ def _length(row: np.ndarray, pad: int) -> int:
 
 
 def _left_padded(prompts: Sequence[Sequence[int]], width: int, pad: int) -> np.ndarray:
-    """Prompts int32[B, width]; of the next power of two if one is longer, as Tunix's own engines have it."""
+    """Prompts int32[B, width], with `pad` in front. If one is longer, the width is the next power of two of the
+    longest, as Tunix's own engines have it.
+    """
     longest = max(map(len, prompts), default=0)
     if longest > width:
         width = 1 << (longest - 1).bit_length()

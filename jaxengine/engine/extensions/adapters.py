@@ -79,9 +79,12 @@ class Adapters(LoopExtension):
         yield Gauge("vllm:lora_requests_info", time.time(), labels)
 
     def replace(self, given: GivenAdapter, kv: KVMode) -> None:
-        """Gives a name other matrices, between two steps and with none in flight; its requests go on with them.
+        """Gives a name other matrices, between two steps and with none in flight; its requests go on with them. A name
+        that is new is added.
 
-        kv: as of `LLM.update_weights`, for requests of this name. Raises RequestError, with nothing changed.
+        given: the name, its number or None, and the matrices in host memory. kv: as of `LLM.update_lora`. Raises
+        RequestError, with nothing changed, for another number than the name has, and for a new name that cannot be
+        added.
         """
         scheduler = self.loop.scheduler
         old, new = self.store.replace(given, scheduler.extension("adapters").slots)

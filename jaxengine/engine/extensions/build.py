@@ -91,7 +91,11 @@ class Extensions:
             each.attach(loop)
 
     def prepare(self, request: Request) -> None:
-        """Completes a request before it is queued. Raises RequestError for what the engine was started without."""
+        """Completes a request before it is queued, and makes the extensions that it needs.
+
+        Raises RequestError for what the engine was started without, and for what an extension refuses: an unknown
+        adapter (UnknownAdapterError), or an engine that cannot wake up (OverloadedError).
+        """
         features = request.params.features
         if request.lora is not None:
             self.require("adapters")
@@ -110,7 +114,8 @@ class Extensions:
             each.prepare(request)
 
     def require(self, name: str) -> LoopExtension:
-        """Returns the extension of a name, from now on part of the steps, and makes it if there is none.
+        """Returns the extension of a capability, by its name in `_MAKERS`; makes it if there is none. From now on it
+        takes part in the steps.
 
         Raises RequestError if the engine was started without what it needs.
         """

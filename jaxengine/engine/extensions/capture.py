@@ -48,7 +48,11 @@ class _Asked:
         self.num_found = 0
 
     def rows(self, found: dict[Tap, np.ndarray], rank: int, tokens: slice) -> np.ndarray:
-        """Copies of what the taps gave for tokens of a step, a structured array: other tokens are not kept with it."""
+        """Copies the rows of some tokens of a step, so that the memory of the others is not kept: a structured array
+        [n] with a field for each tap.
+
+        found: of each tap, [ranks, tokens, ...]; rank, tokens: which of them, a slice with both its ends.
+        """
         own = {tap: found[tap][rank, tokens] for tap in self.taps}
         if self.dtype is None:
             self.dtype = np.dtype([(tap.name, each.dtype, each.shape[1:]) for tap, each in own.items()])
@@ -117,7 +121,9 @@ class Capture(LoopExtension):
         self._asked.pop(request, None)
 
     def _taps_of(self, request: Request) -> tuple[Tap, ...]:
-        """The taps that a request names. Raises RequestError."""
+        """The taps that a request names, "hidden_states" aside. Raises RequestError for one that the engine was
+        started without.
+        """
         taps, asked = self.loop.runner.extension("capture").taps, request.params.capture
         names = [name for name in asked if name != HIDDEN_STATES]
         try:

@@ -63,7 +63,7 @@ class Drafts(LoopExtension):
         return replace(config, extensions=(*config.extensions, options))
 
     def sync(self, step: ScheduledStep) -> None:
-        """Tells the devices the tokens that new requests begin with, where drafts are made of these."""
+        """Sends the devices prompt and output of requests that are new in their slots, if drafts are made of these."""
         loop, drafts = self.loop, self.loop.runner.extension(NAME)
         if drafts.keeps_history:
             histories = []
@@ -76,7 +76,7 @@ class Drafts(LoopExtension):
         """Returns the drafts that a request with a grammar has in the step dispatched last.
 
         num_output: tokens of output in front of the drafts. None if the request has another number of known ones, or no
-        drafts in that step.
+        slot, or no drafts in that step.
         """
         slots, slot = self.loop.scheduler.ranks[request.rank].slots, request.slot
         if not self.loop.in_flight or slot < 0 or slots.num_known[slot] - slots.num_prompt[slot] != num_output:
@@ -89,7 +89,9 @@ class Drafts(LoopExtension):
         return self._made_on_device(self.loop.in_flight[-1], request)[:count] or None
 
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
-        """Counts what became of the drafts of a step, and what it took, by which the scheduler chooses how many."""
+        """Counts what became of the drafts of a step, and how long it took, by which the scheduler chooses how many
+        drafts to make. Leaves out steps that also computed prompts.
+        """
         batches, num_rows = step.step.batches, step.step.num_rows
         if num_rows > sum(batch.num_decode for batch in batches):
             return

@@ -58,7 +58,10 @@ class Pictures(LoopExtension):
         self.stats.count(requests[0].media)
 
     def before_forward(self, step: ScheduledStep) -> None:
-        """Dispatches, and counts, what the forward pass of this step, the next one to be dispatched, depends on."""
+        """Dispatches what the forward pass of this step, the next one to be dispatched, needs: the position offsets of
+        requests that are new in their slots, and the encoder's calls for pictures that the step comes to. Counts the
+        latter.
+        """
         encoder, stats = self.loop.runner.extension(NAME), self.stats
         admitted = [request for batch in step.batches for request in batch.admitted]
         if admitted and encoder.uses_mrope:

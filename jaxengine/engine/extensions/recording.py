@@ -85,7 +85,9 @@ class Recording(LoopExtension):
         self.loop.runner.extension("recording").stop()
 
     def _weights_index(self) -> int:
-        """The index of the weights that steps run with now, whose checksums are computed when they have changed."""
+        """The folder's index of the weights that steps run with now. Weights that are new to it are entered first, with
+        their checksums. Raises OSError where that cannot be written.
+        """
         assert self._folder is not None
         # Replaced weights are other arrays, which were made while the old ones were there.
         arrays = tuple(id(array) for stage in self.loop.runner.stages for array in stage.params)

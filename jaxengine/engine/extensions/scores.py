@@ -67,7 +67,9 @@ class Scores(LoopExtension):
         return NO_EVENTS
 
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
-        """Adds the logprobs that were asked for."""
+        """Adds the logprobs that were asked for: of sampled tokens to `result.emitted`, of prompts to
+        `output.prompt_scores`.
+        """
         if any(len(rows.scored) for rows in result.emitted):
             scores = step.pending.logprobs(given=bool(self._with_given))
             result.emitted = [
@@ -86,7 +88,9 @@ class Scores(LoopExtension):
 
 
 def _scored_prompts(step: ScheduledStep, ranks: list[Rank]) -> list[_ScoredPrompt]:
-    """The stretches of prompts that a step that has just been scheduled has to score."""
+    """The stretches of prompts that a step that has just been scheduled has to score: tokens whose next one is of the
+    prompt too, from the request's prompt_logprob_start on. ranks: the scheduler's.
+    """
     if not step.features & PROMPT_LOGPROBS:
         return []
     scored = []

@@ -52,7 +52,9 @@ class Structured(LoopExtension):
         self._deadline: float | None = None
 
     def configure(self, config: SchedulerConfig) -> SchedulerConfig:
-        """Has tokens that a grammar leaves no choice scheduled before they are sampled, in an engine with drafts."""
+        """Returns the configuration; in an engine with drafts one that has tokens scheduled before they are sampled,
+        where a grammar leaves no choice.
+        """
         if self._drafts is None:
             return config
         from jaxengine.scheduler.extensions.drafts import DraftOptions
@@ -87,7 +89,11 @@ class Structured(LoopExtension):
         return False
 
     def before_sample(self, step: ScheduledStep) -> bool:
-        """Waits for the masks of a step; requests whose masks take too long, or that have ended, are left out of it."""
+        """Whether the sampler of a step may be dispatched. While masks are missing it waits for them and returns False.
+
+        Once that has taken _MASK_SECONDS for the step, the requests that lack one lose their slots and wait apart;
+        True.
+        """
         if not step.features & MASK:
             return True
         now = time.monotonic()
@@ -119,7 +125,9 @@ class Structured(LoopExtension):
             self.loop.runner.extension("structured").set_masks(masks, of_drafts)
 
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
-        """Has the next masks computed of requests that got a token."""
+        """Has the next masks computed of requests that got a token, and gives those that could sample none a
+        stop_reason that says so.
+        """
         for request, token_id in result.followed:
             if request.params.grammar is None:
                 continue

@@ -35,8 +35,9 @@ class WeightOrders:
     def read_weights(self, path: str, version: Version | None, mode: PauseMode, kv: KVMode, strict: bool) -> int:
         """Begins to read a folder on a thread; returns the number by which `weights_are_read` knows it.
 
-        Raises RequestError for an argument that is not allowed, and for more than MAX_READS that are being read, or are
-        read and neither used nor forgotten.
+        version, mode, kv: of the update to come, only checked here; strict: as of `LLM.update_weights`. Raises
+        RequestError for one of the three that is not allowed, and for more than MAX_READS that are being read, or are
+        read and neither used nor forgotten. What is wrong with the folder `weights_are_read` raises.
         """
         self._weights.check(version, mode, kv)
         if len(self._reads) >= MAX_READS:
@@ -57,8 +58,8 @@ class WeightOrders:
         return self._num_reads
 
     def weights_are_read(self, number: int) -> bool:
-        """Whether a folder has been read. Raises RequestError, and forgets it, if that failed; RequestError also for an
-        unknown number.
+        """Whether a folder has been read. Raises the reading's error, such as WeightUpdateError, if that failed, and
+        forgets it; RequestError for an unknown number.
         """
         job = self._find(number)
         if job.done() and (error := job.exception()) is not None:
@@ -72,7 +73,8 @@ class WeightOrders:
     def switch_weights(self, number: int, version: Version | None, kv: KVMode) -> dict[str, Any]:
         """Replaces the weights by those that were read, while the engine is paused; returns a WeightUpdate's fields.
 
-        Raises RequestError for an unknown number, and if they are not read yet.
+        version, kv: as of `Weights.switch`. Raises RequestError for an unknown number, and if they are not read yet;
+        and the reading's error.
         """
         if not (job := self._find(number)).done():
             raise RequestError(f"the weights {number} are still being read", param="number", value=number)

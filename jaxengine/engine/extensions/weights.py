@@ -56,9 +56,10 @@ class Weights(LoopExtension):
         request.weight_versions = [(self.version, 0)]
 
     def pause(self, mode: PauseMode) -> None:
-        """Begins a pause. Steps must go on until `settle` says that it is there.
+        """Begins a pause. Steps must go on until `settle` says that it is there. Wakes an engine that sleeps by itself.
 
-        Raises RequestError for another mode, and for "wait" while the engine sleeps and has requests.
+        mode: what becomes of the requests that are there, see PauseMode. Raises RequestError for another one, and for
+        "wait" while the engine sleeps and has requests.
         """
         _among("mode", mode, get_args(PauseMode))
         self.rouse()
@@ -73,7 +74,9 @@ class Weights(LoopExtension):
         self._aborts = mode == "abort"
 
     def resume(self) -> None:
-        """Ends a pause, or the beginning of one. Raises RequestError while the engine sleeps."""
+        """Ends a pause, or the beginning of one. Raises RequestError while the engine sleeps; does nothing if it sleeps
+        by itself.
+        """
         if self.dozes:
             return
         if self._asleep:
@@ -113,7 +116,8 @@ class Weights(LoopExtension):
         """Replaces the weights while the engine is paused. version: None counts on from the last number.
 
         kv: what becomes of keys and values of the old weights, see KVMode. Raises RequestError for an invalid argument,
-        and nothing has changed then.
+        also for a version beside weights of a draft model, and nothing has changed then. Asserts that the pause is
+        there.
         """
         self.check(version, "keep", kv)
         if new.are_of_draft:
@@ -148,8 +152,8 @@ class Weights(LoopExtension):
         return set(self._asleep)
 
     def check_sleep(self, level: int, mode: PauseMode) -> None:
-        """Raises RequestError for an argument of a sleep that is not allowed, and for an engine of several processes,
-        of which only this one would give up its memory.
+        """Raises RequestError for a level or mode that is not allowed. In an engine of several processes that is each
+        level but 0: only this process would give up its memory.
         """
         _among("level", level, SLEEP_LEVELS)
         if level and (nnodes := self.loop.runner.config.nnodes) > 1:
@@ -160,8 +164,8 @@ class Weights(LoopExtension):
     def sleep(self, level: int) -> None:
         """Gives up device memory while the engine is paused. Running requests are computed again after `wake`.
 
-        level: 0 gives up nothing; 1 the pools, and the weights, which host memory keeps; 2 the weights without a copy.
-        Raises RequestError for another one.
+        level: 0 gives up nothing; 1 the pools, and the weights, which host memory keeps; 2 the weights without a copy,
+        and the pools. Raises RequestError as `check_sleep`. Asserts that the pause is there.
         """
         self.check_sleep(level, "keep")
         assert self.settle(), "an engine falls asleep between two steps"
@@ -188,10 +192,11 @@ class Weights(LoopExtension):
             self.wake()
 
     def wake(self, tags: Sequence[str] | None = None) -> None:
-        """Puts back what these tags name, by default all, and resumes once all is there. Weights of level 2 must be
-        given to `switch` first.
+        """Puts back what these tags name, "weights" and "kv_cache", both by default; once nothing sleeps, resumes.
+        Weights of level 2 must be given to `switch` first.
 
-        Raises RequestError for another tag, and for weights that nobody has.
+        Raises RequestError for another tag, and for weights that nobody has; jax's RuntimeError if memory is not to be
+        had.
         """
         for tag in tags or ():
             _among("tags", tag, (WEIGHTS, KV_CACHE))
@@ -240,7 +245,10 @@ class Weights(LoopExtension):
 
 
 def _switch_draft(weights: Weights, new: NewWeights, version: Version | None, kv: KVMode) -> WeightUpdate:
-    """Replaces a draft model's weights, which no token depends on: the version and cached prefixes are the model's."""
+    """Replaces a draft model's weights, which no token depends on: the version and cached prefixes are the model's.
+
+    kv: as of `Weights.switch`. Raises RequestError for a version other than None.
+    """
     if version is not None:
         text = f"version is {version!r}; allowed with target='draft': None, for the weights of the model stay"
         raise RequestError(text, param="version", value=version)

@@ -52,7 +52,9 @@ class LeastRecent(Generic[T]):
         return found[0]
 
     def put(self, digest: bytes, value: T, size: int) -> None:
-        """Stores a value as the most recently used, replacing an earlier one, unless it exceeds max_bytes by itself."""
+        """Stores a value of `size` bytes as the most recently used, in place of an earlier one of the digest; then
+        drops the least recently used until max_bytes are kept. A value above max_bytes by itself is not stored.
+        """
         if digest in self._values:
             self.num_bytes -= self._values.pop(digest)[1]
         if size > self.max_bytes:
@@ -148,7 +150,10 @@ class PreparedItem(MediaItem):
 
 
 def prepared_item(item: MediaItem, made: Processed, make: Callable[[], Processed]) -> PreparedItem:
-    """Implements MediaCache.item for caches whose pixels are in another process."""
+    """Implements MediaCache.item for caches whose pixels are in another process.
+
+    The item has the pixels of `made`; where that has none, `make` can make them.
+    """
     has_pixels = made.patches.shape[1] > 0
     return PreparedItem(
         *(item.modality, item.digest, item.positions, made.patches, made.columns, made.rows, item.cached),

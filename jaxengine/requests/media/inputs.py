@@ -55,7 +55,7 @@ class MediaInputs:
     """
 
     def __init__(self, processor: MediaProcessor, tower: TowerConfig, config: ResolvedConfig, hidden_size: int = 0):
-        """hidden_size: of the model, for embeddings that are given instead of pictures."""
+        """hidden_size: of the model, for embeddings that are given instead of pictures; 0: they are refused."""
         self.processor = processor
         size = config.mm_processor_cache_bytes
         self.cache: MediaCache | None = ProcessorCache(size) if size else None
@@ -78,9 +78,10 @@ class MediaInputs:
     def read(
         self, token_ids: Sequence[int], values: Mapping[str, Sequence[Any]], options: Any
     ) -> tuple[list[int], Media | None]:
-        """Returns the prompt with a placeholder for every embedding, and its Media (None without items).
+        """Returns the prompt's token ids with a placeholder for every embedding, and its Media (None without items).
 
-        values: loaded items by modality; options: mm_processor_kwargs. Raises RequestError.
+        token_ids: with one placeholder for each item. values: loaded items by modality; options: mm_processor_kwargs or
+        None. Raises RequestError, also for more embeddings than max_model_len has room for.
         """
         options = self._options(options)
         if not any(values.values()):
@@ -125,7 +126,11 @@ class MediaInputs:
     def _find(
         self, cache: MediaCache | None, digest: bytes, modality: str, value: Any, options: Mapping[str, Any]
     ) -> _Found:
-        """Takes an item from the cache, or preprocesses and caches it. Raises RequestError."""
+        """Takes an item from the cache, or preprocesses and caches it. cache: None for none.
+
+        Raises RequestError for what the processor cannot use, and for more patches or embeddings than the encoder has
+        room for.
+        """
         kept = None if cache is None else cache.get(digest)
         cached = None if cache is None else kept is not None
 
@@ -143,7 +148,9 @@ class MediaInputs:
         return _Found(digest, made, cached, make, isinstance(value, Embeds))
 
     def _embedded(self, given: Embeds) -> Processed:
-        """Makes an item of embeddings that the request gives. Raises RequestError."""
+        """Makes an item of embeddings that the request gives, [n, size]. Raises RequestError for another size than the
+        tower's and for a grid that does not fit n.
+        """
         count, size = given.values.shape
         if size != self._row_size:
             parts = f", {self._tower.num_parts} parts of the hidden size" if self._tower.num_parts > 1 else ""
@@ -165,7 +172,9 @@ class MediaInputs:
             raise RequestError(problem, param=DATA, value=found.num_rows)
 
     def _filled_up(self, item: Processed) -> Processed:
-        """Pads an item with empty patches to a multiple of the tower's unit, at which every item begins."""
+        """Pads an item to a multiple of the tower's unit, at which every item begins: patches with 0, columns and
+        rows with -1.
+        """
         missing = -len(item.patches) % self._tower.unit
         return item._replace(
             patches=np.pad(item.patches, ((0, missing), (0, 0))),
@@ -177,7 +186,8 @@ class MediaInputs:
 def digest_of(modality: str, value: Any, options: Mapping[str, Any], settings: str) -> bytes:
     """SHA-256 of decoded pixels and of everything that affects their preprocessing.
 
-    value: an array, or a NamedTuple or dataclass of arrays and plain values.
+    value: an array, or a NamedTuple or dataclass of arrays and plain values. options: mm_processor_kwargs; settings: of
+    the processor, as text.
     """
     digest = hashlib.sha256(json.dumps([modality, settings, options], sort_keys=True, default=str).encode())
     parts: Sequence[Any] = [value]

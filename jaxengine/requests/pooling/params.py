@@ -40,7 +40,7 @@ class PoolingRecipe:
     activation: str
 
     def finish(self, vector: np.ndarray) -> np.ndarray:
-        """Computes the answer f32[dimensions] from the model's vector f32[N]."""
+        """Computes the answer f32[dimensions] from the model's vector f32[N]; f32[N] where dimensions is None."""
         kept = vector[: self.dimensions].astype(np.float64)
         if self.activation == NORMALIZE:
             kept /= max(float(np.linalg.norm(kept)), _LEAST_LENGTH)
@@ -59,7 +59,8 @@ class PoolingParams:
     """Parameters of a request to a pooling model. Checked when the request is prepared; None is the model's default.
 
     Attributes:
-      truncate_prompt_tokens: number of prompt tokens to keep, from its end; -1: max_model_len.
+      truncate_prompt_tokens: number of prompt tokens to keep, its last ones; of an encoder its first ones, with the
+        special token at the end. -1: max_model_len.
       dimensions: number of leading dimensions of an embedding, cut before normalisation; for models declared to be
         trained for it (Matryoshka).
       normalize: normalise an embedding to length 1; same as use_activation.
@@ -103,7 +104,10 @@ class PoolingParams:
         return PoolingRecipe(dimensions or model.dimensions, model.activation if use_activation else IDENTITY)
 
     def prefix(self, model: PoolingModel) -> str:
-        """Text to prepend to the input. Raises RequestError for a prompt_name that the model does not have."""
+        """Text to prepend to the input: of prompt_name, else of the model's default prompt; "" without one.
+
+        Raises RequestError for a prompt_name that the model does not have.
+        """
         sentence = model.sentence
         prompts = {} if sentence is None else sentence.prompts
         name = self.prompt_name
@@ -118,7 +122,7 @@ class PoolingParams:
         return prompts[name]
 
     def cut(self, token_ids: list[int], longest: int, model: PoolingModel) -> list[int]:
-        """Returns truncate_prompt_tokens of the token ids, all for None. longest: max_model_len.
+        """Returns the token ids that truncate_prompt_tokens keeps (see there), all for None. longest: max_model_len.
 
         Raises RequestError for a number that is not allowed.
         """

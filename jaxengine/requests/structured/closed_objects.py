@@ -59,7 +59,9 @@ def lists_all(schema: dict[str, Any]) -> bool:
 
 
 def _closable(root: Any) -> Iterator[dict[str, Any]]:
-    """Yields the objects that can be closed. Raises _UnclearError."""
+    """Yields the objects that can be closed. Raises _UnclearError for parts with an $id, and references that lead
+    nowhere.
+    """
     waiting: list[tuple[Any, bool]] = [(root, True)]
     seen: dict[tuple[int, bool], dict[str, Any]] = {}
     while waiting:
@@ -83,7 +85,10 @@ def _num_rules(schema: dict[str, Any]) -> int:
 
 
 def _parts(schema: dict[str, Any], alone: bool, root: Any) -> Iterator[tuple[Any, bool]]:
-    """Yields subschemas, each with whether it alone applies to its value. Raises _UnclearError."""
+    """Yields subschemas, each with whether it alone applies to its value. Raises _UnclearError.
+
+    alone: whether `schema` does; root: the whole schema, in which references are looked up.
+    """
     alone = alone and _num_rules(schema) == 1
     for word in REFERENCES:
         if word in schema:
@@ -106,7 +111,9 @@ def _parts(schema: dict[str, Any], alone: bool, root: Any) -> Iterator[tuple[Any
 
 
 def _have_discriminator(branches: list[Any]) -> bool:
-    """Whether a property that all branches require has a different constant in each."""
+    """Whether a property that all branches require has a different constant in each, a text. branches: resolved
+    schemas.
+    """
     constants = []
     for branch in branches:
         properties, required = branch.get("properties"), branch.get("required")
@@ -130,7 +137,9 @@ def _followed(schema: Any, root: Any) -> dict[str, Any]:
 
 
 def _resolved(reference: Any, root: Any) -> Any:
-    """The schema at a JSON pointer. Raises _UnclearError."""
+    """The schema at a JSON pointer into `root`, "#" or "#/...". Raises _UnclearError for other references, and where
+    nothing is there.
+    """
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
         raise _UnclearError(f"{reference} is not a pointer")
     try:

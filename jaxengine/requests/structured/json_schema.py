@@ -29,7 +29,7 @@ _KEY_PATTERNS = {
 def fit_for_grammar(text: str, lenient: bool) -> str:
     """Rewrites a schema for the grammar compiler, from JSON text to JSON text.
 
-    lenient: drop patterns that no grammar supports.
+    lenient: drop patterns that no grammar supports; otherwise they stay, and the compiler refuses them.
     """
     if not any(f'"{word}"' in text for word in ("format", "pattern", "propertyNames")):
         return text
@@ -75,7 +75,9 @@ class _Fitting:
             schema["pattern"] = _UUID.format(version.group(1))
 
     def _fit_names(self, schema: dict[str, Any]) -> None:
-        """Rewrites propertyNames as properties or patternProperties where possible; otherwise leaves it."""
+        """Rewrites propertyNames, in the schema itself, as properties or patternProperties where possible; otherwise
+        leaves it.
+        """
         names = self._resolved(schema["propertyNames"])
         rules = names.keys() - {"type", "title", "description", "$schema"} if isinstance(names, dict) else None
         if names is True or rules == set():
@@ -110,7 +112,8 @@ def _is_beyond(schema: Any) -> bool:
 
 
 def _name_pattern(names: dict[str, Any], rules: Any) -> str | None:
-    """A pattern equivalent to `names`, a schema of property names, or None.
+    """A pattern for `names`, a schema of property names, that fits none but allowed names; None where there is none
+    here.
 
     rules: the keywords of `names` that restrict a name; a pattern, a known format or lengths, each without the others.
     """

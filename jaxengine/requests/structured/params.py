@@ -140,7 +140,10 @@ class StructuredOutputsParams:
         return next(name for name in CONSTRAINTS if getattr(self, name) not in (None, False))
 
     def switched_on(self, names: Iterable[str]) -> StructuredOutputsParams:
-        """Applies the engine's defaults (structured_outputs_config) for JSON, unless the request contradicts them."""
+        """Returns the parameters with these fields set to True, unless the request contradicts them or is not for JSON.
+
+        names: switches of the engine's structured_outputs_config.
+        """
         if self.kind not in ("json", "json_object"):
             return self
         contradicted = {
@@ -211,7 +214,7 @@ def structured_outputs(name: str, value: Any) -> StructuredOutputsParams:
 def words_of(owner: str, name: str, value: Any) -> tuple[tuple[str, ...], ...]:
     """Returns alternatives of consecutive words, given as a text, or as a list of texts or of lists of texts.
 
-    Raises RequestError for owner.name.
+    Raises RequestError for owner.name: for other values, more than MAX_WORDS of either, or more than MAX_WORD_BYTES.
     """
     ends = _few(owner, name, (value,) if isinstance(value, str) else value)
     words = [_few(owner, name, (end,) if isinstance(end, str) else end) for end in ends]
@@ -240,7 +243,10 @@ def _choices(value: Any) -> tuple[str, ...]:
 
 
 def _schema(value: Any) -> str:
-    """Checks a schema, given as JSON text or as a mapping; returns it as text. Raises RequestError."""
+    """Checks a schema, given as JSON text or as a mapping; returns it as text.
+
+    Raises RequestError for what is no schema, above MAX_SCHEMA_BYTES or MAX_NESTING, or refers to another file.
+    """
     allowed = f"a JSON schema of at most {MAX_SCHEMA_BYTES} bytes, nested at most {MAX_NESTING} deep"
     try:
         if isinstance(value, str):
@@ -271,7 +277,9 @@ def _no_constant(name: str) -> Any:
 
 
 def _items(schema: Any) -> Iterator[tuple[int, str | None, Any]]:
-    """Yields (depth, key or None, value) of all nested values, without recursion."""
+    """Yields (depth, key, value) of the schema and all nested values, without recursion. key is None in lists, and of
+    data (the values of const, enum, default and examples, and all within).
+    """
     waiting: list[tuple[int, str | None, Any]] = [(0, None, schema)]
     while waiting:
         depth, key, value = waiting.pop()
