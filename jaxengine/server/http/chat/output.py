@@ -126,8 +126,8 @@ def token_logprobs(
     as_token_ids: bool = False,
     given_ids: Collection[int] = (),
 ) -> list[dict[str, Any]] | None:
-    """OpenAI's chat form of each token's log-probability, with the `count` likeliest tokens (-1: all) and those of
-    `given_ids`, likeliest first.
+    """OpenAI's chat form of the log-probability of each token of `output`, with the `count` likeliest tokens (-1: all)
+    and those of `given_ids`, likeliest first; only tokens that the engine gave a log-probability for appear.
 
     None if `count` is None or the output has none. as_token_ids: tokens are written as token_id:N in place of their
     text.
