@@ -160,8 +160,8 @@ class Replica:
         return json.dumps({"config": dataclasses.asdict(self._engine.inputs.config), "pid": os.getpid()})
 
     async def generate(self, call: bytes) -> AsyncIterator[bytes]:
-        """Yields Answers to a Call, all of them encoded as msgpack. A RequestError is the last answer; EngineDeadError
-        is raised.
+        """Yields Answers to a Call, all of them encoded as msgpack. A RequestError comes as the `error` of the last
+        answer; EngineDeadError is raised.
         """
         asked = _decode_call(call)
         prompt = {"prompt": asked.prompt, "prompt_token_ids": asked.prompt_token_ids, "cache_salt": asked.cache_salt}

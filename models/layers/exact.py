@@ -175,8 +175,8 @@ def tokens_of(batch: ForwardBatch) -> tuple[ExactTokens, Tables, jax.Array]:
 
 @cache
 def exact_class(family: type) -> type:
-    """The subclass of a family's class, under its name, whose forward pass and logits go in blocks of ROWS tokens; the
-    same for the same family.
+    """The subclass of a family's class, under its name, whose forward pass and logits go in blocks of ROWS tokens; made
+    once for each family.
     """
 
     class Exact(family):

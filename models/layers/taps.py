@@ -78,7 +78,7 @@ class Taps(Section):
 
 
 def check_parts(option: str, family: str, layers: Iterable[Any], numbers: Iterable[int], taps: Iterable[Tap]) -> None:
-    """Raise ValueError for a tap of an attention or MLP that its layer does not have under the usual name, as layers of
+    """Raise ValueError for a tap of an attention or MLP that its layer does not have under the usual name, as may be in
     a user's own family.
 
     numbers: of `layers`, one each; those of all taps are among them. Other kinds of taps pass. option: what named the

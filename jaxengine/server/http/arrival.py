@@ -104,7 +104,7 @@ class LimitsMiddleware:
 
     async def _drain(self, receive: Receive) -> None:
         """Reads the rest of a body and drops it, at most _MOST_DROPPED times the largest body and for read_timeout
-        seconds; nothing if _MOST_DRAINS others are being dropped. Leaves without an error in every case.
+        seconds, then returns; reads nothing if _MOST_DRAINS others are being dropped.
         """
         if self._num_drains >= _MOST_DRAINS:
             return

@@ -147,8 +147,8 @@ def _fault(body: bytes | bytearray, problem: str) -> ApiError:
 
 
 def _measure(body: bytes | bytearray) -> bool:
-    """Count what is in a body, and raise ApiError if a limit is exceeded. Return whether the depth of its value has
-    still to be checked, for it has brackets enough.
+    """Count what is in a body, and raise ApiError if a limit is exceeded. Return True where the value may be nested too
+    deep, which the caller must check.
 
     Depth is looked at here only where text has to be told from structure.
     """

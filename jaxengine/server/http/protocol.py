@@ -168,7 +168,7 @@ class ResponseFormat(RequestModel):
 
     def structured_outputs(self) -> dict[str, Any] | None:
         """The same as vLLM's structured_outputs; None for any text. Raises RequestError for json_schema without a
-        schema, which is not looked at.
+        schema; the schema itself is not checked.
         """
         if self.type == "json_object":
             return {"json_object": True}
@@ -218,9 +218,8 @@ class NamedRequest(RequestModel):
         return RequestOptions(self.priority or 0, timeout, state.client, state.arrival, lora, state.owner_tag)
 
     def register(self, prefix: str, request: Request) -> str:
-        """Records the user in the request's state; returns the request's id for response, engine and `abort`.
-
-        prefix: of the id, such as "chatcmpl".
+        """Records the user in the request's state; returns the request's id for response, engine and `abort`: `prefix`,
+        such as "chatcmpl", "-", and the request_id that was asked for, or one that is unique.
         """
         request.state.user = self.user
         name = f"{prefix}-{self.request_id or request.state.unique_id}"

@@ -155,7 +155,7 @@ class ChatRun:
         """Runs the request, after `prepare`; yields the engine's outputs, each with its parsed pieces: one for each of
         `output.outputs`, with the events that the request wants. Updates the counts.
 
-        Raises the same errors as EngineClient.stream, with the request's name for a field.
+        Raises the same errors as EngineClient.stream; a RequestError names the field as the request has it.
         """
         engine = self._server.engine
         if self._beams is not None:

@@ -75,8 +75,8 @@ async def off_loop(size: int, work: Callable[_P, _T], *args: _P.args, **kwargs: 
 
 
 def weight(value: Any) -> int:
-    """Returns about how many bytes a JSON value has: characters of its texts, and 8 for each number; for a large one
-    some number above _SHORT_BYTES.
+    """Returns about how many bytes a JSON value has: characters of its texts and names, and 8 for each other plain
+    value; for a large one some number above _SHORT_BYTES.
     """
     total, left = 0, [value]
     while left and total <= _SHORT_BYTES:
