@@ -21,16 +21,20 @@ async def beam_search(
     options: RequestOptions,
     n: int | None = None,
 ) -> AsyncGenerator[RequestOutput, None]:
-    """Yields one output, with a completion for each sequence, best first.
+    """Yields one output, when the search has ended, with a completion for each sequence, best first.
+
+    Texts and token ids are those after the prompt; texts are empty without a tokenizer.
 
     Args:
-      prompt: with prompt_token_ids.
+      prompt: its prompt_token_ids are where all beams begin; cache_salt holds for all, and "prompt" is the output's.
+      params: verified already.
       request_id: of the output; the engine's requests have ids that begin with it.
-      n: number of best sequences to return, None for all.
+      options: of each of the engine's requests, of which at most max_num_seqs run at a time.
+      n: number of best sequences to return, None for all beam_width.
 
-    A search of which the engine aborts a part ends with the sequences so far, finish_reason "abort" and the part's
-    stop_reason: "timeout" beyond `options.timeout`, None where an update of the weights ends what runs.
-    Raises the same errors as EngineClient.stream.
+    A search of which the engine aborts a part ends with the sequences so far. Those that had not stopped have
+    finish_reason "abort" and the part's stop_reason: "timeout" beyond `options.timeout`, None where an update of the
+    weights ends what runs. Raises the same errors as EngineClient.stream, and RequestError for a part without logprobs.
     """
     inputs, one = engine.inputs, params.token_params()
     token_ids, salt = prompt["prompt_token_ids"], prompt.get("cache_salt")

@@ -26,7 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the server until it ends; returns the exit status, which is 2 if a package is missing.
 
-    Raises ConfigError for invalid options.
+    args: options of `add_arguments`. Raises ConfigError for invalid ones and for files of keys or TLS that cannot be
+    used, before any process is started.
     """
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
@@ -54,7 +55,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_certificates(server: ServerConfig) -> None:
-    """Raises ConfigError for files of TLS that are none, that are not PEM, or whose certificate and key do not fit."""
+    """Raises ConfigError if a file of the ssl_ options is missing or not PEM, if the key has a password, or if it is
+    not the certificate's. Options that are None are not looked at.
+    """
     for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
         path = getattr(server, name)
         if path is not None and not Path(path).is_file():

@@ -28,9 +28,10 @@ class Keys:
         return _among(key, self._clients)
 
     def name_of(self, key: bytes) -> str | None:
-        """Returns a name for the holder of `key`, by the key's number, which reveals nothing about it.
+        """Returns "key-N" for a client's `key` and "admin-key-N" for an operator's, where N is its index among those
+        given; None for an unknown key.
 
-        The name is the same in every process of a server. None for an unknown key.
+        The name reveals nothing about the key, and is the same in every process of a server.
         """
         for name, digests in (("key", self._clients), ("admin-key", self._admins)):
             if (number := _index(key, digests)) is not None:

@@ -17,7 +17,11 @@ from jaxengine.server.options import ServerConfig
 
 
 def read_modules(modules: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Parses lora_modules, "name=path" or JSON with name and path, to (name, path) pairs. Raises ConfigError."""
+    """Parses lora_modules, each "name=path" or JSON with name and path, to (name, path) pairs in their order.
+
+    base_model_name in the JSON has no effect. Raises ConfigError for other texts, and for two names that look alike
+    (adapter_names.alike), such as by case. Paths are not looked at.
+    """
     found: list[tuple[str, str]] = []
     for text in modules:
         name, equals, path = text.partition("=")
@@ -49,8 +53,9 @@ async def load_from_root(
 ) -> None:
     """Loads an adapter from a folder in lora_root, and returns when it is loaded. Cancelling the call does not stop it.
 
-    names: the model's, which the adapter may not have. path: relative to lora_root, or absolute. Raises RequestError,
-    and then nothing has changed.
+    names: the model's, which the adapter may not have. path: relative to lora_root, or absolute. Raises RequestError
+    for a name that is taken, a path out of lora_root and an unusable adapter, and EngineDeadError; then nothing has
+    changed.
     """
     refuse_models_name(name, names)
     if config.lora_root is None:

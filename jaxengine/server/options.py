@@ -213,7 +213,9 @@ class ServerConfig:
         reasoning_format(self.reasoning_parser)
 
     def store_bounds(self) -> dict[str, int]:
-        """Returns the bounds of the store of responses, arguments of StoreBounds."""
+        """Returns the bounds of the store of responses as arguments of StoreBounds, sizes in bytes. An option that is
+        None counts as its default, which follows from the others.
+        """
         most = self.api_memory_limit_bytes // 4 if self.api_memory_limit_bytes else _STORED_BYTES
         total = self.max_stored_bytes or min(_STORED_BYTES, most)
         return {
@@ -225,7 +227,9 @@ class ServerConfig:
         }
 
     def _check_store(self) -> None:
-        """Raises ConfigError for a bound of the store within a smaller one."""
+        """Raises ConfigError if one client may have more than all together, or one conversation more bytes than a
+        client; defaults of `store_bounds` count too.
+        """
         bounds = self.store_bounds()
         for name, inner, outer_name, outer in (
             ("max_stored_responses_per_client", "client_responses", "max_stored_responses", "responses"),

@@ -38,7 +38,9 @@ class OwnedEngine(EngineWrapper):
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[Any]:
-        """Implements EngineClient.stream."""
+        """Implements EngineClient.stream. Outputs, and the error for an id in use, have `request_id` as it is given,
+        whatever the owner of `options` adds to it in the engine.
+        """
         return self._named(self._engine.stream, prompt, sampling_params, request_id, options)
 
     def pool(
@@ -48,7 +50,7 @@ class OwnedEngine(EngineWrapper):
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[Any]:
-        """Implements EngineClient.pool."""
+        """Implements EngineClient.pool, with ids as in `stream`."""
         return self._named(self._engine.pool, prompt, pooling_params, request_id, options)
 
     async def abort(self, request_id: str) -> None:
@@ -112,7 +114,9 @@ class Viewer:
         return {**status, "requests": [self._named(request) for request in status["requests"]]}
 
     def timeline(self, timeline: dict[str, Any]) -> dict[str, Any]:
-        """Returns an engine's timeline as this client sees it."""
+        """Returns a copy of an engine's timeline, a dict with "steps" and "requests", with request ids as `show` has
+        them.
+        """
         steps = [
             {
                 **step,

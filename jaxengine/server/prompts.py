@@ -20,10 +20,11 @@ FORMS = "a string, a list of strings, a list of token ids or a list of lists of 
 def read_prompts(
     prompt: Any, max_prompts: int, vocab_size: int, longest: int | None, *, param: str = "prompt"
 ) -> list[str | list[int]]:
-    """Returns the prompts that a request has in its field `param`: texts, or lists of token ids.
+    """Returns the prompts that a request has in its field `param`: all texts, or all lists of token ids, in order.
 
-    longest: limit of a prompt's token ids; None if prompts are truncated. vocab_size: ids must be below it. Raises
-    RequestError for another form than FORMS, too many or too long prompts, and an empty one.
+    prompt: the field's value, of any type. longest: limit of a prompt's token ids; None if prompts are truncated. Texts
+    may have any length here. vocab_size: ids must be below it. Raises RequestError for another form than FORMS, for no
+    prompts or more than `max_prompts`, for lists that are too long, and for an empty prompt.
     """
     prompts = prompt if isinstance(prompt, list) and not _begins_with_id(prompt) else [prompt]
     if not 1 <= len(prompts) <= max_prompts:
@@ -46,7 +47,7 @@ def read_prompts(
 
 
 def check_token_ids(param: str, token_ids: list[int], vocab_size: int) -> None:
-    """Raises RequestError for an id outside the vocabulary."""
+    """Raises RequestError for an id below 0 or from `vocab_size` on. param: the ids' field, for the error."""
     least, most = min(token_ids, default=0), max(token_ids, default=0)
     if not 0 <= least <= most < vocab_size:
         wrong = least if least < 0 else most
@@ -76,10 +77,12 @@ class PromptEncoder:
     async def encode(
         self, texts: Sequence[str], *, add_special_tokens: bool = True, param: str = "prompt"
     ) -> list[list[int]]:
-        """Returns the token ids of each text; a thread computes those of long texts. param: their field, for errors.
+        """Returns the token ids of each text; a thread computes them if the texts are long. param: their field, for
+        errors.
 
-        Raises RequestError for one that cannot fit, before any work on it, and OverloadedError if too many requests are
-        waiting.
+        texts: at least one. Raises RequestError for one with more characters than max_model_len tokens can have, before
+        any work on it, and where there is no tokenizer; OverloadedError if too many requests are waiting. Texts of too
+        many tokens are not refused here.
         """
         tokenizer = self._inputs.require_tokenizer()
         self.verify_length(max(map(len, texts)), param)
@@ -97,8 +100,9 @@ class PromptEncoder:
     def cut(self, token_ids: list[int], keep: int | None, side: str | None, max_tokens: int | None) -> list[int]:
         """Returns a prompt's token ids truncated as its request asks.
 
-        keep: truncate_prompt_tokens; None: all; -1: as many as leave room for max_tokens, or for one token if that is
-        None. side: truncation_side; "right" keeps the first tokens, any other value or None the last ones.
+        keep: truncate_prompt_tokens, 1 or more; None: all; -1: as many as leave room for max_tokens, or for one token
+        if that is None or 0, but at least one. side: truncation_side; "right" keeps the first tokens, any other value
+        or None the last ones.
         """
         if keep is None:
             return token_ids

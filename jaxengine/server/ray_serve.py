@@ -126,7 +126,12 @@ def _unpack_params(given: Mapping[str, Any]) -> SamplingParams:
 
 
 def _last_of_aborted(call: Call, newest: Mapping[int, CompletionOutput]) -> RequestOutput:
-    """Ends the outputs of an aborted request that have not ended. newest: what came last of each, by index."""
+    """Returns the last output of an aborted request, without an id: its completions that have not ended, now with
+    finish_reason "abort".
+
+    newest: what came last of each completion, by index; one of which nothing came is empty. If the request asked for
+    deltas, none has new text or tokens.
+    """
     nothing_new: dict[str, Any] = {}
     if call.params.get("output_kind") is RequestOutputKind.DELTA:
         nothing_new = {"text": "", "token_ids": [], "logprobs": None, "hidden_states": None, "captured": None}
@@ -155,8 +160,8 @@ class Replica:
         return json.dumps({"config": dataclasses.asdict(self._engine.inputs.config), "pid": os.getpid()})
 
     async def generate(self, call: bytes) -> AsyncIterator[bytes]:
-        """Yields encoded Answers to an encoded Call. Errors of the request are answers too; an engine's failure is
-        raised.
+        """Yields Answers to a Call, all of them encoded as msgpack. A RequestError comes as the `error` of the last
+        answer; EngineDeadError is raised.
         """
         asked = _decode_call(call)
         prompt = {"prompt": asked.prompt, "prompt_token_ids": asked.prompt_token_ids, "cache_salt": asked.cache_salt}
@@ -200,7 +205,11 @@ class RayEngine:
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Implements EngineClient.stream."""
+        """Implements EngineClient.stream, except that pictures and videos are refused with RequestError.
+
+        A request whose replica is lost is tried on another one, at most `num_attempts` in all; EngineDeadError once
+        there is output, and after the last attempt.
+        """
         params = self.inputs.default_sampling_params() if sampling_params is None else sampling_params
         options = options or RequestOptions()
         prepared = self.inputs.prepare(prompt, params, request_id=request_id, options=options)
@@ -237,7 +246,9 @@ class RayEngine:
             raise EngineDeadError("no replica answers") from error
 
     async def utility(self, name: str, *arguments: Any) -> Any:
-        """Calls a utility of one of the replicas. Raises what it raises, and EngineDeadError if the replica is lost."""
+        """Calls a utility of one of the replicas, whichever Ray picks. Raises what it raises, and EngineDeadError if
+        the replica is lost.
+        """
         try:
             return await self._replicas.utility.remote(name, list(arguments))
         except RayTaskError as error:  # Ray's own class, derived from that of the cause as well
@@ -295,7 +306,8 @@ class Ingress:
 def app(arguments: Mapping[str, Any]) -> serve.Application:
     """Creates a Ray Serve application from options of EngineConfig, ServerConfig and RayConfig, by name.
 
-    Values may be texts, as from `serve run`. Raises ConfigError for an invalid one.
+    Values may be texts, as from `serve run`: one that is JSON is read as JSON. Nothing is started yet. Raises
+    ConfigError for an invalid option, and for enable_log_requests and profiler_config, which are not served here.
     """
     chosen: list[dict[str, Any]] = []
     rest = {name: _read(value) for name, value in arguments.items()}
@@ -352,7 +364,8 @@ class Node:
 def _start_node(rank: int, options: Mapping[str, Any], key: str) -> Any:
     """Starts host `rank` of the engine, in bundle `rank` of this replica's placement group; returns its actor.
 
-    options: of EngineConfig. key: the cluster's secret.
+    options: of EngineConfig. key: the cluster's secret. Does not wait until the host is there. A replica without a
+    placement group fails an assertion.
     """
     words = ["--node-rank", str(rank)]
     for name in ("nnodes", "master_addr", "master_port", "cluster_timeout"):

@@ -31,9 +31,10 @@ _num_uploads = 0
 
 @contextlib.asynccontextmanager
 async def uploaded(folder: str | None, pieces: AsyncIterator[bytes]) -> AsyncIterator[str]:
-    """Path of the file that these pieces make, which is removed in the end. folder: weight_upload_dir.
+    """Path of the file that these pieces make, which is removed when the context ends. folder: weight_upload_dir.
 
-    Raises RequestError for a file that is not whole or too large, and for a server without a folder; OverloadedError.
+    Raises RequestError where `folder` is None or cannot be written, for a file that is not whole or not safetensors,
+    and for one that the disk has no room for; OverloadedError if MAX_UPLOADS are under way in this process.
     """
     global _num_uploads
     if folder is None:
@@ -61,7 +62,11 @@ def _created(folder: str) -> tuple[int, str]:
 
 
 async def _receive(descriptor: int, folder: str, pieces: AsyncIterator[bytes]) -> None:
-    """Writes a file as far as its header says that it goes. Raises RequestError for one that ends before or after."""
+    """Writes the pieces of a safetensors file to `descriptor`, until there are no more.
+
+    Raises RequestError for an unusable header (`_size_of`), for fewer or more bytes than the header describes, and if
+    they cannot be written. folder: where the file is.
+    """
     block, received, whole = bytearray(), 0, None
     async for piece in pieces:
         block += piece
@@ -89,7 +94,10 @@ def _write(descriptor: int, block: bytearray) -> None:
 
 
 def _size_of(start: bytearray, folder: str) -> int | None:
-    """Bytes of the file that starts so; None while its header is not there. Raises RequestError for an unusable one."""
+    """Bytes of the whole file that starts so; None while not all of its header is there.
+
+    Raises RequestError for a header that is too large or unusable, and for a file that `folder` has no room for.
+    """
     if len(start) < 8:
         return None
     header_bytes = int.from_bytes(start[:8], "little")
@@ -105,7 +113,11 @@ def _size_of(start: bytearray, folder: str) -> int | None:
 
 
 def _data_bytes(header: bytes) -> int:
-    """Where the data of a header's last tensor ends. Raises RequestError for what is not a safetensors header."""
+    """Bytes of the data that a safetensors header describes: where its last tensor ends, 0 without tensors.
+
+    header: JSON, without the length before it. Raises RequestError for other texts, and for more than MAX_TENSORS
+    tensors.
+    """
     if header.count(b"{") + header.count(b"[") > 3 * MAX_TENSORS + 2 or header.count(b",") > 24 * MAX_TENSORS:
         raise RequestError(f"params describes more than {MAX_TENSORS} tensors", param=FIELD)
     try:

@@ -62,9 +62,9 @@ async def info(engine: EngineClient, *, checksum: bool) -> dict[str, Any]:
 
 async def update_from_path(engine: EngineClient, path: str, options: UpdateOptions) -> dict[str, Any]:
     """Replaces the weights by those of a folder or file that the engine's process can read; returns a WeightUpdate's
-    fields. Requests go on while they are read.
+    fields. Requests go on while they are read; for the switch the engine is paused, and a pause that was there stays.
 
-    Raises RequestError, which lists what does not fit, and the old weights stay then.
+    Raises RequestError, which lists what does not fit, and the old weights stay then; EngineDeadError.
     """
     version, mode, kv, strict = options
     number = await engine.utility("read_weights", path, version, mode, kv, strict)

@@ -30,7 +30,7 @@ class Workers:
     async def run(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Runs `function` on a thread; returns its result or raises its exception. A cancelled call runs on there.
 
-        Raises OverloadedError if the queue is full.
+        Raises OverloadedError if the queue is full, and then does not run it.
         """
         if self._count >= self._most:
             raise OverloadedError(f"{self._count} requests are being read already; try again later")

@@ -84,7 +84,9 @@ def check_form(names: Iterable[str]) -> None:
 
 
 def all_taps(model: ModelConfig, kinds: Sequence[str] = KINDS) -> dict[str, list[int]]:
-    """Return the layers that each kind has taps of; kinds that the model lacks are left out."""
+    """Return the layers, ascending, that each of `kinds` has taps of, [0] for FINAL_NORM; kinds that the model lacks
+    are left out.
+    """
     count, experts = model.num_layers, model.experts
     routed = [] if experts is None else [layer for layer in range(count) if layer not in experts.dense_layers]
     found = {
@@ -100,8 +102,8 @@ def all_taps(model: ModelConfig, kinds: Sequence[str] = KINDS) -> dict[str, list
 def read_taps(names: Iterable[str], known: Mapping[str, Sequence[int]]) -> tuple[Tap, ...]:
     """Return the taps that names stand for, each once, in the order of the names.
 
-    known: as `all_taps` gives it. A negative layer counts from the end of the kind's, and `*` is all of them. Raises
-    TapError.
+    known: as `all_taps` gives it. A negative layer counts from the end of the kind's, `*` is all of them, and A-B
+    includes B. Raises TapError for a name of another form than FORM, or with a layer that is not known.
     """
     found: dict[Tap, None] = {}
     for name in names:

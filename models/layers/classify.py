@@ -117,9 +117,10 @@ class DenseLabelScores(nnx.Module):
 
 
 def pooled_result(model: Any, pooled: jax.Array) -> jax.Array:
-    """Return the answers of a pooling model to prompts' pooled states f32[R, D]: the states, or scores f32[R, N].
+    """Return the answers of a pooling model to prompts' pooled states f32[R, D]: scores f32[R, num_labels] of a
+    classifier, else the states, or what its Dense modules make of them, f32[R, N].
 
-    model: a jaxengine.models.layers.decoder.Decoder whose config has a pooler.
+    model: a jaxengine.models.layers.decoder.Decoder whose config has a pooler. Nothing is normalised here.
     """
     pooler = model.config.pooler
     classifier = pooler.classifier

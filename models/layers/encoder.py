@@ -62,10 +62,12 @@ class EncoderNames(NamedTuple):
 
 
 def encoder_fields(fields: ConfigFields, encoder: EncoderConfig, **names: Any) -> dict[str, Any]:
-    """Read the fields that encoders share: keyword arguments of ModelConfig, without the architecture.
+    """Read the fields that encoders share from a config.json: keyword arguments of ModelConfig, without the
+    architecture.
 
-    vocab_size counts each token once for each of the encoder's token types, and max_position_embeddings leaves out the
-    positions before its first. names: `activation` and `eps` as in hf_fields. Raises ModelConfigError.
+    encoder: read already. vocab_size counts each token once for each of its token types, and max_position_embeddings
+    leaves out the positions before its first. names: further arguments of hf_fields, `activation` and `eps`. Raises
+    ModelConfigError.
     """
     ropes = [None] * fields.integer("num_hidden_layers")
     shared = hf_fields(fields, ropes=ropes, tied=True, causal=False, bias=True, output_bias=True, **names)
@@ -141,7 +143,7 @@ class Encoder(Decoder):
 
     @classmethod
     def usual_pooling(cls, fields: ConfigFields) -> str:
-        """What pools where the checkpoint does not say: by default the first token, which is for that.
+        """Read the type of pooling, one of POOLING_TYPES, for a checkpoint with no file about it; by default CLS.
 
         Raises ModelConfigError.
         """

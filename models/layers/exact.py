@@ -81,10 +81,12 @@ def run_tokens(
     num_tokens: jax.Array,
     loads: ExpertLoads | None = None,
 ) -> tuple[jax.Array, Any]:
-    """Hidden states [n, D] after the final norm, zeros from `num_tokens` on, and the pool or Cache after them.
+    """Hidden states [n, D] after the final norm, and the pool or Cache `kv` after them; rows from `num_tokens` on mean
+    nothing.
 
-    forward: of the model, for the tokens of a block. num_tokens: i32[]; it must not be a constant, for XLA unrolls a
-    loop of one trip. loads: takes note of what experts were picked for.
+    forward: of the model, for the tokens of a block. tokens: n a `room_of`. num_tokens: i32[], tokens that are there;
+    it must not be a constant, for XLA unrolls a loop of one trip. loads: gets the load i32[E] of each layer with
+    experts; None counts none.
     """
     config, counts = model.config, None
     hidden = jnp.zeros((tokens.token_ids.shape[0], config.hidden_size), model.build.dtype)
@@ -111,7 +113,10 @@ def run_tokens(
 
 
 def _batch_of(tokens: ExactTokens, tables: Tables, count: jax.Array, loads: ExpertLoads | None) -> ForwardBatch:
-    """The batch of a block, of whose tokens the first `count` are there."""
+    """The batch of a block of ROWS tokens, each a sequence of its own, of which the first `count`, i32[], are there.
+
+    loads: counts what experts are picked for; None for no such section.
+    """
     cu_q_lens = jnp.minimum(jnp.arange(ROWS + 1, dtype=jnp.int32), count)
     sections: dict[str, Any] = {} if loads is None else {EXPERTS: loads}
     if tokens.states is not None:
@@ -124,7 +129,10 @@ def _batch_of(tokens: ExactTokens, tables: Tables, count: jax.Array, loads: Expe
 
 
 def in_row_blocks(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Apply a function of ROWS rows [ROWS, D] -> [ROWS, N] to all rows x [n, D]: [n, N]."""
+    """Apply a function [ROWS, D] -> [ROWS, N] to all rows x [n, D], ROWS at a time: [n, N] in the function's dtype.
+
+    Zeros fill the last block, so what the function makes of a row must not depend on other rows.
+    """
     count = x.shape[0]
     x = jnp.pad(x, ((0, room_of(count) - count), (0, 0)))
     shape = jax.eval_shape(function, x[:ROWS])
@@ -139,7 +147,9 @@ def in_row_blocks(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> j
 
 
 def tokens_of(batch: ForwardBatch) -> tuple[ExactTokens, Tables, jax.Array]:
-    """The tokens of an engine's batch, the page tables of their sequences, and how many are there."""
+    """The T tokens of an engine's batch with padding up to `room_of` T, a function from numbers of sequences to their
+    page tables, and i32[], how many of the tokens are there.
+    """
     num_tokens = batch.token_ids.shape[0]
     size = room_of(num_tokens)
     first = batch.ragged[0]
@@ -165,7 +175,9 @@ def tokens_of(batch: ForwardBatch) -> tuple[ExactTokens, Tables, jax.Array]:
 
 @cache
 def exact_class(family: type) -> type:
-    """The class of a family's models that compute so, whatever batch they are given."""
+    """The subclass of a family's class, under its name, whose forward pass and logits go in blocks of ROWS tokens; made
+    once for each family.
+    """
 
     class Exact(family):
         """One family's model, in blocks of ROWS tokens."""
@@ -190,9 +202,10 @@ def exact_class(family: type) -> type:
 
 
 def check_exact(model: CausalLM, arguments: dict[str, Any]) -> None:
-    """Raise ValueError where `run_exact` would not have an engine's bits: says why.
+    """Raise ValueError where `run_exact` would not have an engine's bits: on other backends than CPU, for a model with
+    a tower, and for an array on several devices.
 
-    arguments: arrays by name; those that are traced say nothing of their devices.
+    arguments: trees of arrays by the name that the error gives them; traced ones pass, for they have no devices.
     """
     if jax.default_backend() != "cpu":
         raise ValueError(f"exact must be False on {jax.default_backend()}: bits are the same on CPUs alone")
@@ -213,8 +226,9 @@ def run_exact(
 ) -> jax.Array:
     """Logits f32[B, T, V] of rows of tokens i32[B, T], bit for bit those that an exact engine computes.
 
-    Arguments are those of jaxengine.models.unpaged.run_unpaged. model: of a class that is not exact. A page holds one
-    token, and tokens lie in the pool in their order.
+    Arguments are those of jaxengine.models.unpaged.run_unpaged, and negative segment_ids have logits that mean nothing.
+    model: of a class that is not exact, one that passes `check_exact` and check_unpaged, which are not called here. A
+    page holds one token, and tokens lie in the pool in their order.
     """
     num_rows, length = token_ids.shape
     count = num_rows * length

@@ -30,7 +30,9 @@ class StepVectors(NamedTuple):
 
 
 def add_vectors(x: jax.Array, step: StepVectors, at: int) -> jax.Array:
-    """x [T, D] with the vectors at tap number `at`, added in float32; a number that 0 is added to keeps its bits."""
+    """x [T, D] and its tokens' vectors at tap number `at`, from 0, added in float32 and rounded to x's dtype; a number
+    that 0 is added to keeps its bits.
+    """
 
     def add(x: jax.Array) -> jax.Array:
         vectors = step.vectors[:, at].at[step.slots].get(mode="fill", fill_value=0)

@@ -78,9 +78,11 @@ class Taps(Section):
 
 
 def check_parts(option: str, family: str, layers: Iterable[Any], numbers: Iterable[int], taps: Iterable[Tap]) -> None:
-    """Raise ValueError for taps of parts that layers, of these numbers, do not have, as those of a user's own family.
+    """Raise ValueError for a tap of an attention or MLP that its layer does not have under the usual name, as may be in
+    a user's own family.
 
-    option: that named the taps; family: of the model.
+    numbers: of `layers`, one each; those of all taps are among them. Other kinds of taps pass. option: what named the
+    taps, and family: the model's, for the error.
     """
     by_number = dict(zip(numbers, layers, strict=True))
     for tap in taps:

@@ -1,7 +1,8 @@
 """Operations on states, one token after the other: a sequence's results have the same bits however its tokens come.
 
-For steps in which every token has a row of `StateRows` of its own. A token may read what an earlier one of the same
-step has written, so the rows of several tokens may be consecutive tokens of one sequence.
+For steps in which every token has a row of `StateRows` of its own; otherwise they raise ValueError. A token may read
+what an earlier one of the same step has written, so the rows of several tokens may be consecutive tokens of one
+sequence. `saves` of every token are written, and cu_q_lens is not read.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from jaxengine.pallas_kernels.zeros import zeros_in_layer
 
 
 def causal_conv(x: jax.Array, weight: jax.Array, windows: jax.Array, rows: StateRows) -> tuple[jax.Array, jax.Array]:
-    """Implement jaxengine.pallas_kernels.state.conv.causal_conv."""
+    """Implement jaxengine.pallas_kernels.state.conv.causal_conv for rows of one token each; the shapes are not checked
+    again.
+    """
     taps = weight.astype(jnp.float32).T  # [k, C]
 
     def rule(own: jax.Array, window: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -49,9 +52,10 @@ def state_space(
 def _one_by_one(
     tokens: Any, shape: tuple[int, ...], state: jax.Array, rows: StateRows, rule: Rule
 ) -> tuple[jax.Array, jax.Array]:
-    """Outputs f32[T, *shape] of a rule of recurrence_xla, and the states after the step.
+    """Outputs f32[T, *shape] of a rule of recurrence_xla, zeros from rows.num_seqs on, and the states after the step.
 
-    tokens: an array [T, ...] or a tuple of them. rule: of one token.
+    tokens: an array [T, ...] or a tuple of them. state: [R, ...]. rule: of one token: gets tokens [1, ...] and states
+    [1, ...] in float32. Raises ValueError unless `rows` has T rows.
     """
     like = jax.tree.leaves(tokens)[-1]
     num_tokens = like.shape[0]

@@ -95,7 +95,9 @@ class TokenLogprob(TopLogprob):
 
 
 def answers(whole: Any, event: Any = None) -> Callable[[F], F]:
-    """Declares the type of a route's response, and of the JSON of each event if it streams."""
+    """Makes a decorator that declares, for /openapi.json alone, the type of a route's complete response and of the JSON
+    of each of its events; None: it does not stream. The endpoint runs as before.
+    """
 
     def mark(endpoint: F) -> F:
         endpoint.__dict__["answers"] = whole, event

@@ -81,8 +81,8 @@ ROUTERS = (
 def create_app(engine: EngineClient, config: ServerConfig, store: Responses | None = None) -> FastAPI:
     """Creates the application over `engine`. `app.state.traffic` is its TrafficState.
 
-    store: store of responses; by default a new one in this process.
-    Raises ConfigError for unusable key files or an unknown parser.
+    config: parsers may be "auto". store: store of responses; None for a new one in this process, with the bounds of
+    `config`. Raises ConfigError for unusable key files or an unknown parser.
     """
     engine = owned(engine)
     traffic = TrafficState()
@@ -123,7 +123,9 @@ def create_app(engine: EngineClient, config: ServerConfig, store: Responses | No
 
 
 def _needs(router: Any, engine: EngineClient) -> list[Any]:
-    """Dependencies that check, before a request is read, whether the model supports these routes."""
+    """Dependencies that raise RequestError, before a request is read, if the model does not support these routes: those
+    of GENERATING or of POOLING. [] for routes that every model has. router: one of ROUTERS.
+    """
     inputs = engine.inputs
     needed = inputs.refuse_generation if router in GENERATING else inputs.require_pooling if router in POOLING else None
     if needed is None:

@@ -31,8 +31,8 @@ class LimitsMiddleware:
     """
 
     def __init__(self, app: ASGIApp, max_header_bytes: int, max_request_bytes: int, read_timeout: float):
-        """max_header_bytes, max_request_bytes: largest headers and largest body of a request; all bodies together may
-        have _MOST_BODIES times as much as one.
+        """max_header_bytes, max_request_bytes: largest size in bytes of a request's headers, path and query included,
+        and of its body; all bodies together may have _MOST_BODIES times as much as one.
 
         read_timeout: seconds to receive a body, in addition to the time that LEAST_BYTES_PER_SECOND allows.
         """
@@ -103,7 +103,9 @@ class LimitsMiddleware:
             self._num_held -= num_held
 
     async def _drain(self, receive: Receive) -> None:
-        """Reads the rest of a body and drops it, within limits of time and size."""
+        """Reads the rest of a body and drops it, at most _MOST_DROPPED times the largest body and for read_timeout
+        seconds, then returns; reads nothing if _MOST_DRAINS others are being dropped.
+        """
         if self._num_drains >= _MOST_DRAINS:
             return
         self._num_drains += 1
@@ -121,10 +123,10 @@ class LimitsMiddleware:
             self._num_drains -= 1
 
     def _check_headers(self, scope: Scope) -> None:
-        """Checks the size of the headers and Content-Length, both in bytes.
+        """Checks the size of the headers, path and query included, and Content-Length, both in bytes.
 
-        Raises ApiError: 431 for headers that are too large, 413 for a body that is, 400 for a Content-Length that is no
-        number or that comes with Transfer-Encoding.
+        Raises ApiError: 431 for headers that are too large, 413 for a body that is, unless it is of STREAMED, and 400
+        for a Content-Length that is no number or that comes with Transfer-Encoding.
         """
         size = len(scope.get("raw_path") or b"") + len(scope["query_string"])
         size += sum(len(name) + len(value) + 4 for name, value in scope["headers"])

@@ -74,7 +74,9 @@ class ApiError(HTTPException):
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """The response for an exception. An unexpected one is only logged, and not disclosed."""
+    """The response for an exception, by its class; ApiError as it is. One of an unexpected class becomes a 500 that
+    says nothing of it; logging it is the caller's matter.
+    """
     match error:
         case ApiError():
             return error
@@ -98,7 +100,9 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
-    """The JSON body of an error in OpenAI's form, with vLLM's values of `type` and the HTTP status as `code`."""
+    """The JSON body of an error in OpenAI's form, with vLLM's values of `type` and the HTTP status as `code`. Paths and
+    other internals are removed from the message.
+    """
     fallback = "BadRequestError" if error.status_code < 500 else "InternalServerError"
     body = {
         "message": scrub(error.detail, error.kept),
@@ -167,7 +171,9 @@ def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
 
 
 def _invalid(error: RequestValidationError) -> ApiError:
-    """The error for the first invalid field, with everything that would be allowed there."""
+    """The error (400) for the first invalid field, with everything that would be allowed there; for a RequestError that
+    a validator raised, that error's own.
+    """
     problems = error.errors()
     raised = problems[0].get("ctx", {}).get("error")
     if isinstance(raised, RequestError):

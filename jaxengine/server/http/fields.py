@@ -8,7 +8,9 @@ from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
 
 def at_most(number: int) -> BeforeValidator:
-    """Validator that refuses a list or object with more than `number` entries without looking at them."""
+    """Validator of a field that refuses a list or object with more than `number` entries, before these are looked at;
+    other values pass.
+    """
 
     def check(value: Any) -> Any:
         if isinstance(value, list | dict) and len(value) > number:

@@ -128,7 +128,9 @@ class GenerateRequest(NamedRequest):
         return {"prompt_token_ids": ids, "cache_salt": self.cache_salt}
 
     def params(self, inputs: InputProcessor, config: ServerConfig) -> SamplingParams:
-        """The engine's sampling parameters. Raises RequestError."""
+        """The engine's sampling parameters: fields that are None have SamplingParams' defaults, max_tokens the
+        server's. Raises RequestError.
+        """
         asked = self.sampling_params
         check_n(asked.n, config)
         given = {name: getattr(asked, name) for name in type(asked).model_fields if getattr(asked, name) is not None}
@@ -205,7 +207,7 @@ class _Writer:
         self._has_begun = False
 
     def whole(self, output: RequestOutput) -> Response:
-        """The complete answer."""
+        """The complete answer, with choices by index. output: the request's only one; call it once."""
         choices = []
         for each in output.outputs:
             more = {"stop_reason": each.stop_reason, "routed_experts": None, "sampling_mask": None}
@@ -226,7 +228,7 @@ class _Writer:
         )
 
     def pieces(self, output: RequestOutput) -> bytes:
-        """Events for what is new."""
+        """Events for what is new in `output`, one for each completion with new tokens or its end; b"" for none."""
         self._count(output)
         found = b""
         for each in output.outputs:
@@ -266,7 +268,9 @@ class _Writer:
 
 
 def _json_logprobs(token_id: int, position: PositionLogprobs) -> dict[str, Any]:
-    """The token that was chosen, and all that were looked at: it first, then the others by rank."""
+    """JSON of the log-probability of `token_id`, which was chosen, with top_logprobs: all tokens of `position`, it
+    first and the others in their order there.
+    """
     others = [each for each in position if each != token_id]
     tops = [
         {"token_id": each, "logprob": json_logprob(position[each].logprob), "rank": position[each].rank}

@@ -15,8 +15,9 @@ async def interleave(
 ) -> AsyncGenerator[tuple[int, T], None]:
     """Yields (index, item) of the streams `start(0)` to `start(number - 1)`, at most `at_once` of them concurrently.
 
-    Each stream is at most one item ahead, so that a slow reader holds the streams back. Raises the first error of
-    any stream; all streams are closed in every case.
+    start: makes an async generator, when its turn comes; items of one stream stay in order. at_once: 1 or more. Each
+    stream is at most one item ahead, so that a slow reader holds the streams back. Raises the first error of any
+    stream; all streams are closed in every case.
     """
     if number == 1:
         async with _closing(start(0)) as stream:

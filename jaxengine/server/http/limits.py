@@ -147,7 +147,8 @@ def _fault(body: bytes | bytearray, problem: str) -> ApiError:
 
 
 def _measure(body: bytes | bytearray) -> bool:
-    """Return whether the body has brackets enough to be nested too deep. Raises ApiError if a limit is exceeded.
+    """Count what is in a body, and raise ApiError if a limit is exceeded. Return True where the value may be nested too
+    deep, which the caller must check.
 
     Depth is looked at here only where text has to be told from structure.
     """
@@ -163,7 +164,9 @@ def _measure(body: bytes | bytearray) -> bool:
 
 
 def _measure_structure(body: bytes | bytearray) -> None:
-    """Raise ApiError if a limit is exceeded by what stands outside texts."""
+    """Raise ApiError if a body exceeds a limit, of depth too. What stands within texts does not count, and it need not
+    be valid JSON.
+    """
     depth = num_open = num_values = num_texts = num_names = 0
     for match in _STRUCTURE.finditer(body):
         start = match.start()

@@ -31,7 +31,8 @@ async def choose_model(engine: EngineClient, name: str | None, served: tuple[str
     """(model name for the response, adapter name or None) of a request's `model`, which is `name`; None: the first of
     `served`, the model's own names.
 
-    Raises ApiError (404) for a model or adapter that is not served.
+    Raises ApiError (404) for a model or adapter that is not served; EngineDeadError if the engine, asked for its
+    adapters, does not answer.
     """
     if name is not None and name not in served:
         loaded = [each["name"] for each in await loaded_adapters(engine)]

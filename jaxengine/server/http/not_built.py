@@ -60,7 +60,9 @@ SWITCHED_OFF: dict[str, str] = {
 
 
 def about_missing(path: str) -> str | None:
-    """Returns the error message for a path that is in a table, or below one that is not built; None for others."""
+    """Returns the error message for a path in SWITCHED_OFF, or in or below one in NOT_BUILT; None for others. "/" at
+    its end makes no difference.
+    """
     plain = path.rstrip("/")
     if plain in SWITCHED_OFF:
         return f"{plain} is only served with {SWITCHED_OFF[plain]}; see docs/serving.md"

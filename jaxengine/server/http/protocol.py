@@ -167,7 +167,9 @@ class ResponseFormat(RequestModel):
     json_schema: JsonSchema | None = None
 
     def structured_outputs(self) -> dict[str, Any] | None:
-        """The same as vLLM's structured_outputs; None for any text. Raises RequestError without a schema."""
+        """The same as vLLM's structured_outputs; None for any text. Raises RequestError for json_schema without a
+        schema; the schema itself is not checked.
+        """
         if self.type == "json_object":
             return {"json_object": True}
         if self.type == "text":
@@ -216,9 +218,8 @@ class NamedRequest(RequestModel):
         return RequestOptions(self.priority or 0, timeout, state.client, state.arrival, lora, state.owner_tag)
 
     def register(self, prefix: str, request: Request) -> str:
-        """Records the user in the request's state; returns the request's id for response, engine and `abort`.
-
-        prefix: of the id, such as "chatcmpl".
+        """Records the user in the request's state; returns the request's id for response, engine and `abort`: `prefix`,
+        such as "chatcmpl", "-", and the request_id that was asked for, or one that is unique.
         """
         request.state.user = self.user
         name = f"{prefix}-{self.request_id or request.state.unique_id}"
@@ -343,9 +344,10 @@ class TextRequest(GenerationRequest):
     def beam_params(
         self, inputs: InputProcessor, max_tokens: int | None, width: int | None = None
     ) -> BeamSearchParams | None:
-        """Parameters of a beam search, None without one. Raises RequestError.
+        """Parameters of a beam search, None if the request asks for none. Raises RequestError for values that are not
+        allowed.
 
-        max_tokens: None: as many as fit into the context. width: number of beams; None: n.
+        max_tokens: None: as many as fit into the context. width: number of beams; None: n, or 1.
         """
         if not self.use_beam_search:
             return None
@@ -361,8 +363,8 @@ class TextRequest(GenerationRequest):
         return params
 
     def sampling_params(self, inputs: InputProcessor, config: ServerConfig, **changes: Any) -> SamplingParams:
-        """The fields as SamplingParams, overriding the model's defaults and overridden by `changes`. Raises
-        RequestError.
+        """The fields as SamplingParams; one that is None has the model's default. changes: SamplingParams' fields by
+        name that replace these, None included. Raises RequestError.
         """
         check_n(self.n, config)
         given = {name: getattr(self, name) for name in type(self).model_fields if name in _SAMPLING_FIELDS}
@@ -401,7 +403,9 @@ def check_n(n: int | None, config: ServerConfig) -> None:
 
 
 def bias_by_id(logit_bias: Mapping[str, Any], vocab_size: int) -> dict[int, Any]:
-    """The bias by token id, as JSON has it by text. Raises RequestError for other keys, or too many."""
+    """The bias by token id, as JSON has it by text. Raises RequestError for keys that are no whole numbers, and for
+    more than `vocab_size` of them. Values, and whether an id is of the vocabulary, are not checked here.
+    """
     if len(logit_bias) > vocab_size:
         raise RequestError(
             f"logit_bias has {len(logit_bias)} entries; the vocabulary has {vocab_size}", param="logit_bias"
@@ -420,7 +424,9 @@ def json_logprob(logprob: float) -> float:
 
 
 def json_position(position: PositionLogprobs | None) -> dict[str, Any] | None:
-    """An entry of vLLM's prompt_logprobs: candidates by id; None for the first token."""
+    """An entry of vLLM's prompt_logprobs: candidates by id, which is a text in JSON; None for None, as the first token
+    has it.
+    """
     if position is None:
         return None
     return {
@@ -430,7 +436,7 @@ def json_position(position: PositionLogprobs | None) -> dict[str, Any] | None:
 
 
 def usage(num_prompt_tokens: int, num_completion_tokens: int, num_cached_tokens: int) -> dict[str, Any]:
-    """OpenAI's token counts."""
+    """OpenAI's token counts as JSON. num_cached_tokens: how many of the prompt's were in the prefix cache."""
     return {
         "prompt_tokens": num_prompt_tokens,
         "total_tokens": num_prompt_tokens + num_completion_tokens,

@@ -46,9 +46,10 @@ def json_response(value: Any) -> Response:
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
-    """Returns the result of `work`, which is cancelled if the client leaves first.
+    """Returns the result of `work`, or raises its exception; if the client leaves first, cancels it and raises
+    ClientLeft.
 
-    The request's body must have been read. Raises ClientLeft.
+    receive: the request's; its body must have been read, as whatever comes before the disconnection is dropped.
     """
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
     try:

@@ -90,7 +90,9 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
 
 def _add_update(routes: APIRouter, engine: EngineClient, config: ServerConfig) -> None:
-    """Adds the routes that concern weights."""
+    """Adds the routes that concern weights: /update_weights, by a path or by the file itself as the body, and
+    /weight_info.
+    """
 
     @routes.post("/update_weights")
     async def update_weights(body: UpdateWeights) -> dict[str, Any]:

@@ -48,7 +48,10 @@ class BatchChatRequest(ChatRequest):
     messages: Annotated[list[Messages], Field(fail_fast=True), at_most(_MAX_CONVERSATIONS)]  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def conversations(self, most: int) -> list[ChatRequest]:
-        """The requests of which each has one conversation. Raises RequestError for too many or empty ones."""
+        """The requests of which each has one conversation, in order; `self` stays as it is.
+
+        Raises RequestError for more than `most` conversations and for one without messages.
+        """
         if len(self.messages) > most:
             problem = f"messages holds {len(self.messages)} conversations; allowed are 1 to {most}"
             raise RequestError(problem, param="messages")
@@ -62,9 +65,10 @@ class _Batch:
     """A request being answered."""
 
     def __init__(self, server: ChatServer, body: BatchChatRequest, name: str, model: str, options: RequestOptions):
-        """Makes an answer for each conversation. name: id of the request; options: scheduling of each.
+        """Makes an answer for each conversation; nothing runs yet.
 
-        Raises RequestError.
+        name: id of the request; of several conversations, number i runs under NAME-i. model: its name in the response.
+        options: scheduling of each. Raises RequestError.
         """
         requests = body.conversations(server.config.max_prompts)
         self._head = {"id": name, "object": "chat.completion", "created": int(time.time()), "model": model}
@@ -83,7 +87,11 @@ class _Batch:
             await each.prepare(ignored if number == 0 else [])
 
     async def whole(self) -> Response:
-        """Returns the complete response, whose counts are those of all conversations together."""
+        """Runs all conversations, at most max_num_seqs at a time, and returns the complete response, whose counts are
+        those of all together. Call it after `prepare`.
+
+        The first error of one is raised, and ends the others.
+        """
         bodies: dict[int, dict[str, Any]] = {}
         streams = interleave(self._answer, len(self._completions), self._places)
         async with contextlib.aclosing(streams):
@@ -99,7 +107,9 @@ class _Batch:
 
 
 def _added(counts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The sums of numbers with the same name, at any depth."""
+    """One dict with the sums of the numbers that have the same name, at any depth. counts: at least one; all have the
+    names of the first.
+    """
     first = counts[0]
     return {
         name: _added([each[name] for each in counts])

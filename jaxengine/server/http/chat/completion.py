@@ -57,7 +57,9 @@ class ChatAnswer:
         return json_response(await self.body())
 
     async def body(self) -> dict[str, Any]:
-        """Returns the complete response as JSON values."""
+        """Runs the request and returns the complete response as JSON values. Call it after `prepare`, for a request
+        that does not stream. Raises the same errors as ChatRun.pieces.
+        """
         async with contextlib.aclosing(self._run.pieces()) as pieces:
             output, outputs = await anext(pieces)
         choices = [self._writer.whole(*piece) for piece in outputs]
@@ -68,7 +70,10 @@ class ChatAnswer:
         return body
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yields the response as server-sent events."""
+        """Runs the request and yields the response as server-sent events, without [DONE]. Call it after `prepare`.
+
+        An item is what is new in one output: any number of events, b"" for none. Raises ChatRun.pieces' errors.
+        """
         last, always = self._body.usage_in_stream(self._config)
         begun: set[int] = set()
         num_tokens = 0

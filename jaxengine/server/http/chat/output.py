@@ -126,8 +126,8 @@ def token_logprobs(
     as_token_ids: bool = False,
     given_ids: Collection[int] = (),
 ) -> list[dict[str, Any]] | None:
-    """OpenAI's chat form of each token's log-probability, with the `count` likeliest tokens (-1: all) and those of
-    `given_ids`, likeliest first.
+    """OpenAI's chat form of the log-probability of each token of `output`, with the `count` likeliest tokens (-1: all)
+    and those of `given_ids`, likeliest first; only tokens that the engine gave a log-probability for appear.
 
     None if `count` is None or the output has none. as_token_ids: tokens are written as token_id:N in place of their
     text.
@@ -152,7 +152,9 @@ def token_logprobs(
 
 
 def _deltas(events: Sequence[Event]) -> list[dict[str, Any]]:
-    """Deltas of the events: content and reasoning together, then one per call."""
+    """Deltas of the events, dicts without a role: content and reasoning together, if there is any, then one per call;
+    [] for no events.
+    """
     delta: dict[str, Any] = {}
     content = "".join(event.text for event in events if isinstance(event, ContentDelta))
     reasoning = "".join(event.text for event in events if isinstance(event, ReasoningDelta))
@@ -165,7 +167,9 @@ def _deltas(events: Sequence[Event]) -> list[dict[str, Any]]:
 
 
 def _calls(events: Sequence[Event]) -> list[dict[str, Any]]:
-    """One entry per call, merging its events: clients take a second entry for another call."""
+    """Entries of a delta's tool_calls, one per call, merging its events: clients take a second entry for another call.
+    Only the entry with a call's start has its id and name.
+    """
     entries: dict[int, dict[str, Any]] = {}
     for event in events:
         if isinstance(event, ToolCallStart):

@@ -33,7 +33,11 @@ class ChatRenderer:
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="chat template")
 
     async def prompt(self, body: ChatRequest) -> dict[str, Any]:
-        """The prompt for EngineClient.stream: text, token ids, pictures and videos. Raises RequestError."""
+        """The prompt for EngineClient.stream: text, token ids, pictures and videos.
+
+        Token ids are truncated if the request asks for it; the text is whole. Raises RequestError for a conversation
+        that cannot be rendered, that has no tokens or more than max_model_len - 1, or whose pictures cannot be used.
+        """
         messages, parts = self._inputs.media_reader.collect(body.messages)
         text, whole = await self._encode(body, messages)
         ids = self._encoder.cut(whole, body.truncate_prompt_tokens, body.truncation_side, body.most_tokens[1])

@@ -70,7 +70,10 @@ class ChatRun:
     """
 
     def __init__(self, server: ChatServer, body: ChatRequest, name: str, options: RequestOptions):
-        """name: the request's id in the engine; options: its scheduling. Raises RequestError."""
+        """name: the request's id in the engine; options: its scheduling. Nothing runs before `pieces`.
+
+        Raises RequestError for fields that this model or server cannot serve, under their names in `body`.
+        """
         self._server = server
         self._name = name
         self._options = options
@@ -113,7 +116,9 @@ class ChatRun:
         self._read_around_reasoning()
 
     def _check_budget(self) -> None:
-        """Raises RequestError for a limit of the reasoning that would have no effect."""
+        """Raises RequestError for a thinking_token_budget, other than none and -1, that could have no effect: reasoning
+        is not told apart from the answer, or a forced call's grammar covers it.
+        """
         budget = self.body.thinking_token_budget
         if budget in (None, -1):
             return
@@ -126,7 +131,9 @@ class ChatRun:
             raise RequestError(f"thinking_token_budget {allowed}", param="thinking_token_budget", value=budget)
 
     def _read_around_reasoning(self) -> None:
-        """Leaves the reasoning free of what the request says of the answer: its form, and the texts that end it."""
+        """Changes `params`, once the prompt is there, so that the answer's form and the texts that end it hold only
+        after the reasoning, and adds the limit of the reasoning. Nothing changes without a reasoning parser.
+        """
         if self._reasoning is None:
             return
         prompt, continued = self.prompt["prompt"], self._continued
@@ -145,7 +152,11 @@ class ChatRun:
             self.params = self.params.clone_with(thinking_token_budget=budget, thinking_words=words)
 
     async def pieces(self) -> AsyncGenerator[tuple[RequestOutput, list[Piece]], None]:
-        """Yields the engine's outputs with their parsed pieces. Raises the same errors as EngineClient.stream."""
+        """Runs the request, after `prepare`; yields the engine's outputs, each with its parsed pieces: one for each of
+        `output.outputs`, with the events that the request wants. Updates the counts.
+
+        Raises the same errors as EngineClient.stream; a RequestError names the field as the request has it.
+        """
         engine = self._server.engine
         if self._beams is not None:
             outputs = beam_search(engine, self.prompt, self._beams, self._name, self._options)
@@ -213,7 +224,9 @@ class ChatRun:
 
     @property
     def _stop_token_ids(self) -> list[int]:
-        """Token ids of the words with which the model's format ends an output."""
+        """Token ids of the words with which the model's format ends an output; words that are no tokens are left out.
+        [] with ignore_eos.
+        """
         if self.body.ignore_eos:
             return []
         words = {*self._tools.stop_words, *(() if self._reasoning is None else self._reasoning.stop_words)}

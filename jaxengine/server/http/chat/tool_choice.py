@@ -62,8 +62,9 @@ def tool_use(
 ) -> ToolUse:
     """Determines how a request's tools affect its answer.
 
-    auto: whether the server lets models choose. tool_format, reasoning_format: formats of the model. switches: JSON
-      options that are on by default. Raises RequestError.
+    auto: whether the server lets models choose. tool_format, reasoning_format: formats of the model, None where the
+      server has no parser. switches: options of structured outputs that are on by default. Raises RequestError for
+      tools, or a tool_choice, that these formats cannot serve.
     """
     choice, functions = body.choice, [tool.function for tool in body.tools or ()]
     if choice == "none":
@@ -108,10 +109,10 @@ def tool_use(
 
 
 def _forced_text(body: ChatRequest, switches: Sequence[str]) -> ToolUse | None:
-    """The ToolUse of a forced call that may be of a text tool with a form; None where no such tool may be called.
-    Raises RequestError.
+    """The ToolUse of a forced call that may be of a tool in body.text_forms; None where no such tool may be called.
 
-    The text is written as it is, because no grammar holds for a text within JSON.
+    body: its choice is "required" or names a tool. The text is written as it is, because no grammar holds for a text
+    within JSON. Raises RequestError.
     """
     if isinstance(body.choice, NamedTool):
         name = body.choice.function.name
@@ -133,7 +134,10 @@ def _forced_text(body: ChatRequest, switches: Sequence[str]) -> ToolUse | None:
 def _forced_in_own_way(
     body: ChatRequest, tool_format: ToolFormat, tokenizer: Tokenizer, switches: Sequence[str]
 ) -> ToolUse:
-    """The ToolUse of a forced call in the model's own format. Raises RequestError."""
+    """The ToolUse of a forced call in the model's own format, by a grammar of the whole output.
+
+    body: its choice is "required" or names a tool. tool_format: one with a forced_grammar. Raises RequestError.
+    """
     functions = [tool.function for tool in body.tools or ()]
     if isinstance(body.choice, NamedTool):
         functions = [each for each in functions if each.name == body.choice.function.name]
@@ -183,8 +187,10 @@ def _rules(
 
 
 def _arguments(function: Function, definitions: dict[str, Any]) -> dict[str, Any]:
-    """Schema of a function's arguments, whose references are to the definitions: no other parameters than listed,
-    unless its schema says otherwise or requires others. Raises RequestError.
+    """Schema of a function's arguments, to be part of a document with these `$defs`: targets of its references are
+    added to `definitions`. Raises RequestError for a reference without a target.
+
+    It allows no other parameters than listed, unless the function's schema says otherwise or requires others.
     """
     given = function.parameters or _NO_ARGUMENTS
     document = SchemaDocument(given)

@@ -68,7 +68,11 @@ class _Completion:
         return body.sampling_params(self._engine.inputs, self._config, **changes)
 
     async def read_prompts(self, encoder: PromptEncoder) -> None:
-        """Reads and tokenizes all prompts, before any of them runs. Raises RequestError."""
+        """Reads and tokenizes all prompts, before any of them runs, truncated if the request asks for it.
+
+        Raises RequestError for the first prompt that cannot run; the tokens of a text that is the only prompt are
+        counted when it runs.
+        """
         body, inputs = self.body, self._engine.inputs
         longest = inputs.config.max_model_len - 1 if body.truncate_prompt_tokens is None else None
         given = read_prompts(body.prompt, self._config.max_prompts, inputs.model_config.vocab_size, longest)
@@ -88,7 +92,11 @@ class _Completion:
                 inputs.prepare(prompt, self.params, options=self._options)
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """Yields (index of the prompt, output). No more prompts run at once than the engine has slots."""
+        """Runs the prompts; yields (index of the prompt, output) as they come. No more prompts run at once than the
+        engine has slots for their n outputs. With max_tokens=0 outputs are without the token that was sampled.
+
+        The first error of one, as EngineClient.stream raises it, ends all.
+        """
         async with contextlib.aclosing(interleave(self._generate, len(self._prompts), self._places())) as outputs:
             async for index, output in outputs:
                 if self.body.max_tokens == 0:
@@ -98,7 +106,7 @@ class _Completion:
                 yield index, output
 
     async def whole(self) -> Response:
-        """Returns the complete response."""
+        """Runs the prompts and returns the complete response, with choices by index. Raises the errors of `outputs`."""
         choices = []
         writer = self._writer()
         async with contextlib.aclosing(self.outputs()) as outputs:
@@ -109,7 +117,9 @@ class _Completion:
         return json_response({**self._head, "choices": choices, "usage": self._usage(), **NULL_BODY})
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yields the response as server-sent events."""
+        """Runs the prompts and yields the response as server-sent events, without [DONE]: for each output any number of
+        them, b"" for none. Raises the errors of `outputs`.
+        """
         writer = self._writer()
         last, always = self.body.usage_in_stream(self._config)
         async with contextlib.aclosing(self.outputs()) as outputs:

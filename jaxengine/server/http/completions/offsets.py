@@ -20,7 +20,9 @@ class OutputOffsets:
     def __init__(
         self, tokenizer: Tokenizer | None, params: SamplingParams, prompt_token_ids: Sequence[int], first: int
     ):
-        """tokenizer: None for an output without text. first: the offset of the output, in characters."""
+        """tokenizer: None for an output without text, all of whose tokens are at `first`. params: those that the text
+        is made with. prompt_token_ids: what the output follows. first: the offset of the output, in characters.
+        """
         self._offset = first
         self._detokenizer: IncrementalDetokenizer | None = None
         if tokenizer is not None and params.detokenize:
@@ -44,9 +46,10 @@ class OutputOffsets:
 
 
 def prompt_offsets(tokenizer: Tokenizer | None, text: str, token_ids: Sequence[int]) -> list[int]:
-    """Return where the tokens of a prompt begin in its text, in characters; all 0 without a tokenizer.
+    """Return where the tokens of a prompt begin in its text, in characters and at most its length; all 0 without a
+    tokenizer.
 
-    Special tokens count if the text contains them; those that the tokenizer adds do not.
+    Special tokens take room if the text contains them at their place; those that the tokenizer adds do not.
     """
     if tokenizer is None:
         return [0] * len(token_ids)

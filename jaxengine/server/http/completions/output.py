@@ -23,7 +23,9 @@ class ChoiceWriter:
     def __init__(
         self, body: CompletionRequest, params: SamplingParams, tokenizer: Tokenizer | None, as_token_ids: bool
     ):
-        """params: those that the text is made with. as_token_ids: tokens are written as token_id:N."""
+        """params: those that the text is made with. as_token_ids: tokens are written as token_id:N, as they are without
+        a tokenizer.
+        """
         self._body = body
         self._params = params
         self._as_token_ids = as_token_ids
@@ -33,7 +35,8 @@ class ChoiceWriter:
         self._spans = SpanWriter()
 
     def choice(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
-        """JSON of the choice for `completion`, one of the outputs of the prompt `prompt_index`.
+        """JSON of the choice for `completion`, one of output.outputs, of the prompt `prompt_index`; in a stream the new
+        part, to be called for each in order: the first has the prompt if the request echoes it.
 
         The n answers of prompt p have indices p * n to p * n + n - 1.
         """

@@ -32,7 +32,9 @@ class _Message:
     """A message being answered."""
 
     def __init__(self, server: ChatServer, body: MessagesRequest, name: str, model: str, options: RequestOptions):
-        """Creates the run of the message. Raises RequestError."""
+        """Creates the run of the message, which does not begin yet. name: the id of the message and in the engine;
+        model: its name in the response; options: scheduling. Raises RequestError with Anthropic's field names.
+        """
         self._body = body
         self._writer = MessageWriter()
         self._stop: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
@@ -65,7 +67,11 @@ class _Message:
         return json_response({**self._head, "content": self._writer.content, **self._stop, "usage": self._usage()})
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """Yields the response as server-sent events."""
+        """Runs the message, after `prepare`, and yields the response as server-sent events, any number of them in an
+        item.
+
+        Raises the errors of ChatRun.pieces, and ApiError (500) for an output that cannot be used.
+        """
         begun = False
         async with contextlib.aclosing(self._events()) as events:
             async for said in events:
@@ -93,7 +99,9 @@ class _Message:
                 raise self._body.as_asked(error) from None
 
     def _end(self, output: CompletionOutput) -> None:
-        """Sets the stop reason. Raises ApiError for an output that is not an answer."""
+        """Sets the stop reason of an output that has ended; "pause_turn" if it was aborted. Raises ApiError (500) for
+        one that ended with an error.
+        """
         reason, stop = output.finish_reason, output.stop_reason
         if reason == "length":
             self._stop["stop_reason"] = "max_tokens"

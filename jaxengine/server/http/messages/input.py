@@ -27,7 +27,10 @@ _LEFT_OUT = re.compile(r"redacted_thinking|server_tool_use|(?!tool_result)[a-z_]
 
 
 def read_messages(system: str | list[Any] | None, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Converts a request's `system`, None without one, and `messages` to chat messages. Raises RequestError."""
+    """Converts a request's `system`, None without one, and `messages` to chat messages, that of the system first.
+
+    Raises RequestError for a role or block that is not allowed; pictures are checked later.
+    """
     read = _read("system", system, "system") if system else []
     for number, message in enumerate(messages):
         where, role = f"messages[{number}]", message.get("role")
@@ -38,7 +41,9 @@ def read_messages(system: str | list[Any] | None, messages: Sequence[dict[str, A
 
 
 def left_out_blocks(system: str | list[Any] | None, messages: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yields what has no effect in the blocks, each once: types that are left out, and cache_control."""
+    """Yields what has no effect in the blocks, each once, as "messages.cache_control" or "system." and a type of blocks
+    that are left out. Arguments are those of `read_messages`.
+    """
     blocks = [("system", block) for block in system or ()] if isinstance(system, list) else []
     for message in messages:
         content = message.get("content")
@@ -67,7 +72,11 @@ def _read(role: str, content: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _blocks(role: str, blocks: Sequence[Any], where: str) -> list[dict[str, Any]]:
-    """Converts the blocks of a message; results of tools become separate messages before the user's other blocks."""
+    """Converts the blocks of a message; results of tools become separate messages before the user's other blocks.
+
+    role: one of ROLES. where: place of the blocks, for errors. Raises RequestError for a block that the role may not
+    have or that lacks a field.
+    """
     results: list[dict[str, Any]] = []
     parts: list[dict[str, Any]] = []
     said: dict[str, Any] = {"role": role}

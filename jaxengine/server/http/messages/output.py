@@ -28,7 +28,9 @@ class MessageWriter:
         self._texts: list[str] = []
 
     def add(self, events: Sequence[Event]) -> list[Said]:
-        """Adds the parser's new events; returns Anthropic's events for them."""
+        """Adds the parser's new events; returns Anthropic's events for them. The last block stays open for more of its
+        kind, until `close`.
+        """
         said: list[Said] = []
         for part in events:
             match part:

@@ -196,7 +196,7 @@ class Conversation(RequestModel):
 
     @property
     def ignored_parts(self) -> Iterator[str]:
-        """Parts of fields that are accepted but have no effect."""
+        """Fields that are accepted but have no effect, and parts of fields, as "thinking.display"."""
         parts = {
             "context_management": self.context_management,
             "thinking.display": self.thinking and self.thinking.display,

@@ -118,7 +118,9 @@ class ScoreRequest(PoolingBody):
     data_2: str | Texts | None = None
 
     def texts(self) -> tuple[str | list[str], str | list[str]]:
-        """The texts of both sides. Raises RequestError."""
+        """The texts of both sides, each one text or a list, as given. Raises RequestError unless the fields that are
+        given are one pair of _PAIRS.
+        """
         names = {name for pair in _PAIRS for name in pair}
         given = {name for name in names if getattr(self, name) is not None}
         for first, second in _PAIRS:

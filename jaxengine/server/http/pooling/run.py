@@ -33,7 +33,9 @@ class PoolingServer:
         self._encoder = PromptEncoder(engine.inputs)
 
     async def encode_input(self, body: InputBody, params: PoolingParams) -> list[list[int]]:
-        """Tokenizes each prompt of `input`. Raises RequestError."""
+        """Returns the token ids of each prompt of `input`, truncated if the request asks for it; before each text is
+        the model's prompt that `params` name. Raises RequestError.
+        """
         inputs = self.engine.inputs
         longest = inputs.config.max_model_len if body.truncate_prompt_tokens is None else None
         given = read_prompts(
@@ -44,9 +46,10 @@ class PoolingServer:
     async def encode_given(
         self, given: Sequence[str | list[int]], body: PoolingBody, params: PoolingParams, *, special: bool = True
     ) -> list[list[int]]:
-        """Tokenizes each text among texts and token ids, and truncates all as the request specifies.
+        """Returns the token ids of each of `given`: texts, which are tokenized as by `encode`, and lists of token ids.
+        All are truncated as the request specifies.
 
-        special: as in `encode`. Raises RequestError.
+        special: as in `encode`. Raises RequestError, also for truncate_prompt_tokens above max_model_len.
         """
         texts = [each for each in given if isinstance(each, str)]
         encoded = iter(await self.encode(texts, params, special=special) if texts else ())

@@ -84,7 +84,8 @@ async def _scores(
     server: PoolingServer, pairs: Sequence[tuple[str, str]], body: PoolingBody, name: str, options: RequestOptions
 ) -> list[ScoringRequestOutput]:
     """The score of each pair, with the tokens of both texts: those of a text that is in several pairs count in each,
-    although an embedder computes it once. Raises RequestError.
+    although an embedder computes it once. name: the request's id in the engine. Raises the errors of
+    PoolingServer.answers.
     """
     inputs, params = server.engine.inputs, body.pooling_params()
     if inputs.require_pooling().task != "embed":

@@ -79,7 +79,11 @@ class _Making:
         options: RequestOptions,
         held: Held,
     ):
-        """question: further messages; options: for the engine request. Raises RequestError."""
+        """question: the messages after `earlier`; model: its name in the response; store: whether the response says
+        that it is stored; options: for the engine request, which does not begin yet.
+
+        Raises RequestError with ResponsesRequest's field names.
+        """
         self.id = response_id
         self.earlier = earlier
         self.held = held
@@ -111,7 +115,9 @@ class _Making:
         ignored += ["reasoning"] if self._run.ignored else []
 
     async def events(self) -> AsyncGenerator[list[Said], None]:
-        """Generates the response to its end; yields the events of each step. Raises EngineClient.stream's errors."""
+        """Generates the response to its end, after `prepare`; yields the stream's events of each step, a list that may
+        be empty. `writer.response` is then its state. Raises EngineClient.stream's errors.
+        """
         said = self.writer.open()
         async with contextlib.aclosing(self._run.pieces()) as pieces:
             try:
@@ -166,7 +172,9 @@ class _Making:
 
 
 def _head(body: ResponsesRequest, response_id: str, model: str, store: bool, params: SamplingParams) -> dict[str, Any]:
-    """Returns the constant fields of a response."""
+    """Returns the fields of a response that stay as they are while it is made. store: whether it is stored. params:
+    those of the engine, which temperature and top_p are of.
+    """
     plain = {"format": {"type": "text"}}
     text = plain if body.text is None else body.text.model_dump(exclude_none=True, by_alias=True)
     return {
@@ -221,7 +229,10 @@ class _Responses:
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
 
     async def create(self, body: ResponsesRequest, request: Request) -> Response:
-        """Creates a response. Raises RequestError, ApiError."""
+        """Creates a response and returns it: complete, as a stream, or queued if it is made in the background.
+
+        Raises RequestError, ApiError, and EngineDeadError for an engine that cannot answer.
+        """
         model, lora = await choose_model(self._engine, body.model, self._names)
         request.state.user = body.user
         held = self._memory.hold()
@@ -243,7 +254,11 @@ class _Responses:
     async def _make(
         self, body: ResponsesRequest, request: Request, model: str, lora: str | None, held: Held
     ) -> tuple[_Making, Keeper | None]:
-        """Prepares a response and its keeper, None if it is not to be stored. Raises RequestError, ApiError."""
+        """Makes a response, whose prompt is not rendered yet, and its keeper, None if it is not to be stored.
+
+        held: takes the bytes of the conversation; the caller releases it after an error. Raises RequestError, also for
+        a conversation that is too large to be stored as asked, and ApiError if there is none to continue.
+        """
         owner, store = _owner(request), _store(request)
         earlier, earlier_bytes = await self._earlier(body, request, held)
         response_id = body.request_id or f"resp_{secrets.token_hex(16)}"
@@ -265,8 +280,10 @@ class _Responses:
     async def _earlier(
         self, body: ResponsesRequest, request: Request, held: Held
     ) -> tuple[Sequence[dict[str, Any]], int]:
-        """Returns the messages of the conversation that is to be continued, and their size. Raises ApiError,
-        RequestError.
+        """Returns the messages of the conversation that is to be continued, and their bytes in the store; (), 0 for a
+        new one. held: takes these bytes.
+
+        Raises ApiError (404) if it is not stored, RequestError if it is not complete, OverloadedError.
         """
         name = body.previous_response_id
         if name is None:
@@ -329,7 +346,11 @@ class _Responses:
             task.cancel()
 
     async def count(self, body: ResponsesRequest, request: Request) -> Response:
-        """Counts the tokens of the conversation. Raises RequestError, ApiError."""
+        """Returns the number of the conversation's tokens, which may exceed the context. Nothing is generated or
+        stored.
+
+        Raises RequestError, ApiError.
+        """
         await choose_model(self._engine, body.model, self._names)
         request.state.ignored_fields += [*body.ignored_parts, *left_out_items(body.input)]
         held = self._memory.hold()
@@ -344,8 +365,10 @@ class _Responses:
         return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
 
     async def show(self, request: Request, response_id: str, part: Part, use: Callable[[list[Any]], bytes]) -> Response:
-        """Returns the JSON that `use` makes of the values in a part of a stored response. Raises ApiError (404),
-        RequestError.
+        """Returns the JSON that `use` makes of the values in a part of a stored response of this client; `use` may run
+        on a thread.
+
+        Raises ApiError (404), OverloadedError, and what `use` raises.
         """
         held = self._memory.hold()
         try:
@@ -363,7 +386,8 @@ def _input_items(lists: list[Any], limit: int, after: str | None, newest_first: 
     """Returns a page of a response's input items as JSON: at most `limit`, from the one after the id `after`; None:
     from the first.
 
-    lists: lists of items, in order. Raises RequestError for an unknown id.
+    lists: lists of items, oldest first. newest_first: order of the page, which `after` follows too. Raises RequestError
+    for an id that no item has.
     """
     items = _joined(lists)
     if newest_first:

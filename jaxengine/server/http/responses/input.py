@@ -34,7 +34,9 @@ _ALLOWED = ("message", *_CALLS, *_OUTPUTS, "reasoning", ADDITIONAL_TOOLS, *_LEFT
 
 
 def read_input(items: str | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Converts a request's `input` to messages. Raises RequestError."""
+    """Converts a request's `input` to chat messages; a text is one of the user's. Raises RequestError for an item or
+    part that is not allowed; pictures are checked later.
+    """
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     messages: list[dict[str, Any]] = []
@@ -91,7 +93,11 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> No
 
 
 def _call(item: dict[str, Any], kind: str, where: str) -> dict[str, Any]:
-    """Returns a call of a function or a custom tool for a chat message. Raises RequestError."""
+    """Returns a call of a function or a custom tool for a chat message.
+
+    kind: the item's type, one of _CALLS. where: place of the item, for errors. Raises RequestError for a field that is
+    missing or no string; whether there is such a tool is not checked.
+    """
     for key in ("call_id", "name", _CALLS[kind]):
         if not isinstance(item.get(key), str):
             raise _refused(f"{where}.{key} is missing or not a string")
@@ -120,7 +126,11 @@ def _open_turn(messages: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def _content(content: Any, where: str, takes_images: bool) -> str | list[dict[str, Any]]:
-    """Returns a text, or a list of parts if one of them is a picture."""
+    """Returns `content`, a text or a list of parts, as one text, or as parts for a chat message if one of them is a
+    picture.
+
+    where: its place, for errors. takes_images: whether pictures may be in it. Raises RequestError for anything else.
+    """
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

@@ -41,8 +41,8 @@ class Memory:
         return Held(self)
 
     def change(self, num_bytes: int) -> None:
-        """Adds a number of bytes, which may be negative. Raises OverloadedError if there are too many, except for the
-        first request alone.
+        """Adds a number of bytes, which may be negative. Raises OverloadedError, with nothing added, if there would be
+        more than `most`; where none are held yet, any number may be added.
         """
         if num_bytes > 0 and self._num_bytes and self._num_bytes + num_bytes > self._most:
             text = f"requests that are being answered hold {self._num_bytes} bytes of stored conversations"
@@ -75,7 +75,9 @@ async def off_loop(size: int, work: Callable[_P, _T], *args: _P.args, **kwargs: 
 
 
 def weight(value: Any) -> int:
-    """Returns about how many bytes a JSON value has, or a number above _SHORT_BYTES once it is known to be large."""
+    """Returns about how many bytes a JSON value has: characters of its texts and names, and 8 for each other plain
+    value; for a large one some number above _SHORT_BYTES.
+    """
     total, left = 0, [value]
     while left and total <= _SHORT_BYTES:
         match left.pop():
@@ -100,10 +102,11 @@ def there(found: _T | None, response_id: str) -> _T:
 async def read_back(
     store: Responses, response_id: str, owner: str, part: Part, held: Held, use: Callable[[list[Any]], _T]
 ) -> tuple[Found, _T]:
-    """Returns a stored response and the result of `use` over the values of a part's documents, on a thread if it is
-    large.
+    """Returns a stored response and the result of `use` over the list of the values of a part's documents, oldest
+    first; on a thread if it is large.
 
-    held: takes the part's bytes. Raises ApiError if there is no such response, OverloadedError if there is no room.
+    owner: name of the client, who sees only responses of its own. held: takes the part's bytes. Raises ApiError (404)
+    if there is no such response, OverloadedError if `held` has no room, and what `use` raises.
     """
     found = there(await store.find(response_id, owner), response_id)
     size = found.num_bytes[part]
@@ -206,7 +209,11 @@ class Keeper:
     background: bool = False
 
     async def put(self, making: Making, shown: Json, *, is_running: bool) -> None:
-        """Stores the state that the client sees. Raises OverloadedError, EngineDeadError."""
+        """Stores a state of the response `making`, in place of the one before. shown: the response as the client sees
+        it; is_running: whether it is still made.
+
+        If the store was started again, the whole conversation is sent anew. Raises OverloadedError, EngineDeadError.
+        """
         for _ in range(_MOST_CALLS):
             answer = [making.answer()]
             stored, texts = await off_loop(

@@ -49,7 +49,7 @@ class ResponseWriter:
 
     def add(self, events: Sequence[Event], logprobs: Sequence[dict[str, Any]] | None) -> list[Said]:
         """Adds parser events and returns stream events; logprobs: of the tokens that the events come from, as
-        `token_logprobs` returns them.
+        `token_logprobs` returns them, None for none. They go with the first text of the message among the events.
         """
         self.parts += events
         said: list[Said] = []
@@ -78,7 +78,8 @@ class ResponseWriter:
     ) -> list[Said]:
         """Ends the response and returns its last events.
 
-        status: completed, incomplete (for `reason`), failed (with `error`) or cancelled.
+        status: completed, incomplete (for `reason`), failed (with `error`) or cancelled; the last event of a cancelled
+        one is that of a failed one. usage: its token counts.
         """
         if self._item is None and not self.response["output"] and status == "completed":
             said = self._turn_to("message")  # an empty answer still has a message
@@ -93,7 +94,9 @@ class ResponseWriter:
         return [*said, self._say(f"response.{last}", response=dict(self.response))]
 
     def _turn_to(self, kind: str) -> list[Said]:
-        """Opens an item of this kind in place of the open one, unless that is of it; returns the events."""
+        """Opens an item of this kind, "message" or "reasoning", unless one is open already; another open item ends.
+        Returns the events.
+        """
         if self._item is not None and self._item["type"] == kind:
             return []
         said = self._close("completed")
@@ -180,8 +183,8 @@ class ResponseWriter:
 
 
 def called(call: ParsedCall, origins: Mapping[str, Origin]) -> dict[str, str]:
-    """Returns name and arguments of a call for a chat message. The text of a custom tool is written anew, as the model
-    may have written it in another form.
+    """Returns name, as the model knows it, and arguments of a call for a chat message. The text of a custom tool, which
+    `origins` tell, is written anew, as the model may have written it in another form.
     """
     arguments = call.arguments
     if call.name in origins and origins[call.name].is_custom:

@@ -172,7 +172,9 @@ class ResponsesRequest(ConversationRequest):
 
     @property
     def ignored_parts(self) -> Iterator[str]:
-        """Parts of fields that are accepted but have no effect."""
+        """Parts of fields that are accepted but have no effect, as "text.verbosity". Raises RequestError for tools that
+        `callables` refuses.
+        """
         if self.text is not None and self.text.verbosity is not None:
             yield "text.verbosity"
         hints = ("summary", "generate_summary", "context", "mode")

@@ -32,7 +32,9 @@ class TextInput:
         self._is_other = False
 
     def feed(self, arguments: str) -> str:
-        """Reads a piece of the arguments; returns the part of the text that has become certain with it."""
+        """Reads a piece of the arguments; returns the part of the text that has become certain with it, "" for none.
+        What follows the text is dropped.
+        """
         if self._has_ended:
             return ""
         self._held += arguments
@@ -49,7 +51,9 @@ class TextInput:
         return "" if self._in_text else _other(self._held)
 
     def _open(self) -> bool:
-        """Removes what precedes the text, and returns whether the text has begun."""
+        """Removes what precedes the text, and returns whether the text has begun. False before, and for good where the
+        arguments are of another form.
+        """
         if self._is_other:
             return False
         head = _HEAD.match(self._held)
@@ -71,7 +75,9 @@ def _unescaped(escape: re.Match[str]) -> str:
 
 
 def _other(arguments: str) -> str:
-    """The text in arguments of another form: the parameter after others, the only one, or all as it is."""
+    """The text in arguments of another form: that of the parameter TEXT, wherever it stands, or of the only parameter;
+    a JSON string's; "" for {}; otherwise all as it is. They may be cut short.
+    """
     try:
         value = read_cut_json(arguments)
     except (ValueError, RecursionError):

@@ -177,7 +177,9 @@ class Callables:
 
     @classmethod
     def of(cls, tools: Sequence[Any]) -> Callables:
-        """Reads a request's tools. Raises RequestError for names that occur twice, are too long, or too many."""
+        """Reads a request's tools, each a ResponseTool. Raises RequestError for names that occur twice or are too long,
+        and for more than MAX_TOOLS functions and custom tools, those of namespaces included.
+        """
         found = cls()
         for tool in tools:
             if isinstance(tool, OtherTool):
@@ -211,7 +213,9 @@ class Callables:
 
 
 def read_additional_tools(items: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
-    """Yields the tools of input items of the type additional_tools. Raises RequestError."""
+    """Yields the tools of input items of the type additional_tools, as ResponseTool. Raises RequestError at the first
+    list or tool that is not valid.
+    """
     for number, item in enumerate(items):
         if item.get("type") != ADDITIONAL_TOOLS:
             continue
