@@ -48,6 +48,7 @@ async def test_tokens_go_in_and_come_out(app, chat_engine):
         for token, position, entry in zip(other.token_ids, other.logprobs, choice["logprobs"]["content"], strict=True):
             first, *rest = entry["top_logprobs"]
             assert {**first, "top_logprobs": [first, *rest]} == entry and entry["token_id"] == token
+            assert entry["token"] == f"token_id:{token}" and entry["bytes"] is None
             assert {each["token_id"]: (each["logprob"], each["rank"]) for each in (first, *rest)} == {
                 key: (each.logprob, each.rank) for key, each in position.items()
             }
