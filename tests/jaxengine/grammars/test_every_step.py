@@ -90,7 +90,7 @@ def test_late_masks_hold_up_nobody(chat_llm, chat_options, alone, async_scheduli
     held = []
     hold = llm.core.engine.scheduler.hold
     scheduler = llm.core.engine.scheduler
-    monkeypatch.setattr(scheduler, "hold", lambda request, wait: (held.append(request), hold(request, wait)))
+    monkeypatch.setattr(scheduler, "hold", lambda request: (held.append(request), hold(request)))
     tokens, steps = run(llm, requests)
     assert held and tokens == {name: alone[name] for name in requests}
     assert max(steps["plain 0"], steps["plain 1"]) <= 1.1
