@@ -23,11 +23,12 @@ def steered(params: TokenParams, steer: Sequence[Steer], config: ResolvedConfig,
     """
     if config.steer is None:
         raise RequestError("the engine was started without steer", param="steer")
-    known, total = layers_of(read_taps(config.steer, all_taps(model, STEERED))), dict[str, np.ndarray]()
+    every, total = all_taps(model, STEERED), dict[str, np.ndarray]()
+    known = layers_of(read_taps(config.steer, every))
     for entry in steer:
         for at, vector in _vectors(entry, config, model).items():
             try:
-                taps = read_taps([at], known)
+                taps = read_taps([at], known, every)
             except TapError as error:
                 problem = f"steer is at {error.name!r}; the engine was started with {error.allowed}"
                 raise RequestError(problem, param="steer", value=error.name) from None
@@ -59,7 +60,8 @@ def _vectors(entry: Steer, config: ResolvedConfig, model: ModelConfig) -> Mappin
     if entry.at is None:
         return found
     try:
-        wanted = {tap.name for tap in read_taps([entry.at], layers_of(read_taps(found, all_taps(model, STEERED))))}
+        every = all_taps(model, STEERED)
+        wanted = {tap.name for tap in read_taps([entry.at], layers_of(read_taps(found, every)), every)}
     except TapError as error:
         problem = f"steer is at {error.name!r}; the vector {entry.vector!r} has {error.allowed}"
         raise RequestError(problem, param="steer", value=error.name) from None

@@ -127,7 +127,7 @@ class Capture(LoopExtension):
         taps, asked = self.loop.runner.extension("capture").taps, request.params.capture
         names = [name for name in asked if name != HIDDEN_STATES]
         try:
-            return read_taps(names, layers_of(taps.named))
+            return read_taps(names, layers_of(taps.named), taps.model)
         except TapError as error:
             problem = f"capture names {error.name!r}; the engine was started with {error.allowed}"
             raise RequestError(problem, param="capture", value=error.name) from None
