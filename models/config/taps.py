@@ -105,8 +105,8 @@ def read_taps(
     """Return the taps that names stand for, each once, in the order of the names.
 
     known: as `all_taps` gives it; `*` is all of a kind's, and A-B includes B. model: that a negative layer counts from
-    the end of, where `known` is a part of it; None for `known`. Raises TapError for a name of another form than FORM, or
-    with a layer that is not known.
+    the end of, where `known` is a part of it; None for `known`. Raises TapError for a name of another form than FORM,
+    or with a layer that is not known.
     """
     found: dict[Tap, None] = {}
     for name in names:
