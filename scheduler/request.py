@@ -181,5 +181,5 @@ class Request:
         # No text has the bytes 253 to 255, so that no salt can stand for weights, an adapter or vectors.
         weights = b"\xfe" + self.weights_digest if self.weights_digest else b""
         adapter = b"\xff" + self.adapter_digest if self.adapter_digest else b""
-        steer = b"\xfd" + hashlib.sha256(repr(self.params.steer).encode()).digest() if self.params.steer else b""
+        steer = b"\xfd" + self.params.steer_digest if self.params.steer else b""
         return hashlib.sha256(weights + adapter + steer + (self.cache_salt or "").encode()).digest()

@@ -6,6 +6,7 @@ the engine.
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -123,6 +124,14 @@ class TokenParams(SamplingFields):
     def has_long_bad_words(self) -> bool:
         """Whether some bad word has several tokens, so that the ones before decide whether the next is one's last."""
         return any(len(word) > 1 for word in self.bad_words)
+
+    @cached_property
+    def steer_digest(self) -> bytes:
+        """SHA-256 of `steer`. May go through megabytes: the n outputs of a request, which share this, do so once."""
+        digest = hashlib.sha256()
+        for at, values in self.steer:
+            digest.update(f"{at} {len(values)} ".encode() + values)
+        return digest.digest()
 
     @property
     def most_cached(self) -> int | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from functools import lru_cache
 
 import numpy as np
 
@@ -19,6 +18,8 @@ from jaxengine.models.params.files import open_regular
 from jaxengine.models.weights.gguf.dequant import dequantize
 from jaxengine.models.weights.gguf.header import TensorInfo, read_header
 
+# Vectors f32[D] by the names of their taps.
+ControlVector = Mapping[str, np.ndarray]
 _DIRECTION = re.compile(r"direction\.(\d{1,6})")
 
 
@@ -45,23 +46,23 @@ def read_control_vector(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     return {Tap(RESIDUAL, layer + 1).name: values for layer, values in sorted(found.items())}
 
 
-@lru_cache(maxsize=64)
-def control_vector_of(path: str, hidden_size: int, num_layers: int) -> Mapping[str, np.ndarray]:
-    """Return `read_control_vector` of a file for a model of this shape, once read. Raises ModelFileError."""
+def read_control_vectors(named: Mapping[str, str] | None, model: ModelConfig) -> dict[str, ControlVector]:
+    """Return `read_control_vector` of each file of an engine's option, by name; empty for None.
+
+    Raises ModelFileError, also for a file that is not for a model of this shape.
+    """
+    return {name: _for_model(path, model) for name, path in (named or {}).items()}
+
+
+def _for_model(path: str, model: ModelConfig) -> ControlVector:
     found = read_control_vector(path)
     size = next(iter(found.values())).size
-    if size != hidden_size:
-        raise ModelFileError(path, f"has directions of {size} numbers; those of this model have {hidden_size}")
-    known = {Tap(RESIDUAL, layer).name for layer in range(num_layers + 1)}
+    if size != model.hidden_size:
+        raise ModelFileError(path, f"has directions of {size} numbers; those of this model have {model.hidden_size}")
+    known = {Tap(RESIDUAL, layer).name for layer in range(model.num_layers + 1)}
     if further := [name for name in found if name not in known]:
-        raise ModelFileError(path, f"steers {further[0]}; this model has residual:0-{num_layers}")
+        raise ModelFileError(path, f"steers {further[0]}; this model has residual:0-{model.num_layers}")
     return found
-
-
-def check_control_vectors(named: Mapping[str, str] | None, model: ModelConfig) -> None:
-    """Read the control vectors of an engine's option. Raises ModelFileError."""
-    for path in (named or {}).values():
-        control_vector_of(path, model.hidden_size, model.num_layers)
 
 
 def _layer(path: str, tensor: TensorInfo) -> int:

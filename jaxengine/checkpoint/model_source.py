@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxengine.checkpoint.control_vectors import check_control_vectors
+from jaxengine.checkpoint.control_vectors import ControlVector, read_control_vectors
 from jaxengine.checkpoint.default_model import GENERATION_DEFAULTS, default_model_path
 from jaxengine.checkpoint.hub_model import OTHER_FILES, download_model, from_hub
 from jaxengine.checkpoint.plugins import load_plugins
@@ -61,6 +61,7 @@ class ModelSource:
       generation_defaults: sampling parameters suggested by the model's authors, or set by the user.
       tokenizer_path: folder of a tokenizer that replaces the model's own; None for the model's own.
       pooling: how a pooling model computes its answers; None for a generating model.
+      control_vectors: those of the option steering_vectors, by name.
     """
 
     path: Path
@@ -69,6 +70,7 @@ class ModelSource:
     generation_defaults: dict[str, Any]
     tokenizer_path: Path | None = None
     pooling: PoolingModel | None = None
+    control_vectors: Mapping[str, ControlVector] = field(default_factory=dict)
 
     def close(self) -> None:
         """Closes the weight files."""
@@ -117,7 +119,7 @@ def open_model(config: EngineConfig, *, keep_tables: bool = True) -> ModelSource
     source = replace(source, config=as_it_sees(source.config, config))
     longest = config.max_model_len or source.config.max_position_embeddings
     source = replace(source, config=source.config.up_to(longest))
-    check_control_vectors(config.steering_vectors, source.config)
+    source = replace(source, control_vectors=read_control_vectors(config.steering_vectors, source.config))
     if config.skip_tokenizer_init:
         return source
     return replace(source, tokenizer_path=_find_tokenizer(config))

@@ -13,7 +13,7 @@ from jaxengine.models.config.taps import FORM, HIDDEN_STATES, STEERED, TapError,
 from jaxengine.scheduler.errors import RequestError, show_value
 from jaxengine.scheduler.token_params import CAPTURE
 
-MAX_STEER = 1024
+MAX_STEER = 64
 _KEYS = ("at", "vector", "scale")
 _FORM = (
     'a list of dicts such as {"at": "residual:3", "vector": numbers, "scale": 1.0}, or {"vector": "name"} of '

@@ -11,6 +11,9 @@ class FoundRows:
     def __init__(self) -> None:
         self._parts: list[np.ndarray] = []
         self._num_sent = 0
+        # What was taken as a whole so far: the first `_num_kept` rows of a buffer that doubles where it is full.
+        self._kept: np.ndarray | None = None
+        self._num_kept = 0
 
     def add(self, rows: np.ndarray) -> None:
         """Append the rows of the next tokens."""
@@ -18,14 +21,39 @@ class FoundRows:
 
     def take(self, count: int, only_new: bool) -> np.ndarray | dict[str, np.ndarray]:
         """Return the first `count` rows, or fewer if there are fewer; only_new: of these, those that were not returned
-        before.
+        before, which are dropped then.
 
-        Of rows with named fields, a dict with the rows of each. Needs an `add` before.
+        Of rows with named fields, a dict with the rows of each. Needs an `add` before, and the same `only_new` each
+        time. Takes as long as the new rows need; without only_new, on average.
 
         Steps that ran before it was known that the sequence had ended may have brought more than `count`.
         """
-        rows = self._parts[0] if len(self._parts) == 1 else np.concatenate(self._parts)
-        self._parts = [rows]
-        first, self._num_sent = self._num_sent if only_new else 0, min(count, len(rows))
-        new = rows[first : self._num_sent]
+        new = self._take_new(count) if only_new else self._take_all(count)
         return new if new.dtype.names is None else {name: new[name] for name in new.dtype.names}
+
+    def _take_new(self, count: int) -> np.ndarray:
+        rows = _joined(self._parts)
+        new = rows[: max(0, count - self._num_sent)]
+        self._num_sent += len(new)
+        self._parts = [rows[len(new) :].copy()]  # a view would keep the memory of what was returned
+        return new
+
+    def _take_all(self, count: int) -> np.ndarray:
+        parts, self._parts, kept = self._parts, [], self._kept
+        if kept is None:
+            kept = _joined(parts)
+            self._num_kept = len(kept)
+        elif parts:
+            rows, used = _joined(parts), self._num_kept
+            self._num_kept += len(rows)
+            if self._num_kept > len(kept):
+                larger = np.empty((max(self._num_kept, 2 * len(kept)), *rows.shape[1:]), rows.dtype)
+                larger[:used] = kept[:used]
+                kept = larger
+            kept[used : self._num_kept] = rows
+        self._kept = kept
+        return kept[: min(count, self._num_kept)]
+
+
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)

@@ -36,6 +36,7 @@ from jaxengine.scheduler.request import Request
 from jaxengine.tokens.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from jaxengine.checkpoint.control_vectors import ControlVector
     from jaxengine.requests.activations import Steer
 
 Processor = OutputProcessor | PoolingProcessor
@@ -61,14 +62,18 @@ class InputProcessor:
         origin: int = 0,
         pooling: PoolingModel | None = None,
         media: MediaInputs | None = None,
+        control_vectors: Mapping[str, ControlVector] | None = None,
     ):
-        """origin: number of this process among those that prepare requests for the engine; makes their seeds differ."""
+        """origin: number of this process among those that prepare requests for the engine; makes their seeds differ.
+        control_vectors: those that requests may name, by name; None for none.
+        """
         self.config = config
         self.model_config = model_config
         self.tokenizer = tokenizer
         self.generation_defaults = generation_defaults
         self.pooling = pooling
         self.media = media
+        self._control_vectors = control_vectors or {}
         self._origin = origin
         self._num_requests = 0
 
@@ -173,19 +178,16 @@ class InputProcessor:
         bad_words = self._tokenize_bad_words(params)
         index = self._count_request()
         request_id = request_id if request_id is not None else str(index)
-        fields = _option_fields(options)
+        shared = self._request_fields(token_ids, params, bad_words) | _option_fields(options)
         requests = [
-            self._make_request(
-                request_id if params.n == 1 else f"{number}_{request_id}",
-                token_ids,
-                params if params.n == 1 else params.child(number),
-                bad_words=bad_words,
-                fallback_seed=self._draw_seed(index, number),
+            Request(
+                request_id=request_id if params.n == 1 else f"{number}_{request_id}",
+                seed=self._draw_seed(index, number) if seed is None else seed,
                 cache_salt=salt,
                 media=media,
-                **fields,
+                **shared,
             )
-            for number in range(params.n)
+            for number, seed in enumerate(map(params.child_seed, range(params.n)))
         ]
         return PreparedRequest(request_id, text, params, requests)
 
@@ -310,16 +312,10 @@ class InputProcessor:
                 )
         return ids
 
-    def _make_request(
-        self,
-        request_id: str,
-        token_ids: list[int],
-        params: SamplingParams,
-        *,
-        bad_words: list[list[int]],
-        fallback_seed: int,
-        **fields: Any,
-    ) -> Request:
+    def _request_fields(
+        self, token_ids: list[int], params: SamplingParams, bad_words: list[list[int]]
+    ) -> dict[str, Any]:
+        """Fields of scheduler.Request that the n requests of one from a caller share, apart from its options'."""
         room = self.config.max_model_len - len(token_ids)
         if (trace := params.trace_decode_token_ids) is not None:
             room = len(trace)
@@ -328,19 +324,17 @@ class InputProcessor:
         if params.steer:
             from jaxengine.requests.steering_vectors import steered
 
-            own = steered(own, cast("Sequence[Steer]", params.steer), self.config, self.model_config)
-        return Request(
-            request_id=request_id,
-            prompt_token_ids=np.array(token_ids, np.int32),
-            params=own,
-            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-            eos_token_ids=eos,
-            stop_token_ids=tuple(dict.fromkeys((*eos, *params.stop_token_ids))),
-            seed=fallback_seed if params.seed is None else params.seed,
-            per_step=follows_every_step(params),
-            text_ends=bool(params.stop),
-            **fields,
-        )
+            steer = cast("Sequence[Steer]", params.steer)
+            own = steered(own, steer, self.config, self.model_config, self._control_vectors)
+        return {
+            "prompt_token_ids": np.array(token_ids, np.int32),
+            "params": own,
+            "max_tokens": room if params.max_tokens is None else min(params.max_tokens, room),
+            "eos_token_ids": eos,
+            "stop_token_ids": tuple(dict.fromkeys((*eos, *params.stop_token_ids))),
+            "per_step": follows_every_step(params),
+            "text_ends": bool(params.stop),
+        }
 
     def eos_token_ids(self) -> tuple[int, ...]:
         """All ids that end an output, of the tokenizer and of the model."""
@@ -433,4 +427,5 @@ def input_processor(source: ModelSource, config: ResolvedConfig, *, origin: int 
         origin=origin,
         pooling=source.pooling,
         media=media,
+        control_vectors=source.control_vectors,
     )

@@ -441,11 +441,14 @@ class SamplingParams(SamplingFields):
         return mine
 
     def child(self, index: int) -> SamplingParams:
-        """Parameters of the index-th of `n` outputs: n=1 and, if seeded, its own seed (seed + index)."""
-        seed = self.seed
-        if seed is not None and index:
-            seed = (seed + index) & _INT64_MAX  # never -1, which would mean unseeded
-        return replace(self, n=1, seed=seed)
+        """Parameters of the index-th of `n` outputs: n=1 and, if seeded, its own seed."""
+        return replace(self, n=1, seed=self.child_seed(index))
+
+    def child_seed(self, index: int) -> int | None:
+        """Seed of the index-th of `n` outputs, seed + index; None if unseeded."""
+        if self.seed is None or not index:
+            return self.seed
+        return (self.seed + index) & _INT64_MAX  # never -1, which would mean unseeded
 
     def verify_against(
         self,

@@ -99,29 +99,39 @@ def all_taps(model: ModelConfig, kinds: Sequence[str] = KINDS) -> dict[str, list
     return {kind: found[kind] for kind in kinds if found[kind]}
 
 
-def read_taps(names: Iterable[str], known: Mapping[str, Sequence[int]]) -> tuple[Tap, ...]:
+def read_taps(
+    names: Iterable[str], known: Mapping[str, Sequence[int]], model: Mapping[str, Sequence[int]] | None = None
+) -> tuple[Tap, ...]:
     """Return the taps that names stand for, each once, in the order of the names.
 
-    known: as `all_taps` gives it. A negative layer counts from the end of the kind's, `*` is all of them, and A-B
-    includes B. Raises TapError for a name of another form than FORM, or with a layer that is not known.
+    known: as `all_taps` gives it; `*` is all of a kind's, and A-B includes B. model: that a negative layer counts from
+    the end of, where `known` is a part of it; None for `known`. Raises TapError for a name of another form than FORM,
+    or with a layer that is not known.
     """
     found: dict[Tap, None] = {}
     for name in names:
         check_form([name])
         match = _NAME.fullmatch(name)
         kind = FINAL_NORM if match is None else match[1]
-        layers = known.get(kind, ())
-        if match is None or match[2]:
-            wanted = list(layers)
-        elif match[3] is not None:
-            number = int(match[3])
-            wanted = [number] if number >= 0 else list(layers)[number : number + 1 or None]
-        else:
-            wanted = list(range(int(match[4]), int(match[5]) + 1))
-        if not wanted or not set(wanted) <= set(layers):
-            raise TapError(name, describe(known))
+        layers, every = known.get(kind, ()), (model or known).get(kind, ())
+        wanted = layers if match is None else _wanted(match, layers, every)
+        # A range may name a million layers: it is not gone through where it cannot fit.
+        if not 0 < len(wanted) <= len(layers) or not set(wanted) <= set(layers):
+            is_counted = model is not None and every and ":-" in name
+            end = f"; {name} counts from the end of the model's {describe({kind: every})}" if is_counted else ""
+            raise TapError(name, describe(known) + end)
         found.update((Tap(kind, layer), None) for layer in wanted)
     return tuple(found)
+
+
+def _wanted(match: re.Match[str], layers: Sequence[int], every: Sequence[int]) -> Sequence[int]:
+    """Layers that a name stands for, known or not. layers: those that `*` is; every: that -1 is the last of."""
+    if match[2]:
+        return layers
+    if match[3] is None:
+        return range(int(match[4]), int(match[5]) + 1)
+    number = int(match[3])
+    return [number] if number >= 0 else every[number : number + 1 or None]
 
 
 def describe(known: Mapping[str, Sequence[int]]) -> str:

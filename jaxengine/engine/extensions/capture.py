@@ -65,7 +65,8 @@ class _Asked:
 class Capture(LoopExtension):
     """Activations for requests that ask for them.
 
-    A request that was preempted is computed again from its first token; positions that it has had are left out then.
+    A request that was preempted or held is computed again from its first token; positions that it has had are left out
+    then.
     """
 
     def __init__(self) -> None:
@@ -91,6 +92,13 @@ class Capture(LoopExtension):
             self._rows[step] = rows
             self.loop.runner.extension("capture").keep(step.pending)
         return NO_EVENTS
+
+    def sync(self, step: ScheduledStep) -> None:
+        """Drops the rows of requests that have lost their slots since the forward pass: what the step samples for them
+        is dropped, too, so that drafts that it accepts are not theirs."""
+        for noted, rows in self._rows.items():
+            if noted.step is step:
+                self._rows[noted] = [each for each in rows if each.request.slot >= 0]
 
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
         rows = [each for each in self._rows.pop(step, ()) if each.request in self._asked]
@@ -127,7 +135,7 @@ class Capture(LoopExtension):
         taps, asked = self.loop.runner.extension("capture").taps, request.params.capture
         names = [name for name in asked if name != HIDDEN_STATES]
         try:
-            return read_taps(names, layers_of(taps.named))
+            return read_taps(names, layers_of(taps.named), taps.model)
         except TapError as error:
             problem = f"capture names {error.name!r}; the engine was started with {error.allowed}"
             raise RequestError(problem, param="capture", value=error.name) from None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -40,23 +40,26 @@ class EngineTaps(NamedTuple):
     Attributes:
       named: those that a request may name; layers: those of hidden states, in their order.
       hidden, router: all, in the order in which Activations have them.
+      model: layers of all that the model has, as `all_taps` gives them.
     """
 
     named: tuple[Tap, ...]
     layers: tuple[Tap, ...]
     hidden: tuple[Tap, ...]
     router: tuple[Tap, ...]
+    model: Mapping[str, Sequence[int]]
 
 
 def engine_taps(config: ResolvedConfig, model: ModelConfig) -> EngineTaps:
     """Return the taps that an engine's options name, each once: capture's and capture_layers'. TapError for a name that
     the model does not have."""
-    named = read_taps(config.capture or (), all_taps(model))
+    known = all_taps(model)
+    named = read_taps(config.capture or (), known)
     layers = hidden_state_taps(config.capture_layers or (), model.num_layers)
     every = tuple(dict.fromkeys((*named, *layers)))
     is_router = [tap.kind == ROUTER for tap in every]
     hidden, router = (tuple(tap for tap, is_so in zip(every, is_router, strict=True) if is_so == of) for of in (0, 1))
-    return EngineTaps(named, layers, hidden, router)
+    return EngineTaps(named, layers, hidden, router, known)
 
 
 class CaptureExtension(DeviceExtension):

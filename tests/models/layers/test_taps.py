@@ -77,12 +77,27 @@ def test_names_stand_for_taps(names, found):
         ("layers.3.out", "such as"),
         ("residual:1,2", "such as"),
         ("", "such as"),
+        ("residual:0-999999", "residual:0-2"),
     ],
 )
 def test_other_names_are_refused(name, allowed):
     with pytest.raises(TapError) as refused:
         read_taps([name], KNOWN)
     assert allowed in refused.value.allowed and refused.value.name == name
+
+
+def test_the_last_layer_is_the_models_and_not_the_engines():
+    """An engine may have some of a model's taps; a request names them from the model's end."""
+    model = {"residual": [0, 1, 2, 3], "router_logits": [1, 3], "final_norm": [0]}
+    some = {"residual": [1, 2], "router_logits": [1], "final_norm": [0]}
+    names = ["residual:-2", "residual:-3", "router_logits:-2", "residual:*", "final_norm"]
+    found = "residual:2 residual:1 router_logits:1 final_norm"
+    assert " ".join(tap.name for tap in read_taps(names, some, model)) == found
+    for name in ("residual:-1", "residual:-4", "residual:-5", "router_logits:-1"):
+        with pytest.raises(TapError) as refused:
+            read_taps([name], some, model)
+        assert "residual:1-2, router_logits:1" in refused.value.allowed
+        assert f"{name} counts from the end of the model's" in refused.value.allowed
 
 
 def test_layers_are_shown_in_spans():
