@@ -39,8 +39,9 @@ async def resume(engine: EngineClient) -> None:
 async def sleep(engine: EngineClient, level: int, mode: str) -> None:
     """Gives up device memory, as `LLM.sleep`. Raises RequestError for another level or mode."""
     await engine.utility("check_sleep", level, mode)
-    await pause(engine, mode)
-    await engine.utility("fall_asleep", level)
+    await engine.utility("pause_engine", mode)
+    while not await engine.utility("fall_asleep", level):
+        await asyncio.sleep(_POLL_SECONDS)
 
 
 async def wake_up(engine: EngineClient, tags: Sequence[str] | None) -> list[str]:
@@ -62,7 +63,7 @@ async def info(engine: EngineClient, *, checksum: bool) -> dict[str, Any]:
 
 async def update_from_path(engine: EngineClient, path: str, options: UpdateOptions) -> dict[str, Any]:
     """Replaces the weights by those of a folder or file that the engine's process can read; returns a WeightUpdate's
-    fields. Requests go on while they are read; for the switch the engine is paused, and a pause that was there stays.
+    fields. Requests go on while they are read; for the switch the engine is paused, apart from any other pause.
 
     Raises RequestError, which lists what does not fit, and the old weights stay then; EngineDeadError.
     """
@@ -71,13 +72,10 @@ async def update_from_path(engine: EngineClient, path: str, options: UpdateOptio
     try:
         while not await engine.utility("weights_are_read", number):
             await asyncio.sleep(_POLL_SECONDS)
-        was_paused = (await state(engine))["is_paused"]
-        try:
-            await pause(engine, mode)
-            return await engine.utility("switch_weights", number, version, kv)
-        finally:
-            if not was_paused:
-                await resume(engine)
+        await engine.utility("hold_engine", number, mode)
+        while (done := await engine.utility("switch_weights", number, version, kv)) is None:
+            await asyncio.sleep(_POLL_SECONDS)
+        return done
     finally:
         await engine.utility("forget_read_weights", number)
 

@@ -30,7 +30,7 @@ class IdleSleep(LoopExtension):
 
     def rest(self) -> float:
         weights, now = self._weights, time.monotonic()
-        if weights.asleep or weights.is_paused or self.loop.scheduler.num_unfinished or self.loop.in_flight:
+        if weights.asleep or weights.is_held or self.loop.scheduler.num_unfinished or self.loop.in_flight:
             return float("inf")
         if (left := max(self._used, weights.resumed) + self._seconds - now) > 0:
             return left

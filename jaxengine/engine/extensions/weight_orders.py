@@ -67,20 +67,47 @@ class WeightOrders:
             raise error
         return job.done()
 
+    def hold_engine(self, number: int, mode: PauseMode) -> None:
+        """Begins the pause of an update, beside the operator's and those of others.
+
+        number: of weights that are read, whose switch or forgetting ends it. mode: as of `Weights.pause`, whose errors
+        it raises; RequestError for an unknown number.
+        """
+        self._find(number)
+        self._weights.hold(number, mode)
+
     def forget_read_weights(self, number: int) -> None:
+        """Gives up weights that were read, if they have not been used, and ends the pause that waited for them."""
         self._reads.pop(number, None)
+        self._weights.release(number)
 
-    def switch_weights(self, number: int, version: Version | None, kv: KVMode) -> dict[str, Any]:
-        """Replaces the weights by those that were read, while the engine is paused; returns a WeightUpdate's fields.
+    def switch_weights(self, number: int, version: Version | None, kv: KVMode) -> dict[str, Any] | None:
+        """Replaces the weights by those that were read, and ends the pause of `hold_engine`; returns a WeightUpdate's
+        fields. Returns None, with nothing changed, while that pause is not there yet: ask again.
 
-        version, kv: as of `Weights.switch`. Raises RequestError for an unknown number, and if they are not read yet;
-        and the reading's error.
+        version, kv: as of `Weights.switch`. Raises RequestError for an unknown number, if they are not read yet, and
+        without that pause; and the reading's error.
         """
         if not (job := self._find(number)).done():
             raise RequestError(f"the weights {number} are still being read", param="number", value=number)
         new = job.result()
+        if not self._weights.settle(number):
+            return None
         del self._reads[number]
-        return self._weights.switch(new, version, kv)._asdict()
+        try:
+            return self._weights.switch(new, version, kv)._asdict()
+        finally:
+            self._weights.release(number)
+
+    def fall_asleep(self, level: int) -> bool:
+        """Has the engine sleep once the operator's pause is there; returns whether it is, else ask again.
+
+        level: as of `Weights.sleep`, whose errors it raises; RequestError if the pause has been ended.
+        """
+        if not self._weights.settle():
+            return False
+        self._weights.sleep(level)
+        return True
 
     def _find(self, number: int) -> Future[NewWeights]:
         if number not in self._reads:

@@ -40,6 +40,9 @@ class Weights(LoopExtension):
         self._num_switches = 0
         self._intake = Intake()
         self._aborts = False
+        # What is left to become of the requests that each pause found, by its key: None is the operator's pause, and
+        # an update has a key of its own. One that is there has nothing left to do but "keep".
+        self._pauses: dict[Any, PauseMode] = {}
         self._asleep: set[str] = set()
         self._level = 0
         self.dozes = False
@@ -56,48 +59,84 @@ class Weights(LoopExtension):
         request.weight_versions = [(self.version, 0)]
 
     def pause(self, mode: PauseMode) -> None:
-        """Begins a pause. Steps must go on until `settle` says that it is there. Wakes an engine that sleeps by itself.
+        """Begins the operator's pause. Steps must go on until `settle` says that it is there. Wakes an engine that
+        sleeps by itself.
 
         mode: what becomes of the requests that are there, see PauseMode. Raises RequestError for another one, and for
         "wait" while the engine sleeps and has requests.
         """
+        self.hold(None, mode)
+
+    def hold(self, key: Any, mode: PauseMode) -> None:
+        """Begins a pause beside others, which only `release` with the same key ends; otherwise as `pause`.
+
+        key: hashable and the caller's own; None is the operator's, which `resume` ends.
+        """
         _among("mode", mode, get_args(PauseMode))
         self.rouse()
         scheduler = self.loop.scheduler
-        if mode == "keep":
-            scheduler.paused = True
-            return
         if mode == "wait" and self._asleep and scheduler.num_unfinished:
             raise RequestError("the engine sleeps: its requests cannot run to their end", param="mode", value=mode)
-        scheduler.paused = False  # an earlier pause may have kept those that are to end now
-        self._intake.close(1 + max((each.arrival_index for each in scheduler.requests), default=-1))
-        self._aborts = mode == "abort"
+        if mode != "keep":
+            self._intake.close(1 + max((each.arrival_index for each in scheduler.requests), default=-1))
+            self._aborts |= mode == "abort"
+        self._pauses[key] = mode
+        self._apply()
+
+    def release(self, key: Any) -> None:
+        """Ends the pause of a key, there or begun; requests go on once no other is left. Unknown keys are ignored."""
+        if key in self._pauses:
+            del self._pauses[key]
+            self._apply()
+
+    def _apply(self) -> None:
+        """Has steps go on where no pause is left, and where one waits for requests that an earlier one has stopped."""
+        modes = self._pauses.values()
+        self.loop.scheduler.paused = bool(modes) and all(mode == "keep" for mode in modes)
+        self._aborts = self._aborts and "abort" in modes
+        if not modes:
+            self._intake.open()
+            self.resumed = time.monotonic()
 
     def resume(self) -> None:
-        """Ends a pause, or the beginning of one. Raises RequestError while the engine sleeps; does nothing if it sleeps
-        by itself.
+        """Ends the operator's pause, or the beginning of one; updates that are under way keep theirs. Raises
+        RequestError while the engine sleeps; does nothing if it sleeps by itself.
         """
         if self.dozes:
             return
         if self._asleep:
             parts = " and ".join(sorted(self._asleep))
             raise RequestError(f"the engine sleeps without its {parts}; wake_up brings them back", param="tags")
-        self.loop.scheduler.paused = False
-        self._intake.open()
-        self._aborts = False
-        self.resumed = time.monotonic()
+        self.release(None)
 
     @property
     def is_paused(self) -> bool:
         """Whether requests wait for `resume`."""
-        return not self.dozes and (self.loop.scheduler.paused or self._intake.first is not None)
+        return not self.dozes and None in self._pauses
 
-    def settle(self) -> bool:
-        """Whether the pause is there: no step is in flight, and nobody is left for whom it waits. Does not wait."""
+    @property
+    def is_held(self) -> bool:
+        """Whether requests wait for the end of any pause, the operator's or an update's, or the engine sleeps."""
+        return bool(self._pauses)
+
+    def settle(self, key: Any = None) -> bool:
+        """Whether the pause is there: no step is in flight, and nobody is left for whom it or another one waits. Does
+        not wait. What depends on it must follow before another call that may begin a pause.
+
+        key: as of `hold`. Raises RequestError if its pause has been ended meanwhile.
+        """
+        if key not in self._pauses:
+            raise RequestError("the pause has been ended before it was there; ask for it again", param="mode")
         if self.loop.in_flight or not (self.loop.scheduler.paused or not self._earlier()):
             return False
-        self.loop.scheduler.paused = True
+        self._pauses = dict.fromkeys(self._pauses, "keep")
+        self._apply()
         return True
+
+    @property
+    def is_still(self) -> bool:
+        """Whether no step is in flight and none may begin."""
+        return self.loop.scheduler.paused and not self.loop.in_flight
 
     def poll(self) -> Events:
         if not self._aborts:
@@ -124,7 +163,7 @@ class Weights(LoopExtension):
             return _switch_draft(self, new, version, kv)
         if version is None:
             version = self.version + 1 if isinstance(self.version, int) else self._num_switches + 1
-        assert self.settle(), "weights are replaced between two steps"
+        assert self.is_still, "weights are replaced between two steps"
         start, scheduler = time.monotonic(), self.loop.scheduler
         if kv != "keep":
             scheduler.preempt_all()
@@ -168,7 +207,7 @@ class Weights(LoopExtension):
         and the pools. Raises RequestError as `check_sleep`. Asserts that the pause is there.
         """
         self.check_sleep(level, "keep")
-        assert self.settle(), "an engine falls asleep between two steps"
+        assert self.is_still, "an engine falls asleep between two steps"
         if level == 0:
             return
         scheduler, runner = self.loop.scheduler, self.loop.runner
@@ -183,6 +222,7 @@ class Weights(LoopExtension):
 
     def doze(self) -> None:
         """Sleeps at level 1, while there are no requests, until somebody needs the engine."""
+        self.hold(None, "keep")
         self.sleep(1)
         self.dozes = True
 
@@ -217,7 +257,6 @@ class Weights(LoopExtension):
             "pause_is_there": self.settle,
             "resume_engine": self.resume,
             "check_sleep": self.check_sleep,
-            "fall_asleep": self.sleep,
             "wake_engine": self.wake,
         }
         return {name: own.get(name) or getattr(self._orders, name) for name in WEIGHT_UTILITIES}
@@ -252,7 +291,7 @@ def _switch_draft(weights: Weights, new: NewWeights, version: Version | None, kv
     if version is not None:
         text = f"version is {version!r}; allowed with target='draft': None, for the weights of the model stay"
         raise RequestError(text, param="version", value=version)
-    assert weights.settle(), "weights are replaced between two steps"
+    assert weights.is_still, "weights are replaced between two steps"
     start, scheduler = time.monotonic(), weights.loop.scheduler
     if kv != "keep":
         scheduler.preempt_all()

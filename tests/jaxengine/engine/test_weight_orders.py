@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,47 @@ from jaxengine.engine.extensions.weight_orders import MAX_READS, WeightOrders
 from jaxengine.engine.extensions.weights import Weights
 from jaxengine.runner.weight_update import WeightUpdateError, checksums, read_weights
 from jaxengine.scheduler.errors import RequestError
+
+
+def paused_weights(requests: list[Any] | None = None) -> Weights:
+    """Of an engine that has no devices; `requests` are those that it has."""
+    requests = requests or []
+    weights, scheduler = Weights(), SimpleNamespace(paused=False, requests=requests, extensions=[], num_unfinished=0)
+    weights.attach(SimpleNamespace(runner=None, scheduler=scheduler, in_flight=[]))  # type: ignore[arg-type]
+    return weights
+
+
+def test_pauses_of_several_end_one_by_one():
+    """Requests go on when nobody's pause is left, in whatever order they end; nobody's ends another's."""
+    for order in (("first", "second", None), (None, "second", "first"), ("second", None, "first")):
+        weights = paused_weights()
+        scheduler = weights.loop.scheduler
+        weights.hold("first", "keep")
+        assert not weights.is_paused and weights.settle("first")
+        weights.pause("keep")
+        weights.hold("second", "wait")
+        assert weights.is_paused and weights.settle("first") and weights.settle("second") and weights.settle()
+        for key in order:
+            assert scheduler.paused and weights.is_held
+            weights.resume() if key is None else weights.release(key)
+            assert weights.is_paused == (None in order[order.index(key) + 1 :])
+        assert not scheduler.paused and not weights.is_held
+        with pytest.raises(RequestError, match="ended before it was there"):
+            weights.settle()
+
+
+def test_a_pause_that_waits_and_is_given_up_leaves_the_others():
+    """What another one has stopped goes on for it, and is stopped again; no weights are switched meanwhile."""
+    request = SimpleNamespace(arrival_index=0)
+    weights = paused_weights([request])
+    weights.pause("keep")
+    assert weights.settle()
+    weights.hold("wait", "wait")
+    weights.hold("keep", "keep")
+    assert not weights.loop.scheduler.paused and not any(weights.settle(key) for key in (None, "wait", "keep"))
+    assert not weights.is_still
+    weights.release("wait")
+    assert weights.loop.scheduler.paused and weights.settle() and weights.settle("keep")
 
 
 def test_weights_are_switched_once_they_are_read(monkeypatch):
@@ -23,9 +65,8 @@ def test_weights_are_switched_once_they_are_read(monkeypatch):
 
     monkeypatch.setattr(weight_orders, "read_weights", read)
     switched = SimpleNamespace(_asdict=lambda: {"version": 7})
-    weights = SimpleNamespace(
-        check=lambda *_: None, loop=SimpleNamespace(runner=None), switch=lambda new, version, kv: switched
-    )
+    weights = paused_weights()
+    weights.switch = lambda new, version, kv: switched  # type: ignore[assignment]
     orders = WeightOrders(weights)
     first, *others = (orders.read_weights(str(number), None, "keep", "drop", True) for number in range(MAX_READS))
     with pytest.raises(RequestError, match="still being read"):
@@ -35,7 +76,10 @@ def test_weights_are_switched_once_they_are_read(monkeypatch):
     may_read.set()
     while not orders.weights_are_read(first):
         pass
-    assert orders.switch_weights(first, None, "drop") == {"version": 7}
+    with pytest.raises(RequestError, match="pause"):
+        orders.switch_weights(first, None, "drop")
+    orders.hold_engine(first, "keep")
+    assert orders.switch_weights(first, None, "drop") == {"version": 7} and not weights.is_held
     with pytest.raises(RequestError, match="there are no weights"):
         orders.switch_weights(first, None, "drop")
     for number in others:
