@@ -138,7 +138,11 @@ class Weights(LoopExtension):
         """Whether no step is in flight and none may begin."""
         return self.loop.scheduler.paused and not self.loop.in_flight
 
+    def rest(self) -> float:
+        return self._orders.expire()
+
     def poll(self) -> Events:
+        self._orders.expire()
         if not self._aborts:
             return NO_EVENTS
         self._aborts = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from jaxengine.engine.extensions import weight_orders
 from jaxengine.engine.extensions.weight_orders import MAX_READS, WeightOrders
 from jaxengine.engine.extensions.weights import Weights
+from jaxengine.runner import weight_update
 from jaxengine.runner.weight_update import WeightUpdateError, checksums, read_weights
 from jaxengine.scheduler.errors import RequestError
 
@@ -59,7 +61,7 @@ def test_a_pause_that_waits_and_is_given_up_leaves_the_others():
 def test_weights_are_switched_once_they_are_read(monkeypatch):
     may_read = threading.Event()
 
-    def read(runner, path, *, strict):
+    def read(runner, path, *, strict, stop):
         assert may_read.wait(10)
         return path
 
@@ -83,8 +85,46 @@ def test_weights_are_switched_once_they_are_read(monkeypatch):
     with pytest.raises(RequestError, match="there are no weights"):
         orders.switch_weights(first, None, "drop")
     for number in others:
+        while not orders.weights_are_read(number):
+            pass
         orders.forget_read_weights(number)
     orders.read_weights("another", None, "keep", "drop", True)
+
+
+def test_reads_that_nobody_waits_for_end(monkeypatch):
+    """They are told to stop, and count until they have: each has memory of its own."""
+    may_end = threading.Event()
+
+    def read(runner, path, *, strict, stop):
+        while not stop():
+            pass
+        assert may_end.wait(10)
+        raise WeightUpdateError("given up")
+
+    monkeypatch.setattr(weight_orders, "read_weights", read)
+    weights = paused_weights()
+    orders = WeightOrders(weights)
+    begin = partial(orders.read_weights, "folder", None, "keep", "drop", True)
+    first, second = begin(), begin()
+    orders.hold_engine(second, "keep")
+    orders.forget_read_weights(first)
+    monkeypatch.setattr(weight_orders, "_LEASE_SECONDS", -1.0)  # whoever asked for the second is gone
+    assert orders.expire() == float("inf") and not weights.is_held
+    with pytest.raises(RequestError, match="are being read"):
+        begin()
+    may_end.set()
+    for thread in orders._ending:
+        thread.join()
+    orders.forget_read_weights(begin())
+
+
+def test_a_folder_is_not_read_on():
+    source = weight_update._StoppableSource(SimpleNamespace(read=lambda *_: "read"), lambda: bool(asked))  # type: ignore
+    asked: list[int] = []
+    assert source.read("a") == "read"
+    asked.append(1)
+    with pytest.raises(WeightUpdateError, match="given up"):
+        source.read("a")
 
 
 def test_what_concerns_the_weights_of_several_processes_is_refused():
