@@ -146,7 +146,7 @@ class WeightMethods(ABC):
         self._once_paused(None, lambda: None)
 
     def resume_generation(self) -> None:
-        """Ends a pause; updates under way keep theirs until they are done. Raises RequestError while the engine sleeps."""
+        """Ends a pause; updates that are under way keep theirs. Raises RequestError while the engine sleeps."""
         with self._lock:
             _weights_of(self.core).resume()
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple
 
 from jaxengine.api.engine_client import EngineClient
+from jaxengine.engine.weight_types import check_version
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.weight_upload import uploaded
 
@@ -68,6 +69,7 @@ async def update_from_path(engine: EngineClient, path: str, options: UpdateOptio
     Raises RequestError, which lists what does not fit, and the old weights stay then; EngineDeadError.
     """
     version, mode, kv, strict = options
+    check_version(version)
     number = await engine.utility("read_weights", path, version, mode, kv, strict)
     try:
         while not await engine.utility("weights_are_read", number):
@@ -84,5 +86,6 @@ async def update_from_pieces(
     engine: EngineClient, config: ServerConfig, pieces: AsyncIterator[bytes], options: UpdateOptions
 ) -> dict[str, Any]:
     """The same by a safetensors file that arrives in pieces, which weight_upload_dir keeps until it has been read."""
+    check_version(options.version)
     async with uploaded(config.weight_upload_dir, pieces) as path:
         return await update_from_path(engine, path, options)

@@ -15,8 +15,8 @@ from jaxengine.scheduler.errors import RequestError
 
 # Folders that are read at once, each of which takes the memory of all weights.
 MAX_READS = 2
-# After which nobody is left who would use what was read: who waits asks a hundred times a second, but a switch or a sleep
-# may keep the engine from hearing it for a while.
+# After which nobody is left who would use what was read: who waits asks a hundred times a second, but a switch or a
+# sleep may keep the engine from hearing it for a while.
 _LEASE_SECONDS = 120.0
 
 
@@ -74,7 +74,8 @@ class WeightOrders:
 
         version, mode, kv: of the update to come, only checked here; strict: as of `LLM.update_weights`. Raises
         RequestError for one of the three that is not allowed, and for more than MAX_READS that are being read, or are
-        read and neither used nor forgotten; one that is forgotten counts until its thread has ended. What is wrong with the folder `weights_are_read` raises.
+        read and neither used nor forgotten; one that is forgotten counts until its thread has ended. What is wrong
+        with the folder `weights_are_read` raises.
         """
         self._weights.check(version, mode, kv)
         self.expire()

@@ -14,7 +14,15 @@ from typing import Any, get_args
 from jaxengine.engine.extension import NO_EVENTS, Events, Loop, LoopExtension
 from jaxengine.engine.extensions.weight_orders import WeightOrders
 from jaxengine.engine.metric_types import Gauge
-from jaxengine.engine.weight_types import WEIGHT_UTILITIES, KVMode, PauseMode, Version, WeightUpdate
+from jaxengine.engine.weight_types import (
+    MAX_VERSION,
+    WEIGHT_UTILITIES,
+    KVMode,
+    PauseMode,
+    Version,
+    WeightUpdate,
+    check_version,
+)
 from jaxengine.runner import sleep
 from jaxengine.runner.weight_update import NewWeights
 from jaxengine.scheduler.errors import RequestError
@@ -152,8 +160,10 @@ class Weights(LoopExtension):
         """Raises RequestError for an argument of an update that is not allowed."""
         _among("mode", mode, get_args(PauseMode))
         _among("kv", kv, get_args(KVMode))
-        if isinstance(version, bool) or not isinstance(version, int | str | None):
-            raise RequestError(f"version is {version!r}; allowed: an integer or a text", param="version", value=version)
+        check_version(version)
+        if version is None and self.version == MAX_VERSION:
+            text = f"version is None, which counts on from {MAX_VERSION}, the last number; allowed now: another one"
+            raise RequestError(text, param="version", value=version)
 
     def switch(self, new: NewWeights, version: Version | None = None, kv: KVMode = "recompute") -> WeightUpdate:
         """Replaces the weights while the engine is paused. version: None counts on from the last number.

@@ -127,6 +127,20 @@ def test_a_folder_is_not_read_on():
         source.read("a")
 
 
+def test_versions_have_64_bits():
+    """Also those that are counted on: messages and answers have no room for others."""
+    weights = paused_weights()
+    for version in (0, -(2**63), 2**63 - 1, str(2**64), "ü", None):
+        weights.check(version, "keep", "drop")
+    for version in (2**63, -(2**63) - 1, 2**64 + 1, 10**5000, True, 1.0, "\ud800"):
+        with pytest.raises(RequestError, match="version is .*; allowed: ") as error:
+            weights.check(version, "keep", "drop")
+        assert error.value.param == "version"
+    weights.version = 2**63 - 1
+    with pytest.raises(RequestError, match="counts on from 9223372036854775807"):
+        weights.check(None, "keep", "drop")
+
+
 def test_what_concerns_the_weights_of_several_processes_is_refused():
     """This process has a part of them, and would change that alone."""
     runner = SimpleNamespace(config=SimpleNamespace(nnodes=2), stages=[])
