@@ -264,8 +264,8 @@ class RayEngine:
             raise EngineDeadError("no replica answers") from error
 
     async def utility(self, name: str, *arguments: Any) -> Any:
-        """Calls a utility of one of the replicas, whichever Ray picks. Raises what it raises, and EngineDeadError if
-        the replica is lost.
+        """Calls a utility of one of the replicas, whichever Ray picks, so that orders need a single one. Raises what it
+        raises, and EngineDeadError if the replica is lost.
         """
         try:
             return await self._replicas.utility.remote(name, list(arguments))
@@ -325,7 +325,8 @@ def app(arguments: Mapping[str, Any]) -> serve.Application:
     """Creates a Ray Serve application from options of EngineConfig, ServerConfig and RayConfig, by name.
 
     Values may be texts, as from `serve run`: one that is JSON is read as JSON. Nothing is started yet. Raises
-    ConfigError for an invalid option, and for enable_log_requests and profiler_config, which are not served here.
+    ConfigError for an invalid option, for enable_log_requests and profiler_config, which are not served here, and for
+    enable_admin with several replicas.
     """
     chosen: list[dict[str, Any]] = []
     rest = {name: _read(value) for name, value in arguments.items()}
@@ -336,6 +337,9 @@ def app(arguments: Mapping[str, Any]) -> serve.Application:
     config = EngineConfig.from_options(**rest)
     if server.enable_log_requests:
         raise ConfigError("enable_log_requests", True, "False under Ray Serve, whose proxies log requests")
+    if server.enable_admin and ray_config.max_replicas > 1:
+        allowed = f"False with max_replicas {ray_config.max_replicas}: each order would reach one replica of them"
+        raise ConfigError("enable_admin", True, allowed)
     if config.profiler_config is not None:
         raise ConfigError("profiler_config", config.profiler_config, "None under Ray Serve, with its several replicas")
     target = ray_config.target_ongoing_requests or config.max_num_seqs or 32

@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 import pytest
 
-from jaxengine import SamplingParams
+from jaxengine import ConfigError, SamplingParams
 from jaxengine.api.engine_client import EngineDeadError
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import SAMPLING_FIELDS, CompletionOutput, RequestOutput
@@ -93,6 +93,18 @@ def test_arrays_of_an_output_cross_as_they_are():
     call = ray_serve.Call([1], {"output_kind": RequestOutputKind.DELTA})
     (last,) = ray_serve._last_of_aborted(call, {0: got}).outputs
     assert [getattr(last, name) for name in arrays] == [None] * len(arrays)
+
+
+def test_orders_need_a_single_replica(tmp_path):
+    """Each would reach one of several, whichever Ray picks."""
+    from jaxengine.server import ray_serve
+
+    (tmp_path / "keys").write_text("root")
+    admin = {"model": "m", "enable_admin": True, "admin_key_file": str(tmp_path / "keys")}
+    with pytest.raises(ConfigError, match="enable_admin is True; allowed: False with max_replicas 2"):
+        ray_serve.app(admin | {"max_replicas": 2})
+    for allowed in (admin, admin | {"enable_admin": False, "max_replicas": 2}):
+        ray_serve.app(allowed)
 
 
 @pytest.mark.parametrize("finished", [True, False])
