@@ -166,7 +166,7 @@ class WeightMethods(ABC):
         with self._lock:
             weights = _weights_of(self.core)
             weights.check_sleep(level, mode)
-            weights.pause(mode)
+            weights.pause(mode, level > 0)
         self._once_paused(None, lambda: weights.sleep(level))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
@@ -288,7 +288,7 @@ class AsyncWeightMethods(ABC):
         """As `LLM.sleep`."""
         weights = await self._weights()
         weights.check_sleep(level, mode)
-        await self.between_steps(lambda: weights.pause(mode))
+        await self.between_steps(lambda: weights.pause(mode, level > 0))
         await self._once_paused(weights, None, lambda: weights.sleep(level))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:

@@ -40,7 +40,7 @@ async def resume(engine: EngineClient) -> None:
 async def sleep(engine: EngineClient, level: int, mode: str) -> None:
     """Gives up device memory, as `LLM.sleep`. Raises RequestError for another level or mode."""
     await engine.utility("check_sleep", level, mode)
-    await engine.utility("pause_engine", mode)
+    await engine.utility("pause_engine", mode, level > 0)
     while not await engine.utility("fall_asleep", level):
         await asyncio.sleep(_POLL_SECONDS)
 

@@ -66,13 +66,18 @@ class Weights(LoopExtension):
     def prepare(self, request: Request) -> None:
         request.weight_versions = [(self.version, 0)]
 
-    def pause(self, mode: PauseMode) -> None:
+    def pause(self, mode: PauseMode, to_sleep: bool = False) -> None:
         """Begins the operator's pause. Steps must go on until `settle` says that it is there. Wakes an engine that
         sleeps by itself.
 
-        mode: what becomes of the requests that are there, see PauseMode. Raises RequestError for another one, and for
-        "wait" while the engine sleeps and has requests.
+        mode: what becomes of the requests that are there, see PauseMode. to_sleep: `sleep` follows, at a level above 0,
+        so that an engine which sleeps by itself needs no memory: its sleep becomes the operator's. Raises RequestError
+        for another mode, and for "wait" while the engine sleeps and has requests.
         """
+        _among("mode", mode, get_args(PauseMode))
+        if to_sleep and self.dozes:
+            self.dozes = False
+            return
         self.hold(None, mode)
 
     def hold(self, key: Any, mode: PauseMode) -> None:
@@ -218,27 +223,35 @@ class Weights(LoopExtension):
         """Gives up device memory while the engine is paused. Running requests are computed again after `wake`.
 
         level: 0 gives up nothing; 1 the pools, and the weights, which host memory keeps; 2 the weights without a copy,
-        and the pools. Raises RequestError as `check_sleep`. Asserts that the pause is there.
+        and the pools. Raises RequestError as `check_sleep`; MemoryError or jax's RuntimeError if copies cannot be made:
+        what is gone by then `wake` brings back. Asserts that the pause is there.
         """
         self.check_sleep(level, "keep")
         assert self.is_still, "an engine falls asleep between two steps"
         if level == 0:
             return
         scheduler, runner = self.loop.scheduler, self.loop.runner
-        if KV_CACHE not in self._asleep:
+        asleep, self._asleep, self._level = self._asleep, {WEIGHTS, KV_CACHE}, level
+        if KV_CACHE not in asleep:
             scheduler.preempt_all()
             scheduler.reset_prefix_cache()
             for extension in scheduler.extensions:
                 extension.reset_cache()
             sleep.release_pools(runner)
         sleep.release_weights(runner, keep=level == 1)
-        self._asleep, self._level = {WEIGHTS, KV_CACHE}, level
 
     def doze(self) -> None:
-        """Sleeps at level 1, while there are no requests, until somebody needs the engine."""
+        """Sleeps at level 1, while there are no requests, until somebody needs the engine.
+
+        Raises as `sleep` if that fails. The engine is awake again then, or sleeps on if that fails too.
+        """
         self.hold(None, "keep")
-        self.sleep(1)
         self.dozes = True
+        try:
+            self.sleep(1)
+        except (RuntimeError, MemoryError):
+            self.wake()
+            raise
 
     def rouse(self) -> None:
         """Wakes an engine that sleeps by itself."""
@@ -250,15 +263,23 @@ class Weights(LoopExtension):
         Weights of level 2 must be given to `switch` first.
 
         Raises RequestError for another tag, and for weights that nobody has; jax's RuntimeError if memory is not to be
-        had.
+        had, and gives back what it took of it.
         """
         for tag in tags or ():
             _among("tags", tag, (WEIGHTS, KV_CACHE))
         wanted = self._asleep & set(tags if tags is not None else (WEIGHTS, KV_CACHE))
-        if WEIGHTS in wanted and not sleep.restore_weights(self.loop.runner):
-            raise RequestError("the weights were given up at level 2: give new ones by update_weights", param="tags")
-        if KV_CACHE in wanted:
-            sleep.allocate_pools(self.loop.runner)
+        try:
+            if WEIGHTS in wanted and not sleep.restore_weights(self.loop.runner):
+                text = "the weights were given up at level 2: give new ones by update_weights"
+                raise RequestError(text, param="tags")
+            if KV_CACHE in wanted:
+                sleep.allocate_pools(self.loop.runner)
+        except (RuntimeError, MemoryError):
+            if KV_CACHE in wanted:
+                sleep.release_pools(self.loop.runner)
+            if WEIGHTS in wanted:
+                sleep.release_weights(self.loop.runner, keep=True)
+            raise
         self._asleep -= wanted
         if not self._asleep:
             self.dozes = False

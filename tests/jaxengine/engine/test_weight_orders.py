@@ -10,18 +10,91 @@ from typing import Any
 import pytest
 
 from jaxengine.engine.extensions import weight_orders
+from jaxengine.engine.extensions import weights as weights_module
+from jaxengine.engine.extensions.idle_sleep import IdleSleep
 from jaxengine.engine.extensions.weight_orders import MAX_READS, WeightOrders
 from jaxengine.engine.extensions.weights import Weights
 from jaxengine.runner import weight_update
 from jaxengine.runner.weight_update import WeightUpdateError, checksums, read_weights
 from jaxengine.scheduler.errors import RequestError
+from tests.tables import each_row
+
+
+class Memory:
+    """Stands for jaxengine.runner.sleep: notes its calls, of which those in `failing` find no memory."""
+
+    def __init__(self, *failing: str):
+        self.calls, self.failing = list[str](), set(failing)
+
+    def _call(self, name: str) -> bool:
+        self.calls.append(name)
+        if name in self.failing:
+            raise RuntimeError("RESOURCE_EXHAUSTED")
+        return True
+
+    def release_weights(self, runner: Any, keep: bool) -> None:
+        self._call(f"release {'and keep' if keep else 'and drop'}")
+
+    def restore_weights(self, runner: Any) -> bool:
+        return self._call("restore")
+
+    def release_pools(self, runner: Any) -> None:
+        self._call("release pools")
+
+    def allocate_pools(self, runner: Any) -> None:
+        self._call("allocate pools")
+
+
+@each_row(
+    ("failing", "later"),
+    [
+        (["restore"], ["release pools", "release and keep"]),
+        (["allocate pools"], ["release pools", "release and keep"]),
+        (["release and keep"], ["restore", "allocate pools"]),
+        (["release and keep", "restore"], ["restore", "release pools", "release and keep"]),
+    ],
+)
+def test_memory_that_is_not_to_be_had_is_given_back(monkeypatch, failing, later):
+    """A wake that fails takes nothing, a sleep of its own that fails is undone, and both may be tried again."""
+    weights = paused_weights()
+    idle = IdleSleep(weights, seconds=1e-9)
+    idle.attach(weights.loop)
+    monkeypatch.setattr(weights_module, "sleep", memory := Memory(*failing))
+    falls_asleep = "release and keep" not in failing
+    idle.rest()
+    if falls_asleep:
+        with pytest.raises(RuntimeError):
+            weights.rouse()
+    assert memory.calls[-len(later) :] == later
+    assert weights.dozes == bool(weights.asleep) == ("restore" in failing or falls_asleep)
+    memory.failing.clear()
+    weights.rouse()
+    assert not weights.asleep and not weights.is_held and not weights.loop.scheduler.paused
+    idle.rest()
+    assert weights.dozes and not weights.is_paused
+
+
+def test_a_sleep_of_its_own_becomes_the_operators(monkeypatch):
+    """Without memory for a wake: level 2 drops the copies, level 1 has nothing to do."""
+    for level, calls in ((1, ["release and keep"]), (2, ["release and drop"])):
+        weights = paused_weights()
+        monkeypatch.setattr(weights_module, "sleep", memory := Memory("restore", "allocate pools"))
+        weights.doze()
+        memory.calls.clear()
+        weights.pause("abort", True)
+        assert WeightOrders(weights).fall_asleep(level) and memory.calls == calls
+        assert weights.is_paused and not weights.dozes
+        with pytest.raises(RequestError, match="sleeps without"):
+            weights.resume()
 
 
 def paused_weights(requests: list[Any] | None = None) -> Weights:
     """Of an engine that has no devices; `requests` are those that it has."""
     requests = requests or []
-    weights, scheduler = Weights(), SimpleNamespace(paused=False, requests=requests, extensions=[], num_unfinished=0)
-    weights.attach(SimpleNamespace(runner=None, scheduler=scheduler, in_flight=[]))  # type: ignore[arg-type]
+    weights, runner = Weights(), SimpleNamespace(config=SimpleNamespace(nnodes=1))
+    scheduler: Any = SimpleNamespace(paused=False, requests=requests, extensions=[], num_unfinished=len(requests))
+    scheduler.preempt_all = scheduler.reset_prefix_cache = lambda: None
+    weights.attach(SimpleNamespace(runner=runner, scheduler=scheduler, in_flight=[]))  # type: ignore[arg-type]
     return weights
 
 
