@@ -3,9 +3,7 @@ asked for one."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
-
-from jaxengine.scheduler.errors import RequestError, show_value
+from typing import Literal, NamedTuple
 
 # What becomes of the requests that are there: they stay where they are, run to their end, or end at once.
 PauseMode = Literal["keep", "wait", "abort"]
@@ -29,27 +27,6 @@ WEIGHT_UTILITIES = (
     "hold_engine",
     "switch_weights",
 )
-
-
-# Of versions that are numbers: answers of both protocols and the processes' messages have 64 bits for them.
-MIN_VERSION, MAX_VERSION = -(2**63), 2**63 - 1
-
-
-def check_version(version: Any) -> None:
-    """Raises RequestError for what cannot be a version of weights, None excepted, which counts on."""
-    if isinstance(version, str):
-        try:
-            version.encode()
-            return
-        except UnicodeEncodeError:
-            allowed = "a text of Unicode characters; it has half of a surrogate pair"
-    elif version is None or (not isinstance(version, bool) and isinstance(version, int)):
-        if version is None or MIN_VERSION <= version <= MAX_VERSION:
-            return
-        allowed = f"integers from {MIN_VERSION} to {MAX_VERSION}, and texts"
-    else:
-        allowed = "an integer or a text"
-    raise RequestError(f"version is {show_value(version)}; allowed: {allowed}", param="version", value=version)
 
 
 class WeightUpdate(NamedTuple):

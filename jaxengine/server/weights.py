@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple
 
 from jaxengine.api.engine_client import EngineClient
-from jaxengine.engine.weight_types import check_version
+from jaxengine.scheduler.weight_version import check_version
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.weight_upload import uploaded
 

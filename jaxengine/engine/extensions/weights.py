@@ -11,50 +11,43 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, get_args
 
-from jaxengine.engine.extension import NO_EVENTS, Events, Loop, LoopExtension
+from jaxengine.engine.extension import Events, Loop
+from jaxengine.engine.extensions.pauses import Pauses
 from jaxengine.engine.extensions.weight_orders import WeightOrders
 from jaxengine.engine.metric_types import Gauge
 from jaxengine.engine.weight_types import (
-    MAX_VERSION,
     WEIGHT_UTILITIES,
     KVMode,
     PauseMode,
     Version,
     WeightUpdate,
-    check_version,
 )
 from jaxengine.runner import sleep
 from jaxengine.runner.weight_update import NewWeights
 from jaxengine.scheduler.errors import RequestError
-from jaxengine.scheduler.extensions.intake import Intake
-from jaxengine.scheduler.request import FinishReason, Request
+from jaxengine.scheduler.request import Request
+from jaxengine.scheduler.weight_version import MAX_VERSION, check_version
 
 # What sleeps: given up and put back apart from each other.
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 SLEEP_LEVELS = (0, 1, 2)
 
 
-class Weights(LoopExtension):
+class Weights(Pauses):
     """Pauses the engine and switches its weights.
 
     Attributes:
       version: of the weights that the next step will use.
       dozes: the engine sleeps by itself, so that whoever needs it wakes it; nobody has paused it.
-      resumed: when a pause ended last, in seconds of time.monotonic.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.version: Version = 0
         self._num_switches = 0
-        self._intake = Intake()
-        self._aborts = False
-        # What is left to become of the requests that each pause found, by its key: None is the operator's pause, and
-        # an update has a key of its own. One that is there has nothing left to do but "keep".
-        self._pauses: dict[Any, PauseMode] = {}
         self._asleep: set[str] = set()
         self._level = 0
         self.dozes = False
-        self.resumed = time.monotonic()
         self._orders = WeightOrders(self)
 
     def attach(self, loop: Loop) -> None:
@@ -87,29 +80,9 @@ class Weights(LoopExtension):
         """
         _among("mode", mode, get_args(PauseMode))
         self.rouse()
-        scheduler = self.loop.scheduler
-        if mode == "wait" and self._asleep and scheduler.num_unfinished:
+        if mode == "wait" and self._asleep and self.loop.scheduler.num_unfinished:
             raise RequestError("the engine sleeps: its requests cannot run to their end", param="mode", value=mode)
-        if mode != "keep":
-            self._intake.close(1 + max((each.arrival_index for each in scheduler.requests), default=-1))
-            self._aborts |= mode == "abort"
-        self._pauses[key] = mode
-        self._apply()
-
-    def release(self, key: Any) -> None:
-        """Ends the pause of a key, there or begun; requests go on once no other is left. Unknown keys are ignored."""
-        if key in self._pauses:
-            del self._pauses[key]
-            self._apply()
-
-    def _apply(self) -> None:
-        """Has steps go on where no pause is left, and where one waits for requests that an earlier one has stopped."""
-        modes = self._pauses.values()
-        self.loop.scheduler.paused = bool(modes) and all(mode == "keep" for mode in modes)
-        self._aborts = self._aborts and "abort" in modes
-        if not modes:
-            self._intake.open()
-            self.resumed = time.monotonic()
+        super().hold(key, mode)
 
     def resume(self) -> None:
         """Ends the operator's pause, or the beginning of one; updates that are under way keep theirs. Raises
@@ -127,39 +100,12 @@ class Weights(LoopExtension):
         """Whether requests wait for `resume`."""
         return not self.dozes and None in self._pauses
 
-    @property
-    def is_held(self) -> bool:
-        """Whether requests wait for the end of any pause, the operator's or an update's, or the engine sleeps."""
-        return bool(self._pauses)
-
-    def settle(self, key: Any = None) -> bool:
-        """Whether the pause is there: no step is in flight, and nobody is left for whom it or another one waits. Does
-        not wait. What depends on it must follow before another call that may begin a pause.
-
-        key: as of `hold`. Raises RequestError if its pause has been ended meanwhile.
-        """
-        if key not in self._pauses:
-            raise RequestError("the pause has been ended before it was there; ask for it again", param="mode")
-        if self.loop.in_flight or not (self.loop.scheduler.paused or not self._earlier()):
-            return False
-        self._pauses = dict.fromkeys(self._pauses, "keep")
-        self._apply()
-        return True
-
-    @property
-    def is_still(self) -> bool:
-        """Whether no step is in flight and none may begin."""
-        return self.loop.scheduler.paused and not self.loop.in_flight
-
     def rest(self) -> float:
         return self._orders.expire()
 
     def poll(self) -> Events:
         self._orders.expire()
-        if not self._aborts:
-            return NO_EVENTS
-        self._aborts = False
-        return Events(ended=[(request, FinishReason.ABORT, None) for request in self._earlier()])
+        return super().poll()
 
     def check(self, version: Version | None, mode: PauseMode, kv: KVMode) -> None:
         """Raises RequestError for an argument of an update that is not allowed."""
@@ -311,11 +257,6 @@ class Weights(LoopExtension):
                 "asleep": sorted(self._asleep),
             }
         }
-
-    def _earlier(self) -> list[Request]:
-        """Requests that do not wait for the pause to end."""
-        first = self._intake.first
-        return [each for each in self.loop.scheduler.requests if first is None or each.arrival_index < first]
 
 
 def _switch_draft(weights: Weights, new: NewWeights, version: Version | None, kv: KVMode) -> WeightUpdate:

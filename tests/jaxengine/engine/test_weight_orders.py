@@ -205,7 +205,8 @@ def test_versions_have_64_bits():
     weights = paused_weights()
     for version in (0, -(2**63), 2**63 - 1, str(2**64), "ü", None):
         weights.check(version, "keep", "drop")
-    for version in (2**63, -(2**63) - 1, 2**64 + 1, 10**5000, True, 1.0, "\ud800"):
+    wrong: tuple[Any, ...] = (2**63, -(2**63) - 1, 2**64 + 1, 10**5000, True, 1.0, "\ud800")
+    for version in wrong:
         with pytest.raises(RequestError, match="version is .*; allowed: ") as error:
             weights.check(version, "keep", "drop")
         assert error.value.param == "version"

@@ -106,4 +106,4 @@ def test_a_result_that_no_message_can_have_fails_its_call_alone():
         if name == "fits":
             assert got.failure is None and got.result == result
         else:
-            assert got.failure.kind == "internal" and got.failure.message.startswith(f"{name} failed")
+            assert got.failure and got.failure.kind == "internal" and got.failure.message.startswith(f"{name} failed")
