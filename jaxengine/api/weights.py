@@ -112,36 +112,41 @@ class WeightMethods(ABC):
         self._in_pause(mode, lambda: adapters.replace(new, kv))
 
     def _in_pause(self, mode: PauseMode, function: Callable[[], _T]) -> _T:
-        """Calls a function while no request runs, and returns its result; a pause that is there already stays.
+        """Calls a function while no request runs, and returns its result; begins and ends no pause but its own.
 
         mode: as of `pause_generation`, whose errors and the function's it raises.
         """
-        was_paused = self.is_paused()
+        key = object()
+        with self._lock:
+            weights = _weights_of(self.core)
+            weights.hold(key, mode)
         try:
-            self.pause_generation(mode)
-            with self._lock:
-                return function()
+            return self._once_paused(key, function)
         finally:
-            if not was_paused:
-                self.resume_generation()
+            with self._lock:
+                weights.release(key)
+
+    def _once_paused(self, key: object, function: Callable[[], _T]) -> _T:
+        """Steps until a pause is there, then calls a function and returns its result. key: as of `Weights.hold`."""
+        while True:
+            with self._lock:
+                if _weights_of(self.core).settle(key):
+                    return function()
+                self._step()
 
     def pause_generation(self, mode: PauseMode = "keep") -> None:
         """Lets no request run until `resume_generation`; those of other threads wait. Returns once the pause is there.
 
         mode: what becomes of running requests: "keep" stops them where they are, "wait" lets them end first, "abort"
-          ends them. Raises RequestError for another one, and for "wait" while the engine sleeps and has requests.
+          ends them. Raises RequestError for another one, for "wait" while the engine sleeps and has requests, and if
+          another thread ends the pause before it is there.
         """
         with self._lock:
-            weights = _weights_of(self.core)
-            weights.pause(mode)
-        while True:
-            with self._lock:
-                if weights.settle():
-                    return
-                self._step()
+            _weights_of(self.core).pause(mode)
+        self._once_paused(None, lambda: None)
 
     def resume_generation(self) -> None:
-        """Ends a pause. Raises RequestError while the engine sleeps."""
+        """Ends a pause; updates that are under way keep theirs. Raises RequestError while the engine sleeps."""
         with self._lock:
             _weights_of(self.core).resume()
 
@@ -159,10 +164,10 @@ class WeightMethods(ABC):
         Raises RequestError for another level or mode, and for a level above 0 of an engine of several processes.
         """
         with self._lock:
-            _weights_of(self.core).check_sleep(level, mode)
-        self.pause_generation(mode)
-        with self._lock:
-            _weights_of(self.core).sleep(level)
+            weights = _weights_of(self.core)
+            weights.check_sleep(level, mode)
+            weights.pause(mode, level > 0)
+        self._once_paused(None, lambda: weights.sleep(level))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Puts back what `sleep` gave up, and ends the pause once all is there; ends the pause of an engine that does
@@ -244,23 +249,33 @@ class AsyncWeightMethods(ABC):
 
     async def _in_pause(self, mode: PauseMode, function: Callable[[], _T]) -> _T:
         """Calls a function on the engine's thread while no request runs; otherwise as `WeightMethods._in_pause`."""
-        was_paused = await self.is_paused()
+        weights, key = await self._weights(), object()
         try:
-            await self.pause_generation(mode)
-            return await self.between_steps(function)
+            # Also if this task is cancelled meanwhile the release comes after it: commands keep their order.
+            await self.between_steps(lambda: weights.hold(key, mode))
+            return await self._once_paused(weights, key, function)
         finally:
-            if not was_paused:
-                await self.resume_generation()
+            await self.between_steps(lambda: weights.release(key))
+
+    async def _once_paused(self, weights: Any, key: object, function: Callable[[], _T]) -> _T:
+        """Waits until a pause is there, then calls a function on the engine's thread and returns its result.
+
+        weights: as of `_weights`; key: as of `Weights.hold`.
+        """
+        while True:
+            done = await self.between_steps(lambda: (function(),) if weights.settle(key) else None)
+            if done is not None:
+                return done[0]
+            await asyncio.sleep(_SETTLE_SECONDS)
 
     async def pause_generation(self, mode: PauseMode = "keep") -> None:
         """As `LLM.pause_generation`."""
         weights = await self._weights()
         await self.between_steps(lambda: weights.pause(mode))
-        while not await self.between_steps(weights.settle):
-            await asyncio.sleep(_SETTLE_SECONDS)
+        await self._once_paused(weights, None, lambda: None)
 
     async def resume_generation(self) -> None:
-        """Ends a pause. Raises RequestError while the engine sleeps."""
+        """As `LLM.resume_generation`."""
         weights = await self._weights()
         await self.between_steps(weights.resume)
 
@@ -273,8 +288,8 @@ class AsyncWeightMethods(ABC):
         """As `LLM.sleep`."""
         weights = await self._weights()
         weights.check_sleep(level, mode)
-        await self.pause_generation(mode)
-        await self.between_steps(lambda: weights.sleep(level))
+        await self.between_steps(lambda: weights.pause(mode, level > 0))
+        await self._once_paused(weights, None, lambda: weights.sleep(level))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """As `LLM.wake_up`."""

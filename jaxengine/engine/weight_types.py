@@ -24,6 +24,7 @@ WEIGHT_UTILITIES = (
     "read_weights",
     "weights_are_read",
     "forget_read_weights",
+    "hold_engine",
     "switch_weights",
 )
 

@@ -20,7 +20,7 @@ class Absent(NamedTuple):
     """An array whose memory was given up, as it was and is to be again.
 
     Attributes:
-      host: its parts by device, where they are kept; None where nothing is.
+      host: its parts by device, where they are kept; None where nothing is. Equal parts are one array.
     """
 
     shape: tuple[int, ...]
@@ -51,15 +51,20 @@ def release_weights(runner: ModelRunner, *, keep: bool) -> None:
 
 
 def restore_weights(runner: ModelRunner) -> bool:
-    """Puts the weights of which host memory has copies back on the devices, and waits for that; returns whether all
-    weights are there. Others stay absent until they are replaced."""
+    """Puts the weights back on the devices, and waits for that. Returns False, with nothing changed, if there are some
+    of which host memory has no copies: these must be replaced first.
+
+    Raises jax's RuntimeError if memory is not to be had. Weights that are on the devices by then stay there.
+    """
+    params = (each for stage in runner.stages for each in stage.params)
+    if any(isinstance(each, Absent) and each.host is None for each in params):
+        return False
     memory = HugePages() if runner.on_cpu else None
     for stage in runner.stages:
         for index, each in enumerate(stage.params):
-            if isinstance(each, Absent) and each.host is not None:
-                stage.params[index] = each.restored(memory)
-        jax.block_until_ready([each for each in stage.params if not isinstance(each, Absent)])
-    return are_present(runner)
+            if isinstance(each, Absent):  # whose copies are given up once the array is there
+                stage.params[index] = jax.block_until_ready(each.restored(memory))
+    return True
 
 
 def are_present(runner: ModelRunner) -> bool:
@@ -83,5 +88,17 @@ def allocate_pools(runner: ModelRunner) -> None:
 def _absent(array: Any, keep: bool) -> Absent:
     if isinstance(array, Absent):
         return array if keep else array._replace(host=None)
-    host = [(shard.device, np.array(shard.data)) for shard in array.addressable_shards] if keep else None
+    host = _parts(array) if keep else None
     return Absent(array.shape, array.dtype, array.format, array.sharding, host)
+
+
+def _parts(array: Any) -> list[tuple[Any, np.ndarray]]:
+    """Copies in host memory of an array's parts by device, one for all devices that have the same part."""
+    copies: dict[tuple[tuple[Any, Any], ...], np.ndarray] = {}
+    parts = []
+    for shard in array.addressable_shards:
+        place = tuple((each.start, each.stop) for each in shard.index)
+        if place not in copies:
+            copies[place] = np.array(shard.data)
+        parts.append((shard.device, copies[place]))
+    return parts

@@ -188,6 +188,7 @@ class StageRunner:
             k, v = self.kv_scales.of_layers(self.programs.paged_layers)
             k_scale, v_scale = _on_heads(k, self._kv.k_scale), _on_heads(v, self._kv.v_scale)
             self._kv = replace(self._kv, k_scale=k_scale, v_scale=v_scale)
+        jax.block_until_ready(self._kv)  # so that memory which is not to be had is an error here
 
     def with_programs(self, programs: StepPrograms) -> StageRunner:
         """Another one of the same weights, where nothing has been compiled."""

@@ -19,7 +19,7 @@ from flax import nnx
 
 from jaxengine.models.params.declare import declared_params
 from jaxengine.models.params.errors import ModelFileError
-from jaxengine.models.params.source import WeightSource
+from jaxengine.models.params.source import WHOLE, WeightSource, WrappedSource
 from jaxengine.models.weights.adapters.pools import abstract_leaves
 from jaxengine.models.weights.formats.arrays import ArraySource, FiniteSource, Taken, fault_of, read_slice
 from jaxengine.models.weights.formats.orbax import LAYOUT_FILE, load_checkpoint
@@ -91,6 +91,7 @@ def read_weights(
     strict: bool = True,
     donate: bool = False,
     target: Target = "model",
+    stop: Callable[[], bool] | None = None,
 ) -> NewWeights:
     """Read new weights for all stages and place them on their devices, beside the old ones.
 
@@ -101,6 +102,7 @@ def read_weights(
       strict: every weight must be there. Otherwise weights without any of their tensors stay as they are.
       donate: jax arrays of `params` are deleted as soon as they have been read, also where later ones are at fault.
       target: whose weights; "draft" is the draft model of the method draft_model.
+      stop: asked before each tensor of a folder with safetensors; True ends the reading with WeightUpdateError.
 
     Matrices that the engine rounded when it loaded are rounded again in the same way. Raises WeightUpdateError for
     whatever does not fit, RequestError for target "draft" without a draft model; what functions of `mapping` raise
@@ -121,7 +123,7 @@ def read_weights(
             found = [_checked(stage, load_checkpoint(Path(params), stage.model, mesh=stage.mesh)) for stage in stages]
         elif isinstance(params, str | os.PathLike):
             _refuse_mapping(mapping)
-            found = _of_folder(stages, Path(params), strict)
+            found = _of_folder(stages, Path(params), strict, stop)
         else:
             tensors = renamed(_pairs(params), mapping or {}, donate=donate)
             found = _of_tensors(stages, tensors, strict, donate)
@@ -207,11 +209,27 @@ def _pairs(params: Any) -> Iterable[Any]:
     return params.items() if isinstance(params, Mapping) else params
 
 
-def _of_folder(stages: Sequence[_Stage], folder: Path, strict: bool) -> list[dict[int, jax.Array]]:
+class _StoppableSource(WrappedSource):
+    """View of a source that raises WeightUpdateError once nobody wants its tensors any more."""
+
+    def __init__(self, source: WeightSource, stop: Callable[[], bool]):
+        super().__init__(source)
+        self._stop = stop
+
+    def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
+        if self._stop():
+            raise WeightUpdateError("the update was given up before all weights were read")
+        return self._source.read(name, rows, columns)
+
+
+def _of_folder(
+    stages: Sequence[_Stage], folder: Path, strict: bool, stop: Callable[[], bool] | None
+) -> list[dict[int, jax.Array]]:
     source, states = SafetensorsCheckpoint(folder), []
+    tensors: WeightSource = FiniteSource(source) if stop is None else _StoppableSource(FiniteSource(source), stop)
     try:
         for model, mesh, _ in stages:
-            states.append(load_params(model, FiniteSource(source), mesh=mesh, partial=not strict))
+            states.append(load_params(model, tensors, mesh=mesh, partial=not strict))
     finally:
         source.close()
     return _of_finite(stages, states)

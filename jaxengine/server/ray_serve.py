@@ -21,7 +21,9 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import msgspec
+import numpy as np
 import ray  # pyright: ignore[reportMissingImports]
 from ray import serve  # pyright: ignore[reportMissingImports]
 from ray.exceptions import RayError, RayTaskError  # pyright: ignore[reportMissingImports]
@@ -33,7 +35,7 @@ from jaxengine.checkpoint.model_source import open_model
 from jaxengine.config.engine_config import ConfigError, EngineConfig, ResolvedConfig
 from jaxengine.requests.inputs import InputProcessor, input_processor
 from jaxengine.requests.options import RequestOptions
-from jaxengine.requests.outputs import CompletionOutput, RequestOutput
+from jaxengine.requests.outputs import SAMPLING_FIELDS, CompletionOutput, RequestOutput
 from jaxengine.requests.prepared import Prompt
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.scheduler.errors import OverloadedError, RequestError
@@ -106,9 +108,24 @@ class Answer(msgspec.Struct):
     retry_after: float | None = None
 
 
-_encode = msgspec.msgpack.Encoder().encode
+def _pack_other(value: Any) -> Any:
+    """An array as its dtype's name, its shape and its bytes. Raises NotImplementedError for another kind of object."""
+    if not isinstance(value, np.ndarray):
+        raise NotImplementedError(f"{type(value).__name__} cannot be sent to or from a replica")
+    return [value.dtype.name, value.shape, value.tobytes()]
+
+
+def _unpack_other(kind: type, value: Any) -> Any:
+    """Inverse of _pack_other. kind: the annotated type, np.ndarray."""
+    if kind is not np.ndarray:
+        raise NotImplementedError(f"{kind.__name__} cannot be sent to or from a replica")
+    name, shape, data = value
+    return np.frombuffer(bytearray(data), jnp.dtype(name)).reshape(shape)  # a bytearray: arrays can be written to
+
+
+_encode = msgspec.msgpack.Encoder(enc_hook=_pack_other).encode
 _decode_call = msgspec.msgpack.Decoder(Call).decode
-_decode_answer = msgspec.msgpack.Decoder(Answer).decode
+_decode_answer = msgspec.msgpack.Decoder(Answer, dec_hook=_unpack_other).decode
 _DEFAULTS = SamplingParams()
 
 
@@ -134,7 +151,8 @@ def _last_of_aborted(call: Call, newest: Mapping[int, CompletionOutput]) -> Requ
     """
     nothing_new: dict[str, Any] = {}
     if call.params.get("output_kind") is RequestOutputKind.DELTA:
-        nothing_new = {"text": "", "token_ids": [], "logprobs": None, "hidden_states": None, "captured": None}
+        arrays = dict.fromkeys(("hidden_states", "captured", *SAMPLING_FIELDS))
+        nothing_new = {"text": "", "token_ids": [], "logprobs": None, **arrays}
     known = [newest.get(index, CompletionOutput(index, "", [])) for index in range(call.params.get("n", 1))]
     running = [each for each in known if not each.finished()]
     outputs = [dataclasses.replace(each, finish_reason="abort", **nothing_new) for each in running]
@@ -246,8 +264,8 @@ class RayEngine:
             raise EngineDeadError("no replica answers") from error
 
     async def utility(self, name: str, *arguments: Any) -> Any:
-        """Calls a utility of one of the replicas, whichever Ray picks. Raises what it raises, and EngineDeadError if
-        the replica is lost.
+        """Calls a utility of one of the replicas, whichever Ray picks, so that orders need a single one. Raises what it
+        raises, and EngineDeadError if the replica is lost.
         """
         try:
             return await self._replicas.utility.remote(name, list(arguments))
@@ -307,7 +325,8 @@ def app(arguments: Mapping[str, Any]) -> serve.Application:
     """Creates a Ray Serve application from options of EngineConfig, ServerConfig and RayConfig, by name.
 
     Values may be texts, as from `serve run`: one that is JSON is read as JSON. Nothing is started yet. Raises
-    ConfigError for an invalid option, and for enable_log_requests and profiler_config, which are not served here.
+    ConfigError for an invalid option, for enable_log_requests and profiler_config, which are not served here, and for
+    enable_admin with several replicas.
     """
     chosen: list[dict[str, Any]] = []
     rest = {name: _read(value) for name, value in arguments.items()}
@@ -318,6 +337,9 @@ def app(arguments: Mapping[str, Any]) -> serve.Application:
     config = EngineConfig.from_options(**rest)
     if server.enable_log_requests:
         raise ConfigError("enable_log_requests", True, "False under Ray Serve, whose proxies log requests")
+    if server.enable_admin and ray_config.max_replicas > 1:
+        allowed = f"False with max_replicas {ray_config.max_replicas}: each order would reach one replica of them"
+        raise ConfigError("enable_admin", True, allowed)
     if config.profiler_config is not None:
         raise ConfigError("profiler_config", config.profiler_config, "None under Ray Serve, with its several replicas")
     target = ray_config.target_ongoing_requests or config.max_num_seqs or 32

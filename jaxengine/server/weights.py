@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple
 
 from jaxengine.api.engine_client import EngineClient
+from jaxengine.scheduler.weight_version import check_version
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.weight_upload import uploaded
 
@@ -39,8 +40,9 @@ async def resume(engine: EngineClient) -> None:
 async def sleep(engine: EngineClient, level: int, mode: str) -> None:
     """Gives up device memory, as `LLM.sleep`. Raises RequestError for another level or mode."""
     await engine.utility("check_sleep", level, mode)
-    await pause(engine, mode)
-    await engine.utility("fall_asleep", level)
+    await engine.utility("pause_engine", mode, level > 0)
+    while not await engine.utility("fall_asleep", level):
+        await asyncio.sleep(_POLL_SECONDS)
 
 
 async def wake_up(engine: EngineClient, tags: Sequence[str] | None) -> list[str]:
@@ -62,22 +64,20 @@ async def info(engine: EngineClient, *, checksum: bool) -> dict[str, Any]:
 
 async def update_from_path(engine: EngineClient, path: str, options: UpdateOptions) -> dict[str, Any]:
     """Replaces the weights by those of a folder or file that the engine's process can read; returns a WeightUpdate's
-    fields. Requests go on while they are read; for the switch the engine is paused, and a pause that was there stays.
+    fields. Requests go on while they are read; for the switch the engine is paused, apart from any other pause.
 
     Raises RequestError, which lists what does not fit, and the old weights stay then; EngineDeadError.
     """
     version, mode, kv, strict = options
+    check_version(version)
     number = await engine.utility("read_weights", path, version, mode, kv, strict)
     try:
         while not await engine.utility("weights_are_read", number):
             await asyncio.sleep(_POLL_SECONDS)
-        was_paused = (await state(engine))["is_paused"]
-        try:
-            await pause(engine, mode)
-            return await engine.utility("switch_weights", number, version, kv)
-        finally:
-            if not was_paused:
-                await resume(engine)
+        await engine.utility("hold_engine", number, mode)
+        while (done := await engine.utility("switch_weights", number, version, kv)) is None:
+            await asyncio.sleep(_POLL_SECONDS)
+        return done
     finally:
         await engine.utility("forget_read_weights", number)
 
@@ -86,5 +86,6 @@ async def update_from_pieces(
     engine: EngineClient, config: ServerConfig, pieces: AsyncIterator[bytes], options: UpdateOptions
 ) -> dict[str, Any]:
     """The same by a safetensors file that arrives in pieces, which weight_upload_dir keeps until it has been read."""
+    check_version(options.version)
     async with uploaded(config.weight_upload_dir, pieces) as path:
         return await update_from_path(engine, path, options)

@@ -30,11 +30,16 @@ class IdleSleep(LoopExtension):
 
     def rest(self) -> float:
         weights, now = self._weights, time.monotonic()
-        if weights.asleep or weights.is_paused or self.loop.scheduler.num_unfinished or self.loop.in_flight:
+        if weights.asleep or weights.is_held or self.loop.scheduler.num_unfinished or self.loop.in_flight:
             return float("inf")
         if (left := max(self._used, weights.resumed) + self._seconds - now) > 0:
             return left
-        weights.doze()
+        try:
+            weights.doze()
+        except (RuntimeError, MemoryError):  # jax's errors are RuntimeErrors
+            logger.exception("the engine could not fall asleep; it tries again in %g s", self._seconds)
+            self._used = time.monotonic()
+            return self._seconds
         self._num_sleeps += 1
         logger.info("the engine sleeps: no request for %g s", self._seconds)
         return float("inf")

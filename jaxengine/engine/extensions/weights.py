@@ -11,39 +11,43 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, get_args
 
-from jaxengine.engine.extension import NO_EVENTS, Events, Loop, LoopExtension
+from jaxengine.engine.extension import Events, Loop
+from jaxengine.engine.extensions.pauses import Pauses
 from jaxengine.engine.extensions.weight_orders import WeightOrders
 from jaxengine.engine.metric_types import Gauge
-from jaxengine.engine.weight_types import WEIGHT_UTILITIES, KVMode, PauseMode, Version, WeightUpdate
+from jaxengine.engine.weight_types import (
+    WEIGHT_UTILITIES,
+    KVMode,
+    PauseMode,
+    Version,
+    WeightUpdate,
+)
 from jaxengine.runner import sleep
 from jaxengine.runner.weight_update import NewWeights
 from jaxengine.scheduler.errors import RequestError
-from jaxengine.scheduler.extensions.intake import Intake
-from jaxengine.scheduler.request import FinishReason, Request
+from jaxengine.scheduler.request import Request
+from jaxengine.scheduler.weight_version import MAX_VERSION, check_version
 
 # What sleeps: given up and put back apart from each other.
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 SLEEP_LEVELS = (0, 1, 2)
 
 
-class Weights(LoopExtension):
+class Weights(Pauses):
     """Pauses the engine and switches its weights.
 
     Attributes:
       version: of the weights that the next step will use.
       dozes: the engine sleeps by itself, so that whoever needs it wakes it; nobody has paused it.
-      resumed: when a pause ended last, in seconds of time.monotonic.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.version: Version = 0
         self._num_switches = 0
-        self._intake = Intake()
-        self._aborts = False
         self._asleep: set[str] = set()
         self._level = 0
         self.dozes = False
-        self.resumed = time.monotonic()
         self._orders = WeightOrders(self)
 
     def attach(self, loop: Loop) -> None:
@@ -55,62 +59,62 @@ class Weights(LoopExtension):
     def prepare(self, request: Request) -> None:
         request.weight_versions = [(self.version, 0)]
 
-    def pause(self, mode: PauseMode) -> None:
-        """Begins a pause. Steps must go on until `settle` says that it is there. Wakes an engine that sleeps by itself.
+    def pause(self, mode: PauseMode, to_sleep: bool = False) -> None:
+        """Begins the operator's pause. Steps must go on until `settle` says that it is there. Wakes an engine that
+        sleeps by itself.
 
-        mode: what becomes of the requests that are there, see PauseMode. Raises RequestError for another one, and for
-        "wait" while the engine sleeps and has requests.
+        mode: what becomes of the requests that are there, see PauseMode. to_sleep: `sleep` follows, at a level above 0,
+        so that an engine which sleeps by itself needs no memory: its sleep becomes the operator's. Raises RequestError
+        for another mode, and for "wait" while the engine sleeps and has requests.
+        """
+        _among("mode", mode, get_args(PauseMode))
+        if to_sleep and self.dozes:
+            self.dozes = False
+            return
+        self.hold(None, mode)
+
+    def hold(self, key: Any, mode: PauseMode) -> None:
+        """Begins a pause beside others, which only `release` with the same key ends; otherwise as `pause`.
+
+        key: hashable and the caller's own; None is the operator's, which `resume` ends.
         """
         _among("mode", mode, get_args(PauseMode))
         self.rouse()
-        scheduler = self.loop.scheduler
-        if mode == "keep":
-            scheduler.paused = True
-            return
-        if mode == "wait" and self._asleep and scheduler.num_unfinished:
+        if mode == "wait" and self._asleep and self.loop.scheduler.num_unfinished:
             raise RequestError("the engine sleeps: its requests cannot run to their end", param="mode", value=mode)
-        scheduler.paused = False  # an earlier pause may have kept those that are to end now
-        self._intake.close(1 + max((each.arrival_index for each in scheduler.requests), default=-1))
-        self._aborts = mode == "abort"
+        super().hold(key, mode)
 
     def resume(self) -> None:
-        """Ends a pause, or the beginning of one. Raises RequestError while the engine sleeps; does nothing if it sleeps
-        by itself.
+        """Ends the operator's pause, or the beginning of one; updates that are under way keep theirs. Raises
+        RequestError while the engine sleeps; does nothing if it sleeps by itself.
         """
         if self.dozes:
             return
         if self._asleep:
             parts = " and ".join(sorted(self._asleep))
             raise RequestError(f"the engine sleeps without its {parts}; wake_up brings them back", param="tags")
-        self.loop.scheduler.paused = False
-        self._intake.open()
-        self._aborts = False
-        self.resumed = time.monotonic()
+        self.release(None)
 
     @property
     def is_paused(self) -> bool:
         """Whether requests wait for `resume`."""
-        return not self.dozes and (self.loop.scheduler.paused or self._intake.first is not None)
+        return not self.dozes and None in self._pauses
 
-    def settle(self) -> bool:
-        """Whether the pause is there: no step is in flight, and nobody is left for whom it waits. Does not wait."""
-        if self.loop.in_flight or not (self.loop.scheduler.paused or not self._earlier()):
-            return False
-        self.loop.scheduler.paused = True
-        return True
+    def rest(self) -> float:
+        return self._orders.expire()
 
     def poll(self) -> Events:
-        if not self._aborts:
-            return NO_EVENTS
-        self._aborts = False
-        return Events(ended=[(request, FinishReason.ABORT, None) for request in self._earlier()])
+        self._orders.expire()
+        return super().poll()
 
     def check(self, version: Version | None, mode: PauseMode, kv: KVMode) -> None:
         """Raises RequestError for an argument of an update that is not allowed."""
         _among("mode", mode, get_args(PauseMode))
         _among("kv", kv, get_args(KVMode))
-        if isinstance(version, bool) or not isinstance(version, int | str | None):
-            raise RequestError(f"version is {version!r}; allowed: an integer or a text", param="version", value=version)
+        check_version(version)
+        if version is None and self.version == MAX_VERSION:
+            text = f"version is None, which counts on from {MAX_VERSION}, the last number; allowed now: another one"
+            raise RequestError(text, param="version", value=version)
 
     def switch(self, new: NewWeights, version: Version | None = None, kv: KVMode = "recompute") -> WeightUpdate:
         """Replaces the weights while the engine is paused. version: None counts on from the last number.
@@ -124,7 +128,7 @@ class Weights(LoopExtension):
             return _switch_draft(self, new, version, kv)
         if version is None:
             version = self.version + 1 if isinstance(self.version, int) else self._num_switches + 1
-        assert self.settle(), "weights are replaced between two steps"
+        assert self.is_still, "weights are replaced between two steps"
         start, scheduler = time.monotonic(), self.loop.scheduler
         if kv != "keep":
             scheduler.preempt_all()
@@ -165,26 +169,35 @@ class Weights(LoopExtension):
         """Gives up device memory while the engine is paused. Running requests are computed again after `wake`.
 
         level: 0 gives up nothing; 1 the pools, and the weights, which host memory keeps; 2 the weights without a copy,
-        and the pools. Raises RequestError as `check_sleep`. Asserts that the pause is there.
+        and the pools. Raises RequestError as `check_sleep`; MemoryError or jax's RuntimeError if copies cannot be made:
+        what is gone by then `wake` brings back. Asserts that the pause is there.
         """
         self.check_sleep(level, "keep")
-        assert self.settle(), "an engine falls asleep between two steps"
+        assert self.is_still, "an engine falls asleep between two steps"
         if level == 0:
             return
         scheduler, runner = self.loop.scheduler, self.loop.runner
-        if KV_CACHE not in self._asleep:
+        asleep, self._asleep, self._level = self._asleep, {WEIGHTS, KV_CACHE}, level
+        if KV_CACHE not in asleep:
             scheduler.preempt_all()
             scheduler.reset_prefix_cache()
             for extension in scheduler.extensions:
                 extension.reset_cache()
             sleep.release_pools(runner)
         sleep.release_weights(runner, keep=level == 1)
-        self._asleep, self._level = {WEIGHTS, KV_CACHE}, level
 
     def doze(self) -> None:
-        """Sleeps at level 1, while there are no requests, until somebody needs the engine."""
-        self.sleep(1)
+        """Sleeps at level 1, while there are no requests, until somebody needs the engine.
+
+        Raises as `sleep` if that fails. The engine is awake again then, or sleeps on if that fails too.
+        """
+        self.hold(None, "keep")
         self.dozes = True
+        try:
+            self.sleep(1)
+        except (RuntimeError, MemoryError):
+            self.wake()
+            raise
 
     def rouse(self) -> None:
         """Wakes an engine that sleeps by itself."""
@@ -196,15 +209,23 @@ class Weights(LoopExtension):
         Weights of level 2 must be given to `switch` first.
 
         Raises RequestError for another tag, and for weights that nobody has; jax's RuntimeError if memory is not to be
-        had.
+        had, and gives back what it took of it.
         """
         for tag in tags or ():
             _among("tags", tag, (WEIGHTS, KV_CACHE))
         wanted = self._asleep & set(tags if tags is not None else (WEIGHTS, KV_CACHE))
-        if WEIGHTS in wanted and not sleep.restore_weights(self.loop.runner):
-            raise RequestError("the weights were given up at level 2: give new ones by update_weights", param="tags")
-        if KV_CACHE in wanted:
-            sleep.allocate_pools(self.loop.runner)
+        try:
+            if WEIGHTS in wanted and not sleep.restore_weights(self.loop.runner):
+                text = "the weights were given up at level 2: give new ones by update_weights"
+                raise RequestError(text, param="tags")
+            if KV_CACHE in wanted:
+                sleep.allocate_pools(self.loop.runner)
+        except (RuntimeError, MemoryError):
+            if KV_CACHE in wanted:
+                sleep.release_pools(self.loop.runner)
+            if WEIGHTS in wanted:
+                sleep.release_weights(self.loop.runner, keep=True)
+            raise
         self._asleep -= wanted
         if not self._asleep:
             self.dozes = False
@@ -217,7 +238,6 @@ class Weights(LoopExtension):
             "pause_is_there": self.settle,
             "resume_engine": self.resume,
             "check_sleep": self.check_sleep,
-            "fall_asleep": self.sleep,
             "wake_engine": self.wake,
         }
         return {name: own.get(name) or getattr(self._orders, name) for name in WEIGHT_UTILITIES}
@@ -238,11 +258,6 @@ class Weights(LoopExtension):
             }
         }
 
-    def _earlier(self) -> list[Request]:
-        """Requests that do not wait for the pause to end."""
-        first = self._intake.first
-        return [each for each in self.loop.scheduler.requests if first is None or each.arrival_index < first]
-
 
 def _switch_draft(weights: Weights, new: NewWeights, version: Version | None, kv: KVMode) -> WeightUpdate:
     """Replaces a draft model's weights, which no token depends on: the version and cached prefixes are the model's.
@@ -252,7 +267,7 @@ def _switch_draft(weights: Weights, new: NewWeights, version: Version | None, kv
     if version is not None:
         text = f"version is {version!r}; allowed with target='draft': None, for the weights of the model stay"
         raise RequestError(text, param="version", value=version)
-    assert weights.settle(), "weights are replaced between two steps"
+    assert weights.is_still, "weights are replaced between two steps"
     start, scheduler = time.monotonic(), weights.loop.scheduler
     if kv != "keep":
         scheduler.preempt_all()

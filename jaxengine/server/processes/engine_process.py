@@ -233,7 +233,8 @@ class EngineServer:
             # Not an attribute, which would make a reference cycle with the sockets, and zmq waits for its end.
             own = {"reset_mm_cache": self._reset_mm_cache, "mm_cache": self._mm_cache}
             call = own.get(message.name) or functools.partial(self.core.utility, message.name)
-            return Reply(message.number, result=call(*message.arguments))
+            # Encoded here, so that a result that no message can have fails this call and not the process.
+            return Reply(message.number, result=msgspec.Raw(messages.encode(call(*message.arguments))))
         except RequestError as error:
             return Reply(message.number, _failure(error))
         except Exception as error:  # the operator's mistake or a bug; it must not fail the requests

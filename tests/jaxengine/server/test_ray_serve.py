@@ -9,12 +9,13 @@ import signal
 import socket
 
 import httpx
+import numpy as np
 import pytest
 
-from jaxengine import SamplingParams
+from jaxengine import ConfigError, SamplingParams
 from jaxengine.api.engine_client import EngineDeadError
 from jaxengine.requests.options import RequestOptions
-from jaxengine.requests.outputs import CompletionOutput, RequestOutput
+from jaxengine.requests.outputs import SAMPLING_FIELDS, CompletionOutput, RequestOutput
 from jaxengine.requests.sampling_params import RequestOutputKind
 from jaxengine.scheduler.errors import RequestError
 
@@ -71,6 +72,39 @@ def test_parameters_cross_as_they_are(name):
     packed = ray_serve._pack_params(PARAMS[name])
     call = ray_serve._decode_call(ray_serve._encode(ray_serve.Call([1], packed)))
     assert ray_serve._unpack_params(call.params) == PARAMS[name]
+
+
+def test_arrays_of_an_output_cross_as_they_are():
+    from jaxengine.server import ray_serve
+
+    rows = np.arange(6, dtype=np.float32).reshape(2, 3)
+    arrays = {
+        "hidden_states": rows.astype("bfloat16").T,
+        "captured": {"final_norm": rows[:, ::2], "empty": rows[:0]},
+        **{name: rows[0] + index for index, name in enumerate(SAMPLING_FIELDS)},
+    }
+    sent = RequestOutput("a", None, [1], [CompletionOutput(0, "t", [1], **arrays)], finished=True)
+    (got,) = ray_serve._decode_answer(ray_serve._encode(ray_serve.Answer(sent))).output.outputs
+    pairs = [(getattr(got, name), each) for name, each in arrays.items() if name != "captured"]
+    pairs += [(got.captured[name], each) for name, each in arrays["captured"].items()]
+    for received, given in pairs:
+        assert received.dtype == given.dtype and received.flags.writeable
+        np.testing.assert_array_equal(received, given)
+    call = ray_serve.Call([1], {"output_kind": RequestOutputKind.DELTA})
+    (last,) = ray_serve._last_of_aborted(call, {0: got}).outputs
+    assert [getattr(last, name) for name in arrays] == [None] * len(arrays)
+
+
+def test_orders_need_a_single_replica(tmp_path):
+    """Each would reach one of several, whichever Ray picks."""
+    from jaxengine.server import ray_serve
+
+    (tmp_path / "keys").write_text("root")
+    admin = {"model": "m", "enable_admin": True, "admin_key_file": str(tmp_path / "keys")}
+    with pytest.raises(ConfigError, match="enable_admin is True; allowed: False with max_replicas 2"):
+        ray_serve.app(admin | {"max_replicas": 2})
+    for allowed in (admin, admin | {"enable_admin": False, "max_replicas": 2}):
+        ray_serve.app(allowed)
 
 
 @pytest.mark.parametrize("finished", [True, False])

@@ -85,6 +85,19 @@ async def test_weights_are_replaced(app, tmp_path):
         assert not (await client.get("/is_paused")).json()["is_paused"]
 
 
+async def test_updates_at_once(app, tmp_path):
+    """Both take place, and leave no pause; an operator's pause of the meantime stays."""
+    update = {"path": write(tmp_path / "same", changed(0))}
+    async with http_client(app, "root") as client:
+        for pause in (False, True):
+            calls = [client.post("/update_weights", json=update | {"mode": mode}) for mode in ("keep", "wait")]
+            calls += [client.post("/pause?mode=keep") for _ in range(pause)]
+            answers = await asyncio.gather(*calls)
+            assert [each.status_code for each in answers] == [200] * len(calls), [each.text for each in answers]
+            assert (await client.get("/is_paused")).json()["is_paused"] == pause
+        assert (await client.post("/resume")).status_code == 200 and len(await tokens(client)) == 6
+
+
 async def test_weights_are_a_body(engine, admin, tmp_path):
     """Of any size, in pieces; what is no whole file of this model's tensors changes nothing, and nothing is left."""
     kind = {"Content-Type": "application/octet-stream"}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -9,6 +12,7 @@ from jaxengine.engine.output import EngineOutput
 from jaxengine.scheduler.batch import TokenRows, TokenScores
 from jaxengine.server.link import messages
 from jaxengine.server.link.messages import Update
+from jaxengine.server.processes.engine_process import EngineServer
 
 
 def _emitted(rows, scored):
@@ -88,3 +92,18 @@ def test_vectors_reach_their_process(parts):
         assert found.vectors is not None
         np.testing.assert_array_equal(found.vectors, vectors[own_rows])
         assert found.token_ids.tolist() == [rows[index][2] for index in own_rows]
+
+
+def test_a_result_that_no_message_can_have_fails_its_call_alone():
+    """Others are sent as they are."""
+    results = {"fits": [1, {"a": None}], "too large": 2**70, "no value": object(), "half": "\ud800"}
+    core = SimpleNamespace(utility=results.get)
+    server: Any = SimpleNamespace(core=core, _reset_mm_cache=None, _mm_cache=None)
+    for name, result in results.items():
+        reply = EngineServer._call(server, messages.Call(3, name, ()))
+        update = messages.decode_from_engine(messages.encode(messages.Update(1, 1, messages.Load(), replies=[reply])))
+        (got,) = update.replies
+        if name == "fits":
+            assert got.failure is None and got.result == result
+        else:
+            assert got.failure and got.failure.kind == "internal" and got.failure.message.startswith(f"{name} failed")

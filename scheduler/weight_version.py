@@ -1,0 +1,27 @@
+"""What may be the version of an engine's weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxengine.scheduler.errors import RequestError, show_value
+
+# Of versions that are numbers: answers of both protocols and the processes' messages have 64 bits for them.
+MIN_VERSION, MAX_VERSION = -(2**63), 2**63 - 1
+
+
+def check_version(version: Any) -> None:
+    """Raises RequestError for what cannot be a version of weights, None excepted, which counts on."""
+    if isinstance(version, str):
+        try:
+            version.encode()
+            return
+        except UnicodeEncodeError:
+            allowed = "a text of Unicode characters; it has half of a surrogate pair"
+    elif version is None or (not isinstance(version, bool) and isinstance(version, int)):
+        if version is None or MIN_VERSION <= version <= MAX_VERSION:
+            return
+        allowed = f"integers from {MIN_VERSION} to {MAX_VERSION}, and texts"
+    else:
+        allowed = "an integer or a text"
+    raise RequestError(f"version is {show_value(version)}; allowed: {allowed}", param="version", value=version)
