@@ -92,10 +92,10 @@ class ModelSource:
         """
         if config.skip_tokenizer_init:
             return None
-        if self.tokenizer_path is not None:
-            return Tokenizer.from_hf_folder(self.tokenizer_path)
-        if self.path.is_dir():
-            return Tokenizer.from_hf_folder(self.path)
+        folder = self.tokenizer_path or self.path
+        if folder.is_dir() or self.tokenizer_path is not None:
+            sentence = None if self.pooling is None else self.pooling.sentence
+            return Tokenizer.from_hf_folder(folder, lowers=sentence is not None and sentence.do_lower_case)
         with GGUFFile(self.path) as file:
             return Tokenizer.from_gguf(file.metadata, path=str(self.path))
 

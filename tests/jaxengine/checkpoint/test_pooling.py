@@ -13,6 +13,7 @@ from jaxengine.checkpoint.pooling import pooling_of_gguf
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.models.config.pooler import CLS, LAST, MEAN, Classifier
 from jaxengine.models.params.errors import ModelFileError
+from tests.tables import each_row
 
 POOLING, MODULES, SENTENCE = "1_Pooling/config.json", "modules.json", "sentence_bert_config.json"
 PROMPTS = "config_sentence_transformers.json"
@@ -62,6 +63,24 @@ def test_the_longest_input_and_the_default_prompt(edited):
     assert source.config.max_position_embeddings == 40 and source.pooling.sentence.default_prompt == "query"
 
 
+@each_row(
+    "file",
+    [f"sentence_{kind}_config.json" for kind in ("bert", "roberta", "distilbert", "albert", "xlm-roberta", "xlnet")],
+)
+def test_the_file_about_the_input_is_named_after_the_kind_of_model(encoder_folder, tmp_path, file):
+    folder = tmp_path / file
+    shutil.copytree(encoder_folder("bert"), folder)
+    (folder / file).write_text(json.dumps({"max_seq_length": 40, "do_lower_case": True}))
+    source = open_model(EngineConfig(model=str(folder), load_format="dummy"))
+    assert source.config.max_position_embeddings == 40
+    tokenizer = source.load_tokenizer(EngineConfig())
+    assert tokenizer.encode("W5 w9") == [1, 5, 9, 2] and tokenizer.encode_batch(["W5", "w9"]) == [[1, 5, 2], [1, 9, 2]]
+    assert tokenizer.encode_pair("W5", "W9", 96) == [1, 5, 2, 96 + 9, 96 + 2]
+    # Another tokenizer gets the same texts.
+    named = EngineConfig(model=str(folder), tokenizer=encoder_folder("bert"), load_format="dummy")
+    assert open_model(named).load_tokenizer(named).encode("W5") == [1, 5, 2]
+
+
 @pytest.mark.parametrize(
     ("file", "content", "problem"),
     [
@@ -79,7 +98,7 @@ def test_the_longest_input_and_the_default_prompt(edited):
         (POOLING, {"pooling_mode": "max"}, "pooling_mode must be one of lasttoken, mean, cls"),
         (POOLING, {"pooling_mode": ["mean", "cls"]}, "pooling_mode must be one of"),
         (POOLING, {"pooling_mode": "mean", "include_prompt": False}, "include_prompt is false"),
-        (SENTENCE, {"do_lower_case": True}, "do_lower_case is true, which is not supported"),
+        (SENTENCE, {"do_lower_case": "yes"}, "do_lower_case must be true, false or null, got yes"),
         (SENTENCE, {"max_seq_length": -5}, "max_seq_length must be an integer >= 1"),
         (PROMPTS, {"prompts": {"a": 5}}, "prompts must be at most"),
         (PROMPTS, {"prompts": {}, "default_prompt_name": "a"}, "default_prompt_name must be one of"),
