@@ -27,19 +27,17 @@ from jaxengine.models.config.gguf import RopeFactors
 from jaxengine.models.config.hf import CONFIG_FILE, read_config_json
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.overrides import UnreadError, check_read, overridden, overridden_metadata
-from jaxengine.models.config.pooler import DENSE, Pooler
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import inside, read_object
 from jaxengine.models.params.source import WeightSource
 from jaxengine.models.quantization.registry import ALIASES, ROUNDED, rounded
 from jaxengine.models.registry import build_model, read_gguf, read_hf
 from jaxengine.models.weights.formats.orbax import LAYOUT_FILE
-from jaxengine.models.weights.formats.safetensors import SINGLE_FILE, SafetensorsCheckpoint
+from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.gguf.file import GGUFFile
 from jaxengine.models.weights.gguf.kept import read_formats
 from jaxengine.models.weights.load import HEAD, ROPE_FACTORS, ROPE_LONG, ROPE_SHORT
-from jaxengine.models.weights.views.joined import JoinedSource
-from jaxengine.models.weights.views.renamed import with_prefix
+from jaxengine.models.weights.pooled import with_own_files
 from jaxengine.models.weights.views.split_latent import SplitLatentSource
 from jaxengine.scheduler.sampling_fields import ROWS
 from jaxengine.tokens.tokenizer import Tokenizer
@@ -239,17 +237,8 @@ def _open_folder(path: Path, config: EngineConfig) -> ModelSource:
     weights = None if config.load_format == "dummy" else path if converted else SafetensorsCheckpoint(path)
     model = with_stored_head(_with_generation_ends(model, path, config), raw, weights)
     if pooling is not None and isinstance(weights, SafetensorsCheckpoint):
-        weights = _with_dense(path, with_prefix(weights), pooling.pooler)
+        weights = with_own_files(path, weights, pooling.pooler)
     return ModelSource(path, model, weights, _generation_defaults(path, config), pooling=pooling)
-
-
-def _with_dense(path: Path, weights: WeightSource, pooler: Pooler) -> WeightSource:
-    """Returns the weights with those of a pooler's Dense modules, which are files of their own. Raises
-    ModelFileError."""
-    if not pooler.dense:
-        return weights
-    files = [inside(path, f"{each.folder}/{SINGLE_FILE}") for each in pooler.dense]
-    return JoinedSource(weights, {f"{DENSE}.{index}.": SafetensorsCheckpoint(file) for index, file in enumerate(files)})
 
 
 def _read_config(path: Path, config: EngineConfig) -> tuple[dict[str, Any], ModelConfig, PoolingModel | None]:
