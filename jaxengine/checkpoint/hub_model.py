@@ -19,7 +19,7 @@ from jaxengine.models.config.hf import CONFIG_FILE
 from jaxengine.models.params.files import read_object
 from jaxengine.models.weights.formats.safetensors import INDEX_FILE, SINGLE_FILE
 
-OTHER_FILES = ("*.json", "*.jinja", "tokenizer.model")
+OTHER_FILES = ("*.json", "*.jinja", "tokenizer.model", "vocab.txt")
 # Parts of a pooling model that sentence-transformers keeps in folders of their own.
 _MODULES = "[0-9]_*/model.safetensors"
 _QUANTISED = re.compile(r"([^/:]+/[^/:]+):([A-Za-z0-9_]{1,32})")

@@ -18,7 +18,7 @@ import tokenizers.decoders
 from jaxengine.scheduler.errors import RequestError
 from jaxengine.tokens.chat_template import ROLE_TOKENS, render_chat
 from jaxengine.tokens.gguf_tokenizer import build_tokenizer, chat_template_of, special_tokens
-from jaxengine.tokens.hf_tokenizer import read_hf_tokenizer
+from jaxengine.tokens.hf_tokenizer import TOKENIZER, read_hf_tokenizer
 from jaxengine.tokens.rust_errors import is_panic, rust_errors
 from jaxengine.tokens.special_tokens import SpecialTokens
 from jaxengine.tokens.template_end import template_end
@@ -67,7 +67,7 @@ class Tokenizer:
         """Takes over `backend`, whose truncation and padding are switched off.
 
         special: ids by role. chat_template: source, sources by name, or None for a model without one. folder: the
-        Hugging Face folder it was read from, or None. lowers: see there.
+        Hugging Face folder whose tokenizer.json was read, or None. lowers: see there.
         """
         # A tokenizer.json may contain truncation and padding settings of the training.
         backend.no_truncation()
@@ -103,9 +103,13 @@ class Tokenizer:
 
     @classmethod
     def from_hf_folder(cls, path: str | os.PathLike[str], *, lowers: bool = False) -> Tokenizer:
-        """Reads tokenizer.json and related files (see hf_tokenizer). lowers: see the class. Raises ModelFileError."""
+        """Reads tokenizer.json or vocab.txt and related files (see hf_tokenizer). Raises ModelFileError.
+
+        lowers: see the class.
+        """
         with rust_errors(path):
-            return cls(*read_hf_tokenizer(Path(path)), Path(path), lowers)
+            has_file = (Path(path) / TOKENIZER).is_file()
+            return cls(*read_hf_tokenizer(Path(path)), Path(path) if has_file else None, lowers)
 
     def __len__(self) -> int:
         return self.vocab_size
