@@ -17,7 +17,7 @@ from jaxengine.checkpoint.control_vectors import check_control_vectors
 from jaxengine.checkpoint.default_model import GENERATION_DEFAULTS, default_model_path
 from jaxengine.checkpoint.hub_model import OTHER_FILES, download_model, from_hub
 from jaxengine.checkpoint.plugins import load_plugins
-from jaxengine.checkpoint.pooling import pooling_of_gguf, read_pooling
+from jaxengine.checkpoint.pooling import check_width, pooling_of_gguf, read_pooling
 from jaxengine.checkpoint.stored_head import with_stored_head
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.multimodal import MODALITIES
@@ -256,6 +256,8 @@ def _read_config(path: Path, config: EngineConfig) -> tuple[dict[str, Any], Mode
     def read(raw: Mapping[str, Any]) -> tuple[ModelConfig, PoolingModel | None]:
         pooling = read_pooling(path, raw, config, token_id)
         model = read_hf(raw, None if pooling is None else pooling.pooler)
+        if pooling is not None:
+            check_width(pooling, model.hidden_size)
         if pooling is not None and not model.is_causal:
             types = 1 if model.encoder is None else max(1, model.encoder.num_token_types)
             pooling = replace(pooling, token_rows=model.vocab_size // types)

@@ -164,6 +164,26 @@ def test_a_generative_checkpoint_pools_when_asked(pooling_folder):
     assert several.pooler.classifier == Classifier(3, token_ids=(5, 6, 7)) and several.activation == "softmax"
 
 
+def test_dimensions_that_no_embedding_has_are_refused_at_start(encoder_folder):
+    def opened(name, size, **overrides):
+        options = {"hf_overrides": {"is_matryoshka": True, **overrides}, "pooler_config": {"dimensions": size}}
+        return pooling_of(encoder_folder(name), **options).dimensions
+
+    # Behind Dense modules an embedding is narrower than hidden states.
+    for name, width in (("bert", 32), ("embedding_gemma", 12)):
+        assert opened(name, width) == width
+        with pytest.raises(ConfigError, match=f"pooler_config.dimensions is {width + 1}; allowed: 1 to {width}"):
+            opened(name, width + 1)
+        with pytest.raises(ModelFileError, match=f"matryoshka_dimensions must be at most {width}"):
+            opened(name, 4, matryoshka_dimensions=[4, width + 1])
+
+
+@each_row("name", ["bert", "bert_score", "xlm_roberta", "distilbert_labels", "modernbert"])
+def test_tokens_that_stand_for_labels_are_refused_for_encoders(encoder_folder, name):
+    with pytest.raises(ModelFileError, match="classifier_from_token must be absent for .*, an encoder"):
+        pooling_of(encoder_folder(name), hf_overrides={"classifier_from_token": ["w5", "w6"]})
+
+
 def test_gguf_files_say_a_pooling_type():
     def read(kind, **options):
         metadata = {"general.architecture": "qwen3"} | ({} if kind is None else {"qwen3.pooling_type": kind})
