@@ -48,7 +48,8 @@ class PoolingModel:
       sentence: settings of sentence-transformers, if there are any.
       token_rows: rows of the token table of a model whose tokens see later ones; None for others. Its tokenizer joins
         two texts with special tokens and tells them apart by types: a token of type n has n * token_rows more than its
-        id.
+        id, if the model has several types.
+      num_types: types of tokens that the model tells apart; 1 for one that does not.
     """
 
     pooler: Pooler
@@ -60,6 +61,12 @@ class PoolingModel:
     labels: Mapping[int, str] = field(default_factory=dict)
     sentence: SentenceModel | None = None
     token_rows: int | None = None
+    num_types: int = 1
+
+    @property
+    def type_step(self) -> int:
+        """What the next type adds to a token's id: 0 where the model has no types, though its tokenizer may."""
+        return self.token_rows or 0 if self.num_types > 1 else 0
 
     def cut(self, token_ids: list[int], keep: int, side: str | None = None) -> list[int]:
         """Returns at most `keep` token ids.

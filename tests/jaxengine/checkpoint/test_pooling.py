@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from jaxengine.api.scoring import pair_prompt
 from jaxengine.checkpoint.model_source import open_model
 from jaxengine.checkpoint.pooling import pooling_of_gguf
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.models.config.pooler import CLS, LAST, MEAN, Classifier
 from jaxengine.models.params.errors import ModelFileError
+from jaxengine.tokens.tokenizer import Tokenizer
 from tests.tables import each_row
 
 POOLING, MODULES, SENTENCE = "1_Pooling/config.json", "modules.json", "sentence_bert_config.json"
@@ -176,6 +179,21 @@ def test_dimensions_that_no_embedding_has_are_refused_at_start(encoder_folder):
             opened(name, width + 1)
         with pytest.raises(ModelFileError, match=f"matryoshka_dimensions must be at most {width}"):
             opened(name, 4, matryoshka_dimensions=[4, width + 1])
+
+
+@each_row(
+    ("name", "step"), [("bert_score", 96), ("distilbert_labels", 0), ("xlm_roberta_score", 0), ("modernbert_score", 0)]
+)
+def test_types_count_where_the_model_has_some(encoder_folder, name, step):
+    """Tokenizers number both texts of a pair for models, too, that have no types of tokens."""
+    model = pooling_of(encoder_folder(name), hf_overrides={"id2label": {"0": "score"}})
+    tokenizer = Tokenizer.from_hf_folder(encoder_folder("bert_score"))
+    inputs = SimpleNamespace(
+        config=SimpleNamespace(chat_template=None),
+        require_pooling=lambda: model,
+        require_tokenizer=lambda: tokenizer,
+    )
+    assert pair_prompt(inputs, "w5", "w6 w7") == [1, 5, 2, *(step + token for token in (6, 7, 2))]
 
 
 @each_row("name", ["bert", "bert_score", "xlm_roberta", "distilbert_labels", "modernbert"])
