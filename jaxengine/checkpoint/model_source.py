@@ -260,7 +260,7 @@ def _read_config(path: Path, config: EngineConfig) -> tuple[dict[str, Any], Mode
             check_width(pooling, model.hidden_size)
         if pooling is not None and not model.is_causal:
             types = 1 if model.encoder is None else max(1, model.encoder.num_token_types)
-            pooling = replace(pooling, token_rows=model.vocab_size // types, num_types=types)
+            pooling = replace(pooling, token_rows=model.vocab_size // types, has_token_types=types > 1)
         return model, pooling
 
     try:

@@ -78,7 +78,8 @@ class _Completion:
         given = read_prompts(body.prompt, self._config.max_prompts, inputs.model_config.vocab_size, longest)
         special = body.add_special_tokens is not False
         texts = [each for each in given if isinstance(each, str)]
-        encoded = iter(await encoder.encode(texts, add_special_tokens=special) if texts else ())
+        side = None if body.truncate_prompt_tokens is None else body.truncation_side or "left"
+        encoded = iter(await encoder.encode(texts, add_special_tokens=special, cut_side=side) if texts else ())
         for each in given:
             whole = next(encoded) if isinstance(each, str) else each
             ids = encoder.cut(whole, body.truncate_prompt_tokens, body.truncation_side, body.max_tokens)
