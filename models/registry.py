@@ -239,12 +239,20 @@ def read_hf(raw: Mapping[str, Any], pooler: Pooler | None = None) -> ModelConfig
     if stored is None and (text := fields.mapping("text_config")) is not None:
         stored = text.get(QUANTIZATION)
     names = model.checkpoint_names
-    quantization = read_quantization(stored, names.prefixes, names.suffixes, names.stacked_experts is not None)
+    prefixes = names.prefixes if pooler is None else (*names.prefixes, *_without_prefix(names.prefixes))
+    quantization = read_quantization(stored, prefixes, names.suffixes, names.stacked_experts is not None)
     shape = model.read_hf(fields)
     config = ModelConfig(architecture=model.__name__, pooler=pooler, quantization=quantization, **shape)
     if pooler is None and not config.is_causal:
         raise fields.fail("use_bidirectional_attention", "false or absent for a model that generates")
     return config
+
+
+def _without_prefix(prefixes: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Prefixes of a pooling model's names in checkpoints that lack the common one, see
+    jaxengine.models.weights.views.renamed.with_prefix."""
+    common = "model."
+    return [("", common), *((old.removeprefix(common), new) for old, new in prefixes if old.startswith(common))]
 
 
 def read_folder(folder: Path, raw: Mapping[str, Any] | None = None, pooler: Pooler | None = None) -> ModelConfig:

@@ -148,8 +148,8 @@ ROOMS = {
         "jaxengine.models jaxengine.models.weights.views jaxengine.models.weights.formats"
     ),
     "jaxengine.models.weights": (
-        "jaxengine.sharding jaxengine.models.params jaxengine.models.quantization jaxengine.models "
-        "jaxengine.models.weights.views jaxengine.models.weights.formats"
+        "jaxengine.sharding jaxengine.models.params jaxengine.models.config jaxengine.models.quantization "
+        "jaxengine.models jaxengine.models.weights.views jaxengine.models.weights.formats"
     ),
     "jaxengine.scheduler": "jaxengine.models",
     "jaxengine.scheduler.pages": "jaxengine.scheduler",

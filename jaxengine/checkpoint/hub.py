@@ -39,6 +39,16 @@ def download(
     return Path(folder)
 
 
+def list_files(name: str, *, revision: str | None, token: str | bool | None) -> list[str]:
+    """Names of a hub model's files, for messages: [] where the hub does not tell. revision, token: as of `download`."""
+    import huggingface_hub
+
+    try:
+        return huggingface_hub.list_repo_files(name, revision=revision, token=token)
+    except Exception:  # the hub client's errors have no common base class
+        return []
+
+
 def _refusal(param: str, name: str, revision: str | None, error: Exception) -> ConfigError:
     from huggingface_hub import errors
 

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
-from jaxengine.checkpoint.hub import download
+from jaxengine.checkpoint.hub import download, list_files
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.models.config.hf import CONFIG_FILE
 from jaxengine.models.params.files import read_object
-from jaxengine.models.weights.formats.safetensors import INDEX_FILE, SINGLE_FILE
+from jaxengine.models.weights.formats.safetensors import INDEX_FILE, PICKLE_SUFFIXES, SINGLE_FILE
 
-OTHER_FILES = ("*.json", "*.jinja", "tokenizer.model")
+OTHER_FILES = ("*.json", "*.jinja", "tokenizer.model", "vocab.txt")
 # Parts of a pooling model that sentence-transformers keeps in folders of their own.
 _MODULES = "[0-9]_*/model.safetensors"
 _QUANTISED = re.compile(r"([^/:]+/[^/:]+):([A-Za-z0-9_]{1,32})")
@@ -49,7 +49,11 @@ def download_model(name: str, config: EngineConfig) -> Path:
         return folder
     # All files of one commit, even if the branch moves meanwhile.
     revision = folder.name if _COMMIT.fullmatch(folder.name) else config.revision
-    return from_hub("model", name, [*_weight_files(folder), _MODULES], revision, config)
+    weights = _weight_files(folder)
+    folder = from_hub("model", name, [*weights, _MODULES], revision, config)
+    if weights == [SINGLE_FILE] and not (folder / SINGLE_FILE).exists():
+        raise _without_weights(name, revision, config)
+    return folder
 
 
 def from_hub(param: str, name: str, patterns: Sequence[str], revision: str | None, config: EngineConfig) -> Path:
@@ -68,6 +72,18 @@ def _weight_files(folder: Path) -> list[str]:
     if not isinstance(shards, dict):
         return [SINGLE_FILE]
     return sorted({glob.escape(file) for file in shards.values() if isinstance(file, str)})
+
+
+def _without_weights(name: str, revision: str | None, config: EngineConfig) -> ConfigError:
+    """The error for a repository without safetensors: what weights it has instead."""
+    files = list_files(name, revision=revision, token=config.hf_token)
+    at_top = [file for file in files if "/" not in file and file != "training_args.bin"]
+    pickles = [file for file in at_top if file.endswith(PICKLE_SUFFIXES)]
+    if pickles:
+        problem = f"model {name!r} has pickle weights only ({pickles[0]}), which can run code and are never read"
+        return ConfigError.because("model", problem, "convert them to safetensors, and name the folder or a revision")
+    problem = f"model {name!r} has neither {SINGLE_FILE} nor {INDEX_FILE} on the hub"
+    return ConfigError.because("model", problem, "name a model with safetensors; pickle weights are never read")
 
 
 def _gguf(repository: str, pattern: str, name: str, config: EngineConfig) -> Path:

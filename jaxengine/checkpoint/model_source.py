@@ -17,7 +17,7 @@ from jaxengine.checkpoint.control_vectors import ControlVector, read_control_vec
 from jaxengine.checkpoint.default_model import GENERATION_DEFAULTS, default_model_path
 from jaxengine.checkpoint.hub_model import OTHER_FILES, download_model, from_hub
 from jaxengine.checkpoint.plugins import load_plugins
-from jaxengine.checkpoint.pooling import pooling_of_gguf, read_pooling
+from jaxengine.checkpoint.pooling import check_width, pooling_of_gguf, read_pooling
 from jaxengine.checkpoint.stored_head import with_stored_head
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.multimodal import MODALITIES
@@ -27,19 +27,17 @@ from jaxengine.models.config.gguf import RopeFactors
 from jaxengine.models.config.hf import CONFIG_FILE, read_config_json
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.overrides import UnreadError, check_read, overridden, overridden_metadata
-from jaxengine.models.config.pooler import DENSE, Pooler
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import inside, read_object
 from jaxengine.models.params.source import WeightSource
 from jaxengine.models.quantization.registry import ALIASES, ROUNDED, rounded
 from jaxengine.models.registry import build_model, read_gguf, read_hf
 from jaxengine.models.weights.formats.orbax import LAYOUT_FILE
-from jaxengine.models.weights.formats.safetensors import SINGLE_FILE, SafetensorsCheckpoint
+from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.gguf.file import GGUFFile
 from jaxengine.models.weights.gguf.kept import read_formats
 from jaxengine.models.weights.load import HEAD, ROPE_FACTORS, ROPE_LONG, ROPE_SHORT
-from jaxengine.models.weights.views.joined import JoinedSource
-from jaxengine.models.weights.views.renamed import with_prefix
+from jaxengine.models.weights.pooled import with_own_files
 from jaxengine.models.weights.views.split_latent import SplitLatentSource
 from jaxengine.scheduler.sampling_fields import ROWS
 from jaxengine.tokens.tokenizer import Tokenizer
@@ -94,10 +92,10 @@ class ModelSource:
         """
         if config.skip_tokenizer_init:
             return None
-        if self.tokenizer_path is not None:
-            return Tokenizer.from_hf_folder(self.tokenizer_path)
-        if self.path.is_dir():
-            return Tokenizer.from_hf_folder(self.path)
+        folder = self.tokenizer_path or self.path
+        if folder.is_dir() or self.tokenizer_path is not None:
+            sentence = None if self.pooling is None else self.pooling.sentence
+            return Tokenizer.from_hf_folder(folder, lowers=sentence is not None and sentence.do_lower_case)
         with GGUFFile(self.path) as file:
             return Tokenizer.from_gguf(file.metadata, path=str(self.path))
 
@@ -241,17 +239,8 @@ def _open_folder(path: Path, config: EngineConfig) -> ModelSource:
     weights = None if config.load_format == "dummy" else path if converted else SafetensorsCheckpoint(path)
     model = with_stored_head(_with_generation_ends(model, path, config), raw, weights)
     if pooling is not None and isinstance(weights, SafetensorsCheckpoint):
-        weights = _with_dense(path, with_prefix(weights), pooling.pooler)
+        weights = with_own_files(path, weights, pooling.pooler)
     return ModelSource(path, model, weights, _generation_defaults(path, config), pooling=pooling)
-
-
-def _with_dense(path: Path, weights: WeightSource, pooler: Pooler) -> WeightSource:
-    """Returns the weights with those of a pooler's Dense modules, which are files of their own. Raises
-    ModelFileError."""
-    if not pooler.dense:
-        return weights
-    files = [inside(path, f"{each.folder}/{SINGLE_FILE}") for each in pooler.dense]
-    return JoinedSource(weights, {f"{DENSE}.{index}.": SafetensorsCheckpoint(file) for index, file in enumerate(files)})
 
 
 def _read_config(path: Path, config: EngineConfig) -> tuple[dict[str, Any], ModelConfig, PoolingModel | None]:
@@ -269,6 +258,8 @@ def _read_config(path: Path, config: EngineConfig) -> tuple[dict[str, Any], Mode
     def read(raw: Mapping[str, Any]) -> tuple[ModelConfig, PoolingModel | None]:
         pooling = read_pooling(path, raw, config, token_id)
         model = read_hf(raw, None if pooling is None else pooling.pooler)
+        if pooling is not None:
+            check_width(pooling, model.hidden_size)
         if pooling is not None and not model.is_causal:
             types = 1 if model.encoder is None else max(1, model.encoder.num_token_types)
             pooling = replace(pooling, token_rows=model.vocab_size // types, has_token_types=types > 1)

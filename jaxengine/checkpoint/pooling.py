@@ -23,10 +23,10 @@ from jaxengine.config.pooling_model import (
     PoolingModel,
     check_dimensions,
 )
-from jaxengine.models.config.fields import MAX_HIDDEN, ConfigFields
+from jaxengine.models.config.fields import MAX_HIDDEN, ConfigFields, ModelConfigError
 from jaxengine.models.config.hf import hf_architecture
 from jaxengine.models.config.pooler import CLS, LAST, MAX_LABELS, MEAN, Classifier, Pooler
-from jaxengine.models.registry import family_of, usual_pooling
+from jaxengine.models.registry import ENCODERS, family_of, usual_pooling
 
 _ACTIVATIONS = {"regression": IDENTITY, "multi_label_classification": SIGMOID, "single_label_classification": None}
 _MODULES = {"Sigmoid": SIGMOID, "Identity": IDENTITY, "Softmax": SOFTMAX}
@@ -50,6 +50,8 @@ def read_pooling(folder: Path, raw: Mapping[str, Any], config: EngineConfig, tok
     fields = ConfigFields(raw)
     architecture = hf_architecture(fields)
     own_task = family_of(architecture)[1]
+    if family_of(architecture)[0] in ENCODERS and fields.has("classifier_from_token"):
+        raise fields.fail("classifier_from_token", f"absent for {architecture}, an encoder without logits of tokens")
     sentence = read_sentence_model(folder)
     if not _pools(config, architecture, own_task, sentence is not None):
         return None
@@ -85,6 +87,17 @@ def pooling_of_gguf(metadata: Mapping[str, Any], config: EngineConfig) -> Poolin
     task = _task(config, "a GGUF file", None, False)
     chosen = config.pooler_config or PoolerConfig()
     return _with_choices(PoolingModel(Pooler(chosen.pooling_type or found or LAST), task, NORMALIZE), chosen)
+
+
+def check_width(model: PoolingModel, hidden_size: int) -> None:
+    """Raises ConfigError if the user's dimensions, and ModelConfigError if the checkpoint's, are more than an embedding
+    of a model with hidden states of this size has.
+    """
+    width = model.pooler.width(hidden_size)
+    if model.dimensions is not None and model.dimensions > width:
+        raise ConfigError("pooler_config.dimensions", model.dimensions, f"1 to {width}, the elements of an embedding")
+    if (largest := max(model.matryoshka or (), default=0)) > width:
+        raise ModelConfigError(f"matryoshka_dimensions must be at most {width}, the model's own, got {largest}")
 
 
 def _pools(config: EngineConfig, name: str, own_task: str | None, says_so: bool) -> bool:

@@ -15,7 +15,10 @@ from jaxengine.models.config.pooler import CLS, DENSE_ACTIVATIONS, LAST, MEAN, D
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import MAX_JSON_BYTES, parse_object, read_object, read_text
 
-MODULES, PROMPTS, TRANSFORMER = "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"
+MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
+# What a Transformer module says of its input: the first of these files that is there counts.
+_KINDS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+TRANSFORMER = tuple(f"sentence_{kind}_config.json" for kind in _KINDS)
 _MAX_PROMPTS, _MAX_PROMPT_CHARS = 1000, 10_000
 _MODES = {"lasttoken": LAST, "mean": MEAN, "cls": CLS}
 # Boolean fields that sentence-transformers before version 5 wrote instead.
@@ -54,7 +57,8 @@ def read_sentence_model(folder: Path) -> SentenceModel | None:
         raise ModelFileError(
             folder / MODULES, "include_prompt is false, which is not supported for a model with prompts"
         )
-    return SentenceModel(pooling_type, bool(normalize), prompts, default, _read_longest(folder), tuple(dense))
+    longest, lower = _read_input(folder)
+    return SentenceModel(pooling_type, bool(normalize), prompts, default, longest, tuple(dense), lower)
 
 
 def _read_modules(folder: Path) -> list[tuple[str, str]] | None:
@@ -128,11 +132,14 @@ def _read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
     return prompts, default
 
 
-def _read_longest(folder: Path) -> int | None:
-    raw: dict[str, Any] = read_object(folder, TRANSFORMER) or {}
-    longest = raw.get("max_seq_length")
-    if raw.get("do_lower_case"):
-        raise ModelFileError(folder / TRANSFORMER, "do_lower_case is true, which is not supported")
+def _read_input(folder: Path) -> tuple[int | None, bool]:
+    """Reads the limit of the input in tokens, None without one, and whether texts are lower-cased. Raises
+    ModelFileError."""
+    file = next((name for name in TRANSFORMER if (folder / name).is_file()), TRANSFORMER[0])
+    raw: dict[str, Any] = read_object(folder, file) or {}
+    longest, lower = raw.get("max_seq_length"), raw.get("do_lower_case")
+    if lower is not None and type(lower) is not bool:
+        raise ModelFileError(folder / file, f"do_lower_case must be true, false or null, got {str(lower)[:100]}")
     if longest is not None and (type(longest) is not int or longest < 1):
-        raise ModelFileError(folder / TRANSFORMER, "max_seq_length must be an integer >= 1 or null")
-    return longest
+        raise ModelFileError(folder / file, "max_seq_length must be an integer >= 1 or null")
+    return longest, lower is True

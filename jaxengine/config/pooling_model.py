@@ -20,6 +20,8 @@ class SentenceModel:
       normalize: whether embeddings are normalised to length 1.
       prompts: texts to prepend to the input, by name; default_prompt names the one used by default.
       max_seq_length: limit of the input in tokens; None for the model's own limit.
+      dense: products behind the pooling, in order.
+      do_lower_case: texts are lower-cased before they are tokenized.
     """
 
     pooling_type: str
@@ -28,6 +30,7 @@ class SentenceModel:
     default_prompt: str | None = None
     max_seq_length: int | None = None
     dense: tuple[Dense, ...] = ()
+    do_lower_case: bool = False
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from jaxengine.models.weights.formats.orbax import LAYOUT_FILE, load_checkpoint
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.huge_pages import HugePages
 from jaxengine.models.weights.load import load_params
+from jaxengine.models.weights.pooled import naming, with_own_files
 from jaxengine.models.weights.streamed import load_streamed
 from jaxengine.models.weights.views.parts import num_parts
 from jaxengine.runner.model_runner import ModelRunner
@@ -225,9 +226,12 @@ class _StoppableSource(WrappedSource):
 def _of_folder(
     stages: Sequence[_Stage], folder: Path, strict: bool, stop: Callable[[], bool] | None
 ) -> list[dict[int, jax.Array]]:
-    source, states = SafetensorsCheckpoint(folder), []
-    tensors: WeightSource = FiniteSource(source) if stop is None else _StoppableSource(FiniteSource(source), stop)
+    checkpoint, states = SafetensorsCheckpoint(folder), []
+    source: WeightSource = checkpoint
     try:
+        if (pooler := stages[0].model.config.pooler) is not None:
+            source = with_own_files(folder, checkpoint, pooler, partial=not strict)
+        tensors: WeightSource = FiniteSource(source) if stop is None else _StoppableSource(FiniteSource(source), stop)
         for model, mesh, _ in stages:
             states.append(load_params(model, tensors, mesh=mesh, partial=not strict))
     finally:
@@ -239,6 +243,9 @@ def _of_tensors(
     stages: Sequence[_Stage], tensors: Iterable[tuple[str, Any]], strict: bool, donate: bool
 ) -> list[dict[int, jax.Array]]:
     models = [(model, mesh) for model, mesh, _ in stages]
+    if stages[0].model.config.pooler is not None:
+        name_of = naming([model for model, _ in models])
+        tensors = ((name_of(name), array) for name, array in tensors)
     return _of_finite(stages, load_streamed(models, tensors, partial=not strict, donate=donate))
 
 

@@ -1,4 +1,4 @@
-"""Reads the tokenizer files of a Hugging Face folder: tokenizer.json and related files.
+"""Reads the tokenizer files of a Hugging Face folder: tokenizer.json, or BERT's vocab.txt, and related files.
 
 The files are only data: classes and code that they name (tokenizer_class, auto_map) are ignored.
 """
@@ -15,12 +15,14 @@ from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import MAX_JSON_BYTES, read_object, read_text
 from jaxengine.tokens.rust_errors import rust_errors
 from jaxengine.tokens.special_tokens import SpecialTokens
+from jaxengine.tokens.word_pieces import CLASSES, MODEL_TYPES, TOKENS, VOCAB, build_word_pieces
 
 MAX_TOKENIZER_BYTES = 1 << 28
 MAX_TURN_ENDS = 1024
 TOKENIZER, CONFIG, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 _TIKTOKEN = "tiktoken.model"  # Kimi's format, which needs the model's own code
 GENERATION, TEMPLATE = "generation_config.json", "chat_template.jinja"
+ADDED = "added_tokens.json"  # beside a vocabulary; a tokenizer.json has these tokens itself
 _TOKEN_ID = re.compile("[0-9]{1,10}")
 ADDED_TOKEN_FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")
 
@@ -31,21 +33,46 @@ def read_hf_tokenizer(folder: Path) -> tuple[Tokenizer, SpecialTokens, str | dic
     The template is chat_template.jinja if present, else the configuration's; None without either. Further ids that end
     an answer are those of generation_config.json.
     """
+    config = read_object(folder, CONFIG) or {}
     source = read_text(folder, TOKENIZER, MAX_TOKENIZER_BYTES)
     if source is None:
-        raise ModelFileError(folder, f"has no tokenizer.json; {_without_tokenizer(folder)}")
-    with rust_errors(folder / TOKENIZER):
-        tokenizer = Tokenizer.from_str(source)
-    config = read_object(folder, CONFIG) or {}
+        tokenizer, config = _of_word_pieces(folder, config)
+    else:
+        with rust_errors(folder / TOKENIZER):
+            tokenizer = Tokenizer.from_str(source)
     with rust_errors(folder / CONFIG):
         _add_missing_tokens(tokenizer, config, folder / CONFIG)
     return tokenizer, _special_tokens(tokenizer, config, folder), _chat_template(config, folder)
 
 
+def _of_word_pieces(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
+    """Reads BERT's vocab.txt: the tokenizer, and `config` with the special tokens of BERT where it names none.
+
+    config: content of tokenizer_config.json. Raises ModelFileError, also for a folder without that file and for one
+    that says that the file is another class's.
+    """
+    model, fallback = read_object(folder, "config.json") or {}, read_object(folder, SPECIAL) or {}
+    named = config.get("tokenizer_class") or model.get("tokenizer_class")
+    is_bert = named in CLASSES if named is not None else model.get("model_type", MODEL_TYPES[0]) in MODEL_TYPES
+    source = read_text(folder, VOCAB, MAX_TOKENIZER_BYTES) if is_bert else None
+    if source is None:
+        raise ModelFileError(folder, f"has no tokenizer.json; {_without_tokenizer(folder)}")
+    roles = {role: config.get(role) or fallback.get(role) or token for role, token in TOKENS.items()}
+    tokens = {role: _content(entry, folder / CONFIG, role) for role, entry in roles.items()}
+    with rust_errors(folder / VOCAB):
+        tokenizer = build_word_pieces(source, tokens, config, folder)
+        more = read_object(folder, ADDED) or {}
+        if not all(type(number) is int for number in more.values()):
+            raise ModelFileError(folder / ADDED, "must map tokens to ids")
+        entries = {str(number): {"content": token} for token, number in more.items()}
+        _add_missing_tokens(tokenizer, {"added_tokens_decoder": entries}, folder / ADDED)
+    return tokenizer, tokens | config
+
+
 def _without_tokenizer(folder: Path) -> str:
     """Advice, for an error, what to do about a folder without tokenizer.json, by the other tokenizer files in it."""
     ways = "name another with the option tokenizer, or give token ids with skip_tokenizer_init"
-    others = [name for name in ("tokenizer.model", "vocab.json") if (folder / name).is_file()]
+    others = [name for name in ("tokenizer.model", "vocab.json", VOCAB) if (folder / name).is_file()]
     if others:
         convert = f"transformers.AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
         return f"{others[0]} alone is not read: {convert} writes one; or {ways}"

@@ -18,7 +18,7 @@ import tokenizers.decoders
 from jaxengine.scheduler.errors import RequestError
 from jaxengine.tokens.chat_template import ROLE_TOKENS, render_chat
 from jaxengine.tokens.gguf_tokenizer import build_tokenizer, chat_template_of, special_tokens
-from jaxengine.tokens.hf_tokenizer import read_hf_tokenizer
+from jaxengine.tokens.hf_tokenizer import TOKENIZER, read_hf_tokenizer
 from jaxengine.tokens.rust_errors import is_panic, rust_errors
 from jaxengine.tokens.special_tokens import SpecialTokens
 from jaxengine.tokens.template_end import template_end
@@ -51,6 +51,7 @@ class Tokenizer:
       all_special_ids: ids of the tokens that `decode` leaves out.
       added_token_ids: ids of tokens that are matched in text before it is split, including the special ones.
       vocab_size: number of ids, including added tokens; also len().
+      lowers: texts are lower-cased before they are tokenized.
       is_byte_level: every token is a run of bytes of the text, see `token_bytes`.
       chat_template: Jinja source, {name: source} for a model with several, or None.
     """
@@ -61,11 +62,12 @@ class Tokenizer:
         special: SpecialTokens,
         chat_template: str | dict[str, str] | None = None,
         folder: Path | None = None,
+        lowers: bool = False,
     ):
         """Takes over `backend`, whose truncation and padding are switched off.
 
         special: ids by role. chat_template: source, sources by name, or None for a model without one. folder: the
-        Hugging Face folder it was read from, or None.
+        Hugging Face folder whose tokenizer.json was read, or None. lowers: see there.
         """
         # A tokenizer.json may contain truncation and padding settings of the training.
         backend.no_truncation()
@@ -82,7 +84,7 @@ class Tokenizer:
         self.added_token_ids: frozenset[int] = frozenset(added)
         self.is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
         self._token_bytes: dict[int, bytes] = {}
-        self._folder = folder
+        self._folder, self.lowers = folder, lowers
         self._renderer = TemplateRenderer()
 
     @classmethod
@@ -100,10 +102,14 @@ class Tokenizer:
         return tokenizer
 
     @classmethod
-    def from_hf_folder(cls, path: str | os.PathLike[str]) -> Tokenizer:
-        """Reads tokenizer.json and related files (see hf_tokenizer). Raises ModelFileError."""
+    def from_hf_folder(cls, path: str | os.PathLike[str], *, lowers: bool = False) -> Tokenizer:
+        """Reads tokenizer.json or vocab.txt and related files (see hf_tokenizer). Raises ModelFileError.
+
+        lowers: see the class.
+        """
         with rust_errors(path):
-            return cls(*read_hf_tokenizer(Path(path)), Path(path))
+            has_file = (Path(path) / TOKENIZER).is_file()
+            return cls(*read_hf_tokenizer(Path(path)), Path(path) if has_file else None, lowers)
 
     def __len__(self) -> int:
         return self.vocab_size
@@ -135,6 +141,10 @@ class Tokenizer:
         for text in (text for each in inputs for text in (each if isinstance(each, tuple) else (each,))):
             if not isinstance(text, str):
                 raise RequestError(f"a prompt must be a text, got {type(text).__name__}", param="prompt", value=text)
+        if self.lowers:
+            inputs = [
+                (each[0].lower(), each[1].lower()) if isinstance(each, tuple) else each.lower() for each in inputs
+            ]
         try:
             return self.backend.encode_batch_fast(list(inputs), add_special_tokens=special)
         except (UnicodeError, TypeError):

@@ -16,7 +16,7 @@ class RobertaModel(BertModel):
     names: ClassVar[EncoderNames] = NAMES._replace(dense="model.classifier.dense", labels="model.classifier.out_proj")
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(("model.roberta.", "model."),),
-        heads=("model.pooler.", "model.lm_head.", "model.classifier."),
+        heads=("model.pooler.", "lm_head.", "model.lm_head.", "model.classifier."),
     )
 
     @classmethod

@@ -21,6 +21,7 @@ from jaxengine.models.layers.embedding import Embedding
 from jaxengine.models.layers.linear import Linear
 from jaxengine.models.layers.mlp import gelu
 from jaxengine.models.params.declare import Source
+from jaxengine.models.quantization.registry import PLAIN
 
 SCORE, HEAD = "score", "lm_head"
 
@@ -61,11 +62,12 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 class DenseModules(nnx.Module):
     """The Dense modules of sentence-transformers, one after the other: f32[R, D] -> f32[R, N], in float32.
 
-    Their weights are tensors of the checkpoint modules dense.0.linear, dense.1.linear and so on.
+    Their weights are tensors of the checkpoint modules dense.0.linear, dense.1.linear and so on, and plain: they are in
+    files of their own, of which a checkpoint's quantization_config does not speak.
     """
 
     def __init__(self, dense: Sequence[Dense], build: Build):
-        build = replace(build, dtype=jnp.float32)
+        build = replace(build, dtype=jnp.float32, scheme=PLAIN)
         self.activations = tuple(each.activation for each in dense)
         self.products = nnx.List(
             Linear(

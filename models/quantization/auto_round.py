@@ -43,7 +43,7 @@ def read(settings: Mapping[str, Any]) -> Quantization:
     return Quantization(
         METHOD,
         (*_joined(rules), (rest, _stored(settings))),
-        tuple(head for head in HEADS if head not in named),
+        tuple(head for head in HEADS if not named & {head, head.removeprefix("model.")}),
         names_in(settings, "modules_to_not_convert"),
         with_heads=True,
     )

@@ -20,7 +20,9 @@ from jaxengine.models.quantization.scheme import Scheme
 from jaxengine.models.quantization.stored import Stored
 
 LINEAR = "Linear"
-HEADS = ("lm_head", "score")
+# Modules that make answers of hidden states, in decoders and in encoders.
+_OF_ENCODERS = ("classifier", "classifier.dense", "classifier.out_proj", "pooler.dense", "pre_classifier")
+HEADS = ("lm_head", "score", "classifier", "head.dense", *(f"model.{name}" for name in _OF_ENCODERS))
 _MAX_NAME, _MAX_NAMES = 512, 1 << 16
 _PLAIN = Plain()
 # What wildcards do not have.
@@ -40,7 +42,7 @@ class Quantization:
       ignored: such names of modules that are plain, whatever the rules say.
       listed: further ones in transformers' form: a part of a name between dots, which may end in one, with "*" for
         anything, or a regular expression that must match the beginning of a name up to a dot or its end.
-      with_heads: whether LINEAR includes the head.
+      with_heads: whether LINEAR includes HEADS.
       with_tables: whether the rules apply to token tables, too, which then stay quantised.
       prefixes: pairs of a beginning of the checkpoint's names and the model's replacement.
       suffixes: the same for ends of the names of the checkpoint's modules.

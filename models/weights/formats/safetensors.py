@@ -111,10 +111,10 @@ class SafetensorsCheckpoint:
             self._add(inside(path, SINGLE_FILE))
         elif (path / INDEX_FILE).exists():
             self._open_index(path)
-        elif any(child.suffix in PICKLE_SUFFIXES for child in path.iterdir()):
+        elif any(child.name.endswith((*PICKLE_SUFFIXES, ".bin.index.json")) for child in path.iterdir()):
             raise ModelFileError(path, "holds pickle weights, which can run code and are never read: use safetensors")
         else:
-            raise ModelFileError(path, f"holds neither {SINGLE_FILE} nor {INDEX_FILE}")
+            raise ModelFileError(path, f"holds neither {SINGLE_FILE} nor {INDEX_FILE}; pickle weights are never read")
 
     def _add(self, path: Path) -> _SafetensorsFile:
         file = _SafetensorsFile(path)

@@ -17,7 +17,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.registry import build_model
 from jaxengine.models.weights.load import check_source
-from tests.fixtures.encoder_models import CASES, FIRST, LAST, LONGEST, PAIRS, TEXTS, VOCAB
+from tests.fixtures.encoder_models import CASES, FIRST, LAST, LONGEST, NAMES_ONLY, PAIRS, TEXTS, VOCAB
 
 GOLDENS = np.load(Path(__file__).parents[2] / "fixtures" / "encoders.npz")
 RAW = PoolingParams(use_activation=False)
@@ -121,7 +121,7 @@ def test_limits_and_cuts(case):
     check_equal(np.stack([found.outputs.data]), np.stack([llm.encode([cut], use_tqdm=False)[0].outputs.data]))
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ALWAYS])
+@pytest.mark.parametrize("name", [*(name for name in CASES if name not in ALWAYS), *NAMES_ONLY])
 def test_every_name_of_a_tensor_is_known(encoder_folder, name):
     source = open_model(EngineConfig(model=encoder_folder(name)))
     assert source.pooling is not None and not source.config.is_causal

@@ -15,6 +15,7 @@ from tests.conftest import TINY_CHECKPOINT
 from tests.fixtures.drawn_weights import FOLDER
 from tests.models.weights.gguf.gguf_conversion import converted
 from tests.models.weights.gguf.test_gguf_families import tensors_of
+from tests.tables import each_row
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -93,6 +94,31 @@ def test_without_weights_none_are_downloaded(hub):
     hub(**COPIES, **{name: TINY_CHECKPOINT / name for name in ("config.json", "model.safetensors")})
     assert opened(load_format="dummy").weights is None
     assert hub.downloaded() == {"config.json"}
+
+
+@each_row(
+    ("files", "message"),
+    [
+        (["config.json", "onnx/model.bin", "pytorch_model.bin"], r"has pickle weights only \(pytorch_model.bin\)"),
+        (
+            ["config.json", "original/model.pth", "training_args.bin"],
+            "has neither model.safetensors nor model.safetensors.index.json",
+        ),
+        (None, "has neither model.safetensors .* pickle weights are never read"),  # the hub does not tell
+    ],
+)
+def test_a_repository_without_safetensors(hub, monkeypatch, files, message):
+    def listed(name, *, revision, token):
+        assert name == "org/model" and revision == COMMIT
+        if files is None:
+            raise OSError("no network")
+        return files
+
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", listed)
+    hub(**{"config.json": TINY_CHECKPOINT / "config.json", "pytorch_model.bin": b"weights"})
+    with pytest.raises(ConfigError, match=message):
+        opened()
+    assert hub.downloaded() == {"config.json"} and opened(load_format="dummy").weights is None
 
 
 @pytest.fixture(scope="module")

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from jaxengine.api.scoring import pair_prompt
 from jaxengine.checkpoint.model_source import open_model
 from jaxengine.checkpoint.pooling import pooling_of_gguf
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.models.config.pooler import CLS, LAST, MEAN, Classifier
 from jaxengine.models.params.errors import ModelFileError
+from jaxengine.tokens.tokenizer import Tokenizer
+from tests.tables import each_row
 
 POOLING, MODULES, SENTENCE = "1_Pooling/config.json", "modules.json", "sentence_bert_config.json"
 PROMPTS = "config_sentence_transformers.json"
@@ -62,6 +66,24 @@ def test_the_longest_input_and_the_default_prompt(edited):
     assert source.config.max_position_embeddings == 40 and source.pooling.sentence.default_prompt == "query"
 
 
+@each_row(
+    "file",
+    [f"sentence_{kind}_config.json" for kind in ("bert", "roberta", "distilbert", "albert", "xlm-roberta", "xlnet")],
+)
+def test_the_file_about_the_input_is_named_after_the_kind_of_model(encoder_folder, tmp_path, file):
+    folder = tmp_path / file
+    shutil.copytree(encoder_folder("bert"), folder)
+    (folder / file).write_text(json.dumps({"max_seq_length": 40, "do_lower_case": True}))
+    source = open_model(EngineConfig(model=str(folder), load_format="dummy"))
+    assert source.config.max_position_embeddings == 40
+    tokenizer = source.load_tokenizer(EngineConfig())
+    assert tokenizer.encode("W5 w9") == [1, 5, 9, 2] and tokenizer.encode_batch(["W5", "w9"]) == [[1, 5, 2], [1, 9, 2]]
+    assert tokenizer.encode_pair("W5", "W9", 96) == [1, 5, 2, 96 + 9, 96 + 2]
+    # Another tokenizer gets the same texts.
+    named = EngineConfig(model=str(folder), tokenizer=encoder_folder("bert"), load_format="dummy")
+    assert open_model(named).load_tokenizer(named).encode("W5") == [1, 5, 2]
+
+
 @pytest.mark.parametrize(
     ("file", "content", "problem"),
     [
@@ -79,7 +101,7 @@ def test_the_longest_input_and_the_default_prompt(edited):
         (POOLING, {"pooling_mode": "max"}, "pooling_mode must be one of lasttoken, mean, cls"),
         (POOLING, {"pooling_mode": ["mean", "cls"]}, "pooling_mode must be one of"),
         (POOLING, {"pooling_mode": "mean", "include_prompt": False}, "include_prompt is false"),
-        (SENTENCE, {"do_lower_case": True}, "do_lower_case is true, which is not supported"),
+        (SENTENCE, {"do_lower_case": "yes"}, "do_lower_case must be true, false or null, got yes"),
         (SENTENCE, {"max_seq_length": -5}, "max_seq_length must be an integer >= 1"),
         (PROMPTS, {"prompts": {"a": 5}}, "prompts must be at most"),
         (PROMPTS, {"prompts": {}, "default_prompt_name": "a"}, "default_prompt_name must be one of"),
@@ -143,6 +165,41 @@ def test_a_generative_checkpoint_pools_when_asked(pooling_folder):
     overrides = {"classifier_from_token": ["w5", "w6", "w7"], "method": "no_post_processing"}
     several = pooling_of(folder, runner="pooling", hf_overrides=overrides)
     assert several.pooler.classifier == Classifier(3, token_ids=(5, 6, 7)) and several.activation == "softmax"
+
+
+def test_dimensions_that_no_embedding_has_are_refused_at_start(encoder_folder):
+    def opened(name, size, **overrides):
+        options = {"hf_overrides": {"is_matryoshka": True, **overrides}, "pooler_config": {"dimensions": size}}
+        return pooling_of(encoder_folder(name), **options).dimensions
+
+    # Behind Dense modules an embedding is narrower than hidden states.
+    for name, width in (("bert", 32), ("embedding_gemma", 12)):
+        assert opened(name, width) == width
+        with pytest.raises(ConfigError, match=f"pooler_config.dimensions is {width + 1}; allowed: 1 to {width}"):
+            opened(name, width + 1)
+        with pytest.raises(ModelFileError, match=f"matryoshka_dimensions must be at most {width}"):
+            opened(name, 4, matryoshka_dimensions=[4, width + 1])
+
+
+@each_row(
+    ("name", "step"), [("bert_score", 96), ("distilbert_labels", 0), ("xlm_roberta_score", 0), ("modernbert_score", 0)]
+)
+def test_types_count_where_the_model_has_some(encoder_folder, name, step):
+    """Tokenizers number both texts of a pair for models, too, that have no types of tokens."""
+    model = pooling_of(encoder_folder(name), hf_overrides={"id2label": {"0": "score"}})
+    tokenizer = Tokenizer.from_hf_folder(encoder_folder("bert_score"))
+    inputs = SimpleNamespace(
+        config=SimpleNamespace(chat_template=None),
+        require_pooling=lambda: model,
+        require_tokenizer=lambda: tokenizer,
+    )
+    assert pair_prompt(inputs, "w5", "w6 w7") == [1, 5, 2, *(step + token for token in (6, 7, 2))]
+
+
+@each_row("name", ["bert", "bert_score", "xlm_roberta", "distilbert_labels", "modernbert"])
+def test_tokens_that_stand_for_labels_are_refused_for_encoders(encoder_folder, name):
+    with pytest.raises(ModelFileError, match="classifier_from_token must be absent for .*, an encoder"):
+        pooling_of(encoder_folder(name), hf_overrides={"classifier_from_token": ["w5", "w6"]})
 
 
 def test_gguf_files_say_a_pooling_type():

@@ -6,6 +6,7 @@ import json
 import shutil
 
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from jaxengine import LLM, ModelFileError, SamplingParams
@@ -18,6 +19,8 @@ from jaxengine.models.registry import build_model
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS
 from tests.fixtures.quantized_models import shapes_of, write
 from tests.models.quantization import readings, test_gguf
+from tests.models.quantization.test_damage import COMPRESSED
+from tests.tables import each_row
 
 PROMPTS = [{"prompt_token_ids": ids} for ids in ([5, 6, 7, 8, 9, 10, 11], [40, 3])]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
@@ -125,3 +128,24 @@ def test_every_rounding_keeps_routers_tables_and_heads():
     names = [param.name for param in declared_params(build_model(config, Build("float32")))]
     assert "embed.weight.values" in names and "layers.0.mlp.down.weight.codes" in names
     assert type(rounded("int8")("lm_head")).__name__ == "Plain"
+
+
+@each_row(
+    ("name", "ignored"),
+    [
+        ("bert_score", ["classifier", "bert.pooler.dense"]),
+        ("roberta_labels", ["re:classifier.*"]),
+        ("distilbert_labels", ["classifier", "pre_classifier"]),
+        ("modernbert_score", ["classifier", "head.dense"]),
+        ("embedding_gemma", []),
+    ],
+)
+def test_what_makes_the_answers_of_an_encoder_stays_as_it_is(encoder_folder, name, ignored):
+    """Rounded at load, and in a checkpoint that leaves its heads out under its own names for them."""
+    stored = {"hf_overrides": {"quantization_config": COMPRESSED | {"ignore": ignored}}}
+    for options in ({"quantization": "int8"}, stored):
+        config = open_model(EngineConfig(model=encoder_folder(name), load_format="dummy", **options)).config
+        model = build_model(config, Build("float32"))
+        kept = model.dense.products if config.pooler.dense else (model.labels.dense, model.labels.labels)
+        assert [type(each.weight).__name__ for each in kept] == ["PlainWeight"] * 2
+        assert "QuantizedWeight" in {type(module).__name__ for _, module in nnx.iter_modules(model.layers)}

@@ -1,0 +1,80 @@
+"""BERT's tokenizer from a vocab.txt, the words and their pieces by line, as repositories older than tokenizer.json have
+it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.decoders import WordPiece as PiecesDecoder
+from tokenizers.models import WordPiece
+from tokenizers.normalizers import BertNormalizer
+from tokenizers.pre_tokenizers import BertPreTokenizer
+from tokenizers.processors import TemplateProcessing
+
+from jaxengine.models.params.errors import ModelFileError
+
+VOCAB = "vocab.txt"
+# Tokens by role where the folder names no others; those of the first three roles must be in the vocabulary.
+TOKENS = {
+    "unk_token": "[UNK]",
+    "cls_token": "[CLS]",
+    "sep_token": "[SEP]",
+    "pad_token": "[PAD]",
+    "mask_token": "[MASK]",
+}
+_NEEDED = ("unk_token", "cls_token", "sep_token")
+# Other classes have a vocab.txt, too, and split text in other ways.
+CLASSES = tuple(f"{kind}Tokenizer{fast}" for kind in ("Bert", "DistilBert") for fast in ("", "Fast"))
+MODEL_TYPES = ("bert", "distilbert")
+
+
+def build_word_pieces(source: str, tokens: Mapping[str, str], config: Mapping[str, Any], folder: Path) -> Tokenizer:
+    """Build the tokenizer of a vocab.txt.
+
+    Args:
+      source: the file's text; a token's id is its line's number, from 0.
+      tokens: by role, as TOKENS.
+      config: tokenizer_config.json, of which do_lower_case, strip_accents and tokenize_chinese_chars count.
+      folder: for errors.
+
+    Raises ModelFileError for an option that is no truth value or not supported, and for a vocabulary without its
+    special tokens.
+    """
+    # A line of Python's text files: a word may have other characters at which str.splitlines() would part it.
+    lines = io.StringIO(source, newline=None)
+    vocab = {line.rstrip("\n"): number for number, line in enumerate(lines)}
+    for role in _NEEDED:
+        if tokens[role] not in vocab:
+            raise ModelFileError(folder / VOCAB, f"does not have the {role}, {tokens[role][:100]!r}")
+    path = folder / "tokenizer_config.json"
+    if _flag(config, "do_basic_tokenize", True, path) is not True or config.get("never_split"):
+        raise ModelFileError(path, "do_basic_tokenize must be true and never_split empty: others are not supported")
+    tokenizer = Tokenizer(WordPiece(vocab, unk_token=tokens["unk_token"]))
+    tokenizer.normalizer = BertNormalizer(
+        clean_text=True,
+        handle_chinese_chars=_flag(config, "tokenize_chinese_chars", True, path),
+        strip_accents=_flag(config, "strip_accents", None, path),  # None: as lowercase
+        lowercase=_flag(config, "do_lower_case", True, path),
+    )
+    tokenizer.pre_tokenizer = BertPreTokenizer()
+    first, last = tokens["cls_token"], tokens["sep_token"]
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"{first}:0 $A:0 {last}:0",
+        pair=f"{first}:0 $A:0 {last}:0 $B:1 {last}:1",
+        special_tokens=[(first, vocab[first]), (last, vocab[last])],
+    )
+    tokenizer.decoder = PiecesDecoder(prefix="##")
+    special = [token for token in dict.fromkeys(tokens.values()) if token in vocab]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    return tokenizer
+
+
+def _flag(config: Mapping[str, Any], name: str, default: bool | None, path: Path) -> Any:
+    value = config.get(name)
+    if value is not None and type(value) is not bool:
+        raise ModelFileError(path, f"must be true or false, got {str(value)[:100]}", name)
+    return default if value is None else value
