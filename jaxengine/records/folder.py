@@ -18,7 +18,7 @@ from jaxengine.records.step_file import FORMAT, RecordedStep, RecordError, num_b
 
 ENGINE_FILE = "engine.json"
 # What an engine says of itself (jaxengine.runner.recorded_engine), and weights.
-_FIELDS = ("versions", "platform", "device", "options", "model", "weights")
+_FIELDS = {"versions": dict, "platform": str, "device": str, "options": dict, "model": dict, "weights": list}
 _STEP = re.compile(r"step-(\d{8,})\.safetensors")
 
 
@@ -111,6 +111,9 @@ def read_about(folder: Path) -> dict[str, Any]:
         raise RecordError(f"{path} says nothing of {', '.join(missing)}")
     if version != FORMAT:
         raise RecordError(f"{path} has format {version!r}; this version of jaxengine reads {FORMAT}")
+    if wrong := [name for name, kind in _FIELDS.items() if not isinstance(about[name], kind)]:
+        kinds = ", ".join(f"{name} is no {_FIELDS[name].__name__}" for name in wrong)
+        raise RecordError(f"{path} is broken: {kinds}")
     return about
 
 

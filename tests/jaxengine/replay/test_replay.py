@@ -193,6 +193,7 @@ def test_what_cannot_be_run_is_said(record, again, tmp_path, capsys):
     for options, match in (
         ({"model": str(checkpoint("gemma2"))}, "the steps are of LlamaForCausalLM with 2 layers .* give the steps'"),
         ({"step": 999}, "has no step 999; it has "),
+        ({"backend": "gpu"}, "backend is 'gpu'; allowed: native, cpu, interpret, xla"),
         ({"backend": "interpret"}, "platform 'cpu' has no Pallas kernels to interpret"),
         ({"backend": "cpu", "platform": "tpu"}, "--platform is for --backend interpret"),
     ):
