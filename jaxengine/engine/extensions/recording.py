@@ -78,9 +78,15 @@ class Recording(LoopExtension):
             own |= {"folder": str(folder.path), "steps": folder.num_recorded, "too_large": folder.num_too_large}
         return {"recorded_steps": own}
 
+    def shutdown(self) -> None:
+        if self._folder is not None:
+            self._folder.close()
+            self._folder = None
+
     def _stop(self, error: OSError) -> None:
         logger.error("record_steps: NO MORE STEPS ARE RECORDED: %s; the engine serves on", error)
-        self._stopped_by, self._folder = str(error), None
+        self._stopped_by = str(error)
+        self.shutdown()
         self._taken.clear()
         self.loop.runner.extension("recording").stop()
 
