@@ -72,7 +72,7 @@ def pair_prompt(inputs: InputProcessor, query: str, document: str, chat_template
         )
     template = chat_template or inputs.config.chat_template
     if template is None and model.token_rows is not None:
-        return inputs.require_tokenizer().encode_pair(query, document, model.token_rows)
+        return inputs.require_tokenizer().encode_pair(query, document, model.token_rows if model.has_token_types else 0)
     if template is None:
         return query + document
     messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]

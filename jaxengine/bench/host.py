@@ -284,6 +284,7 @@ class FreeRunner:
             max_model_len=config.max_model_len,
             max_in_flight=2,
             enable_lora=False,
+            sleep_idle_seconds=None,
             speculative_config=SpeculativeConfig.read(drafts),
             pipeline_parallel_size=1,
         )

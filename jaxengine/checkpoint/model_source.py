@@ -269,7 +269,7 @@ def _read_config(path: Path, config: EngineConfig) -> tuple[dict[str, Any], Mode
         model = read_hf(raw, None if pooling is None else pooling.pooler)
         if pooling is not None and not model.is_causal:
             types = 1 if model.encoder is None else max(1, model.encoder.num_token_types)
-            pooling = replace(pooling, token_rows=model.vocab_size // types)
+            pooling = replace(pooling, token_rows=model.vocab_size // types, has_token_types=types > 1)
         return model, pooling
 
     try:

@@ -39,7 +39,7 @@ from jaxengine.config.profiler_config import ProfilerConfig
 from jaxengine.config.recording import RecordOptions, check_recording, settle_recording
 from jaxengine.config.speculation import SpeculativeConfig, check_speculation
 from jaxengine.config.steering import SteeringOptions, read_steer, read_steering_vectors, settle_steering
-from jaxengine.config.step_tokens import step_tokens
+from jaxengine.config.step_tokens import rank_tokens, step_tokens
 from jaxengine.config.structured_outputs_config import StructuredOutputsConfig
 from jaxengine.config.training import TrainingOptions, check_training
 from jaxengine.config.values import dtype_name, kind_missed, plain, read_size, whole_number
@@ -341,7 +341,8 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, RecordOptions, Ste
         check_lora_model(self, model.pooler is not None)
         mesh = self.mesh_layout(model)
         # Ranks that split a batch share its limits.
-        max_num_seqs, tokens = -(-max_num_seqs // mesh.attn), -(-tokens // mesh.attn)
+        max_num_seqs = -(-max_num_seqs // mesh.attn)
+        tokens = rank_tokens(tokens, asked, mesh.attn, max_model_len, chunks[0])
         dtype = platform.dtype if self.dtype == "auto" else self.dtype
         chosen = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         chosen.update(

@@ -46,6 +46,7 @@ class PoolingModel:
       token_rows: rows of the token table of a model whose tokens see later ones; None for others. Its tokenizer joins
         two texts with special tokens and tells them apart by types: a token of type n has n * token_rows more than its
         id.
+      has_token_types: whether the model tells them apart; otherwise types leave ids as they are.
     """
 
     pooler: Pooler
@@ -57,6 +58,12 @@ class PoolingModel:
     labels: Mapping[int, str] = field(default_factory=dict)
     sentence: SentenceModel | None = None
     token_rows: int | None = None
+    has_token_types: bool = False
+
+    @property
+    def cut_side(self) -> str:
+        """Where a prompt that is too long is cut unless the request says."""
+        return "left" if self.token_rows is None else "right"
 
     def cut(self, token_ids: list[int], keep: int, side: str | None = None) -> list[int]:
         """Returns at most `keep` token ids.
@@ -64,6 +71,7 @@ class PoolingModel:
         side: where the others are taken away, "left" or "right"; None for the left, and for an encoder for the right.
         An encoder keeps its first and its last token, which are special, whatever the side.
         """
+        side = side or self.cut_side
         if len(token_ids) <= keep:
             return token_ids
         if self.token_rows is None:

@@ -20,3 +20,17 @@ def step_tokens(asked: int | None, usual: int, max_num_seqs: int, max_model_len:
     if not chunks and chunk:
         raise ConfigError("long_prefill_token_threshold", chunk, "0, without chunks")
     return tokens
+
+
+def rank_tokens(tokens: int, asked: int | None, num_ranks: int, max_model_len: int, chunks: bool) -> int:
+    """Share of one of the ranks that split a batch in `tokens`, without chunks at least a whole prompt.
+
+    asked, chunks: as in step_tokens. Raises ConfigError for an asked number whose share holds no whole prompt.
+    """
+    share = -(-tokens // num_ranks)
+    if chunks or share >= max_model_len:
+        return share
+    if asked is not None:
+        allowed = f"at least {num_ranks * max_model_len}: {num_ranks} ranks share a step, each with whole prompts"
+        raise ConfigError("max_num_batched_tokens", asked, allowed)
+    return max_model_len

@@ -230,6 +230,12 @@ class JaxengineRollout(_tunix.BaseRollout):
         temperature.
         """
         engine = self._llm.core.config
+        for name in ("rollout_vllm_lora_config", "rollout_vllm_sampling_kwargs"):
+            if given := getattr(config, name, None):
+                raise ValueError(f"{name} must be empty, got {given!r}: it is for vLLM's engine")
+        if config.return_logprobs and not engine.logprobs_mode.endswith("logprobs"):
+            text = "start the engine with logprobs_mode='raw_logprobs' or 'processed_logprobs'"
+            raise ValueError(f"return_logprobs needs log-probabilities, not {engine.logprobs_mode}: {text}")
         for name in ("tensor_parallel_size", "data_parallel_size"):
             asked, has = getattr(config, name), getattr(engine, name)
             if asked not in (-1, has):

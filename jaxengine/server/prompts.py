@@ -5,15 +5,19 @@ Owns the accepted forms of a prompt and its truncation. Independent of sampling 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from jaxengine.requests.inputs import InputProcessor
 from jaxengine.scheduler.errors import RequestError, show_value
 from jaxengine.server.workers import Workers
 
+_T = TypeVar("_T")
+
 MAX_DETOKENIZE = 1 << 18  # token ids; a tenth of a second of work that blocks everything else
 _LONG_TEXT = 10_000  # characters; a few milliseconds of work
+# Characters for each that a token has, of tokenizers that need not keep all of a text.
+_SPACED = 8
 FORMS = "a string, a list of strings, a list of token ids or a list of lists of token ids"
 
 
@@ -75,24 +79,36 @@ class PromptEncoder:
         self._workers = Workers()
 
     async def encode(
-        self, texts: Sequence[str], *, add_special_tokens: bool = True, param: str = "prompt"
+        self,
+        texts: Sequence[str],
+        *,
+        add_special_tokens: bool = True,
+        param: str = "prompt",
+        cut_side: str | None = None,
     ) -> list[list[int]]:
         """Returns the token ids of each text; a thread computes them if the texts are long. param: their field, for
         errors.
 
-        texts: at least one. Raises RequestError for one with more characters than max_model_len tokens can have, before
-        any work on it, and where there is no tokenizer; OverloadedError if too many requests are waiting. Texts of too
-        many tokens are not refused here.
+        texts: at least one. cut_side: "left" or "right" where the caller cuts token ids on that side, down to at most
+        max_model_len: of a text that is too long only the other end is encoded.
+
+        Raises RequestError for one with more characters than max_model_len tokens can have, before any work on it, and
+        where there is no tokenizer; OverloadedError if too many requests are waiting. Texts of too many tokens are not
+        refused here.
         """
         tokenizer = self._inputs.require_tokenizer()
-        self.verify_length(max(map(len, texts)), param)
+        if cut_side is None:
+            self.verify_length(max(map(len, texts)), param)
+        else:
+            most = self._most_chars()
+            texts = [text[:most] if cut_side == "right" else text[-most:] for text in texts]
         if sum(map(len, texts)) <= _LONG_TEXT:
             return tokenizer.encode_batch(texts, add_special_tokens)
         return await self._workers.run(tokenizer.encode_batch, texts, add_special_tokens)
 
     def verify_length(self, num_chars: int, param: str) -> None:
         """Raises RequestError if a prompt of `num_chars` characters cannot fit, whatever they are."""
-        most = self._inputs.config.max_model_len * self._token_chars()
+        most = self._most_chars()
         if num_chars > most:
             problem = f"{param} has {num_chars} characters; no more than {most} can fit into max_model_len"
             raise RequestError(problem, param=param)
@@ -110,9 +126,16 @@ class PromptEncoder:
             keep = max(1, self._inputs.config.max_model_len - max(1, max_tokens or 1))
         return token_ids[:keep] if side == "right" else token_ids[-keep:]
 
-    def _token_chars(self) -> int:
-        """Number of characters of the longest token."""
+    async def run(self, function: Callable[[], _T]) -> _T:
+        """Runs `function` on one of the threads that encode. Raises OverloadedError if too many requests wait."""
+        return await self._workers.run(function)
+
+    def _most_chars(self) -> int:
+        """Most characters of a prompt that may fit into max_model_len."""
+        tokenizer = self._inputs.require_tokenizer()
         if self._longest_token is None:
-            vocabulary = self._inputs.require_tokenizer().backend.get_vocab(with_added_tokens=True)
+            vocabulary = tokenizer.backend.get_vocab(with_added_tokens=True)
             self._longest_token = max(map(len, vocabulary), default=1)
-        return self._longest_token
+        # Others may drop white space, and make one token of a word that they do not know.
+        spaced = 1 if tokenizer.is_byte_level else _SPACED
+        return spaced * self._inputs.config.max_model_len * self._longest_token

@@ -12,7 +12,7 @@ from pydantic import SkipValidation, create_model, model_validator
 
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.requests.inputs import InputProcessor
-from jaxengine.requests.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from jaxengine.requests.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.scheduler.errors import RequestError
 from jaxengine.scheduler.sampling_fields import ROWS
@@ -50,7 +50,7 @@ class GenerateSampling(_Numbers, ClosedModel):
     """
 
     refused = {
-        "flat_logprobs": (False,),
+        "flat_logprobs": (False, True),  # a form in Python
         "logits_processors": (),
         "output_kind": (0, 1, 2),
         "prompt_logprob_token_ids": (),
@@ -123,9 +123,10 @@ class GenerateRequest(NamedRequest):
     def prompt(self, inputs: InputProcessor) -> dict[str, Any]:
         """The prompt for the engine. Raises RequestError."""
         size, longest = inputs.model_config.vocab_size, inputs.config.max_model_len - 1
-        if not isinstance(self.token_ids, list) or not all(type(each) is int for each in self.token_ids[:1]):
-            raise RequestError("token_ids must be a list of token ids", param="token_ids")
-        (ids,) = read_prompts(self.token_ids or [[]], 1, size, longest, param="token_ids")
+        ids = self.token_ids
+        if not isinstance(ids, list) or not ids or type(ids[0]) is not int:
+            raise RequestError("token_ids must be a list of token ids, at least one", param="token_ids")
+        (ids,) = read_prompts(ids, 1, size, longest, param="token_ids")
         return {"prompt_token_ids": ids, "cache_salt": self.cache_salt}
 
     def params(self, inputs: InputProcessor, config: ServerConfig) -> SamplingParams:
@@ -143,8 +144,12 @@ class GenerateRequest(NamedRequest):
 
 
 class GenerateLogprob(Answer):
+    """token is vLLM's text for an id, "token_id:5"."""
+
+    token: str
     token_id: int
     logprob: float
+    bytes: None
     rank: int | None
 
 
@@ -273,11 +278,13 @@ def _json_logprobs(token_id: int, position: PositionLogprobs) -> dict[str, Any]:
     first and the others in their order there.
     """
     others = [each for each in position if each != token_id]
-    tops = [
-        {"token_id": each, "logprob": json_logprob(position[each].logprob), "rank": position[each].rank}
-        for each in (token_id, *others)
-    ]
+    tops = [_json_logprob(each, position[each]) for each in (token_id, *others)]
     return {**tops[0], "top_logprobs": tops}
+
+
+def _json_logprob(token_id: int, entry: Logprob) -> dict[str, Any]:
+    logprob = {"logprob": json_logprob(entry.logprob), "bytes": None, "rank": entry.rank}
+    return {"token": f"token_id:{token_id}", "token_id": token_id, **logprob}
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:

@@ -92,6 +92,19 @@ def test_pairs_are_joined_as_the_tokenizer_joins_them(case):
         check_equal(raw(llm, [{"prompt_token_ids": ids}])[:, 0], golden[:1])
 
 
+def test_types_of_a_tokenizer_are_left_out_where_the_model_has_none(encoder_folder):
+    """As BERT's tokenizers have them, which come with DistilBERT, too."""
+    from jaxengine.tokens.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.from_hf_folder(encoder_folder("bert"))
+    typed = tokenizer.encode_pair(*PAIRS[1], VOCAB)
+    assert max(typed) >= VOCAB and [each % VOCAB for each in typed] == tokenizer.encode_pair(*PAIRS[1], 0)
+    for name, has_types in (("bert_score", True), ("distilbert_labels", False), ("xlm_roberta_score", False)):
+        source = open_model(EngineConfig(model=encoder_folder(name)))
+        assert source.pooling is not None and source.pooling.has_token_types == has_types
+        source.close()
+
+
 def test_limits_and_cuts(case):
     _, llm = case
     config = llm.core.inputs.config

@@ -76,8 +76,8 @@ _OF_PRODUCTS = [
     Mutant(
         "zeros beyond the 32nd",
         f"{_TPU}/quantized",
-        "== jnp.arange(num_scales)",
-        "== jnp.minimum(jnp.arange(num_scales), 31)",
+        "== jnp.arange(size // step)",
+        "== jnp.minimum(jnp.arange(size // step), 31)",
         _tpu("product", "one row"),
     ),
     Mutant(

@@ -185,7 +185,7 @@ MUTANTS = [
     Mutant(
         "zeros times codes of rows",
         _DENSE,
-        "sums = sums if rows.scales is None else sums * rows.scales",
+        "sums = sums * jnp.repeat(rows.scales, of_scale // step, axis=1)[:, : size // step]",
         "sums = sums",
         _on("int8 rows by groups"),
     ),

@@ -15,7 +15,7 @@ from fastapi import APIRouter, Request, Response
 
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.requests.options import RequestOptions
-from jaxengine.requests.outputs import SAMPLING_FIELDS, CompletionOutput, RequestOutput
+from jaxengine.requests.outputs import SAMPLING_FIELDS, CompletionOutput, RequestOutput, WeightSpan
 from jaxengine.requests.sampling_params import SamplingParams
 from jaxengine.server.beam_search import beam_search
 from jaxengine.server.http.answers import NULL_BODY, Error, answers
@@ -78,7 +78,8 @@ class _Completion:
         given = read_prompts(body.prompt, self._config.max_prompts, inputs.model_config.vocab_size, longest)
         special = body.add_special_tokens is not False
         texts = [each for each in given if isinstance(each, str)]
-        encoded = iter(await encoder.encode(texts, add_special_tokens=special) if texts else ())
+        side = None if body.truncate_prompt_tokens is None else body.truncation_side or "left"
+        encoded = iter(await encoder.encode(texts, add_special_tokens=special, cut_side=side) if texts else ())
         for each in given:
             whole = next(encoded) if isinstance(each, str) else each
             ids = encoder.cut(whole, body.truncate_prompt_tokens, body.truncation_side, body.max_tokens)
@@ -153,11 +154,17 @@ class _Completion:
 def _without_output(output: CompletionOutput) -> CompletionOutput:
     """The answer for max_tokens=0: drops the token that the engine sampled, and all that is said of it."""
     reason = "length" if output.finish_reason == "stop" else output.finish_reason
-    spans = None if output.weight_versions is None else [(output.weight_versions[0][0], 0, 0)]
+    spans = [WeightSpan(each.version, 0, 0) for each in (output.weight_versions or ())[:1]] or None
     rows = {
         name: None if (own := getattr(output, name)) is None else own[:0] for name in ("logprobs", *SAMPLING_FIELDS)
     }
-    changes = {"text": "", "token_ids": [], "finish_reason": reason, "stop_reason": None, "weight_versions": spans}
+    changes: dict[str, Any] = {
+        "text": "",
+        "token_ids": [],
+        "finish_reason": reason,
+        "stop_reason": None,
+        "weight_versions": spans,
+    }
     return dataclasses.replace(output, **changes, **rows)
 
 

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from jaxengine.api.engine_client import EngineClient
+from jaxengine.api.scoring import pair_prompt
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.pooling.outputs import STOP, PoolingOutput, PoolingRequestOutput
 from jaxengine.requests.pooling.params import PoolingParams
@@ -52,19 +53,49 @@ class PoolingServer:
         special: as in `encode`. Raises RequestError, also for truncate_prompt_tokens above max_model_len.
         """
         texts = [each for each in given if isinstance(each, str)]
-        encoded = iter(await self.encode(texts, params, special=special) if texts else ())
+        side = None
+        if body.truncate_prompt_tokens is not None:
+            side = body.truncation_side or self.engine.inputs.require_pooling().cut_side
+        encoded = iter(await self.encode(texts, params, special=special, cut_side=side) if texts else ())
         return [self._cut(next(encoded) if isinstance(each, str) else each, body) for each in given]
 
+    async def encode_pairs(self, pairs: Sequence[tuple[str, str]], body: PoolingBody) -> list[str | list[int]]:
+        """Returns the prompt of each pair of texts (scoring.pair_prompt), token ids truncated as the request specifies.
+
+        Raises RequestError, also for pairs that have more characters altogether than a body may have bytes: one text
+        may be in all of them.
+        """
+        inputs, most = self.engine.inputs, self.config.max_request_bytes
+        lengths = [len(one) + len(other) for one, other in pairs]
+        if sum(lengths) > most:
+            problem = f"the pairs have {sum(lengths)} characters together; allowed are {most} (max_request_bytes)"
+            raise RequestError(problem, param="text_2")
+        if body.truncate_prompt_tokens is None:
+            self._encoder.verify_length(max(lengths), "text_2")
+
+        def made() -> list[str | list[int]]:
+            prompts = (pair_prompt(inputs, *pair) for pair in pairs)
+            return [each if isinstance(each, str) else self._cut(each, body) for each in prompts]
+
+        return await self._encoder.run(made)
+
     async def encode(
-        self, texts: Sequence[str], params: PoolingParams, *, special: bool = True, param: str = "input"
+        self,
+        texts: Sequence[str],
+        params: PoolingParams,
+        *,
+        special: bool = True,
+        param: str = "input",
+        cut_side: str | None = None,
     ) -> list[list[int]]:
         """Tokenizes each text, with the model's prompt that the parameters name before it. Raises RequestError.
 
-        special: whether special tokens are added. param: field of the texts, for errors.
+        special: whether special tokens are added. param: field of the texts, for errors. cut_side: as in
+        PromptEncoder.encode.
         """
         prefix = params.prefix(self.engine.inputs.require_pooling())
         whole = [prefix + text for text in texts]
-        return await self._encoder.encode(whole, add_special_tokens=special, param=param)
+        return await self._encoder.encode(whole, add_special_tokens=special, param=param, cut_side=cut_side)
 
     async def answers(
         self, prompts: Sequence[list[int]], params: PoolingParams, body: PoolingBody, name: str, options: RequestOptions

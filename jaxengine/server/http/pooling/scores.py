@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from jaxengine.api.engine_client import EngineClient
-from jaxengine.api.scoring import pair_prompt, pairs_of
+from jaxengine.api.scoring import pairs_of
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.pooling.outputs import ScoringRequestOutput
 from jaxengine.scheduler.errors import RequestError
@@ -89,7 +88,7 @@ async def _scores(
     """
     inputs, params = server.engine.inputs, body.pooling_params()
     if inputs.require_pooling().task != "embed":
-        prompts = await asyncio.to_thread(lambda: [pair_prompt(inputs, *pair) for pair in pairs])
+        prompts = await server.encode_pairs(pairs, body)
         given = await server.answers(await server.encode_given(prompts, body, params), params, body, name, options)
         return [ScoringRequestOutput.from_base(each) for each in given]
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from typing import Any
 
 import numpy as np
 import pytest
 
 from jaxengine.api.engine_client import EngineDeadError, EngineDrainingError
-from jaxengine.requests.outputs import SAMPLING_FIELDS, CompletionOutput
+from jaxengine.requests.outputs import SAMPLING_FIELDS, CompletionOutput, WeightSpan
 from jaxengine.requests.sampling_params import SamplingParams
 from jaxengine.scheduler.errors import OverloadedError
 from jaxengine.server.http.app import create_app
@@ -67,8 +68,10 @@ async def test_an_echo_of_ids_has_the_text_that_its_offsets_count(app):
 
 
 def test_nothing_is_said_of_a_token_that_is_left_out():
-    said = dict.fromkeys(SAMPLING_FIELDS, np.array([-1.0], np.float32))
-    output = CompletionOutput(0, "a", [5], logprobs=[{}], finish_reason="stop", weight_versions=[(2, 0, 1)], **said)
+    said: Any = dict.fromkeys(SAMPLING_FIELDS, np.array([-1.0], np.float32))
+    output = CompletionOutput(
+        0, "a", [5], logprobs=[{}], finish_reason="stop", weight_versions=[WeightSpan(2, 0, 1)], **said
+    )
     found = _without_output(output)
     assert (found.text, found.token_ids, found.logprobs, found.finish_reason) == ("", [], [], "length")
     assert [len(getattr(found, name)) for name in SAMPLING_FIELDS] == [0, 0, 0]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jaxengine.requests.sampling_params import SamplingParams
+from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.server.http import generate
 from jaxengine.server.http.app import create_app
 from jaxengine.server.http.generate import GenerateSampling
@@ -41,7 +41,7 @@ async def test_tokens_go_in_and_come_out(app, chat_engine):
     )
     assert found["usage"]["prompt_tokens"] == 6 and found["usage"]["completion_tokens"] == 12
     assert len(found["prompt_logprobs"]) == 6 and found["prompt_logprobs"][0] is None
-    params = SamplingParams(**SAMPLED, n=2, logprobs=2)
+    params = SamplingParams(**SAMPLED, n=2, logprobs=2, output_kind=RequestOutputKind.FINAL_ONLY)
     async for output in chat_engine.generate({"prompt_token_ids": IDS}, params, "other"):
         expected = output
     for choice, other in zip(found["choices"], expected.outputs, strict=True):
@@ -51,6 +51,7 @@ async def test_tokens_go_in_and_come_out(app, chat_engine):
         for token, position, entry in zip(other.token_ids, other.logprobs, choice["logprobs"]["content"], strict=True):
             first, *rest = entry["top_logprobs"]
             assert {**first, "top_logprobs": [first, *rest]} == entry and entry["token_id"] == token
+            assert entry["token"] == f"token_id:{token}" and entry["bytes"] is None
             assert {each["token_id"]: (each["logprob"], each["rank"]) for each in (first, *rest)} == {
                 key: (each.logprob, each.rank) for key, each in position.items()
             }

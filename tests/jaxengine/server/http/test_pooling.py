@@ -270,3 +270,23 @@ async def test_encode_streams_one_output_and_leaves_nothing(embedder):
     answer = await post(create_app(embedder, ServerConfig()), "/v1/embeddings", input=TEXTS[2], timeout=1e-9)
     assert answer.status == 504
     assert not embedder.core.has_unfinished and not len(embedder.core._processor)
+
+
+async def test_pairs_that_repeat_a_long_text_are_refused_before_they_are_made(scoring_app, monkeypatch):
+    made = []
+    monkeypatch.setattr("jaxengine.server.http.pooling.run.pair_prompt", lambda *args: made.append(args))
+    fields = {"text_1": "w5 " * 5_000_000, "text_2": ["w6"] * 4}
+    answer = await post(scoring_app, "/score", **fields)
+    assert answer.status == 400 and "characters together; allowed are 33554432" in answer.error["message"], answer.body
+    answer = await post(scoring_app, "/score", text_1="w5 " * 100_000, text_2="w6")
+    assert answer.status == 400 and "no more than" in answer.error["message"]
+    assert not made
+
+
+async def test_a_text_that_is_too_long_is_cut_if_the_request_asks(app):
+    long, end = "w7 " * 100_000, [77, 12, 2]
+    expected = await vectors(app, input=[[7] * 5 + end])
+    found = await vectors(app, input=long + "w77 w12", truncate_prompt_tokens=8)
+    assert np.abs(found - expected).max() < 1e-5
+    answer = await post(app, "/v1/embeddings", input=long)
+    assert answer.status == 400 and "no more than" in answer.error["message"]
