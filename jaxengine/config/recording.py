@@ -23,8 +23,10 @@ _LEFT_OUT = """
     kv_cache_memory_bytes num_gpu_blocks_override enable_prefix_caching enable_chunked_prefill
     long_prefill_token_threshold scheduling_policy async_scheduling enforce_eager pipeline_parallel_size pipeline_layers
     nnodes master_addr master_port cluster_key_file cluster_timeout structured_outputs_config pooler_config
-    speculative_config stream_interval profiler_config disable_log_stats record_steps record_steps_limit
-    record_steps_bytes
+    speculative_config stream_interval sleep_idle_seconds profiler_config disable_log_stats record_steps
+    record_steps_limit record_steps_bytes default_seq_tokens steering_vectors allowed_media_domains
+    allowed_local_media_path media_loading_thread_count media_io_kwargs media_fetch_timeout max_media_bytes
+    max_image_pixels max_media_pixels mm_processor_cache_gb mm_processor_cache_type mm_shm_cache_max_object_size_mb
 """
 
 
@@ -55,7 +57,7 @@ def check_recording(options: RecordOptions) -> None:
     if options.record_steps_detail not in DETAILS:
         raise ConfigError("record_steps_detail", options.record_steps_detail, ", ".join(DETAILS))
     if options.record_steps is None:
-        for name in ("record_steps_limit", "record_steps_bytes"):
+        for name in ("record_steps_limit", "record_steps_bytes", "record_steps_detail"):
             if (value := getattr(options, name)) != getattr(RecordOptions, name):
                 raise ConfigError.because(name, f"{name} is {value!r}, but nothing is recorded", "give record_steps")
     elif not options.record_steps:
@@ -78,6 +80,8 @@ def settle_recording(options: Mapping[str, Any], model: ModelConfig) -> None:
         ("enable_lora is given", options["enable_lora"]),
         ("speculative_config is given", options["speculative_config"] is not None),
         ("logits_processors are given", bool(options["logits_processors"])),
+        ("steer is given", options["steer"] is not None),
+        ("enable_trace_replay is given", options["enable_trace_replay"]),
         ("pipeline_parallel_size is more than 1", options["pipeline_parallel_size"] > 1),
         ("nnodes is more than 1", options["nnodes"] > 1),
     ):

@@ -6,24 +6,37 @@ The oldest make room for new ones. Each file is written whole or not at all: a p
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
+import os
 import re
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxengine.records.step_file import FORMAT, RecordedStep, RecordError, num_bytes, read_step, write_step, write_whole
+from jaxengine.records.step_file import (
+    FORMAT,
+    RecordedStep,
+    RecordError,
+    num_bytes,
+    read_step,
+    write_step,
+    write_whole,
+)
 
-ENGINE_FILE = "engine.json"
+ENGINE_FILE, LOCK_FILE = "engine.json", "engine.lock"
 # What an engine says of itself (jaxengine.runner.recorded_engine), and weights.
-_FIELDS = ("versions", "platform", "device", "options", "model", "weights")
+_FIELDS = {"versions": dict, "platform": str, "device": str, "options": dict, "model": dict, "weights": list}
 _STEP = re.compile(r"step-(\d{8,})\.safetensors")
+# What write_whole leaves of a process that was killed.
+_UNFINISHED = re.compile(r"\.(step-\d{8,}\.safetensors|engine\.json)\.tmp")
 
 
 class StepFolder:
-    """A folder that an engine records to.
+    """A folder that one engine records to. Only its owner may read it, for it has what users sent.
 
     Attributes:
       num_recorded: steps written since the engine started.
@@ -35,25 +48,29 @@ class StepFolder:
 
         about: what ran the steps, plain JSON values; a folder that is not empty must have been recorded by an engine of
         the same. max_steps: the most that are kept; max_bytes: of all of them together. Raises RecordError for a folder
-        of another engine, or one that is none of record_steps, and OSError.
+        that an engine records to now, one of another engine, or one that is none of record_steps, and OSError. Nothing
+        in such a folder is changed.
         """
         self.path, self._max_steps, self._max_bytes = path, max_steps, max_bytes
         self.num_recorded = self.num_too_large = 0
-        path.mkdir(parents=True, exist_ok=True)
-        for left in path.glob(".*.tmp"):  # of a process that was killed
-            left.unlink()
-        self._sizes = {number: file.stat().st_size for number, file in step_files(path).items()}
-        self._next = max(self._sizes, default=-1) + 1
-        self._about: dict[str, Any] = {"format": FORMAT, **about, "weights": []}
-        if any(path.iterdir()):
-            found = read_about(path)
-            self._about["weights"] = found.pop("weights")
-            own = json.loads(json.dumps({name: each for name, each in self._about.items() if name != "weights"}))
-            if differing := _differing(found, own):
-                raise RecordError(
-                    f"{path} has steps of another engine ({', '.join(differing)} differ); name a new folder"
-                )
-        self._write_about()
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if _has_others(path):
+            read_about(path)
+        # Also when nobody closes it: an engine may just be dropped.
+        self._unlock = weakref.finalize(self, os.close, _locked(path))
+        try:
+            self._about = _continued(path, {"format": FORMAT, **about, "weights": []})
+            _tidy(path)
+            self._sizes = {number: file.stat().st_size for number, file in step_files(path).items()}
+            self._next = max(self._sizes, default=-1) + 1
+            self._write_about()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Lets another engine record to the folder. Nothing is written afterwards."""
+        self._unlock()
 
     def weights(self, version: Any, checksums: Mapping[str, str]) -> int:
         """Takes note of weights that the next steps use, and returns their index in `engine.json`."""
@@ -111,6 +128,9 @@ def read_about(folder: Path) -> dict[str, Any]:
         raise RecordError(f"{path} says nothing of {', '.join(missing)}")
     if version != FORMAT:
         raise RecordError(f"{path} has format {version!r}; this version of jaxengine reads {FORMAT}")
+    if wrong := [name for name, kind in _FIELDS.items() if not isinstance(about[name], kind)]:
+        kinds = ", ".join(f"{name} is no {_FIELDS[name].__name__}" for name in wrong)
+        raise RecordError(f"{path} is broken: {kinds}")
     return about
 
 
@@ -124,6 +144,47 @@ def find_step(folder: Path, number: int | None) -> RecordedStep:
     if number not in files:
         raise RecordError(f"{folder} has no step {number}; it has {_ranges(list(files))}")
     return read_step(files[number])
+
+
+def _has_others(folder: Path) -> bool:
+    """Whether a folder has files besides those that an engine leaves before its `engine.json`."""
+    return any(file.name != LOCK_FILE and not _UNFINISHED.fullmatch(file.name) for file in folder.iterdir())
+
+
+def _locked(folder: Path) -> int:
+    """The descriptor of a folder's lock file, locked until it is closed or its process ends. Raises RecordError where
+    another engine has it, and OSError.
+    """
+    descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException as error:
+        os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            raise RecordError(f"an engine that runs now records to {folder}; name a new folder") from None
+        raise
+    return descriptor
+
+
+def _continued(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
+    """`about` with the weights that the folder has, if it has any. Raises RecordError for one of another engine."""
+    if not _has_others(folder):
+        return about
+    found = read_about(folder)
+    weights = found.pop("weights")
+    own = json.loads(json.dumps({name: each for name, each in about.items() if name != "weights"}))
+    if differing := _differing(found, own):
+        raise RecordError(f"{folder} has steps of another engine ({', '.join(differing)} differ); name a new folder")
+    return {**about, "weights": weights}
+
+
+def _tidy(folder: Path) -> None:
+    """Closes a folder to other users, and deletes what a process that was killed has left there unfinished."""
+    with contextlib.suppress(PermissionError):  # another user's, who lets this one write; the files are closed anyway
+        os.chmod(folder, 0o700)
+    for file in folder.iterdir():
+        if _UNFINISHED.fullmatch(file.name):
+            file.unlink(missing_ok=True)
 
 
 def _name(number: int) -> str:

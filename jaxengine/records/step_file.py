@@ -92,7 +92,7 @@ def write_whole(path: Path, chunks: Iterator[bytes | memoryview]) -> int:
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "wb", opener=_owned) as file:
             for chunk in chunks:
                 file.write(chunk)
             file.flush()
@@ -128,6 +128,11 @@ def read_step(path: Path) -> RecordedStep:
     if version != FORMAT:
         raise RecordError(f"{path} has format {version!r}; this version of jaxengine reads {FORMAT}")
     return RecordedStep(about, arrays, digests)
+
+
+def _owned(path: str, flags: int) -> int:
+    """`opener` of `open` for a file that its owner alone may read and write: records have what users sent."""
+    return os.open(path, flags, 0o600)
 
 
 def _chunks(about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Iterator[bytes | memoryview]:

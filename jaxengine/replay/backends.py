@@ -52,9 +52,11 @@ class Backend(NamedTuple):
 def choose_backend(name: str, recorded: str, platform: str | None = None) -> Backend:
     """The backend of a name, one of BACKENDS, for steps of a recorded platform.
 
-    platform: whose kernels "interpret" runs, by default those of the record. Raises RecordError where that has no
-    kernels to interpret, and for a platform beside another backend.
+    platform: whose kernels "interpret" runs, by default those of the record. Raises RecordError for another name,
+    where that platform has no kernels to interpret, and for a platform beside another backend.
     """
+    if name not in BACKENDS:
+        raise RecordError(f"backend is {name!r}; allowed: {', '.join(BACKENDS)}")
     if platform is not None and name != INTERPRET:
         raise RecordError(f"--platform is for --backend interpret, not {name}")
     if name == CPU:

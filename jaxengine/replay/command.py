@@ -41,9 +41,9 @@ def run(args: argparse.Namespace) -> int:
 
     Raises ConfigError and ModelFileError as `replay`.
     """
-    from jaxengine.records.folder import read_about
     from jaxengine.records.step_file import RecordError
     from jaxengine.replay.backends import prepare_devices
+    from jaxengine.replay.record import read_engine
     from jaxengine.replay.replay import CANNOT, replay
 
     try:
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         if args.tolerance is not None and not args.tolerance >= 0:
             raise RecordError(f"--tolerance is {args.tolerance}; allowed: 0 or more")
         folder = args.folder.expanduser()
-        options = read_about(folder)["options"]
+        options = read_engine(folder)["options"]
         prepare_devices(args.backend, options["tensor_parallel_size"] * options["data_parallel_size"])
         report = replay(
             folder,

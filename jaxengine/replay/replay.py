@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxengine.models.cache import State
-from jaxengine.records.folder import find_step, read_about
 from jaxengine.records.step_file import RecordedStep, RecordError
 from jaxengine.records.step_pages import step_rows
 from jaxengine.replay.backends import CPU, INTERPRET, INTERPRETED, NATIVE, Backend, choose_backend
 from jaxengine.replay.compare import TOLERANCES, Difference, compared
+from jaxengine.replay.record import read_engine, read_recorded
 from jaxengine.replay.run import run_step
 from jaxengine.replay.stage import open_stage
 from jaxengine.runner.stage_runner import StageRunner
@@ -67,8 +67,8 @@ def replay(
 
     Raises RecordError, ConfigError or ModelFileError for a step that cannot be run here.
     """
-    about = read_about(folder)
-    step = find_step(folder, number)
+    about = read_engine(folder)
+    step = read_recorded(folder, number)
     lines = [f"step {step.about['step']} of {folder}", _recorded(about)]
     if damaged := step.damaged():
         first = _damage(step, *damaged[0])

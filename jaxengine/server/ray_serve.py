@@ -186,8 +186,10 @@ class Replica:
         prompt = {name: value for name, value in prompt.items() if value is not None}
         options = dataclasses.replace(asked.options, arrival=time.monotonic() - asked.age)
         try:
-            async for output in self._engine.stream(prompt, _unpack_params(asked.params), options=options):
-                yield _encode(Answer(output))
+            outputs = self._engine.stream(prompt, _unpack_params(asked.params), options=options)
+            async with contextlib.aclosing(outputs):  # pyright: ignore[reportArgumentType]
+                async for output in outputs:
+                    yield _encode(Answer(output))
         except OverloadedError as error:
             yield _encode(Answer(error=str(error), param=error.param, retry_after=error.retry_after))
         except RequestError as error:

@@ -31,6 +31,7 @@ class Recording(LoopExtension):
         self._weights: tuple[int, ...] = ()
         self._number = 0
         self._stopped_by = ""
+        self._has_warned = False
 
     def attach(self, loop: Loop) -> None:
         super().attach(loop)
@@ -51,12 +52,16 @@ class Recording(LoopExtension):
                     self._taken[step] = *newest, self._weights_index()
                 except OSError as error:
                     self._stop(error)
+            self._warn_of_large()
         return NO_EVENTS
 
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
         if (taken := self._taken.pop(step, None)) is None or self._folder is None:
             return
         bucket, arrays, weights = taken
+        if not arrays:  # too large, as its sampler was dispatched
+            self._warn_of_large()
+            return
         sampled = step.pending.sampled._asdict()
         fetch = self.loop.runner.fetch
         arrays |= {f"sampled/{name}": fetch(array) for name, array in sampled.items()}
@@ -66,8 +71,8 @@ class Recording(LoopExtension):
             "time": time.time(),
         }
         try:
-            if self._folder.write(about, arrays) is None and self._folder.num_too_large == 1:
-                logger.warning("record_steps: a step is larger than record_steps_bytes, and such ones are left out")
+            self._folder.write(about, arrays)
+            self._warn_of_large()
         except OSError as error:
             self._stop(error)
 
@@ -75,12 +80,29 @@ class Recording(LoopExtension):
         folder = self._folder
         own = {"stopped_by": self._stopped_by} if self._stopped_by else {}
         if folder is not None:
-            own |= {"folder": str(folder.path), "steps": folder.num_recorded, "too_large": folder.num_too_large}
+            own |= {"folder": str(folder.path), "steps": folder.num_recorded, "too_large": self._num_too_large}
         return {"recorded_steps": own}
+
+    def shutdown(self) -> None:
+        if self._folder is not None:
+            self._folder.close()
+            self._folder = None
+
+    @property
+    def _num_too_large(self) -> int:
+        """Steps that did not fit into the folder: those that were not taken, and those that it did not write."""
+        written = 0 if self._folder is None else self._folder.num_too_large
+        return written + self.loop.runner.extension("recording").num_too_large
+
+    def _warn_of_large(self) -> None:
+        if self._num_too_large and not self._has_warned:
+            self._has_warned = True
+            logger.warning("record_steps: a step is larger than record_steps_bytes, and such ones are left out")
 
     def _stop(self, error: OSError) -> None:
         logger.error("record_steps: NO MORE STEPS ARE RECORDED: %s; the engine serves on", error)
-        self._stopped_by, self._folder = str(error), None
+        self._stopped_by = str(error)
+        self.shutdown()
         self._taken.clear()
         self.loop.runner.extension("recording").stop()
 

@@ -1,7 +1,8 @@
 """recording: what a step gets and gives, taken from the devices as it runs.
 
 Whatever a step may overwrite is copied before it: page tables, counts, the pages that its rows see, recurrent states.
-All copies are made by programs that start-up compiled, and fetched at once, so that steps wait for each other.
+All copies are made by programs that start-up compiled, and fetched at once, so that steps wait for each other. A step
+that is larger than the folder may be is not fetched: what it would take follows from its page tables.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from jax import lax
 
 from jaxengine.models.cache import paged_groups
 from jaxengine.models.layers.section import Capture
+from jaxengine.records.step_file import num_bytes
 from jaxengine.records.step_pages import StepRow, page_tables, pages_of, step_rows
 from jaxengine.runner.extension import DeviceExtension, HostExtension, StageExtension, StageShape
 from jaxengine.runner.program import Program, program_on
@@ -83,6 +85,8 @@ class StepTaker(StageExtension):
     Attributes:
       is_on: steps are taken.
       newest: bucket and arrays of the step dispatched last, which another dict replaces; see docs/troubleshooting.md.
+        None for a step that is not taken; one that turns out too large later has no arrays any more.
+      num_too_large: steps that were not taken as they are larger than record_steps_bytes.
     """
 
     name = NAME
@@ -90,7 +94,7 @@ class StepTaker(StageExtension):
     def __init__(self, stage: Any, extension: RecordingExtension):
         self._stage, self._programs, self._extension = stage, stage.programs, extension
         self._shape: StageShape = stage.programs.shape
-        self.is_on = True
+        self.is_on, self.num_too_large, self._max_bytes = True, 0, self._shape.config.record_steps_bytes
         self.newest: tuple[Bucket, dict[str, np.ndarray]] | None = None
         self._copies: dict[str, Any] = {}
         self._ranks: list[list[StepRow]] = []
@@ -119,7 +123,10 @@ class StepTaker(StageExtension):
         arrays = {"message": np.array(message)}
         arrays |= {f"state/{name}": np.asarray(array) for name, array in before.items()}
         self._find_rows(bucket, arrays)
-        arrays |= self._take_pages(bucket, arrays, written=False)
+        places, wanted = self._find_pages(bucket, arrays, written=False)
+        if self._is_too_large(arrays, wanted):
+            return None
+        arrays |= self._take_pages(places, wanted)
         arrays |= self._take_states()
         if (scale := self._stage.pages.k_scale) is not None:
             arrays["pages/k_scale"] = np.asarray(scale)
@@ -132,7 +139,12 @@ class StepTaker(StageExtension):
         if self.newest is None or name != SAMPLE:
             return
         bucket, arrays = self.newest
-        arrays |= {f"after/{name}": array for name, array in self._take_pages(bucket, arrays, written=True).items()}
+        places, wanted = self._find_pages(bucket, arrays, written=True)
+        if self._is_too_large(arrays, wanted, _row_bytes([*_long(state), forwarded.logits])):
+            arrays.clear()
+            self.newest = None
+            return
+        arrays |= {f"after/{name}": array for name, array in self._take_pages(places, wanted).items()}
         arrays |= {f"after/{name}": array for name, array in self._take_states().items() if name[-1].isdigit()}
         sampling = self._copies["sampling"](_short(state)["sampling"])
         arrays |= {f"sampling/{name}": np.asarray(array) for name, array in sampling.items()}
@@ -174,14 +186,38 @@ class StepTaker(StageExtension):
         tables = arrays["state/page_table"].reshape(len(message), -1, arrays["state/page_table"].shape[-1])
         return [page_tables(layout, *own) for own in zip(message, tables, strict=True)]
 
-    def _take_pages(self, bucket: Bucket, arrays: Mapping[str, np.ndarray], *, written: bool) -> dict[str, np.ndarray]:
-        """Pages that the step sees (written: only those that it writes) of each layer: columns "pages/rank",
-        "pages/layer" and "pages/page", and "pages/data", fetched from the pool as it is now.
+    def _is_too_large(self, arrays: Mapping[str, np.ndarray], pages: Sequence[Sequence[int]], of_row: int = 0) -> bool:
+        """Whether what has been taken, these pages and the states are more than record_steps_bytes; such a step is
+        counted.
+
+        pages: of each replica, its rows of the pool. of_row: bytes of a row's arrays that the sampler reads; 0 before a
+        forward pass, when nobody knows whether a sampler follows. Hidden states are counted with them.
+        """
+        size = num_bytes(arrays) + sum(map(len, pages)) * _row_bytes([self._stage.pages.data])
+        if STATES in self._copies:
+            leaves = jax.tree.leaves(self._stage.slots.sections[STATES])
+            size += sum(map(len, self._states)) * _row_bytes(leaves)
+        rows = [row for own in self._ranks for row in own]
+        size += len(rows) * of_row
+        if of_row and self._extension.keeps_layers:
+            itemsize = jnp.dtype(self._shape.config.dtype).itemsize
+            width = self._extension.num_kept * self._shape.model.config.hidden_size
+            size += sum(row.count for row in rows) * width * itemsize
+        is_so = size > self._max_bytes
+        self.num_too_large += is_so
+        return is_so
+
+    def _find_pages(
+        self, bucket: Bucket, arrays: Mapping[str, np.ndarray], *, written: bool
+    ) -> tuple[list[list[tuple[int, int]]], list[list[int]]]:
+        """Pages that the step sees (written: only those that it writes): of each replica (layer, page) of each, and its
+        rows of the pool.
 
         arrays: as `_find_rows` has them, which was called before.
         """
         groups, size, num_slots = paged_groups(self._shape.groups), self._shape.config.block_size, self._shape.num_slots
-        places, wanted = [], []
+        places: list[list[tuple[int, int]]] = []
+        wanted: list[list[int]] = []
         for rows, tables in zip(self._ranks, self._tables(bucket, arrays), strict=True):
             own: list[tuple[int, int]] = []
             pool_rows: list[int] = []
@@ -192,6 +228,14 @@ class StepTaker(StageExtension):
                     pool_rows += [index * self._num_pages + page for index in range(len(group.layers))]
             places.append(own)
             wanted.append(pool_rows)
+        return places, wanted
+
+    def _take_pages(
+        self, places: Sequence[Sequence[tuple[int, int]]], wanted: Sequence[Sequence[int]]
+    ) -> dict[str, np.ndarray]:
+        """Columns "pages/rank", "pages/layer" and "pages/page" of pages that `_find_pages` found, and "pages/data",
+        fetched from the pool as it is now.
+        """
         found = self._rows("pages", [self._stage.pages.data], wanted, PAGE_ROWS)
         return {**_places("pages", places, ("layer", "page")), "pages/data": found[0]}
 
@@ -255,6 +299,11 @@ class StepRecorder(HostExtension):
         """The bucket and arrays of the step dispatched last; arrays of its sampler come as that is dispatched."""
         return self._taker.newest
 
+    @property
+    def num_too_large(self) -> int:
+        """Steps that were not taken as they are larger than record_steps_bytes."""
+        return self._taker.num_too_large
+
     def stop(self) -> None:
         """Takes no more steps."""
         self._taker.is_on = False
@@ -287,6 +336,11 @@ def _leaves(sections: Mapping[str, Any]) -> dict[str, Any]:
 def _long(state: Any) -> list[Any]:
     """Arrays of LONG."""
     return [state.tokens.token_counts, state.sampling.logit_bias, state.sampling.token_mask]
+
+
+def _row_bytes(arrays: Sequence[Any]) -> int:
+    """Bytes of one row of each array, along its first axis."""
+    return sum(array.nbytes // len(array) for array in arrays)
 
 
 def _by_rank(array: jax.Array, num_ranks: int) -> np.ndarray:

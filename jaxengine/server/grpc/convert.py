@@ -22,7 +22,7 @@ from jaxengine.media.embeds import EMBEDS, GRID
 from jaxengine.media.parts import MediaPart, PlacedPart
 from jaxengine.requests.inputs import InputProcessor
 from jaxengine.requests.run_in_thread import with_media
-from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
+from jaxengine.requests.sampling_params import MAX_TOKEN_IDS, RequestOutputKind, SamplingParams
 from jaxengine.scheduler.errors import RequestError
 from jaxengine.scheduler.sampling_fields import ROWS
 from jaxengine.server.grpc import inference_pb2 as pb
@@ -208,7 +208,9 @@ class RequestReader:
         for field, value in _fields_set(request):
             if field in SAMPLING_FIELDS:
                 param = SAMPLING_FIELDS[field]
-                values[param] = _plain(field, value, param, vocab_size)
+                # A trace has a token any number of times; what bounds it is the context.
+                longest = MAX_TOKEN_IDS if param == "trace_decode_token_ids" else vocab_size
+                values[param] = _plain(field, value, param, longest)
         if values.get("n", 1) > max_n:
             raise RequestError(f"n is {values['n']}; allowed are 1 to {max_n}", param="n", value=values["n"])
         response = request.response
@@ -365,13 +367,13 @@ def _fields_set(request: pb.GenerateRequest) -> Iterator[tuple[str, Any]]:
             yield field.name, value
 
 
-def _plain(field: str, value: Any, param: str, vocab_size: int) -> Any:
+def _plain(field: str, value: Any, param: str, longest: int) -> Any:
     if isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Struct):
         return _with_integers(_read_struct(value, param, field))
-    if len(value) > vocab_size:
-        raise RequestError(f"{field} has {len(value)} entries; allowed are {vocab_size}", param=param, value=len(value))
+    if len(value) > longest:
+        raise RequestError(f"{field} has {len(value)} entries; allowed are {longest}", param=param, value=len(value))
     return dict(value) if isinstance(value, Mapping) else list(value)
 
 

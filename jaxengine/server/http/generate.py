@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import AsyncGenerator
 from typing import Annotated, Any, Literal, Self
@@ -301,15 +302,19 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
         async def whole() -> Response:
             last: RequestOutput | None = None
-            async for output in engine.stream(prompt, params, name, options):
-                last = output
+            outputs = engine.stream(prompt, params, name, options)
+            async with contextlib.aclosing(outputs):  # pyright: ignore[reportArgumentType]
+                async for output in outputs:
+                    last = output
             if last is None:
                 raise RuntimeError(f"{name} ended without an output")
             return writer.whole(last)
 
         async def events() -> AsyncGenerator[bytes, None]:
-            async for output in engine.stream(prompt, params, name, options):
-                yield writer.pieces(output)
+            outputs = engine.stream(prompt, params, name, options)
+            async with contextlib.aclosing(outputs):  # pyright: ignore[reportArgumentType]
+                async for output in outputs:
+                    yield writer.pieces(output)
             yield writer.end()
 
         if body.stream:

@@ -48,22 +48,36 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "kv_transfer_params": (),
     "length_penalty": (1.0, 1),
     "logprob_token_ids": (),
+    "prompt_logprob_start": (),
     "repetition_detection": (),
     "return_hidden_states": (False,),
     "return_mm_kwargs": (True,),
+    "return_sampling_mass": (False,),
     "return_token_offsets": (False,),
     "return_weight_versions": (False,),
     "routed_experts_prompt_start": (0,),
     "session_id": (),
     "steer": ([],),
     "stream_interval": (1,),
+    "trace_decode_token_ids": (),
     "use_beam_search": (False,),
     "watermarking": (False,),
     **dict.fromkeys(EARLIER, ()),
 }
 
 # Those that text requests support.
-_OF_TEXT = frozenset(("use_beam_search", "length_penalty", "logprob_token_ids", "return_weight_versions", "steer"))
+_OF_TEXT = frozenset(
+    (
+        "length_penalty",
+        "logprob_token_ids",
+        "prompt_logprob_start",
+        "return_sampling_mass",
+        "return_weight_versions",
+        "steer",
+        "trace_decode_token_ids",
+        "use_beam_search",
+    )
+)
 TEXT_REFUSED = {name: neutral for name, neutral in REFUSED.items() if name not in _OF_TEXT}
 
 # Fields of OpenAI and vLLM that do not affect the answer: hints for billing, caches, speed, length or the grammars'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -27,6 +28,13 @@ CPU = PLATFORMS["cpu"]
         ("llama", {"record_steps": "s", "record_steps_bytes": "x"}, "record_steps_bytes cannot be read"),
         ("llama", {"record_steps": "s", "record_steps_detail": "all"}, "allowed: tokens, layers"),
         ("llama", {"record_steps_limit": 3}, "record_steps_limit is 3, but nothing is recorded; give record_steps"),
+        (
+            "llama",
+            {"record_steps_detail": "layers"},
+            "record_steps_detail is 'layers', but nothing is recorded; give record_steps",
+        ),
+        ("llama", {"record_steps": "s", "steer": ["residual:*"]}, "record_steps is given, but steer is given"),
+        ("llama", {"record_steps": "s", "enable_trace_replay": True}, "but enable_trace_replay is given"),
         ("llama", {"record_steps": "s", "enable_lora": True}, "record_steps is given, but enable_lora is given"),
         (
             "llama",
@@ -59,3 +67,17 @@ def test_a_record_has_no_secrets_and_no_code():
     config = EngineConfig.from_options(record_steps="s", **given).resolved(read_folder(TINY_CHECKPOINT), CPU)
     said = json.dumps(replayed_options(config))
     assert not [value for value in given.values() if value in said]
+
+
+def test_options_that_decide_no_step_are_not_recorded():
+    given = {
+        "allowed_local_media_path": "/home/me",
+        "default_seq_tokens": 99,
+        "gpu_memory_utilization": 0.5,
+        "max_media_bytes": 1 << 20,
+        "sleep_idle_seconds": 9.0,
+        "steering_vectors": {"calm": "/home/me/calm.gguf"},
+    }
+    config = EngineConfig().resolved(read_folder(TINY_CHECKPOINT), CPU)
+    for name, value in given.items():
+        assert replayed_options(dataclasses.replace(config, **{name: value})) == replayed_options(config), name

@@ -15,7 +15,7 @@ import pytest
 from safetensors import deserialize
 
 from jaxengine.records import step_file
-from jaxengine.records.folder import ENGINE_FILE, StepFolder, find_step, read_about, step_files
+from jaxengine.records.folder import ENGINE_FILE, LOCK_FILE, StepFolder, find_step, read_about, step_files
 from jaxengine.records.step_file import RecordError, read_step, write_step
 from jaxengine.records.step_pages import StepRow, pages_of
 from tests.tables import each_row
@@ -71,6 +71,7 @@ def test_the_oldest_steps_make_room(tmp_path):
     assert [folder.write({}, ARRAYS) for _ in range(5)] == [0, 1, 2, 3, 4]
     assert [*step_files(folder.path)] == [2, 3, 4]
     size = step_files(folder.path)[4].stat().st_size
+    folder.close()
     folder = opened(tmp_path / "a", steps=9, size=2 * size)  # started again: it counts on
     assert folder.write({}, ARRAYS) == 5 and [*step_files(folder.path)] == [4, 5]
     small = opened(tmp_path / "b", size=100)
@@ -87,7 +88,7 @@ def test_a_full_disk_leaves_whole_files_only(tmp_path, monkeypatch):
     monkeypatch.setattr(step_file.os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         folder.write({}, ARRAYS)
-    assert sorted(os.listdir(folder.path)) == [ENGINE_FILE, "step-00000000.safetensors"]
+    assert sorted(os.listdir(folder.path)) == [ENGINE_FILE, LOCK_FILE, "step-00000000.safetensors"]
     assert find_step(folder.path, None).about["step"] == 0
 
 
@@ -115,8 +116,10 @@ def test_folders_of_other_engines_and_versions(tmp_path):
         opened(tmp_path / "a", versions={"jax": "2"}, model={"architecture": "B"})
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "mine.txt").write_text("kept")
+    (tmp_path / "b" / ".mine.tmp").write_text("kept")
     with pytest.raises(RecordError, match="has no engine.json"):
         opened(tmp_path / "b")
+    assert sorted(os.listdir(tmp_path / "b")) == [".mine.tmp", "mine.txt"]
     about = json.loads((tmp_path / "a" / ENGINE_FILE).read_text())
     for text, match in (
         (json.dumps({**about, "format": 99}), "format 99; this version of jaxengine reads 1"),
@@ -127,6 +130,34 @@ def test_folders_of_other_engines_and_versions(tmp_path):
         (tmp_path / "a" / ENGINE_FILE).write_text(text)
         with pytest.raises(RecordError, match=match):
             read_about(tmp_path / "a")
+
+
+def test_a_folder_is_of_one_engine_at_a_time(tmp_path):
+    folder = opened(tmp_path / "a")
+    being_written = folder.path / ".step-00000000.safetensors.tmp"
+    others = [folder.path / name for name in (".mine.tmp", ".step-1.tmp")]
+    for file in (being_written, *others):
+        file.touch()
+    with pytest.raises(RecordError, match="an engine that runs now records to .*; name a new folder"):
+        opened(tmp_path / "a")
+    assert being_written.exists() and folder.write({}, ARRAYS) == 0
+    being_written.touch()
+    folder.close()
+    assert opened(tmp_path / "a").write({}, ARRAYS) == 1  # dropped at once, and closed so
+    assert not being_written.exists() and all(file.exists() for file in others)
+    with pytest.raises(RecordError, match="another engine .platform differ."):
+        opened(tmp_path / "a", platform="tpu")
+    opened(tmp_path / "a")
+
+
+def test_what_users_sent_is_their_own(tmp_path):
+    (tmp_path / "a").mkdir(mode=0o755)
+    for name in ("a", "b"):
+        folder = opened(tmp_path / name)
+        folder.write({}, ARRAYS)
+        assert folder.path.stat().st_mode & 0o777 == 0o700
+        modes = {file.name: file.stat().st_mode & 0o777 for file in folder.path.iterdir()}
+        assert len(modes) == 3 and set(modes.values()) == {0o600}, modes
 
 
 def test_steps_that_are_not_there_or_cut_short(tmp_path):
@@ -154,6 +185,7 @@ def test_weights_are_told_apart(tmp_path):
     folder = opened(tmp_path / "a")
     assert [folder.weights(version, {"w": digest}) for version, digest in ((0, "a"), ("x", "b"), (0, "a"))] == [0, 1, 0]
     assert [entry["version"] for entry in read_about(folder.path)["weights"]] == [0, "x"]
+    folder.close()
     assert opened(tmp_path / "a").weights("x", {"w": "b"}) == 1
 
 

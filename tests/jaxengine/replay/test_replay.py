@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 from jaxengine import LLM, SamplingParams
 from jaxengine.commands.cli import main
 from jaxengine.records.folder import ENGINE_FILE, find_step, read_about, step_files
-from jaxengine.records.step_file import RecordError, write_step
+from jaxengine.records.step_file import RecordError, num_bytes, write_step
 from jaxengine.replay.backends import choose_backend
 from jaxengine.replay.page_layouts import converted
 from jaxengine.replay.replay import DIFFERS, SAME, Report, replay
@@ -193,6 +193,7 @@ def test_what_cannot_be_run_is_said(record, again, tmp_path, capsys):
     for options, match in (
         ({"model": str(checkpoint("gemma2"))}, "the steps are of LlamaForCausalLM with 2 layers .* give the steps'"),
         ({"step": 999}, "has no step 999; it has "),
+        ({"backend": "gpu"}, "backend is 'gpu'; allowed: native, cpu, interpret, xla"),
         ({"backend": "interpret"}, "platform 'cpu' has no Pallas kernels to interpret"),
         ({"backend": "cpu", "platform": "tpu"}, "--platform is for --backend interpret"),
     ):
@@ -205,6 +206,37 @@ def test_what_cannot_be_run_is_said(record, again, tmp_path, capsys):
     ):
         assert main(["replay", *words]) == 2
         assert error in capsys.readouterr().err
+
+
+def test_of_a_step_that_is_too_large_nothing_is_fetched(recorded, monkeypatch):
+    folder, llm = recorded("llama", **LAYERS)
+    taker = llm.core.engine.runner.last.extensions["recording"]
+    fetched: list[str] = []
+    rows = taker._rows
+    monkeypatch.setattr(taker, "_rows", lambda name, *own: fetched.append(name) or rows(name, *own))
+
+    def run() -> tuple[list[int], int, int, set[str]]:
+        """The tokens of a request, how many of its steps were written and how many not, and what was fetched."""
+        fetched.clear()
+        before = llm.core.engine.extensions.by_name["recording"].status()["recorded_steps"]
+        params = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0)
+        tokens = llm.generate({"prompt_token_ids": [*PROMPTS[0], 1, 2]}, params, use_tqdm=False)[0].outputs[0].token_ids
+        after = llm.core.engine.extensions.by_name["recording"].status()["recorded_steps"]
+        return tokens, after["steps"] - before["steps"], after["too_large"] - before["too_large"], {*fetched}
+
+    tokens, num_steps, num_left, names = run()
+    assert num_left == 0 and names == {"pages", "long"}
+    steps = [find_step(folder, number).arrays for number in [*step_files(folder)][-num_steps:]]
+    pages = min(step["pages/data"].nbytes for step in steps)
+    before = [
+        {name: step[name] for name in step if name.split("/")[0] in ("message", "state", "pages")} for step in steps
+    ]
+    # Too large by its pages alone, and by what its sampler adds.
+    for limit, found in ((pages - 1, set()), (max(map(num_bytes, before)), {"pages"})):
+        monkeypatch.setattr(taker, "_max_bytes", limit)
+        kept = [*step_files(folder)]
+        assert run() == (tokens, 0, num_steps, found)
+        assert [*step_files(folder)] == kept
 
 
 def test_a_full_disk_ends_the_recording_and_nothing_else(recorded, monkeypatch, caplog):

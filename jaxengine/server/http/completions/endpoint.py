@@ -15,7 +15,7 @@ from fastapi import APIRouter, Request, Response
 
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.requests.options import RequestOptions
-from jaxengine.requests.outputs import CompletionOutput, RequestOutput
+from jaxengine.requests.outputs import SAMPLING_FIELDS, CompletionOutput, RequestOutput, WeightSpan
 from jaxengine.requests.sampling_params import SamplingParams
 from jaxengine.server.beam_search import beam_search
 from jaxengine.server.http.answers import NULL_BODY, Error, answers
@@ -152,10 +152,20 @@ class _Completion:
 
 
 def _without_output(output: CompletionOutput) -> CompletionOutput:
-    """The answer for max_tokens=0: drops the token that the engine sampled."""
+    """The answer for max_tokens=0: drops the token that the engine sampled, and all that is said of it."""
     reason = "length" if output.finish_reason == "stop" else output.finish_reason
-    logprobs = None if output.logprobs is None else []
-    return dataclasses.replace(output, text="", token_ids=[], logprobs=logprobs, finish_reason=reason, stop_reason=None)
+    spans = [WeightSpan(each.version, 0, 0) for each in (output.weight_versions or ())[:1]] or None
+    rows = {
+        name: None if (own := getattr(output, name)) is None else own[:0] for name in ("logprobs", *SAMPLING_FIELDS)
+    }
+    changes: dict[str, Any] = {
+        "text": "",
+        "token_ids": [],
+        "finish_reason": reason,
+        "stop_reason": None,
+        "weight_versions": spans,
+    }
+    return dataclasses.replace(output, **changes, **rows)
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:

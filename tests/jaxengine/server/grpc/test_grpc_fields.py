@@ -6,6 +6,7 @@ import dataclasses
 import math
 import struct
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -14,8 +15,9 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
 from jaxengine.requests.sampling_params import SamplingParams
+from jaxengine.scheduler.errors import RequestError
 from jaxengine.server.grpc import inference_pb2 as pb
-from jaxengine.server.grpc.convert import SAMPLING_FIELDS, Generation, RequestReader
+from jaxengine.server.grpc.convert import SAMPLING_FIELDS, Generation, RequestReader, Wanted
 from jaxengine.server.grpc.server import ADMIN, INFERENCE
 from jaxengine.server.http.chat.protocol import ChatRequest
 from jaxengine.server.http.completions.protocol import CompletionRequest
@@ -51,7 +53,8 @@ SAMPLING = {
 }
 # Sampling parameters of HTTP's requests that gRPC has in another form, and those for which gRPC lacks what they need.
 IN_OTHER_FIELDS = {"logprobs", "prompt_logprobs", "structured_outputs"}
-LACKING = {"thinking_token_budget", "return_sampling_mass"}  # a parser, and a field of answers
+# A parser, fields of answers, and vectors.
+LACKING = {"thinking_token_budget", "return_sampling_mass", "prompt_logprob_start", "steer"}
 
 
 def constraint(made: Generation) -> tuple[str, Any] | None:
@@ -170,6 +173,18 @@ async def test_tokens_by_id_are_reported_as_candidates(chat_engine):
     request = asked("response.logprob_token_ids", [7, 3])
     request.response.output_candidates.top_n = 2
     assert (await reader.generation(request, stream=False)).params.logprobs == 2
+
+
+def test_a_trace_may_be_longer_than_the_vocabulary():
+    inputs: Any = SimpleNamespace(generation_defaults={}, model_config=SimpleNamespace(vocab_size=4))
+    reader = RequestReader(inputs, ServerConfig())
+    request = pb.GenerateRequest(text="a", decoding={"trace_decode_token_ids": [1, 2] * 5})
+    made = reader._sampling_params(request, Wanted(), stream=False)
+    assert made.trace_decode_token_ids == (1, 2) * 5
+    for field in ("allowed_token_ids", "bad_words"):
+        values = ["1"] * 5 if field == "bad_words" else [1] * 5
+        with pytest.raises(RequestError, match=f"decoding.{field} has 5 entries; allowed are 4"):
+            reader._sampling_params(pb.GenerateRequest(text="a", decoding={field: values}), Wanted(), stream=False)
 
 
 @each_row("path", SAMPLING)

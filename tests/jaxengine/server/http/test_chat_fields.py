@@ -6,6 +6,8 @@ import pytest
 
 from jaxengine.server.http.app import create_app
 from jaxengine.server.http.chat.protocol import ChatRequest
+from jaxengine.server.http.completions.protocol import CompletionRequest
+from jaxengine.server.http.messages.protocol import MessagesRequest
 from jaxengine.server.http.protocol import HINTS
 from jaxengine.server.http.responses.protocol import ResponsesRequest
 from jaxengine.server.options import ServerConfig
@@ -137,6 +139,14 @@ def test_no_field_is_forgotten():
     assert ChatRequest.model_fields.keys() - ELSEWHERE == CHAT.keys()
     # Where stream_options are accepted they have no effect: see test_coding_agents.
     assert ResponsesRequest.model_fields.keys() - ELSEWHERE == {*RESPONSES, "stream_options"}
+
+
+def test_what_completions_and_chats_alone_support_is_refused_elsewhere():
+    own = {"logprob_token_ids", "prompt_logprob_start", "return_sampling_mass", "steer", "trace_decode_token_ids"}
+    for model in (CompletionRequest, ChatRequest):
+        assert own <= model.model_fields.keys() and not own & model.refused.keys()
+    for model in (MessagesRequest, ResponsesRequest):
+        assert own <= model.refused.keys() and not own & model.model_fields.keys()
 
 
 @each_row("name", CHAT)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxengine.api.engine_client import EngineDeadError, EngineDrainingError
+from jaxengine.requests.outputs import SAMPLING_FIELDS, CompletionOutput, WeightSpan
 from jaxengine.requests.sampling_params import SamplingParams
 from jaxengine.scheduler.errors import OverloadedError
 from jaxengine.server.http.app import create_app
+from jaxengine.server.http.completions.endpoint import _without_output
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.processes.sockets import cut_unread, listen
 from tests.jaxengine.server.asgi_client import Connection, Recorder, http_client, idle, post
@@ -61,6 +65,19 @@ async def test_an_echo_of_ids_has_the_text_that_its_offsets_count(app):
     tokens = choice["logprobs"]["tokens"]
     assert tokens[0] == "<|im_start|>" and choice["text"] == "".join(tokens)
     assert choice["logprobs"]["text_offset"] == [len("".join(tokens[:count])) for count in range(len(tokens))]
+
+
+def test_nothing_is_said_of_a_token_that_is_left_out():
+    said: Any = dict.fromkeys(SAMPLING_FIELDS, np.array([-1.0], np.float32))
+    output = CompletionOutput(
+        0, "a", [5], logprobs=[{}], finish_reason="stop", weight_versions=[WeightSpan(2, 0, 1)], **said
+    )
+    found = _without_output(output)
+    assert (found.text, found.token_ids, found.logprobs, found.finish_reason) == ("", [], [], "length")
+    assert [len(getattr(found, name)) for name in SAMPLING_FIELDS] == [0, 0, 0]
+    assert found.weight_versions == [(2, 0, 0)]
+    plain = _without_output(CompletionOutput(0, "a", [5], finish_reason="abort"))
+    assert plain == CompletionOutput(0, "", [], finish_reason="abort")
 
 
 @pytest.mark.parametrize("extra", [{}, {"logprobs": 2}, {"logprobs": 1, "echo": True}, {"return_token_ids": True}])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
+from jaxengine.server.http import generate
 from jaxengine.server.http.app import create_app
 from jaxengine.server.http.generate import GenerateSampling
 from jaxengine.server.options import ServerConfig
@@ -89,6 +92,13 @@ async def test_stop_strings_are_looked_for(app):
     text = (await post(app, "/v1/completions", prompt=IDS, **SAMPLED)).json["choices"][0]["text"]
     found = (await post(app, PATH, **body(stop=[text[3:6]]))).json["choices"][0]
     assert found["finish_reason"] == "stop" and found["stop_reason"] == text[3:6] and len(found["token_ids"]) < 6
+
+
+def test_whoever_reads_the_engines_outputs_closes_them():
+    """A request is aborted as its stream is closed; without that, when it is garbage-collected."""
+    direct = re.compile(r"async for .* in .*engine\.(stream|pool)\(")
+    files = Path(generate.__file__).parents[1].rglob("*.py")
+    assert not [str(file) for file in files if direct.search(file.read_text())]
 
 
 def test_every_field_of_sampling_params_is_known():

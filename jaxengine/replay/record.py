@@ -1,0 +1,55 @@
+"""The parts of a record that a replay needs, checked before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxengine.records.folder import ENGINE_FILE, find_step, read_about
+from jaxengine.records.step_file import RecordedStep, RecordError
+from jaxengine.replay.compare import TOLERANCES
+
+_MAX = 2**31 - 1
+# Of each part of engine.json, numbers with their limit, and texts, for which it is 0.
+_NEEDED = {
+    "options": {"tensor_parallel_size": 1024, "data_parallel_size": 1024, "dtype": 0},
+    "model": {"architecture": 0, "layers": _MAX, "hidden_size": _MAX, "vocab_size": _MAX, "digest": 0},
+}
+
+
+def read_engine(folder: Path) -> dict[str, Any]:
+    """What `engine.json` says, as `read_about`. Raises RecordError too where it lacks a value that a replay needs, or
+    has a wrong one.
+    """
+    about = read_about(folder)
+    for part, needed in _NEEDED.items():
+        for name, most in needed.items():
+            value = about[part].get(name)
+            if most and (type(value) is not int or not 1 <= value <= most):
+                raise _wrong(folder, f"{part}.{name}", value, f"1 to {most}")
+            if not most and not isinstance(value, str):
+                raise _wrong(folder, f"{part}.{name}", value, "a text")
+    if (dtype := about["options"]["dtype"]) not in TOLERANCES:
+        raise _wrong(folder, "options.dtype", dtype, ", ".join(TOLERANCES))
+    for index, entry in enumerate(about["weights"]):
+        if not isinstance(entry, Mapping) or not isinstance(entry.get("checksums"), Mapping):
+            raise _wrong(folder, f"weights[{index}]", entry, "an object with the object checksums")
+    return about
+
+
+def read_recorded(folder: Path, number: int | None) -> RecordedStep:
+    """A step of a folder, None for the last one. Raises RecordError for one that is not there or cannot be run."""
+    step = find_step(folder, number)
+    about = step.about if isinstance(step.about, Mapping) else {}
+    bucket = about.get("bucket")
+    is_bucket = isinstance(bucket, list) and [type(each) for each in bucket] == [int, int, int, list]
+    if type(about.get("step")) is not int or type(about.get("weights")) is not int or not is_bucket:
+        raise RecordError(f"step {number if number is not None else 'last'} of {folder} does not say what it ran")
+    return step
+
+
+def _wrong(folder: Path, name: str, value: Any, allowed: str) -> RecordError:
+    shown = repr(value)
+    shown = shown if len(shown) <= 40 else f"{shown[:40]}..."
+    return RecordError(f"{folder / ENGINE_FILE}: {name} is {shown}; allowed: {allowed}")
