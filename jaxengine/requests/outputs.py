@@ -138,8 +138,8 @@ class CompletionOutput:
       captured: what the taps that the request named gave, by name, with rows as `hidden_states`: [tokens, hidden size]
         in the dtype of the model, f32[tokens, experts] of router_logits; None unless requested.
       logprobs_raw, logprobs_processed, sampling_log_mass: f32[tokens], as token_ids: of each token its log-probability
-        under the model's own logits, that under what it was drawn from, and the log of the probability that top_k,
-        top_p and min_p kept there, 0 for all; None unless requested.
+        under the model's own logits, that under what it was drawn from, and the log of the probability that
+        truncation kept there, 0 for all; None unless requested.
       weight_versions: which weights computed which tokens, all so far for every output kind; None while the weights
         are those that the engine started with.
     """

@@ -259,7 +259,7 @@ class SamplingParams(SamplingFields):
       logprob_token_ids: tokens whose log-probabilities are returned at each position of the output, in addition to
         those of `logprobs`, or of logprobs=0 where that is None.
       return_sampling_mass: return for each token its raw and its processed log-probability, and the log of the
-        probability that top_k, top_p and min_p kept; with logprobs=0 where that is None. Needs enable_sampling_mass.
+        probability that truncation kept; with logprobs=0 where that is None. Needs enable_sampling_mass.
       trace_decode_token_ids: the tokens that are decoded one after the other, whatever would be sampled; the output
         ends with them, and end-of-sequence tokens among them do not end it. Needs enable_trace_replay.
       detokenize: convert tokens to text.
