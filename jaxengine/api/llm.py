@@ -15,7 +15,6 @@ from tqdm import tqdm
 
 from jaxengine.api import scoring
 from jaxengine.api.adapters import load_first
-from jaxengine.api.batches import as_batch, params_for
 from jaxengine.api.core import EngineCore
 from jaxengine.api.fair_lock import FairLock
 from jaxengine.api.not_built import VllmMethods
@@ -29,7 +28,7 @@ from jaxengine.engine.metric_types import Histogram, Metric
 from jaxengine.requests.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, candidates
 from jaxengine.requests.completion_logprobs import CompletionLogprobs, KnownCompletions
 from jaxengine.requests.lora import LoRARequest, one_for_each
-from jaxengine.requests.options import RequestOptions, options_for
+from jaxengine.requests.options import RequestOptions, options_for, params_for
 from jaxengine.requests.outputs import RequestOutput
 from jaxengine.requests.pooling.outputs import (
     ClassificationRequestOutput,
@@ -39,7 +38,7 @@ from jaxengine.requests.pooling.outputs import (
     ScoringRequestOutput,
 )
 from jaxengine.requests.pooling.params import PoolingParams
-from jaxengine.requests.prepared import Prompt
+from jaxengine.requests.prepared import Prompt, is_token_ids
 from jaxengine.requests.sampling_params import SamplingParams
 from jaxengine.scheduler.errors import RequestError
 
@@ -165,7 +164,7 @@ class LLM(WeightMethods, VllmMethods):
           ModelFileError: an adapter cannot be read.
           EngineDeadError: the engine has failed or was shut down.
         """
-        batch = as_batch(prompts)
+        batch = _as_batch(prompts)
         params = self._params_for(len(batch), sampling_params)
         loras: list[str | None] = [None] * len(batch)
         if lora_request is not None:
@@ -193,7 +192,7 @@ class LLM(WeightMethods, VllmMethods):
           lora_request: as for `generate`.
         Raises the same errors as `generate`; also RequestError when the engine reports logits (logprobs_mode).
         """
-        batch = as_batch(prompts)
+        batch = _as_batch(prompts)
         known = KnownCompletions(self.core.inputs, batch, completions, decode=decode)
         if lora_request is not None:
             loras = one_for_each(len(batch), lora_request)
@@ -214,7 +213,7 @@ class LLM(WeightMethods, VllmMethods):
         params.verify(inputs.config.max_logprobs, inputs.config.logprobs_mode)
         one = params.token_params()
         with self._lock:
-            first = [inputs.prepare(prompt, one).requests[0] for prompt in as_batch(prompts)]
+            first = [inputs.prepare(prompt, one).requests[0] for prompt in _as_batch(prompts)]
         if any(request.media is not None for request in first):
             raise RequestError("beam search takes prompts of text or tokens, not pictures", param="multi_modal_data")
         prompt_ids = [request.prompt_token_ids.tolist() for request in first]
@@ -245,7 +244,7 @@ class LLM(WeightMethods, VllmMethods):
         Raises the same errors as `generate`; also RequestError when a result is not finite, and for a model that
         generates text.
         """
-        batch = as_batch(prompts)
+        batch = _as_batch(prompts)
         params = scoring.params_for(len(batch), pooling_params, truncate_prompt_tokens, pooling_task)
         outputs = self._answer(batch, params, [RequestOptions()] * len(batch), use_tqdm)
         for output in outputs:
@@ -294,7 +293,7 @@ class LLM(WeightMethods, VllmMethods):
         """Returns a reward model's scores of each prompt, `outputs.data` f32[N], without activation unless
         pooling_params.use_activation is set. Otherwise same as `encode`.
         """
-        batch = as_batch(prompts)
+        batch = _as_batch(prompts)
         params = scoring.params_for(len(batch), pooling_params, truncate_prompt_tokens, "classify")
         for each in params:
             each.use_activation = bool(each.use_activation)
@@ -492,3 +491,15 @@ class LLM(WeightMethods, VllmMethods):
             for request_id in request_ids:
                 if self._calls.pop(request_id, None) is not None and self.core.dead is None:
                     self.core.abort(request_id)
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Any:
+    """Returns several prompts as they are, and a single one as a list of one. Raises RequestError for anything else."""
+    batch: Any = [prompts] if isinstance(prompts, (str, Mapping)) or is_token_ids(prompts) else prompts
+    if not isinstance(batch, (Sequence, np.ndarray)):
+        raise RequestError(
+            f"prompts must be a string, a list of token ids, a dict, or a list of them, got {type(prompts).__name__}",
+            param="prompts",
+            value=prompts,
+        )
+    return batch

@@ -1,4 +1,4 @@
-"""Options of a request other than its prompt and sampling: when it runs, and for whom.
+"""Options of a request other than its prompt and sampling: when it runs, and for whom; and one of each for a batch.
 
 All parts between caller and engine pass this record on unchanged. A new field is added here, with its rule, and where
 it takes effect.
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.scheduler.errors import RequestError, show_value
 
 MAX_CLIENT_LENGTH = 256
@@ -91,3 +92,20 @@ def options_for(count: int, priority: Any, client: Any, loras: Sequence[str | No
 
 def _refuse(name: str, value: Any, text: str) -> RequestError:
     return RequestError(text, param=name, value=value)
+
+
+def params_for(count: int, params: Any) -> list[SamplingParams]:
+    """Returns copies of sampling parameters that ask for one output at the end: one for each of `count` prompts.
+
+    params: one for all, or one for each. Raises RequestError for anything else.
+    """
+    if isinstance(params, SamplingParams):
+        params = [params] * count
+    if not isinstance(params, Sequence) or len(params) != count:
+        raise RequestError(
+            f"sampling_params must be one SamplingParams or one for each of the {count} prompts",
+            param="sampling_params",
+            value=params,
+        )
+    final = RequestOutputKind.FINAL_ONLY
+    return [each.clone_with(output_kind=final) if isinstance(each, SamplingParams) else each for each in params]
