@@ -181,16 +181,12 @@ class LLM(WeightMethods, VllmMethods):
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         use_tqdm: bool | ProgressFactory = False,
     ) -> CompletionLogprobs:
-        """Returns the log-probability of each token of a completion of each prompt, by the programs that serve.
+        """Returns the raw log-probability of each token of a completion of each prompt, by the programs that serve: of
+        temperature 1, without penalties, truncation or masks.
 
-        They are raw: of temperature 1, without penalties, truncation or masks.
-
-        Args:
-          prompts: as for `generate`, without pictures.
-          completions: token ids of each prompt's completion; an empty one has no log-probabilities.
-          decode: decode them token by token, not at once as prompts are; needs enable_trace_replay.
-          lora_request: as for `generate`.
-        Raises the same errors as `generate`; also RequestError when the engine reports logits (logprobs_mode).
+        prompts, lora_request: as for `generate`, without pictures. completions: token ids of each prompt's; an empty
+        one has no log-probabilities. decode: decode them token by token, not at once as prompts are; needs
+        enable_trace_replay. Raises the same errors as `generate`; also RequestError when the engine reports logits (logprobs_mode).
         """
         batch = _as_batch(prompts)
         known = KnownCompletions(self.core.inputs, batch, completions, decode=decode)
@@ -497,9 +493,7 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Any:
     """Returns several prompts as they are, and a single one as a list of one. Raises RequestError for anything else."""
     batch: Any = [prompts] if isinstance(prompts, (str, Mapping)) or is_token_ids(prompts) else prompts
     if not isinstance(batch, (Sequence, np.ndarray)):
-        raise RequestError(
-            f"prompts must be a string, a list of token ids, a dict, or a list of them, got {type(prompts).__name__}",
-            param="prompts",
-            value=prompts,
-        )
+        allowed = "a string, a list of token ids, a dict, or a list of them"
+        problem = f"prompts must be {allowed}, got {type(prompts).__name__}"
+        raise RequestError(problem, param="prompts", value=prompts)
     return batch
