@@ -186,7 +186,7 @@ class LLM(WeightMethods, VllmMethods):
 
         prompts, lora_request: as for `generate`, without pictures. completions: token ids of each prompt's; an empty
         one has no log-probabilities. decode: decode them token by token, not at once as prompts are; needs
-        enable_trace_replay. Raises the same errors as `generate`; also RequestError when the engine reports logits (logprobs_mode).
+        enable_trace_replay. Raises the same errors as `generate`; also RequestError where logprobs_mode is of logits.
         """
         batch = _as_batch(prompts)
         known = KnownCompletions(self.core.inputs, batch, completions, decode=decode)
