@@ -68,6 +68,7 @@ OF_VLLM = {
 }
 # Fields of config.json and their values.
 OF_CONFIGS = {
+    "do_lower_case",
     "classifier_pooling",
     "use_bidirectional_attention",
     *POOLING_FIELDS,
