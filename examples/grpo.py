@@ -46,7 +46,7 @@ def rows_of(outputs, width):
 
 
 def advantages(rewards):
-    """How much better each answer f32[prompts, group] is than those to the same prompt, in their deviations."""
+    """Compare each reward f32[prompts, group] with those of its prompt: distances from their mean, in deviations."""
     return (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, keepdims=True) + 1e-4)
 
 

@@ -190,7 +190,7 @@ def family_of(architecture: str) -> tuple[str, str | None]:
 
 
 def usual_pooling(architecture: str, fields: ConfigFields) -> str:
-    """What pools where the checkpoint does not say: an encoder's own choice, else LAST. Raises ModelConfigError."""
+    """Type of pooling where the checkpoint names none: an encoder's own choice, else LAST. Raises ModelConfigError."""
     encoder = ENCODERS.get(family_of(architecture)[0])
     return LAST if encoder is None else encoder.usual_pooling(fields)
 

@@ -17,7 +17,7 @@ from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.pallas_kernels.attention.op import RaggedBatch
 from jaxengine.pallas_kernels.kv.pages import KVPages, pool_shape
 from jaxengine.pallas_kernels.registry import UNPAGED, rows_of
-from jaxengine.pallas_kernels.runs import run_indexes
+from jaxengine.pallas_kernels.runs import run_indexes, run_starts
 from jaxengine.sharding.layout import ONE_DEVICE
 
 
@@ -61,9 +61,7 @@ def run_unpaged(
     num_rows, length = token_ids.shape
     count = num_rows * length
     tokens = jnp.arange(count, dtype=jnp.int32)
-    is_first = jnp.zeros((num_rows, length), bool).at[:, 0].set(True)
-    if segment_ids is not None:
-        is_first = is_first.at[:, 1:].set(segment_ids[:, 1:] != segment_ids[:, :-1])
+    is_first = run_starts(segment_ids, num_rows, length)
     (starts,) = jnp.nonzero(is_first.ravel(), size=count, fill_value=count)
     cu_q_lens = jnp.append(starts, count).astype(jnp.int32)
     num_runs = jnp.sum(is_first, dtype=jnp.int32)
@@ -82,7 +80,7 @@ def run_unpaged(
 
 
 def _nothing_cached(model: CausalLM, num_rows: int, length: int) -> KVPages | Cache:
-    """What layers get in the place of a pool, zeros for `num_rows` rows of `length` tokens; in a Cache with a row of
+    """Stand-in for a pool, which layers get: zeros for `num_rows` rows of `length` tokens; in a Cache with a row of
     zeros of each state for each row of tokens where layers keep states."""
     groups = model.cache_groups(length, model.build.dtype, hybrid=False)
     spec = pool_spec(groups, 1)

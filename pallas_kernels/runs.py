@@ -19,3 +19,14 @@ def run_numbers(cu_q_lens: jax.Array, num_tokens: int) -> jax.Array:
 def run_indexes(cu_q_lens: jax.Array, num_tokens: int) -> jax.Array:
     """Index of each token in its run, i32[num_tokens]."""
     return jnp.arange(num_tokens, dtype=jnp.int32) - cu_q_lens[run_numbers(cu_q_lens, num_tokens)]
+
+
+def run_starts(segment_ids: jax.Array | None, num_rows: int, length: int) -> jax.Array:
+    """Whether each token is the first of its run, bool[num_rows, length].
+
+    segment_ids: i32[num_rows, length]; neighbours of a row with equal ids are a run. None: a row is one run.
+    """
+    is_first = jnp.zeros((num_rows, length), bool).at[:, 0].set(True)
+    if segment_ids is None:
+        return is_first
+    return is_first.at[:, 1:].set(segment_ids[:, 1:] != segment_ids[:, :-1])

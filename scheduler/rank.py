@@ -125,8 +125,8 @@ class Rank:
         self._num_promised = sum(self._num_missing(slot) for slot in self._unfed().tolist()) if is_waiting else 0
 
     def offer(self, request: Request) -> Offer | None:
-        """What an open rank can do for a waiting request; None if its pages or the step's tokens do not suffice, or an
-        extension defers it. Takes nothing.
+        """Find what an open rank can do for a waiting request; None if its pages or the step's tokens do not suffice,
+        or an extension defers it. Takes nothing.
 
         The pages must suffice for all tokens that are known, not only for those of the next step, and beside those that
         running requests still need for theirs: a prompt that is let in to grow into pages that others will hold is

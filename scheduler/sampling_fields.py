@@ -20,7 +20,7 @@ _INT32_MAX = 2**31 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What is known of a parameter; its type, f32 or i32 on the devices, is that of `neutral`.
+    """Facts about a parameter; its type, f32 or i32 on the devices, is that of `neutral`.
 
     Attributes:
       neutral: the value that changes nothing.

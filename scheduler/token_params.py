@@ -142,7 +142,7 @@ class TokenParams(SamplingFields):
 
     @cached_property
     def features(self) -> int:
-        """Which optional parts of a step a request with these parameters needs: bits of this module (BIAS, MASK, ...)
+        """Optional parts of a step that a request with these parameters needs: bits of this module (BIAS, MASK, ...)
         and of sampling_fields, 0 for none. ADAPTER is not among them."""
         biased = self.logit_bias or self.allowed_token_ids is not None or self.bad_words or self.min_tokens > 0
         wanted = (

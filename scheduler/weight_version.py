@@ -1,4 +1,4 @@
-"""What may be the version of an engine's weights."""
+"""Version of an engine's weights: the values that it may have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a trainer's forward pass and the engine differ: log-probabilities of sampled tokens, bit by bit.
+"""Distance between a trainer's forward pass and the engine: log-probabilities of sampled tokens, bit by bit.
 
 Of recorded checkpoints of each kind of layer: dense, experts, windows, latent attention, states. An engine samples
 tokens in a batch, in chunks, in a small pool, and `jaxengine.rl.certify` compares their log-probabilities with those of

@@ -1,4 +1,4 @@
-"""What a sleep gives up and what waking costs, on the default model: again and again, at levels 1 and 2.
+"""Memory that sleep gives up and time that waking costs, on the default model, again and again, at levels 1 and 2.
 
 A row is a tenth of the cycles: bytes of the arrays on the devices before, asleep and after, resident anonymous memory,
 programs compiled, whether the tokens are those from before the first sleep, and the medians, in milliseconds, of going

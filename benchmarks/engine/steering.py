@@ -1,4 +1,4 @@
-"""What steering costs: steps of requests that each add vectors of their own, beside the same steps without any.
+"""Cost of steering: steps of requests that each add vectors of their own, beside the same steps without any.
 
 Three rows on the default model: an engine without the option, one with it whose requests add nothing, and one where
 every request adds its own vector after every layer. A time is that of a decode step of all requests, the least of the

@@ -165,8 +165,8 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         decode: bool = False,
         lora_request: LoRARequest | None = None,
     ) -> CompletionLogprobs:
-        """As `LLM.get_logprobs`, of a list of prompts and with one adapter for all. After an error of one request the
-        others still run to their ends.
+        """Do as `LLM.get_logprobs`, of a list of prompts and with one adapter for all. After an error of one request
+        the others still run to their ends.
         """
         known = KnownCompletions(self.inputs, prompts, completions, decode=decode)
         asked = zip(known.prompts, known.params, strict=True)

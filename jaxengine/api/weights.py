@@ -275,7 +275,7 @@ class AsyncWeightMethods(ABC):
         await self._once_paused(weights, None, lambda: None)
 
     async def resume_generation(self) -> None:
-        """As `LLM.resume_generation`."""
+        """Do as `LLM.resume_generation`."""
         weights = await self._weights()
         await self.between_steps(weights.resume)
 

@@ -65,7 +65,7 @@ class PoolingModel:
 
     @property
     def cut_side(self) -> str:
-        """Where a prompt that is too long is cut unless the request says."""
+        """Side on which a prompt that is too long is cut unless the request says: "left" or "right"."""
         return "left" if self.token_rows is None else "right"
 
     def cut(self, token_ids: list[int], keep: int, side: str | None = None) -> list[int]:

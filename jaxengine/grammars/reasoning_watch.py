@@ -91,7 +91,7 @@ class ReasoningWatch:
         return budget.closing[self._num_read - budget.num_tokens]
 
     def mask(self, first: np.ndarray | None) -> np.ndarray | None:
-        """What may be taken now where nothing is forced, i32[num_words]; None for every token, within the reasoning.
+        """Tokens that may be taken now where nothing is forced, i32[num_words]; None for all, within the reasoning.
 
         Before the opening word these are the tokens of `first`, the grammar's first mask, and the word's first token;
         within the word only its next token.

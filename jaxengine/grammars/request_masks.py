@@ -384,8 +384,7 @@ class RequestMasks:
         yield from self._slow.take()
 
     def _trace(self, request: Request) -> Sequence[int]:
-        """What a request's grammar is to allow of the tokens that the request decodes in any case: those behind its
-        reasoning."""
+        """Tokens that a request decodes in any case and its grammar must allow: those behind its reasoning."""
         grammar, trace = request.params.grammar, request.params.trace_decode_token_ids
         assert grammar is not None
         if not trace or not grammar.reasoning_end:

@@ -115,7 +115,7 @@ def step_files(folder: Path) -> dict[int, Path]:
 
 
 def read_about(folder: Path) -> dict[str, Any]:
-    """What `engine.json` says. Raises RecordError where it is not there, cannot be read, or is of another format."""
+    """Read `engine.json`. Raises RecordError where it is not there, cannot be read, or is of another format."""
     path = folder / ENGINE_FILE
     if not path.is_file():
         raise RecordError(f"{folder} has no {ENGINE_FILE}: it is no folder of record_steps")

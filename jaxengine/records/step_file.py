@@ -62,9 +62,9 @@ class RecordedStep(NamedTuple):
         """(Name, entries) of arrays that are not as they were recorded; no entries for one that has a single digest."""
         found = []
         for name, array in self.arrays.items():
-            told, wanted = digest_of(name, array), self.digests.get(name)
-            if told != wanted:
-                entries = zip(told, wanted, strict=False) if isinstance(wanted, list) else ()
+            digest, wanted = digest_of(name, array), self.digests.get(name)
+            if digest != wanted:
+                entries = zip(digest, wanted, strict=False) if isinstance(wanted, list) else ()
                 found.append((name, [at for at, (own, other) in enumerate(entries) if own != other]))
         return found
 
@@ -120,8 +120,8 @@ def read_step(path: Path) -> RecordedStep:
         raise RecordError(f"{path} is cut short, or no recorded step")
     try:
         header = json.loads(content[8 : 8 + size])
-        told = json.loads(header.pop("__metadata__")[_ABOUT])
-        about, digests, version = told["about"], told["digests"], told["format"]
+        metadata = json.loads(header.pop("__metadata__")[_ABOUT])
+        about, digests, version = metadata["about"], metadata["digests"], metadata["format"]
         arrays = {name: _array(content, 8 + size, entry) for name, entry in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise RecordError(f"{path} is cut short, or no recorded step ({error})") from None

@@ -1,4 +1,4 @@
-"""Which rows a step's message has, and which pages these read and write."""
+"""Rows of a step's message, and the pages that these read and write."""
 
 from __future__ import annotations
 

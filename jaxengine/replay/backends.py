@@ -1,4 +1,4 @@
-"""What runs a recorded step again: kernels of a platform, on its devices or on the CPU."""
+"""Backends that run a recorded step again: kernels of a platform, on its devices or on the CPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PLAIN = "gpu_xla"
 
 
 class Backend(NamedTuple):
-    """How a step is run.
+    """Kernels and devices that run a step.
 
     Attributes:
       platform: whose kernels, a name of jaxengine.pallas_kernels.registry; it also names the layout of pages.

@@ -19,7 +19,7 @@ _NEEDED = {
 
 
 def read_engine(folder: Path) -> dict[str, Any]:
-    """What `engine.json` says, as `read_about`. Raises RecordError too where it lacks a value that a replay needs, or
+    """Read `engine.json` as `read_about` does. Raises RecordError too where it lacks a value that a replay needs, or
     has a wrong one.
     """
     about = read_about(folder)

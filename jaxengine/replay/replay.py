@@ -25,7 +25,7 @@ _MAX_NAMES = 5
 
 
 class Report(NamedTuple):
-    """What a replay found.
+    """Findings of a replay.
 
     Attributes:
       status: SAME or DIFFERS, the command's exit status.
@@ -181,7 +181,7 @@ def _bucket_of(stage: StageRunner, step: RecordedStep) -> Any:
 
 
 def _damage(step: RecordedStep, name: str, entries: Sequence[int]) -> str:
-    """What a damaged array is, for a person: the first of its damaged entries if they are pages, else its name."""
+    """Name a damaged array for a person: the first of its damaged entries if they are pages, else its name."""
     if not entries or not name.endswith("pages/data"):
         return name
     prefix = name.removesuffix("data")

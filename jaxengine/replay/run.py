@@ -77,7 +77,7 @@ class _Run:
         return found | {f"sampled/{name}": np.asarray(array) for name, array in sampled._asdict().items()}
 
     def _page_numbers(self) -> list[dict[int, int]]:
-        """Of each replica, the pages of the record and their new numbers."""
+        """New numbers of the record's pages, for each replica."""
         found: list[dict[int, int]] = [{} for _ in range(self._num_ranks)]
         for rank, page in zip(self._arrays["pages/rank"].tolist(), self._arrays["pages/page"].tolist(), strict=True):
             found[rank].setdefault(page, 1 + len(found[rank]))

@@ -1,4 +1,4 @@
-"""What the vectors of a request add at each tap of the engine."""
+"""Vectors of a request, summed for each tap of the engine."""
 
 from __future__ import annotations
 

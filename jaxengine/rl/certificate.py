@@ -30,14 +30,14 @@ class Agreement:
 
     @classmethod
     def of(cls, one: np.ndarray, other: np.ndarray) -> Agreement:
-        """That of float32 arrays of one shape."""
+        """Compare two float32 arrays of one shape."""
         differing = int((one.view(np.int32) != other.view(np.int32)).sum())
         return cls(differing, float(np.abs(one - other).max(initial=0.0)))
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """What `certify` found for the tokens that an engine generated.
+    """Findings of `certify` for the tokens that an engine generated.
 
     Attributes:
       rollout, recomputed, trainer: sums of the log-probabilities as they were while the tokens were generated, as

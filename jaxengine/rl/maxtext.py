@@ -79,7 +79,7 @@ _PAIRED = re.compile(r"([a-z_]+?)_(local|global)\.(.+)")
 
 @dataclass(frozen=True)
 class _Family:
-    """How MaxText keeps a family.
+    """Names and layouts by which MaxText keeps a family.
 
     Attributes:
       layer: names within a layer, with Hugging Face's and how an array is turned.
@@ -112,7 +112,7 @@ MODEL_TYPES = (*_FAMILIES, "gemma3")
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor of MaxText belongs: the layers that it holds, its name in them, and whether they are scanned."""
+    """Place of a tensor of MaxText: the layers that it holds, its name in them, and whether they are scanned."""
 
     name: str
     layers: Sequence[int] = field(default=())
@@ -163,7 +163,7 @@ class _Model:
         return int(self.config.get("head_dim") or self.config["hidden_size"] // self.config["num_attention_heads"])
 
     def place(self, name: str) -> _Place | None:
-        """Where a tensor belongs; None for a name that is not known."""
+        """Find where a tensor belongs; None for a name that is not known."""
         if name in _TOP:
             return _Place(name)
         if match := _OF_BLOCK.fullmatch(name):
@@ -222,8 +222,8 @@ class _Model:
         return hf_name, array
 
     def _turned(self, name: str, turn: Turn) -> Turn:
-        """How an array of a layer is turned: the family's scales and order of rope dimensions are undone, then `turn`
-        is applied.
+        """Make the function that turns an array of a layer: it undoes the family's scales and order of rope dimensions,
+        then applies `turn`.
 
         name: within a layer, or that of the last norm. Of a norm with an offset only that is taken away.
         """

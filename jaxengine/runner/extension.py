@@ -114,13 +114,13 @@ class EpilogueSpec:
         return partial(found[0], tokens) if found else None
 
     def replace(self, tokens: TokenState) -> Callable[..., jax.Array] | None:
-        """What changes the tokens that were drawn (jaxengine.sampling.sampler); None for nothing."""
+        """Function that changes the tokens that were drawn (jaxengine.sampling.sampler); None for nothing."""
         found = [each.replace for each in self.extensions if each.replace is not None]
         return partial(found[0], tokens) if found else None
 
     @property
     def more_scores(self) -> MoreScores | None:
-        """What is reported of sampled tokens besides their logprobs; None for nothing."""
+        """Scores that are reported of sampled tokens besides their logprobs; None for none."""
         found = [MoreScores(each.num_scores, each.score) for each in self.extensions if each.score is not None]
         return found[0] if found else None
 

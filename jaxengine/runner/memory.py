@@ -82,7 +82,7 @@ class MemoryPlan:
 
     @property
     def parts(self) -> dict[str, int]:
-        """What the engine will hold of one device, bytes by purpose, extensions' purposes included; `planned` is their
+        """Bytes that the engine will hold of one device, by purpose, extensions' purposes included; `planned` is their
         sum."""
         return {
             "weights": self.weights,

@@ -1,4 +1,4 @@
-"""What `engine.json` of recorded steps says of the engine that ran them."""
+"""Description of the engine that ran recorded steps, for their `engine.json`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin"
 
 
 def about_engine(runner: ModelRunner) -> dict[str, Any]:
-    """What runs the steps of an engine, as plain JSON values: options, model, versions, device, kernels."""
+    """Describe what runs the steps of an engine, as plain JSON values: options, model, versions, device, kernels."""
     config, programs = runner.config, runner.last.programs
     model = programs.model.config
     return {

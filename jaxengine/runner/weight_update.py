@@ -180,7 +180,7 @@ def checksums(runner: ModelRunner) -> dict[str, str]:
 
 
 def stage_checksums(stage: StageRunner) -> dict[str, str]:
-    """As `checksums`, of one stage's weights, which are all on its devices and of this process. Fetches them."""
+    """Do as `checksums`, of one stage's weights, which are all on its devices and of this process. Fetches them."""
     model, found = stage.programs.model, {}
     names = {param.name for param in declared_params(model)}
     for (name, _), array in zip(abstract_leaves(model, stage.programs.mesh), stage.params, strict=True):

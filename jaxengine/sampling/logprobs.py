@@ -78,7 +78,7 @@ def token_logprobs(
 
 
 def sampling_mass(logits: jax.Array, adjusted: jax.Array, kept: jax.Array, token_ids: jax.Array) -> jax.Array:
-    """What sampling made of token_ids i32[S]: three scores of each, f32[S, NUM_MASS_SCORES].
+    """Score what sampling made of token_ids i32[S]: three scores of each, f32[S, NUM_MASS_SCORES].
 
     They are the token's log-probability under `logits`, that under `kept`, and the log of the share of the distribution
     of `adjusted` that truncation left.

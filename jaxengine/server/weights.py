@@ -15,7 +15,7 @@ _POLL_SECONDS = 0.01
 
 
 class UpdateOptions(NamedTuple):
-    """How weights are replaced: as of `LLM.update_weights`. version: None counts on."""
+    """Options of `LLM.update_weights`. version: None counts on."""
 
     version: str | int | None = None
     mode: str = "keep"

@@ -1,4 +1,4 @@
-"""What encoders have that decoders lack: tables of positions and of token types, and an activation by name."""
+"""Fields that encoders have and decoders lack: tables of positions and of token types, and an activation by name."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Tap(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As `read_taps` takes it, for one layer."""
+        """Name that `read_taps` takes for the tap, of one layer."""
         return self.kind if self.kind == FINAL_NORM else f"{self.kind}:{self.layer}"
 
     def width(self, model: ModelConfig) -> int:

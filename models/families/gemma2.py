@@ -101,8 +101,8 @@ class Gemma2ForCausalLM(Decoder):
 
 
 def gguf_scale(fields: ConfigFields, layers_of_27b: int) -> float | None:
-    """What products of q and k are multiplied with, query_pre_attn_scalar ** -0.5, never None. GGUF files do not say
-    that scalar: as in llama.cpp it is hidden_size / heads in the model of 27B parameters, head_dim in all others.
+    """Scale of products of q and k, query_pre_attn_scalar ** -0.5, never None. GGUF files do not say that scalar:
+    as in llama.cpp it is hidden_size / heads in the model of 27B parameters, head_dim in all others.
 
     layers_of_27b: a file with as many layers is that model. Raises ModelConfigError.
     """

@@ -24,16 +24,16 @@ from jaxengine.models.config.hf import (
 )
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.pooler import CLS, MEAN, Classifier
+from jaxengine.models.families.llama import LAYER, LlamaLayer
 from jaxengine.models.layers.attention import Attention
 from jaxengine.models.layers.classify import DenseLabelScores
 from jaxengine.models.layers.embedding import Embedding
-from jaxengine.models.layers.encoder import FUNCTIONS, Encoder, Identity, PreNormLayer
+from jaxengine.models.layers.encoder import FUNCTIONS, Encoder, Identity
 from jaxengine.models.layers.mlp import GatedMLP
-from jaxengine.models.layers.norm import LayerNorm, UnbiasedLayerNorm
+from jaxengine.models.layers.norm import LayerNorm, NormClass, UnbiasedLayerNorm
 from jaxengine.models.params.declare import Source, parts_of
 from jaxengine.models.params.source import CheckpointNames
 
-LAYER = "model.layers.{layer}"
 _DEFAULTS = {
     "vocab_size": 50368,
     "hidden_size": 768,
@@ -107,10 +107,13 @@ class ModernBertModel(Encoder):
         assert self.config.encoder is not None
         return self.config.encoder
 
+    @property
+    def norm_class(self) -> NormClass:
+        return LayerNorm if self.encoder.norm_bias else UnbiasedLayerNorm
+
     def norm_of(self, source: str, build: Build) -> nnx.Module:
         """Make the norm that a checkpoint has as module `source`."""
-        norm = LayerNorm if self.encoder.norm_bias else UnbiasedLayerNorm
-        return norm(self.config.hidden_size, self.config.rms_norm_eps, source=source, build=build)
+        return self.norm_class(self.config.hidden_size, self.config.rms_norm_eps, source=source, build=build)
 
     def make_embedding(self, build: Build) -> NormedEmbedding:
         return NormedEmbedding(self.config, norm=self.norm_of("model.embeddings.norm", build), build=build)
@@ -141,9 +144,11 @@ class ModernBertModel(Encoder):
             activation=FUNCTIONS[self.encoder.activation],
             build=build,
         )
-        # The first layer's input is normed already.
-        before = self.norm_of(f"{LAYER}.attn_norm", build) if layer else Identity()
-        return PreNormLayer(before, attend, self.norm_of(f"{LAYER}.mlp_norm", build), mlp)
+        names = "attn_norm", "mlp_norm"
+        made = LlamaLayer(config, attend, mlp, build, norm_class=self.norm_class, norm_names=names)
+        if layer == 0:
+            made.input_norm = Identity()  # its input is normed already
+        return made
 
     def make_labels(self, classifier: Classifier, build: Build) -> DenseLabelScores:
         return DenseLabelScores(

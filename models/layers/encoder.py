@@ -117,20 +117,6 @@ class PostNormLayer(nnx.Module):
             return self.mlp_norm(x + self.mlp(x, step.rows)), kv
 
 
-class PreNormLayer(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), of norms that a family has made."""
-
-    def __init__(self, attention_norm: nnx.Module, attention: nnx.Module, mlp_norm: nnx.Module, mlp: nnx.Module):
-        self.attention_norm, self.attention, self.mlp_norm, self.mlp = attention_norm, attention, mlp_norm, mlp
-
-    def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
-        with jax.named_scope("attention"):
-            attended, kv = self.attention(self.attention_norm(x), kv, pages, step)
-            x = x + attended
-        with jax.named_scope("mlp"):
-            return x + self.mlp(self.mlp_norm(x), step.rows), kv
-
-
 class Identity(nnx.Module):
     """x, in the place of a norm."""
 

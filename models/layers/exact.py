@@ -29,6 +29,7 @@ from jaxengine.models.layers.section import ExpertLoads
 from jaxengine.pallas_kernels.attention.op import RaggedBatch
 from jaxengine.pallas_kernels.kv.pages import KVPages, alloc
 from jaxengine.pallas_kernels.registry import EXACT, rows_of
+from jaxengine.pallas_kernels.runs import run_starts
 
 ROWS = 16  # tokens of a block
 EXPERTS, STATES = "experts", "states"
@@ -234,10 +235,7 @@ def run_exact(
     count = num_rows * length
     size = room_of(count)
     token = jnp.arange(size, dtype=jnp.int32)
-    is_first = jnp.zeros((num_rows, length), bool).at[:, 0].set(True)
-    if segment_ids is not None:
-        is_first = is_first.at[:, 1:].set(segment_ids[:, 1:] != segment_ids[:, :-1])
-    is_first = _padded(is_first.ravel(), size)
+    is_first = _padded(run_starts(segment_ids, num_rows, length).ravel(), size)
     begin = lax.cummax(jnp.where(is_first, token, 0))
     is_there = token < count if segment_ids is None else _padded(segment_ids.ravel(), size, -1) >= 0
     places = token - begin if positions is None else _padded(positions.ravel(), size)

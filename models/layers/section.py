@@ -17,7 +17,7 @@ from jaxengine.models.forward_batch import ForwardBatch
 
 
 class Note(nnx.Variable):
-    """What a module of a layer notes in one step, beside its result."""
+    """Array that a module of a layer notes in one step, beside its result."""
 
 
 class ExpertLoad(Note):

@@ -16,7 +16,7 @@ from jaxengine.models.layers.taps import MODULES
 
 
 class StepVectors(NamedTuple):
-    """What the tokens of a step add.
+    """Vectors that the tokens of a step add.
 
     Attributes:
       vectors: f32[R, n, D], of each slot at each of n taps.

@@ -69,7 +69,7 @@ class Taps(Section):
             self._keep(Tap(ROUTER, self._layer), logits[...])
 
     def __getitem__(self, tap: Tap) -> jax.Array:
-        """What a tap gave, [T, width]; KeyError for one that is not kept."""
+        """Return the array of a tap, [T, width]; KeyError for one that is not kept."""
         return self._found[tap]
 
     def _keep(self, tap: Tap, x: jax.Array) -> None:

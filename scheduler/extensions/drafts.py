@@ -101,7 +101,7 @@ class DecodeDrafts:
         self.widths = None
 
     def look_ahead(self, decodes: np.ndarray, most: int) -> np.ndarray:
-        """How many drafts that must be right each of the slots `decodes` i64[n] has, i32[n], at most `most`; -1 where
+        """Count the drafts that must be right of each of the slots `decodes` i64[n]: i32[n], at most `most`; -1 where
         its drafts would be guesses.
 
         A request whose next choice the host must prepare (a grammar, long bad words, min_tokens) has 0, or as many as

@@ -90,7 +90,7 @@ class EncoderRows:
         self.encodes, self._num_patches = [], 0
 
     def reach(self, media: Media | None, start: int, count: int) -> int:
-        """How many of the tokens [start, start + count) of a prompt this step can compute, as far as pictures go.
+        """Number of the tokens [start, start + count) of a prompt that this step can compute, as far as pictures go.
 
         It ends before the first picture for which rows or patches of the step do not suffice, or, with `whole`, that
         would be cut; 0 where that is the first token's. All of them without pictures (media None). Takes nothing.

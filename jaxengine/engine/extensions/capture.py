@@ -35,7 +35,7 @@ class _Rows(NamedTuple):
 
 
 class _Asked:
-    """What a request asked for.
+    """Taps that a request asked for.
 
     Attributes:
       taps: those it named; dtype: of a row of them, with a field for each.

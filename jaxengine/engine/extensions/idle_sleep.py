@@ -1,7 +1,7 @@
 """An engine that nobody uses sleeps, and wakes by itself for the next request (`sleep_idle_seconds`).
 
-A sleep or a pause that somebody asks for is theirs: no request ends it. One that came by itself is no pause: whoever
-pauses the engine, replaces its weights or has it sleep finds it awake.
+A sleep or a pause that somebody asks for is theirs: no request ends it. One that came by itself is no pause: a call
+that pauses the engine, replaces its weights or has it sleep finds it awake.
 """
 
 from __future__ import annotations

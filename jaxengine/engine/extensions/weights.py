@@ -38,7 +38,7 @@ class Weights(Pauses):
 
     Attributes:
       version: of the weights that the next step will use.
-      dozes: the engine sleeps by itself, so that whoever needs it wakes it; nobody has paused it.
+      dozes: the engine sleeps by itself, so that any call that needs it wakes it; nobody has paused it.
     """
 
     def __init__(self) -> None:

@@ -233,7 +233,7 @@ def _source_file(family: type) -> Path | None:
 
 @functools.cache
 def _environment(device: Any, family: Path | None) -> tuple[str, ...]:
-    """What every program's machine code depends on: sources, versions, the kind and number of devices, the host.
+    """Facts on which every program's machine code depends: sources, versions, the kind and number of devices, the host.
 
     family: the file of the model's class, None without a model.
     """

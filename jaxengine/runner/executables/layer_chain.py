@@ -296,8 +296,7 @@ class _Plan:
         return found
 
     def _overwritten(self, places: Sequence[int], last: Sequence[int], outputs: Sequence[Var]) -> tuple[int, ...]:
-        """Which inputs of a part are donated, so that outputs of their shapes may lie in their places: their numbers
-        among the inputs.
+        """Numbers of the inputs of a part that are donated, so that outputs of their shapes may lie in their places.
 
         places: of all inputs. last: those that nothing reads afterwards. outputs: the part's.
         """

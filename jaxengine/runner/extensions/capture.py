@@ -23,7 +23,7 @@ NAME, SECTION = "capture", "taps"
 
 
 class Activations(NamedTuple):
-    """What taps gave, those of a kind side by side; leading axes are of tokens.
+    """Arrays of taps, those of a kind side by side; leading axes are of tokens.
 
     Attributes:
       hidden: [..., n * D] in the model's dtype, of the n taps that are not of a router; None without any.

@@ -293,7 +293,7 @@ class StepTaker(StageExtension):
 
 
 class StepRecorder(HostExtension):
-    """What the loop calls: the newest step, and an end to it all."""
+    """Calls of the loop: they give the newest step and end the recording."""
 
     def newest(self) -> tuple[Bucket, dict[str, np.ndarray]] | None:
         """The bucket and arrays of the step dispatched last; arrays of its sampler come as that is dispatched."""

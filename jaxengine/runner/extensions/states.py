@@ -60,7 +60,7 @@ class StatesExtension(DeviceExtension):
         return step._replace(cache=step.cache.kv).with_state(NAME, step.cache.states)
 
     def _rows(self, step: ForwardPass) -> StateRows:
-        """Where the states of a message's rows are read, written and saved: row numbers, i32[S] each.
+        """Row numbers where the states of a message's rows are read, written and saved, i32[S] each.
 
         Each is in its slot's row. A row at position 0 reads none, -1; one that has just got its slot behind a known
         prefix reads a snapshot. The number of rows stands for nothing to write or save.

@@ -107,8 +107,8 @@ def remember(
     return tokens
 
 
-def stack_results(told: Any, chosen: SampleOutput, flags: SamplerFlags) -> tuple[Any, TokenLogprobs]:
-    """`told`, a pytree of arrays, and the logprobs of what was chosen, of all replicas: [replicas, ...] each.
+def stack_results(results: Any, chosen: SampleOutput, flags: SamplerFlags) -> tuple[Any, TokenLogprobs]:
+    """Stack `results`, a pytree of arrays, and the logprobs of what was chosen, of all replicas: [replicas, ...] each.
 
     Where no row asks for logprobs these are not exchanged, and with several replicas they are zeros.
 
@@ -117,13 +117,13 @@ def stack_results(told: Any, chosen: SampleOutput, flags: SamplerFlags) -> tuple
     """
     scores, ranks = TokenLogprobs(*chosen[1:]), num_shards("batch")
     if ranks == 1:
-        return jax.tree.map(stack_ranks, (told, scores))
+        return jax.tree.map(stack_ranks, (results, scores))
 
     def without() -> tuple[Any, TokenLogprobs]:
         nothing = [jnp.zeros((ranks, *leaf.shape), leaf.dtype) for leaf in scores]
-        return jax.tree.map(stack_ranks, told), TokenLogprobs(*nothing)
+        return jax.tree.map(stack_ranks, results), TokenLogprobs(*nothing)
 
-    return lax.cond(flags.any_logprobs, lambda: jax.tree.map(stack_ranks, (told, scores)), without)
+    return lax.cond(flags.any_logprobs, lambda: jax.tree.map(stack_ranks, (results, scores)), without)
 
 
 SAMPLER = Epilogue(

@@ -60,7 +60,7 @@ class PendingStep:
         return None if own is None else self._fetch(own)
 
     def logprobs(self, given: bool) -> Any:
-        """What the epilogue that ended the step gave (of Epilogue.output), its logprobs with it, as numpy
+        """Results of the epilogue that ended the step (of Epilogue.output), its logprobs with it, as numpy
         arrays [replicas, ...]; where rows have several positions those of all, row after row. Waits for the step.
 
         given: those of tokens that requests name as well; without, `given_logprobs` has no columns, and none are sent

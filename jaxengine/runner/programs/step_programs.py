@@ -216,15 +216,15 @@ class StepPrograms:
     def _forwarded(
         self, num_tokens: int, num_rows: int, width: int, extensions: Sequence[DeviceExtension]
     ) -> Forwarded:
-        """What a forward pass leaves, abstract: rows, logits f32[replicas * num_rows * width, V], None in a stage that
-        does not sample, and sections of these extensions.
+        """Abstract arrays that a forward pass leaves: rows, logits f32[replicas * num_rows * width, V], None in a stage
+        that does not sample, and sections of these extensions.
 
         num_tokens, num_rows: of one replica. width: positions of a row that have logits.
         """
         shape = self.shape
-        told = {each.name: own for each in self.extensions if (own := each.row_section(num_rows, width)) is not None}
+        added = {each.name: own for each in self.extensions if (own := each.row_section(num_rows, width)) is not None}
         row = shape.rows(num_rows, np.int32)
-        rows = SampledRows(row, row, shape.rows(num_rows, np.bool_), shape.rows(1, np.int32), told)
+        rows = SampledRows(row, row, shape.rows(num_rows, np.bool_), shape.rows(1, np.int32), added)
         left = {each.name: own for each in extensions if (own := each.left(num_tokens, num_rows)) is not None}
         size = shape.num_ranks * num_rows * width, self.vocab_size
         return Forwarded(rows, shape.shape(size, np.float32, _RANKS_VOCAB) if shape.samples else None, left)

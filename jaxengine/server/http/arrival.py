@@ -17,7 +17,7 @@ _CLOSE = {"Connection": "close"}  # the rest of the body is not kept
 # Refusals after which the rest of a body is read and dropped: many clients read no answer before they have sent it all,
 # and closing a connection with unread bytes resets it.
 _DRAINED = (413, 429, 431)
-# Path and type of bodies that are not held in memory: whoever reads them says how large they may be.
+# Path and type of bodies that are not held in memory: their reader says how large they may be.
 STREAMED = ("/update_weights", b"application/octet-stream")
 # Limits of what is dropped of one body, in bodies of the largest allowed size, and of such bodies at a time.
 _MOST_DROPPED, _MOST_DRAINS = 2, 64

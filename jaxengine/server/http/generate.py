@@ -15,12 +15,12 @@ from jaxengine.requests.inputs import InputProcessor
 from jaxengine.requests.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.scheduler.errors import RequestError
-from jaxengine.scheduler.sampling_fields import ROWS
 from jaxengine.server.http.answers import ABSENT, Answer, Error, PromptLogprobs, Usage, answers
 from jaxengine.server.http.fields import MAX_OPTIONS, JsonObject, Texts, TokenIds, at_most
 from jaxengine.server.http.limits import JsonRoute
 from jaxengine.server.http.models import choose_model
 from jaxengine.server.http.protocol import (
+    NUMBERS,
     ClosedModel,
     NamedRequest,
     StreamOptions,
@@ -37,9 +37,7 @@ from jaxengine.server.names import served_names
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.prompts import read_prompts
 
-# The fields of SamplingFields, and of what they are numbers.
-_NUMBERS: dict[str, Any] = {name: (type(row.neutral) | None, None) for name, row in ROWS.items()}
-_Numbers: Any = create_model("_Numbers", __base__=ClosedModel, **_NUMBERS)
+_Numbers: Any = create_model("_Numbers", __base__=ClosedModel, **NUMBERS)
 
 
 class GenerateSampling(_Numbers, ClosedModel):

@@ -241,9 +241,9 @@ class NamedRequest(RequestModel):
         return name
 
 
-# The fields of SamplingFields, and of what they are numbers.
-_NUMBERS: dict[str, Any] = {name: (type(row.neutral) | None, None) for name, row in ROWS.items()}
-_Numbers: Any = create_model("_Numbers", __base__=NamedRequest, **_NUMBERS)
+# Fields of SamplingFields, as pydantic's create_model takes them: (type, default).
+NUMBERS: dict[str, Any] = {name: (type(row.neutral) | None, None) for name, row in ROWS.items()}
+_Numbers: Any = create_model("_Numbers", __base__=NamedRequest, **NUMBERS)
 
 
 class GenerationRequest(_Numbers, NamedRequest):

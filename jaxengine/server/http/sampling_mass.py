@@ -1,4 +1,4 @@
-"""What sampling made of the tokens of an answer, as the field `return_sampling_mass` asks for."""
+"""Scores of what sampling made of an answer's tokens, for the field `return_sampling_mass`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encoders: embeddings, labels and scores as transformers makes them, whoever else is in a step."""
+"""Encoders: embeddings, labels and scores as transformers makes them, whatever else is in a step."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def case(request, encoder_folder, executables_dir):
 
 
 def raw(llm: LLM, prompts) -> np.ndarray:
-    """What the model computes, [N, labels]; of an embedder the normalised embeddings."""
+    """Raw outputs of the model, [N, labels]; of an embedder the normalised embeddings."""
     params = None if llm.core.inputs.pooling.task == "embed" else RAW
     return np.stack([each.outputs.data for each in llm.encode(prompts, params, use_tqdm=False)])
 
@@ -93,7 +93,7 @@ def test_pairs_are_joined_as_the_tokenizer_joins_them(case):
 
 
 def test_types_of_a_tokenizer_are_left_out_where_the_model_has_none(encoder_folder):
-    """As BERT's tokenizers have them, which come with DistilBERT, too."""
+    """DistilBERT comes with BERT's tokenizers, which make types of tokens."""
     from jaxengine.tokens.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.from_hf_folder(encoder_folder("bert"))

@@ -50,7 +50,7 @@ def llm(executables_dir):
 
 
 def expected(model, token_ids) -> dict[str, np.ndarray]:
-    """What every tap gives for a sequence, in one forward pass without the engine."""
+    """Arrays of every tap for a sequence, from one forward pass without the engine."""
     count = len(token_ids)
     num_pages = -(-count // PAGE_SIZE)
     number = jnp.arange(count, dtype=jnp.int32)

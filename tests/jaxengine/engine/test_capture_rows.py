@@ -1,4 +1,4 @@
-"""Which rows of steps a request gets whose drafts are accepted, and one that loses its slot in front of the sampler."""
+"""Rows of steps that a request gets whose drafts are accepted, and one that loses its slot in front of the sampler."""
 
 from __future__ import annotations
 

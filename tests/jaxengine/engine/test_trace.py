@@ -15,7 +15,7 @@ ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 
 
 def replay(llm: LLM, prompts: Any, traces: Any, params: Any) -> tuple[list[list[int]], list[np.ndarray]]:
-    """As `recorded`, of known tokens; a seed that would draw others."""
+    """Run as `recorded` does, with known tokens; the seed would draw others."""
     asked = [
         each.clone_with(seed=900 + index, trace_decode_token_ids=trace)
         for index, (each, trace) in enumerate(zip(params, traces, strict=True))

@@ -89,7 +89,7 @@ def test_a_sleep_of_its_own_becomes_the_operators(monkeypatch):
 
 
 def paused_weights(requests: list[Any] | None = None) -> Weights:
-    """Of an engine that has no devices; `requests` are those that it has."""
+    """Make the weights of an engine without devices; `requests` are those that it has."""
     requests = requests or []
     weights, runner = Weights(), SimpleNamespace(config=SimpleNamespace(nnodes=1))
     scheduler: Any = SimpleNamespace(paused=False, requests=requests, extensions=[], num_unfinished=len(requests))
@@ -118,7 +118,7 @@ def test_pauses_of_several_end_one_by_one():
 
 
 def test_a_pause_that_waits_and_is_given_up_leaves_the_others():
-    """What another one has stopped goes on for it, and is stopped again; no weights are switched meanwhile."""
+    """Requests that another pause has stopped go on, and stop again; no weights are switched meanwhile."""
     request = SimpleNamespace(arrival_index=0)
     weights = paused_weights([request])
     weights.pause("keep")
@@ -165,7 +165,7 @@ def test_weights_are_switched_once_they_are_read(monkeypatch):
 
 
 def test_reads_that_nobody_waits_for_end(monkeypatch):
-    """They are told to stop, and count until they have: each has memory of its own."""
+    """Readings are asked to stop, and count until they have: each has memory of its own."""
     may_end = threading.Event()
 
     def read(runner, path, *, strict, stop):
@@ -181,7 +181,7 @@ def test_reads_that_nobody_waits_for_end(monkeypatch):
     first, second = begin(), begin()
     orders.hold_engine(second, "keep")
     orders.forget_read_weights(first)
-    monkeypatch.setattr(weight_orders, "_LEASE_SECONDS", -1.0)  # whoever asked for the second is gone
+    monkeypatch.setattr(weight_orders, "_LEASE_SECONDS", -1.0)  # the second one's caller is gone
     assert orders.expire() == float("inf") and not weights.is_held
     with pytest.raises(RequestError, match="are being read"):
         begin()

@@ -1,4 +1,4 @@
-"""What the vectors of a request come to, computed once for all of its outputs and from what was read at start."""
+"""Sums of the vectors of a request, computed once for all of its outputs and from what was read at start."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAMED = 70  # more than a cache of files would hold
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory) -> InputProcessor:
-    """Of an engine that steers after its first layer alone; the files of its vectors are gone since it started."""
+    """Inputs of an engine that steers after its first layer alone; the files of its vectors are gone by now."""
     folder: Path = tmp_path_factory.mktemp("vectors")
     paths = {f"v{number}": folder / f"{number}.gguf" for number in range(NAMED)}
     for number, path in enumerate(paths.values()):

@@ -1,4 +1,4 @@
-"""What jaxengine.rl.tunix uses of google-tunix 0.1.7, recorded, for tests where it is not installed.
+"""Record of what jaxengine.rl.tunix uses of google-tunix 0.1.7, for tests where it is not installed.
 
 `python -m tests.jaxengine.rl.tunix_base`, where it is, checks that the record is right.
 """
@@ -85,7 +85,7 @@ def as_modules() -> dict[str, ModuleType]:
 
 
 def differences() -> list[str]:
-    """What the installed Tunix has otherwise than the record."""
+    """List what the installed Tunix has otherwise than the record."""
     real, found = importlib.import_module(NAME), []
     for own in (RolloutOutput, RolloutConfig):
         theirs = {field.name: field for field in dataclasses.fields(getattr(real, own.__name__))}

@@ -24,7 +24,7 @@ DENSE = "2_Dense/model.safetensors"
 
 
 def runner_of(folder: str) -> Any:
-    """What `read_weights` looks at of an engine's runner."""
+    """Make the parts of an engine's runner that `read_weights` looks at."""
     source = open_model(EngineConfig(model=folder))
     model = build_model(source.config, Build("float32"))
     params = [leaf.get_value() for _, leaf in nnx.to_flat_state(load_params(model, source.weights))]

@@ -1,4 +1,4 @@
-"""What host memory keeps of weights that are given up, and what a device that has too little memory gets back."""
+"""Copies that host memory keeps of weights that are given up, and those that a device with too little memory gets."""
 
 from __future__ import annotations
 

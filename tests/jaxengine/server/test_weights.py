@@ -99,7 +99,7 @@ async def test_updates_at_once(app, tmp_path):
 
 
 async def test_weights_are_a_body(engine, admin, tmp_path):
-    """Of any size, in pieces; what is no whole file of this model's tensors changes nothing, and nothing is left."""
+    """A body may have any size and come in pieces; one that is no whole file of the model's tensors leaves nothing."""
     kind = {"Content-Type": "application/octet-stream"}
     app = create_app(engine, ServerConfig(**admin, max_request_bytes=1024))
     new, old = save(changed(1)), save(changed(0))

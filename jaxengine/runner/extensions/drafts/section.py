@@ -292,7 +292,7 @@ def _verify_epilogue(width: int) -> Epilogue:
 
 def _draft_rows(step: ForwardPass) -> DraftRows:
     """The drafts of each row of a wide step: its tokens but the first, as many as the row has in the step, and, where
-    they are not forced, as whoever made them proposes."""
+    they are not forced, as their proposer's distribution has them."""
     rows, batch, drafts = step.rows, step.batch, step.batch.sections.get(NAME)
     counts, is_forced = jnp.maximum(rows.num_scheduled - 1, 0), rows.sample == FORCED
     if drafts is not None:
