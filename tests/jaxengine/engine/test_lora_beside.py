@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 from jaxengine import LLM, LoRARequest, SamplingParams
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS
 from tests.fixtures.adapters import write_adapter
+from tests.jaxengine.engine.test_speculation import force
 
 OPTIONS = TINY_OPTIONS | {
     "max_model_len": 64,
@@ -41,6 +42,8 @@ def test_tokens_are_those_without_drafts(tmp_path):
     found = []
     for drafts in ({}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}):
         with LLM(str(TINY_CHECKPOINT), **OPTIONS, **drafts) as llm:
+            if drafts:
+                force(llm, 4)
             outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=chosen)
             found.append([list(output.outputs[0].token_ids) for output in outputs])
             assert llm.core.runner.compiles.count == 0
