@@ -33,6 +33,7 @@ BENCHMARKS = {
     "adapter_swap": ("engine.adapter_swap", "loading an adapter, and how long running streams stand still for it"),
     "drafts": ("engine.drafts", "tokens a step and a second with drafts, beside none"),
     "drafts_peer": ("engine.drafts_peer", "drafts that are looked up, beside vLLM's CPU build"),
+    "embeddings": ("engine.embeddings", "texts embedded a second, beside sentence-transformers"),
     "endurance": ("engine.endurance", "whether memory grows with the requests served"),
     "engine_gpu": ("engine.engine_gpu", "an 8B-shaped model end to end, and how long the device idles"),
     "first_layers": ("engine.first_layers", "writes a draft model: the default model's first layers"),

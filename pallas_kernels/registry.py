@@ -35,6 +35,8 @@ _ROWS: dict[tuple[str, str], str] = {
     ("ragged_paged_attention", "tpu"): "attention.tpu.attend",
     ("ragged_paged_attention", "xla"): "attention.xla.attend",
     ("ragged_paged_attention", UNPAGED): "attention.unpaged",
+    ("whole_prompt_schedule", "cpu"): "attention.xla.whole_prompts",
+    ("whole_prompt_attention", "cpu"): "attention.xla.whole_prompts",
     ("kv_update_schedule", "tpu"): "kv.update_tpu",
     ("kv_update_schedule", "xla"): "kv.update_xla",
     ("kv_update_schedule", UNPAGED): "kv.update_unpaged",

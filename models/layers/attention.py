@@ -22,6 +22,11 @@ from jaxengine.models.layers.rows import Rows
 from jaxengine.models.layers.step_inputs import StepContext, StepInput
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.pallas_kernels.attention.op import AttentionSpec, RaggedBatch, attention_schedule, ragged_paged_attention
+from jaxengine.pallas_kernels.attention.whole_prompts import (
+    has_whole_prompts,
+    whole_prompt_attention,
+    whole_prompt_schedule,
+)
 from jaxengine.pallas_kernels.kv.pages import KVPages
 from jaxengine.pallas_kernels.kv.update import kv_cache_update
 from jaxengine.sharding.layout import ONE_DEVICE, MeshLayout
@@ -111,12 +116,15 @@ def query_temperature(positions: jax.Array, tuning: TemperatureTuning) -> jax.Ar
 
 
 def _schedule(spec: AttentionSpec, step: StepContext) -> Any:
+    ragged, num_tokens, layout = step.batch.ragged[0], step.batch.token_ids.shape[0], step.kv.layout
+    if has_whole_prompts(spec, layout):
+        return whole_prompt_schedule(ragged.cu_q_lens, ragged.num_seqs, num_tokens=num_tokens, platform=layout)
     return attention_schedule(
-        step.batch.ragged[0],  # schedules depend on lengths only
+        ragged,  # schedules depend on lengths only
         spec,
-        num_tokens=step.batch.token_ids.shape[0],
+        num_tokens=num_tokens,
         page_size=step.kv.page_size,
-        platform=step.kv.layout,
+        platform=layout,
         kv_limits=step.key_limits,
     )
 
@@ -190,17 +198,28 @@ class Attention(nnx.Module):
             ends = np.cumsum([spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads])
             q, k, v, gate = jnp.split(heads, ends, axis=1)
         q, k = self.rotate(q, k, step)
-        ragged = pages.in_pool(kv.page_size)
-        with jax.named_scope("kv_cache_update"):
-            kv = kv_cache_update(kv, k, v, ragged.slot_mapping, schedule=pages.update_schedule)
-        with jax.named_scope("ragged_paged_attention"):
-            sinks = None if self.sinks is None else self.sinks[...]
-            o = cast(jax.Array, ragged_paged_attention(q, kv, ragged, spec=spec, schedule=step.schedule, sinks=sinks))
+        o, kv = self.attend(q, k, v, kv, pages, step)
         if self.has_gate:
             with jax.named_scope("gate"):
                 o = (o.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(o.dtype)
         with jax.named_scope("o_proj"):
             return self.out(o.reshape(x.shape[0], -1), step.rows), kv
+
+    def attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs
+    ) -> tuple[jax.Array, KVPages]:
+        """Attend queries q [T, N, H] to keys k and values v [T, K, H] of this step and to the pool's: ([T, N, H], the
+        pool with this step's written). Prompts that are in the step as a whole may leave the pool as it is."""
+        spec, sinks = self.spec, None if self.sinks is None else self.sinks[...]
+        if has_whole_prompts(spec, kv.layout):
+            with jax.named_scope("whole_prompt_attention"):
+                return whole_prompt_attention(q, k, v, step.schedule, spec=spec, platform=kv.layout), kv
+        ragged = pages.in_pool(kv.page_size)
+        with jax.named_scope("kv_cache_update"):
+            kv = kv_cache_update(kv, k, v, ragged.slot_mapping, schedule=pages.update_schedule)
+        with jax.named_scope("ragged_paged_attention"):
+            o = ragged_paged_attention(q, kv, ragged, spec=spec, schedule=step.schedule, sinks=sinks)
+            return cast(jax.Array, o), kv
 
     def rotate(self, q: jax.Array, k: jax.Array, step: StepInputs) -> tuple[jax.Array, jax.Array]:
         """Return projected q [T, N, H] and k [T, K, H] after norms, rope and temperature, in this order, if any.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jaxengine.pallas_kernels.registry import KERNELS, kernel
+from tests.pallas_kernels.attention.test_whole_prompts import IMPLEMENTATIONS as WHOLE_PROMPTS
 from tests.pallas_kernels.implementations import IMPLEMENTATIONS, IN_PROCESS
 from tests.pallas_kernels.matmul.test_dense import IMPLEMENTATIONS as DENSE
 from tests.pallas_kernels.matmul.test_grouped import IMPLEMENTATIONS as GROUPED
@@ -40,6 +41,7 @@ def run_by_tests() -> set:
     states = {*CONV, *DELTA, *SPACE}
     return (
         {kernel(*row) for row in ops if row in KERNELS}
+        | WHOLE_PROMPTS
         | set(GROUPED)
         | set(DENSE)
         | set(QUANTIZED)

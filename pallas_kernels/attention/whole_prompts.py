@@ -1,0 +1,54 @@
+"""Attention of whole prompts, whose keys are all in the step: the public operation. Nothing is read from pages.
+
+A platform without an implementation runs such prompts by ragged_paged_attention.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec
+from jaxengine.pallas_kernels.registry import KERNELS, kernel
+
+
+def has_whole_prompts(spec: AttentionSpec, platform: str) -> bool:
+    """Whether `whole_prompt_attention` runs such a layer on a platform: one that is not causal, with values of their
+    own."""
+    return not spec.causal and not spec.values_in_keys and ("whole_prompt_attention", platform) in KERNELS
+
+
+def whole_prompt_schedule(cu_q_lens: jax.Array, num_seqs: jax.Array, *, num_tokens: int, platform: str) -> Any:
+    """Build what all layers of a step share, a pytree for `whole_prompt_attention`.
+
+    cu_q_lens: i32[S + 1], the first token of each prompt. num_seqs: i32[], prompts; entries past them may hold garbage.
+    num_tokens: T. Raises ValueError for a platform without an implementation.
+    """
+    return kernel("whole_prompt_schedule", platform)(cu_q_lens, num_seqs, num_tokens=num_tokens)
+
+
+def whole_prompt_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, schedule: Any, *, spec: AttentionSpec, platform: str
+) -> jax.Array:
+    """Attend q [T, N, H] to the keys k [T, K, H] and values v [T, K, Hv] of each token's own prompt: [T, N, Hv] in q's
+    dtype.
+
+    A token sees the keys of its prompt less than `spec.window` places away, all without a window. Tokens of no prompt
+    get 0. What a token gets does not depend on other prompts, to the bit. schedule: result of `whole_prompt_schedule`
+    for this step. Raises ValueError for shapes or a spec that do not fit.
+    """
+    if not has_whole_prompts(spec, platform):
+        raise ValueError(f"whole_prompt_attention does not run {spec} on platform {platform!r}")
+    num_tokens = q.shape[0]
+    wanted = (
+        (num_tokens, spec.num_q_heads, spec.head_dim),
+        (num_tokens, spec.num_kv_heads, spec.head_dim),
+        (num_tokens, spec.num_kv_heads, spec.v_head_dim),
+    )
+    if (got := (q.shape, k.shape, v.shape)) != wanted:
+        raise ValueError(f"q, k and v must be {wanted}, got {got}")
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise ValueError(f"q, k and v must share float32, bfloat16 or float16, got {q.dtype}, {k.dtype}, {v.dtype}")
+    return kernel("whole_prompt_attention", platform)(q, k, v, schedule, spec=spec)

@@ -1,0 +1,153 @@
+"""Attention of whole prompts on a CPU: one product of all queries of a prompt with all of its keys.
+
+A prompt is padded to the next of a few lengths, so its order of sums follows from its own length; the loop over the
+prompts of one length has shapes of its own. Prompts longer than these are cut into blocks of queries and of keys, as
+ragged_paged_attention cuts them, and use its online softmax.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec
+
+# Lengths to which prompts are padded; longer ones are cut into blocks of the last.
+LENGTHS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+BLOCK = LENGTHS[-1]
+
+
+class Schedule(NamedTuple):
+    """The prompts of a step by their padded lengths.
+
+    Attributes:
+      order: i32[S], prompts ordered by padded length, those without tokens last.
+      ends: i32[C], for each length that a step can have, and for longer prompts, one past its last place in `order`.
+      first, length: i32[S], of each prompt the first token and the number of tokens.
+    """
+
+    order: jax.Array
+    ends: jax.Array
+    first: jax.Array
+    length: jax.Array
+
+
+def _lengths(num_tokens: int) -> tuple[int, ...]:
+    """The padded lengths that prompts of a step of `num_tokens` tokens can have."""
+    return tuple(each for each, below in zip(LENGTHS, (0, *LENGTHS), strict=False) if below < num_tokens)
+
+
+def whole_prompt_schedule(cu_q_lens: jax.Array, num_seqs: jax.Array, *, num_tokens: int) -> Schedule:
+    """Implement jaxengine.pallas_kernels.attention.whole_prompts.whole_prompt_schedule."""
+    lengths = jnp.array(_lengths(num_tokens))
+    live = jnp.arange(len(cu_q_lens) - 1) < num_seqs
+    length = jnp.where(live, jnp.diff(cu_q_lens), 0)
+    kind = jnp.where(length > 0, jnp.searchsorted(lengths, length), len(lengths) + 1)
+    ends = jnp.sum(kind[:, None] <= jnp.arange(len(lengths) + 1), axis=0, dtype=jnp.int32)
+    return Schedule(jnp.argsort(kind).astype(jnp.int32), ends, cu_q_lens[:-1], length)
+
+
+def whole_prompt_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, schedule: Schedule, *, spec: AttentionSpec
+) -> jax.Array:
+    """Implement jaxengine.pallas_kernels.attention.whole_prompts.whole_prompt_attention."""
+    num_tokens, num_q_heads, _ = q.shape
+    lengths = _lengths(num_tokens)
+    # bfloat16 operands keep bfloat16 products; sums are float32.
+    dtype = jnp.bfloat16 if q.dtype == jnp.bfloat16 else jnp.float32
+    pad = ((0, lengths[-1]), (0, 0), (0, 0))  # the last prompt's padded rows
+    q, k, v = (jnp.pad(part.astype(dtype), pad) for part in (q, k, v))
+    o, begin = jnp.zeros((*q.shape[:2], spec.v_head_dim), jnp.float32), jnp.int32(0)
+    for kind, size in enumerate(lengths):
+
+        def attend(place: jax.Array, o: jax.Array, size: int = size) -> jax.Array:
+            prompt = schedule.order[place]
+            first, length = schedule.first[prompt], schedule.length[prompt]
+            queries, keys, values = (_rows(part, first, size) for part in (q, k, v))
+            softmax = _fold(None, queries, keys, values, 0, 0, length, spec)
+            return _write(o, first, jnp.arange(size) < length, softmax)
+
+        o = lax.fori_loop(begin, schedule.ends[kind], attend, o)
+        begin = schedule.ends[kind]
+    if num_tokens > BLOCK:
+        o = lax.fori_loop(begin, schedule.ends[-1], lambda place, o: _in_blocks(place, o, q, k, v, schedule, spec), o)
+    return o[:num_tokens].astype(dtype)
+
+
+def _in_blocks(place, o: jax.Array, q, k, v, schedule: Schedule, spec: AttentionSpec) -> jax.Array:
+    """Attend a prompt of more than BLOCK tokens and write its rows of o."""
+    prompt = schedule.order[place]
+    first, length = schedule.first[prompt], schedule.length[prompt]
+    num_blocks = (length + BLOCK - 1) // BLOCK
+    reach = length if spec.window is None else spec.window - 1
+
+    def attend(block: jax.Array, o: jax.Array) -> jax.Array:
+        begin = block * BLOCK
+        rows = _rows(q, first + begin, BLOCK)
+
+        def fold(key_block: jax.Array, softmax: _Softmax) -> _Softmax:
+            keys, values = (_rows(part, first + key_block * BLOCK, BLOCK) for part in (k, v))
+            return _fold(softmax, rows, keys, values, begin, key_block * BLOCK, length, spec)
+
+        low = jnp.maximum(begin - reach, 0) // BLOCK
+        high = jnp.minimum((begin + BLOCK - 1 + reach) // BLOCK + 1, num_blocks)
+        shape = (spec.num_kv_heads, spec.group_size, BLOCK)
+        nothing = _Softmax(jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, spec.v_head_dim)))
+        return _write(o, first + begin, begin + jnp.arange(BLOCK) < length, lax.fori_loop(low, high, fold, nothing))
+
+    return lax.fori_loop(0, num_blocks, attend, o)
+
+
+class _Softmax(NamedTuple):
+    """Running softmax of rows, f32: largest logit and sum of weights [K, G, Q], weighted values [K, G, Q, Hv]."""
+
+    largest: jax.Array
+    total: jax.Array
+    values: jax.Array
+
+
+def _rows(x: jax.Array, first: jax.Array, size: int) -> jax.Array:
+    return lax.dynamic_slice_in_dim(x, first, size)
+
+
+def _fold(
+    softmax: _Softmax | None, q, k, v, first_query, first_key, length: jax.Array, spec: AttentionSpec
+) -> _Softmax:
+    """Softmax after keys k [L, K, H] and values v [L, K, Hv], for queries q [Q, N, H]; None: after no others.
+
+    first_query, first_key: their places in the prompt, i32 or i32[], of i32[] `length` tokens. A query sees at least
+    one of the keys where there is no softmax before.
+    """
+    queries = q.reshape(len(q), spec.num_kv_heads, -1, spec.head_dim)
+    logits = jnp.einsum("qkgh,skh->kgqs", queries, k, preferred_element_type=jnp.float32) * spec.sm_scale
+    if spec.soft_cap is not None:
+        logits = spec.soft_cap * jnp.tanh(logits / spec.soft_cap)
+    places = first_key + jnp.arange(len(k))
+    visible = jnp.broadcast_to(places < length, (len(q), len(k)))
+    if spec.window is not None:
+        visible &= jnp.abs(first_query + jnp.arange(len(q))[:, None] - places) < spec.window
+    logits = jnp.where(visible, logits, -jnp.inf)
+    largest = jnp.max(logits, axis=-1)
+    if softmax is not None:
+        largest = jnp.maximum(largest, softmax.largest)
+    shift = jnp.where(largest == -jnp.inf, 0.0, largest)  # a row that has seen nothing: exp(-inf - 0) = 0
+    weights = jnp.exp(logits - shift[..., None])
+    total = jnp.sum(weights, axis=-1)
+    # Values past the prompt are another's, which may hold NaN.
+    own = jnp.where((places < length)[:, None, None], v, 0)
+    values = jnp.einsum("kgqs,skh->kgqh", weights.astype(v.dtype), own, preferred_element_type=jnp.float32)
+    if softmax is None:
+        return _Softmax(largest, total, values)
+    decay = jnp.exp(softmax.largest - shift)
+    return _Softmax(largest, softmax.total * decay + total, softmax.values * decay[..., None] + values)
+
+
+def _write(o: jax.Array, first: jax.Array, is_own: jax.Array, softmax: _Softmax) -> jax.Array:
+    """o f32[T, N, Hv] with the normalised rows of a block from token `first` on, where is_own bool[Q]."""
+    rows = softmax.values / jnp.where(softmax.total > 0, softmax.total, 1.0)[..., None]
+    rows = jnp.moveaxis(rows, 2, 0).reshape(len(is_own), *o.shape[1:])
+    before = _rows(o, first, len(is_own))
+    return lax.dynamic_update_slice_in_dim(o, jnp.where(is_own[:, None, None], rows, before), first, 0)
