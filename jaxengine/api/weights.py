@@ -335,7 +335,10 @@ def _read_new(
 
 
 def _adapters_of(core: EngineCore) -> Any:
-    """Return the engine's jaxengine.engine.extensions.adapters.Adapters. Only who may step the engine may call it."""
+    """Return the engine's jaxengine.engine.extensions.adapters.Adapters. For a caller who may step the engine.
+
+    Raises EngineDeadError, and RequestError for an engine without enable_lora.
+    """
     core.check()
     return core.engine.extensions.require("adapters")
 
