@@ -199,7 +199,7 @@ class WeightMethods(ABC):
 
 
 class AsyncWeightMethods(ABC):
-    """The same of an engine that steps on a thread of its own."""
+    """Methods that replace weights, pause and sleep, of an engine that steps on a thread of its own."""
 
     @property
     @abstractmethod
