@@ -190,8 +190,8 @@ def _arguments(function: Function, definitions: dict[str, Any]) -> dict[str, Any
     """Schema of a function's arguments, to be part of a document with these `$defs`: targets of its references are
     added to `definitions`. Raises RequestError for a reference without a target.
 
-    It gets "additionalProperties": false if it lists every required parameter and has none of _COMBINING, keywords that
-    may allow others. A function without a schema takes an empty object.
+    It gets "additionalProperties": false if it lists every required parameter, and has no keyword that needs others
+    (`lists_all`) or may allow others (_COMBINING). A function without a schema takes an empty object.
     """
     given = function.parameters or _NO_ARGUMENTS
     document = SchemaDocument(given)
