@@ -125,12 +125,12 @@ def shared(**defaults: Any) -> dict[str, Option]:
 
 
 def load(name: str) -> ModuleType:
-    """The module of a benchmark."""
+    """Import the module of a benchmark."""
     return importlib.import_module(f"benchmarks.{BENCHMARKS[name][0]}")
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:
-    """The parser of a benchmark's command line."""
+    """Make the parser of a benchmark's command line."""
     module = load(name)
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks {name}",
@@ -146,7 +146,7 @@ def parser_of(name: str) -> argparse.ArgumentParser:
 
 
 def file_of(name: str, save: str | None) -> Path | None:
-    """Where `--save` has the rows written."""
+    """Return the file that `--save` means: itself with .json, else NAME_WORD.json, for "" NAME.json, in RESULTS."""
     if save is None or save.endswith(".json"):
         return None if save is None else Path(save)
     return RESULTS / f"{name}{'_' * bool(save)}{save}.json"
@@ -164,7 +164,7 @@ def listing() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one benchmark; the exit status."""
+    """Run one benchmark, or list them; returns the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("-h", "--help"):
         print(listing())

@@ -39,7 +39,7 @@ class MediaItem:
 
     @property
     def num_patches(self) -> int:
-        """That are to be encoded."""
+        """Number of patches to be encoded; 0 for an item that came as embeddings."""
         return 0 if self.modality == EMBEDS else len(self.patches)
 
     @property
@@ -49,19 +49,19 @@ class MediaItem:
 
     @property
     def end(self) -> int:
-        """The position behind its last one."""
+        """The position after its last one."""
         return int(self.positions[-1]) + 1
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Media:
-    """All pictures and videos of a prompt.
+    """All images and videos of a prompt.
 
     Attributes:
       items: in the prompt's order, at least one.
-      rope_positions: i32[3, num_prompt_tokens], the places of its tokens in time, height and width; None for a model
-        that turns queries and keys by positions.
-      rope_delta: what the place of a token behind the prompt is more than its position, in each of the three.
+      rope_positions: i32[3, num_prompt_tokens], M-RoPE positions of its tokens in time, height and width; None for a
+        model that rotates queries and keys by token positions.
+      rope_delta: M-RoPE position, in each of the three, minus token position of a token after the prompt.
     """
 
     items: tuple[MediaItem, ...]
@@ -70,11 +70,12 @@ class Media:
 
     @property
     def end(self) -> int:
-        """The position behind the last item: what comes after needs nothing from here but rope_delta."""
+        """The position after the last item: later tokens need nothing from here but rope_delta."""
         return self.items[-1].end
 
     def marks(self, page_size: int) -> dict[int, bytes]:
-        """For each page of the prompt with embeddings, by its number, what tells it from others with the same tokens.
+        """Return for each page of the prompt with embeddings, by its number, bytes that tell it from other pages with
+        the same tokens.
 
         That is, of each item with embeddings in the page, its digest, which of its rows these are, and their places in
         the page. Pages without embeddings have no entry. page_size: in tokens.

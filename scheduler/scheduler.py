@@ -88,7 +88,7 @@ class Scheduler:
         return self._fair is not None
 
     def num_waiting_of(self, client: str) -> int:
-        """Those of `num_waiting` that are a client's; under the fair policy."""
+        """Number of a client's waiting requests; only under the fair policy."""
         assert self._fair is not None
         return self._fair.num_waiting(client)
 
@@ -104,7 +104,7 @@ class Scheduler:
 
     @property
     def requests(self) -> Collection[Request]:
-        """All that have not ended, by arrival."""
+        """Requests that have not ended, by arrival."""
         return self._requests.values()
 
     @property
@@ -113,7 +113,7 @@ class Scheduler:
 
     @property
     def num_free_pages(self) -> int:
-        """Those that nobody refers to, cached ones included."""
+        """Number of pages of all ranks that nobody refers to, cached ones included."""
         return sum(rank.pool.num_free for rank in self.ranks)
 
     @property

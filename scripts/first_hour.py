@@ -215,7 +215,7 @@ def _differences(config: Any, usual: Any, prefix: str = "") -> str:
 
 @contextlib.contextmanager
 def _said() -> Iterator[list[str]]:
-    """What the package's loggers say meanwhile."""
+    """Context with a list to which the messages of the package's loggers are appended meanwhile."""
     lines: list[str] = []
 
     class Keep(logging.Handler):
@@ -238,6 +238,6 @@ def _code(text: str) -> str:
 
 
 def _text(text: str) -> str:
-    """In one cell. Of the families only one is named: a process may have more than others."""
+    """Make a text fit into a table's cell. Of the families only one is named: a process may have more than others."""
     text = re.sub(r"(there are \w+), .* \(docs", r"\1, ... (docs", text.replace(os.getcwd() + os.sep, ""))
     return " ".join(text.split()).replace("|", "\\|")

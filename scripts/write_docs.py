@@ -346,7 +346,7 @@ def _default(field: dataclasses.Field[Any]) -> str:
 
 
 def _allowed(name: str) -> str:
-    """What the field's own error says is allowed."""
+    """Return what is allowed for a field of SamplingParams, as the error of its rule says."""
     try:
         _RULES[name](name, object())
     except RequestError as error:

@@ -92,7 +92,11 @@ class Streams:
 
 
 def once(streams: Streams, path: str, name: str) -> dict[str, float]:
-    """One adapter, loaded, run by one request and unloaded, while the streams run."""
+    """Load an adapter, run it by one request and unload it, while the streams run; returns milliseconds by name.
+
+    step: median of a step before. load, swap: until it is loaded, and until it is on the devices. gap: longest step
+    since the load began. gap of a plain request: the longest until a request without an adapter has its first token.
+    """
     core, store = streams.core, streams.core.engine.extensions.adapter_store()
     for _ in range(20):
         streams.step()
@@ -118,7 +122,7 @@ def once(streams: Streams, path: str, name: str) -> dict[str, float]:
 
 
 def parts(core: EngineCore, path: str) -> dict[str, float]:
-    """What the parts of a swap take where nothing else runs."""
+    """Time the parts of a swap where nothing else runs; returns milliseconds by name. Overwrites slot 1 of pools."""
     store, found = core.engine.extensions.adapter_store(), {}
 
     def timed(name: str, work: Callable[[], Any]) -> Any:

@@ -47,7 +47,10 @@ def scored(llm: LLM, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def measure(kind: str, exact: dict[str, np.ndarray]) -> Row:
-    """One row; the log-probabilities of the first are what those of others are compared with."""
+    """Measure one kv_cache_dtype: a row of its pool's tokens, and per text the share of best tokens and the mean error.
+
+    exact: log-probabilities by text to compare with; those of the first call are put into it.
+    """
     llm = LLM(**ENGINE, kv_cache_dtype=kind)
     plan = llm.core.runner.plan
     row = {"kv_cache_dtype": kind, "tokens in 256 MiB": plan.num_pages * plan.page_size, "cpu": machine()["cpu"]}

@@ -97,7 +97,7 @@ class Steps:
         return request
 
     def microseconds(self) -> float:
-        """Of a step, the mean of the fastest round."""
+        """Run ROUNDS of STEPS steps; returns the microseconds of a step, the mean of the fastest round."""
         for _ in range(4):
             self.engine.step()
         best = float("inf")

@@ -44,7 +44,7 @@ def lengths(trace: str, generator: np.random.Generator) -> tuple[np.ndarray, np.
 
 
 def measure(trace: str, case: str) -> Row:
-    """One trace to its end."""
+    """Run one trace to its end in a scheduler alone; returns a row. trace: of `lengths`; case: of CASES."""
     generator = np.random.default_rng(7)
     caching, prompt_logprobs, windows = CASES[case]
     prompts, outputs, num_pages = lengths(trace, generator)

@@ -59,7 +59,7 @@ def run(args: Namespace, recorder: Recorder) -> None:
 
 
 def measured(name: str, dtype: str, exact: bool) -> dict[str, Any]:
-    """One row."""
+    """Certify one checkpoint in a dtype, with or without rl_exact; returns a row of where log-probabilities differ."""
     model = open_model(checkpoint(name), dtype=dtype)
     llm = LLM(str(checkpoint(name)), dtype=dtype, rl_exact=exact, **ENGINE)
     try:

@@ -49,7 +49,11 @@ class Cycles:
         self._llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=1, detokenize=False), use_tqdm=False)
 
     def once(self, level: int) -> dict[str, Any]:
-        """One cycle. At level 2 waking includes the weights, which come from host memory."""
+        """Put the engine to sleep and wake it; returns bytes alive before, asleep and after, and seconds by name.
+
+        sleep, wake, first: seconds of each, `first` up to the first token; warm: of another first token. At level 2
+        waking includes the weights, which come from host memory.
+        """
         llm, found = self._llm, {}
         llm.core.utility("reset_prefix_cache")
         found["before"], times = alive(), [time.monotonic()]

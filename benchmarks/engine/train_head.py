@@ -38,7 +38,7 @@ from jaxengine.models.weights.load import load_params
 from jaxengine.pallas_kernels.attention.op import RaggedBatch
 from jaxengine.pallas_kernels.kv.pages import alloc
 
-# Behind how many layers the hidden states are that it reads; the last ones say most of the next token.
+# After how many layers the hidden states are taken that the head reads; the last ones say most of the next token.
 STREAMS = (2, 15, 30)
 DRAFTED = 8192
 PAGE_SIZE = 16
@@ -63,7 +63,7 @@ Params = dict[str, jax.Array]
 
 
 def answers(num_tokens: int) -> list[tuple[list[int], list[int]]]:
-    """Token ids of questions, and of the model's own answers."""
+    """Have the default model answer each question; returns the token ids of question and answer, at most num_tokens."""
     llm = LLM(
         dtype="float32", max_model_len=512, max_num_seqs=32, kv_cache_memory_bytes=1 << 29, disable_log_stats=True
     )
@@ -99,7 +99,7 @@ class Target:
         self._hidden, self._state = hidden, state
 
     def hidden(self, token_ids: np.ndarray) -> np.ndarray:
-        """Of i32[length] the hidden states f32[length, streams * D]."""
+        """Return the hidden states f32[length, streams * D] after the layers STREAMS, of token ids i32[length]."""
         return np.asarray(self._hidden(self._state, token_ids))
 
     def read(self, name: str) -> np.ndarray:
@@ -109,7 +109,10 @@ class Target:
 
 
 def first_params(target: Target) -> Params:
-    """The head as a copy of the last layer: of embeddings its attention sees nothing yet."""
+    """Make the parameters, f32, with which an EAGLE-3 head begins: a copy of the model's last layer and final norm.
+
+    The columns of q, k and v that read embeddings are zeros, and `fc` passes on the last of the three hidden states.
+    """
     size, last = target.config.hidden_size, f"model.layers.{target.config.num_layers - 1}"
     params = {name: target.read(f"{last}.{name}.weight") for name in ("input_layernorm", "post_attention_layernorm")}
     params |= {
@@ -137,7 +140,7 @@ class Head:
         return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps) * weight
 
     def turn(self, x: jax.Array) -> jax.Array:
-        """Rotary embedding of [B, T, heads, dim] by places 0 to T - 1."""
+        """Rotate [B, T, heads, dim] by positions 0 to T - 1."""
         frequencies = self.theta ** (-jnp.arange(0, self.dim, 2, dtype=jnp.float32) / self.dim)
         angles = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None, None] * frequencies
         first, second = jnp.split(x, 2, axis=-1)
@@ -145,8 +148,12 @@ class Head:
         return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
     def layer(self, params: Params, embeddings: jax.Array, hidden: jax.Array, before: Any = None) -> tuple[Any, Any]:
-        """[B, T, D] of both -> what it makes, [B, T, D], and its keys and values. before: keys and values that stand
-        at all places but a token's own, those of the pass that made its hidden state."""
+        """Run the head's layer over embeddings and hidden states, both [B, T, D]; returns its hidden states [B, T, D],
+        and its keys and values [B, T, KV heads, dim].
+
+        before: keys and values of the earlier positions, from the pass that made `hidden`; None for its own. A token's
+        own position always has its own.
+        """
         normed = self.norm(hidden, params["hidden_norm"])
         x = jnp.concatenate([self.norm(embeddings, params["input_layernorm"]), normed], axis=-1)
         q, k, v = (
@@ -169,8 +176,11 @@ class Head:
         return x + (jax.nn.silu(gate) * up) @ params["mlp.down_proj"].T, (k, v)
 
     def logits(self, params: Params, lm_head: jax.Array, batch: dict[str, jax.Array]) -> list[jax.Array]:
-        """f32[B, T, DRAFTED] twice: of the token after the next by the model's hidden states at a place, and by what
-        the head made at the place before."""
+        """Return two arrays of logits f32[B, T, DRAFTED] of the token after the next: from the model's hidden states at
+        a position, and from what the head made at the position before.
+
+        lm_head: f32[DRAFTED, D]. batch: rows of `prepare`'s arrays.
+        """
         hidden = batch["hidden"] @ params["fc"].T
         made, seen = self.layer(params, batch["embeddings"], hidden)
         # At a place without one before it stands what the model says.
@@ -184,8 +194,8 @@ def prepare(
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """What is learnt from, of all texts, and the tokens that are drafted: those that answers have most.
 
-    hidden f32[N, T, streams * D] at each token, embeddings f32[N, T, D] of the next ones, targets i32[N, T], the places
-    among the drafted of those after, -1 where there is none or it belongs to the question.
+    hidden f32[N, T, streams * D] at each token, embeddings f32[N, T, D] of the next ones, targets i32[N, T], the
+    indices among the drafted of those after, -1 where there is none or it belongs to the question.
     """
     table = target.read("model.embed_tokens.weight")
     counts = np.bincount(np.concatenate([answer for _, answer in texts]), minlength=len(table))
@@ -214,7 +224,10 @@ def train(
     steps: int,
     recorder: Recorder,
 ) -> Params:
-    """Adam with a rate that falls to nothing, on `rows` texts a step."""
+    """Train the head with AdamW, at a rate that rises and falls to 0, on `rows` texts a step; returns its parameters.
+
+    lm_head: f32[DRAFTED, D]. data: of `prepare`; the last tenth is kept back, and judges every 25 steps for `recorder`.
+    """
     schedule = optax.warmup_cosine_decay_schedule(0.0, 5e-4, max(steps // 10, 1), steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.01))
     known, own_head = len(data["targets"]) * 9 // 10, jnp.asarray(lm_head)
@@ -249,7 +262,7 @@ def train(
 
 
 def write(folder: Path, target: Target, params: Params, lm_head: np.ndarray, drafted: np.ndarray) -> None:
-    """A head as its authors store one."""
+    """Write the head to `folder` as a checkpoint, under the names that EAGLE-3's authors use."""
     own = {"norm": "norm.weight", "fc": "fc.weight"}
     tensors = {own.get(name, f"midlayer.{name}.weight"): np.asarray(value) for name, value in params.items()}
     tensors |= {"lm_head.weight": lm_head, "d2t": drafted.astype(np.int64) - np.arange(len(drafted))}

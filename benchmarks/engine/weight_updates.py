@@ -48,13 +48,13 @@ def stored() -> dict[str, np.ndarray]:
 
 
 def moved(tensors: Mapping[str, np.ndarray], number: int) -> Iterator[tuple[str, np.ndarray]]:
-    """All tensors, one at a time, some of them a little larger."""
+    """Yield all tensors, one at a time, times 1 to 1.006, by the number of the update."""
     for name, array in tensors.items():
         yield name, (array * np.float32(1 + 1e-3 * (number % 7))).astype(array.dtype)
 
 
 def adapter(tensors: Mapping[str, np.ndarray], number: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Matrices for the attention's output projections, of which every number has others."""
+    """Yield random LoRA matrices for the attention's output projections; `number` is their seed."""
     rng = np.random.default_rng(number)
     for name, array in tensors.items():
         if name.endswith("o_proj.weight"):
@@ -81,7 +81,7 @@ class Streams:
 
 
 def update(llm: LLM, tensors: Mapping[str, np.ndarray], number: int) -> WeightUpdate | None:
-    """One update; returns None for an adapter's."""
+    """Replace all weights, or every third layer's, or an adapter's, by `number`; returns None for an adapter's."""
     kv: Any = ("recompute", "drop", "keep")[number % 3]
     if number % 4 == 0:
         return llm.update_weights(tensors, kv=kv)

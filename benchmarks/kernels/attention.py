@@ -93,7 +93,10 @@ def machine() -> dict[str, Any]:
 
 
 def shares(case: AttentionCase, timed: Timed, limits: dict[str, float | None]) -> dict[str, Any]:
-    """Time of one layer and what part of the measured limits it reaches."""
+    """Row of a case: "us" of one layer, "GB_per_s", "TFLOP_per_s", and percent of the limits that were measured.
+
+    limits: "bytes_per_s" of a copy and "flops_per_s" of a matmul; None for one that was not measured.
+    """
     rates = {"bytes_per_s": case.bytes / timed.seconds, "flops_per_s": case.flops / timed.seconds}
     row: dict[str, Any] = {"us": round(timed.seconds * 1e6, 1), "GB_per_s": round(rates["bytes_per_s"] / 1e9, 1)}
     row["TFLOP_per_s"] = round(rates["flops_per_s"] / 1e12, 3)
@@ -120,7 +123,7 @@ def median_seconds(run: Callable[[], Any], least: float = 0.02) -> float:
 
 
 def copy_bandwidth(num_bytes: int) -> dict[str, float]:
-    """Bytes a second read and written by an elementwise pass, half of `num_bytes` each."""
+    """Measure an elementwise pass that reads and writes `num_bytes`, half each: {"bytes_per_s", "GB_per_s"}."""
     step = jax.jit(lambda x: x + 1, donate_argnums=0)
     x = jnp.zeros(num_bytes // 8, jnp.float32)
 
@@ -134,7 +137,7 @@ def copy_bandwidth(num_bytes: int) -> dict[str, float]:
 
 
 def matmul_rate(width: int) -> dict[str, float]:
-    """Operations a second of a bfloat16 product of two [width, width] matrices, float32 inside."""
+    """Measure a bfloat16 product of two [width, width] matrices, summed in float32: {"flops_per_s", "TFLOP_per_s"}."""
     keys = jax.random.split(jax.random.key(0))
     x, y = (jax.random.normal(key, (width, width), jnp.bfloat16) for key in keys)
     step = jax.jit(lambda x, y: jnp.dot(x, y, preferred_element_type=jnp.float32).astype(jnp.bfloat16))
@@ -143,7 +146,10 @@ def matmul_rate(width: int) -> dict[str, float]:
 
 
 def paged(case: AttentionCase, chain: tuple[int, int]) -> Timed:
-    """Our ragged paged attention, in a chain with one schedule, as a model step has it."""
+    """Time our ragged paged attention, in a chain with one schedule, as a model step has it.
+
+    chain: as `_chain_of` gives it. Raises ValueError for keys and values over POOL_LIMIT.
+    """
     num_layers, num_pools = _limited(case, chain)
     kv, batch = _random_pool(case, num_pools), _batch(case)
     heads, kv_heads, head_dim = case.num_q_heads, case.num_kv_heads, case.head_dim
@@ -181,7 +187,10 @@ def paged(case: AttentionCase, chain: tuple[int, int]) -> Timed:
 
 
 def contiguous(case: AttentionCase, chain: tuple[int, int]) -> Timed:
-    """jax.nn.dot_product_attention over contiguous keys, padded to the longest: cuDNN on a GPU, XLA elsewhere."""
+    """Time jax.nn.dot_product_attention over contiguous keys, padded to the longest: cuDNN on a GPU, XLA elsewhere.
+
+    chain: as `_chain_of` gives it. Raises ValueError for a case that it cannot compute.
+    """
     implementation: Any = "cudnn" if jax.devices()[0].platform in ("gpu", "cuda") else "xla"
     if case.kv_dtype not in ("bfloat16", "float32"):
         raise ValueError(f"dot_product_attention has no keys of {case.kv_dtype}")
@@ -212,7 +221,11 @@ def contiguous(case: AttentionCase, chain: tuple[int, int]) -> Timed:
 
 
 def kv_write(num_tokens: int, least: int, bytes_per_s: float | None) -> dict[str, Any]:
-    """Time of writing a step's keys and values, 8 heads of 128 in bfloat16, into a donated pool."""
+    """Time the write of a step's keys and values, 8 heads of 128 in bfloat16, into a donated pool.
+
+    least: bytes of the pool, about half. bytes_per_s: of a copy, None where it was not measured. Returns "us",
+    "GB_per_s" and "percent_of_copy".
+    """
     case = AttentionCase(1, 1, max(2 * num_tokens, least // 8192))
     kv = _random_pool(case, 1)
     slots = np.random.default_rng(0).permutation(case.kv_len)[:num_tokens].astype(np.int32)
@@ -239,7 +252,7 @@ def _compile(step: Callable, args: tuple, donate: tuple[int, ...] = ()) -> tuple
 
 
 def _chain_of(case: AttentionCase, least: int, most: int) -> tuple[int, int]:
-    """(layers, distinct parts of the pool) of a chain that reads `least` bytes, in at most so many layers."""
+    """(layers, distinct parts of the pool) of a chain that reads `least` bytes: at most `most` parts."""
     num_pools = min(most, max(1, -(-least // case.kv_bytes)))
     return max(num_pools, 4 if least else 2), num_pools
 

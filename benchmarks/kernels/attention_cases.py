@@ -63,24 +63,24 @@ class AttentionCase:
 
     @property
     def kv_bytes(self) -> int:
-        """Keys and values, read once."""
+        """Bytes of keys and values, read once."""
         keys = sum(kv_len for _, kv_len in self.lengths)
         return 2 * keys * self.num_kv_heads * self.head_dim * _SIZES.get(self.kv_dtype, 1)
 
     @property
     def bytes(self) -> int:
-        """Keys and values, and queries and outputs."""
+        """Bytes of keys and values, and of queries and outputs."""
         return self.kv_bytes + 2 * _SIZES[self.dtype] * self.num_tokens * self.num_q_heads * self.head_dim
 
     @property
     def flops(self) -> int:
-        """Of the two matrix products, over visible pairs of query and key only."""
+        """Operations of the two matrix products, over visible pairs of query and key only."""
         pairs = sum(q_len * kv_len - q_len * (q_len - 1) // 2 for q_len, kv_len in self.lengths)
         return 4 * pairs * self.num_q_heads * self.head_dim
 
 
 def decode_cases(tiny: bool = False) -> list[AttentionCase]:
-    """The most telling first: a run may be cut."""
+    """Cases of one token a sequence, the most telling first: a run may be cut. tiny: for a test."""
     if tiny:
         first = AttentionCase(2, 1, 40, num_q_heads=4, num_kv_heads=2, head_dim=64, page_size=16)
         return [first, replace(first, num_seqs=1, kv_dtype="float8_e4m3fn")]
@@ -93,7 +93,7 @@ def decode_cases(tiny: bool = False) -> list[AttentionCase]:
 
 
 def prefill_cases(tiny: bool = False) -> list[AttentionCase]:
-    """Whole prompts, and a chunk of one."""
+    """Cases of whole prompts, and of a chunk of one. tiny: for a test."""
     if tiny:
         return [AttentionCase(1, 24, 24, num_q_heads=4, num_kv_heads=2, head_dim=64, page_size=16)]
     lengths = (8192, 2048, 32768, 1024, 4096, 16384)

@@ -42,7 +42,11 @@ def pytest_configure(config):
 
 
 class _Lines:
-    """Writes [case, outcome, message] for each event of a case; the outcome is "begun" at first."""
+    """Pytest plugin that appends a line of JSON, [case, outcome, message], to a file when a case begins and ends.
+
+    outcome: "begun", then pytest's "passed", "failed" or "skipped"; a failure after the test adds one more line.
+    message: why a case failed, at most 500 characters; else empty.
+    """
 
     def __init__(self, path: Path):
         self.path = path
@@ -66,6 +70,9 @@ def run(
     """Runs the selected cases, each kernel for its part of the seconds; returns "complete", "failed" or "cut".
 
     The rows in `path` are whole after every case. Rows that it has are taken over, those that were cut go on.
+
+    seconds: of all kernels together. stall_s: seconds without a line after which a case counts as hung. selection:
+    arguments of pytest. each: called after every update of the rows. variables: of the processes' environment.
     """
     deadline = time.monotonic() + seconds
     recorder = Recorder("conformance", path)
@@ -87,7 +94,10 @@ def run(
 
 
 def collect(selection: Sequence[str], seconds: float, **variables: str) -> tuple[dict[str, list[str]], list[str]]:
-    """Selected cases by kernel, and what pytest could not collect."""
+    """Have pytest collect the selected cases; returns them by kernel, in order, and lines on what it could not collect.
+
+    More than `seconds`, or a failure of pytest, is such a line as well.
+    """
     command = [sys.executable, *PYTEST, "--collect-only", *selection]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **PLAIN, **variables}
     try:
@@ -120,7 +130,7 @@ def _turn(
     each: Callable[[], Any],
     **variables: str,
 ) -> None:
-    """Runs cases of one kernel in a process of its own."""
+    """Runs cases of one kernel in a process of its own, for at most `seconds`, and updates the kernel's row."""
     assert recorder.path
     before, lines = {**row, "turns": row["turns"] + 1}, recorder.path.with_suffix(".lines")
     lines.unlink(missing_ok=True)
@@ -147,7 +157,11 @@ def _outcomes(lines: Path) -> dict[str, tuple[str, str]]:
 def _counted(
     before: Row, cases: list[str], outcomes: dict[str, tuple[str, str]], ended: int | str, stall_s: float
 ) -> Row:
-    """The row within a turn or after one. ended: how the process ended, as `watch` says it."""
+    """Return the row `before` a turn with the outcomes of the turn counted in.
+
+    ended: how the process ended, as `watch` says it, or "cut" while it runs. Unless it was cut, the case in which it
+    hung or died counts as done, and "ended" names it.
+    """
     over = {case: outcome for case, outcome in outcomes.items() if outcome[0] != "begun"}
     kinds = [outcome for outcome, _ in over.values()]
     failed = [f"{case}: {message}" for case, (outcome, message) in over.items() if outcome == "failed"]

@@ -39,11 +39,14 @@ def ours(
     kv_dtype: str = "bfloat16",
     checked: bool = False,
 ) -> Case:
-    """One grid step of our kernel, which does `part` `trips` times, at the block sizes of a step of `num_tokens`.
+    """Build one grid step of our TPU attention kernel, which does `part` `trips` times, with the block sizes of a step
+    of `num_tokens`.
 
+    heads: query heads and KV heads. decode: rows of one token; otherwise tiles of several.
     part: "block" folds one block of keys that all rows see, "edge" one with a mask, "tile" opens and closes a tile
     around an "edge"; "fetch" and "wait" start and await the copies of a block. in_keys: of keys whose first elements
-    are the values, how many are; None for values apart. checked: with bounds checks, which a chip does without.
+    are the values, how many are; None for values apart. checked: with bounds checks, which a chip does without; they
+    stay on in this process, as `attend.compiler_params` is replaced.
     """
     if checked:
         attend.compiler_params = functools.partial(_checked, attend.compiler_params)
@@ -70,7 +73,10 @@ def _checked(compiler_params: Callable, interpret: Any, *semantics: Any, **optio
 def theirs(
     *, heads: tuple[int, int], head_dim: int, page_size: int, max_pages: int, block_pages: int, block_q: int, trips: int
 ) -> Case:
-    """One grid step of jax's own kernel, which walks `trips` blocks of keys of one sequence."""
+    """Build one grid step of jax's own TPU attention kernel, which walks `trips` blocks of keys of one sequence.
+
+    Changes that kernel's module for the rest of the process: its loops have fixed lengths, and its copies do nothing.
+    """
     fix_trips(jax_kernel, lambda cond: trips if "kv_blk" in cond.__name__ else 1)
     jax_kernel.MultiPageAsyncCopyDescriptor.start = lambda self: None
     jax_kernel.MultiPageAsyncCopyDescriptor.wait = lambda self: self._vmem_buf

@@ -127,7 +127,7 @@ def our_cost(shape: Shape, target: str) -> Cost:
 
 
 def their_cost(shape: Shape, target: str) -> Cost:
-    """Of the fastest block size; nan where libtpu can profile none of them, and of latents."""
+    """Cost of jax's kernel with its fastest block size; nan where libtpu can profile none of them, and for latents."""
     heads, head_dim = shape.heads, shape.head_dim
     if heads == SMOLLM[0]:  # it tiles 1, 2, 4 or a multiple of 8 kv heads, of 128 lanes
         heads, head_dim = (12, 4), 128

@@ -24,7 +24,7 @@ TOKENS = 1024
 
 
 def block_cycles(target: str, heads: str, kind: str, *, decode: bool) -> float:
-    """Of 1024 keys and 1 or 128 tokens, with a mask in a decode and without in a prefill."""
+    """Cycles of attention to 1024 keys by 1 token with a mask, in a decode, or by 128 tokens without, in a prefill."""
     (queries, kv), head_dim, in_keys = HEADS[heads]
     arguments = {"heads": (queries, kv), "head_dim": head_dim, "in_keys": in_keys, "decode": decode, "max_pages": 32}
     arguments |= {"num_tokens": 64 if decode else TOKENS, "part": "edge" if decode else "block"}
@@ -33,7 +33,7 @@ def block_cycles(target: str, heads: str, kind: str, *, decode: bool) -> float:
 
 
 def copied_cycles(target: str, heads: str, kind: str) -> float:
-    """What the bytes of 1024 keys and values take, in cycles of a core."""
+    """Cycles of a core in which HBM gives the bytes of 1024 keys and values."""
     (_, kv), head_dim, in_keys = HEADS[heads]
     count = 1024 * kv * (head_dim if in_keys else 2 * head_dim) * DTYPES[kind][1]
     return count / TARGETS[target].hbm_bandwidth * CLOCKS[target]

@@ -33,7 +33,7 @@ ROWS = {"decode of 8": 8, "decode of 64": 64, "prefill of 512": 512}
 
 
 def product(rows: int, size: int, out: int, stored: str) -> Any:
-    """What `tpu_profile.profile` wants of a builder."""
+    """Build a product with a matrix of STORED[stored], for `tpu_profile.profile`: kernel, operands and {"bytes"}."""
     codes, bits, group, zeros, of_rows = STORED[stored]
     scales = jax.ShapeDtypeStruct((size // group, out), jnp.float32)
     args = (
@@ -63,7 +63,7 @@ def run(args: Namespace, recorder: Recorder) -> None:
 
 
 def _layer(target: str, name: str, rows: int, stored: str) -> dict[str, Any]:
-    """One row: the four products of a layer together."""
+    """Row with the cycles and bytes of the four products of a layer together, or with an error of libtpu's."""
     chip, own = TARGETS[target], {"target": target, "rows": name, "stored": stored}
     cycles = moved = codes = time = 0.0
     for size, out in LAYER:

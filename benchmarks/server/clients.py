@@ -149,7 +149,10 @@ def start_server() -> tuple[subprocess.Popen[str], str, str]:
 
 
 def run_script(name: str, told: list[str], folder: Path) -> dict[str, Any] | None:
-    """What came of a client's cases; None where its language is not here. told: the arguments that `case.py` names."""
+    """Run a client's cases; returns a row of their results, None where its language is not here.
+
+    told: the arguments that `case.py` names.
+    """
     program = install(name, folder)
     if program is None:
         print(f"{name}: left out, there is no node", flush=True)

@@ -46,20 +46,20 @@ OPTIONS = {
 
 
 class Findings:
-    """Rows: what was measured, over what, the figure, and the limit it has to keep."""
+    """Recorder of rows: what was measured, over what, the figure, its limit, and whether it keeps that."""
 
     def __init__(self, recorder: Recorder):
         self._recorder = recorder
 
     def add(self, what: str, value: Any, limit: float | None = None, *, at_least: bool = False, of: str = "") -> None:
-        """A figure and the most it may be, or the least."""
+        """Record a figure. limit: the most that it may be, or with `at_least` the least; None for no limit."""
         value = round(value, 3) if isinstance(value, float) else value
         kept = limit is None or (value >= limit if at_least else value <= limit)
         sign = "" if limit is None else f"{'>=' if at_least else '<='} {limit:g}"
         self._recorder.add({"what": what, "of": of, "value": value, "limit": sign, "kept": bool(kept)})
 
     def add_seconds(self, what: str, seconds: list[float], limit: float | None) -> None:
-        """The worst of several times."""
+        """Record the worst of several times in seconds, with their number and median; limit: the most it may be."""
         self.add(f"{what}, s", max(seconds), limit, of=f"{len(seconds)}, median {percentile(seconds, 0.5):.3f}")
 
 
@@ -69,7 +69,7 @@ def served(running: ServerProcess) -> tuple[Server, Traffic]:
 
 
 async def status_of(server: Server, path: str) -> int:
-    """A route's status on a connection of its own; 0 where there is no answer."""
+    """Return the HTTP status of a GET on a connection of its own; 0 where there is no answer."""
     try:
         connection = await Connection.open(server)
     except OSError:
@@ -83,7 +83,10 @@ async def status_of(server: Server, path: str) -> int:
 
 
 async def open_streams(traffic: Traffic, count: int, max_tokens: int) -> tuple[Connections, list[asyncio.Task[Sample]]]:
-    """So many streams, all of which have begun."""
+    """Start `count` streams of `max_tokens` tokens each and wait half a second; returns their connections and tasks.
+
+    Not all have a slot then: `running_requests` waits for that.
+    """
     connections = Connections(traffic.server)
     load = Load(count, 16, max_tokens, seed=time.monotonic_ns())
     bodies = [traffic.body(planned) for planned in plan(load)]
@@ -93,14 +96,19 @@ async def open_streams(traffic: Traffic, count: int, max_tokens: int) -> tuple[C
 
 
 async def running_requests(server: Server, at_least: int) -> None:
-    """Waits until the engine runs so many."""
+    """Wait until the engine runs `at_least` requests."""
     root = Server(server.host, server.port, "", server.tls, server.headers)
     while (await get_json(root, "/status.json"))["num_running"] < at_least:
         await asyncio.sleep(0.05)
 
 
 async def kill_engine(running: ServerProcess, server: Server, traffic: Traffic, streams: int) -> dict[str, Any]:
-    """One death of the engine under streams."""
+    """Kill the engine under so many streams, and wait until the server answers again; returns what followed, by name.
+
+    unhealthy, ended, back, served: seconds from the kill until /health was not 200, until the last stream had ended,
+    until /health was 200, and until a new request had ended. kinds: errors of the streams. serves: whether the new
+    request succeeded. same_api: whether the API processes are those from before.
+    """
     _, tasks = await open_streams(traffic, streams, 400)
     await running_requests(server, min(streams, ENGINE["max_num_seqs"]))
     root = Server(server.host, server.port, "", server.tls, server.headers)
@@ -130,7 +138,7 @@ async def kill_engine(running: ServerProcess, server: Server, traffic: Traffic, 
 
 
 def kills(findings: Findings, count: int, streams: int) -> None:
-    """R6."""
+    """Record what follows `count` deaths of the engine under `streams` streams each, and one of the supervisor."""
     # What start-up takes with everything compiled, which it is after the first.
     start_server(ENGINE, wait=600.0).stop()
     began = time.perf_counter()
@@ -166,7 +174,12 @@ def left_behind(running: ServerProcess) -> int:
 async def end_under_load(
     running: ServerProcess, server: Server, traffic: Traffic, streams: int, max_tokens: int, signals: int
 ) -> dict[str, Any]:
-    """SIGTERM under streams; the second, if one is wanted, half a second later."""
+    """Send SIGTERM under so many streams of `max_tokens` tokens, and wait for the server's end; returns what followed.
+
+    signals: 2 for another SIGTERM, after 0.3 s and one new request. By name: seconds, streams_ended: from the first
+    signal until the server, and the last stream, had ended. status: of the server's process. late: error of the new
+    request. whole, aborted: streams that reached their limit, and those ended with "abort". files: those left behind.
+    """
     _, tasks = await open_streams(traffic, streams, max_tokens)
     await running_requests(server, min(streams, ENGINE["max_num_seqs"]))
     start = time.perf_counter()
@@ -191,7 +204,7 @@ async def end_under_load(
 
 
 def ends(findings: Findings, streams: int) -> None:
-    """R7."""
+    """Record how servers end under load after SIGTERM: with 60 s to finish, after a second signal, and with no time."""
     patient = {"max_num_queued_reqs": 4096, "shutdown_timeout": 60.0}
     running = start_server(ENGINE, **patient)
     server, traffic = served(running)
@@ -216,20 +229,27 @@ def ends(findings: Findings, streams: int) -> None:
 
 
 def megabytes(running: ServerProcess) -> int:
-    """MB of all processes of the server."""
+    """Return the memory of all processes of the server, in MiB."""
     return sum(map(memory, (running.pid, running.engine_pid, *running.api_pids))) >> 20
 
 
 def pieces_per_second(samples: list[Sample], first: float, last: float) -> float:
-    """Pieces of output that came from `first` to `last` seconds after the first request: neither start nor end, when
-    not all places are taken."""
+    """Return the rate of pieces of output from `first` to `last` seconds after the first request.
+
+    The choice of these leaves out start and end, when not all slots are taken.
+    """
     start = min(sample.sent for sample in samples)
     count = sum(first <= moment - start < last for sample in samples for moment in sample.chunk_times)
     return count / (last - first)
 
 
 async def overload_run(running: ServerProcess, traffic: Traffic, seconds: float) -> dict[str, Any]:
-    """What it does at most, and what it does of ten times as much."""
+    """Measure a server's rate with all slots taken, then send it ten times as many requests a second for `seconds`.
+
+    Returns by name the rates of both parts in requests and in pieces of output a second; of the second part the number
+    of requests, of those answered, refused (429), refused with Retry-After and ended otherwise, the milliseconds of
+    each refusal, and the MiB of memory before it and by which memory grew at most.
+    """
     places = ENGINE["max_num_seqs"]
     lengths: dict[str, Any] = {"input_len": 32, "output_len": 32}
     await send(traffic, plan(Load(2 * places, **lengths, seed=1)), [0.0] * 2 * places, places)
@@ -266,7 +286,7 @@ async def overload_run(running: ServerProcess, traffic: Traffic, seconds: float)
 
 
 def overload(findings: Findings, seconds: float) -> None:
-    """R8."""
+    """Record what a server does of ten times the requests that it can answer, sent for `seconds`."""
     with serving(ENGINE, wait=120.0) as running:
         _, traffic = served(running)
         done = asyncio.run(overload_run(running, traffic, seconds))
@@ -284,7 +304,10 @@ def overload(findings: Findings, seconds: float) -> None:
 
 
 async def beside_grammars(traffic: Traffic, num_tokens: int, grammars: Iterator[str]) -> tuple[list[float], int]:
-    """Seconds between the tokens of a stream, while each of `grammars` is asked for after the one before; how many."""
+    """Stream `num_tokens` tokens while another client requests each of `grammars`, regexes, one after the other.
+
+    Returns the seconds between the stream's tokens, and how many of the grammars were answered meanwhile.
+    """
     connections, answered = Connections(traffic.server), 0
 
     async def ask() -> None:
@@ -304,7 +327,7 @@ async def beside_grammars(traffic: Traffic, num_tokens: int, grammars: Iterator[
 
 
 def grammars(findings: Findings, num_tokens: int) -> None:
-    """A stream alone and beside somebody whose grammars take a second each, in turns."""
+    """Record how a stream's gaps change while another client requests grammars that take a second each to compile."""
     with serving(ENGINE, wait=120.0) as running:
         _, traffic = served(running)
         hostile = (f"((((a{{{count}}}){{100}}){{100}}){{100}})" for count in itertools.count(90))

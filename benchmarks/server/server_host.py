@@ -178,7 +178,7 @@ async def _serve_http(address: str) -> None:
 
 
 def measure(num_seqs: int, steps: int, step_seconds: float, cores: list[int]) -> dict[str, dict[str, float]]:
-    """What each mode costs; the first of `cores` is for what is measured."""
+    """Measure what each mode costs; returns figures by mode. cores: the first is for what is measured."""
     own, others = cores[:1], cores[1:]
     job = {"num_seqs": num_seqs, "steps": steps, "step_seconds": step_seconds}
     planned = plan(Load(num_seqs, PROMPT_TOKENS, steps, vocab_size=40_000))
@@ -227,7 +227,10 @@ def _median(values: list[float]) -> float:
 def _serve(
     job: dict[str, Any], cores: Iterable[int], others: Iterable[int], drive: Callable[[Traffic], Awaitable[None]]
 ) -> dict[str, float]:
-    """What it costs an engine on `cores` to serve what `drive` sends to an API process; all else is on `others`."""
+    """Measure what it costs an engine on `cores` to serve what `drive` sends to an API process; returns its figures.
+
+    All other processes, this one for good, are on `others`.
+    """
     os.sched_setaffinity(0, others)
     with tempfile.TemporaryDirectory() as folder:
         job = {**job, "mode": SERVED, "address": f"ipc://{Path(folder) / 'engine'}"}

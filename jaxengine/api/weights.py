@@ -199,7 +199,7 @@ class WeightMethods(ABC):
 
 
 class AsyncWeightMethods(ABC):
-    """The same of an engine that steps on a thread of its own."""
+    """Methods that replace weights, pause and sleep, of an engine that steps on a thread of its own."""
 
     @property
     @abstractmethod
@@ -335,7 +335,10 @@ def _read_new(
 
 
 def _adapters_of(core: EngineCore) -> Any:
-    """Return the engine's jaxengine.engine.extensions.adapters.Adapters. Only who may step the engine may call it."""
+    """Return the engine's jaxengine.engine.extensions.adapters.Adapters. For a caller who may step the engine.
+
+    Raises EngineDeadError, and RequestError for an engine without enable_lora.
+    """
     core.check()
     return core.engine.extensions.require("adapters")
 

@@ -287,9 +287,11 @@ def _take(chunk: dict[str, Any], sample: Sample, now: float) -> None:
 
 
 def _brings_output(choice: dict[str, Any]) -> bool:
-    """Whether a choice in a chunk carries output: text, or a token whose character is still incomplete.
+    """Whether a choice of a completion's or chat's chunk carries output: text, reasoning, tool calls, or a token
+    whose character is still incomplete.
 
-    The chunk that opens a chat (role only) and the one that closes an output (finish_reason only) carry none.
+    Such a token is a chunk with none of these. It is told by exclusion: the chunk that opens a chat has a role, and the
+    one that closes an output a finish_reason.
     """
     delta = choice.get("delta")
     if delta is None:

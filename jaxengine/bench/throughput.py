@@ -108,7 +108,7 @@ def _mean(values: list[float]) -> float | None:
 
 
 def _same(done: Run, workload: Workload) -> str | None:
-    """Number of requests whose tokens equal the reference, as text; None without a reference."""
+    """Returns "N of M": requests whose tokens equal the reference, and all; None without a reference."""
     if not workload.reference:
         return None
     pairs = zip(done.outputs, workload.reference, strict=True)

@@ -29,7 +29,10 @@ def libtpu_flags(dumps: Path) -> str:
 
 
 def read(dumps: Path, module: Module) -> int | None:
-    """Cycles of all Mosaic kernels of the program compiled last; None if libtpu reports none."""
+    """Sum the cycles that libtpu estimates for the Mosaic kernels of the program compiled last.
+
+    dumps: the folder of `libtpu_flags`. module: that program. None if it has no kernel, or one lacks an estimate.
+    """
     kernels = [call.name for call in custom_calls(module) if 'custom_call_target="tpu_custom_call"' in call.rest]
     counts = [_first(dumps / PROFILE, f"*{kernel}*") for kernel in kernels]
     return sum(count or 0 for count in counts) if counts and None not in counts else None

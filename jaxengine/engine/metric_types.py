@@ -21,17 +21,17 @@ class Metric:
 
 @dataclass(frozen=True)
 class Counter(Metric):
-    """It only grows."""
+    """A number that only grows, until the process ends."""
 
 
 @dataclass(frozen=True)
 class Gauge(Metric):
-    """It goes up and down."""
+    """A number that goes up and down."""
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """How observations are spread.
+    """Distribution of observations.
 
     Attributes:
       buckets: observations up to each bound, the last "+Inf", as in Prometheus.

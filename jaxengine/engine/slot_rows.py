@@ -121,7 +121,7 @@ class SlotRows:
         return bias.row(forbidden)
 
     def _forbidden(self, request: Request, bias: TokenBias) -> Forbidden:
-        """What is forbidden to the token that the step being dispatched samples."""
+        """Return which tokens are forbidden to what the step being dispatched samples of a request."""
         slots, slot = self._scheduler.ranks[request.rank].slots, request.slot
         sampling = int(slots.num_computed[slot] >= slots.num_fed[slot])
         num_output = int(slots.num_tokens[slot] - slots.num_prompt[slot]) - sampling

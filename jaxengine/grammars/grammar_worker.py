@@ -30,12 +30,16 @@ _MAX_STARTS = 2
 
 
 class NextMask(NamedTuple):
-    """The next mask of a sequence. words: i32[num_words], a bit for each token that may follow; None when the text can
-    only end.
+    """The next mask of a sequence.
 
-    seconds: what it took; None for one that came with a compilation. forced: tokens that must follow first, each the
-    only one allowed in its place; words are of what stands behind them. guessed: tokens of the guess behind these that
-    are allowed, each with the words of what may stand behind it.
+    Attributes:
+      key: the sequence's, as `GrammarWorker.open` was given it.
+      words: the mask in packed int32, i32[num_words], a bit for each token that may come after the forced ones; None
+        when the text can only end.
+      seconds: time that the mask took; None for one that came with a compilation.
+      forced: tokens that must come first, each the only one allowed in its position.
+      guessed: tokens of `advance`'s guess after the forced ones, as far as they are allowed, each with the mask, in
+        packed int32, of what may come after it.
     """
 
     key: int
@@ -146,7 +150,7 @@ class GrammarWorker:
     def advance(self, key: int, *token_ids: int, guess: Sequence[int] = ()) -> None:
         """Takes note of tokens that a sequence, whose mask has come, took; the next mask is due then. Does not wait.
 
-        guess: tokens that may follow these; the masks behind them are made with it. Raises KeyError for a sequence that
+        guess: tokens that may follow these; the masks after them are made with it. Raises KeyError for a sequence that
         is closed or has failed.
         """
         sequence = self._sequences[key]

@@ -34,10 +34,11 @@ class PixelBudget:
 
 
 class TimedFile(io.BytesIO):
-    """A file in memory that raises MediaError in a decoder that reads from it for too long.
+    """File in memory that bounds a decoder: `read` and `check` raise MediaError once it has taken MAX_SECONDS.
 
-    A small file may have millions of parts, which may lie over each other, or have the same pixels decoded a thousand
-    times.
+    These are seconds of processor time, of the thread that opens the file and decodes it. `read` also raises after more
+    than MAX_READS reads, or MAX_PASSES times the file's bytes and 1 MiB: a small file may have millions of parts, which
+    may overlap, or have the same pixels decoded a thousand times.
     """
 
     def __init__(self, data: bytes):

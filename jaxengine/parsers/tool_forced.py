@@ -22,7 +22,7 @@ _BEGIN, _END = f'{{"{TEXT}": "', '"}'
 
 
 def text_arguments(text: str) -> str:
-    """Return the arguments of a call of a text tool, as JSON: an object with its text."""
+    """Return the arguments of a call of a text tool, as JSON: {"input": text}."""
     return json.dumps({TEXT: text}, ensure_ascii=False)
 
 
@@ -67,7 +67,7 @@ class NamedToolParser:
 
 
 class NamedTextParser:
-    """Parses an output that is the text of the text tool `name`."""
+    """Parses an output that is the text of the text tool `name`: one call with the arguments {"input": text}."""
 
     def __init__(self, new_id: Iterable[str], name: str):
         self._out = Collector(new_id)

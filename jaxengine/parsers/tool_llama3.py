@@ -113,7 +113,8 @@ class Llama3ToolParser(StateParser):
         return at
 
     def _broken(self, text: str, at: int) -> int:
-        """State in arguments that are not valid JSON, whose end nothing marks."""
+        """State in arguments that are not valid JSON: all of the text from the position `at` on belongs to them, as
+        nothing marks their end. Returns the end of the text."""
         self._out.arguments(text[at:])
         return len(text)
 

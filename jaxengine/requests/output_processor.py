@@ -162,7 +162,7 @@ class OutputProcessor:
         self._groups[request_id] = group
 
     def running(self, request_id: str) -> list[Request]:
-        """Those of a request's n sequences that have not ended."""
+        """Return those of a request's n sequences that have not ended; none for an unknown request."""
         group = self._groups.get(request_id)
         sequences = group.sequences if group is not None else []
         return [sequence.request for sequence in sequences if sequence.request.tag in self._sequences]

@@ -41,7 +41,7 @@ Shape = tuple[tuple[int, ...], Any, PartitionSpec]
 
 @dataclass(frozen=True)
 class Kept:
-    """An array that is kept between steps, as one device begins with it: `fill` in every place."""
+    """An array that is kept between steps, as one device begins with it: every element is `fill`."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -89,7 +89,7 @@ class Epilogue:
     ends: bool = False
 
     def sizes(self, buckets: Buckets) -> list[int]:
-        """All sizes, ascending."""
+        """Sizes in which it is compiled for these buckets, ascending."""
         return sorted({size for bucket in buckets if (size := self.size_of(buckets, bucket)) is not None})
 
 
@@ -99,6 +99,7 @@ class EpilogueSpec:
 
     Attributes:
       graph, params_tree: of the model, for epilogues that need its weights.
+      max_logprobs, logprobs_mode: as EngineConfig's.
       extensions: of the stage.
     """
 
@@ -109,7 +110,7 @@ class EpilogueSpec:
     extensions: tuple[DeviceExtension, ...] = field(default=(), repr=False)
 
     def process(self, tokens: TokenState) -> Callable[..., jax.Array] | None:
-        """What changes logits besides the sampler's own parameters (jaxengine.sampling.sampler); None for nothing."""
+        """Function that changes logits besides the sampler (jaxengine.sampling.sampler); None for nothing."""
         found = [each.process for each in self.extensions if each.process is not None]
         return partial(found[0], tokens) if found else None
 
@@ -141,7 +142,7 @@ class StageShape:
 
     @cached_property
     def buckets(self) -> Buckets:
-        """The shapes of steps."""
+        """Buckets of the configuration: the shapes of steps."""
         return self.config.buckets(self.platform, sections=() if self.model.config.tower is None else ("pictures",))
 
     @cached_property
@@ -183,7 +184,7 @@ class DeviceExtension:
 
     Attributes:
       name: the capability's, the same on each floor.
-      num_tables: page tables that it has behind those of the cache groups.
+      num_tables: page tables that it has after those of the cache groups.
       least_columns: columns that a page table must have for it.
       num_position_rows: rows of the sampler that a replica has for positions of a step, after those of its slots.
       counts_slots: `memory` counts its section of SlotState.
@@ -217,12 +218,12 @@ class DeviceExtension:
 
     @property
     def changes(self) -> Mapping[str, StateChange]:
-        """Its state changes."""
+        """Its state changes, by name."""
         return {}
 
     @property
     def epilogues(self) -> Mapping[str, Epilogue]:
-        """Those that run in this stage, by name."""
+        """Its epilogues that run in this stage, by name."""
         return {}
 
     def message(self, bucket: Bucket) -> tuple[int, ...] | None:
@@ -230,19 +231,19 @@ class DeviceExtension:
         return None
 
     def label(self, bucket: Bucket) -> str:
-        """What a forward pass's name says of it, where shapes do not tell what it does."""
+        """Text that it adds to the name of a bucket's forward pass, where shapes do not tell what it does; else ""."""
         return ""
 
     def given(self, bucket: Bucket) -> Any:
-        """What a bucket's forward pass is given beside the message, abstract; None for nothing."""
+        """Abstract arrays that a bucket's forward pass is given in addition to the message; None for nothing."""
         return None
 
     def left(self, num_tokens: int, num_rows: int) -> Any:
-        """What a forward pass of these sizes leaves to epilogues, abstract; None for nothing."""
+        """Abstract arrays that a forward pass of these sizes leaves to epilogues; None for nothing."""
         return None
 
     def leaves(self, bucket: Bucket) -> bool:
-        """Whether a bucket's forward pass leaves that."""
+        """Whether a bucket's forward pass leaves what `left` has."""
         return True
 
     def row_section(self, num_rows: int, width: int) -> Any:
@@ -250,7 +251,7 @@ class DeviceExtension:
         return None
 
     def programs(self, params: Sequence[Any]) -> Sequence[Program]:
-        """Programs that run beside forward passes. params: the model's leaves, arrays or shapes."""
+        """Programs that run in addition to forward passes. params: the model's leaves, arrays or shapes."""
         return ()
 
     def memory(self) -> Mapping[str, int]:
@@ -264,11 +265,11 @@ class DeviceExtension:
         return None
 
     def before_model(self, step: ForwardPass) -> ForwardPass:
-        """The pass with what the model gets."""
+        """Return the pass with the inputs that it adds for the model."""
         return step
 
     def after_model(self, step: ForwardPass) -> ForwardPass:
-        """The pass with what is kept and left of what the model gave."""
+        """Return the pass with what it keeps, and leaves to epilogues, of the model's outputs."""
         return step
 
     def remember(
@@ -292,9 +293,9 @@ class StageExtension:
     """A capability at work in a stage. Sizes are bytes of one device.
 
     Attributes:
-      weight_bytes: of its own weights, and what it keeps of slots.
-      page_bytes: that it keeps of a page.
-      models: abstract, whose weights it has; prefix: what these are called in tables of weights.
+      weight_bytes: bytes of its own weights, and of what it keeps for slots.
+      page_bytes: bytes that it keeps for a page.
+      models: abstract models whose weights it has; prefix: what these are called in tables of weights.
       reads_message: its programs before a forward pass read the message, which is then sent once for all.
     """
 
@@ -312,16 +313,16 @@ class StageExtension:
 
     @property
     def program_bytes(self) -> int:
-        """That its own compiled programs hold."""
+        """Bytes that its own compiled programs hold."""
         return 0
 
     @property
     def workspace_bytes(self) -> int:
-        """That the largest of them needs while it runs, where a forward pass could."""
+        """Bytes of workspace of its largest program. Programs run before or after a forward pass, never during one."""
         return 0
 
     def estimate(self, params: Sequence[Any]) -> tuple[int, int]:
-        """program_bytes and workspace_bytes before the number of pages is known."""
+        """Estimate program_bytes and workspace_bytes before the number of pages is known."""
         return 0, 0
 
     def plan_pool(self, num_pages: int) -> None:

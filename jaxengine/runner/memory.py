@@ -43,7 +43,7 @@ class StageNeeds(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of all of these, in bytes."""
         return self.programs + self.workspace + sum(self.extensions.values())
 
 
@@ -95,7 +95,7 @@ class MemoryPlan:
 
     @property
     def planned(self) -> int:
-        """All that the engine will hold, bytes."""
+        """Bytes of one device that the engine will hold: the sum of `parts`."""
         return sum(self.parts.values())
 
     @property
@@ -104,7 +104,7 @@ class MemoryPlan:
         return self.num_pages / self.pages_per_seq
 
     def table(self) -> str:
-        """The plan for a person to read."""
+        """Text of several lines with the plan, in MiB by purpose, for people."""
         rows = [
             ("weights", self.weights),
             ("programs", self.programs),
@@ -158,7 +158,7 @@ def return_free_memory() -> None:
 
 
 def workspace_bytes(analysis: Any) -> int:
-    """What a compiled program needs beside its arguments while it runs, by its `memory_analysis()`."""
+    """Bytes that a compiled program needs besides its arguments while it runs. analysis: its `memory_analysis()`."""
     return analysis.temp_size_in_bytes + max(0, analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
 
 

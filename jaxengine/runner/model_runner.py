@@ -116,16 +116,16 @@ class ModelRunner:
 
     @property
     def device(self) -> Any:
-        """One of the devices."""
+        """The first of the first stage's devices."""
         return self.stages[0].programs.mesh.devices.flat[0]
 
     @property
     def epilogues(self) -> dict[str, Epilogue]:
-        """What may run after a step's forward pass, by name."""
+        """Epilogues that may run after a step's forward pass, by name."""
         return self.last.programs.epilogues
 
     def extension(self, name: str) -> Any:
-        """What the loop calls of a capability that the engine was started with."""
+        """HostExtension of a capability; KeyError for one that the engine was started without."""
         return self.extensions[name]
 
     @property

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
 class Program(NamedTuple):
-    """One thing to compile.
+    """A function to compile, with the shapes of its arguments and results.
 
     Attributes:
       name: for messages; with the description of its StepPrograms it says which program it is.

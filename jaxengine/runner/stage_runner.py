@@ -90,7 +90,7 @@ class StageRunner:
 
     @property
     def weight_bytes(self) -> int:
-        """Of one device."""
+        """Bytes of one device of the weights, and of what extensions have of weights and slots."""
         return sum(map(part_bytes, self.params)) + sum(each.weight_bytes for each in self.extensions.values())
 
     @property
@@ -100,7 +100,7 @@ class StageRunner:
 
     @property
     def caches(self) -> list[ExecutableCache]:
-        """Where its programs come from."""
+        """Caches from which the stage and its extensions get their programs."""
         return [self.executables, *(cache for each in self.extensions.values() for cache in each.caches)]
 
     @property
@@ -162,7 +162,7 @@ class StageRunner:
         return [(each.name, own.name) for each in self.programs.extensions for own in each.programs(self.params)]
 
     def program(self, extension: str, name: str) -> Executable:
-        """One of `own_programs`, compiled or loaded unless that has been done."""
+        """Return one of `own_programs`, compiled or loaded unless that has been done."""
         if (extension, name) not in self._programs:  # enforce_eager: when it first occurs
             self._programs[extension, name] = self.compiled(self._own_program(extension, name))
         return self._programs[extension, name]

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 
 class Verified(NamedTuple):
-    """Of S rows whose tokens and drafts were W.
+    """Outcome of verifying S rows of W positions each, with up to W - 1 drafts.
 
     Attributes:
       counts: i32[S], tokens that each row has got, 0 for rows that do not sample.

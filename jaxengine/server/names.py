@@ -17,5 +17,5 @@ def served_names(engine: EngineClient, config: ServerConfig) -> tuple[str, ...]:
 
 
 def names_of(model: str | None, config: ServerConfig) -> tuple[str, ...]:
-    """Returns the same for a model option, None for the default model."""
+    """Returns the names by which requests may call the model that the option `model` names; None: the default model."""
     return config.served_model_name or (model or "SmolLM2-135M-Instruct",)

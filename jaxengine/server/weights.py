@@ -85,7 +85,10 @@ async def update_from_path(engine: EngineClient, path: str, options: UpdateOptio
 async def update_from_pieces(
     engine: EngineClient, config: ServerConfig, pieces: AsyncIterator[bytes], options: UpdateOptions
 ) -> dict[str, Any]:
-    """The same by a safetensors file that arrives in pieces, which weight_upload_dir keeps until it has been read."""
+    """Replaces the weights by those of a safetensors file that arrives in pieces; otherwise as `update_from_path`.
+
+    The file is kept in weight_upload_dir until it has been read.
+    """
     check_version(options.version)
     async with uploaded(config.weight_upload_dir, pieces) as path:
         return await update_from_path(engine, path, options)

@@ -148,7 +148,10 @@ class ConfigFields:
         return self._get(name, default)
 
     def integer(self, name: str, default: Any = _REQUIRED, *, minimum: int = 1) -> Any:
-        """Read an integer from `minimum` to the field's limit in _MAXIMA, or MAX_INTEGER for a field without one."""
+        """Read an integer from `minimum` to the field's limit in _MAXIMA, or MAX_INTEGER for a field without one.
+
+        Raises ModelConfigError.
+        """
         value = self._get(name, default)
         if value is default:
             return value
@@ -158,7 +161,7 @@ class ConfigFields:
         return value
 
     def number(self, name: str, default: Any = _REQUIRED) -> Any:
-        """Read a finite number above zero, as a float."""
+        """Read a finite number above zero, as a float. Raises ModelConfigError."""
         value = self._get(name, default)
         if value is default:
             return value
@@ -188,7 +191,7 @@ class ConfigFields:
         return value
 
     def token_ids(self, name: str) -> tuple[int, ...]:
-        """Read one token id or a list of them; empty when the field is absent."""
+        """Read a token id or a list of at most MAX_TOKEN_IDS; empty for an absent field. Raises ModelConfigError."""
         value = self._get(name, ())
         ids: tuple[Any, ...] = tuple(value) if isinstance(value, (list, tuple)) else (value,)
         wrong = any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i <= MAX_INTEGER for i in ids)

@@ -67,6 +67,7 @@ class RopeScaling:
     def from_hf(cls, raw: Mapping[str, Any], max_position_embeddings: int) -> RopeScaling | None:
         """Read the `rope_scaling` (or `rope_parameters`) mapping of a config.json; None for plain rope.
 
+        None also for rope_type dynamic, which differs only beyond max_position_embeddings, where no engine goes.
         max_position_embeddings: the model's, default of the original context. Raises ModelConfigError.
         """
         fields = ConfigFields(raw)

@@ -238,8 +238,10 @@ def _dt_limits(fields: ConfigFields) -> tuple[float, float]:
 
 
 def _dt_limit(value: Any) -> float:
-    """Parse one limit: infinity for values that no time step reaches, and as transformers 5 writes it; -1 for a
-    non-number."""
+    """Parse one limit of time steps. A value that is no number gives -1; the caller refuses any result below 0.
+
+    Infinity is {"__float__": "Infinity"}, as transformers 5 writes it, or a number over 1e30, which no step reaches.
+    """
     if value == {"__float__": "Infinity"}:
         return float("inf")
     if type(value) not in (int, float):

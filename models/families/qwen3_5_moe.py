@@ -25,7 +25,7 @@ _STACKED = StackedExperts(out_first=True)
 
 
 class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
-    """Gated delta nets, gated attention and experts."""
+    """Qwen3.5 with experts: layers of gated delta nets or gated attention, each with a mixture of experts."""
 
     checkpoint_names: ClassVar[CheckpointNames] = Qwen3_5ForCausalLM.checkpoint_names._replace(stacked_experts=_STACKED)
 
@@ -41,7 +41,7 @@ class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
 
 
 class Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeForCausalLM):
-    """As published: it sees as well."""
+    """Qwen3.5 with experts as published: with a vision tower, and positions in three dimensions (M-RoPE)."""
 
     checkpoint_names: ClassVar[CheckpointNames] = Qwen3_5ForConditionalGeneration.checkpoint_names._replace(
         stacked_experts=_STACKED

@@ -75,7 +75,7 @@ class DecoderStep:
             self._run_layer = section.around_layer(self._run_layer)
 
     def embed(self, x: jax.Array) -> jax.Array:
-        """The first layer's input, x [T, D] being the embeddings of the tokens."""
+        """Return the first layer's input [T, D]: embeddings x [T, D], changed by the sections of the batch."""
         for section in self._sections:
             x = section.embed(x)
         return x

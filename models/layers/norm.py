@@ -101,7 +101,7 @@ class HeadsRMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalise x [T, heads of this device, H]."""
+        """Normalise x [T, heads of this device, H] over all heads at once: devices add up their sums of squares."""
         y = x.astype(jnp.float32)
         width = y.shape[1] * y.shape[2] * num_shards("heads")
         mean_square = sum_parts(jnp.sum(y * y, axis=(1, 2), keepdims=True), "heads") / width

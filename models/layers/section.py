@@ -28,7 +28,7 @@ class Section:
     """What a step brings that is no token. Every method of this class leaves the step as it is."""
 
     def embed(self, x: jax.Array) -> jax.Array:
-        """The first layer's input [T, D], x being the embeddings of the tokens."""
+        """Return the first layer's input [T, D], made of the embeddings x [T, D] of the tokens."""
         return x
 
     def key_limits(self, config: ModelConfig, positions: jax.Array) -> jax.Array | None:

@@ -152,7 +152,10 @@ class Stored(Protocol):
 
 
 class InOrder:
-    """Defaults of a Stored whose inputs are not permuted."""
+    """Methods of a Stored whose inputs are not permuted and which has no tensors or checks beyond the required ones.
+
+    `input_scale` reads the tensor that is usual for a static scale; it is for formats with a static `activation`.
+    """
 
     reordered: Any = False
 

@@ -1,4 +1,4 @@
-"""What Gemma 3 sees with (Gemma Team 2025, arXiv:2503.19786): SigLIP, means of patches, a norm, one product."""
+"""Vision tower of Gemma 3 (Gemma Team 2025, arXiv:2503.19786): SigLIP, means of patches, a norm, one matrix."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Gemma3TowerConfig(TowerConfig):
 
     Attributes:
       vit: sizes.
-      factor: patches of a side that become one row.
+      factor: patches of a side of the square that becomes one embedding.
     """
 
     vit: VitConfig
@@ -39,7 +39,7 @@ class Gemma3TowerConfig(TowerConfig):
 
 
 def read_gemma3(fields: ConfigFields) -> Gemma3TowerConfig:
-    """The tower of a config.json. Raises ModelConfigError."""
+    """Read the vision tower's sizes from a config.json. Raises ModelConfigError."""
     kind, vit = read_clip_or_siglip(fields, SIGLIP)
     if kind != SIGLIP:
         raise fields.fail("vision_config", f"of model_type {SIGLIP}")
@@ -60,7 +60,7 @@ def read_gemma3(fields: ConfigFields) -> Gemma3TowerConfig:
 
 
 class Gemma3Tower(nnx.Module):
-    """See jaxengine.models.config.tower."""
+    """Vision tower of Gemma 3: SigLIP and a projector; called as jaxengine.models.config.tower says."""
 
     def __init__(self, config: Gemma3TowerConfig, hidden_size: int, build: Build):
         self.config = config

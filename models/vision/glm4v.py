@@ -1,5 +1,8 @@
-"""The tower of GLM-4.1V (GLM-V Team 2025, arXiv:2507.01006): patches turn by row and column and have learned positions,
-stretched to a picture's size; those of a frame see each other; a convolution joins four, and a gated MLP follows."""
+"""Vision tower of GLM-4.1V (GLM-V Team 2025, arXiv:2507.01006).
+
+Queries and keys are rotated by row and column, and patches have learned positions, stretched to an image's size. They
+attend to those of the same frame; a convolution joins a square of them, and a gated MLP follows.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ class Glm4vTowerConfig(Qwen2VLTowerConfig):
     """Sizes of the tower, in addition to Qwen2-VL's.
 
     Attributes:
-      intermediate_size: of the MLP that makes rows of the model; that of layers is the model's hidden size.
+      intermediate_size: of the MLP that makes embeddings; that of layers is the text model's hidden size.
       side: rows and columns of the learned positions.
       norm_eps: of all RMS norms.
       attention_bias: whether q, k and v have one.
@@ -53,7 +56,7 @@ class Glm4vTowerConfig(Qwen2VLTowerConfig):
 
 
 def read_glm4v(fields: ConfigFields, hidden_size: int) -> Glm4vTowerConfig:
-    """The tower of a vision_config, for a model of this hidden size. Raises ModelConfigError."""
+    """Read the tower's sizes from a vision_config, for a model of this hidden size. Raises ModelConfigError."""
     sizes = read_sizes(fields, depth=24, hidden_size=1536, num_heads=12, patch_size=14, hidden_act="silu")
     if fields.integer("out_hidden_size", hidden_size) != hidden_size:
         raise fields.fail("out_hidden_size", f"the hidden_size of the text, {hidden_size}")
@@ -71,7 +74,10 @@ def read_glm4v(fields: ConfigFields, hidden_size: int) -> Glm4vTowerConfig:
 
 
 class Glm4vTower(nnx.Module):
-    """RMS norms, also around all layers, and gated MLPs."""
+    """Vision tower of GLM-4.1V: learned positions, layers with RMS norms and gated MLPs, and a merger.
+
+    Further RMS norms come before the first and after the last layer. Queries and keys are rotated by row and column.
+    """
 
     def __init__(self, config: Glm4vTowerConfig, hidden_size: int, build: Build):
         self.config = config
@@ -115,7 +121,7 @@ class Glm4vTower(nnx.Module):
         return TowerLayer((self._norm(f"{LAYER}.norm1", build), self._norm(f"{LAYER}.norm2", build)), attention, mlp)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        """Encode patches f32[P, F], P a multiple of config.unit: [P / merge, D], rows of the model.
+        """Encode patches f32[P, F], P a multiple of config.unit, to embeddings [P / merge, D] for the text model.
 
         columns: i32[C, P], those of config.columns in order; see jaxengine.models.config.tower.
         """
@@ -140,7 +146,7 @@ class Glm4vTower(nnx.Module):
 
 
 class Glm4vMerger(nnx.Module):
-    """gelu(norm(proj(x))), then a gated MLP."""
+    """Merger to embeddings for the text model: gelu(norm(proj(x))), then a gated MLP."""
 
     def __init__(self, config: Glm4vTowerConfig, hidden_size: int, build: Build):
         source = f"{VISUAL}.merger"

@@ -1,5 +1,5 @@
-"""What Idefics3 (Laurençon et al. 2024, arXiv:2408.12637) and SmolVLM see with: SigLIP over tiles, neighbouring patches
-side by side, one product."""
+"""Vision tower of Idefics3 (Laurençon et al. 2024, arXiv:2408.12637) and SmolVLM: SigLIP over tiles, neighbouring
+patches side by side, one matrix."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Idefics3TowerConfig(TowerConfig):
 
     Attributes:
       vit: sizes.
-      scale_factor: patches of a side that become one row.
+      scale_factor: patches of a side of the square that becomes one embedding.
     """
 
     vit: VitConfig
@@ -46,7 +46,7 @@ class Idefics3TowerConfig(TowerConfig):
 
 
 def read_idefics3(fields: ConfigFields) -> Idefics3TowerConfig:
-    """The tower of a config.json. Raises ModelConfigError."""
+    """Read the vision tower's sizes from a config.json. Raises ModelConfigError."""
     vit = read_vit(vision_fields(fields, **_DEFAULTS))
     factor = read_merge(fields, "scale_factor", fields.integer("scale_factor", 2), vit)
     return Idefics3TowerConfig(
@@ -60,8 +60,9 @@ def read_idefics3(fields: ConfigFields) -> Idefics3TowerConfig:
 
 
 class Idefics3Tower(nnx.Module):
-    """See jaxengine.models.config.tower. All patches of a tile are in use, so that each has the position of its
-    place.
+    """Vision tower of Idefics3: SigLIP and a connector; called as jaxengine.models.config.tower says.
+
+    All patches of a tile are in use, so the number of a patch in its tile is its position.
     """
 
     def __init__(self, config: Idefics3TowerConfig, hidden_size: int, build: Build):

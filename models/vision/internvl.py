@@ -1,4 +1,4 @@
-"""What InternVL 3 sees with (Zhu et al. 2025, arXiv:2504.10479): InternViT over tiles, neighbouring patches side by
+"""Vision tower of InternVL 3 (Zhu et al. 2025, arXiv:2504.10479): InternViT over tiles, neighbouring patches side by
 side, an MLP."""
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class InternVLTowerConfig(TowerConfig):
 
 
 def read_internvl(fields: ConfigFields) -> InternVLTowerConfig:
-    """The tower of a config.json. Raises ModelConfigError."""
+    """Read the vision tower's sizes from a config.json. Raises ModelConfigError."""
     vision = vision_fields(fields, **_DEFAULTS)
     vit = read_vit(vision, has_class_token=True)
     vision.require(use_absolute_position_embeddings=True)
@@ -112,7 +112,7 @@ def read_internvl(fields: ConfigFields) -> InternVLTowerConfig:
 
 
 class _HeadsNorm(nnx.Module):
-    """x / rms(x) * weight over all heads of a position at once, wherever they are."""
+    """RMS norm x / rms(x) * weight over all heads of a position at once, of whichever devices."""
 
     def __init__(self, config: VitConfig, source: str, build: Build):
         self.axis = tower_axis("heads", build)
@@ -120,7 +120,7 @@ class _HeadsNorm(nnx.Module):
         self.weight = declare((config.hidden_size,), build.dtype, ParamDecl((self.axis,), (rows,)))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalise x [R, heads of this device, H]."""
+        """Normalise x [R, heads of this device, H] over all heads at once; devices add up their sums of squares."""
         y = x.astype(jnp.float32)
         width = y.shape[1] * y.shape[2] * num_shards(self.axis)
         mean_square = sum_parts(jnp.sum(y * y, axis=(1, 2), keepdims=True), self.axis) / width
@@ -129,7 +129,7 @@ class _HeadsNorm(nnx.Module):
 
 
 class _Layer(nnx.Module):
-    """x + scale * attention(norm(x)), then x + scale * mlp(norm(x)), each with a scale for each element."""
+    """Layer of InternViT: x + scale * attention(norm(x)), then x + scale * mlp(norm(x)), each scale of D elements."""
 
     def __init__(self, config: InternVLTowerConfig, source: str, build: Build):
         vit, norm = config.vit, _NORMS[config.norm]
@@ -155,7 +155,7 @@ class _Layer(nnx.Module):
 
 
 class InternVLTower(nnx.Module):
-    """See jaxengine.models.config.tower."""
+    """Vision tower of InternVL: InternViT and a projector; called as jaxengine.models.config.tower says."""
 
     def __init__(self, config: InternVLTowerConfig, hidden_size: int, build: Build):
         self.config = config

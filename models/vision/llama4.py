@@ -1,5 +1,5 @@
-"""What Llama 4 sees with (Meta 2025): a vision transformer over tiles that turns queries and keys by row and column,
-neighbouring patches side by side, an MLP and a product."""
+"""Vision tower of Llama 4 (Meta 2025): a vision transformer over tiles that rotates queries and keys by row and column,
+neighbouring patches side by side, an MLP and a matrix."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Llama4TowerConfig(TowerConfig):
 
 
 def read_llama4_tower(fields: ConfigFields) -> Llama4TowerConfig:
-    """The tower of a config.json. Raises ModelConfigError."""
+    """Read the vision tower's sizes from a config.json. Raises ModelConfigError."""
     vision = vision_fields(fields, **_DEFAULTS)
     vision.require(hidden_act="gelu", vision_feature_select_strategy="default", multi_modal_projector_bias=False)
     vit = read_vit(vision, has_class_token=True)
@@ -106,8 +106,8 @@ def read_llama4_tower(fields: ConfigFields) -> Llama4TowerConfig:
 
 
 class _Turn(nnx.Module):
-    """Queries or keys of all units, [U * S, heads, H], turned by a patch's column and row, each counted from 1; the
-    class token, which is last, is not turned."""
+    """Rotation of queries or keys of all units, [U * S, heads, H], by a patch's column and row, both counted from 1;
+    the class token, which is last, is not rotated."""
 
     def __init__(self, config: Llama4TowerConfig):
         self.config = config
@@ -122,7 +122,7 @@ class _Turn(nnx.Module):
 
 
 class _Layer(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """Layer of Llama 4's vision model: x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: Llama4TowerConfig, source: str, build: Build):
         vit, names = config.vit, _NAMES
@@ -143,7 +143,7 @@ class _Layer(nnx.Module):
 
 
 class Llama4Tower(nnx.Module):
-    """See jaxengine.models.config.tower."""
+    """Vision tower of Llama 4: a vision transformer and a projector; called as jaxengine.models.config.tower says."""
 
     def __init__(self, config: Llama4TowerConfig, hidden_size: int, build: Build):
         self.config = config

@@ -1,5 +1,5 @@
-"""What LLaVA sees with (Liu et al. 2023, arXiv:2310.03744): CLIP or SigLIP, and an MLP over its patches. LLaVA-NeXT
-sees tiles, and has a further embedding for the ends of lines of patches."""
+"""Vision tower of LLaVA (Liu et al. 2023, arXiv:2310.03744): CLIP or SigLIP, and an MLP over its patches. LLaVA-NeXT
+cuts images into tiles, and has a further embedding for the ends of lines of patches."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class LlavaTowerConfig(TowerConfig):
 
 
 def read_llava(fields: ConfigFields) -> LlavaTowerConfig:
-    """The tower of a config.json. Raises ModelConfigError."""
+    """Read the vision tower's sizes from a config.json. Raises ModelConfigError."""
     kind, vit = read_clip_or_siglip(fields)
     if fields.text("vision_feature_select_strategy", "default") != _STRATEGIES[kind]:
         raise fields.fail("vision_feature_select_strategy", f"{_STRATEGIES[kind]!r} for a {kind}")
@@ -74,14 +74,14 @@ def read_llava(fields: ConfigFields) -> LlavaTowerConfig:
 
 
 def read_llava_next(fields: ConfigFields) -> LlavaTowerConfig:
-    """The tower of a LLaVA-NeXT, whose units have room for the ends of their lines. Raises ModelConfigError."""
+    """Read LLaVA-NeXT's tower, whose units have room for the ends of their lines. Raises ModelConfigError."""
     tower = read_llava(fields)
     lines = tower.vit.grid
     return replace(tower, unit=tower.vit.num_patches + lines, num_newlines=lines)
 
 
 class Projector(nnx.Module):
-    """linear_2(activation(linear_1(x))), from the tower's states to embeddings."""
+    """Projector from the tower's states to embeddings: linear_2(activation(linear_1(x)))."""
 
     def __init__(self, in_size: int, hidden_size: int, activation: str, build: Build, *, bias: bool = True):
         self.up = linear(in_size, f"{PROJECTOR}.linear_1", hidden_size, ("embed", "ffn"), build, bias=bias)
@@ -94,7 +94,7 @@ class Projector(nnx.Module):
 
 
 class LlavaTower(nnx.Module):
-    """See jaxengine.models.config.tower."""
+    """Vision tower of LLaVA: CLIP or SigLIP and a projector; called as jaxengine.models.config.tower says."""
 
     def __init__(self, config: LlavaTowerConfig, hidden_size: int, build: Build):
         self.config = config

@@ -1,5 +1,8 @@
-"""MoonViT, the tower of Kimi-VL (Kimi Team 2025, arXiv:2504.07491): learned positions, stretched to a picture's size;
-queries and keys turn by column and row; patches of a picture see each other, and four become a row."""
+"""MoonViT, the vision tower of Kimi-VL (Kimi Team 2025, arXiv:2504.07491).
+
+Learned positions are stretched to an image's size, queries and keys are rotated by column and row, patches attend to
+those of the same image, and a square of them becomes one embedding.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ class MoonVitTowerConfig(TowerConfig):
     """Sizes of the tower; `columns` are those that jaxengine.media.processors.grids writes.
 
     Attributes:
-      hidden_size, intermediate_size, num_layers, num_heads: of its layers.
+      hidden_size, intermediate_size, num_layers, num_heads: of the tower's layers.
       patch_size, temporal_patch_size, spatial_merge_size: pixels, frames and patches of what becomes one.
       sides: rows and columns of the learned positions.
     """
@@ -61,7 +64,7 @@ class MoonVitTowerConfig(TowerConfig):
 
 
 def read_moonvit(fields: ConfigFields) -> MoonVitTowerConfig:
-    """The tower of the config.json of a Kimi that sees. Raises ModelConfigError."""
+    """Read MoonViT's sizes from the config.json of Kimi-VL. Raises ModelConfigError."""
     vision = ConfigFields(fields.mapping("vision_config") or {})
     if vision.text("model_type", "moonvit") != "moonvit":
         raise vision.fail("model_type", "moonvit in vision_config")
@@ -93,7 +96,10 @@ def read_moonvit(fields: ConfigFields) -> MoonVitTowerConfig:
 
 
 class MoonVitTower(nnx.Module):
-    """Layer norms, biases everywhere, and MLPs of two products."""
+    """MoonViT: learned positions, layers with layer norms and MLPs of two matrices, biases everywhere, and a projector.
+
+    Queries and keys are rotated by column and row.
+    """
 
     def __init__(self, config: MoonVitTowerConfig, hidden_size: int, build: Build):
         self.config = config
@@ -131,7 +137,7 @@ class MoonVitTower(nnx.Module):
         return TowerLayer((before_attention, before_mlp), attention, mlp)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        """Encode patches f32[P, F], P a multiple of config.unit: [P / merge, D], rows of the model.
+        """Encode patches f32[P, F], P a multiple of config.unit, to embeddings [P / merge, D] for the text model.
 
         columns: i32[C, P], those of config.columns in order; see jaxengine.models.config.tower.
         """

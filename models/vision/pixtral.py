@@ -1,5 +1,8 @@
-"""The tower of Pixtral (Agrawal et al. 2024, arXiv:2410.07073), and as Mistral Small 3.1 and later have it: patches
-turn by row and column, those of a picture see each other, and each, or four together, becomes a row."""
+"""Vision tower of Pixtral (Agrawal et al. 2024, arXiv:2410.07073), and of Mistral Small 3.1 and later.
+
+Queries and keys are rotated by a patch's row and column, patches attend to those of the same image, and each patch, or
+each square of merged patches, becomes one embedding for the text model.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +42,15 @@ class PixtralTowerConfig(TowerConfig):
     """Sizes of the tower; `columns` are those that jaxengine.media.processors.grids writes.
 
     Attributes:
-      hidden_size, intermediate_size, num_layers, num_heads: of its layers.
+      hidden_size, intermediate_size, num_layers, num_heads: of the tower's layers.
       activation, projector_activation: of jaxengine.models.vision.layers.ACTIVATIONS.
-      patch_size, temporal_patch_size, spatial_merge_size: pixels, frames and patches of what becomes one.
-      rope_theta: of the frequencies that rows and columns share.
-      projector_bias, norm_eps: of what makes rows of the model.
-      joins: whether it first joins neighbours, behind a norm.
+      patch_size: pixels of a patch's side.
+      temporal_patch_size: frames of a patch.
+      spatial_merge_size: patches of a side of the square that becomes one embedding.
+      rope_theta: base of the rotary frequencies, which rows and columns share.
+      projector_bias: whether the projector's matrices have biases.
+      norm_eps: epsilon of the projector's RMS norm, which it has with `joins` only.
+      joins: whether the projector merges each square of patches into one, after the norm (Mistral Small 3.1).
     """
 
     hidden_size: int
@@ -66,9 +72,10 @@ class PixtralTowerConfig(TowerConfig):
 
 
 def read_pixtral(fields: ConfigFields, norm_eps: float | None = None) -> PixtralTowerConfig:
-    """The tower of the config.json of a Mistral that sees.
+    """Read the vision tower's sizes from the config.json of Pixtral, or of a Mistral 3 model with images.
 
-    norm_eps: of the text's norms; None for Pixtral itself, which joins nothing. Raises ModelConfigError.
+    norm_eps: epsilon of the text model's RMS norms, which the projector of Mistral 3 uses before it merges patches;
+    None for Pixtral, whose projector neither normalises nor merges. Raises ModelConfigError.
     """
     joins = norm_eps is not None
     fields.require(vision_feature_layer=-1)
@@ -114,7 +121,7 @@ def _activation(fields: ConfigFields, name: str) -> str:
 
 
 class PixtralTower(nnx.Module):
-    """RMS norms, gated MLPs, no biases."""
+    """Vision tower of Pixtral: layers with RMS norms before attention and gated MLP, no biases, and a projector."""
 
     def __init__(self, config: PixtralTowerConfig, hidden_size: int, build: Build):
         self.config = config
@@ -144,7 +151,7 @@ class PixtralTower(nnx.Module):
         return TowerLayer((before_attention, before_mlp), attention, mlp)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        """Encode patches f32[P, F], P a multiple of config.unit: [P / merge, D], rows of the model.
+        """Encode patches f32[P, F], P a multiple of config.unit, to embeddings [P / merge, D] for the text model.
 
         columns: i32[C, P], those of config.columns in order; see jaxengine.models.config.tower.
         """
@@ -165,8 +172,10 @@ class PixtralTower(nnx.Module):
 
 
 class PixtralProjector(nnx.Module):
-    """Patches to rows of the model: where they are joined a norm and a product of neighbours, then two products with an
-    activation between."""
+    """Projector of patches to embeddings for the text model: two matrices with an activation between them.
+
+    With config.joins, an RMS norm and a matrix that makes one patch of `merge` neighbouring ones come first.
+    """
 
     def __init__(self, config: PixtralTowerConfig, hidden_size: int, build: Build):
         size, self.merge = config.hidden_size, config.merge

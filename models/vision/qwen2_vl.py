@@ -1,7 +1,7 @@
-"""The towers of Qwen2-VL (Wang et al. 2024, arXiv:2409.12191) and Qwen2.5-VL (Bai et al. 2025, arXiv:2502.13923).
+"""Vision towers of Qwen2-VL (Wang et al. 2024, arXiv:2409.12191) and Qwen2.5-VL (Bai et al. 2025, arXiv:2502.13923).
 
-Patches of two frames at a time; those of a frame see each other, in Qwen2.5-VL mostly those of a window of it. Four
-patches become a row.
+A patch covers two frames. Patches attend to those of the same frame, in Qwen2.5-VL mostly to those of a window of it.
+A square of four patches becomes one embedding.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Qwen2VLTowerConfig(TowerConfig):
     """Sizes of the tower; `columns` are those that jaxengine.media.processors.qwen2_vl writes.
 
     Attributes:
-      hidden_size, intermediate_size, num_layers, num_heads: of its layers.
+      hidden_size, intermediate_size, num_layers, num_heads: of the tower's layers.
       activation: of jaxengine.models.vision.layers.ACTIVATIONS.
       patch_size, temporal_patch_size: pixels and frames of a patch.
       spatial_merge_size: rows and columns of patches that become one row.
@@ -69,7 +69,7 @@ class Qwen2_5VLTowerConfig(Qwen2VLTowerConfig):
 
     Attributes:
       window_size: rows and columns of patches in a window.
-      full_layers: those whose patches see their whole frame.
+      full_layers: those whose patches attend to their whole frame.
       tokens_per_second: places in time of a second of video.
     """
 
@@ -118,7 +118,7 @@ def read_sizes(fields: ConfigFields, *, width: str = "hidden_size", **defaults: 
 
 
 def read_qwen2_vl(fields: ConfigFields, hidden_size: int) -> Qwen2VLTowerConfig:
-    """The tower of a vision_config, for a model of this hidden size. Raises ModelConfigError."""
+    """Read the tower's sizes from a vision_config, for a model of this hidden size. Raises ModelConfigError."""
     defaults = {"depth": 32, "embed_dim": 1280, "num_heads": 16, "patch_size": 14, "hidden_act": "quick_gelu"}
     sizes = read_sizes(fields, width="embed_dim", **defaults)
     if fields.integer("hidden_size", hidden_size) != hidden_size:
@@ -127,7 +127,7 @@ def read_qwen2_vl(fields: ConfigFields, hidden_size: int) -> Qwen2VLTowerConfig:
 
 
 def read_qwen2_5_vl(fields: ConfigFields, hidden_size: int) -> Qwen2_5VLTowerConfig:
-    """The tower of Qwen2.5-VL's vision_config, for a model of this hidden size. Raises ModelConfigError."""
+    """Read Qwen2.5-VL's tower from a vision_config, for a model of this hidden size. Raises ModelConfigError."""
     sizes = read_sizes(fields, depth=32, num_heads=16, patch_size=14, hidden_act="silu")
     if fields.integer("out_hidden_size", hidden_size) != hidden_size:
         raise fields.fail("out_hidden_size", f"the hidden_size of the text, {hidden_size}")
@@ -152,7 +152,10 @@ def read_qwen2_5_vl(fields: ConfigFields, hidden_size: int) -> Qwen2_5VLTowerCon
 
 
 class Qwen2VLTower(nnx.Module):
-    """Layer norms, biases everywhere but in the patches' product, and MLPs of two products."""
+    """Vision tower of Qwen2-VL: layers with layer norms and MLPs of two matrices, and a merger.
+
+    All matrices but that of the patches have biases. Queries and keys are rotated by row and column.
+    """
 
     norm_class: ClassVar[NormClass] = LayerNorm
     patch_bias: ClassVar[bool] = False
@@ -204,7 +207,7 @@ class Qwen2VLTower(nnx.Module):
         return self.norm_class(size or self.config.hidden_size, EPS, source=source, build=build)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        """Encode patches f32[P, F], P a multiple of config.unit: [P / merge, num_parts * D], rows of the model.
+        """Encode patches f32[P, F], P a multiple of config.unit, to embeddings [P / merge, num_parts * D].
 
         columns: i32[C, P], those of config.columns in order; see jaxengine.models.config.tower.
         """
@@ -219,7 +222,7 @@ class Qwen2VLTower(nnx.Module):
         return self.run(x, turns, named)
 
     def embed(self, patches: jax.Array, columns: dict[str, jax.Array]) -> jax.Array:
-        """What the first layer gets, [P, D of the tower]."""
+        """Input of the first layer, [P, D of the tower], from patches f32[P, F]; columns: i32[P] by their names."""
         del columns
         return self.patches(patches)
 
@@ -232,7 +235,7 @@ class Qwen2VLTower(nnx.Module):
             return self.merger(x)
 
     def attend(self, layer: int, columns: dict[str, jax.Array]) -> Attend:
-        """Function by which a layer's patches attend to those that they see."""
+        """Function by which the patches of layer number `layer` attend to others, here to those of the same segment."""
         del layer
         return partial(segment_attention, segment=columns["segment"], scale=self._scale)
 
@@ -242,7 +245,10 @@ class Qwen2VLTower(nnx.Module):
 
 
 class Qwen2_5VLTower(Qwen2VLTower):
-    """RMS norms, gated MLPs, and windows in most layers. Patches come sorted by window."""
+    """Vision tower of Qwen2.5-VL: Qwen2-VL's with RMS norms, gated MLPs and windows in most layers.
+
+    Patches come sorted by window.
+    """
 
     norm_class: ClassVar[NormClass] = RMSNorm
     mlp_names: ClassVar[tuple[tuple[str, ...], str]] = (("gate_proj", "up_proj"), "down_proj")

@@ -1,6 +1,8 @@
-"""The tower of Qwen3-VL (Bai et al. 2025, arXiv:2511.21631): Qwen2-VL's with learned positions, stretched to the size
-of a picture, and with rows from its middle that the model's first layers add (DeepStack, Meng et al. 2024,
-arXiv:2406.04334)."""
+"""Vision tower of Qwen3-VL (Bai et al. 2025, arXiv:2511.21631).
+
+It is Qwen2-VL's with learned positions, stretched to an image's size, and with embeddings of states from its middle
+that the text model's first layers add (DeepStack, Meng et al. 2024, arXiv:2406.04334).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ class Qwen3VLTowerConfig(Qwen2VLTowerConfig):
 
     Attributes:
       side: rows and columns of the learned positions.
-      deepstack_layers: those whose states become further parts of a row, in this order.
+      deepstack_layers: those whose states become further parts of an embedding, in this order.
     """
 
     side: int
@@ -37,7 +39,7 @@ class Qwen3VLTowerConfig(Qwen2VLTowerConfig):
 
 
 def read_qwen3_vl(fields: ConfigFields, hidden_size: int) -> Qwen3VLTowerConfig:
-    """The tower of a vision_config, for a model of this hidden size. Raises ModelConfigError."""
+    """Read the tower's sizes from a vision_config, for a model of this hidden size. Raises ModelConfigError."""
     defaults = {"depth": 27, "hidden_size": 1152, "num_heads": 16, "patch_size": 16, "hidden_act": "gelu_pytorch_tanh"}
     sizes = read_sizes(fields, **defaults)
     if fields.integer("out_hidden_size", hidden_size) != hidden_size:
@@ -62,12 +64,12 @@ def read_qwen3_vl(fields: ConfigFields, hidden_size: int) -> Qwen3VLTowerConfig:
 
 
 def read_qwen3_5(fields: ConfigFields, hidden_size: int) -> Qwen3VLTowerConfig:
-    """The tower of Qwen3.5's vision_config, whose layers add no states of it. Raises ModelConfigError."""
+    """Read Qwen3.5's tower from a vision_config: Qwen3-VL's without DeepStack. Raises ModelConfigError."""
     return read_qwen3_vl(ConfigFields({**fields.raw, "deepstack_visual_indexes": []}), hidden_size)
 
 
 class Qwen3VLTower(Qwen2VLTower):
-    """Biases everywhere; a merger for each layer whose states the model's layers add."""
+    """Vision tower of Qwen3-VL: Qwen2-VL's with biases everywhere, learned positions and mergers for DeepStack."""
 
     patch_bias: ClassVar[bool] = True
     mlp_names: ClassVar[tuple[tuple[str, ...], str]] = (("linear_fc1",), "linear_fc2")

@@ -101,7 +101,7 @@ class KVSpec:
 
     @property
     def token_width(self) -> int:
-        """Elements of one token in one kv head, keys and values."""
+        """Elements of one token in one kv head: key_width, and value_width unless values lie in keys."""
         return self.key_width if self.values_in_keys else self.key_width + self.value_width
 
 

@@ -99,10 +99,10 @@ def static_scales(x: jax.Array, scales: jax.Array, dtype: str) -> jax.Array:
 
 
 def held_scales(largest: jax.Array, dtype: str, *, kind: str, global_scale: jax.Array | None) -> jax.Array:
-    """Scales in the stored form of `kind`: those of E4M3 multiplied by f32 `global_scale`, and 0 below half of the
-    least.
+    """Scales as the format `kind` stores them: f32, of the shape of `largest`, the largest values that share a scale.
 
-    largest: of the values that share a scale. global_scale: needed with E4M3, else not used.
+    E4M3: largest / the largest code of `dtype` * f32 `global_scale`, at most 448, rounded to the nearest e4m3 number,
+    which is 0 below half of the least one. Other kinds: as `dynamic_scales`, and `global_scale` is not used.
     """
     if kind != E4M3:
         return dynamic_scales(largest, dtype, kind=kind)
@@ -111,7 +111,7 @@ def held_scales(largest: jax.Array, dtype: str, *, kind: str, global_scale: jax.
 
 
 def microscaled(values: jax.Array, held: jax.Array, dtype: str, *, global_scale: jax.Array | None) -> jax.Array:
-    """Round f32 values to numbers of `dtype` times `held` scales, of `held_scales`.
+    """Round f32 values, shaped by `by_group`, to numbers of `dtype` times `held` scales, of `held_scales`.
 
     global_scale: that of E4M3 scales, by which results are then too large; None for powers of two.
     """

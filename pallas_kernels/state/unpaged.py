@@ -55,7 +55,7 @@ def _recurrence(tokens: Any, state: jax.Array, rows: StateRows, rule: Any) -> ja
     length = num_tokens // num_rows
 
     def cut(part: jax.Array, mode: Any) -> jax.Array:
-        """[B * T, ...] -> [chunks, B, CHUNK, ...]."""
+        """Cut [B * T, ...] -> [chunks, B, CHUNK, ...], with T padded to whole chunks; mode: jnp.pad's."""
         part = part.reshape(num_rows, length, *part.shape[1:])
         part = jnp.pad(part, ((0, 0), (0, -length % CHUNK), *((0, 0),) * (part.ndim - 2)), mode=mode)
         return jnp.moveaxis(part.reshape(num_rows, -1, CHUNK, *part.shape[2:]), 1, 0)

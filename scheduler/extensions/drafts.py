@@ -1,6 +1,6 @@
 """The drafts of one rank's decodes in the step being put together: how many each has, and those that the host knows.
 
-A draft is a guess, made where the proposer is, or a token that must be right: a grammar allows no other in its place.
+A draft is proposed, where the proposer is, or a token that must be right: a grammar allows no other in its position.
 Knows nothing of pages.
 """
 
@@ -70,7 +70,8 @@ _NONE = np.empty(0, np.bool_)
 
 
 class DecodeDrafts:
-    """For each step `begin`; then, where decodes may be widened, `look_ahead` and `widen`.
+    """Drafts of one rank's decodes: for each step call `begin`, then, where decodes may be widened, `look_ahead` and
+    `widen`.
 
     Attributes:
       widths: tokens of each decode, its last one and drafts, i32[n]; None: one.
@@ -88,12 +89,12 @@ class DecodeDrafts:
 
     @property
     def is_forced(self) -> np.ndarray:
-        """Of a step with drafts which decodes have no guesses, bool[n]; else empty."""
+        """Which decodes have no proposed drafts, in a step with drafts, bool[n]; in another step empty."""
         return _NONE if self.widths is None else self._runs >= 0
 
     @property
     def is_guided(self) -> np.ndarray:
-        """Of a step with drafts which decodes have guesses under a grammar, bool[n]; else empty."""
+        """Which decodes have proposed drafts with masks, in a step with drafts, bool[n]; in another step empty."""
         return _NONE if self.widths is None else self._masked & (self._runs < 0) & (self.widths > 1)
 
     def begin(self) -> None:
@@ -102,7 +103,7 @@ class DecodeDrafts:
 
     def look_ahead(self, decodes: np.ndarray, most: int) -> np.ndarray:
         """Count the drafts that must be right of each of the slots `decodes` i64[n]: i32[n], at most `most`; -1 where
-        its drafts would be guesses.
+        its drafts would be proposed.
 
         A request whose next choice the host must prepare (a grammar, long bad words, min_tokens) has 0, or as many as
         its grammar fixes; where that is not known and DraftOptions.guided is set, -1. Without DraftOptions.guesses all

@@ -1,4 +1,4 @@
-"""The line under the fair policy: whoever has been served least comes next.
+"""Waiting queue of the fair policy: whoever has been served least comes next.
 
 The Virtual Token Counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024), algorithm 2. While
 two clients both have requests waiting, what they are served differs by no more than twice the larger of INPUT_WEIGHT *
@@ -22,7 +22,7 @@ _NOBODY = np.iinfo(np.int64).max
 
 
 class FairQueue:
-    """A line for each client, in order of arrival, and a counter of the service that it received.
+    """Waiting queue with a line for each client, in order of arrival, and a counter of the service that it received.
 
     The next request is the first one of the client with the least counter; of equals, the one that arrived first. An
     input is charged when its request is first admitted, less what the prefix cache held, for a token that is not
@@ -35,7 +35,7 @@ class FairQueue:
     is the clients with requests and those that received more than the ones that wait.
 
     Attributes:
-      size: requests in line.
+      size: number of requests that wait.
       num_tokens: their prompt tokens.
     """
 
@@ -50,7 +50,7 @@ class FairQueue:
         return self.size
 
     def __iter__(self) -> Iterator[Request]:
-        """In no particular order."""
+        """Iterate over the requests that wait, in no particular order."""
         for number in self._numbers.values():
             yield from self._lines[number]
 
@@ -60,7 +60,7 @@ class FairQueue:
         return {client: int(self._service[number]) for client, number in self._numbers.items()}
 
     def num_waiting(self, client: str) -> int:
-        """Requests of one client in line."""
+        """Number of requests of one client that wait."""
         number = self._numbers.get(client)
         return 0 if number is None else len(self._lines[number])
 

@@ -29,7 +29,7 @@ class WaitingQueue:
         return self.size
 
     def __iter__(self) -> Iterator[Request]:
-        """In no particular order."""
+        """Iterate over the waiting requests, in no particular order."""
         return iter(self._entries)
 
     def push(self, request: Request) -> None:

@@ -158,7 +158,10 @@ class _Folder(NamedTuple):
         return payload
 
     def write(self, name: str, payload: bytes) -> None:
-        """Writes so that no reader ever sees half of it, and leaves nothing where it fails. Raises OSError."""
+        """Writes a payload, after its digest and that digest's code by the folder's key, in place of an earlier file.
+
+        No reader ever sees half of it, and a failed write leaves nothing. Only with a key. Raises OSError.
+        """
         assert self.key is not None
         digest = hashlib.sha256(payload).digest()
         temporary = self._write_temporary(digest + _code(self.key, name, digest) + payload, 0o644)

@@ -32,11 +32,11 @@ _MAGIC = b"parts"
 
 
 class Call(NamedTuple):
-    """One part of a chain: run a program on values, by their places, and keep its results.
+    """One part of a chain: run a program on values, by their indices, and keep its results.
 
     Attributes:
       program: its index.
-      inputs, outputs: places of values.
+      inputs, outputs: indices of values.
       last: inputs that nothing reads afterwards.
     """
 
@@ -47,12 +47,13 @@ class Call(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """What is done. The values at the first places are the leaves of the arguments.
+    """Calls that compute a step. The first values, by index, are the leaves of the arguments.
 
     Attributes:
-      constants: values, and their places.
-      results: places of the leaves of the result.
-      peak_bytes: the most that is there at once beside arguments, and results that lie in place of some.
+      constants: indices of constant values, and these values.
+      calls: in their order.
+      results: indices of the leaves of the result.
+      peak_bytes: the most that is alive at once, without arguments and results computed in place of some.
     """
 
     constants: tuple[tuple[int, np.ndarray], ...]
@@ -324,7 +325,7 @@ class _Plan:
         return Chain(tuple(self._constants.items()), tuple(self._calls), tuple(self._results), peak)
 
     def _bytes_of(self, place: int) -> int:
-        """That a new value takes, none in place of another."""
+        """Bytes that a new value takes: none for one like a donated argument, which is computed in its place."""
         shape, dtype, _ = signature = _signature(self._shapes[place])
         return 0 if signature in self._large else int(np.prod(shape)) * dtype.itemsize
 

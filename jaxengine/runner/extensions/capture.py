@@ -88,7 +88,7 @@ class CaptureExtension(DeviceExtension):
         )
 
     def memory(self) -> Mapping[str, int]:
-        """Those of the steps in flight, and of the one that the host is reading."""
+        """Bytes of one device of the activations of the steps in flight, and of the one that the host is reading."""
         config = self.shape.config
         num_hidden = len(self.taps.hidden) * self.shape.model.config.hidden_size
         of_token = num_hidden * jnp.dtype(config.dtype).itemsize + 4 * self._num_logits

@@ -13,7 +13,7 @@ NAME = "mass"
 
 
 class MassExtension(DeviceExtension):
-    """In the stage that samples: three more scores of each row that is scored."""
+    """Three more scores of each row that is scored, in the stage that samples."""
 
     name = NAME
     num_scores = NUM_MASS_SCORES

@@ -23,7 +23,7 @@ NAME, POOL = "pooling", "pool"
 
 
 class PoolOutput(NamedTuple):
-    """What is told of the prompts that end in a step; of other rows it means nothing.
+    """Output of the epilogue that pools; it means something for rows whose prompt ends in the step only.
 
     Attributes:
       token_ids: i32[ranks, S], POOLED, or -1 for a row that is not finite.
@@ -35,8 +35,11 @@ class PoolOutput(NamedTuple):
 
 
 class PoolingExtension(DeviceExtension):
-    """In the last stage of a model that pools. Its section of SlotState is what is kept of prompts between steps,
-    f32[R, D], where every token counts; it leaves the rows' pooled states, f32[S, D]."""
+    """Pooling in the last stage of a model that pools.
+
+    Its section of SlotState is what is kept of prompts between steps, f32[R, D], where every token counts; forward
+    passes leave the rows' pooled states, f32[S, D].
+    """
 
     name = NAME
 

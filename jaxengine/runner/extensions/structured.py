@@ -24,7 +24,7 @@ _ROWS_VOCAB = logical_to_spec((None, "sampled_vocab"))
 
 
 class StructuredExtension(DeviceExtension):
-    """One state change.
+    """Grammar masks in the stage that samples: one state change, which writes masks of slots.
 
     Attributes:
       num_parts: devices that share the vocabulary.

@@ -18,8 +18,8 @@ NAME, TRACE_ROWS = "trace", "trace rows"
 
 
 class TraceExtension(DeviceExtension):
-    """In the stage that samples. Its section of TokenState is i32[R, max_model_len]: of each slot and position 1 + the
-    token that is decoded there, 0 where the request chooses. Samplers only read it.
+    """Traces of tokens to decode, in the stage that samples. Its section of TokenState is i32[R, max_model_len]: of
+    each slot and position 1 + the token that is decoded there, 0 where the request chooses. Samplers only read it.
 
     All of a trace is there from the beginning, by position, so that no step needs the host for it: it does not matter
     how many tokens of it a step verifies, or which of them it computes again.

@@ -50,12 +50,13 @@ class PendingStep:
         return self.sampled is not None and self.sampled.token_ids.is_ready()
 
     def token_ids(self) -> np.ndarray:
-        """i32[replicas, rows of logits], or i32[replicas, rows, W]; waits for the step."""
+        """Waits for the step; returns the tokens chosen, i32[replicas, rows of logits], or of W tokens a row
+        i32[replicas, rows, W]."""
         token_ids, width = self._fetch(self.sampled.token_ids), self.bucket.width
         return token_ids if width == 1 else token_ids.reshape(len(token_ids), -1, width)
 
     def result(self, name: str) -> np.ndarray | None:
-        """A field of what the last epilogue gave, None where that has no such field; waits for it."""
+        """Returns a field of the output of the epilogue that ended the step, None without that field; waits for it."""
         own = getattr(self.sampled, name, None)
         return None if own is None else self._fetch(own)
 
@@ -72,5 +73,5 @@ class PendingStep:
         return jax.tree.map(self._fetch, own)
 
     def output(self, name: str) -> Any:
-        """What another epilogue gave, as numpy arrays; waits for it."""
+        """Returns the output of the epilogue `name`, of those before the last, as numpy arrays; waits for it."""
         return jax.tree.map(self._fetch, self.outputs[name])

@@ -38,7 +38,7 @@ class Forwarded(NamedTuple):
     sections: dict[str, Any]
 
     def fields(self) -> dict[str, Any]:
-        """All by the names that Epilogue.arguments has."""
+        """Return rows, logits and sections by the names that Epilogue.arguments has."""
         return {"rows": self.rows, "logits": self.logits, **self.sections}
 
 

@@ -104,8 +104,11 @@ class StepPrograms:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Of the cache groups with pages: keys that must stay for a token, None for all: those that it sees, and those
-        that one sees which comes in its place where tokens before it turn out to be wrong."""
+        """Number of keys that must stay for a token in each cache group with pages, None for all.
+
+        These are the keys that the token sees, and those that a token sees which takes its place when tokens before it
+        turn out to be wrong.
+        """
         windows = (group.window for group in paged_groups(self.groups))
         return tuple(None if window is None else window + self._slack for window in windows)
 
@@ -152,11 +155,11 @@ class StepPrograms:
         return self._program(name, function, arguments, (kv, state.slots, output), donate=(1, 2))
 
     def message_shape(self, bucket: Bucket) -> Any:
-        """What the host sends for a step: i32[replicas, size]."""
+        """Abstract message that the host sends for a step: i32[replicas, size]."""
         return self.shape.rows(1, np.int32, self.packer.layouts[bucket].size)
 
     def forwarded(self, bucket: Bucket) -> Forwarded:
-        """What a bucket's forward pass leaves, abstract."""
+        """Abstract Forwarded that a bucket's forward pass leaves."""
         size = self.num_logits(bucket) if bucket.width == 1 else bucket.num_seqs
         left = [each for each in self.extensions if each.leaves(bucket)]
         return self._forwarded(bucket.num_tokens, size, bucket.width, left)

@@ -16,9 +16,11 @@ ADMIN = "/jaxengine.v1.Admin/"
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):
-    """Ends calls without a valid key before their message is read, also of unknown methods.
+    """Interceptor that ends calls without a valid key before their message is read, also those of unknown methods.
 
-    The Admin service accepts only operators' keys.
+    The status is UNAUTHENTICATED, or PERMISSION_DENIED for a client's key at the Admin service, which accepts only
+    operators' keys. The health service needs no key. Sets OWNER for the call, which then reads images at that client's
+    turn.
     """
 
     def __init__(self, keys: Keys):

@@ -81,7 +81,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Generation:
-    """A request in the engine's terms."""
+    """Request for a generation, in the engine's terms; `wanted` says what its answer has."""
 
     request_id: str
     prompt: dict[str, Any]
@@ -99,7 +99,7 @@ class RequestReader:
         self._encoder = PromptEncoder(inputs)
 
     async def generation(self, request: pb.GenerateRequest, *, stream: bool) -> Generation:
-        """Reads a request to generate. stream: answer in chunks rather than once."""
+        """Reads a request to generate, with its media. stream: answer in chunks, not once. Raises RequestError."""
         request_id = read_request_id(request)
         wanted = _wanted(request.response)
         params = self._sampling_params(request, wanted, stream)
@@ -107,7 +107,7 @@ class RequestReader:
 
     async def score(self, request: pb.ScoreRequest) -> Generation:
         """Reads a request to score as a generation of one token, of which only the prompt's
-        log-probabilities are used.
+        log-probabilities are used. Raises RequestError.
         """
         request_id = read_request_id(request)
         asked = request.HasField("candidates")
@@ -122,19 +122,19 @@ class RequestReader:
         return Generation(request_id, await self._prompt(request), params, request.priority, wanted)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Tokenizes a text. Raises RequestError."""
+        """Tokenizes a text. Raises RequestError for one that is empty or too long, OverloadedError."""
         if not text:
             raise RequestError("text is empty; at least one character is needed", param="text", value=text)
         return (await self._encoder.encode([text], add_special_tokens=add_special_tokens, param="text"))[0]
 
     async def encode_messages(self, chat: pb.ChatMessages) -> list[int]:
-        """Tokenizes a conversation, including placeholders of its pictures and videos."""
+        """Tokenizes a conversation, including placeholders of its images and videos. Raises RequestError."""
         token_ids, parts = await self._read_chat(chat)
         prompt = await with_media(self._inputs, {"prompt_token_ids": token_ids}, parts, _processor_kwargs(chat))
         return prompt["prompt_token_ids"]
 
     async def _read_chat(self, chat: pb.ChatMessages) -> tuple[list[int], list[MediaPart]]:
-        """Tokenizes a conversation; returns ids and media parts. The template, a program, runs in a thread."""
+        """Tokenizes a conversation; returns ids and media parts. Its template runs in a thread. Raises RequestError."""
         variables = None
         if len(chat.messages) > MAX_CHAT_MESSAGES:
             count = len(chat.messages)

@@ -33,7 +33,11 @@ _BITS = {"BOOL": 8, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8} | {
 
 
 class WeightMethods:
-    """Methods of admin.proto, for jaxengine.server.grpc.admin.AdminService."""
+    """Methods of admin.proto that pause an engine, put it to sleep and replace its weights.
+
+    A base class of jaxengine.server.grpc.admin.AdminService, which sets the attributes. They raise RequestError and
+    the other exceptions that status.status_of handles.
+    """
 
     _engine: EngineClient
     _config: ServerConfig
@@ -105,7 +109,7 @@ def _options(options: pb.UpdateOptions) -> weights.UpdateOptions:
 
 
 def _version(version: str | int) -> dict[str, Any]:
-    """The fields of an answer that say which weights. A number beyond 64 bits is said as a text."""
+    """Fields of an answer with the version of the weights; a number beyond 64 bits becomes a text."""
     if isinstance(version, int) and -(2**63) <= version < 2**63:
         return {"weight_version_number": version}
     return {"weight_version": str(version)}

@@ -115,12 +115,12 @@ class Shape:
 
     @property
     def halves(self) -> int:
-        """Matrices of which a tile has the same outputs: 2 for gates and ups, else 1."""
+        """Number of matrices of which a tile holds the same outputs: 2 for gates and ups, else 1."""
         return 1 if self.gating is None else 2
 
     @property
     def outputs(self) -> int:
-        """Outputs of a tile's result."""
+        """Number of columns of the product that a tile results in: half of OUTPUTS for gates and ups, else all."""
         return OUTPUTS // self.halves
 
     @property
@@ -166,7 +166,7 @@ class Shape:
 
     @property
     def per_split(self) -> int:
-        """Tiles of inputs that a CTA adds up."""
+        """Number of tiles of inputs that a CTA adds up."""
         splits = max(self.sizes.num_ctas * self.sizes.shared // (self.row_tiles * self.out_tiles), 1)
         splits = min(splits, max(self.input_tiles // self.sizes.least_tiles, 1))
         return -(-self.input_tiles // splits)

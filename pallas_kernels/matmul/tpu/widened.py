@@ -42,7 +42,7 @@ def why_not(size: int, num_scales: int, dtype: Any) -> str:
 
 
 def why_not_aligned(size: int, num_scales: int, dtype: Any) -> str:
-    """Same as `why_not` for kernels that also take one scale per channel."""
+    """Reason why a matrix is not multiplied here, as `why_not`, for kernels that also take one scale per channel."""
     if dtype != jnp.bfloat16:
         return "kernels widen to bfloat16"
     if size % ALIGNED or size // num_scales % SUBLANES:

@@ -34,7 +34,10 @@ def quantized_matmul(
     out_dtype: Any,
     fine: Any = jnp.float16,
 ) -> jax.Array:
-    """Product [M, out] in out_dtype; the public operation has checked the arguments. fine: see `fine_rows`."""
+    """Multiply rows x [M, in] by codes * scales - zeros: [M, out] in out_dtype. fine: see `fine_rows`.
+
+    Shapes are those of the public operation, jaxengine.pallas_kernels.matmul.quantized, which has checked them.
+    """
     rows = x.shape[0]
     if rows == 1:
         # For one row XLA:GPU writes all products, a float32 array of the matrix's size, to memory before it sums them.
@@ -106,9 +109,9 @@ def widened_parts(codes: jax.Array, scales: jax.Array, zeros: jax.Array | None, 
 def widened_product(
     rows: FineRows, parts: list[jax.Array], codes: jax.Array, scales: jax.Array, zeros: jax.Array | None
 ) -> jax.Array:
-    """Multiply rows [..., M, in] by widened matrices [..., in, out]: f32 [..., M, out].
+    """Multiply rows [..., M, in] by widened matrices codes * scales - zeros [..., in, out]: f32 [..., M, out].
 
-    parts: the rows' values in the `row_parts` that match the codes.
+    parts: the rows' values in the `row_parts` that match the codes. scales, zeros: [..., n, out].
     """
     units = None
     if rows.units is not None:
@@ -155,7 +158,10 @@ def _group_sums(
 
 
 def _columns_product(x: FineRows, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None) -> jax.Array:
-    """Multiply rows [M, in] by the matrix, widening a block of columns at a time: f32 [M, out]."""
+    """Multiply rows [M, in] by codes * scales - zeros, widening BLOCK_COLUMNS columns at a time: f32 [M, out].
+
+    codes: [in, out], or pairs [in / 2, out]. scales, zeros: [n, out], each for in / n neighbouring inputs.
+    """
     out_size, x_parts = codes.shape[1], row_parts(x.values, codes.dtype)
     width = min(BLOCK_COLUMNS, out_size)
 

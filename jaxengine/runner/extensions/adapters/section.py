@@ -93,7 +93,7 @@ class StagePools(StageExtension):
         return self._extension.pools
 
     def put(self, matrices: Matrices) -> list[jax.Array]:
-        """What an adapter has of each pool here, on the devices; any thread may call it."""
+        """Copy an adapter's part of each pool of this stage to the devices, for `write`; any thread may call it."""
         pools, spec = self._extension.pools, self._stage.programs.model.build.lora
         places = [self._stage.params[pool.index].sharding for pool in pools]
         return jax.device_put([slot_values(pool, spec, matrices) for pool in pools], places)
@@ -116,17 +116,17 @@ class AdapterPools(HostExtension):
 
     @property
     def targets(self) -> AdapterTargets:
-        """What an adapter may change of the model."""
+        """Modules of the model, of all stages, that an adapter may change."""
         return targets_of([stage.programs.model for stage in self.runner.stages])
 
     @property
     def forms(self) -> list[dict[str, str]]:
-        """For people: the forms of products with adapters."""
+        """Forms of products with adapters, for people."""
         models = [stage.programs.model for stage in self.runner.stages]
         return product_forms(models, platform_of(self.runner.device))
 
     def put(self, matrices: Matrices) -> list[list[jax.Array]]:
-        """An adapter's matrices on the devices, for `write`; any thread may call it."""
+        """Copy an adapter's matrices to the devices, for `write`, and wait for that; any thread may call it."""
         return jax.block_until_ready([stage.extensions[NAME].put(matrices) for stage in self.runner.stages])
 
     def write(self, slot: int, values: list[list[jax.Array]]) -> None:

@@ -105,7 +105,7 @@ class AdapterStore:
 
     @property
     def adapters(self) -> list[AdapterRecord]:
-        """Those that requests may name."""
+        """Records of the adapters that requests may name."""
         return list(self._named.values())
 
     @property

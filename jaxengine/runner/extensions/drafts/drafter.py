@@ -57,7 +57,7 @@ class Drafter(StageExtension):
 
     @property
     def weight_bytes(self) -> int:
-        """Of one device, and what is kept of slots."""
+        """Bytes of one device of the draft model's weights, and of what it keeps for slots."""
         return sum(map(part_bytes, self.params)) + self.programs.slot_bytes
 
     @property
@@ -101,7 +101,7 @@ class Drafter(StageExtension):
                 self._compiled[when, bucket] = self._get(program)
 
     def allocate(self) -> None:
-        """Makes the pool."""
+        """Makes the arrays that the draft model keeps between steps: its pool and states of slots."""
         self._kept = self._get(self.programs.start(self._shapes))()
 
     def release(self) -> None:

@@ -37,11 +37,11 @@ class HeadWeights(NamedTuple):
 
 
 class HeadState(NamedTuple):
-    """What a head keeps.
+    """State of a draft head between steps.
 
     Attributes:
       kv: its pool.
-      hidden: [R, D], what it made of the last place of each slot.
+      hidden: [R, D], its hidden state at the last position of each slot.
     """
 
     kv: KVPages
@@ -50,17 +50,17 @@ class HeadState(NamedTuple):
 
 @dataclass(frozen=True)
 class DraftHeadSpec(DraftSpec):
-    """As DraftSpec, of a draft head.
+    """DraftSpec of a draft head, which also uses weights of the model.
 
     Attributes:
-      model_graph, model_tree: of the model.
+      model_graph, model_tree: static parts of the model, as `nnx.split` and `jax.tree.structure` give them.
     """
 
     model_graph: nnx.GraphDef
     model_tree: Any
 
     def both(self, weights: HeadWeights) -> tuple[Any, Any]:
-        """The head and the model."""
+        """Return the head and the model, as modules."""
         lender = nnx.merge(self.model_graph, jax.tree.unflatten(self.model_tree, weights.model))
         return self.model(weights.own), lender
 

@@ -27,7 +27,7 @@ from jaxengine.sharding.stages import Stage
 
 
 class OpenedDraft(NamedTuple):
-    """What drafts. model: abstract; source: of its weights; programs: those that it has."""
+    """An opened draft model or head. model: abstract; source: of its weights; programs: class of its programs."""
 
     model: Any
     source: ModelSource
@@ -109,8 +109,8 @@ def _open_head(config: EngineConfig, model: ModelConfig) -> ModelSource:
 
 
 def open_drafting(source: ModelSource, config: ResolvedConfig, layout: MeshLayout) -> OpenedDraft | None:
-    """What a config says shall draft for the model of `source`, split as that; None where the devices have no need of
-    weights for it, or nothing drafts.
+    """Open the draft model or head that a config names for the model of `source`, split as that; None where drafts
+    need no weights on the devices, or there are none.
 
     Its weights are read later, so that `source` stays open; the caller closes its own source. Raises as `open_draft`,
     and ConfigError where it cannot be split or used, or is not in the checkpoint.

@@ -61,31 +61,31 @@ class DraftPrograms:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one device that it keeps of slots."""
+        """Bytes of one device that the draft model keeps for slots."""
         return 0
 
     def weights(self, own: Sequence[Any], model: Sequence[Any]) -> Any:
-        """What its programs take: its own leaves, arrays or shapes, and those of the model that it needs."""
+        """Weights that its programs take: its own leaves, arrays or shapes, and those of the model that it needs."""
         return own
 
     def kept_shapes(self, num_pages: int) -> Any:
-        """What it keeps between steps, abstract: its pool beside one of `num_pages` pages per rank."""
+        """Abstract arrays that it keeps between steps: its pool of `num_pages` pages per rank, like the model's."""
         return abstract_kv(self._groups, num_pages, layout=self.target.layout, mesh=self.target.mesh)
 
     def start(self, kept: Any) -> Program:
-        """() -> what it keeps, as it begins, each device making its own part."""
+        """Program () -> what it keeps between steps, as it begins; each device makes its own part."""
         return program_on(self.target.mesh, "draft's pool", partial(device_kv, kept), (), kept, ())
 
     def before(self, bucket: Bucket, weights: Any, kept: Any) -> Program | None:
-        """What runs before a bucket's forward pass: (weights, kept, DeviceState, message) -> kept, and of a wide one
-        (kept, Drafts). None where nothing does."""
+        """Program that runs before a bucket's forward pass: (weights, kept, DeviceState, message) -> kept, and of a
+        wide one (kept, Drafts). None where nothing does."""
         if bucket.width == 1:
             return self._program(f"draft's {bucket}", make_extend(self._spec(bucket)), bucket, weights, kept)
         return self._drafting(bucket, make_draft(self._spec(bucket)), weights, kept)
 
     def after(self, bucket: Bucket, weights: Any, kept: Any) -> Program | None:
-        """What runs when a bucket's tokens have been chosen: (weights, kept, DeviceState, SampledRows, hidden states,
-        message) -> kept. None where nothing does."""
+        """Program that runs when a bucket's tokens have been chosen: (weights, kept, DeviceState, SampledRows, hidden
+        states, message) -> kept. None where nothing does."""
         return None
 
     def _spec(self, bucket: Bucket) -> Any:

@@ -76,7 +76,7 @@ class VerifyOutput(NamedTuple):
 
 
 class DraftsExtension(DeviceExtension):
-    """In the stage that samples. Its section of TokenState is the history, i32[R, L]: the tokens of each slot by
+    """Drafts in the stage that samples. Its section of TokenState is the history, i32[R, L]: the tokens of each slot by
     position, as far as they are known, where drafts are made of these. The host writes what a request brings, the
     sampler what it chooses.
 
@@ -141,7 +141,7 @@ class DraftsExtension(DeviceExtension):
         return DraftRows(rows(num_rows, np.int32, width - 1), rows(num_rows, np.int32), flag, flag)
 
     def fill_tokens(self, step: ForwardPass) -> ForwardPass | None:
-        """The pass with a token id in the place of every -1: each row's last token, and behind it the row's drafts.
+        """The pass with a token id in the place of every -1: each row's last token, and after it the row's drafts.
 
         None where the message has all drafts, or rows have none; then others fill in the last tokens.
         """
@@ -202,7 +202,7 @@ class History(StageExtension):
 
 
 class SlotHistory(HostExtension):
-    """Writes the histories of slots.
+    """Host's half of drafts: writes the histories of slots, and reads results of steps with drafts.
 
     Attributes:
       keeps_history: as DraftsExtension's.
@@ -213,26 +213,29 @@ class SlotHistory(HostExtension):
         self.keeps_history = extension.keeps_history
 
     def verified(self, pending: PendingStep) -> tuple[np.ndarray, np.ndarray] | None:
-        """Of a step with drafts, tokens that each row has got and drafts it had, i32[replicas, rows] both; else None.
-        Waits for the step."""
+        """Waits for a step with drafts; returns how many tokens each row has got, and how many drafts it had, both
+        i32[replicas, rows]. None for another step."""
         counts, num_drafts = pending.result("counts"), pending.result("num_drafts")
         return None if counts is None or num_drafts is None else (counts, num_drafts)
 
     def drafts(self, pending: PendingStep) -> np.ndarray | None:
-        """i32[replicas, rows, W - 1], what a model or draft head has made for a step, None where neither has; waits for
-        that alone."""
+        """Returns the drafts i32[replicas, rows, W - 1] that a model or draft head has made for a step, None where
+        neither has; waits for these alone."""
         if not isinstance(own := pending.given.get(NAME), Drafts):
             return None
         return self.runner.fetch(own.token_ids).reshape(self.runner.num_ranks, -1, pending.bucket.width - 1)
 
     def set_histories(self, histories: list[tuple[int, np.ndarray]]) -> None:
-        """Tells what drafts are made of: slots and the tokens i32[n] that they begin with."""
+        """Writes the histories of slots on the devices, of which drafts are made; does nothing unless `keeps_history`.
+
+        histories: pairs of a slot and the tokens i32[n] that it begins with.
+        """
         if self.keeps_history:
             self.runner.change_rows(HISTORY_ROWS, histories, self.runner.config.max_model_len)
 
 
 def drafts_of(shape: StageShape, bucket: Bucket) -> Drafts:
-    """The drafts of a wide bucket's rows, abstract."""
+    """Abstract Drafts of a wide bucket's rows: token ids i32[S, W - 1] and counts i32[S] of each replica."""
     rows = shape.rows
     return Drafts(rows(bucket.num_seqs, np.int32, bucket.width - 1), rows(bucket.num_seqs, np.int32))
 

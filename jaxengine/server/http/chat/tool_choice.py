@@ -190,7 +190,8 @@ def _arguments(function: Function, definitions: dict[str, Any]) -> dict[str, Any
     """Schema of a function's arguments, to be part of a document with these `$defs`: targets of its references are
     added to `definitions`. Raises RequestError for a reference without a target.
 
-    It allows no other parameters than listed, unless the function's schema says otherwise or requires others.
+    It gets "additionalProperties": false if it lists every required parameter, and has no keyword that needs others
+    (`lists_all`) or may allow others (_COMBINING). A function without a schema takes an empty object.
     """
     given = function.parameters or _NO_ARGUMENTS
     document = SchemaDocument(given)
@@ -211,7 +212,10 @@ def _arguments_schema(function: Function) -> dict[str, Any]:
 
 
 def _calls_schema(functions: Sequence[Function], at_most: int | None) -> dict[str, Any]:
-    """Schema of a list of calls, for RequiredToolParser. Raises RequestError."""
+    """Schema of a list of one call or more, for RequiredToolParser. Raises RequestError.
+
+    at_most: number of calls; None for no limit.
+    """
     definitions: dict[str, Any] = {}
     calls = [call_schema(each.name, "parameters", _arguments(each, definitions)) for each in functions]
     schema = with_definitions({"type": "array", "minItems": 1, "items": {"anyOf": calls}}, definitions)

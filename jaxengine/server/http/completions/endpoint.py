@@ -33,7 +33,11 @@ from jaxengine.server.prompts import PromptEncoder, read_prompts
 
 
 class _Completion:
-    """A request being answered. options: scheduling of its prompts."""
+    """State of one request: call `read_prompts`, then `whole` for one response or `events` for a stream.
+
+    name: the response's id. model: the name that it shows. options: scheduling of its prompts. Raises RequestError for
+    parameters that are not allowed.
+    """
 
     def __init__(
         self,

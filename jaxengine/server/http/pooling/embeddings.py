@@ -29,7 +29,11 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     server, names = PoolingServer(engine, config), served_names(engine, config)
 
     async def run(body: InputBody, request: Request, prefix: str, task: str | None, entry: Any) -> Response:
-        """The response whose data is `entry(index, output)` for each prompt."""
+        """Runs the body's prompts; returns a response whose data is the list of `entry(index, answer)`, one for each.
+
+        prefix: of the response's id. task: of the pooling parameters; None for the body's, or the model's. Raises
+        RequestError.
+        """
         model = check_model(body.model, names)
         name = body.register(prefix, request)
         params = body.pooling_params(task)

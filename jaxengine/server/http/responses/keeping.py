@@ -51,7 +51,7 @@ class Memory:
 
 
 class Held:
-    """The bytes of one request, given back at the latest when it is forgotten."""
+    """Bytes of Memory that one request has taken; given back by `release`, or else when this is deleted."""
 
     def __init__(self, memory: Memory):
         self._memory = memory
@@ -122,7 +122,13 @@ async def read_back(
 
 @dataclass
 class Asked:
-    """What a request adds to a conversation, to store; long texts of both documents are in `texts`."""
+    """What a request adds to a stored conversation.
+
+    Attributes:
+      question: the request's messages.
+      input: its input items.
+      texts: long texts of both documents, by digest.
+    """
 
     question: Document
     input: Document
@@ -130,9 +136,10 @@ class Asked:
 
     @classmethod
     async def of(cls, question: Sequence[Json], items: Sequence[Json]) -> Asked:
-        """Makes the documents, on a thread if they are large. question: the request's messages; items: its input items.
+        """Makes both documents, on a thread if `items` are large. question: the request's messages; items: its input
+        items.
 
-        Of a picture in a data URL only the picture is kept.
+        The data URL of an image is stored without what follows the image's end (`trimmed_url`).
         """
         return await off_loop(weight(items), cls._of, question, items)
 
@@ -156,14 +163,14 @@ class Asked:
 
 
 class _Pictures:
-    """Trims the pictures of items and messages; the same text once."""
+    """Trims the data URLs of images in items and messages, each string object once."""
 
     def __init__(self):
         # The text itself is kept along, so that its id stays its own.
         self._trimmed: dict[int, tuple[str, str]] = {}
 
     def only(self, item: Json, keys: Sequence[str]) -> Json:
-        """Returns an item or message whose parts, lists under `keys`, have trimmed pictures."""
+        """Returns an item or message with the images of its parts, which are lists under `keys`, trimmed."""
         return {name: self._parts(value) if name in keys else value for name, value in item.items()}
 
     def _parts(self, parts: Any) -> Any:
