@@ -267,7 +267,7 @@ async def overload_run(running: ServerProcess, traffic: Traffic, seconds: float)
 
     watching = asyncio.create_task(watch())
     run = await send(traffic, plan(Load(count, **lengths, seed=3)), arrivals(count, 10 * rate))
-    watching.cancel()
+    end_task(watching)
     good = [sample for sample in run.samples if sample.error is None]
     refused = [sample for sample in run.samples if sample.error == "http 429"]
     return {
@@ -303,6 +303,13 @@ def overload(findings: Findings, seconds: float) -> None:
         findings.add("overload: exit status afterwards", running.stop(), 0)
 
 
+def end_task(task: asyncio.Task) -> None:
+    """Cancel a task that runs beside a measurement, or raise what has ended it: the measurement means nothing then."""
+    if task.done():
+        task.result()
+    task.cancel()
+
+
 async def beside_grammars(traffic: Traffic, num_tokens: int, grammars: Iterator[str]) -> tuple[list[float], int]:
     """Stream `num_tokens` tokens while another client requests each of `grammars`, regexes, one after the other.
 
@@ -320,7 +327,7 @@ async def beside_grammars(traffic: Traffic, num_tokens: int, grammars: Iterator[
 
     asking = asyncio.create_task(ask())
     sample = await stream(connections, "/completions", traffic.body(plan(Load(1, 16, num_tokens))[0]), 120.0)
-    asking.cancel()
+    end_task(asking)
     connections.close()
     assert sample.error is None, sample.error
     return [late - early for early, late in itertools.pairwise(sample.chunk_times)], answered

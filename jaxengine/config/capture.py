@@ -50,7 +50,7 @@ def read_capture_layers(value: Any) -> tuple[int, ...]:
     numbers: Any = value.tolist() if isinstance(value, np.ndarray) else value
     if isinstance(value, str):
         words = [word.strip() for word in value.strip("[]() ").split(",")]
-        numbers = [int(word) if word.lstrip("-").isdecimal() else word for word in words]
+        numbers = [int(word) if word.removeprefix("-").isdecimal() else word for word in words]
     listed = isinstance(numbers, (list, tuple, range)) and len(numbers) > 0
     if not listed or not all(type(number) is int for number in numbers):
         raise ConfigError(NAME, value, 'a list of at least one integer, or such as "0,5,-1"')
