@@ -42,11 +42,13 @@ from jaxengine.models.families.glm4v import Glm4vForConditionalGeneration
 from jaxengine.models.families.gpt_oss import GptOssForCausalLM
 from jaxengine.models.families.granite import GraniteForCausalLM
 from jaxengine.models.families.granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from jaxengine.models.families.gte import GteModel
 from jaxengine.models.families.hunyuan_dense import HunYuanDenseV1ForCausalLM
 from jaxengine.models.families.hunyuan_moe import HunYuanMoEV1ForCausalLM
 from jaxengine.models.families.idefics3 import Idefics3ForConditionalGeneration, SmolVLMForConditionalGeneration
 from jaxengine.models.families.internlm3 import InternLM3ForCausalLM
 from jaxengine.models.families.internvl import InternVLForConditionalGeneration
+from jaxengine.models.families.jina_embeddings_v3 import JinaEmbeddingsV3Model
 from jaxengine.models.families.kimi_vl import KimiVLForConditionalGeneration
 from jaxengine.models.families.lfm2 import Lfm2ForCausalLM, Lfm2MoeForCausalLM
 from jaxengine.models.families.llama import LlamaForCausalLM
@@ -60,6 +62,7 @@ from jaxengine.models.families.mistral import MistralForCausalLM
 from jaxengine.models.families.mixtral import MixtralForCausalLM
 from jaxengine.models.families.modernbert import ModernBertModel
 from jaxengine.models.families.nemotron import NemotronForCausalLM
+from jaxengine.models.families.nomic_bert import NomicBertModel
 from jaxengine.models.families.olmo2 import Olmo2ForCausalLM
 from jaxengine.models.families.olmo3 import Olmo3ForCausalLM
 from jaxengine.models.families.olmoe import OlmoeForCausalLM
@@ -161,6 +164,10 @@ ENCODERS: dict[str, type[Encoder]] = {
     "XLMRobertaModel": XLMRobertaModel,
     "DistilBertModel": DistilBertModel,
     "ModernBertModel": ModernBertModel,
+    "NomicBertModel": NomicBertModel,
+    "GteModel": GteModel,
+    "NewModel": GteModel,
+    "JinaEmbeddingsV3Model": JinaEmbeddingsV3Model,
 }
 
 

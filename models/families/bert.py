@@ -11,9 +11,7 @@ from jaxengine.models.params.source import CheckpointNames
 
 NAMES = EncoderNames(
     layer="model.encoder.layer.{layer}",
-    query="attention.self.query",
-    key="attention.self.key",
-    value="attention.self.value",
+    qkv=("attention.self.query", "attention.self.key", "attention.self.value"),
     out="attention.output.dense",
     attention_norm="attention.output.LayerNorm",
     up="intermediate.dense",

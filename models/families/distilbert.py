@@ -28,9 +28,7 @@ class DistilBertModel(PostNormEncoder):
 
     names: ClassVar[EncoderNames] = EncoderNames(
         layer="model.transformer.layer.{layer}",
-        query="attention.q_lin",
-        key="attention.k_lin",
-        value="attention.v_lin",
+        qkv=("attention.q_lin", "attention.k_lin", "attention.v_lin"),
         out="attention.out_lin",
         attention_norm="sa_layer_norm",
         up="ffn.lin1",

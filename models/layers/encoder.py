@@ -1,7 +1,7 @@
 """Encoder: a transformer whose tokens see their whole prompt. It pools, and generates nothing.
 
-PostNormEncoder has learned positions and norms after a layer's parts; a family says what its checkpoints call the parts
-(EncoderNames).
+PostNormEncoder has norms after a layer's parts, and learned positions or rope; a family says what its checkpoints call
+the parts (EncoderNames).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.hf import Activation, hf_fields
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.pooler import CLS, Classifier
+from jaxengine.models.config.rope import Rope
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention import Attention, LayerPages, StepInputs
 from jaxengine.models.layers.classify import DenseLabelScores
@@ -26,7 +27,7 @@ from jaxengine.models.layers.decoder import Decoder
 from jaxengine.models.layers.embedding import Embedding
 from jaxengine.models.layers.mlp import MLP, gelu, gelu_tanh
 from jaxengine.models.layers.norm import LayerNorm
-from jaxengine.models.params.declare import ParamDecl, Source, declare
+from jaxengine.models.params.declare import ParamDecl, Source, declare, parts_of
 from jaxengine.pallas_kernels.kv.pages import KVPages
 
 FUNCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -39,19 +40,19 @@ FUNCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class EncoderNames(NamedTuple):
-    """Checkpoint modules of an encoder; names from `query` to `mlp_norm` are those within a layer.
+    """Checkpoint modules of an encoder; names from `qkv` to `mlp_norm` are those within a layer.
 
     Attributes:
       layer: a layer, with "{layer}" for its number.
-      query, key, value, out: attention's projections. attention_norm, mlp_norm: the norms after each part.
+      qkv: attention's projections of queries, keys and values; one name where they are one matrix.
+      out: attention's projection of its result. attention_norm, mlp_norm: the norms after each part.
       up, down: the MLP's projections.
       dense, labels: the two projections of a classifier.
+      embedding_norm: the norm of embeddings.
     """
 
     layer: str
-    query: str
-    key: str
-    value: str
+    qkv: tuple[str, ...]
     out: str
     attention_norm: str
     up: str
@@ -59,29 +60,31 @@ class EncoderNames(NamedTuple):
     mlp_norm: str
     dense: str
     labels: str
+    embedding_norm: str = "model.embeddings.LayerNorm"
 
 
-def encoder_fields(fields: ConfigFields, encoder: EncoderConfig, **names: Any) -> dict[str, Any]:
+def encoder_fields(
+    fields: ConfigFields, encoder: EncoderConfig, *, rope: Rope | None = None, bias: bool = True, **names: Any
+) -> dict[str, Any]:
     """Read the fields that encoders share from a config.json: keyword arguments of ModelConfig, without the
     architecture.
 
     encoder: read already. vocab_size counts each token once for each of its token types, and max_position_embeddings
-    leaves out the positions before its first. names: further arguments of hf_fields, `activation` and `eps`. Raises
+    leaves out the positions before its first. rope: of all layers, in an encoder without a table of positions. bias:
+    whether attention's projections have biases. names: further arguments of hf_fields, `activation` and `eps`. Raises
     ModelConfigError.
     """
-    ropes = [None] * fields.integer("num_hidden_layers")
-    shared = hf_fields(fields, ropes=ropes, tied=True, causal=False, bias=True, output_bias=True, **names)
-    return shared | {
-        "vocab_size": shared["vocab_size"] * max(1, encoder.num_token_types),
-        "max_position_embeddings": encoder.num_positions - encoder.first_position,
-        "encoder": encoder,
-    }
+    ropes = [rope] * fields.integer("num_hidden_layers")
+    shared = hf_fields(fields, ropes=ropes, tied=True, causal=False, bias=bias, output_bias=bias, **names)
+    if rope is None:
+        shared["max_position_embeddings"] = encoder.num_positions - encoder.first_position
+    return shared | {"vocab_size": shared["vocab_size"] * max(1, encoder.num_token_types), "encoder": encoder}
 
 
 class EncoderEmbeddings(nnx.Module):
-    """norm(token + token type + position), under BERT's names for the tables and the norm."""
+    """norm(token + token type + position), under BERT's names for the tables; `norm`: the norm's checkpoint module."""
 
-    def __init__(self, config: ModelConfig, encoder: EncoderConfig, *, source: str, build: Build):
+    def __init__(self, config: ModelConfig, encoder: EncoderConfig, *, source: str, norm: str, build: Build):
         size, types = config.hidden_size, encoder.num_token_types
         self.first_position, self.num_rows = encoder.first_position, config.vocab_size // max(1, types)
 
@@ -91,16 +94,17 @@ class EncoderEmbeddings(nnx.Module):
 
         self.tokens = Embedding(self.num_rows, size, source=f"{source}.word_embeddings", build=build)
         self.types = table("token_type_embeddings", types) if types else None
-        self.positions = table("position_embeddings", encoder.num_positions)
-        self.norm = LayerNorm(size, config.rms_norm_eps, source=f"{source}.LayerNorm", build=build)
+        self.positions = table("position_embeddings", encoder.num_positions) if encoder.num_positions else None
+        self.norm, self.dtype = LayerNorm(size, config.rms_norm_eps, source=norm, build=build), build.dtype
 
     def __call__(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
         """Embed tokens i32[T], with their types in their ids (EncoderConfig), at positions i32[T] -> [T, D]."""
         x = self.tokens(token_ids % self.num_rows).astype(jnp.float32)
         if self.types is not None:
             x = x + self.types[...][token_ids // self.num_rows].astype(jnp.float32)
-        x = x + self.positions[...][positions + self.first_position].astype(jnp.float32)
-        return self.norm(x).astype(self.positions.dtype)
+        if self.positions is not None:
+            x = x + self.positions[...][positions + self.first_position].astype(jnp.float32)
+        return self.norm(x).astype(self.dtype)
 
 
 class PostNormLayer(nnx.Module):
@@ -152,37 +156,40 @@ class PostNormEncoder(Encoder):
 
     def make_embedding(self, build: Build) -> EncoderEmbeddings:
         assert self.config.encoder is not None
-        return EncoderEmbeddings(self.config, self.config.encoder, source="model.embeddings", build=build)
+        source, norm = "model.embeddings", self.names.embedding_norm
+        return EncoderEmbeddings(self.config, self.config.encoder, source=source, norm=norm, build=build)
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
         config, size, names = self.config, self.config.hidden_size, self.names
-        attention, encoder = config.attention[layer], config.encoder
-        assert encoder is not None
+        attention = config.attention[layer]
         width = attention.num_heads * attention.head_dim
+        qkv = [f"{names.layer}.{name}" for name in names.qkv]
         attend = Attention(
             attention,
             size,
             eps=config.rms_norm_eps,
             source=names.layer,
-            qkv=[Source(f"{names.layer}.{name}", width) for name in (names.query, names.key, names.value)],
+            qkv=[Source(name, width) for name in qkv] if len(qkv) > 1 else parts_of(qkv[0], width, width, width),
             out=Source(f"{names.layer}.{names.out}", size),
-            build=build,
-        )
-        mlp = MLP(
-            size,
-            config.intermediate_size,
-            source=names.layer,
-            up=names.up,
-            down=names.down,
-            activation=FUNCTIONS[encoder.activation],
-            bias=True,
             build=build,
         )
         norms = [
             LayerNorm(size, config.rms_norm_eps, source=f"{names.layer}.{name}", build=build)
             for name in (names.attention_norm, names.mlp_norm)
         ]
-        return PostNormLayer(attend, norms[0], mlp, norms[1])
+        return PostNormLayer(attend, norms[0], self.make_mlp(build), norms[1])
+
+    @property
+    def activation(self) -> Callable[[jax.Array], jax.Array]:
+        """Function of the MLPs."""
+        assert self.config.encoder is not None
+        return FUNCTIONS[self.config.encoder.activation]
+
+    def make_mlp(self, build: Build) -> nnx.Module:
+        """Make a layer's MLP: ([T, D], the step's Rows) -> [T, D]."""
+        names, sizes = self.names, (self.config.hidden_size, self.config.intermediate_size)
+        activation, modules = self.activation, {"up": names.up, "down": names.down}
+        return MLP(*sizes, source=names.layer, **modules, activation=activation, bias=True, build=build)
 
     def make_norm(self, build: Build) -> nnx.Module:
         return Identity()

@@ -80,6 +80,7 @@ class GatedMLP(nnx.Module):
 
     gate_up: checkpoint modules of gate and up, by default `gate_proj` and `up_proj` of `source`.
     down: checkpoint module of down, by default `down_proj`.
+    bias, down_bias: whether gate and up, and whether down has a bias; None: as `bias`.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class GatedMLP(nnx.Module):
         source: str,
         build: Build,
         bias: bool = False,
+        down_bias: bool | None = None,
         activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
         gate_up: Sequence[Source] | None = None,
         down: Source | None = None,
@@ -97,7 +99,8 @@ class GatedMLP(nnx.Module):
         gate_up = gate_up or (Source(f"{source}.gate_proj", ffn_size), Source(f"{source}.up_proj", ffn_size))
         self.gate_up = Linear(hidden_size, gate_up, axes=("embed", "ffn"), bias=bias, build=build)
         down = down or Source(f"{source}.down_proj", hidden_size)
-        self.down = Linear(ffn_size, (down,), axes=("ffn", "embed"), bias=bias, build=build)
+        down_bias = bias if down_bias is None else down_bias
+        self.down = Linear(ffn_size, (down,), axes=("ffn", "embed"), bias=down_bias, build=build)
         self.activation = activation
 
     def __call__(self, x: jax.Array, rows: Rows) -> jax.Array:

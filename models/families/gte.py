@@ -1,0 +1,82 @@
+"""GTE (Zhang et al. 2024, arXiv:2407.19669): BERT with rope and gated MLPs; `New` in checkpoints with code of their
+own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from flax import nnx
+
+from jaxengine.models.build import Build
+from jaxengine.models.config.encoder import EncoderConfig, read_activation
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.hf import read_head_dim, read_rope
+from jaxengine.models.config.rope import Rope, RopeScaling
+from jaxengine.models.layers.encoder import HIDDEN_ACT, EncoderNames, PostNormEncoder, encoder_fields
+from jaxengine.models.layers.mlp import GatedMLP
+from jaxengine.models.params.declare import Source, parts_of
+from jaxengine.models.params.source import CheckpointNames
+
+LAYER = "model.encoder.layer.{layer}"
+
+
+class GteModel(PostNormEncoder):
+    """Post-norm encoder with rope and gated MLPs, with a tanh layer and scores of labels where it classifies."""
+
+    names: ClassVar[EncoderNames] = EncoderNames(
+        layer=LAYER,
+        qkv=("attention.qkv_proj",),
+        out="attention.o_proj",
+        attention_norm="attn_ln",
+        up="mlp.up_gate_proj",
+        down="mlp.down_proj",
+        mlp_norm="mlp_ln",
+        dense="model.pooler.dense",
+        labels="model.classifier",
+    )
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
+        prefixes=(("model.new.", "model."), ("model.gte.", "model.")),
+        heads=("model.pooler.", "model.lm_head.", "lm_head.", "model.classifier."),
+    )
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        theta = 160_000.0 if fields.text("model_type", "gte") == "gte" else 10_000.0
+        fields.require(
+            position_embedding_type="rope", layer_norm_type="layer_norm", pack_qkv=True, logn_attention_scale=False
+        )
+        fields = fields.with_defaults(
+            vocab_size=250048,
+            hidden_size=768,
+            num_hidden_layers=12,
+            num_attention_heads=12,
+            intermediate_size=3072,
+            max_position_embeddings=8192,
+            layer_norm_eps=1e-12,
+            rope_theta=theta,
+        )
+        types = fields.integer("type_vocab_size", 1, minimum=0)
+        encoder = EncoderConfig(read_activation(fields), num_token_types=types, num_positions=0)
+        rope = _read_rope(fields, read_head_dim(fields))
+        return encoder_fields(fields, encoder, rope=rope, activation=HIDDEN_ACT, eps="layer_norm_eps")
+
+    def make_mlp(self, build: Build) -> nnx.Module:
+        size, ffn = self.config.hidden_size, self.config.intermediate_size
+        up, gate = parts_of(f"{LAYER}.mlp.up_gate_proj", ffn, ffn)
+        down = Source(f"{LAYER}.mlp.down_proj", size)
+        options: dict[str, Any] = {"down_bias": True, "activation": self.activation, "build": build}
+        return GatedMLP(size, ffn, source=LAYER, gate_up=(gate, up), down=down, **options)
+
+
+def _read_rope(fields: ConfigFields, head_dim: int) -> Rope:
+    """Read the rope of a config.json, whose scaling may be `ntk`: frequency i of d / 2 is divided by
+    factor ** (2 * (i + 1) / d) (Su 2023, kexue.fm/archives/9706). Raises ModelConfigError."""
+    scaling = ConfigFields(fields.mapping("rope_scaling") or {}, "")
+    if scaling.text("type", None) != "ntk":
+        return read_rope(fields, head_dim)
+    scaling.require(mixed_b=None)
+    factor = scaling.number("factor")
+    plain = read_rope(ConfigFields({**fields.raw, "rope_scaling": None}), head_dim)
+    factors = tuple(factor ** (2 * (index + 1) / head_dim) for index in range(head_dim // 2))
+    return replace(plain, scaling=RopeScaling("factors", factors=factors))

@@ -1,0 +1,104 @@
+"""NomicBERT (Nussbaum et al. 2024, arXiv:2402.01613): BERT with rope and gated MLPs, and no biases but the norms'."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from flax import nnx
+
+from jaxengine.models.build import Build
+from jaxengine.models.config.encoder import EncoderConfig, read_activation
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.hf import read_head_dim, read_rope
+from jaxengine.models.layers.encoder import HIDDEN_ACT, EncoderNames, PostNormEncoder, encoder_fields
+from jaxengine.models.layers.mlp import GatedMLP
+from jaxengine.models.params.declare import Source
+from jaxengine.models.params.source import CheckpointNames
+
+LAYER = "model.encoder.layers.{layer}"
+# The names of a config.json from before transformers had the family, and what they say there.
+_EARLIER = {
+    "hidden_size": "n_embd",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+    "intermediate_size": "n_inner",
+    "max_position_embeddings": "n_positions",
+    "layer_norm_eps": "layer_norm_epsilon",
+    "rope_theta": "rotary_emb_base",
+}
+_EARLIER_ONLY = {
+    "activation_function": "swiglu",
+    "prenorm": False,
+    "parallel_block": False,
+    "causal": False,
+    "use_rms_norm": False,
+    "qkv_proj_bias": False,
+    "mlp_fc1_bias": False,
+    "mlp_fc2_bias": False,
+    "rotary_emb_fraction": 1.0,
+    "rotary_emb_interleaved": False,
+    "rotary_emb_scale_base": None,
+    "rotary_scaling_factor": None,
+    "num_experts": 0,
+}
+
+
+class NomicBertModel(PostNormEncoder):
+    """Post-norm encoder with rope and gated MLPs, with a tanh layer and scores of labels where it classifies."""
+
+    names: ClassVar[EncoderNames] = EncoderNames(
+        layer=LAYER,
+        qkv=("attn.Wqkv",),
+        out="attn.out_proj",
+        attention_norm="norm1",
+        up="mlp.fc11",
+        down="mlp.fc2",
+        mlp_norm="norm2",
+        dense="model.pooler.dense",
+        labels="model.classifier",
+        embedding_norm="model.emb_ln",
+    )
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
+        prefixes=(("model.nomic_bert.", "model."), ("model.bert.", "model.")),
+        heads=("model.pooler.", "model.cls.", "model.classifier."),
+    )
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        fields = _with_present_names(fields)
+        fields = fields.with_defaults(
+            vocab_size=30528,
+            hidden_size=768,
+            num_hidden_layers=12,
+            num_attention_heads=12,
+            intermediate_size=3072,
+            max_position_embeddings=2048,
+            layer_norm_eps=1e-12,
+            rope_theta=1000.0,
+            hidden_act="silu",
+        )
+        types = fields.integer("type_vocab_size", 2, minimum=0)
+        encoder = EncoderConfig(read_activation(fields), num_token_types=types, num_positions=0)
+        rope = read_rope(fields, read_head_dim(fields))
+        return encoder_fields(fields, encoder, rope=rope, bias=False, activation=HIDDEN_ACT, eps="layer_norm_eps")
+
+    def make_mlp(self, build: Build) -> nnx.Module:
+        size, ffn = self.config.hidden_size, self.config.intermediate_size
+        gate_up = [Source(f"{LAYER}.mlp.{name}", ffn) for name in ("fc12", "fc11")]
+        down = Source(f"{LAYER}.mlp.fc2", size)
+        return GatedMLP(size, ffn, source=LAYER, gate_up=gate_up, down=down, activation=self.activation, build=build)
+
+
+def _with_present_names(fields: ConfigFields) -> ConfigFields:
+    """A config.json under the names that transformers has now. Raises ModelConfigError for a choice that the family
+    does not have."""
+    if not fields.has("n_embd"):
+        return fields
+    fields.require(**_EARLIER_ONLY)
+    named = {name: fields.value(own) for name, own in _EARLIER.items() if fields.has(own)}
+    if not fields.has("n_inner"):
+        named["intermediate_size"] = 4 * fields.integer("n_embd")
+    if fields.has("max_trained_positions"):  # rope is stretched for more only where rotary_scaling_factor says so
+        longest = fields.integer("max_trained_positions")
+        named["max_position_embeddings"] = min(longest, fields.integer("n_positions", longest))
+    return ConfigFields({**fields.raw, **named})

@@ -1,0 +1,99 @@
+"""config.json of encoders: the names that repositories had before transformers had the family."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.pooler import MEAN, Pooler
+from jaxengine.models.registry import family_of, read_hf
+
+SIZES = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"intermediate_size": 40, "max_position_embeddings": 64}
+NOMIC = {
+    "architectures": ["NomicBertModel"],
+    "model_type": "nomic_bert",
+    "activation_function": "swiglu",
+    "causal": False,
+    "layer_norm_epsilon": 1e-12,
+    "mlp_fc1_bias": False,
+    "mlp_fc2_bias": False,
+    "n_embd": 32,
+    "n_head": 4,
+    "n_inner": 40,
+    "n_layer": 2,
+    "n_positions": 8192,
+    "max_trained_positions": 64,
+    "parallel_block": False,
+    "prenorm": False,
+    "qkv_proj_bias": False,
+    "rotary_emb_base": 1000,
+    "rotary_emb_fraction": 1.0,
+    "rotary_emb_interleaved": False,
+    "rotary_emb_scale_base": None,
+    "rotary_scaling_factor": None,
+    "type_vocab_size": 2,
+    "use_rms_norm": False,
+    "vocab_size": 96,
+}
+NEW = SIZES | {
+    "architectures": ["NewModel"],
+    "model_type": "new",
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-12,
+    "layer_norm_type": "layer_norm",
+    "logn_attention_scale": False,
+    "pack_qkv": True,
+    "position_embedding_type": "rope",
+    "rope_theta": 20000.0,
+    "rope_scaling": {"type": "ntk", "factor": 8.0},
+    "type_vocab_size": 1,
+}
+
+
+def read(config: dict[str, Any]) -> ModelConfig:
+    return read_hf(config, Pooler(MEAN))
+
+
+def test_earlier_names_of_nomic_bert():
+    present = SIZES | {"architectures": ["NomicBertModel"], "model_type": "nomic_bert", "type_vocab_size": 2}
+    assert read(NOMIC) == read(present)
+    assert read({**NOMIC, "n_inner": None}).intermediate_size == 4 * 32
+    assert read({**NOMIC, "n_positions": 48}).max_position_embeddings == 48
+
+
+def test_ntk_of_new_stretches_every_frequency():
+    found = read(NEW)
+    assert found.architecture == "GteModel" and found.max_position_embeddings == 64
+    rope = found.attention[0].rope
+    assert rope is not None
+    # base * factor to the power of -2 i / d, divided by factor ** (2 / d).
+    wanted = (20000.0 * 8) ** (-np.arange(0, 8, 2) / 8) / 8 ** (2 / 8)
+    np.testing.assert_allclose(rope.frequencies(), wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "match"),
+    [
+        (NOMIC, {"prenorm": True}, "prenorm must be false or absent"),
+        (NOMIC, {"num_experts": 8}, "num_experts must be 0 or absent"),
+        (NOMIC, {"rotary_scaling_factor": 2}, "rotary_scaling_factor must be absent"),
+        (NOMIC, {"activation_function": "gelu"}, "activation_function must be"),
+        (NEW, {"pack_qkv": False}, "pack_qkv must be true or absent"),
+        (NEW, {"position_embedding_type": "absolute"}, "position_embedding_type must be"),
+        (NEW, {"rope_scaling": {"type": "ntk", "factor": 8.0, "mixed_b": 0.5}}, "mixed_b must be absent"),
+    ],
+)
+def test_other_choices_are_refused(config: dict[str, Any], changes: dict[str, Any], match: str):
+    with pytest.raises(ModelConfigError, match=match):
+        read({**config, **changes})
+
+
+def test_classes():
+    for name in ("NomicBert", "Gte", "New", "JinaEmbeddingsV3"):
+        assert family_of(f"{name}Model") == (f"{name}Model", "embed")
+        assert family_of(f"{name}ForSequenceClassification") == (f"{name}Model", "classify")
