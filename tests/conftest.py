@@ -124,6 +124,16 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=place)
 
 
+def pytest_collection_finish(session):
+    """Leave what is imported out of garbage collections.
+
+    Every start of an engine collects, and each collection looks at all objects that are not frozen: in a process of
+    tests these are modules and traces of many files, and took up to a fifth of a file's time.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 def _is_chosen(item, chosen: str) -> bool:
     tier = _tier(item)
     if chosen == "versions":
@@ -165,7 +175,10 @@ def pytest_runtest_teardown(item, nextitem):
             count = sum(1 for _ in maps)
         if count > (20_000 if ends_file else 40_000) or (ends_file and _resident_bytes() > MAX_RESIDENT_BYTES):
             jax.clear_caches()
+            gc.unfreeze()
             gc.collect()
+    if ends_file:
+        gc.freeze()  # see pytest_collection_finish
 
 
 def _resident_bytes() -> int:

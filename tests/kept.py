@@ -59,4 +59,5 @@ def file_ended() -> None:
     """End what no file has asked for lately, in every Kept."""
     num_ended = sum(kept.end_idle() for kept in _all)
     if num_ended:
+        gc.unfreeze()  # tests/conftest.py freezes what earlier files have left
         gc.collect()
