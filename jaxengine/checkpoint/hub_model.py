@@ -20,7 +20,7 @@ from jaxengine.models.params.files import read_object
 from jaxengine.models.weights.formats.safetensors import INDEX_FILE, PICKLE_SUFFIXES, SINGLE_FILE
 from jaxengine.models.weights.gguf.split import PART
 
-OTHER_FILES = ("*.json", "*.jinja", "tokenizer.model", "vocab.txt")
+OTHER_FILES = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "tiktoken.model", "vocab.txt")
 # Parts of a pooling model that sentence-transformers keeps in folders of their own.
 _MODULES = "[0-9]_*/model.safetensors"
 _QUANTISED = re.compile(r"([^/:]+/[^/:]+):([A-Za-z0-9_]{1,32})")

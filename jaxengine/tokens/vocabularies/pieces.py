@@ -24,6 +24,7 @@ class Pieces(NamedTuple):
       names, scores, types: of each piece, by id; names are distinct.
       char_map: SentencePiece's compiled map of characters; empty for none.
       adds_space: a space is put in front of the text.
+      only_first: not in front of text that follows a special token, and not before a space.
       strips: spaces at both ends are taken off and runs of spaces become one.
     """
 
@@ -33,6 +34,7 @@ class Pieces(NamedTuple):
     char_map: bytes = b""
     adds_space: bool = True
     strips: bool = False
+    only_first: bool = False
 
     def with_types(self, *types: int) -> list[int]:
         """Ids of the pieces of these types."""
@@ -95,10 +97,15 @@ def _with_texts(tokenizer: Tokenizer, pieces: Pieces) -> Tokenizer:
     if pieces.strips:
         # Not \s: a mark of the end of a line is a character like others, unless the map makes it a space.
         steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
-    if pieces.adds_space:
-        steps.append(normalizers.Prepend(SPACE_MARK))
-    steps.append(normalizers.Replace(" ", SPACE_MARK))
-    tokenizer.normalizer = steps[0] if len(steps) == 1 else normalizers.Sequence(steps)
+    if pieces.adds_space and pieces.only_first:
+        first: list[Any] = [pre_tokenizers.Metaspace(SPACE_MARK, "first", split=False)]
+        then = [] if tokenizer.pre_tokenizer is None else [tokenizer.pre_tokenizer]
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(first + then)
+    else:
+        steps += [normalizers.Prepend(SPACE_MARK)] * pieces.adds_space
+        steps.append(normalizers.Replace(" ", SPACE_MARK))
+    if steps:
+        tokenizer.normalizer = steps[0] if len(steps) == 1 else normalizers.Sequence(steps)
     shown: list[Any] = [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
     if pieces.adds_space:
         shown.append(decoders.Strip(" ", 1, 0))
