@@ -79,6 +79,9 @@ _AFMOE_CJK = (
     "[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0e7f"
     "\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+"
 )
+# Longer runs of digits are cut from the left first: expressions that group digits from the right look at the whole run
+# for each group.
+_LONG_RUN = r"\p{N}{1200}"
 # Digits in threes from the right.
 _THREES = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
 _JAIS2_BLANKS = "|".join(rf"\s{{{count}}}(?!\S)" for count in (512, 256, 128, 64, 32, 16, 8, 4)) + r"|\s{1,2}(?!\S)|\s"
@@ -165,9 +168,9 @@ _ROWS: dict[str, Splitting] = {
     "youtu": Splitting(
         (_YOUTU_CJK, _either(_cased(f"{_SUFFIX}?"), DIGIT, _SYMBOLS_PATH, _LINES, _BLANKS)), ignore_merges=True
     ),
-    "tiny_aya cohere2moe": Splitting((r"\d{1,3}(?=(?:\d{3})*\b)", GPT4O)),
-    "superbpe": Splitting((r"\p{N}+", r"(?=(\d{3})+(?!\d))")),
-    "afmoe": Splitting((_THREES, _AFMOE_CJK, DEEPSEEK3_WORDS)),
+    "tiny_aya cohere2moe": Splitting((_LONG_RUN, r"\d{1,3}(?=(?:\d{3})*\b)", GPT4O)),
+    "superbpe": Splitting((r"\p{N}+", _LONG_RUN, r"(?=(\d{3})+(?!\d))")),
+    "afmoe": Splitting((_LONG_RUN, _THREES, _AFMOE_CJK, DEEPSEEK3_WORDS)),
     "exaone-moe": Splitting(
         (
             _either(
