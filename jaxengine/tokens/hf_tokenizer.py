@@ -7,6 +7,7 @@ are only data: code that they name (auto_map) is not run, and classes (tokenizer
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,14 @@ from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import MAX_JSON_BYTES, read_bytes, read_object, read_text
 from jaxengine.tokens.rust_errors import rust_errors
 from jaxengine.tokens.special_tokens import SpecialTokens
-from jaxengine.tokens.vocabularies.pieces import add_marked_tokens, byte_pair_pieces, unigram_pieces
+from jaxengine.tokens.vocabularies.pieces import (
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    add_marked_tokens,
+    byte_pair_pieces,
+    unigram_pieces,
+)
 from jaxengine.tokens.vocabularies.sentencepiece import read_sentencepiece
 from jaxengine.tokens.vocabularies.tiktoken import KIMI, LLAMA3, QWEN, Ranks, is_tiktoken, read_tiktoken
 from jaxengine.tokens.word_pieces import CLASSES, MODEL_TYPES, TOKENS, VOCAB, build_word_pieces
@@ -96,23 +104,51 @@ def _of_pieces(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, dict[st
             raise ModelFileError(folder / CONFIG, f"must be true or false, got {str(flag)[:100]}", name)
     if flags["add_prefix_space"] is not None:
         pieces = pieces._replace(adds_space=flags["add_prefix_space"])
-    pieces = pieces._replace(only_first=flags["legacy"] is False)
+    names, marked = _renamed(pieces.names, config, folder / CONFIG)
+    pieces = pieces._replace(names=names, only_first=flags["legacy"] is False)
     roles = {**tokens, **{role: config[role] for role in tokens if config.get(role) is not None}}
-    around: list[list[tuple[str, int]]] = []
+    ends: list[tuple[str, int] | None] = []
     with rust_errors(folder / PIECES):
         tokenizer = (unigram_pieces if is_unigram else byte_pair_pieces)(pieces)
-        add_marked_tokens(tokenizer, pieces.names, pieces.types)
+        add_marked_tokens(tokenizer, names, [kind if kind in (CONTROL, UNKNOWN) else NORMAL for kind in pieces.types])
+        tokenizer.add_tokens(marked)
         for role, default in (("bos", True), ("eos", False)):
-            wanted = flags[f"add_{role}_token"]
-            text = None if (entry := roles.get(f"{role}_token")) is None else _content(entry, folder / CONFIG, role)
+            asked, entry = flags[f"add_{role}_token"], roles.get(f"{role}_token")
+            text = None if entry is None else _content(entry, folder / CONFIG, f"{role}_token")
             at = None if text is None else tokenizer.token_to_id(text)
-            asked = default if wanted is None else wanted
-            around.append([(text, at)] if asked and text is not None and at is not None else [])
-        before, after = ("".join(f"{text}:0" for text, _ in side) for side in around)
+            wanted = default if asked is None else asked
+            ends.append((text, at) if wanted and text is not None and at is not None else None)
+        before, after = ("" if end is None else f"{end[0]}:0" for end in ends)
         tokenizer.post_processor = TemplateProcessing(
-            single=f"{before} $A:0 {after}".strip(), special_tokens=[*dict.fromkeys(around[0] + around[1])]
+            single=f"{before} $A:0 {after}".strip(), special_tokens=[*dict.fromkeys(filter(None, ends))]
         )
     return tokenizer, config | roles
+
+
+def _renamed(names: Sequence[str], config: dict[str, Any], path: Path) -> tuple[list[str], list[AddedToken]]:
+    """Names of pieces as tokenizer_config.json has them (`added_tokens_decoder`), and those that it describes.
+
+    A repository gives the spare pieces of a vocabulary names of its own. config: content of that file, at `path`.
+    Raises ModelFileError.
+    """
+    entries = config.get(ADDED_TOKENS, {})
+    _check_ids(entries, path)
+    renamed, taken, marked = [*names], {*names}, []
+    for number, entry in entries.items():
+        content, at = _content(entry, path, ADDED_TOKENS), int(number)
+        if at >= len(names):
+            continue
+        if content != names[at] and content not in taken:
+            renamed[at] = content
+            taken.add(content)
+        marked.append(_added(entry, content))
+    return renamed, marked
+
+
+def _added(entry: Any, content: str) -> AddedToken:
+    """Token that an entry of tokenizer_config.json describes, a text or an object with flags."""
+    given = entry if isinstance(entry, dict) else {}
+    return AddedToken(content, **{name: given[name] for name in ADDED_TOKEN_FLAGS if type(given.get(name)) is bool})
 
 
 def _of_word_pieces(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
@@ -161,8 +197,7 @@ def _add_missing_tokens(tokenizer: Tokenizer, config: dict[str, Any], path: Path
     for number, entry in sorted(entries.items(), key=lambda item: int(item[0])):
         content = _content(entry, path, key)
         if tokenizer.token_to_id(content) is None:
-            flags = {name: entry[name] for name in ADDED_TOKEN_FLAGS if type(entry.get(name)) is bool}
-            tokenizer.add_tokens([AddedToken(content, **flags)])
+            tokenizer.add_tokens([_added(entry, content)])
         if tokenizer.token_to_id(content) != int(number):
             known = tokenizer.token_to_id(content)
             raise ModelFileError(path, f"{content[:100]!r} has id {int(number)} here, but {known} in {TOKENIZER}", key)

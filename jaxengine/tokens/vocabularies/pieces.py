@@ -6,6 +6,7 @@ becomes U+2581, and one is put in front.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +25,9 @@ class Pieces(NamedTuple):
       names, scores, types: of each piece, by id; names are distinct.
       char_map: SentencePiece's compiled map of characters; empty for none.
       adds_space: a space is put in front of the text.
-      only_first: not in front of text that follows a special token, and not before a space.
+      isolates: user-defined pieces are whole and alone wherever the text, as it is prepared, has them; else those are
+        tokens that are found in the text as it was.
+      only_first: the space is not put in front of text behind a special token, or before a space.
       strips: spaces at both ends are taken off and runs of spaces become one.
     """
 
@@ -35,6 +38,7 @@ class Pieces(NamedTuple):
     adds_space: bool = True
     strips: bool = False
     only_first: bool = False
+    isolates: bool = False
 
     def with_types(self, *types: int) -> list[int]:
         """Ids of the pieces of these types."""
@@ -47,7 +51,8 @@ def byte_pair_pieces(pieces: Pieces) -> Tokenizer:
     SentencePiece merges the neighbours whose union has the best score; the equivalent merges are all splits of each
     piece, sorted by score.
     """
-    known = {pieces.names[at]: at for at in pieces.with_types(NORMAL, USER_DEFINED, UNUSED)}
+    mergeable = (NORMAL, UNUSED) if pieces.isolates else (NORMAL, USER_DEFINED, UNUSED)
+    known = {pieces.names[at]: at for at in pieces.with_types(*mergeable)}
     cuts = [
         (-float(pieces.scores[at]), len(name[:cut]), at, known[name[:cut]], name[:cut], name[cut:])
         for name, at in known.items()
@@ -58,7 +63,14 @@ def byte_pair_pieces(pieces: Pieces) -> Tokenizer:
     vocabulary = {name: at for at, name in enumerate(pieces.names)}
     unknown = next((pieces.names[at] for at in pieces.with_types(UNKNOWN)), None)
     merges = [(left, right) for *_, left, right in cuts]
-    model = models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    model = models.BPE(
+        vocab=vocabulary,
+        merges=merges,
+        unk_token=unknown,
+        fuse_unk=True,
+        byte_fallback=True,
+        ignore_merges=pieces.isolates and bool(pieces.with_types(USER_DEFINED)),
+    )
     return _with_texts(Tokenizer(model), pieces)
 
 
@@ -97,13 +109,17 @@ def _with_texts(tokenizer: Tokenizer, pieces: Pieces) -> Tokenizer:
     if pieces.strips:
         # Not \s: a mark of the end of a line is a character like others, unless the map makes it a space.
         steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    splits: list[Any] = []
     if pieces.adds_space and pieces.only_first:
-        first: list[Any] = [pre_tokenizers.Metaspace(SPACE_MARK, "first", split=False)]
-        then = [] if tokenizer.pre_tokenizer is None else [tokenizer.pre_tokenizer]
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(first + then)
+        splits.append(pre_tokenizers.Metaspace(SPACE_MARK, "first", split=False))
     else:
         steps += [normalizers.Prepend(SPACE_MARK)] * pieces.adds_space
         steps.append(normalizers.Replace(" ", SPACE_MARK))
+    if pieces.isolates and (defined := sorted((pieces.names[at] for at in pieces.with_types(USER_DEFINED)), key=len)):
+        splits.append(pre_tokenizers.Split(Regex("|".join(map(re.escape, reversed(defined)))), "isolated"))
+    if splits:
+        own = [] if tokenizer.pre_tokenizer is None else [tokenizer.pre_tokenizer]
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits + own)
     if steps:
         tokenizer.normalizer = steps[0] if len(steps) == 1 else normalizers.Sequence(steps)
     shown: list[Any] = [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]

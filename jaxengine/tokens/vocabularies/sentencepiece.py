@@ -68,6 +68,7 @@ def read_sentencepiece(source: bytes, path: Path) -> SentencePieceModel:
         char_map if isinstance(char_map, bytes) else b"",
         adds_space=bool(normalizer.get(DUMMY_PREFIX, 1)),
         strips=bool(normalizer.get(EXTRA_WHITESPACES, 1)),
+        isolates=True,
     )
     tokens = {f"{role}_token": names[at] for role, at in ids.items() if 0 <= at < len(names)}
     return SentencePieceModel(pieces, kind == UNIGRAM, tokens)

@@ -96,6 +96,20 @@ def test_added_tokens_stand_behind_the_pieces(tmp_path):
     assert tokenizer.encode(TEXTS[0]) == recorded[0]
 
 
+def test_spare_pieces_have_the_names_of_the_configuration(tmp_path):
+    """As in InternLM2, whose turns begin with a piece that the vocabulary calls unused."""
+    source, recorded = PIECES["bpe"]
+    names = read_sentencepiece(source, tmp_path).pieces.names
+    spare = max(at for at in range(len(names)) if at not in {token for ids in recorded for token in ids})
+    config = PLAIN | {"added_tokens_decoder": {str(spare): {"content": "<|im_start|>", "special": True}}}
+    tokenizer = Tokenizer.from_hf_folder(folder_with(tmp_path, config, tokenizer_model=source))
+    assert tokenizer.encode("<|im_start|>") == [spare] and spare in tokenizer.all_special_ids
+    assert len(tokenizer) == len(names) and tokenizer.encode(TEXTS[0]) == recorded[0]
+    clash = PLAIN | {"added_tokens_decoder": {str(spare): {"content": names[spare - 1]}}}
+    with pytest.raises(ModelFileError, match=f"has id {spare} here, but {spare - 1}"):
+        Tokenizer.from_hf_folder(folder_with(tmp_path, clash, tokenizer_model=source))
+
+
 def gguf_of(name: str, model: str, **more: Any) -> Tokenizer:
     pieces, *_ = read_sentencepiece(PIECES[name][0], Path("tokenizer.model"))
     values = {
@@ -114,8 +128,9 @@ def gguf_of(name: str, model: str, **more: Any) -> Tokenizer:
     return Tokenizer.from_gguf({f"tokenizer.ggml.{key}": value for key, value in values.items()})
 
 
-@pytest.mark.parametrize("name", PIECES)
+@pytest.mark.parametrize("name", [name for name in PIECES if "defined" not in name])
 def test_pieces_of_a_gguf_file(name):
+    """But for user-defined ones, which llama.cpp finds in the text before anything else."""
     model = "t5" if name.startswith("unigram") else "llama"
     check_ids(gguf_of(name, model, add_bos_token=False, add_eos_token=False), name)
 
