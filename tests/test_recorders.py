@@ -37,7 +37,9 @@ def test_contents_are_written_as_they_are_read(tmp_path):
 
 
 def test_a_case_that_is_not_there_is_named(capsys):
-    assert set(load("blocks").CASES) == {"gguf_blocks", "mxfp4", "microscaled_rows"}
+    assert set(load("blocks").CASES) == {"gguf_blocks", "gguf_grids", "mxfp4", "microscaled_rows"}
     with pytest.raises(SystemExit):
         main(["blocks", "mxfp5"])
-    assert "blocks has no case mxfp5; allowed: gguf_blocks, mxfp4, microscaled_rows" in capsys.readouterr().err
+    assert (
+        "blocks has no case mxfp5; allowed: gguf_blocks, gguf_grids, mxfp4, microscaled_rows" in capsys.readouterr().err
+    )

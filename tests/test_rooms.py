@@ -162,7 +162,8 @@ ROOMS = {
     "jaxengine.workers": "jaxengine:base",
     "jaxengine.grammars": "jaxengine.scheduler jaxengine.workers",
     "jaxengine.sampling": "jaxengine.sharding jaxengine.scheduler",
-    "jaxengine.tokens": "jaxengine.models.params jaxengine.scheduler jaxengine.workers",
+    "jaxengine.tokens.vocabularies": "jaxengine.models.params",
+    "jaxengine.tokens": ("jaxengine.models.params jaxengine.scheduler jaxengine.workers jaxengine.tokens.vocabularies"),
     "jaxengine.config": (
         "jaxengine.sharding jaxengine.models.config jaxengine.scheduler jaxengine.scheduler.extensions jaxengine:base"
     ),

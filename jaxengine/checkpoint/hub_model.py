@@ -18,11 +18,14 @@ from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.models.config.hf import CONFIG_FILE
 from jaxengine.models.params.files import read_object
 from jaxengine.models.weights.formats.safetensors import INDEX_FILE, PICKLE_SUFFIXES, SINGLE_FILE
+from jaxengine.models.weights.gguf.split import PART
 
-OTHER_FILES = ("*.json", "*.jinja", "tokenizer.model", "vocab.txt")
+OTHER_FILES = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "tiktoken.model", "vocab.txt")
 # Parts of a pooling model that sentence-transformers keeps in folders of their own.
 _MODULES = "[0-9]_*/model.safetensors"
 _QUANTISED = re.compile(r"([^/:]+/[^/:]+):([A-Za-z0-9_]{1,32})")
+# Files of a split model.
+_PARTS = f"-{'[0-9]' * 5}-of-{'[0-9]' * 5}.gguf"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -37,10 +40,14 @@ def download_model(name: str, config: EngineConfig) -> Path:
     """
     if quantised := _QUANTISED.fullmatch(name):
         repository, quantisation = quantised.groups()
-        return _gguf(repository, f"*[-._]{quantisation}.gguf", name, config)
+        stem = f"*[-._]{quantisation}"
+        return _gguf(repository, (f"{stem}.gguf", f"{stem}{_PARTS}"), name, config)
     parts = name.split("/")
     if len(parts) > 2 and name.endswith(".gguf") and all(parts) and ".." not in parts:
-        return _gguf("/".join(parts[:2]), glob.escape("/".join(parts[2:])), name, config)
+        file = "/".join(parts[2:])
+        first = PART.fullmatch(file)
+        pattern = glob.escape(first["stem"]) + _PARTS if first and int(first["number"]) == 1 else glob.escape(file)
+        return _gguf("/".join(parts[:2]), (pattern,), name, config)
     folder = from_hub("model", name, OTHER_FILES, config.revision, config)
     if not (folder / CONFIG_FILE).exists():
         problem = f"model {name!r} has no {CONFIG_FILE} on the hub"
@@ -86,10 +93,12 @@ def _without_weights(name: str, revision: str | None, config: EngineConfig) -> C
     return ConfigError.because("model", problem, "name a model with safetensors; pickle weights are never read")
 
 
-def _gguf(repository: str, pattern: str, name: str, config: EngineConfig) -> Path:
-    folder = from_hub("model", repository, [pattern], config.revision, config)
+def _gguf(repository: str, patterns: Sequence[str], name: str, config: EngineConfig) -> Path:
+    """Downloads the files that the patterns fit: one, or all of a split model, whose first is returned."""
+    folder = from_hub("model", repository, patterns, config.revision, config)
     every = (path for path in folder.rglob("*.gguf") if path.is_file())
-    found = sorted(path for path in every if fnmatch(str(path.relative_to(folder)), pattern))
+    fitting = (path for path in every if any(fnmatch(str(path.relative_to(folder)), one) for one in patterns))
+    found = sorted(path for path in fitting if not ((part := PART.fullmatch(path.name)) and int(part["number"]) > 1))
     if len(found) != 1:
         files = ", ".join(str(path.relative_to(folder)) for path in found[:8]) or "none"
         problem = f"model {name!r} must be one GGUF file of {repository}, and these fit: {files}"

@@ -1,71 +1,40 @@
 """Builds a tokenizer from the metadata of a GGUF file.
 
-A GGUF file holds the vocabulary and names the pre-tokenizer (`tokenizer.ggml.pre`), whose implementation is code. The
-ones below are llama.cpp's (src/llama-vocab.cpp) as `tokenizers` components. Two kinds of models are supported: "gpt2",
-byte-level BPE with a merge list, and "llama", SentencePiece BPE, whose merges follow from the scores.
+A GGUF file holds the vocabulary and says how texts are split by a name (see vocabularies.splits). Models of
+vocabularies are, in llama.cpp's words: "gpt2", byte-level BPE with a merge list; "llama", SentencePiece BPE, whose
+merges follow from the scores; "t5", SentencePiece's unigram model; "bert", the pieces of words; "gemma4", BPE over
+characters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer, processors
 
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.gguf_ends import listed_ends, named_turn_ends
 from jaxengine.tokens.special_tokens import SpecialTokens
+from jaxengine.tokens.vocabularies.byte_pairs import SPACE_MARK, byte_pair_tokenizer, merges_of_ranks
+from jaxengine.tokens.vocabularies.pieces import (
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    Pieces,
+    add_marked_tokens,
+    byte_pair_pieces,
+    unigram_pieces,
+)
+from jaxengine.tokens.vocabularies.splits import SPLITTINGS
+from jaxengine.tokens.word_pieces import word_piece_tokenizer
 
-# tokenizer.ggml.token_type
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-SPACE_MARK = "\u2581"
 # Every split of a token is tried. The longest existing tokens, runs of blanks, have some hundred characters.
 MAX_TOKEN_CHARS = 1024
 MAX_VOCABULARY_CHARS = 1 << 22
-
-GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
-LLAMA3_SPLIT = "|".join(
-    (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
-        r"[^\r\n\p{L}\p{N}]?\p{L}+",
-        r"\p{N}{1,3}",
-        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
-        r"\s*[\r\n]+",
-        r"\s+(?!\S)",
-        r"\s+",
-    )
-)
-QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
-# llama.cpp's splitting for files that name none.
-DEFAULT_SPLITS = (r"[\p{P}\$\+<=>\^~\|]+", GPT2_SPLIT, r"\p{N}+", r"[0-9][0-9][0-9]")
-
-
-def _split(*patterns: str) -> pre_tokenizers.PreTokenizer:
-    steps: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
-    return pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-
-
-def _gpt2() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-
-
-def _smollm() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
-
-
-PRE_TOKENIZERS = {
-    "smollm": _smollm,
-    "llama-bpe": lambda: _split(LLAMA3_SPLIT),
-    "llama3": lambda: _split(LLAMA3_SPLIT),
-    "llama-v3": lambda: _split(LLAMA3_SPLIT),
-    "qwen2": lambda: _split(QWEN2_SPLIT),
-    "gpt-2": _gpt2,
-    "default": lambda: _split(*DEFAULT_SPLITS),
-}
-LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
-# Pre-tokenizers with NFC normalisation: Qwen's own tokenizer has it, llama.cpp omits it.
-COMPOSING_NAMES = ("qwen2",)
+TEMPLATE = "tokenizer.chat_template"
+OTHER_WAY = "give another with --tokenizer org/name or a folder"
 
 
 class _Metadata:
@@ -97,6 +66,12 @@ class _Metadata:
             raise self.fail(f"must have one entry for each of {length} tokens, got {len(values)}", key)
         return values
 
+    def token_id(self, key: str, size: int) -> int | None:
+        number = self.get(key, int)
+        if number is not None and not 0 <= number < size:
+            raise self.fail(f"must be from 0 to {size - 1}, got {number}", key)
+        return number
+
 
 def build_tokenizer(values: Mapping[str, Any], path: str) -> Tokenizer:
     """Builds the tokenizer of a GGUF file, including special tokens and the BOS/EOS that it asks for.
@@ -118,64 +93,70 @@ def build_tokenizer(values: Mapping[str, Any], path: str) -> Tokenizer:
     if len(vocabulary) != len(tokens):
         raise metadata.fail(f"only {len(vocabulary)} of {len(tokens)} tokens are distinct", "tokens")
     kind = metadata.get("model", str)
-    if kind == "gpt2":
-        tokenizer, adds_bos = _byte_level_bpe(metadata, vocabulary)
-    elif kind == "llama":
-        tokenizer, adds_bos = _sentencepiece_bpe(metadata, vocabulary, types), True
-    else:
-        raise metadata.fail(f"tokenizer model {kind!r} is not supported; supported: 'gpt2', 'llama'", "model")
-    names = list(vocabulary)
-    tokenizer.add_special_tokens(
-        [
-            AddedToken(names[at], special=True, normalized=False)
-            for at in np.flatnonzero(np.isin(types, (CONTROL, UNKNOWN)))
-        ]
-    )
-    tokenizer.add_tokens(
-        [AddedToken(names[at], special=False, normalized=False) for at in np.flatnonzero(types == USER_DEFINED)]
-    )
+    if kind not in _MODELS:
+        supported = ", ".join(map(repr, _MODELS))
+        raise metadata.fail(f"tokenizer model {kind!r} is not supported; supported: {supported}; {OTHER_WAY}", "model")
     special = special_tokens(values, path)
-    tokenizer.post_processor = _frame(
-        names,
-        special.bos if metadata.get("add_bos_token", bool, adds_bos) else None,
-        special.eos if metadata.get("add_eos_token", bool, False) else None,
-    )
-    return tokenizer
+    return _MODELS[kind](_Parts(metadata, vocabulary, types, special))
 
 
-def special_tokens(values: Mapping[str, Any], path: str) -> SpecialTokens:
-    """Special token ids in GGUF metadata, checked against its vocabulary. Raises ModelFileError."""
-    metadata = _Metadata(values, path)
-    size = len(metadata.texts("tokens"))
-    ids: dict[str, int | None] = {}
-    for name in ("bos", "eos", "unknown", "padding", "eot", "eom"):
-        key = f"{name}_token_id"
-        ids[name] = number = metadata.get(key, int)
-        if number is not None and not 0 <= number < size:
-            raise metadata.fail(f"must be from 0 to {size - 1}, got {number}", key)
-    ends = [end for end in (ids["eot"], ids["eom"]) if end is not None]
-    listed = listed_ends(values)
-    if not all(type(number) is int and 0 <= number < size for number in listed):
-        raise metadata.fail(f"must be ids from 0 to {size - 1}, got {str(listed)[:100]}", "eos_token_ids")
-    ends = tuple(dict.fromkeys((*ends, *listed, *named_turn_ends(values))))
-    return SpecialTokens(ids["bos"], ids["eos"], ids["unknown"], ids["padding"], ends)
+class _Parts(NamedTuple):
+    """Checked parts of a file's vocabulary: its metadata, ids by token, types by id, and ids of special tokens."""
+
+    metadata: _Metadata
+    vocabulary: dict[str, int]
+    types: np.ndarray
+    special: SpecialTokens
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.vocabulary)
+
+    def pieces(self, adds_space: bool) -> Pieces:
+        """The vocabulary of a SentencePiece model. adds_space: unless the file says otherwise. Raises
+        ModelFileError.
+        """
+        scores = self.metadata.numbers("scores", len(self.vocabulary))
+        if scores is None or not np.isfinite(scores).all():
+            raise self.metadata.fail("must hold one finite score for each token", "scores")
+        char_map = self.metadata.get("precompiled_charsmap", np.ndarray)
+        if char_map is not None and char_map.dtype.itemsize != 1:
+            raise self.metadata.fail(f"must be bytes, got {char_map.dtype}", "precompiled_charsmap")
+        return Pieces(
+            self.names,
+            scores.tolist(),
+            self.types.tolist(),
+            b"" if char_map is None else char_map.tobytes(),
+            adds_space=self.metadata.get("add_space_prefix", bool, adds_space),
+            strips=self.metadata.get("remove_extra_whitespaces", bool, False),
+        )
+
+    def finished(self, tokenizer: Tokenizer, adds_bos: bool, adds_eos: bool = False) -> Tokenizer:
+        """Add to a tokenizer its special tokens, and the BOS and EOS that the file asks for.
+
+        adds_bos, adds_eos: unless the file says otherwise. A file that asks for one without naming it gets none.
+        """
+        names = self.names
+        add_marked_tokens(tokenizer, names, self.types.tolist())
+        bos = self.special.bos if self.metadata.get("add_bos_token", bool, adds_bos) else None
+        eos = self.special.eos if self.metadata.get("add_eos_token", bool, adds_eos) else None
+        before = "" if bos is None else f"{names[bos]}:0 "
+        after = "" if eos is None else f" {names[eos]}:0"
+        around = [(names[at], at) for at in (bos, eos) if at is not None]
+        tokenizer.post_processor = processors.TemplateProcessing(single=f"{before}$A:0{after}", special_tokens=around)
+        return tokenizer
 
 
-def chat_template_of(values: Mapping[str, Any], path: str) -> str | None:
-    """The file's chat template, Jinja source, or None if it has none. Raises ModelFileError if it is not a text."""
-    template = values.get("tokenizer.chat_template")
-    if template is not None and type(template) is not str:
-        raise ModelFileError(path, f"must be a text, got {type(template).__name__}", "tokenizer.chat_template")
-    return template
-
-
-def _byte_level_bpe(metadata: _Metadata, vocabulary: dict[str, int]) -> tuple[Tokenizer, bool]:
-    """Builds a byte-level BPE tokenizer; returns it, and whether texts begin with BOS by default. Raises
-    ModelFileError.
-    """
-    pre = metadata.get("pre", str, "default")
-    if pre not in PRE_TOKENIZERS:
-        raise metadata.fail(f"pre-tokenizer {pre!r} is not supported; supported: {', '.join(PRE_TOKENIZERS)}", "pre")
+def _of_merges(parts: _Parts) -> Tokenizer:
+    """Build a BPE tokenizer of merges. Raises ModelFileError."""
+    metadata, vocabulary = parts.metadata, parts.vocabulary
+    pre = metadata.get("pre", str, "gemma4" if metadata.get("model", str) == "gemma4" else "default")
+    splitting = SPLITTINGS.get(pre)
+    if splitting is None:
+        raise metadata.fail(f"pre-tokenizer {pre!r} is not known; {OTHER_WAY}", "pre")
+    if pre.startswith("kimi") and metadata.get("merges", list) is None:
+        ranks = {name: at for name, at in vocabulary.items() if parts.types[at] == NORMAL}
+        return parts.finished(byte_pair_tokenizer(vocabulary, merges_of_ranks(ranks), splitting), splitting.adds_bos)
     merges = []
     for merge in metadata.texts("merges"):
         left, space, right = merge.partition(" ")
@@ -184,51 +165,98 @@ def _byte_level_bpe(metadata: _Metadata, vocabulary: dict[str, int]) -> tuple[To
         if not (left in vocabulary and right in vocabulary and left + right in vocabulary):
             raise metadata.fail(f"{merge[:100]!r} has a part or a result that is not in the vocabulary", "merges")
         merges.append((left, right))
-    is_llama3 = pre in LLAMA3_NAMES
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=is_llama3))
-    tokenizer.pre_tokenizer = PRE_TOKENIZERS[pre]()
-    if pre in COMPOSING_NAMES:
-        tokenizer.normalizer = normalizers.NFC()
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer, is_llama3
+    return parts.finished(byte_pair_tokenizer(vocabulary, merges, splitting), splitting.adds_bos)
 
 
-def _sentencepiece_bpe(metadata: _Metadata, vocabulary: dict[str, int], types: np.ndarray) -> Tokenizer:
-    """Builds a SentencePiece BPE tokenizer. types: of each token, see NORMAL and the following. Raises ModelFileError.
+def _of_scores(parts: _Parts) -> Tokenizer:
+    """Build a SentencePiece BPE tokenizer. Raises ModelFileError."""
+    return parts.finished(byte_pair_pieces(parts.pieces(adds_space=True)), adds_bos=True)
 
-    SentencePiece merges the neighbours whose union has the best score; the equivalent merges are all splits of each
-    piece, sorted by score.
+
+def _of_unigrams(parts: _Parts) -> Tokenizer:
+    """Build a SentencePiece unigram tokenizer. Raises ModelFileError."""
+    pieces = parts.pieces(adds_space=False)
+    unknown = parts.special.unk
+    if not pieces.with_types(UNKNOWN):
+        if unknown is None:
+            raise parts.metadata.fail("must name the unknown token, which no token_type does", "unknown_token_id")
+        pieces = pieces._replace(types=[UNKNOWN if at == unknown else kind for at, kind in enumerate(pieces.types)])
+    return parts.finished(unigram_pieces(pieces), adds_bos=False, adds_eos=True)
+
+
+def _of_words(parts: _Parts) -> Tokenizer:
+    """Build BERT's tokenizer. Raises ModelFileError.
+
+    The file's tokens begin with U+2581 where a word does, instead of with ## where none does.
     """
-    scores = metadata.numbers("scores", len(vocabulary))
-    if scores is None or not np.isfinite(scores).all():
-        raise metadata.fail("must hold one finite score for each token", "scores")
-    pieces = {name: at for name, at in vocabulary.items() if types[at] in (NORMAL, USER_DEFINED, UNUSED)}
-    cuts = [
-        (-float(scores[at]), len(name[:cut]), at, pieces[name[:cut]], name[:cut], name[cut:])
-        for name, at in pieces.items()
-        for cut in range(1, len(name))
-        if name[:cut] in pieces and name[cut:] in pieces
-    ]
-    cuts.sort()
-    unknown = next((name for name, at in vocabulary.items() if types[at] == UNKNOWN), None)
-    merges = [(left, right) for *_, left, right in cuts]
-    tokenizer = Tokenizer(
-        models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    metadata, names = parts.metadata, parts.names
+    marked = {at for at in range(len(names)) if parts.types[at] in (CONTROL, UNKNOWN)}
+    words: dict[str, int] = {}
+    for at, name in enumerate(names):
+        is_special = at in marked or (name.startswith("[") and name.endswith("]") and len(name) > 2)
+        starts = name.startswith(SPACE_MARK) and len(name) > 1
+        words[name if is_special else name[1:] if starts else f"##{name}"] = at
+    if len(words) != len(names):
+        raise metadata.fail(f"only {len(words)} of {len(names)} words are distinct", "tokens")
+    roles = {"unk_token": parts.special.unk, "cls_token": parts.special.bos}
+    roles |= {f"{role}_token": metadata.token_id(key, len(names)) for role, key in _WORD_ROLES.items()}
+    if roles["cls_token"] is None:
+        roles["cls_token"] = metadata.token_id("cls_token_id", len(names))
+    spelt = {at: word for word, at in words.items()}
+    for role, default in _WORD_DEFAULTS.items():
+        at = roles[role] if roles.get(role) is not None else words.get(default)
+        if at is None:
+            raise metadata.fail(f"must name the {role}, as no token is {default}", "tokens")
+        roles[role] = at
+    lowers = metadata.get("normalizer.lowercase", bool, True)
+    tokenizer = word_piece_tokenizer(
+        words,
+        {role: spelt[at] for role, at in roles.items() if at is not None},
+        lowers=lowers,
+        strips_accents=metadata.get("normalizer.strip_accents", bool, lowers),
     )
-    marks = normalizers.Replace(" ", SPACE_MARK)
-    steps: list[Any] = [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if metadata.get("add_space_prefix", bool, True):
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE_MARK), marks])
-        steps.append(decoders.Strip(" ", 1, 0))
-    else:
-        tokenizer.normalizer = marks
-    tokenizer.decoder = decoders.Sequence(steps)
+    add_marked_tokens(tokenizer, [spelt[at] for at in range(len(names))], parts.types.tolist())
     return tokenizer
 
 
-def _frame(names: list[str], bos: int | None, eos: int | None) -> processors.PostProcessor:
-    """Post-processor that adds BOS and EOS; a file that asks for one without naming it gets none."""
-    before = "" if bos is None else f"{names[bos]}:0 "
-    after = "" if eos is None else f" {names[eos]}:0"
-    around = [(names[at], at) for at in (bos, eos) if at is not None]
-    return processors.TemplateProcessing(single=f"{before}$A:0{after}", special_tokens=around)
+# The second name is misspelt in the format.
+_WORD_ROLES = {"sep": "seperator_token_id", "mask": "mask_token_id", "pad": "padding_token_id"}
+_WORD_DEFAULTS = {"unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+# Builders by `tokenizer.ggml.model`.
+_MODELS: dict[str | None, Callable[[_Parts], Tokenizer]] = {
+    "gpt2": _of_merges,
+    "llama": _of_scores,
+    "t5": _of_unigrams,
+    "bert": _of_words,
+    "gemma4": _of_merges,
+}
+
+
+def special_tokens(values: Mapping[str, Any], path: str) -> SpecialTokens:
+    """Special token ids in GGUF metadata, checked against its vocabulary. Raises ModelFileError."""
+    metadata = _Metadata(values, path)
+    size = len(metadata.texts("tokens"))
+    ids: dict[str, int | None] = {}
+    for name in ("bos", "eos", "unknown", "padding", "eot", "eom"):
+        ids[name] = metadata.token_id(f"{name}_token_id", size)
+    ends = [end for end in (ids["eot"], ids["eom"]) if end is not None]
+    listed = listed_ends(values)
+    if not all(type(number) is int and 0 <= number < size for number in listed):
+        raise metadata.fail(f"must be ids from 0 to {size - 1}, got {str(listed)[:100]}", "eos_token_ids")
+    ends = tuple(dict.fromkeys((*ends, *listed, *named_turn_ends(values))))
+    return SpecialTokens(ids["bos"], ids["eos"], ids["unknown"], ids["padding"], ends)
+
+
+def chat_template_of(values: Mapping[str, Any], path: str) -> str | dict[str, str] | None:
+    """The file's chat template, Jinja source; sources by name, the first "default", of a file with several; None if it
+    has none. Raises ModelFileError if one is not a text.
+    """
+    named = {key: value for key, value in values.items() if key == TEMPLATE or key.startswith(f"{TEMPLATE}.")}
+    for key, template in named.items():
+        if type(template) is not str:
+            raise ModelFileError(path, f"must be a text, got {type(template).__name__}", key)
+    only = named.pop(TEMPLATE, None)
+    if not named:
+        return only
+    default = {} if only is None else {"default": only}
+    return default | {key.removeprefix(f"{TEMPLATE}."): template for key, template in named.items()}

@@ -1,28 +1,49 @@
-"""Reads the tokenizer files of a Hugging Face folder: tokenizer.json, or BERT's vocab.txt, and related files.
+"""Reads the tokenizer files of a Hugging Face folder: tokenizer.json, or a vocabulary alone, and related files.
 
-The files are only data: classes and code that they name (tokenizer_class, auto_map) are ignored.
+Vocabularies that are read alone are BERT's vocab.txt, SentencePiece's tokenizer.model and tiktoken's ranks. The files
+are only data: code that they name (auto_map) is not run, and classes (tokenizer_class) only tell vocabularies apart.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from jaxengine.models.params.errors import ModelFileError
-from jaxengine.models.params.files import MAX_JSON_BYTES, read_object, read_text
+from jaxengine.models.params.files import MAX_JSON_BYTES, read_bytes, read_object, read_text
 from jaxengine.tokens.rust_errors import rust_errors
 from jaxengine.tokens.special_tokens import SpecialTokens
+from jaxengine.tokens.vocabularies.pieces import (
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    add_marked_tokens,
+    byte_pair_pieces,
+    unigram_pieces,
+)
+from jaxengine.tokens.vocabularies.sentencepiece import read_sentencepiece
+from jaxengine.tokens.vocabularies.tiktoken import KIMI, LLAMA3, QWEN, Ranks, is_tiktoken, read_tiktoken
 from jaxengine.tokens.word_pieces import CLASSES, MODEL_TYPES, TOKENS, VOCAB, build_word_pieces
 
 MAX_TOKENIZER_BYTES = 1 << 28
 MAX_TURN_ENDS = 1024
 TOKENIZER, CONFIG, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
-_TIKTOKEN = "tiktoken.model"  # Kimi's format, which needs the model's own code
+PIECES = "tokenizer.model"
+# Classes of tokenizers that split texts as SentencePiece does and number tokens as the file does; None: not named.
+PIECES_CLASSES = (
+    None,
+    *(f"{kind}Tokenizer{fast}" for kind in ("Llama", "CodeLlama", "Gemma", "InternLM2") for fast in ("", "Fast")),
+    *("InternLM3Tokenizer", "InternLMTokenizer", "BaichuanTokenizer", "YiTokenizer", "PreTrainedTokenizerFast"),
+)
+RANKS = {"TikTokenTokenizer": KIMI, "QWenTokenizer": QWEN}
 GENERATION, TEMPLATE = "generation_config.json", "chat_template.jinja"
 ADDED = "added_tokens.json"  # beside a vocabulary; a tokenizer.json has these tokens itself
+ADDED_TOKENS = "added_tokens_decoder"  # tokens by id, in tokenizer_config.json
 _TOKEN_ID = re.compile("[0-9]{1,10}")
 ADDED_TOKEN_FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")
 
@@ -36,13 +57,98 @@ def read_hf_tokenizer(folder: Path) -> tuple[Tokenizer, SpecialTokens, str | dic
     config = read_object(folder, CONFIG) or {}
     source = read_text(folder, TOKENIZER, MAX_TOKENIZER_BYTES)
     if source is None:
-        tokenizer, config = _of_word_pieces(folder, config)
+        tokenizer, config = _of_ranks(folder, config) or _of_pieces(folder, config) or _of_word_pieces(folder, config)
     else:
         with rust_errors(folder / TOKENIZER):
             tokenizer = Tokenizer.from_str(source)
     with rust_errors(folder / CONFIG):
         _add_missing_tokens(tokenizer, config, folder / CONFIG)
     return tokenizer, _special_tokens(tokenizer, config, folder), _chat_template(config, folder)
+
+
+def _of_ranks(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]] | None:
+    """Reads tiktoken's ranks: the tokenizer, and `config` with the tokens that its code names; None without such a
+    file.
+
+    config: content of tokenizer_config.json. Raises ModelFileError.
+    """
+    row: Ranks | None = RANKS.get(str(config.get("tokenizer_class")))
+    source = None if row is None else read_bytes(folder, row.file, MAX_TOKENIZER_BYTES)
+    if row is None or source is None:
+        row, source = LLAMA3, read_bytes(folder, LLAMA3.file, MAX_TOKENIZER_BYTES)
+        if source is None or not is_tiktoken(source):
+            return None
+    entries = config.get(ADDED_TOKENS, {})
+    _check_ids(entries, folder / CONFIG)
+    named = {int(number): _content(entry, folder / CONFIG, ADDED_TOKENS) for number, entry in entries.items()}
+    config = {**row.tokens, **config}
+    bos = config.get("bos_token")
+    begin = None if bos is None else _content(bos, folder / CONFIG, "bos_token")
+    with rust_errors(folder / row.file):
+        return read_tiktoken(source, row, named, begin, folder / row.file), config
+
+
+def _of_pieces(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]] | None:
+    """Reads SentencePiece's tokenizer.model: the tokenizer, and `config` with the file's tokens where it names none;
+    None for a folder without it, or whose class uses it in another way.
+
+    config: content of tokenizer_config.json. Raises ModelFileError.
+    """
+    source = read_bytes(folder, PIECES, MAX_TOKENIZER_BYTES)
+    if source is None or config.get("tokenizer_class") not in PIECES_CLASSES:
+        return None
+    pieces, is_unigram, tokens = read_sentencepiece(source, folder / PIECES)
+    flags = {name: config.get(name) for name in ("add_bos_token", "add_eos_token", "add_prefix_space", "legacy")}
+    for name, flag in flags.items():
+        if flag is not None and type(flag) is not bool:
+            raise ModelFileError(folder / CONFIG, f"must be true or false, got {str(flag)[:100]}", name)
+    if flags["add_prefix_space"] is not None:
+        pieces = pieces._replace(adds_space=flags["add_prefix_space"])
+    names, marked = _renamed(pieces.names, config, folder / CONFIG)
+    pieces = pieces._replace(names=names, only_first=flags["legacy"] is False)
+    roles = {**tokens, **{role: config[role] for role in tokens if config.get(role) is not None}}
+    ends: list[tuple[str, int] | None] = []
+    with rust_errors(folder / PIECES):
+        tokenizer = (unigram_pieces if is_unigram else byte_pair_pieces)(pieces)
+        add_marked_tokens(tokenizer, names, [kind if kind in (CONTROL, UNKNOWN) else NORMAL for kind in pieces.types])
+        tokenizer.add_tokens(marked)
+        for role, default in (("bos", True), ("eos", False)):
+            asked, entry = flags[f"add_{role}_token"], roles.get(f"{role}_token")
+            text = None if entry is None else _content(entry, folder / CONFIG, f"{role}_token")
+            at = None if text is None else tokenizer.token_to_id(text)
+            wanted = default if asked is None else asked
+            ends.append((text, at) if wanted and text is not None and at is not None else None)
+        before, after = ("" if end is None else f"{end[0]}:0" for end in ends)
+        tokenizer.post_processor = TemplateProcessing(
+            single=f"{before} $A:0 {after}".strip(), special_tokens=[*dict.fromkeys(filter(None, ends))]
+        )
+    return tokenizer, config | roles
+
+
+def _renamed(names: Sequence[str], config: dict[str, Any], path: Path) -> tuple[list[str], list[AddedToken]]:
+    """Names of pieces as tokenizer_config.json has them (`added_tokens_decoder`), and those that it describes.
+
+    A repository gives the spare pieces of a vocabulary names of its own. config: content of that file, at `path`.
+    Raises ModelFileError.
+    """
+    entries = config.get(ADDED_TOKENS, {})
+    _check_ids(entries, path)
+    renamed, taken, marked = [*names], {*names}, []
+    for number, entry in entries.items():
+        content, at = _content(entry, path, ADDED_TOKENS), int(number)
+        if at >= len(names):
+            continue
+        if content != names[at] and content not in taken:
+            renamed[at] = content
+            taken.add(content)
+        marked.append(_added(entry, content))
+    return renamed, marked
+
+
+def _added(entry: Any, content: str) -> AddedToken:
+    """Token that an entry of tokenizer_config.json describes, a text or an object with flags."""
+    given = entry if isinstance(entry, dict) else {}
+    return AddedToken(content, **{name: given[name] for name in ADDED_TOKEN_FLAGS if type(given.get(name)) is bool})
 
 
 def _of_word_pieces(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
@@ -72,14 +178,10 @@ def _of_word_pieces(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, di
 def _without_tokenizer(folder: Path) -> str:
     """Advice, for an error, what to do about a folder without tokenizer.json, by the other tokenizer files in it."""
     ways = "name another with the option tokenizer, or give token ids with skip_tokenizer_init"
-    others = [name for name in ("tokenizer.model", "vocab.json", VOCAB) if (folder / name).is_file()]
+    others = [name for name in (PIECES, "tiktoken.model", "vocab.json", VOCAB) if (folder / name).is_file()]
     if others:
         convert = f"transformers.AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
-        return f"{others[0]} alone is not read: {convert} writes one; or {ways}"
-    if (folder / _TIKTOKEN).is_file():
-        made = f"AutoTokenizer.from_pretrained({str(folder)!r}, trust_remote_code=True).model"
-        convert = f"transformers.integrations.tiktoken.convert_tiktoken_to_fast({made}, {str(folder)!r})"
-        return f"{_TIKTOKEN} alone is not read: {convert} writes one; or {ways}"
+        return f"{others[0]} alone is not read for this tokenizer_class: {convert} writes one; or {ways}"
     return ways
 
 
@@ -89,18 +191,21 @@ def _add_missing_tokens(tokenizer: Tokenizer, config: dict[str, Any], path: Path
     config: content of that file. path: of that file, for errors. Raises ModelFileError for an invalid entry and for an
     id that contradicts tokenizer.json, or is not the next free one.
     """
-    key = "added_tokens_decoder"
+    key = ADDED_TOKENS
     entries = config.get(key, {})
-    if not isinstance(entries, dict) or not all(_TOKEN_ID.fullmatch(number) for number in entries):
-        raise ModelFileError(path, "must map token ids to tokens", key)
+    _check_ids(entries, path)
     for number, entry in sorted(entries.items(), key=lambda item: int(item[0])):
         content = _content(entry, path, key)
         if tokenizer.token_to_id(content) is None:
-            flags = {name: entry[name] for name in ADDED_TOKEN_FLAGS if type(entry.get(name)) is bool}
-            tokenizer.add_tokens([AddedToken(content, **flags)])
+            tokenizer.add_tokens([_added(entry, content)])
         if tokenizer.token_to_id(content) != int(number):
             known = tokenizer.token_to_id(content)
             raise ModelFileError(path, f"{content[:100]!r} has id {int(number)} here, but {known} in {TOKENIZER}", key)
+
+
+def _check_ids(entries: Any, path: Path) -> None:
+    if not isinstance(entries, dict) or not all(_TOKEN_ID.fullmatch(number) for number in entries):
+        raise ModelFileError(path, "must map token ids to tokens", ADDED_TOKENS)
 
 
 def _special_tokens(tokenizer: Tokenizer, config: dict[str, Any], folder: Path) -> SpecialTokens:

@@ -53,12 +53,35 @@ def build_word_pieces(source: str, tokens: Mapping[str, str], config: Mapping[st
     path = folder / "tokenizer_config.json"
     if _flag(config, "do_basic_tokenize", True, path) is not True or config.get("never_split"):
         raise ModelFileError(path, "do_basic_tokenize must be true and never_split empty: others are not supported")
-    tokenizer = Tokenizer(WordPiece(vocab, unk_token=tokens["unk_token"]))
+    return word_piece_tokenizer(
+        vocab,
+        tokens,
+        lowers=_flag(config, "do_lower_case", True, path),
+        strips_accents=_flag(config, "strip_accents", None, path),
+        parts_chinese=_flag(config, "tokenize_chinese_chars", True, path),
+    )
+
+
+def word_piece_tokenizer(
+    vocab: Mapping[str, int],
+    tokens: Mapping[str, str],
+    *,
+    lowers: bool,
+    strips_accents: bool | None,
+    parts_chinese: bool = True,
+) -> Tokenizer:
+    """Build BERT's tokenizer.
+
+    Args:
+      vocab: ids by word, or by piece of a word behind ##.
+      tokens: by role, as TOKENS, of which those of the first three roles are in `vocab`.
+      lowers: words are lower-cased first.
+      strips_accents: accents are taken off; None: as lowers.
+      parts_chinese: each Chinese character is a word.
+    """
+    tokenizer = Tokenizer(WordPiece(dict(vocab), unk_token=tokens["unk_token"]))
     tokenizer.normalizer = BertNormalizer(
-        clean_text=True,
-        handle_chinese_chars=_flag(config, "tokenize_chinese_chars", True, path),
-        strip_accents=_flag(config, "strip_accents", None, path),  # None: as lowercase
-        lowercase=_flag(config, "do_lower_case", True, path),
+        clean_text=True, handle_chinese_chars=parts_chinese, strip_accents=strips_accents, lowercase=lowers
     )
     tokenizer.pre_tokenizer = BertPreTokenizer()
     first, last = tokens["cls_token"], tokens["sep_token"]

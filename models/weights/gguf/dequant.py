@@ -2,7 +2,7 @@
 
 A quantised tensor is a row-major sequence of blocks; a block is a fixed number of bytes that yields a fixed number
 of consecutive values, codes * scales - zeros, in groups of neighbours that share a scale. The layouts are those of ggml
-(`block_q4_0` ... `block_q6_K` in ggml-common.h); all fields are little-endian and every product is taken in float32, in
+(`block_q4_0` and its like in ggml-common.h); all fields are little-endian and every product is taken in float32, in
 ggml's order, so the values are bit-equal to ggml's. Below, B is the number of blocks of one call.
 """
 
@@ -14,13 +14,8 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-
-class Parts(NamedTuple):
-    """Content of blocks: codes i8[B, n, group], scales and zeros f32[B, n, 1]; zeros None where codes are signed."""
-
-    codes: np.ndarray
-    scales: np.ndarray
-    zeros: np.ndarray | None = None
+from jaxengine.models.weights.gguf import grid_blocks
+from jaxengine.models.weights.gguf.parts import Parts, fields, half, nibbles, one_group, words
 
 
 class BlockFormat(NamedTuple):
@@ -42,44 +37,29 @@ class BlockFormat(NamedTuple):
     has_zeros: bool = False
 
 
-def _half(blocks: np.ndarray, start: int) -> np.ndarray:
-    """Read the float16 at byte `start` of each block: u8[B, n] -> f32[B, 1]."""
-    return np.ascontiguousarray(blocks[:, start : start + 2]).view("<f2").astype(np.float32)
-
-
-def _nibbles(packed: np.ndarray) -> np.ndarray:
-    """Unpack u8[B, n] -> i8[B, 2n]: all low nibbles of a row, then all its high ones."""
-    return np.concatenate([packed & 0x0F, packed >> 4], axis=1).view(np.int8)
-
-
 def _fifth_bits(blocks: np.ndarray, start: int) -> np.ndarray:
     """Move the 32 bits of the little-endian word at byte `start` to bit 4: u8[B, n] -> i8[B, 32]."""
     return (np.unpackbits(blocks[:, start : start + 4], axis=1, bitorder="little") << 4).view(np.int8)
 
 
-def _one_group(codes: np.ndarray, scale: np.ndarray, minimum: np.ndarray | None = None) -> Parts:
-    """Make Parts of blocks with one scale: i8[B, values], f32[B, 1]. minimum: added to the products."""
-    return Parts(codes[:, None], scale[:, None], None if minimum is None else -minimum[:, None])
-
-
 def _q8_0(blocks: np.ndarray) -> Parts:
-    return _one_group(blocks[:, 2:].view(np.int8), _half(blocks, 0))
+    return one_group(blocks[:, 2:].view(np.int8), half(blocks, 0))
 
 
 def _q4_0(blocks: np.ndarray) -> Parts:
-    return _one_group(_nibbles(blocks[:, 2:]) - np.int8(8), _half(blocks, 0))
+    return one_group(nibbles(blocks[:, 2:]) - np.int8(8), half(blocks, 0))
 
 
 def _q4_1(blocks: np.ndarray) -> Parts:
-    return _one_group(_nibbles(blocks[:, 4:]), _half(blocks, 0), _half(blocks, 2))
+    return one_group(nibbles(blocks[:, 4:]), half(blocks, 0), half(blocks, 2))
 
 
 def _q5_0(blocks: np.ndarray) -> Parts:
-    return _one_group((_nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2)) - np.int8(16), _half(blocks, 0))
+    return one_group((nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2)) - np.int8(16), half(blocks, 0))
 
 
 def _q5_1(blocks: np.ndarray) -> Parts:
-    return _one_group(_nibbles(blocks[:, 8:]) | _fifth_bits(blocks, 4), _half(blocks, 0), _half(blocks, 2))
+    return one_group(nibbles(blocks[:, 8:]) | _fifth_bits(blocks, 4), half(blocks, 0), half(blocks, 2))
 
 
 def _k_scales(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -91,13 +71,31 @@ def _k_scales(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = np.concatenate([first & 0x3F, (third & 0x0F) | ((first >> 2) & 0x30)], axis=1)
     minima = np.concatenate([second & 0x3F, (third >> 4) | ((second >> 2) & 0x30)], axis=1)
-    return (_half(blocks, 0) * scales)[:, :, None], (_half(blocks, 2) * minima)[:, :, None]
+    return (half(blocks, 0) * scales)[:, :, None], (half(blocks, 2) * minima)[:, :, None]
 
 
 def _k_nibbles(packed: np.ndarray) -> np.ndarray:
     """Unpack u8[B, 128] -> i8[B, 8, 32]: a run of 32 bytes holds one group in low nibbles, the next in high ones."""
     runs = packed.reshape(-1, 4, 1, 32)
     return np.concatenate([runs & 0x0F, runs >> 4], axis=2).reshape(-1, 8, 32).view(np.int8)
+
+
+def _q2_k(blocks: np.ndarray) -> Parts:
+    # Sixteen bytes with a scale and a minimum; in a half of 128 values, two bits of 32 bytes are 32 values.
+    scales, minima = blocks[:, :16] & 0x0F, blocks[:, :16] >> 4
+    codes = fields(blocks[:, 16:80].reshape(-1, 2, 32), 2).swapaxes(2, 3).reshape(-1, 16, 16)
+    return Parts(codes.view(np.int8), (half(blocks, 80) * scales)[:, :, None], (half(blocks, 82) * minima)[:, :, None])
+
+
+def _q3_k(blocks: np.ndarray) -> Parts:
+    # Codes as in Q2_K, less four unless the bit of their own in the first 32 bytes is set. Scales of six bits: nibbles
+    # of bytes 96 to 103, the low ones first, and two bits of bytes 104 to 107 in the same way.
+    low = fields(blocks[:, 32:96].reshape(-1, 2, 32), 2).swapaxes(2, 3).reshape(-1, 16, 16)
+    high = fields(blocks[:, :32], 1).swapaxes(1, 2).reshape(-1, 16, 16)
+    scales = fields(blocks[:, 96:104], 4).swapaxes(1, 2).reshape(-1, 16)
+    scales = scales | (fields(blocks[:, 104:108], 2).swapaxes(1, 2).reshape(-1, 16) << 4)
+    scales = half(blocks, 108) * (scales.view(np.int8) - np.int8(32))
+    return Parts(low.view(np.int8) - ((high ^ 1) << 2).view(np.int8), scales[:, :, None])
 
 
 def _q4_k(blocks: np.ndarray) -> Parts:
@@ -118,7 +116,7 @@ def _q6_k(blocks: np.ndarray) -> Parts:
     shift = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
     high = ((blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shift) & 3) << 4
     codes = (low | high).view(np.int8) - np.int8(32)
-    scales = _half(blocks, 208) * blocks[:, 192:208].view(np.int8)
+    scales = half(blocks, 208) * blocks[:, 192:208].view(np.int8)
     return Parts(codes.reshape(-1, 16, 16), scales[:, :, None])
 
 
@@ -129,7 +127,59 @@ _FP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.in
 def _mxfp4(blocks: np.ndarray) -> Parts:
     # The first byte is the block's exponent, for values that are not doubled.
     scale = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)
-    return _one_group(_FP4[_nibbles(blocks[:, 1:])], scale)
+    return one_group(_FP4[nibbles(blocks[:, 1:])], scale)
+
+
+# Values of four-bit codes that lie closer together near zero.
+_NONLINEAR = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
+
+
+def _iq4_nl(blocks: np.ndarray) -> Parts:
+    return one_group(_NONLINEAR[nibbles(blocks[:, 2:])], half(blocks, 0))
+
+
+def _iq4_xs(blocks: np.ndarray) -> Parts:
+    # Eight groups of 32, each sixteen bytes; their scales have two bits in a word and four in nibbles.
+    high = (words(blocks, 2, 4, "<u2") >> np.arange(0, 16, 2, dtype=np.uint16)).astype(np.uint8) & 3
+    scales = (fields(blocks[:, 4:8], 4).reshape(-1, 8) | (high << 4)).view(np.int8) - np.int8(32)
+    codes = fields(blocks[:, 8:].reshape(-1, 8, 16), 4).swapaxes(2, 3).reshape(-1, 8, 32)
+    return Parts(_NONLINEAR[codes], (half(blocks, 0) * scales)[:, :, None])
+
+
+def _nvfp4_scales() -> np.ndarray:
+    """Values of all bytes as scales of doubled codes: four bits of exponent and three of mantissa, no sign."""
+    byte = np.arange(256)
+    exponent, mantissa = (byte >> 3) & 15, byte & 7
+    values = np.where(exponent == 0, np.ldexp(mantissa, -9), np.ldexp(8 + mantissa, exponent - 10))
+    return np.where(byte == 0x7F, 0, values / 2).astype(np.float32)  # the code of NaN counts as 0
+
+
+_NVFP4_SCALES = _nvfp4_scales()
+
+
+def _nvfp4(blocks: np.ndarray) -> Parts:
+    # Four scales, then four groups of eight bytes.
+    codes = fields(blocks[:, 4:].reshape(-1, 4, 8), 4).swapaxes(2, 3).reshape(-1, 4, 16)
+    return Parts(_FP4[codes], _NVFP4_SCALES[blocks[:, :4]][:, :, None])
+
+
+def _ternary(codes: np.ndarray, scale: np.ndarray) -> Parts:
+    """Make Parts of codes 0 to 2, u8[B, 256], with one scale, f32[B, 1]."""
+    return Parts(codes.reshape(-1, 8, 32).view(np.int8) - np.int8(1), np.repeat(scale, 8, axis=1)[:, :, None])
+
+
+def _tq1_0(blocks: np.ndarray) -> Parts:
+    # A byte is a fraction of 256 with five digits to the base of three; the last four bytes have four of them.
+    digits = [
+        (packed[:, None] * np.array([1, 3, 9, 27, 81][:count], np.uint8)[:, None]).reshape(-1, count * packed.shape[1])
+        for packed, count in ((blocks[:, :32], 5), (blocks[:, 32:48], 5), (blocks[:, 48:52], 4))
+    ]
+    codes = (np.concatenate(digits, axis=1).astype(np.uint16) * 3) >> 8
+    return _ternary(codes.astype(np.uint8), half(blocks, 52))
+
+
+def _tq2_0(blocks: np.ndarray) -> Parts:
+    return _ternary(fields(blocks[:, :64].reshape(-1, 2, 32), 2).swapaxes(2, 3).reshape(-1, 256), half(blocks, 64))
 
 
 _F32 = np.dtype("<f4")
@@ -143,11 +193,25 @@ FORMATS: dict[int, BlockFormat] = {
     6: BlockFormat("Q5_0", 32, 22, _F32, _q5_0),
     7: BlockFormat("Q5_1", 32, 24, _F32, _q5_1, has_zeros=True),
     8: BlockFormat("Q8_0", 32, 34, _F32, _q8_0),
+    10: BlockFormat("Q2_K", 256, 84, _F32, _q2_k, group=16, four_bits=True, has_zeros=True),
+    11: BlockFormat("Q3_K", 256, 110, _F32, _q3_k, group=16, four_bits=True),
     12: BlockFormat("Q4_K", 256, 144, _F32, _q4_k, four_bits=True, has_zeros=True),
     13: BlockFormat("Q5_K", 256, 176, _F32, _q5_k, has_zeros=True),
     14: BlockFormat("Q6_K", 256, 210, _F32, _q6_k, group=16),
+    16: BlockFormat("IQ2_XXS", 256, 66, _F32, grid_blocks.iq2_xxs),
+    17: BlockFormat("IQ2_XS", 256, 74, _F32, grid_blocks.iq2_xs, group=16),
+    18: BlockFormat("IQ3_XXS", 256, 98, _F32, grid_blocks.iq3_xxs),
+    19: BlockFormat("IQ1_S", 256, 50, _F32, grid_blocks.iq1_s),
+    20: BlockFormat("IQ4_NL", 32, 18, _F32, _iq4_nl),
+    21: BlockFormat("IQ3_S", 256, 110, _F32, grid_blocks.iq3_s),
+    22: BlockFormat("IQ2_S", 256, 82, _F32, grid_blocks.iq2_s, group=16),
+    23: BlockFormat("IQ4_XS", 256, 136, _F32, _iq4_xs),
+    29: BlockFormat("IQ1_M", 256, 56, _F32, grid_blocks.iq1_m, group=16),
     30: BlockFormat("BF16", 1, 2, np.dtype(ml_dtypes.bfloat16), None),
+    34: BlockFormat("TQ1_0", 256, 54, _F32, _tq1_0, four_bits=True),
+    35: BlockFormat("TQ2_0", 256, 66, _F32, _tq2_0, four_bits=True),
     39: BlockFormat("MXFP4", 32, 17, _F32, _mxfp4),
+    40: BlockFormat("NVFP4", 64, 36, _F32, _nvfp4, group=16),
 }
 
 

@@ -1,8 +1,8 @@
 """GGUF files as checkpoints: Hugging Face names and orientation over the tensors of a llama.cpp file.
 
-Owns the order of the query and key rows of llama files, stacked experts as tensors of their own, and matrices whose
-blocks are read as codes and scales. Differences between architectures are rows of gguf/layout.py; the header
-is read by gguf/header.py, block formats by gguf/dequant.py.
+Owns the order of the query and key rows of llama files, stacked experts as tensors of their own, factors of whole
+matrices, and matrices whose blocks are read as codes and scales. Differences between architectures are rows of
+gguf/layout.py; headers are read by gguf/header.py, block formats by gguf/dequant.py.
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ from jaxengine.models.quantization.gguf import CODES, SCALES, ZEROS
 from jaxengine.models.weights.gguf.dequant import BlockFormat, dequantize, split_blocks
 from jaxengine.models.weights.gguf.header import TensorInfo, read_header
 from jaxengine.models.weights.gguf.layout import LAYOUTS, K, Q
+from jaxengine.models.weights.gguf.split import check_part, check_tensors, other_parts
 
 # Bytes of the file dequantised at a time, in complete rows: large enough for numpy, small enough to stay in cache.
 CHUNK_BYTES = 1 << 18
 # A stacked tensor stands for as many names as it has experts: a few times what the largest models have.
 MAX_EXPERTS = 4096
 
+# A factor of a whole matrix, beside the scales of its blocks (NVFP4).
+_SCALE, _INPUT_SCALE = ".scale", ".input_scale"
 _HEADS_KEY = {Q: "attention.head_count", K: "attention.head_count_kv"}
 
 
@@ -44,29 +47,36 @@ def unpermute_rows(array: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 class GGUFFile:
-    """WeightSource over one GGUF file. The header is checked on opening; tensors are read on demand.
+    """WeightSource over one GGUF file, or over the files of a split model. Headers are checked on opening; tensors are
+    read on demand.
 
     Attributes:
       path: as given, as text.
       metadata: the file's key-values: Python scalars, strings, lists of strings, numpy arrays of numbers.
       architecture: one of jaxengine.models.weights.gguf.layout.LAYOUTS.
 
-    Raises ModelFileError for a file that is missing, not a regular file, inconsistent, of another architecture, or one
-    part of a split model. Reading is safe from several threads. A context manager; `close` may be called twice.
+    path names the first file of a split model. Raises ModelFileError for a file that is missing, not a regular file,
+    inconsistent, or of another architecture. Reading is safe from several threads. A context manager; `close` may be
+    called twice.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = os.fspath(path)
-        self._file: FileIO | None = None
+        self._files: list[FileIO] = []
         try:
-            descriptor, size = open_regular(self.path)
-            self._file = FileIO(descriptor)
-            header = read_header(self.path, descriptor, size)
-            self.metadata = header.metadata
-            self.architecture = _architecture(self.path, header.metadata)
+            self.metadata, tensors = self._open(self.path)
+            others = other_parts(self.path, self.metadata)
+            self.architecture = _architecture(self.path, self.metadata)
+            for number, path in enumerate(others, 1):
+                metadata, more = self._open(path)
+                check_part(path, metadata, number, len(others) + 1)
+                tensors += more
+            if others:
+                check_tensors(self.path, self.metadata, len(tensors))
             self._layout = LAYOUTS[self.architecture]
             self._heads = {part: self._head_count(key) for part, key in _HEADS_KEY.items()}
-            self._tensors = self._named(header.tensors)
+            self._factors: dict[str, TensorInfo] = {}
+            self._tensors = self._named(tensors)
             self._kept: dict[str, tuple[str, str]] = {}
         except BaseException as error:
             self.close()
@@ -82,8 +92,16 @@ class GGUFFile:
         self.close()
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        for file in self._files:
+            file.close()
+
+    def _open(self, path: str) -> tuple[dict[str, Any], tuple[TensorInfo, ...]]:
+        """Open one more file; returns its metadata, and its tensors as of that part."""
+        descriptor, size = open_regular(path)
+        self._files.append(FileIO(descriptor))
+        header = read_header(path, descriptor, size)
+        part = len(self._files) - 1
+        return header.metadata, tuple(replace(info, part=part) for info in header.tensors)
 
     def names(self) -> Iterable[str]:
         """List canonical names in the order of the file; tensors of kept matrices come last."""
@@ -119,6 +137,9 @@ class GGUFFile:
         """
         name, kind = self._kept.get(name, (name, None))
         values = self._read(name, kind, rows, columns)
+        if kind != CODES and name in self._factors:
+            factor = self._read_rows(self._factors[name], None, 0, 1, WHOLE)
+            values = values.astype(np.float32) * factor.astype(np.float32)
         if self._layout.norm_offset and name.endswith("norm.weight"):
             return values.astype(np.float32) - np.float32(self._layout.norm_offset)
         return values
@@ -155,10 +176,10 @@ class GGUFFile:
         return self._tensors[name]
 
     def _bytes(self, info: TensorInfo, start: int, num_bytes: int) -> bytes:
-        if self._file is None or self._file.closed:
+        if not self._files or self._files[info.part].closed:
             raise ModelFileError(self.path, "the file has been closed", info.name)
         try:
-            data = os.pread(self._file.fileno(), num_bytes, info.start + start)
+            data = os.pread(self._files[info.part].fileno(), num_bytes, info.start + start)
         except OSError as error:
             raise ModelFileError(self.path, f"cannot be read: {error.strerror}", info.name) from None
         if len(data) != num_bytes:
@@ -169,6 +190,11 @@ class GGUFFile:
         named: dict[str, TensorInfo] = {}
         for info in tensors:
             for name, part in self._parts(info):
+                if name.endswith(_INPUT_SCALE):  # activations are not rounded
+                    continue
+                if name.endswith(_SCALE):
+                    self._factors[name.removesuffix(_SCALE) + ".weight"] = part
+                    continue
                 if name in named:
                     raise ModelFileError(self.path, f"stands for {name}, as does {named[name].name}", info.name)
                 named[name] = part
@@ -183,18 +209,20 @@ class GGUFFile:
 
         Raises ModelFileError for experts that are too many or no stack.
         """
-        name = self._layout.canonical_name(info.name)
-        if "{expert}" not in name:
+        names = self._layout.canonical_names(info.name)
+        if "{expert}" not in names[0]:
             is_row = len(info.shape) == 1 and self._layout.is_row(info.name)
-            return [(name, replace(info, shape=(1, *info.shape)) if is_row else info)]
+            return [(names[0], replace(info, shape=(1, *info.shape)) if is_row else info)]
         count, *shape = info.shape
-        if not shape or count > MAX_EXPERTS:
-            text = f"must be the matrices of at most {MAX_EXPERTS} experts, got {info.shape}"
+        shape = shape or [1] * names[0].endswith(_SCALE)
+        if not shape or count > MAX_EXPERTS or shape[0] % len(names):
+            parts = f", each in {len(names)} equal parts," if len(names) > 1 else ""
+            text = f"must be the matrices of at most {MAX_EXPERTS} experts{parts} got {info.shape}"
             raise ModelFileError(self.path, text, info.name)
-        size = info.num_bytes // count
-        each = replace(info, shape=tuple(shape), num_bytes=size)
-        named = ((name.replace("{expert}", str(expert)), expert * size) for expert in range(count))
-        return [(part, replace(each, start=info.start + offset)) for part, offset in named]
+        size = info.num_bytes // count // len(names)
+        each = replace(info, shape=(shape[0] // len(names), *shape[1:]), num_bytes=size)
+        named = [name.replace("{expert}", str(expert)) for expert in range(count) for name in names]
+        return [(name, replace(each, start=info.start + at * size)) for at, name in enumerate(named)]
 
     def _permuted_heads(self, name: str) -> int | None:
         """Number of heads whose rows are permuted in this tensor; None when rows are in Hugging Face order."""
@@ -232,8 +260,4 @@ def _architecture(path: str, metadata: Mapping[str, Any]) -> str:
         nearest = f", the nearest is {near[0]}" if near else ""
         text = f"architecture {repr(architecture)[:100]} is not supported{nearest}; supported: {', '.join(LAYOUTS)}"
         raise ModelFileError(path, text, key)
-    parts = metadata.get("split.count", 1)
-    if type(parts) is not int or parts > 1:
-        text = "one part of a split model; join the parts with llama-gguf-split --merge"
-        raise ModelFileError(path, text, "split.count")
     return architecture

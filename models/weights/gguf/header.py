@@ -35,9 +35,7 @@ ITEMS_OF_A_LIST = 4
 MAX_TENSORS = 1 << 17
 
 # ggml's names of unsupported types, for the error.
-OTHER_TYPES = {9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"}
-OTHER_TYPES |= {20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64"}
-OTHER_TYPES |= {28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4"}
+OTHER_TYPES = {9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 41: "Q1_0"}
 
 STRING, ARRAY, BOOL = 8, 9, 7
 # Value types of one fixed size, by GGUF's number.
@@ -58,13 +56,17 @@ SCALARS: dict[int, np.dtype] = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Location of a tensor. `shape` is row-major ([out, in]); `start` counts bytes from the beginning of the file."""
+    """Location of a tensor. `shape` is row-major ([out, in]); `start` counts bytes from the beginning of the file.
+
+    part: number of the file among those of a split model.
+    """
 
     name: str
     shape: tuple[int, ...]
     format: BlockFormat
     start: int
     num_bytes: int
+    part: int = 0
 
 
 @dataclass(frozen=True)

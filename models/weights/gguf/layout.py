@@ -34,8 +34,11 @@ _LAYER = {
     "ffn_up_exps": "mlp.experts.{expert}.up_proj",
     "ffn_down_exps": "mlp.experts.{expert}.down_proj",
 }
-_LAYER_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_]+)\.(weight|bias)")
-_GLOBAL_TENSOR = re.compile(r"([a-z_]+)\.(weight|bias)")
+_LAYER_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_]+)\.(weight|bias|scale|input_scale)")
+_GLOBAL_TENSOR = re.compile(r"([a-z_]+)\.(weight|bias|scale|input_scale)")
+# Files of old converters have each expert's matrix as a tensor; new ones may join two matrices of all experts.
+_ONE_EXPERT = re.compile(r"(blk\.[0-9]+\.ffn_(?:gate|up|down))\.(0|[1-9][0-9]{0,3})(\.[a-z_]+)")
+_JOINED_EXPERTS = re.compile(r"(blk\.[0-9]+\.ffn_)gate_up(_exps\.[a-z_]+)")
 Q, K = "self_attn.q_proj", "self_attn.k_proj"
 _MIXTRAL = {
     "ffn_gate_inp": "block_sparse_moe.gate",
@@ -97,6 +100,16 @@ class GGUFLayout(NamedTuple):
             part, kind = match.groups()
             return f"{_GLOBAL[part]}.{kind}" if part in _GLOBAL else name
         return name
+
+    def canonical_names(self, name: str) -> tuple[str, ...]:
+        """Names of the tensors that a tensor's rows are made of, in equal parts; "{expert}" where there is one of each
+        expert."""
+        if match := _ONE_EXPERT.fullmatch(name):
+            stem, expert, kind = match.groups()
+            return (self.canonical_name(f"{stem}_exps{kind}").replace("{expert}", expert),)
+        if match := _JOINED_EXPERTS.fullmatch(name):
+            return tuple(self.canonical_name(match[1] + half + match[2]) for half in ("gate", "up"))
+        return (self.canonical_name(name),)
 
     def is_row(self, name: str) -> bool:
         """Whether a vector of this name is the single row of a matrix."""

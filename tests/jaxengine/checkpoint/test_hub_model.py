@@ -134,6 +134,14 @@ def test_a_gguf_file_of_a_repository(hub, gguf, name):
     assert hub.downloaded() == {"some-Q4_K_M.gguf" if "Q4" in name else "sub/some[1].Q8_0.gguf"}
 
 
+@pytest.mark.parametrize("name", ["org/model/m-Q4_K_M-00001-of-00002.gguf", "org/model:Q4_K_M"])
+def test_all_files_of_a_split_model_are_downloaded(hub, gguf, name):
+    parts = {f"m-Q4_K_M-0000{number}-of-00002.gguf": gguf for number in (1, 2)}
+    hub(**parts, **{"m-Q8_0-00001-of-00001.gguf": gguf})
+    assert opened(model=name).config.architecture == "GraniteForCausalLM"
+    assert hub.downloaded() == set(parts)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -30,11 +30,18 @@ from tests.models.weights.gguf.gguf_writer import Tensor
 
 TYPES = {form.name: number for number, form in FORMATS.items()}
 QUANTISED = [form.name for form in FORMATS.values() if form.parts is not None]
-# Where a block's float16 numbers are; MXFP4 has an exponent.
-HALVES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,)} | {
-    "Q4_K": (0, 2),
-    "Q5_K": (0, 2),
+# All that differ in the width of codes, the size of groups and in having zeros.
+IN_TABLES = ("Q4_0", "Q4_1", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q6_K")
+# Where a block's float16 numbers are; MXFP4, NVFP4 and IQ1_M have scales of other kinds.
+HALVES = {
+    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"), (0,)),
+    **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), (0,)),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
     "Q6_K": (208,),
+    "TQ1_0": (52,),
+    "TQ2_0": (64,),
 }
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -91,6 +98,11 @@ def blocks(kind: str, shape: tuple[int, ...], seed: int) -> bytes:
         raw[:, at : at + 2] = halves.view(np.uint8).reshape(-1, 2)
     if kind == "MXFP4":
         raw[:, 0] = rng.integers(110, 130, len(raw))
+    if kind == "NVFP4":
+        raw[:, :4] = rng.integers(1, 48, (len(raw), 4))
+    if kind == "IQ1_M":  # 0x2... in the high nibbles of four words: a float16 of about 1/100
+        raw[:, 49:56:2] = raw[:, 49:56:2] & 0x0F
+        raw[:, 55] |= 0x20
     return raw.tobytes()
 
 
@@ -183,7 +195,7 @@ def test_formats_mixed_within_a_product_and_between_layers(tmp_path, config):
     assert held == {**routers, "Q4_0 + Q4_1": "int4", **of_eight_bits}
 
 
-@pytest.mark.parametrize("kind", QUANTISED)
+@pytest.mark.parametrize("kind", IN_TABLES)
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_token_table(tmp_path, kind, tied):
     """Held as its head multiplies with it; its rows, in the model's dtype, are those that the file stands for."""

@@ -20,6 +20,7 @@ from tests.models.weights.gguf.gguf_writer import (
     I32,
     STRING,
     U8,
+    U16,
     U32,
     U64,
     gguf_bytes,
@@ -207,6 +208,7 @@ def raw_metadata(raw: bytes) -> bytes:
     return b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + raw
 
 
+HEADS: dict[str, writer.Value] = {"qwen3moe.attention.head_count": (U32, 4)}
 SMALL = file_with(EMBEDDING, NORM)
 NESTED: writer.Value = (U8, [])
 for _ in range(5):
@@ -256,15 +258,21 @@ REFUSED = {
     ),
     "no head count": (gguf_bytes({"general.architecture": (STRING, "llama")}, []), "positive number, got None"),
     "head count 0": (metadata_with(**{"llama.attention.head_count": (U32, 0)}), "positive number, got 0"),
-    "split": (metadata_with(**{"split.count": (U32, 3)}), "split model"),
+    "split": (metadata_with(**{"split.count": (U16, 3)}), r"first of 3 files, so its name must end in -00001-of-00003"),
+    "second part": (
+        metadata_with(**{"split.count": (U16, 3), "split.no": (U16, 1)}),
+        "is file 2 of 3 of a split model; name the first",
+    ),
+    "part 3 of 3": (metadata_with(**{"split.count": (U16, 3), "split.no": (U16, 3)}), "got 3 of 3"),
+    "parts in words": (metadata_with(**{"split.count": (STRING, "3")}), "got 0 of '3'"),
     "tensor twice": (file_with(EMBEDDING, EMBEDDING), "tensor name given twice"),
     "two names for one": (file_with(NORM, ("model.norm.weight", *NORM[1:])), "stands for model.norm.weight"),
     "no dimension": (file_with(("x", (), GGML_F32, bytes(4))), "1 to 4 dimensions, got 0"),
     "five dimensions": (file_with(("x", (1,) * 5, GGML_F32, bytes(4))), "1 to 4 dimensions, got 5"),
     "dimension 0": (file_with(("x", (32, 0), GGML_F32, b"")), "is 0"),
     "product overflows": (file_with(("x", (2**32, 2**32, 2**32), GGML_F32, bytes(64))), "cut short"),
-    "tensor type 10": (file_with(("x", (256,), 10, bytes(84))), r"tensor type Q2_K \(10\) is not supported"),
-    "tensor type 23": (file_with(("x", (256,), 23, bytes(136))), r"tensor type IQ4_XS \(23\) is not supported"),
+    "tensor type 9": (file_with(("x", (32,), 9, bytes(36))), r"tensor type Q8_1 \(9\) is not supported"),
+    "tensor type 28": (file_with(("x", (4,), 28, bytes(32))), r"tensor type F64 \(28\) is not supported"),
     "tensor type 4": (file_with(("x", (32,), 4, bytes(64))), "tensor type 4 is not supported"),
     "half a block": (file_with(("x", (48,), GGML_Q4_0, bytes(64))), "multiple of 32"),
     "unaligned data": (file_with(NORM, offsets=[8]), "not aligned to 32"),
@@ -276,6 +284,14 @@ REFUSED = {
         "matrices of at most 4096 experts",
     ),
     "too many experts": (file_with(tensor("blk.0.ffn_up_exps.weight", 4097, 1)[0]), "matrices of at most 4096 experts"),
+    "joined experts of odd rows": (
+        file_with(tensor("blk.0.ffn_gate_up_exps.weight", 2, 3, 4)[0]),
+        "each in 2 equal parts, got",
+    ),
+    "an expert twice": (
+        file_with(tensor("blk.0.ffn_up_exps.weight", 2, 3, 4)[0], tensor("blk.0.ffn_up.1.weight", 3, 4)[0]),
+        "as does blk.0.ffn_up_exps.weight",
+    ),
     "odd head": (file_with(tensor("blk.0.attn_q.weight", 12, 32)[0]), "no even number for 4 heads"),
     "cut in the data": (SMALL[:-32], "cut short"),
     "cut in the header": (SMALL[:200], "announced|cut short"),
@@ -288,6 +304,121 @@ def test_refused(opened, raw, message):
     with pytest.raises(ModelFileError, match=message) as refusal:
         opened(raw)
     assert refusal.value.path.endswith("model.gguf") and refusal.value.path in str(refusal.value)
+
+
+def write_parts(folder, total: int = 3) -> list[np.ndarray]:
+    """Writes a model in three files with a matrix each; returns the matrices. total: as the first one says."""
+    matrices, count = [], 3
+    for number in range(count):
+        entry, values = tensor(f"blk.{number}.ffn_up.weight", 2 + number, 32, seed=number)
+        of_part: dict[str, writer.Value] = {"split.no": (U16, number), "split.count": (U16, count)}
+        own = llama_metadata(**of_part, **{"split.tensors.count": (I32, total)}) if number == 0 else of_part
+        path = folder / f"m-Q8-{number + 1:05}-of-{count:05}.gguf"
+        path.write_bytes(gguf_bytes(own, [entry]))
+        matrices.append(values)
+    return matrices
+
+
+def test_a_split_model_is_read_from_all_of_its_files(tmp_path):
+    matrices = write_parts(tmp_path)
+    with GGUFFile(tmp_path / "m-Q8-00001-of-00003.gguf") as file:
+        names = [f"model.layers.{number}.mlp.up_proj.weight" for number in range(3)]
+        assert list(file.names()) == names and file.architecture == "llama"
+        for name, values in zip(names, matrices, strict=True):
+            np.testing.assert_array_equal(file.read(name), values)
+    with pytest.raises(ModelFileError, match="closed"):
+        file.read(names[2])
+
+
+@pytest.mark.parametrize(
+    ("named", "change", "message"),
+    [
+        (
+            1,
+            lambda folder: (folder / "m-Q8-00002-of-00003.gguf").unlink(),
+            "m-Q8-00002-of-00003.gguf must be beside it",
+        ),
+        (2, lambda folder: None, "is file 2 of 3 of a split model; name the first, m-Q8-00001-of-00003.gguf"),
+        (
+            1,
+            lambda folder: (folder / "m-Q8-00003-of-00003.gguf").replace(folder / "m-Q8-00002-of-00003.gguf"),
+            "m-Q8-00003-of-00003.gguf must be beside it",
+        ),
+        (
+            1,
+            lambda folder: (folder / "m-Q8-00002-of-00003.gguf").write_bytes(
+                (folder / "m-Q8-00003-of-00003.gguf").read_bytes()
+            ),
+            r"00002-of-00003.gguf: must be file 2 of 3 by its split.no and split.count, got \(2, 3\)",
+        ),
+        (
+            1,
+            lambda folder: write_parts(folder, 4),
+            "announces 4 tensors, but all files have 3",
+        ),
+    ],
+)
+def test_a_split_model_that_is_not_whole(tmp_path, named, change, message):
+    write_parts(tmp_path)
+    change(tmp_path)
+    with pytest.raises(ModelFileError, match=message):
+        GGUFFile(tmp_path / f"m-Q8-{named:05}-of-00003.gguf")
+
+
+def test_experts_stacked_joined_and_one_by_one(opened):
+    """The same matrices in the three forms that converters have written."""
+    rng = np.random.default_rng(0)
+    gate, up = (rng.standard_normal((3, 6, 32)).astype(np.float32) for _ in range(2))
+
+    def entry(name: str, values: np.ndarray) -> writer.Tensor:
+        return name, values.shape[::-1], GGML_F32, floats(values)
+
+    stacked = [entry("blk.0.ffn_gate_exps.weight", gate), entry("blk.0.ffn_up_exps.weight", up)]
+    joined = [entry("blk.0.ffn_gate_up_exps.weight", np.concatenate([gate, up], axis=1))]
+    alone = [
+        entry(f"blk.0.ffn_{name}.{expert}.weight", values[expert])
+        for name, values in (("gate", gate), ("up", up))
+        for expert in range(3)
+    ]
+    for tensors in (stacked, joined, alone):
+        file = opened(gguf_bytes({"general.architecture": (STRING, "qwen3moe"), **HEADS}, tensors))
+        assert len(list(file.names())) == 6
+        for expert in range(3):
+            for name, values in (("gate", gate), ("up", up)):
+                found = file.read(f"model.layers.0.mlp.experts.{expert}.{name}_proj.weight")
+                np.testing.assert_array_equal(found, values[expert])
+
+
+def test_factors_of_matrices_multiply_them(opened):
+    """As files of NVFP4 have them, one for a matrix or one for each expert; those of inputs are left out."""
+    tensors = [tensor("blk.0.attn_v.weight", 2, 32), tensor("blk.0.ffn_up_exps.weight", 3, 2, 32)]
+    factors = [
+        ("blk.0.attn_v.scale", (1,), GGML_F32, floats(np.array([0.5]))),
+        ("blk.0.attn_v.input_scale", (1,), GGML_F32, floats(np.array([7.0]))),
+        ("blk.0.ffn_up_exps.scale", (3,), GGML_F32, floats(np.array([1.0, -2.0, 4.0]))),
+    ]
+    entries = [entry for entry, _ in tensors]
+    file = opened(gguf_bytes({"general.architecture": (STRING, "qwen3moe"), **HEADS}, entries + factors))
+    assert len(list(file.names())) == 4
+    np.testing.assert_array_equal(file.read("model.layers.0.self_attn.v_proj.weight"), tensors[0][1] / 2)
+    for expert, factor in enumerate((1, -2, 4)):
+        found = file.read(f"model.layers.0.mlp.experts.{expert}.up_proj.weight")
+        np.testing.assert_array_equal(found, tensors[1][1][expert] * factor)
+
+
+def test_factors_of_kept_matrices_multiply_their_scales(opened):
+    blocks = bytes([0x38] * 4 + [0x21] * 32)  # scales 1; codes 0.5 and 1, doubled here
+    tensors = [
+        ("blk.0.attn_v.weight", (64, 1), 40, blocks),
+        ("blk.0.attn_v.scale", (1,), GGML_F32, floats(np.array([0.25]))),
+    ]
+    file, module = opened(gguf_bytes(llama_metadata(), tensors)), "model.layers.0.self_attn.v_proj"
+    whole = file.read(f"{module}.weight")
+    assert set(whole.ravel().tolist()) == {0.125, 0.25}
+    file.keep([module])
+    codes, scales = file.read(f"{module}.codes"), file.read(f"{module}.scales")
+    assert (scales == 0.125).all() and set(codes.ravel().tolist()) == {1, 2}
+    np.testing.assert_array_equal(np.repeat(scales, 16, axis=1) * codes, whole)
 
 
 def test_the_small_file_itself_is_fine(opened):

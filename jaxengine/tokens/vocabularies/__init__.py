@@ -1,0 +1,1 @@
+"""Tokenizers built from the parts that files bring: vocabularies, scores, ranks and names of splittings."""

@@ -1,0 +1,71 @@
+"""Byte-pair encoding over the bytes of a text, by a list of merges or by the ranks of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from jaxengine.tokens.vocabularies.splits import Splitting
+
+SPACE_MARK = "\u2581"
+
+
+def byte_pair_tokenizer(
+    vocabulary: Mapping[str, int], merges: Sequence[tuple[str, str]], splitting: Splitting
+) -> Tokenizer:
+    """Build a tokenizer without special tokens.
+
+    vocabulary: ids by token, spelt as `splitting` says. merges: pairs of tokens whose union is one, the best first.
+    """
+    falls_back = not splitting.spells_bytes
+    model = models.BPE(
+        vocab=dict(vocabulary),
+        merges=list(merges),
+        ignore_merges=splitting.ignore_merges,
+        byte_fallback=falls_back,
+        fuse_unk=falls_back,
+    )
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = splitting.pre_tokenizer()
+    if (normalizer := splitting.normalizer()) is not None:
+        tokenizer.normalizer = normalizer
+    if splitting.spells_bytes:
+        tokenizer.decoder = decoders.ByteLevel()
+    else:
+        tokenizer.decoder = decoders.Sequence(
+            [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
+        )
+    return tokenizer
+
+
+def merges_of_ranks(ranks: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Return the merges of a vocabulary whose best merge is the one with the token of the lowest rank.
+
+    Those are all splits of each token into two others. Among the splits of one token, the one whose parts are older
+    comes first, as it is the one by which the token was made.
+    """
+    cuts = [
+        (rank, max(ranks[token[:cut]], ranks[token[cut:]]), token[:cut], token[cut:])
+        for token, rank in ranks.items()
+        for cut in range(1, len(token))
+        if token[:cut] in ranks and token[cut:] in ranks
+    ]
+    cuts.sort()
+    return [(left, right) for *_, left, right in cuts]
+
+
+def spelt(tokens: Iterable[bytes]) -> list[str]:
+    """Spell each run of bytes with one printable character a byte, as GPT-2 does (Radford et al. 2019)."""
+    return [token.decode("latin-1").translate(_SPELLING) for token in tokens]
+
+
+def _spelling() -> dict[int, str]:
+    """Characters by byte: printable Latin-1 characters are themselves, the others are U+0100 and up, in order."""
+    alphabet = {*pre_tokenizers.ByteLevel.alphabet()}
+    plain = [byte for byte in range(256) if chr(byte) in alphabet]
+    others = [byte for byte in range(256) if chr(byte) not in alphabet]
+    return {byte: chr(byte) for byte in plain} | {byte: chr(0x100 + at) for at, byte in enumerate(others)}
+
+
+_SPELLING = _spelling()

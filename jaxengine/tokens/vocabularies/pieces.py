@@ -1,0 +1,129 @@
+"""SentencePiece vocabularies as tokenizers: byte-pair encoding by scores, and the unigram model.
+
+Texts are prepared as by SentencePiece (Kudo and Richardson 2018, arXiv:1808.06226): characters are mapped, a space
+becomes U+2581, and one is put in front.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from jaxengine.tokens.vocabularies.byte_pairs import SPACE_MARK
+
+# Types of pieces, as SentencePiece and GGUF (`tokenizer.ggml.token_type`) number them.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+
+
+class Pieces(NamedTuple):
+    """A vocabulary with what is done to a text first.
+
+    Attributes:
+      names, scores, types: of each piece, by id; names are distinct.
+      char_map: SentencePiece's compiled map of characters; empty for none.
+      adds_space: a space is put in front of the text.
+      isolates: user-defined pieces are whole and alone wherever the text, as it is prepared, has them; else those are
+        tokens that are found in the text as it was.
+      only_first: the space is not put in front of text behind a special token, or before a space.
+      strips: spaces at both ends are taken off and runs of spaces become one.
+    """
+
+    names: Sequence[str]
+    scores: Sequence[float]
+    types: Sequence[int]
+    char_map: bytes = b""
+    adds_space: bool = True
+    strips: bool = False
+    only_first: bool = False
+    isolates: bool = False
+
+    def with_types(self, *types: int) -> list[int]:
+        """Ids of the pieces of these types."""
+        return [at for at, kind in enumerate(self.types) if kind in types]
+
+
+def byte_pair_pieces(pieces: Pieces) -> Tokenizer:
+    """Build a byte-pair tokenizer whose unknown characters are bytes, or the unknown token without them.
+
+    SentencePiece merges the neighbours whose union has the best score; the equivalent merges are all splits of each
+    piece, sorted by score.
+    """
+    mergeable = (NORMAL, UNUSED) if pieces.isolates else (NORMAL, USER_DEFINED, UNUSED)
+    known = {pieces.names[at]: at for at in pieces.with_types(*mergeable)}
+    cuts = [
+        (-float(pieces.scores[at]), len(name[:cut]), at, known[name[:cut]], name[:cut], name[cut:])
+        for name, at in known.items()
+        for cut in range(1, len(name))
+        if name[:cut] in known and name[cut:] in known
+    ]
+    cuts.sort()
+    vocabulary = {name: at for at, name in enumerate(pieces.names)}
+    unknown = next((pieces.names[at] for at in pieces.with_types(UNKNOWN)), None)
+    merges = [(left, right) for *_, left, right in cuts]
+    model = models.BPE(
+        vocab=vocabulary,
+        merges=merges,
+        unk_token=unknown,
+        fuse_unk=True,
+        byte_fallback=True,
+        ignore_merges=pieces.isolates and bool(pieces.with_types(USER_DEFINED)),
+    )
+    return _with_texts(Tokenizer(model), pieces)
+
+
+def unigram_pieces(pieces: Pieces) -> Tokenizer:
+    """Build a unigram tokenizer: the pieces whose scores have the largest sum. `pieces` has an unknown one."""
+    unknown = pieces.with_types(UNKNOWN)[0]
+    has_bytes = bool(pieces.with_types(BYTE))
+    scored = [(name, float(score)) for name, score in zip(pieces.names, pieces.scores, strict=True)]
+    tokenizer = Tokenizer(models.Unigram(scored, unknown, has_bytes))
+    splits: list[Any] = []
+    # Pieces end with words unless one says otherwise; words are then looked up in a cache.
+    if not any(pieces.names[at].rfind(SPACE_MARK) > 0 for at in pieces.with_types(NORMAL)):
+        splits.append(pre_tokenizers.Split(SPACE_MARK, "merged_with_next"))
+    if has_bytes:  # a byte that is written out is text
+        splits.append(pre_tokenizers.Split(Regex("<(?=0x[0-9A-F]{2}>)"), "isolated"))
+    if splits:
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    return _with_texts(tokenizer, pieces)
+
+
+def add_marked_tokens(tokenizer: Tokenizer, names: Sequence[str], types: Sequence[int]) -> None:
+    """Make control and unknown tokens special, and have user-defined ones found in texts before anything else."""
+    special = [AddedToken(names[at], special=True, normalized=False) for at in _of(types, CONTROL, UNKNOWN)]
+    tokenizer.add_special_tokens(special)
+    defined = [AddedToken(names[at], special=False, normalized=False) for at in _of(types, USER_DEFINED)]
+    tokenizer.add_tokens(defined)
+
+
+def _of(types: Sequence[int], *wanted: int) -> list[int]:
+    return [at for at, kind in enumerate(types) if kind in wanted]
+
+
+def _with_texts(tokenizer: Tokenizer, pieces: Pieces) -> Tokenizer:
+    """Give a tokenizer the normaliser and the decoder of its vocabulary."""
+    steps: list[Any] = [normalizers.Precompiled(pieces.char_map)] if pieces.char_map else []
+    if pieces.strips:
+        # Not \s: a mark of the end of a line is a character like others, unless the map makes it a space.
+        steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    splits: list[Any] = []
+    if pieces.adds_space and pieces.only_first:
+        splits.append(pre_tokenizers.Metaspace(SPACE_MARK, "first", split=False))
+    else:
+        steps += [normalizers.Prepend(SPACE_MARK)] * pieces.adds_space
+        steps.append(normalizers.Replace(" ", SPACE_MARK))
+    if pieces.isolates and (defined := sorted((pieces.names[at] for at in pieces.with_types(USER_DEFINED)), key=len)):
+        splits.append(pre_tokenizers.Split(Regex("|".join(map(re.escape, reversed(defined)))), "isolated"))
+    if splits:
+        own = [] if tokenizer.pre_tokenizer is None else [tokenizer.pre_tokenizer]
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits + own)
+    if steps:
+        tokenizer.normalizer = steps[0] if len(steps) == 1 else normalizers.Sequence(steps)
+    shown: list[Any] = [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if pieces.adds_space:
+        shown.append(decoders.Strip(" ", 1, 0))
+    tokenizer.decoder = decoders.Sequence(shown)
+    return tokenizer

@@ -1,0 +1,123 @@
+"""SentencePiece's `tokenizer.model`: a protocol buffer with the pieces, how they were trained, and what is done to a
+text first.
+
+Its fields are those of sentencepiece_model.proto; only those that change tokens are read, without Google's library.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.tokens.vocabularies.pieces import NORMAL, UNKNOWN, Pieces
+
+# Wire types of protocol buffers, and the bytes of those that have a fixed size.
+VARINT, LENGTH = 0, 2
+FIXED = {1: 8, 5: 4}
+MAX_VARINT_BYTES = 10
+# Fields by message. Model: pieces, the trainer's settings, the normaliser's.
+PIECES, TRAINER, NORMALIZER = 1, 2, 3
+PIECE, SCORE, TYPE = 1, 2, 3
+MODEL_TYPE, WHITESPACE_AS_SUFFIX, FIRST_ID = 3, 24, 40
+CHAR_MAP, DUMMY_PREFIX, EXTRA_WHITESPACES, ESCAPE_WHITESPACES = 2, 3, 4, 5
+UNIGRAM, BPE = 1, 2
+# Roles of ids from field FIRST_ID on, and the ids of a file that gives none; -1 is no token.
+ROLES = {"unk": 0, "bos": 1, "eos": 2, "pad": -1}
+
+
+class SentencePieceModel(NamedTuple):
+    """Content of a file: its pieces, whether they are unigrams (else BPE), and tokens by role."""
+
+    pieces: Pieces
+    is_unigram: bool
+    tokens: dict[str, str]
+
+
+def read_sentencepiece(source: bytes, path: Path) -> SentencePieceModel:
+    """Read the content of a `tokenizer.model` file at `path`. Raises ModelFileError for another file, and for a model
+    that is neither unigram nor BPE or that marks the ends of words."""
+    names: list[str] = []
+    scores: list[float] = []
+    types: list[int] = []
+    trainer: dict[int, Any] = {}
+    normalizer: dict[int, Any] = {}
+    for number, value in _fields(source, path):
+        if number in (PIECES, TRAINER, NORMALIZER) and not isinstance(value, bytes):
+            raise ModelFileError(path, f"not a SentencePiece model: field {number} is no message")
+        if number == PIECES:
+            piece = dict(_fields(value, path))
+            names.append(_text(piece.get(PIECE, b""), path))
+            scores.append(_score(piece.get(SCORE, bytes(4)), path))
+            types.append(piece.get(TYPE, NORMAL))
+        elif number in (TRAINER, NORMALIZER):
+            (trainer if number == TRAINER else normalizer).update(_fields(value, path))
+    kind = trainer.get(MODEL_TYPE, UNIGRAM)
+    if not names or UNKNOWN not in types or len(set(names)) != len(names):
+        raise ModelFileError(path, "not a SentencePiece model: it must have distinct pieces, one of them unknown")
+    if kind not in (UNIGRAM, BPE) or trainer.get(WHITESPACE_AS_SUFFIX) or not normalizer.get(ESCAPE_WHITESPACES, 1):
+        raise ModelFileError(path, "must be a unigram or BPE model that marks where words begin; others are not read")
+    ids = {role: _signed(trainer.get(FIRST_ID + at, given)) for at, (role, given) in enumerate(ROLES.items())}
+    char_map = normalizer.get(CHAR_MAP, b"")
+    pieces = Pieces(
+        names,
+        scores,
+        types,
+        char_map if isinstance(char_map, bytes) else b"",
+        adds_space=bool(normalizer.get(DUMMY_PREFIX, 1)),
+        strips=bool(normalizer.get(EXTRA_WHITESPACES, 1)),
+        isolates=True,
+    )
+    tokens = {f"{role}_token": names[at] for role, at in ids.items() if 0 <= at < len(names)}
+    return SentencePieceModel(pieces, kind == UNIGRAM, tokens)
+
+
+def _fields(source: bytes, path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield the fields of a message: numbers of varints, bytes of the others. Raises ModelFileError."""
+    at = 0
+    while at < len(source):
+        key, at = _varint(source, at, path)
+        kind = key & 7
+        if kind == VARINT:
+            value, at = _varint(source, at, path)
+            yield key >> 3, value
+            continue
+        size = FIXED.get(kind, 0)
+        if kind == LENGTH:
+            size, at = _varint(source, at, path)
+        elif not size:
+            raise ModelFileError(path, f"not a SentencePiece model: wire type {kind} at byte {at}")
+        if size > len(source) - at:
+            raise ModelFileError(path, f"not a SentencePiece model: {size} bytes announced at byte {at} of a message")
+        yield key >> 3, source[at : at + size]
+        at += size
+
+
+def _varint(source: bytes, at: int, path: Path) -> tuple[int, int]:
+    """Read seven bits of each byte, the lowest first, while the eighth is set; returns the number and its end."""
+    value = 0
+    for shift, byte in enumerate(source[at : at + MAX_VARINT_BYTES]):
+        value |= (byte & 0x7F) << (7 * shift)
+        if byte < 0x80:
+            return value, at + shift + 1
+    raise ModelFileError(path, f"not a SentencePiece model: a number without an end at byte {at} of a message")
+
+
+def _signed(value: int) -> int:
+    """Return a varint of 64 bits as the int32 that it stands for."""
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _text(value: Any, path: Path) -> str:
+    try:
+        return value.decode()
+    except (AttributeError, UnicodeDecodeError):
+        raise ModelFileError(path, "not a SentencePiece model: a piece is no UTF-8 text") from None
+
+
+def _score(value: Any, path: Path) -> float:
+    if not isinstance(value, bytes) or len(value) != 4:
+        raise ModelFileError(path, "not a SentencePiece model: a score is no float")
+    return struct.unpack("<f", value)[0]

@@ -1,0 +1,131 @@
+"""Vocabularies of tiktoken: a line for each token, its bytes in base64 and its rank, which is its id.
+
+The file says neither how texts are split nor which special tokens there are. The code of the models' repositories does,
+which is not run; a row here has what it says.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from collections.abc import Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import NamedTuple
+
+from tokenizers import AddedToken, Tokenizer, processors
+
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.tokens.vocabularies.byte_pairs import byte_pair_tokenizer, merges_of_ranks, spelt
+from jaxengine.tokens.vocabularies.splits import SPLITTINGS
+
+MAX_RANKS = 1 << 20
+MAX_TOKEN_BYTES, MAX_SPECIAL = 1024, 4096
+_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} (?:0|[1-9][0-9]{0,6})")
+
+
+class Ranks(NamedTuple):
+    """What the code of some models says of their ranks.
+
+    Attributes:
+      file: name of the file of ranks.
+      splitting: name of the splitting, a key of SPLITTINGS.
+      special: special tokens behind the ranks, in order. Names in tokenizer_config.json (`added_tokens_decoder`) win.
+      more: how many there are at least.
+      unnamed: name of one without a name, by its id or, if `counts`, by its place among those.
+      tokens: special tokens by role, unless the folder names others.
+      adds_bos: texts begin with the beginning of text.
+    """
+
+    file: str
+    splitting: str
+    special: tuple[str, ...] = ()
+    more: int = 0
+    unnamed: str = ""
+    counts: bool = False
+    tokens: Mapping[str, str] = {}
+    adds_bos: bool = False
+
+
+KIMI = Ranks("tiktoken.model", "kimi-k2", more=256, unnamed="<|reserved_token_{}|>")
+QWEN = Ranks(
+    "qwen.tiktoken",
+    "qwen2",
+    ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+    208,
+    "<|extra_{}|>",
+    counts=True,
+    tokens={"eos_token": "<|endoftext|>"},
+)
+# Meta's own files, whose name is that of SentencePiece's.
+LLAMA3 = Ranks(
+    "tokenizer.model",
+    "llama-bpe",
+    (
+        *("<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>"),
+        *("<|finetune_right_pad_id|>", "<|step_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>"),
+        *("<|eot_id|>", "<|python_tag|>"),
+    ),
+    256,
+    "<|reserved_special_token_{}|>",
+    counts=True,
+    tokens={"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"},
+    adds_bos=True,
+)
+
+
+def is_tiktoken(source: bytes) -> bool:
+    """Whether the content of a file is tiktoken's: its first line is a token and a rank."""
+    return _LINE.fullmatch(source[: source.find(b"\n")].rstrip()) is not None
+
+
+def read_tiktoken(source: bytes, row: Ranks, named: Mapping[int, str], bos: str | None, path: Path) -> Tokenizer:
+    """Build the tokenizer of a file of ranks, with its special tokens.
+
+    source: content of the file at `path`. named: special tokens by id, as the folder names them. bos: text of the
+    beginning of text, which `row` may want. Raises ModelFileError for a file with other lines, and for ranks that are
+    not the numbers from 0 on.
+    """
+    tokens = _tokens(source, path)
+    ranks = {name: rank for rank, name in enumerate(spelt(tokens))}
+    splitting = SPLITTINGS[row.splitting]._replace(ignore_merges=True)
+    tokenizer = byte_pair_tokenizer(ranks, merges_of_ranks(ranks), splitting)
+    special = _special(row, named, len(tokens), path)
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
+    if row.adds_bos and bos in special:
+        around = [(bos, len(tokens) + special.index(bos))]
+        tokenizer.post_processor = processors.TemplateProcessing(single=f"{bos}:0 $A:0", special_tokens=around)
+    return tokenizer
+
+
+def _tokens(source: bytes, path: Path) -> Sequence[bytes]:
+    """Tokens by rank. Raises ModelFileError."""
+    lines = source.split()
+    size = len(lines) // 2
+    if len(lines) % 2 or not 256 <= size <= MAX_RANKS:
+        raise ModelFileError(path, f"must have a token and a rank in each of 256 to {MAX_RANKS} lines")
+    try:
+        ranks = [int(rank) for rank in lines[1::2]]
+        tokens = [base64.b64decode(token, validate=True) for token in lines[::2]]
+    except (ValueError, binascii.Error) as error:
+        raise ModelFileError(path, f"must have tokens in base64 and ranks: {str(error)[:100]}") from None
+    if sorted(ranks) != list(range(size)) or len(set(tokens)) != size:
+        raise ModelFileError(path, f"must have {size} distinct tokens with the ranks from 0 on")
+    if not all(0 < len(token) <= MAX_TOKEN_BYTES for token in tokens):
+        raise ModelFileError(path, f"must have tokens of 1 to {MAX_TOKEN_BYTES} bytes")
+    return [token for _, token in sorted(zip(ranks, tokens, strict=True))]
+
+
+def _special(row: Ranks, named: Mapping[int, str], first: int, path: Path) -> list[str]:
+    """Special tokens in order, from the id `first` on. Raises ModelFileError for too many."""
+    known = dict(enumerate(row.special, first)) | {at: name for at, name in named.items() if at >= first}
+    size = max(row.more, max(known, default=first) + 1 - first)
+    if size > MAX_SPECIAL:
+        raise ModelFileError(path, f"must have at most {MAX_SPECIAL} special tokens, the folder names {size}")
+    taken = set(known.values())
+    free = (name for name in map(row.unnamed.format, count()) if name not in taken)
+    return [
+        known[at] if at in known else next(free) if row.counts else row.unnamed.format(at)
+        for at in range(first, first + size)
+    ]
