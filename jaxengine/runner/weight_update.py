@@ -6,9 +6,10 @@ Nothing of the engine changes before `put`, so that whatever is wrong with the n
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -32,7 +33,7 @@ from jaxengine.models.weights.views.parts import num_parts
 from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.sleep import Absent, are_present
 from jaxengine.runner.stage_runner import StageRunner
-from jaxengine.runner.weight_names import Renamed, Target, WeightUpdateError, renamed
+from jaxengine.runner.weight_names import Renamed, Target, WeightUpdateError, check_chunk_bytes, renamed
 from jaxengine.scheduler.errors import RequestError
 from jaxengine.sharding.rules import part_bytes
 
@@ -92,6 +93,7 @@ def read_weights(
     strict: bool = True,
     donate: bool = False,
     target: Target = "model",
+    chunk_bytes: int | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> NewWeights:
     """Read new weights for all stages and place them on their devices, beside the old ones.
@@ -103,6 +105,7 @@ def read_weights(
       strict: every weight must be there. Otherwise weights without any of their tensors stay as they are.
       donate: jax arrays of `params` are deleted as soon as they have been read, also where later ones are at fault.
       target: whose weights; "draft" is the draft model of the method draft_model.
+      chunk_bytes: of copies of tensors that are in host memory at a time, see `LLM.update_weights`.
       stop: asked before each tensor of a folder with safetensors; True ends the reading with WeightUpdateError.
 
     Matrices that the engine rounded when it loaded are rounded again in the same way. Raises WeightUpdateError for
@@ -110,6 +113,7 @@ def read_weights(
     comes out. The engine has its old weights in any case, until `put`.
     """
     start = time.monotonic()
+    check_chunk_bytes(chunk_bytes)
     if runner.config.nnodes > 1:
         raise WeightUpdateError(f"weights of an engine of {runner.config.nnodes} processes cannot be replaced")
     if donate and isinstance(params, str | os.PathLike):
@@ -118,16 +122,17 @@ def read_weights(
     try:
         if isinstance(params, nnx.Module | nnx.State):
             _refuse_mapping(mapping)
-            found = [_own_tree(stage, len(stages), params, strict, donate) for stage in stages]
+            found = [_own_tree(stage, len(stages), params, strict, donate, chunk_bytes) for stage in stages]
         elif isinstance(params, str | os.PathLike) and (Path(params) / LAYOUT_FILE).is_file():
             _refuse_mapping(mapping)
+            _refuse_chunks(chunk_bytes)
             found = [_checked(stage, load_checkpoint(Path(params), stage.model, mesh=stage.mesh)) for stage in stages]
         elif isinstance(params, str | os.PathLike):
             _refuse_mapping(mapping)
-            found = _of_folder(stages, Path(params), strict, stop)
+            found = _of_folder(stages, Path(params), strict, chunk_bytes, stop)
         else:
-            tensors = renamed(_pairs(params), mapping or {}, donate=donate)
-            found = _of_tensors(stages, tensors, strict, donate)
+            tensors = renamed(_pairs(params), mapping or {}, donate=donate, lazily=chunk_bytes is not None)
+            found = _of_tensors(stages, tensors, strict, donate, chunk_bytes)
     except ModelFileError as error:
         raise WeightUpdateError.of([(error.where or error.path, error.what), *error.others]) from error
     new = NewWeights(stages, found, time.monotonic() - start, are_of_draft=target == "draft")
@@ -224,7 +229,11 @@ class _StoppableSource(WrappedSource):
 
 
 def _of_folder(
-    stages: Sequence[_Stage], folder: Path, strict: bool, stop: Callable[[], bool] | None
+    stages: Sequence[_Stage],
+    folder: Path,
+    strict: bool,
+    chunk_bytes: int | None,
+    stop: Callable[[], bool] | None,
 ) -> list[dict[int, jax.Array]]:
     checkpoint, states = SafetensorsCheckpoint(folder), []
     source: WeightSource = checkpoint
@@ -233,20 +242,32 @@ def _of_folder(
             source = with_own_files(folder, checkpoint, pooler, partial=not strict)
         tensors: WeightSource = FiniteSource(source) if stop is None else _StoppableSource(FiniteSource(source), stop)
         for model, mesh, _ in stages:
-            states.append(load_params(model, tensors, mesh=mesh, partial=not strict))
+            states.append(load_params(model, tensors, mesh=mesh, partial=not strict, chunk_bytes=chunk_bytes))
     finally:
         source.close()
     return _of_finite(stages, states)
 
 
 def _of_tensors(
-    stages: Sequence[_Stage], tensors: Iterable[tuple[str, Any]], strict: bool, donate: bool
+    stages: Sequence[_Stage],
+    tensors: Iterable[tuple[str, Any]],
+    strict: bool,
+    donate: bool,
+    chunk_bytes: int | None,
 ) -> list[dict[int, jax.Array]]:
     models = [(model, mesh) for model, mesh, _ in stages]
     if stages[0].model.config.pooler is not None:
         name_of = naming([model for model, _ in models])
-        tensors = ((name_of(name), array) for name, array in tensors)
-    return _of_finite(stages, load_streamed(models, tensors, partial=not strict, donate=donate))
+        tensors = _named(name_of, tensors)
+    states = load_streamed(models, tensors, partial=not strict, donate=donate, chunk_bytes=chunk_bytes)
+    return _of_finite(stages, states)
+
+
+def _named(name_of: Callable[[str], str], tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    for name, array in tensors:
+        held = [array]
+        del array  # who takes a tensor may be its only holder
+        yield name_of(name), held.pop()
 
 
 def _of_finite(stages: Sequence[_Stage], states: Sequence[nnx.State]) -> list[dict[int, jax.Array]]:
@@ -275,7 +296,9 @@ def _checked(stage: _Stage, state: nnx.State, overflowing: Sequence[Any] = ()) -
     return new
 
 
-def _own_tree(stage: _Stage, num_stages: int, tree: Any, strict: bool, donate: bool) -> dict[int, jax.Array]:
+def _own_tree(
+    stage: _Stage, num_stages: int, tree: Any, strict: bool, donate: bool, chunk_bytes: int | None
+) -> dict[int, jax.Array]:
     """A stage's new arrays by index, from a tree of the engine's own structure, an nnx.State or nnx.Module.
 
     An array that lies as the engine's is not copied. strict: all weights must be there. donate: arrays that are copied
@@ -304,7 +327,7 @@ def _own_tree(stage: _Stage, num_stages: int, tree: Any, strict: bool, donate: b
                 f"{name} joins {len(param.decl.sources)} tensors in an order that depends on the devices: "
                 "give tensors by name"
             )
-        elif not _is_finite(array):
+        elif not _is_finite(array, chunk_bytes):
             faults.append((name, "has numbers that are not finite"))
         else:
             new[index] = array
@@ -312,30 +335,60 @@ def _own_tree(stage: _Stage, num_stages: int, tree: Any, strict: bool, donate: b
         raise WeightUpdateError.of(faults)
     for index, array in new.items():
         if array.format != stage.params[index].format:
-            new[index] = jax.block_until_ready(_moved(array, stage.params[index]))
+            new[index] = jax.block_until_ready(_moved(array, stage.params[index], chunk_bytes))
             if donate:
                 array.delete()
     return new
 
 
-def _is_finite(array: jax.Array) -> bool:
+def _is_finite(array: jax.Array, chunk_bytes: int | None = None) -> bool:
     if not jnp.issubdtype(array.dtype, jnp.floating):
         return True
-    return all(np.isfinite(np.asarray(shard.data)).all() for shard in array.addressable_shards)
+    pieces = (np.asarray(shard.data) for shard in array.addressable_shards)
+    return all(np.isfinite(piece[index]).all() for piece in pieces for index in _bands(piece.shape, chunk_bytes))
 
 
-def _moved(array: jax.Array, old: Any) -> jax.Array:
+def _bands(shape: tuple[int, ...], chunk_bytes: int | None, number_bytes: int = 1) -> Iterator[Any]:
+    """Yields slices of the first axis of an array, whose results have chunk_bytes at most, or one row; all of it for
+    None."""
+    if chunk_bytes is None or not shape:
+        yield ...
+        return
+    step = max(1, chunk_bytes // max(1, math.prod(shape[1:]) * number_bytes))
+    for first in range(0, shape[0], step):
+        yield slice(first, min(first + step, shape[0]))
+
+
+def _moved(array: jax.Array, old: Any, chunk_bytes: int | None = None) -> jax.Array:
     """A copy of `array` with the sharding and layout of `old`, an array or Absent of its shape and dtype; waits for it.
 
-    By way of the host, a device's part at a time: no program is compiled for it.
+    By way of the host, a device's part at a time: no program is compiled for it. chunk_bytes: of what else is copied to
+    host memory at a time.
     """
     parts, memory = [], HugePages() if next(iter(old.sharding.device_set)).platform == "cpu" else None
     for device, index in old.sharding.addressable_devices_indices_map(old.shape).items():
-        host = read_slice(array, index)
-        parts.append(jax.block_until_ready(jax.device_put(host if memory is None else memory.copy(host), device)))
+        shape = old.sharding.shard_shape(old.shape)
+        host = np.empty(shape, old.dtype) if memory is None else memory.zeros(shape, np.dtype(old.dtype))
+        for band in _bands(shape, chunk_bytes, np.dtype(old.dtype).itemsize):
+            host[band] = read_slice(array, _within(index, band, old.shape))
+        parts.append(jax.block_until_ready(jax.device_put(host, device)))
         del host
     placed: Any = jax.make_array_from_single_device_arrays(old.shape, old.sharding, parts, dtype=old.dtype)
     return placed if placed.format == old.format else jax.device_put(placed, old.format)
+
+
+def _within(index: tuple[slice, ...], band: Any, shape: tuple[int, ...]) -> tuple[slice, ...]:
+    """The slices of an array that are a band, counted from the first row of `index`, of that part of it."""
+    if band is ...:
+        return index
+    first = index[0].indices(shape[0])[0]
+    return slice(first + band.start, first + band.stop), *index[1:]
+
+
+def _refuse_chunks(chunk_bytes: int | None) -> None:
+    if chunk_bytes is not None:
+        text = f"chunk_bytes is {chunk_bytes}; allowed for a folder in device layout, which orbax reads: None"
+        raise RequestError(text, param="chunk_bytes", value=chunk_bytes)
 
 
 def _refuse_mapping(mapping: Any) -> None:
