@@ -71,8 +71,9 @@ class WeightMethods(ABC):
           strict: False leaves weights as they are for which params has no tensor.
           donate: jax arrays in params are deleted as soon as they have been copied, also where a later one is at fault.
             Those of the engine's own tree that are taken over without a copy are not.
-          target: "draft" replaces the weights of the draft model (method draft_model) instead; no token depends on
-            them, and version must be None.
+          target: "draft" replaces the weights of what drafts instead: a draft model, an MTP layer (by the names that
+            the model's checkpoint has for it; other tensors are left out) or an EAGLE-3 head. No token depends on them,
+            and version must be None.
           chunk_bytes: most bytes of copies of tensors in host memory, beside old and new weights, or of one row;
             None keeps tensors until the weight that they make is whole. An iterator's tensor is let go before the next
             is asked for. Not counted: a device's part of a weight while it is sent to a device with memory of its own,
@@ -167,7 +168,7 @@ class WeightMethods(ABC):
         level: 1 gives up weights, which host memory keeps, and pages; 2 gives up pages, and weights without a copy, so
           that `update_weights` must bring new ones; 0 pauses alone.
         mode: as of `pause_generation`; requests that "keep" keeps are computed again.
-        Raises RequestError for another level or mode, and for a level above 0 of an engine of several processes.
+        Raises RequestError for another level or mode.
         """
         with self._lock:
             weights = _weights_of(self.core)

@@ -10,8 +10,9 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,11 +32,15 @@ from jaxengine.models.weights.pooled import naming, with_own_files
 from jaxengine.models.weights.streamed import load_streamed
 from jaxengine.models.weights.views.parts import num_parts
 from jaxengine.runner.model_runner import ModelRunner
+from jaxengine.runner.process_weights import Spread, raise_faults, whole
 from jaxengine.runner.sleep import Absent, are_present
 from jaxengine.runner.stage_runner import StageRunner
 from jaxengine.runner.weight_names import Renamed, Target, WeightUpdateError, check_chunk_bytes, renamed
 from jaxengine.scheduler.errors import RequestError
 from jaxengine.sharding.rules import part_bytes
+
+if TYPE_CHECKING:
+    from jaxengine.runner.extensions.drafts.updates import HeadTensors
 
 _Read = TypeVar("_Read")
 
@@ -63,10 +68,12 @@ class NewWeights:
         seconds: float,
         *,
         are_of_draft: bool = False,
+        spread: Spread | None = None,
     ):
         """stages: those that get them. found: of each stage, the new arrays by their index among its leaves, as these
-        lie on its devices."""
+        lie on its devices. spread: of the other processes' parts, None without any."""
         self._stages, self._found, self.seconds, self.are_of_draft = stages, found, seconds, are_of_draft
+        self._spread = spread
 
     @property
     def num_leaves(self) -> int:
@@ -79,7 +86,13 @@ class NewWeights:
         return sum(part_bytes(each) * len(each.sharding.addressable_devices) for each in arrays)
 
     def put(self) -> None:
-        """Puts the arrays in the place of the old ones, for all steps from the next one on."""
+        """Puts the arrays in the place of the old ones, for all steps from the next one on, in all processes."""
+        if self._spread is None:
+            self._put_here()
+        else:
+            self._spread.put(self._put_here)
+
+    def _put_here(self) -> None:
         for stage, new in zip(self._stages, self._found, strict=True):
             for index, array in new.items():
                 stage.params[index] = array
@@ -104,21 +117,60 @@ def read_weights(
       mapping: from the names of `params` to Hugging Face names, for tensors by name. Those that it lacks keep theirs.
       strict: every weight must be there. Otherwise weights without any of their tensors stay as they are.
       donate: jax arrays of `params` are deleted as soon as they have been read, also where later ones are at fault.
-      target: whose weights; "draft" is the draft model of the method draft_model.
+      target: whose weights; "draft" is what drafts: a draft model, an MTP layer or an EAGLE-3 head.
       chunk_bytes: of copies of tensors that are in host memory at a time, see `LLM.update_weights`.
       stop: asked before each tensor of a folder with safetensors; True ends the reading with WeightUpdateError.
 
+    Every process of an engine of several reads its parts: of the folder of this path that it has, or of the tensors,
+    which this process sends; none has new weights unless all have.
+
     Matrices that the engine rounded when it loaded are rounded again in the same way. Raises WeightUpdateError for
-    whatever does not fit, RequestError for target "draft" without a draft model; what functions of `mapping` raise
-    comes out. The engine has its old weights in any case, until `put`.
+    whatever does not fit, in any process; RequestError for target "draft" where nothing with weights drafts, and for
+    chunk_bytes; ClusterError. What functions of `mapping` raise comes out. The engine has its old weights in any case,
+    until `put`.
     """
-    start = time.monotonic()
     check_chunk_bytes(chunk_bytes)
-    if runner.config.nnodes > 1:
-        raise WeightUpdateError(f"weights of an engine of {runner.config.nnodes} processes cannot be replaced")
+    options = {"mapping": mapping, "strict": strict, "donate": donate, "target": target, "chunk_bytes": chunk_bytes}
+    if runner.config.nnodes == 1:
+        return read_here(runner, params, stop=stop, **options)
+    if isinstance(params, nnx.Module | nnx.State):
+        raise WeightUpdateError("an engine of several processes has no tree of its own: give tensors by name")
+    _stages(runner, target)
+    spread, told = Spread(runner), {"strict": strict, "chunk_bytes": chunk_bytes}
+    try:
+        if isinstance(params, str | os.PathLike):
+            answers = spread.begin(os.path.abspath(os.fsdecode(params)), **told)
+            new = read_here(runner, params, stop=stop, spread=spread, **options)
+        else:
+            spread.begin(None, **told)()
+            new = read_here(runner, params, spread=spread, **options)
+            answers = spread.end()
+        raise_faults(answers())
+    except BaseException:
+        spread.forget()
+        raise
+    spread.forget_with(new)
+    return new
+
+
+def read_here(
+    runner: ModelRunner,
+    params: Any,
+    *,
+    mapping: Mapping[str, Renamed] | None = None,
+    strict: bool = True,
+    donate: bool = False,
+    target: Target = "model",
+    chunk_bytes: int | None = None,
+    stop: Callable[[], bool] | None = None,
+    spread: Spread | None = None,
+) -> NewWeights:
+    """Do as `read_weights` for the parts of this process alone. spread: also sends the tensors to the others."""
+    start = time.monotonic()
     if donate and isinstance(params, str | os.PathLike):
         raise WeightUpdateError("donate gives up arrays; a folder has none")
     stages = _stages(runner, target)
+    head = None if target == "model" else _head(runner, stages[0], strict)
     try:
         if isinstance(params, nnx.Module | nnx.State):
             _refuse_mapping(mapping)
@@ -129,13 +181,16 @@ def read_weights(
             found = [_checked(stage, load_checkpoint(Path(params), stage.model, mesh=stage.mesh)) for stage in stages]
         elif isinstance(params, str | os.PathLike):
             _refuse_mapping(mapping)
-            found = _of_folder(stages, Path(params), strict, chunk_bytes, stop)
+            found = _of_folder(stages, Path(params), strict, chunk_bytes, stop, head)
+        elif head is not None:
+            found = _of_head(stages, head, renamed(_pairs(params), mapping or {}), strict, donate, chunk_bytes)
         else:
             tensors = renamed(_pairs(params), mapping or {}, donate=donate, lazily=chunk_bytes is not None)
+            tensors = tensors if spread is None else spread.sending(tensors, chunk_bytes)
             found = _of_tensors(stages, tensors, strict, donate, chunk_bytes)
     except ModelFileError as error:
         raise WeightUpdateError.of([(error.where or error.path, error.what), *error.others]) from error
-    new = NewWeights(stages, found, time.monotonic() - start, are_of_draft=target == "draft")
+    new = NewWeights(stages, found, time.monotonic() - start, are_of_draft=target == "draft", spread=spread)
     for stage, own in zip(stages, found, strict=True):
         if any(
             isinstance(each, Absent) and not each.host and index not in own for index, each in enumerate(stage.params)
@@ -152,15 +207,7 @@ def read_adapter(params: Any, read: Callable[[WeightSource], _Read]) -> _Read:
     Raises WeightUpdateError with all faults, those that `read` finds (its ModelFileError) included; what else `read`
     raises comes out.
     """
-    tensors, faults = dict[str, Any](), dict[str, str]()
-    for name, array in renamed(_pairs(params), {}):
-        if name in tensors:
-            faults[name] = "is given twice"
-            continue
-        fault = fault_of(array)
-        tensors[name] = array if fault is None else Taken(())
-        if fault is not None:
-            faults[name] = fault
+    tensors, faults = _collected(renamed(_pairs(params), {}))
     try:
         new = read(ArraySource(tensors))
     except ModelFileError as error:
@@ -174,23 +221,27 @@ def read_adapter(params: Any, read: Callable[[WeightSource], _Read]) -> _Read:
 def checksums(runner: ModelRunner) -> dict[str, str]:
     """SHA-256 in hex of each weight's bytes by its name, as of a whole C-contiguous array; adapters are left out.
 
-    Raises RequestError while the weights are not on the devices, and where other processes have parts of them.
+    Parts that other processes have are fetched, a weight at a time. Raises RequestError while the weights are not on
+    the devices, ClusterError if a process is lost.
     """
-    if runner.config.nnodes > 1:
-        text = f"checksum is True; allowed for an engine of {runner.config.nnodes} processes: False"
-        raise RequestError(text, param="checksum", value=True)
     if not are_present(runner):
         raise RequestError("the engine sleeps: its weights are not on the devices", param="checksum")
-    return {name: own for stage in runner.stages for name, own in stage_checksums(stage).items()}
+    return {
+        name: own
+        for number, stage in enumerate(runner.stages)
+        for name, own in stage_checksums(stage, partial(whole, runner, number)).items()
+    }
 
 
-def stage_checksums(stage: StageRunner) -> dict[str, str]:
-    """Do as `checksums`, of one stage's weights, which are all on its devices and of this process. Fetches them."""
+def stage_checksums(stage: StageRunner, fetch: Callable[[int], np.ndarray] | None = None) -> dict[str, str]:
+    """Do as `checksums`, of one stage's weights. fetch: gives an array by its index; None for a stage whose weights are
+    all on its devices and of this process."""
     model, found = stage.programs.model, {}
     names = {param.name for param in declared_params(model)}
-    for (name, _), array in zip(abstract_leaves(model, stage.programs.mesh), stage.params, strict=True):
+    for index, (name, _) in enumerate(abstract_leaves(model, stage.programs.mesh)):
         if name in names:
-            found[name] = hashlib.sha256(np.ascontiguousarray(np.asarray(array)).tobytes()).hexdigest()
+            array = np.asarray(stage.params[index]) if fetch is None else fetch(index)
+            found[name] = hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
     return found
 
 
@@ -198,11 +249,10 @@ def _stages(runner: ModelRunner, target: Target) -> list[_Stage]:
     if target == "model":
         return [_Stage(stage.programs.model, stage.programs.mesh, stage.params) for stage in runner.stages]
     chosen = runner.config.speculative_config
-    if chosen is None or chosen.method != "draft_model":
+    if chosen is None or not chosen.has_model:
         what = "no drafts" if chosen is None else f"the method {chosen.method!r}"
-        raise RequestError(
-            f"target is 'draft', and the engine has {what}; it needs a draft model", param="target", value=target
-        )
+        text = f"target is 'draft', and the engine has {what}; it needs a draft model, an MTP layer or an EAGLE-3 head"
+        raise RequestError(text, param="target", value=target)
     drafter: Any = runner.stages[-1].extensions["drafts"]
     return [_Stage(drafter.programs.model, drafter.programs.target.mesh, drafter.params)]
 
@@ -234,10 +284,13 @@ def _of_folder(
     strict: bool,
     chunk_bytes: int | None,
     stop: Callable[[], bool] | None,
+    head: HeadTensors | None,
 ) -> list[dict[int, jax.Array]]:
     checkpoint, states = SafetensorsCheckpoint(folder), []
     source: WeightSource = checkpoint
     try:
+        if head is not None:
+            source = head.view(checkpoint)
         if (pooler := stages[0].model.config.pooler) is not None:
             source = with_own_files(folder, checkpoint, pooler, partial=not strict)
         tensors: WeightSource = FiniteSource(source) if stop is None else _StoppableSource(FiniteSource(source), stop)
@@ -246,6 +299,53 @@ def _of_folder(
     finally:
         source.close()
     return _of_finite(stages, states)
+
+
+def _head(runner: ModelRunner, stage: _Stage, strict: bool) -> HeadTensors | None:
+    """The tensors of an MTP layer or an EAGLE-3 head, which `stage` is; None for a draft model."""
+    from jaxengine.config.speculation import DRAFT_MODEL
+    from jaxengine.runner.extensions.drafts.updates import HeadTensors
+
+    method, first = runner.config.speculative_config.method, runner.stages[0]
+    if method == DRAFT_MODEL:
+        return None
+    return HeadTensors(method, stage.model, first.programs.model, first.params, partial=not strict)
+
+
+def _of_head(
+    stages: Sequence[_Stage],
+    head: HeadTensors,
+    tensors: Iterable[tuple[str, Any]],
+    strict: bool,
+    donate: bool,
+    chunk_bytes: int | None,
+) -> list[dict[int, jax.Array]]:
+    """New arrays of a head, whose tensors are few and held until all have come; others are left out."""
+    given, faults = _collected((name, array) for name, array in tensors if head.wanted(name))
+    if faults:
+        raise WeightUpdateError.of([*faults.items()])
+    source = FiniteSource(head.view(ArraySource(given)))
+    model, mesh, _ = stages[0]
+    state = load_params(model, source, mesh=mesh, partial=not strict, chunk_bytes=chunk_bytes)
+    if donate:
+        for array in given.values():
+            if isinstance(array, jax.Array) and not array.is_deleted():
+                array.delete()
+    return _of_finite(stages, [state])
+
+
+def _collected(tensors: Iterable[tuple[str, Any]]) -> tuple[dict[str, Any], dict[str, str]]:
+    """All tensors by name, and what is wrong with some: those that are no arrays or are given twice."""
+    given, faults = dict[str, Any](), dict[str, str]()
+    for name, array in tensors:
+        if name in given:
+            faults[name] = "is given twice"
+            continue
+        fault = fault_of(array)
+        given[name] = array if fault is None else Taken(())
+        if fault is not None:
+            faults[name] = fault
+    return given, faults
 
 
 def _of_tensors(
