@@ -306,10 +306,10 @@ def _head(runner: ModelRunner, stage: _Stage, strict: bool) -> HeadTensors | Non
     from jaxengine.config.speculation import DRAFT_MODEL
     from jaxengine.runner.extensions.drafts.updates import HeadTensors
 
-    method, first = runner.config.speculative_config.method, runner.stages[0]
-    if method == DRAFT_MODEL:
+    chosen, first = runner.config.speculative_config, runner.stages[0]
+    if chosen is None or chosen.method == DRAFT_MODEL:
         return None
-    return HeadTensors(method, stage.model, first.programs.model, first.params, partial=not strict)
+    return HeadTensors(chosen.method, stage.model, first.programs.model, first.params, partial=not strict)
 
 
 def _of_head(
