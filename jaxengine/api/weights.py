@@ -48,6 +48,7 @@ class WeightMethods(ABC):
         strict: bool = True,
         donate: bool = False,
         target: Target = "model",
+        chunk_bytes: int | None = None,
     ) -> WeightUpdate:
         """Replaces the model's weights between two steps, all of them or none; compiles nothing.
 
@@ -70,8 +71,14 @@ class WeightMethods(ABC):
           strict: False leaves weights as they are for which params has no tensor.
           donate: jax arrays in params are deleted as soon as they have been copied, also where a later one is at fault.
             Those of the engine's own tree that are taken over without a copy are not.
-          target: "draft" replaces the weights of the draft model (method draft_model) instead; no token depends on
-            them, and version must be None.
+          target: "draft" replaces the weights of what drafts instead: a draft model, an MTP layer (by the names that
+            the model's checkpoint has for it; other tensors are left out) or an EAGLE-3 head. No token depends on them,
+            and version must be None.
+          chunk_bytes: most bytes of copies of tensors in host memory, beside old and new weights, or of one row;
+            None keeps tensors until the weight that they make is whole. An iterator's tensor is let go before the next
+            is asked for. Not counted: a device's part of a weight while it is sent to a device with memory of its own,
+            what lies on one such device of a jax array that is read, and matrices that are rounded or have a format
+            of their own, which are held until they are whole. Must be None for a folder in device layout.
         Raises WeightUpdateError, whose `faults` list every tensor that is missing, unknown or of a wrong shape, or
         those given twice, or the first whose numbers are not finite; RequestError for another argument;
         EngineDeadError. The old weights stay then.
@@ -79,7 +86,7 @@ class WeightMethods(ABC):
         with self._lock:
             weights = _weights_of(self.core)
             weights.check(version, mode, kv)
-        new = _read_new(self.core, params, mapping, strict, donate, target)
+        new = _read_new(self.core, params, mapping, strict, donate, target, chunk_bytes)
         return self._in_pause(mode, lambda: weights.switch(new, version, kv))
 
     def update_lora(
@@ -161,7 +168,7 @@ class WeightMethods(ABC):
         level: 1 gives up weights, which host memory keeps, and pages; 2 gives up pages, and weights without a copy, so
           that `update_weights` must bring new ones; 0 pauses alone.
         mode: as of `pause_generation`; requests that "keep" keeps are computed again.
-        Raises RequestError for another level or mode, and for a level above 0 of an engine of several processes.
+        Raises RequestError for another level or mode.
         """
         with self._lock:
             weights = _weights_of(self.core)
@@ -223,11 +230,12 @@ class AsyncWeightMethods(ABC):
         strict: bool = True,
         donate: bool = False,
         target: Target = "model",
+        chunk_bytes: int | None = None,
     ) -> WeightUpdate:
         """As `LLM.update_weights`; requests that arrive while the engine is paused wait."""
         weights = await self._weights()
         weights.check(version, mode, kv)
-        new = await asyncio.to_thread(_read_new, self.core, params, mapping, strict, donate, target)
+        new = await asyncio.to_thread(_read_new, self.core, params, mapping, strict, donate, target, chunk_bytes)
         return await self._in_pause(mode, lambda: weights.switch(new, version, kv))
 
     async def update_lora(
@@ -319,19 +327,27 @@ def _weights_of(core: EngineCore) -> Any:
 
 
 def _read_new(
-    core: EngineCore, params: Any, mapping: Mapping[str, Renamed] | None, strict: bool, donate: bool, target: Target
+    core: EngineCore,
+    params: Any,
+    mapping: Mapping[str, Renamed] | None,
+    strict: bool,
+    donate: bool,
+    target: Target,
+    chunk_bytes: int | None,
 ) -> NewWeights:
     """Read new weights onto the devices, not in use yet; steps may go on meanwhile. Arguments as of
     `LLM.update_weights`.
 
-    Raises WeightUpdateError, and RequestError for another target.
+    Raises WeightUpdateError, and RequestError for another target or chunk_bytes.
     """
     from jaxengine.runner.weight_update import read_weights
 
     if target not in get_args(Target):
         allowed = ", ".join(get_args(Target))
         raise RequestError(f"target is {target!r}; allowed: {allowed}", param="target", value=target)
-    return read_weights(core.runner, params, mapping=mapping, strict=strict, donate=donate, target=target)
+    return read_weights(
+        core.runner, params, mapping=mapping, strict=strict, donate=donate, target=target, chunk_bytes=chunk_bytes
+    )
 
 
 def _adapters_of(core: EngineCore) -> Any:

@@ -44,13 +44,16 @@ OPERATIONS: Mapping[str, Mapping[str, type]] = {
     "pool": {},
     "change": {"name": str},
     "expert load": {},
+    # Beside steps: what jaxengine.cluster.orders has, and what a worker answers. number: of the order.
+    "order": {"number": int, "name": str, "arguments": dict},
+    "answer": {"number": int, "content": dict},
     # Any time.
     "alive": {},
     "failed": {"reason": str},
     "end": {},
     "bye": {},
 }
-DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("int32", "float32")}
+DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("int32", "float32", "uint8")}
 MAX_MESSAGE_BYTES = 64 << 20
 _MAX_HEADER_BYTES = 1 << 20  # options may hold a chat template and a whole config.json
 _MIN_KEY_BYTES, _MAX_KEY_BYTES = 16, 4096
@@ -121,10 +124,11 @@ def _decode_arrays(op: str, listed: Any, payload: bytes, start: int) -> list[np.
         if not valid or not all(type(size) is int and 0 <= size < 2**31 for size in shape):
             raise ClusterError(f"a message {op!r} does not say its arrays' dtypes and shapes")
         count = math.prod(shape)
-        if count * 4 > len(payload) - start:
+        num_bytes = count * DTYPES[dtype].itemsize
+        if num_bytes > len(payload) - start:
             raise ClusterError(f"a message {op!r} ends in the middle of an array")
         arrays.append(np.frombuffer(payload, DTYPES[dtype], count, start).reshape(shape))
-        start += count * 4
+        start += num_bytes
     if start != len(payload):
         raise ClusterError(f"a message {op!r} has {len(payload) - start} bytes more than it says")
     return arrays

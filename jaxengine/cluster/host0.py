@@ -26,6 +26,7 @@ import jax
 import numpy as np
 
 from jaxengine.cluster.channel import Channel, ClusterError, Message, accept_channel, close_connection, read_key
+from jaxengine.cluster.orders import OpenOrders
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.runner.peers import _T, Peers
 from jaxengine.version import __version__
@@ -86,6 +87,8 @@ class Cluster(Peers):
             self._coordinator_port = found.getsockname()[1]
         self._listener = _listen(config.master_addr, config.master_port)
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        later = lambda function: self._calls.put((function, Future()))  # noqa: E731
+        self.orders = OpenOrders(self.announce, self.check, later, config.nnodes - 1)
         for target in (self._accept, self._call):
             threading.Thread(target=target, name=f"jaxengine {target.__name__}", daemon=True).start()
         self._pid = os.getpid()
@@ -310,6 +313,8 @@ class Cluster(Peers):
                 worker.ready = True
             elif message.op == "bye":
                 worker.ended = True
+            elif message.op == "answer":
+                self.orders.answered(str(worker), message)
             else:
                 raise ClusterError(f"it sent {message.op!r}")
             self._changed.notify_all()

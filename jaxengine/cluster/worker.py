@@ -15,12 +15,15 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import jax
+import numpy as np
 
 from jaxengine.cluster.channel import Channel, ClusterError, Message, close_connection, connect_channel, read_key
 from jaxengine.cluster.host0 import BLAME_SECONDS, LOG_SECONDS, free_listener, join_jax, pump, versions
+from jaxengine.cluster.order_taker import OrderTaker
 from jaxengine.config.command_line import given_options
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.runner.model_runner import ModelRunner
@@ -64,6 +67,11 @@ class Host0(Peers):
 
     def await_ready(self) -> None:
         self._channel.send("ready")
+
+    def send(self, op: str, arrays: Sequence[np.ndarray] = (), **fields: Any) -> None:
+        """Sends host 0 a message; what has become of host 0 shows where its messages are received."""
+        with contextlib.suppress(OSError):
+            self._channel.send(op, arrays, **fields)
 
     def next(self) -> Message:
         """Waits for the next message and returns it."""
@@ -193,7 +201,7 @@ def serve(host0: Host0, runner: ModelRunner) -> Any:
 
     Raises ClusterError for an operation or a shape that this engine does not have.
     """
-    buckets, pending = set(runner.buckets), None
+    buckets, pending, orders = set(runner.buckets), None, OrderTaker(runner, host0.send)
     while (message := host0.next()).op != "end":
         if message.op == "forward":
             bucket = Bucket(**message.fields)
@@ -209,6 +217,8 @@ def serve(host0: Host0, runner: ModelRunner) -> Any:
                 host0.watch(output)
         elif message.op == "change":
             runner.change_state(message.fields["name"], *message.arrays)
+        elif message.op == "order":
+            orders.take(message)
         elif message.op == "expert load":
             runner.extension("experts").load()
         else:

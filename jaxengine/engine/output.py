@@ -44,7 +44,7 @@ class EngineOutput:
     Attributes:
       emitted: tokens of requests that follow every step, with their logprobs where asked for.
       prompt_scores: logprobs of prompts.
-      found: results of capabilities, which stay in the engine's process.
+      found: results of capabilities.
       first_tokens: requests whose first token came.
       finished: requests that ended, deadlines included.
       refused: requests that are over before they began, and the error that their callers are to get: their grammars

@@ -7,12 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jaxengine.models.config.taps import FORM, HIDDEN_STATES, STEERED, TapError, check_form, split_names
+from jaxengine.models.config.taps import (
+    FORM,
+    HIDDEN_STATES,
+    ROUTER,
+    STEERED,
+    TapError,
+    all_taps,
+    check_form,
+    layers_of,
+    read_taps,
+    split_names,
+)
 from jaxengine.scheduler.errors import RequestError, show_value
 from jaxengine.scheduler.token_params import CAPTURE
 
+if TYPE_CHECKING:
+    from jaxengine.models.config.model_config import ModelConfig
+
+_CAPTURE = "capture"
 MAX_STEER = 64
 _KEYS = ("at", "vector", "scale")
 _FORM = (
@@ -49,6 +64,31 @@ def read_captured(name: str, value: Any) -> tuple[str, ...] | None:
         problem = f"{name} must be None or a list of names such as {FORM}, got {show_value(value)}"
         raise RequestError(problem, param=name, value=value) from None
     return tuple(dict.fromkeys(names))
+
+
+def captured_bytes(names: Sequence[str], config: Any, model: ModelConfig, *, hidden_states: bool) -> int:
+    """Count the bytes of what a request gets of each token. names: of taps; hidden_states: those of capture_layers too.
+
+    config: of the engine. Raises RequestError for what the engine was started without.
+    """
+    number_bytes, total = 4 if str(config.dtype) == "float32" else 2, 0
+    for field, option, asked in (
+        (_CAPTURE, _CAPTURE, names),
+        ("return_hidden_states", "capture_layers", hidden_states),
+    ):
+        if asked and getattr(config, option) is None:
+            raise RequestError(f"the engine was started without {option}", param=field)
+    if hidden_states:
+        total += len(config.capture_layers) * model.hidden_size * number_bytes
+    if names:
+        known = all_taps(model)
+        try:
+            taps = read_taps(names, layers_of(read_taps(config.capture, known)), known)
+        except TapError as error:
+            problem = f"{_CAPTURE} names {error.name!r}; the engine was started with {error.allowed}"
+            raise RequestError(problem, param=_CAPTURE, value=error.name) from None
+        total += sum(tap.width(model) * (4 if tap.kind == ROUTER else number_bytes) for tap in taps)
+    return total
 
 
 def captured_fields(hidden_states: bool, names: Sequence[str] | None) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from jaxengine.models.weights.formats.arrays import fault_of, on_host
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.models.weights.formats.arrays import fault_of, is_in_pieces, on_host, read_slice
+from jaxengine.scheduler.errors import RequestError, show_value
 
 # Whose weights are replaced: the model's, or those of its draft model.
 Target = Literal["model", "draft"]
@@ -72,10 +72,19 @@ class ScannedLayers:
         if not count or len(layers) != count:
             text = f"must have {len(layers) or 'the'} layers along axis {self.axis}, got shape {shape}"
             raise WeightUpdateError.of([(source, text)])
-        along = np.moveaxis(on_host(array), self.axis, 0)
-        for number, layer in zip(layers, along, strict=True):
+        for number, layer in zip(layers, self._layers_of(array, count), strict=True):
             layer = layer if self.axes is None else np.transpose(layer, tuple(self.axes))
             yield self.name.replace(_LAYER, str(number)), layer if self.function is None else self.function(layer)
+
+    def _layers_of(self, array: Any, count: int) -> Iterator[np.ndarray]:
+        """Yields each layer's array. Of one that is split over devices, only that layer is copied to host memory."""
+        axis = self.axis % len(array.shape)
+        if is_in_pieces(array):
+            for number in range(count):
+                layer = read_slice(array, (*(slice(None),) * axis, slice(number, number + 1)))
+                yield np.squeeze(layer, axis)
+        else:
+            yield from np.moveaxis(on_host(array), axis, 0)
 
 
 # A Hugging Face name for a trainer's, or that name, an order of axes and a function of the array, None for neither.
@@ -87,12 +96,22 @@ Renamed = (
 )
 
 
-def renamed(pairs: Iterable[Any], mapping: Mapping[str, Renamed], *, donate: bool = False) -> Iterator[tuple[str, Any]]:
+def check_chunk_bytes(chunk_bytes: Any) -> None:
+    """Raises RequestError for what is neither None nor a number of bytes."""
+    if chunk_bytes is not None and (type(chunk_bytes) is not int or chunk_bytes < 1):
+        text = f"chunk_bytes is {show_value(chunk_bytes)}; allowed: None, and integers from 1"
+        raise RequestError(text, param="chunk_bytes", value=chunk_bytes)
+
+
+def renamed(
+    pairs: Iterable[Any], mapping: Mapping[str, Renamed], *, donate: bool = False, lazily: bool = False
+) -> Iterator[tuple[str, Any]]:
     """Yields (name, array) with tensors under their Hugging Face names.
 
     pairs: (name, array); names that `mapping` lacks keep theirs. donate: a jax array that is yielded in another form is
-    deleted then. Raises WeightUpdateError for what is no pair, for names of `mapping` that have not come, once all has
-    been yielded, and as ScannedLayers.split. What a function of `mapping` raises comes out.
+    deleted then. lazily: of an array that is split by layers, one layer is made at a time, and the array is deleted
+    after the last one. Raises WeightUpdateError for what is no pair, for names of `mapping` that have not come, once
+    all has been yielded, and as ScannedLayers.split. What a function of `mapping` raises comes out.
     """
     unused = set(mapping)
     for pair in pairs:
@@ -101,15 +120,21 @@ def renamed(pairs: Iterable[Any], mapping: Mapping[str, Renamed], *, donate: boo
         name, array = pair
         unused.discard(name)
         rule = mapping.get(name, name)
-        if isinstance(rule, str):
-            yield rule, array
+        if lazily and isinstance(rule, ScannedLayers):
+            yield from rule.split(name, array)
+            if donate and isinstance(array, jax.Array):
+                array.delete()
+            del array, pair
             continue
-        new = [*rule.split(name, array)] if isinstance(rule, ScannedLayers) else [_changed(rule, array)]
+        if isinstance(rule, str):
+            new = [(rule, array)]
+        else:
+            new = [*rule.split(name, array)] if isinstance(rule, ScannedLayers) else [_changed(rule, array)]
         if donate and isinstance(array, jax.Array) and all(each is not array for _, each in new):
             new = [(target, np.array(each) if isinstance(each, np.ndarray) else each) for target, each in new]
             jax.block_until_ready([each for _, each in new if isinstance(each, jax.Array)])
             array.delete()
-        del array, pair
+        del array, pair  # who takes a tensor may be its only holder
         while new:
             yield new.pop(0)
     if unused:

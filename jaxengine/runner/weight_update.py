@@ -6,11 +6,13 @@ Nothing of the engine changes before `put`, so that whatever is wrong with the n
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -30,11 +32,15 @@ from jaxengine.models.weights.pooled import naming, with_own_files
 from jaxengine.models.weights.streamed import load_streamed
 from jaxengine.models.weights.views.parts import num_parts
 from jaxengine.runner.model_runner import ModelRunner
+from jaxengine.runner.process_weights import Spread, raise_faults, whole
 from jaxengine.runner.sleep import Absent, are_present
 from jaxengine.runner.stage_runner import StageRunner
-from jaxengine.runner.weight_names import Renamed, Target, WeightUpdateError, renamed
+from jaxengine.runner.weight_names import Renamed, Target, WeightUpdateError, check_chunk_bytes, renamed
 from jaxengine.scheduler.errors import RequestError
 from jaxengine.sharding.rules import part_bytes
+
+if TYPE_CHECKING:
+    from jaxengine.runner.extensions.drafts.updates import HeadTensors
 
 _Read = TypeVar("_Read")
 
@@ -62,10 +68,12 @@ class NewWeights:
         seconds: float,
         *,
         are_of_draft: bool = False,
+        spread: Spread | None = None,
     ):
         """stages: those that get them. found: of each stage, the new arrays by their index among its leaves, as these
-        lie on its devices."""
+        lie on its devices. spread: of the other processes' parts, None without any."""
         self._stages, self._found, self.seconds, self.are_of_draft = stages, found, seconds, are_of_draft
+        self._spread = spread
 
     @property
     def num_leaves(self) -> int:
@@ -78,7 +86,13 @@ class NewWeights:
         return sum(part_bytes(each) * len(each.sharding.addressable_devices) for each in arrays)
 
     def put(self) -> None:
-        """Puts the arrays in the place of the old ones, for all steps from the next one on."""
+        """Puts the arrays in the place of the old ones, for all steps from the next one on, in all processes."""
+        if self._spread is None:
+            self._put_here()
+        else:
+            self._spread.put(self._put_here)
+
+    def _put_here(self) -> None:
         for stage, new in zip(self._stages, self._found, strict=True):
             for index, array in new.items():
                 stage.params[index] = array
@@ -92,6 +106,7 @@ def read_weights(
     strict: bool = True,
     donate: bool = False,
     target: Target = "model",
+    chunk_bytes: int | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> NewWeights:
     """Read new weights for all stages and place them on their devices, beside the old ones.
@@ -102,35 +117,80 @@ def read_weights(
       mapping: from the names of `params` to Hugging Face names, for tensors by name. Those that it lacks keep theirs.
       strict: every weight must be there. Otherwise weights without any of their tensors stay as they are.
       donate: jax arrays of `params` are deleted as soon as they have been read, also where later ones are at fault.
-      target: whose weights; "draft" is the draft model of the method draft_model.
+      target: whose weights; "draft" is what drafts: a draft model, an MTP layer or an EAGLE-3 head.
+      chunk_bytes: of copies of tensors that are in host memory at a time, see `LLM.update_weights`.
       stop: asked before each tensor of a folder with safetensors; True ends the reading with WeightUpdateError.
 
+    Every process of an engine of several reads its parts: of the folder of this path that it has, or of the tensors,
+    which this process sends; none has new weights unless all have.
+
     Matrices that the engine rounded when it loaded are rounded again in the same way. Raises WeightUpdateError for
-    whatever does not fit, RequestError for target "draft" without a draft model; what functions of `mapping` raise
-    comes out. The engine has its old weights in any case, until `put`.
+    whatever does not fit, in any process; RequestError for target "draft" where nothing with weights drafts, and for
+    chunk_bytes; ClusterError. What functions of `mapping` raise comes out. The engine has its old weights in any case,
+    until `put`.
     """
+    check_chunk_bytes(chunk_bytes)
+    options = {"mapping": mapping, "strict": strict, "donate": donate, "target": target, "chunk_bytes": chunk_bytes}
+    if runner.config.nnodes == 1:
+        return read_here(runner, params, stop=stop, **options)
+    if isinstance(params, nnx.Module | nnx.State):
+        raise WeightUpdateError("an engine of several processes has no tree of its own: give tensors by name")
+    _stages(runner, target)
+    spread, told = Spread(runner), {"strict": strict, "chunk_bytes": chunk_bytes}
+    try:
+        if isinstance(params, str | os.PathLike):
+            answers = spread.begin(os.path.abspath(os.fsdecode(params)), **told)
+            new = read_here(runner, params, stop=stop, spread=spread, **options)
+        else:
+            spread.begin(None, **told)()
+            new = read_here(runner, params, spread=spread, **options)
+            answers = spread.end()
+        raise_faults(answers())
+    except BaseException:
+        spread.forget()
+        raise
+    spread.forget_with(new)
+    return new
+
+
+def read_here(
+    runner: ModelRunner,
+    params: Any,
+    *,
+    mapping: Mapping[str, Renamed] | None = None,
+    strict: bool = True,
+    donate: bool = False,
+    target: Target = "model",
+    chunk_bytes: int | None = None,
+    stop: Callable[[], bool] | None = None,
+    spread: Spread | None = None,
+) -> NewWeights:
+    """Do as `read_weights` for the parts of this process alone. spread: also sends the tensors to the others."""
     start = time.monotonic()
-    if runner.config.nnodes > 1:
-        raise WeightUpdateError(f"weights of an engine of {runner.config.nnodes} processes cannot be replaced")
     if donate and isinstance(params, str | os.PathLike):
         raise WeightUpdateError("donate gives up arrays; a folder has none")
     stages = _stages(runner, target)
+    head = None if target == "model" else _head(runner, stages[0], strict)
     try:
         if isinstance(params, nnx.Module | nnx.State):
             _refuse_mapping(mapping)
-            found = [_own_tree(stage, len(stages), params, strict, donate) for stage in stages]
+            found = [_own_tree(stage, len(stages), params, strict, donate, chunk_bytes) for stage in stages]
         elif isinstance(params, str | os.PathLike) and (Path(params) / LAYOUT_FILE).is_file():
             _refuse_mapping(mapping)
+            _refuse_chunks(chunk_bytes)
             found = [_checked(stage, load_checkpoint(Path(params), stage.model, mesh=stage.mesh)) for stage in stages]
         elif isinstance(params, str | os.PathLike):
             _refuse_mapping(mapping)
-            found = _of_folder(stages, Path(params), strict, stop)
+            found = _of_folder(stages, Path(params), strict, chunk_bytes, stop, head)
+        elif head is not None:
+            found = _of_head(stages, head, renamed(_pairs(params), mapping or {}), strict, donate, chunk_bytes)
         else:
-            tensors = renamed(_pairs(params), mapping or {}, donate=donate)
-            found = _of_tensors(stages, tensors, strict, donate)
+            tensors = renamed(_pairs(params), mapping or {}, donate=donate, lazily=chunk_bytes is not None)
+            tensors = tensors if spread is None else spread.sending(tensors, chunk_bytes)
+            found = _of_tensors(stages, tensors, strict, donate, chunk_bytes)
     except ModelFileError as error:
         raise WeightUpdateError.of([(error.where or error.path, error.what), *error.others]) from error
-    new = NewWeights(stages, found, time.monotonic() - start, are_of_draft=target == "draft")
+    new = NewWeights(stages, found, time.monotonic() - start, are_of_draft=target == "draft", spread=spread)
     for stage, own in zip(stages, found, strict=True):
         if any(
             isinstance(each, Absent) and not each.host and index not in own for index, each in enumerate(stage.params)
@@ -147,15 +207,7 @@ def read_adapter(params: Any, read: Callable[[WeightSource], _Read]) -> _Read:
     Raises WeightUpdateError with all faults, those that `read` finds (its ModelFileError) included; what else `read`
     raises comes out.
     """
-    tensors, faults = dict[str, Any](), dict[str, str]()
-    for name, array in renamed(_pairs(params), {}):
-        if name in tensors:
-            faults[name] = "is given twice"
-            continue
-        fault = fault_of(array)
-        tensors[name] = array if fault is None else Taken(())
-        if fault is not None:
-            faults[name] = fault
+    tensors, faults = _collected(renamed(_pairs(params), {}))
     try:
         new = read(ArraySource(tensors))
     except ModelFileError as error:
@@ -169,23 +221,27 @@ def read_adapter(params: Any, read: Callable[[WeightSource], _Read]) -> _Read:
 def checksums(runner: ModelRunner) -> dict[str, str]:
     """SHA-256 in hex of each weight's bytes by its name, as of a whole C-contiguous array; adapters are left out.
 
-    Raises RequestError while the weights are not on the devices, and where other processes have parts of them.
+    Parts that other processes have are fetched, a weight at a time. Raises RequestError while the weights are not on
+    the devices, ClusterError if a process is lost.
     """
-    if runner.config.nnodes > 1:
-        text = f"checksum is True; allowed for an engine of {runner.config.nnodes} processes: False"
-        raise RequestError(text, param="checksum", value=True)
     if not are_present(runner):
         raise RequestError("the engine sleeps: its weights are not on the devices", param="checksum")
-    return {name: own for stage in runner.stages for name, own in stage_checksums(stage).items()}
+    return {
+        name: own
+        for number, stage in enumerate(runner.stages)
+        for name, own in stage_checksums(stage, partial(whole, runner, number)).items()
+    }
 
 
-def stage_checksums(stage: StageRunner) -> dict[str, str]:
-    """Do as `checksums`, of one stage's weights, which are all on its devices and of this process. Fetches them."""
+def stage_checksums(stage: StageRunner, fetch: Callable[[int], np.ndarray] | None = None) -> dict[str, str]:
+    """Do as `checksums`, of one stage's weights. fetch: gives an array by its index; None for a stage whose weights are
+    all on its devices and of this process."""
     model, found = stage.programs.model, {}
     names = {param.name for param in declared_params(model)}
-    for (name, _), array in zip(abstract_leaves(model, stage.programs.mesh), stage.params, strict=True):
+    for index, (name, _) in enumerate(abstract_leaves(model, stage.programs.mesh)):
         if name in names:
-            found[name] = hashlib.sha256(np.ascontiguousarray(np.asarray(array)).tobytes()).hexdigest()
+            array = np.asarray(stage.params[index]) if fetch is None else fetch(index)
+            found[name] = hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
     return found
 
 
@@ -193,11 +249,10 @@ def _stages(runner: ModelRunner, target: Target) -> list[_Stage]:
     if target == "model":
         return [_Stage(stage.programs.model, stage.programs.mesh, stage.params) for stage in runner.stages]
     chosen = runner.config.speculative_config
-    if chosen is None or chosen.method != "draft_model":
+    if chosen is None or not chosen.has_model:
         what = "no drafts" if chosen is None else f"the method {chosen.method!r}"
-        raise RequestError(
-            f"target is 'draft', and the engine has {what}; it needs a draft model", param="target", value=target
-        )
+        text = f"target is 'draft', and the engine has {what}; it needs a draft model, an MTP layer or an EAGLE-3 head"
+        raise RequestError(text, param="target", value=target)
     drafter: Any = runner.stages[-1].extensions["drafts"]
     return [_Stage(drafter.programs.model, drafter.programs.target.mesh, drafter.params)]
 
@@ -224,29 +279,95 @@ class _StoppableSource(WrappedSource):
 
 
 def _of_folder(
-    stages: Sequence[_Stage], folder: Path, strict: bool, stop: Callable[[], bool] | None
+    stages: Sequence[_Stage],
+    folder: Path,
+    strict: bool,
+    chunk_bytes: int | None,
+    stop: Callable[[], bool] | None,
+    head: HeadTensors | None,
 ) -> list[dict[int, jax.Array]]:
     checkpoint, states = SafetensorsCheckpoint(folder), []
     source: WeightSource = checkpoint
     try:
+        if head is not None:
+            source = head.view(checkpoint)
         if (pooler := stages[0].model.config.pooler) is not None:
             source = with_own_files(folder, checkpoint, pooler, partial=not strict)
         tensors: WeightSource = FiniteSource(source) if stop is None else _StoppableSource(FiniteSource(source), stop)
         for model, mesh, _ in stages:
-            states.append(load_params(model, tensors, mesh=mesh, partial=not strict))
+            states.append(load_params(model, tensors, mesh=mesh, partial=not strict, chunk_bytes=chunk_bytes))
     finally:
         source.close()
     return _of_finite(stages, states)
 
 
+def _head(runner: ModelRunner, stage: _Stage, strict: bool) -> HeadTensors | None:
+    """The tensors of an MTP layer or an EAGLE-3 head, which `stage` is; None for a draft model."""
+    from jaxengine.config.speculation import DRAFT_MODEL
+    from jaxengine.runner.extensions.drafts.updates import HeadTensors
+
+    chosen, first = runner.config.speculative_config, runner.stages[0]
+    if chosen is None or chosen.method == DRAFT_MODEL:
+        return None
+    return HeadTensors(chosen.method, stage.model, first.programs.model, first.params, partial=not strict)
+
+
+def _of_head(
+    stages: Sequence[_Stage],
+    head: HeadTensors,
+    tensors: Iterable[tuple[str, Any]],
+    strict: bool,
+    donate: bool,
+    chunk_bytes: int | None,
+) -> list[dict[int, jax.Array]]:
+    """New arrays of a head, whose tensors are few and held until all have come; others are left out."""
+    given, faults = _collected((name, array) for name, array in tensors if head.wanted(name))
+    if faults:
+        raise WeightUpdateError.of([*faults.items()])
+    source = FiniteSource(head.view(ArraySource(given)))
+    model, mesh, _ = stages[0]
+    state = load_params(model, source, mesh=mesh, partial=not strict, chunk_bytes=chunk_bytes)
+    if donate:
+        for array in given.values():
+            if isinstance(array, jax.Array) and not array.is_deleted():
+                array.delete()
+    return _of_finite(stages, [state])
+
+
+def _collected(tensors: Iterable[tuple[str, Any]]) -> tuple[dict[str, Any], dict[str, str]]:
+    """All tensors by name, and what is wrong with some: those that are no arrays or are given twice."""
+    given, faults = dict[str, Any](), dict[str, str]()
+    for name, array in tensors:
+        if name in given:
+            faults[name] = "is given twice"
+            continue
+        fault = fault_of(array)
+        given[name] = array if fault is None else Taken(())
+        if fault is not None:
+            faults[name] = fault
+    return given, faults
+
+
 def _of_tensors(
-    stages: Sequence[_Stage], tensors: Iterable[tuple[str, Any]], strict: bool, donate: bool
+    stages: Sequence[_Stage],
+    tensors: Iterable[tuple[str, Any]],
+    strict: bool,
+    donate: bool,
+    chunk_bytes: int | None,
 ) -> list[dict[int, jax.Array]]:
     models = [(model, mesh) for model, mesh, _ in stages]
     if stages[0].model.config.pooler is not None:
         name_of = naming([model for model, _ in models])
-        tensors = ((name_of(name), array) for name, array in tensors)
-    return _of_finite(stages, load_streamed(models, tensors, partial=not strict, donate=donate))
+        tensors = _named(name_of, tensors)
+    states = load_streamed(models, tensors, partial=not strict, donate=donate, chunk_bytes=chunk_bytes)
+    return _of_finite(stages, states)
+
+
+def _named(name_of: Callable[[str], str], tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    for name, array in tensors:
+        held = [array]
+        del array  # who takes a tensor may be its only holder
+        yield name_of(name), held.pop()
 
 
 def _of_finite(stages: Sequence[_Stage], states: Sequence[nnx.State]) -> list[dict[int, jax.Array]]:
@@ -275,7 +396,9 @@ def _checked(stage: _Stage, state: nnx.State, overflowing: Sequence[Any] = ()) -
     return new
 
 
-def _own_tree(stage: _Stage, num_stages: int, tree: Any, strict: bool, donate: bool) -> dict[int, jax.Array]:
+def _own_tree(
+    stage: _Stage, num_stages: int, tree: Any, strict: bool, donate: bool, chunk_bytes: int | None
+) -> dict[int, jax.Array]:
     """A stage's new arrays by index, from a tree of the engine's own structure, an nnx.State or nnx.Module.
 
     An array that lies as the engine's is not copied. strict: all weights must be there. donate: arrays that are copied
@@ -304,7 +427,7 @@ def _own_tree(stage: _Stage, num_stages: int, tree: Any, strict: bool, donate: b
                 f"{name} joins {len(param.decl.sources)} tensors in an order that depends on the devices: "
                 "give tensors by name"
             )
-        elif not _is_finite(array):
+        elif not _is_finite(array, chunk_bytes):
             faults.append((name, "has numbers that are not finite"))
         else:
             new[index] = array
@@ -312,30 +435,60 @@ def _own_tree(stage: _Stage, num_stages: int, tree: Any, strict: bool, donate: b
         raise WeightUpdateError.of(faults)
     for index, array in new.items():
         if array.format != stage.params[index].format:
-            new[index] = jax.block_until_ready(_moved(array, stage.params[index]))
+            new[index] = jax.block_until_ready(_moved(array, stage.params[index], chunk_bytes))
             if donate:
                 array.delete()
     return new
 
 
-def _is_finite(array: jax.Array) -> bool:
+def _is_finite(array: jax.Array, chunk_bytes: int | None = None) -> bool:
     if not jnp.issubdtype(array.dtype, jnp.floating):
         return True
-    return all(np.isfinite(np.asarray(shard.data)).all() for shard in array.addressable_shards)
+    pieces = (np.asarray(shard.data) for shard in array.addressable_shards)
+    return all(np.isfinite(piece[index]).all() for piece in pieces for index in _bands(piece.shape, chunk_bytes))
 
 
-def _moved(array: jax.Array, old: Any) -> jax.Array:
+def _bands(shape: tuple[int, ...], chunk_bytes: int | None, number_bytes: int = 1) -> Iterator[Any]:
+    """Yields slices of the first axis of an array, whose results have chunk_bytes at most, or one row; all of it for
+    None."""
+    if chunk_bytes is None or not shape:
+        yield ...
+        return
+    step = max(1, chunk_bytes // max(1, math.prod(shape[1:]) * number_bytes))
+    for first in range(0, shape[0], step):
+        yield slice(first, min(first + step, shape[0]))
+
+
+def _moved(array: jax.Array, old: Any, chunk_bytes: int | None = None) -> jax.Array:
     """A copy of `array` with the sharding and layout of `old`, an array or Absent of its shape and dtype; waits for it.
 
-    By way of the host, a device's part at a time: no program is compiled for it.
+    By way of the host, a device's part at a time: no program is compiled for it. chunk_bytes: of what else is copied to
+    host memory at a time.
     """
     parts, memory = [], HugePages() if next(iter(old.sharding.device_set)).platform == "cpu" else None
     for device, index in old.sharding.addressable_devices_indices_map(old.shape).items():
-        host = read_slice(array, index)
-        parts.append(jax.block_until_ready(jax.device_put(host if memory is None else memory.copy(host), device)))
+        shape = old.sharding.shard_shape(old.shape)
+        host = np.empty(shape, old.dtype) if memory is None else memory.zeros(shape, np.dtype(old.dtype))
+        for band in _bands(shape, chunk_bytes, np.dtype(old.dtype).itemsize):
+            host[band] = read_slice(array, _within(index, band, old.shape))
+        parts.append(jax.block_until_ready(jax.device_put(host, device)))
         del host
     placed: Any = jax.make_array_from_single_device_arrays(old.shape, old.sharding, parts, dtype=old.dtype)
     return placed if placed.format == old.format else jax.device_put(placed, old.format)
+
+
+def _within(index: tuple[slice, ...], band: Any, shape: tuple[int, ...]) -> tuple[slice, ...]:
+    """The slices of an array that are a band, counted from the first row of `index`, of that part of it."""
+    if band is ...:
+        return index
+    first = index[0].indices(shape[0])[0]
+    return slice(first + band.start, first + band.stop), *index[1:]
+
+
+def _refuse_chunks(chunk_bytes: int | None) -> None:
+    if chunk_bytes is not None:
+        text = f"chunk_bytes is {chunk_bytes}; allowed for a folder in device layout, which orbax reads: None"
+        raise RequestError(text, param="chunk_bytes", value=chunk_bytes)
 
 
 def _refuse_mapping(mapping: Any) -> None:

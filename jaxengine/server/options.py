@@ -40,6 +40,7 @@ _BOUNDS = (
     ("max_n", 1, 16384),
     ("max_log_len", 0, 2**20),
     ("max_prompts", 1, 2**20),
+    ("max_captured_bytes", 1, 2**31),
 )
 # Of those where 0 means none.
 _BOUNDS_OR_NONE = (
@@ -102,6 +103,7 @@ class ServerConfig:
       max_header_bytes: largest headers of a request.
       max_n: largest number of outputs per prompt in a request.
       max_prompts: largest number of prompts in a request.
+      max_captured_bytes: most bytes of activations in an answer, before base64 (capture, return_hidden_states).
       chat_template_kwargs_allowed: whether requests may set variables of the chat template.
       trust_request_chat_template: whether requests may include their own chat template.
       enable_auto_tool_choice: let the model choose whether to call a tool; needs tool_call_parser.
@@ -158,6 +160,7 @@ class ServerConfig:
     max_header_bytes: int = 64 << 10
     max_n: int = 128
     max_prompts: int = 1024
+    max_captured_bytes: int = 64 * MIB
     chat_template_kwargs_allowed: bool = True
     trust_request_chat_template: bool = False
     enable_auto_tool_choice: bool = False

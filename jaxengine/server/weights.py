@@ -21,6 +21,7 @@ class UpdateOptions(NamedTuple):
     mode: str = "keep"
     kv: str = "recompute"
     strict: bool = True
+    chunk_bytes: int | None = None
 
 
 async def pause(engine: EngineClient, mode: str, *, clear_cache: bool = False) -> None:
@@ -68,9 +69,9 @@ async def update_from_path(engine: EngineClient, path: str, options: UpdateOptio
 
     Raises RequestError, which lists what does not fit, and the old weights stay then; EngineDeadError.
     """
-    version, mode, kv, strict = options
+    version, mode, kv, strict, chunk_bytes = options
     check_version(version)
-    number = await engine.utility("read_weights", path, version, mode, kv, strict)
+    number = await engine.utility("read_weights", path, version, mode, kv, strict, chunk_bytes)
     try:
         while not await engine.utility("weights_are_read", number):
             await asyncio.sleep(_POLL_SECONDS)

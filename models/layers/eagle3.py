@@ -33,7 +33,7 @@ from jaxengine.pallas_kernels.kv.pages import KVPages
 from jaxengine.sharding.collectives import gather_parts
 from jaxengine.sharding.stages import Stage
 
-_LAYER, _EMBEDDING, _COLUMNS = "model.layers.0", "model.embed_tokens.weight", "columns"
+_LAYER, EMBEDDING, _COLUMNS = "model.layers.0", "model.embed_tokens.weight", "columns"
 _PREFIXES = (
     *(("midlayer.", f"{_LAYER}."), ("layers.0.", f"{_LAYER}."), ("model.midlayer.", f"{_LAYER}.")),
     *(("model.", "model."), ("lm_head.", "lm_head."), ("d2t", "d2t"), ("t2d", "t2d"), ("", "model.")),
@@ -76,7 +76,7 @@ class Eagle3(Decoder):
         super().__init__(config, replace(build, stage=Stage(0, 1, is_first=False, is_last=False)))
         size, eps, vocab_size = config.hidden_size, config.rms_norm_eps, config.vocab_size
         if config.own_embedding:
-            self.embed = Embedding(vocab_size, size, source=_EMBEDDING.removesuffix(".weight"), build=build)
+            self.embed = Embedding(vocab_size, size, source=EMBEDDING.removesuffix(".weight"), build=build)
         joined = len(config.streams) * config.target_size
         self.joined = Linear(joined, (Source("model.fc", size),), axes=("latent", "embed"), build=build)
         self.head_norm = RMSNorm(size, eps, source="model.norm", build=build)
@@ -135,22 +135,26 @@ class Eagle3Source(WrappedSource):
     Raises ModelFileError where `d2t` does not name the tokens it drafts.
     """
 
-    def __init__(self, source: WeightSource, config: Eagle3Config, model: WeightSource | None):
+    def __init__(
+        self, source: WeightSource, config: Eagle3Config, model: WeightSource | None, *, partial: bool = False
+    ):
         """Wrap `source`, the head's checkpoint; model: source of the model's weights, None where they cannot be
-        compared. Embeddings that equal the model's are left out, unless the config has own_embedding."""
+        compared. Embeddings that equal the model's are left out, unless the config has own_embedding. partial: without
+        `d2t` the tokens that it drafts stay as they are."""
         super().__init__(source)
         self._stored = {renamed(name, _PREFIXES): name for name in source.names()}
         self._stored.pop("t2d", None)
-        self._columns = self._read_columns(config)
+        self._has_columns = not partial or "d2t" in self._stored
+        self._columns = self._read_columns(config) if self._has_columns else np.zeros(config.vocab_size, np.int32)
         self.config = config
-        if _EMBEDDING in self._stored and not config.own_embedding:
+        if EMBEDDING in self._stored and not config.own_embedding:
             if self._is_of(model):
-                del self._stored[_EMBEDDING]
+                del self._stored[EMBEDDING]
             else:
                 self.config = replace(config, own_embedding=True)
 
     def names(self) -> Iterable[str]:
-        return [*self._stored, _COLUMNS]
+        return [*self._stored, *((_COLUMNS,) if self._has_columns else ())]
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._columns.shape if name == _COLUMNS else self._source.shape(self._stored[name])
@@ -183,8 +187,8 @@ class Eagle3Source(WrappedSource):
 
     def _is_of(self, model: WeightSource | None) -> bool:
         """Whether the embeddings equal the model's: most checkpoints have a copy."""
-        if model is None or _EMBEDDING not in model.names() or model.shape(_EMBEDDING) != self.shape(_EMBEDDING):
+        if model is None or EMBEDDING not in model.names() or model.shape(EMBEDDING) != self.shape(EMBEDDING):
             return False
         count = len(self._columns)
         spans = [slice(first, min(first + _ROWS, count)) for first in range(0, count, _ROWS)]
-        return all(np.array_equal(self.read(_EMBEDDING, span), model.read(_EMBEDDING, span)) for span in spans)
+        return all(np.array_equal(self.read(EMBEDDING, span), model.read(EMBEDDING, span)) for span in spans)

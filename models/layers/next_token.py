@@ -15,6 +15,7 @@ from functools import cache
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.model_config import ModelConfig
@@ -22,7 +23,7 @@ from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.decoder import Decoder
 from jaxengine.models.layers.linear import Linear
 from jaxengine.models.params.declare import Source
-from jaxengine.models.params.source import WeightSource, WrappedSource
+from jaxengine.models.params.source import WHOLE, WeightSource, WrappedSource
 from jaxengine.models.quantization.registry import PLAIN
 from jaxengine.pallas_kernels.kv.pages import KVPages
 from jaxengine.sharding.stages import Stage
@@ -100,5 +101,5 @@ class NextTokenSource(WrappedSource):
     def shape(self, name: str) -> tuple[int, ...]:
         return self._source.shape(name)
 
-    def read(self, name: str, *index: slice):
-        return self._source.read(name, *index)
+    def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
+        return self._source.read(name, rows, columns)

@@ -6,6 +6,7 @@ A step reads every weight. With pages of 4 KiB, XLA's default, some of that time
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 
 import jax
@@ -24,14 +25,18 @@ class HugePages:
     def __init__(self) -> None:
         self._free = np.empty(0, np.uint8)
 
-    def copy(self, array: np.ndarray) -> np.ndarray:
-        """Copy an array of any shape, order and dtype to huge pages: row-major, and aligned so that XLA uses it without
-        a copy."""
-        size = -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+    def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Allocate an array of zeros in huge pages: row-major, and aligned so that XLA uses it without a copy."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         free = self._free if size <= len(self._free) else _piece(max(size, _PIECE_BYTES))
         # A matrix larger than a piece does not end the piece that is partly filled.
         self._free = max(self._free, free[size:], key=len) if free is not self._free else free[size:]
-        placed = free[: array.nbytes].view(array.dtype).reshape(array.shape)
+        return free[:num_bytes].view(dtype).reshape(shape)
+
+    def copy(self, array: np.ndarray) -> np.ndarray:
+        """Copy an array of any shape, order and dtype to huge pages, as `zeros` gives them."""
+        placed = self.zeros(array.shape, array.dtype)
         if array.flags.c_contiguous or not array.size:
             placed[...] = array
             return placed

@@ -25,6 +25,7 @@ from jaxengine.models.params.declare import DeclaredParam, declared_params
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import WHOLE, WeightSource
 from jaxengine.models.quantization.rules import Quantization
+from jaxengine.models.weights.assembly import Assembly
 from jaxengine.models.weights.huge_pages import HugePages
 from jaxengine.models.weights.views.kv_scales import KV_SCALES
 from jaxengine.models.weights.views.parts import (
@@ -65,6 +66,7 @@ def load_params(
     progress: Progress | None = None,
     partial: bool = False,
     loaded: Mapping[tuple[Any, ...], jax.Array] = MappingProxyType({}),
+    chunk_bytes: int | None = None,
 ) -> nnx.State:
     """Load the weights of `source` into the state of `model_abstract`.
 
@@ -75,7 +77,8 @@ def load_params(
       progress: called after each weight with (bytes done, bytes in total, name of the weight); bytes as loaded, of the
         weight on all devices.
       partial: the source may lack tensors. Weights none of whose tensors are there are left out of the state.
-      loaded: weights by path that `load_group` has loaded. Only names and shapes of their tensors are looked at.
+      loaded: weights by path that are loaded already. Only names and shapes of their tensors are looked at.
+      chunk_bytes: of tensors that are in host memory at a time, beside weights; None for a device's part of one.
 
     Each weight has a dtype of its own. Floating-point weights are converted from the checkpoint's dtype; other ones
     must be stored in theirs.
@@ -89,7 +92,7 @@ def load_params(
     for param in params:
         num_parts(param, mesh)
     source, tied_copy = check_source(model_abstract, source, partial)
-    loader = _Loader(source, mesh, tied_copy, _memory(mesh))
+    loader = _Loader(source, mesh, tied_copy, _memory(mesh), chunk_bytes)
     if partial:
         present = set(source.names())
         params = [param for param in params if not present.isdisjoint(_tensors_of(param))]
@@ -126,11 +129,32 @@ def load_group(
     held = QuantizedSource(_of_model(model_abstract, source), params, model_abstract.build.scheme)
     for param in params:
         for tensor, expert in product(param.decl.sources, range(param.decl.num_experts or 1)):
-            name, expected = tensor_name(tensor, expert), param.source_shape(tensor)
-            if (shape := tuple(held.shape(name))) != expected:
-                raise ModelFileError(source.path, f"shape must be {expected}, got {shape}", name)
+            _check_shape(held, tensor_name(tensor, expert), param.source_shape(tensor))
     loader = _Loader(held, mesh, False, _memory(mesh))
     return {param.path: loader.load(param) for param in params}
+
+
+def begin_assembly(param: DeclaredParam, mesh: Mesh | None, chunk_bytes: int) -> Assembly:
+    """Begin a weight to which tensors are added as they come."""
+    return Assembly(param, mesh, _memory(mesh), chunk_bytes)
+
+
+def add_tensors(model: CausalLM, param: DeclaredParam, assembly: Assembly, source: WeightSource) -> None:
+    """Add all tensors of a source, in which a tensor may stand for several of the model's, to a weight of plain ones.
+
+    Raises ModelFileError for a tensor of a wrong shape or kind.
+    """
+    held = _of_model(model, source)
+    names = {*held.names()}
+    for tensor, expert in product(param.decl.sources, range(param.decl.num_experts or 1)):
+        if (name := tensor_name(tensor, expert)) in names:
+            _check_shape(held, name, param.source_shape(tensor))
+    assembly.add(_Loader(held, None, False, None).read_rows, names)
+
+
+def _check_shape(source: WeightSource, name: str, expected: tuple[int, ...]) -> None:
+    if (shape := tuple(source.shape(name))) != expected:
+        raise ModelFileError(source.path, f"shape must be {expected}, got {shape}", name)
 
 
 def _of_model(model: CausalLM, source: WeightSource) -> WeightSource:
@@ -156,14 +180,20 @@ class _Loader:
     Attributes:
       tied_copy: the head is stored too and must equal the embedding.
       memory: memory for weights of CPUs; None for devices with memory of their own.
+      chunk_bytes: as of `load_params`.
     """
 
     source: WeightSource
     mesh: Mesh | None
     tied_copy: bool
     memory: HugePages | None
+    chunk_bytes: int | None = None
 
     def load(self, param: DeclaredParam) -> jax.Array:
+        if self.chunk_bytes is not None:
+            assembly = Assembly(param, self.mesh, self.memory, self.chunk_bytes)
+            assembly.add(self.read_rows)
+            return assembly.finish()
         sharding, arrays = sharding_of(param, self.mesh), []
         for block in local_blocks(param, self.mesh):
             host = self._read_block(param, block)
@@ -189,7 +219,7 @@ class _Loader:
         parts = num_parts(param, self.mesh)[decl.joined_axis]
         if len(decl.sources) == 1 and only.num_contributed == only.rows and decl.num_experts is None:
             rows = source_row(only, np.arange(block.part * only.rows // parts, (block.part + 1) * only.rows // parts))
-            return self._read_rows(only.name, rows, block.columns, param.dtype).astype(param.dtype, copy=False)
+            return self.read_rows(only.name, rows, block.columns, param.dtype).astype(param.dtype, copy=False)
         experts = range(block.experts.start, block.experts.stop)
         num_rows = sum(source.num_contributed for source in decl.sources) // parts
         joined = np.zeros((len(experts), num_rows, *_lengths(block.columns)), param.dtype)
@@ -201,11 +231,11 @@ class _Loader:
                 rows = source_row(source, contributed[contributed < source.rows * source.repeat])
                 if len(rows):
                     name = tensor_name(source, expert)
-                    out[start : start + len(rows)] = self._read_rows(name, rows, block.columns, param.dtype)
+                    out[start : start + len(rows)] = self.read_rows(name, rows, block.columns, param.dtype)
                 start += share
         return joined if decl.num_experts is not None else joined[0]
 
-    def _read_rows(self, name: str, rows: np.ndarray, columns: tuple[slice, ...], dtype: Any) -> np.ndarray:
+    def read_rows(self, name: str, rows: np.ndarray, columns: tuple[slice, ...], dtype: Any) -> np.ndarray:
         """Read rows by number, of a kind that can be converted to `dtype`.
 
         The numbers are of neighbouring rows, possibly out of order and repeated. columns: a slice of the tensor's

@@ -3,25 +3,42 @@
 A weight is loaded as soon as its last tensor is there; then the tensors are let go. Weights that share a tensor are
 loaded together, and so are all experts of a layer, which may come in one tensor or in many. What must be compared or
 may have further tensors waits for the end: formats of their own, such as AWQ, and an embedding that is the head too.
+
+With chunk_bytes a tensor is copied to its place in the weight when it comes, and nothing waits but what is rounded or
+has a format of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
 from jaxengine.models.causal_lm import CausalLM
 from jaxengine.models.params.declare import DeclaredParam, declared_params
 from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.quantization.online import Rounded
 from jaxengine.models.quantization.quantized import CODES, INPUT_SCALE, ORDER, PAIRS, SCALES, VALUES, ZEROS
+from jaxengine.models.weights.assembly import Assembly, is_plain
 from jaxengine.models.weights.formats.arrays import PATH, ArraySource, FiniteSource, Taken, fault_of
-from jaxengine.models.weights.load import EMBEDDING, HEAD, check_source, is_unread, load_group, load_params
+from jaxengine.models.weights.load import (
+    EMBEDDING,
+    HEAD,
+    add_tensors,
+    begin_assembly,
+    check_source,
+    is_unread,
+    load_group,
+    load_params,
+)
 from jaxengine.models.weights.views.parts import tensor_name
 from jaxengine.models.weights.views.stacked import BIAS, DOWN, GATE_UP
 
@@ -31,7 +48,12 @@ Stage = tuple[CausalLM, Mesh | None]
 
 
 def load_streamed(
-    stages: Sequence[Stage], tensors: Iterable[tuple[str, Any]], *, partial: bool = False, donate: bool = False
+    stages: Sequence[Stage],
+    tensors: Iterable[tuple[str, Any]],
+    *,
+    partial: bool = False,
+    donate: bool = False,
+    chunk_bytes: int | None = None,
 ) -> list[nnx.State]:
     """Load the weights of all stages of a model from tensors in any order; returns each stage's state.
 
@@ -40,14 +62,17 @@ def load_streamed(
       tensors: name and array (numpy or jax, of any sharding) of each tensor of a Hugging Face checkpoint.
       partial: as of `load_params`.
       donate: jax arrays are deleted as soon as they have been loaded, also where a later one is at fault.
+      chunk_bytes: of copies of a tensor that are in host memory at a time, as of `load_params`. None holds tensors
+        until their weight is whole.
 
     Raises ModelFileError as `load_params`, and for a tensor that comes twice, is no array or holds numbers that are
     not finite. Its `others` are all further tensors whose names or shapes are at fault, and no more than one of the
     last kind.
     """
-    stream = _Stream(stages, partial, donate)
+    stream = _Stream(stages, partial, donate, chunk_bytes)
     for name, array in tensors:
         stream.add(name, array)
+        del array  # else it would be there while the next one is made
     return stream.finish()
 
 
@@ -59,11 +84,13 @@ class _Group:
       params: with the index of each one's stage.
       missing: tensors that are still to come, under the model's names and with one for each expert.
       held: arrays that have come, by the checkpoint's names.
+      begun: weights to which tensors are added as they come, by stage and path.
     """
 
     params: list[tuple[int, DeclaredParam]] = field(default_factory=list)
     missing: set[str] = field(default_factory=set)
     held: dict[str, Any] = field(default_factory=dict)
+    begun: dict[tuple[int, tuple[Any, ...]], Assembly] = field(default_factory=dict)
 
 
 class _Stream:
@@ -73,10 +100,12 @@ class _Stream:
       faults: what is wrong with tensors, by name.
     """
 
-    def __init__(self, stages: Sequence[Stage], partial: bool, donate: bool):
-        self._stages, self._partial, self._donate = stages, partial, donate
+    def __init__(self, stages: Sequence[Stage], partial: bool, donate: bool, chunk_bytes: int | None):
+        self._stages, self._partial, self._donate, self._chunk_bytes = stages, partial, donate, chunk_bytes
         self._names = stages[0][0].checkpoint_names
-        self._groups = _groups(stages)
+        self._groups = _groups(stages, wait=chunk_bytes is None)
+        # Of an embedding that is the head too and of a head that is stored beside it, instead of their numbers.
+        self._digests: dict[str, bytes] = {}
         self._given: dict[str, Any] = {}
         self._loaded: list[dict[tuple[Any, ...], jax.Array]] = [{} for _ in stages]
         self.faults: dict[str, str] = {}
@@ -109,8 +138,11 @@ class _Stream:
         raise ModelFileError(PATH, text, name, others=others)
 
     def _rest(self, source: FiniteSource) -> list[nnx.State]:
+        if len({*self._digests.values()}) > 1:
+            raise ModelFileError(PATH, f"the head differs from {EMBEDDING}, but tie_word_embeddings is true", HEAD)
+        chunk_bytes = self._chunk_bytes
         states = [
-            load_params(model, source, mesh=mesh, partial=self._partial, loaded=loaded)
+            load_params(model, source, mesh=mesh, partial=self._partial, loaded=loaded, chunk_bytes=chunk_bytes)
             for (model, mesh), loaded in zip(self._stages, self._loaded, strict=True)
         ]
         source.close()
@@ -120,8 +152,11 @@ class _Stream:
     def _sort(self, stored: str, array: Any) -> None:
         name = self._names.renamed(stored)
         tensors = _stands_for(name, self._groups)
+        of_tied = self._chunk_bytes is not None and name in (EMBEDDING, HEAD) and HEAD not in self._groups
+        if of_tied and self._stages[0][0].config.pooler is None:
+            self._digests[name] = _digest(ArraySource({stored: array}), stored, self._chunk_bytes)
         if not tensors:  # nobody's, or of those that wait for the end
-            if stored.startswith(self._names.unused) or is_unread(self._stages[0][0], name):
+            if stored.startswith(self._names.unused) or is_unread(self._stages[0][0], name) or of_tied:
                 self._given[stored] = Taken(tuple(array.shape))
                 self._let_go({stored: array})
             return
@@ -130,18 +165,35 @@ class _Stream:
             self.faults[stored] = f"stands for {min(tensors - group.missing)}, which has come already"
         group.missing -= tensors
         group.held[stored] = array
-        if not group.missing:
-            self._load(group)
+        in_pieces = self._chunk_bytes is not None and _is_addable(group, self._names)
+        if in_pieces or not group.missing:
+            self._load(group, self._add if in_pieces else self._place)
 
-    def _load(self, group: _Group) -> None:
+    def _load(self, group: _Group, place: Callable[[_Group], None]) -> None:
         if not self.faults:
             try:
-                self._place(group)
+                place(group)
             except ModelFileError as error:
                 self.faults |= {(error.where or error.path): error.what, **dict(error.others)}
         self._given |= {name: Taken(tuple(array.shape)) for name, array in group.held.items()}
         held, group.held = group.held, {}
         self._let_go(held)
+
+    def _add(self, group: _Group) -> None:
+        """Add the tensors that a group holds to its weights; those that are whole then are loaded."""
+        assert self._chunk_bytes is not None
+        come = set().union(*(_stands_for(self._names.renamed(stored), self._groups) for stored in group.held))
+        source = FiniteSource(ArraySource(group.held))
+        for index, param in group.params:
+            model, mesh = self._stages[index]
+            tensors, key = _tensors_of(param, model), (index, param.path)
+            if tensors.isdisjoint(come):
+                continue
+            if key not in group.begun:
+                group.begun[key] = begin_assembly(param, mesh, self._chunk_bytes)
+            add_tensors(model, param, group.begun[key], source)
+            if tensors.isdisjoint(group.missing):
+                self._loaded[index][param.path] = group.begun.pop(key).finish()
 
     def _place(self, group: _Group) -> None:
         """Load a group, and wait for its arrays: what they are made of is not needed any more then."""
@@ -158,16 +210,17 @@ class _Stream:
                     array.delete()
 
 
-def _groups(stages: Sequence[Stage]) -> dict[str, _Group]:
+def _groups(stages: Sequence[Stage], *, wait: bool) -> dict[str, _Group]:
     """Find the group of each tensor that can be loaded before all others are there, and of each layer's experts.
 
-    Keys are tensors, and "LAYER.experts" where a tensor may come for all of them.
+    Keys are tensors, and "LAYER.experts" where a tensor may come for all of them. wait: an embedding that is the head
+    too waits for a head that may come.
     """
     groups: dict[str, _Group] = {}
     params = [(index, param) for index, (model, _) in enumerate(stages) for param in declared_params(model)]
     needed = [_tensors_of(param, stages[index][0]) for index, param in params]
     is_tied = not any(HEAD in tensors for tensors in needed)
-    waiting = set().union(*(tensors for tensors in needed if is_tied and EMBEDDING in tensors))
+    waiting = set().union(*(tensors for tensors in needed if wait and is_tied and EMBEDDING in tensors))
     for place, tensors in zip(params, needed, strict=True):
         if not tensors or tensors & waiting:
             continue
@@ -181,6 +234,29 @@ def _groups(stages: Sequence[Stage]) -> dict[str, _Group]:
         for key in keys | more:
             groups[key] = group
     return groups
+
+
+def _is_addable(group: _Group, names: CheckpointNames) -> bool:
+    """Whether tensors can be added to a group's weights one by one: none is rounded or has a format of its own, and no
+    other tensor tells in which order a tensor of all experts is stored."""
+    stacked = names.stacked_experts
+    known = stacked is None or stacked.out_first is not None
+    return all(
+        is_plain(source) and (known or param.decl.num_experts is None)
+        for _, param in group.params
+        for source in param.decl.sources
+    )
+
+
+def _digest(source: ArraySource, name: str, chunk_bytes: int | None) -> bytes:
+    """Digest a matrix's numbers, whatever their dtype, reading rows of so many bytes at a time."""
+    shape, digest = source.shape(name), hashlib.sha256()
+    digest.update(repr(shape).encode())
+    assert chunk_bytes is not None
+    step = max(1, chunk_bytes // (12 * max(1, math.prod(shape[1:]))))
+    for first in range(0, shape[0] if shape else 0, step):
+        digest.update((source.read(name, slice(first, first + step)).astype(np.float32) + 0.0).data)  # -0 is 0
+    return digest.digest()
 
 
 def _tensors_of(param: DeclaredParam, model: CausalLM) -> set[str]:

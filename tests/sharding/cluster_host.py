@@ -2,25 +2,39 @@
 
     python -m tests.sharding.cluster_host compare|serve FOLDER CACHE MODEL OPTIONS
 
-compare: the answers to parallel_cases.requests as this engine and as an engine on one device gives them.
+compare: the answers to parallel_cases.requests as this engine and as an engine on one device gives them, and greedy
+tokens while the weights of both are replaced.
 serve: answers without an end, until the process is killed or the engine fails.
 OPTIONS (JSON) are the engine's. What happens is printed, a line of JSON each.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
 
 from jaxengine import LLM, EngineDeadError, SamplingParams
 from jaxengine.cluster.channel import ClusterError
 from jaxengine.config.engine_config import ConfigError
-from tests.sharding.parallel_cases import OPTIONS, differences, run, write_tokenizer
+from jaxengine.models.build import Build
+from jaxengine.models.params.declare import declared_params
+from jaxengine.models.registry import build_model, read_folder
+from jaxengine.models.weights.views.parts import tensor_name
+from jaxengine.runner.weight_names import WeightUpdateError
+from tests.sharding.parallel_cases import OPTIONS, answers, differences, open_engine, write_tokenizer
 from tests.sharding.parallel_models import MODELS
+
+NORM = "model.norm.weight"
 
 
 def say(**content: Any) -> None:
@@ -28,9 +42,94 @@ def say(**content: Any) -> None:
 
 
 def compare(folder: str, cache: str, model: str, options: dict[str, Any]) -> None:
-    found = run(folder, cache, model, options)
-    counted = {name: found[name] for name in ("preemptions", "prefix_hits", "compilations")}
-    say(**counted, wrong=differences(found, run(folder, cache, model, {})))
+    """Also with new weights, and after sleeps."""
+    llm, alone = (open_engine(folder, cache, model, chosen) for chosen in (options, {}))
+    found = answers(llm)
+    wrong = differences(found, answers(alone)) + wrong_updates(llm, alone, folder, model)
+    counted = {name: found[name] for name in ("preemptions", "prefix_hits")}
+    say(**counted, compilations=llm.core.runner.compiles.count, wrong=wrong)
+
+
+def wrong_updates(llm: LLM, alone: LLM, folder: str, model: str) -> list[str]:
+    """What differs between an engine over two processes and one on a device while both get the same weights, and what
+    the first one did not refuse, or took in part."""
+    first, second = (tensors_of(Path(folder, model), seed) for seed in (1, 2))
+    stored, broken = Path(folder, "stored"), Path(folder, "broken")
+    for path, tensors in ((stored, second), (broken, first | {NORM: first[NORM] * np.nan})):
+        path.mkdir()
+        save_file(tensors, path / "model.safetensors")
+    wrong: list[str] = []
+
+    def compare(what: str) -> None:
+        one, other = (tokens(each) for each in (llm, alone))
+        # Joined matrices have another order on every number of devices, and the vocabulary another padding.
+        sums = [each.weight_info(checksum=True)["checksums"] for each in (llm, alone)]
+        same = [name for name in sums[0] if "norm" in name or ".out." in name or ".down." in name]
+        if one != other or one in seen:
+            wrong.append(f"{what}: {one} instead of {other}, after {seen}")
+        if not same or any(sums[0][name] != sums[1][name] for name in same):
+            wrong.append(f"{what}: {[name for name in same if sums[0][name] != sums[1][name]]} of {[*sums[0]]}")
+        seen.append(one)
+
+    def refuse(params: Any, fault: str) -> None:
+        before = llm.weight_info(checksum=True)
+        try:
+            llm.update_weights(params, chunk_bytes=1000)
+            wrong.append(f"no error for {fault}")
+        except WeightUpdateError as error:
+            if fault not in str(error) or llm.weight_info(checksum=True) != before or tokens(llm) != seen[-1]:
+                wrong.append(f"{error}, which is not {fault}, or what it left")
+
+    seen = [tokens(llm)]
+    llm.update_weights(iter(first.items()), chunk_bytes=1000)
+    alone.update_weights(first)
+    compare("tensors")
+    refuse(first | {NORM: first[NORM] * np.nan}, "finite")
+    refuse({name: each for name, each in first.items() if name != NORM}, "missing")
+    refuse(str(broken), "finite")
+    with open_folder(stored) as own:  # a folder that only this process has
+        refuse(own, "node rank 1")
+    for each in (llm, alone):
+        each.update_weights(str(stored), version="stored")
+    compare("a folder")
+    for level in (1, 2):
+        llm.sleep(level)
+        if level == 2:
+            for each in (llm, alone):
+                each.update_weights(first)
+        llm.wake_up()
+        if level == 2:
+            seen.clear()
+            compare("asleep")
+        elif tokens(llm) != seen[-1]:
+            wrong.append("sleep changed tokens")
+    return wrong
+
+
+@contextlib.contextmanager
+def open_folder(path: Path) -> Iterator[str]:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
+
+
+def tensors_of(path: Path, seed: int) -> dict[str, np.ndarray]:
+    """A checkpoint's tensors, drawn at random."""
+    rng = np.random.default_rng(seed)
+    return {
+        tensor_name(source, expert): 0.3 * rng.standard_normal(param.source_shape(source), np.float32)
+        for param in declared_params(build_model(read_folder(path), Build("float32")))
+        for source in param.decl.sources
+        for expert in range(param.decl.num_experts or 1)
+    }
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, detokenize=False)
+    prompts = [{"prompt_token_ids": [*range(start, start + 9)]} for start in (3, 50)]
+    return [each.outputs[0].token_ids for each in llm.generate(prompts, params, use_tqdm=False)]
 
 
 def serve(folder: str, cache: str, model: str, options: dict[str, Any]) -> None:

@@ -218,6 +218,10 @@ def write_tokenizer(path: Path) -> None:
 
 def run(folder: str, cache: str, model: str, options: dict[str, Any]) -> dict[str, Any]:
     """One engine's tokens and logprobs for `requests`, and what it did."""
+    return answers(open_engine(folder, cache, model, options))
+
+
+def open_engine(folder: str, cache: str, model: str, options: dict[str, Any]) -> LLM:
     path = Path(folder, model)
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(MODELS[model]))
@@ -228,7 +232,11 @@ def run(folder: str, cache: str, model: str, options: dict[str, Any]) -> dict[st
         options["speculative_config"] = chosen | {"model": str(path)}
     first = options.pop("first", None)
     devices = None if first is None else jax.devices()[first:]
-    llm = LLM(str(path), devices=devices, compile_cache_dir=cache, **OPTIONS | MORE_PAGES.get(model, {}), **options)
+    return LLM(str(path), devices=devices, compile_cache_dir=cache, **OPTIONS | MORE_PAGES.get(model, {}), **options)
+
+
+def answers(llm: LLM) -> dict[str, Any]:
+    """Do as `run`, with an engine that is there."""
     outputs = llm.generate(*requests(), use_tqdm=False)
     metrics = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
     load = llm.get_expert_load()

@@ -71,10 +71,10 @@ def run(model: str, cache: str, options: dict[str, Any]) -> dict[str, Any]:
 
         found, sums = [tokens()], llm.weight_info(checksum=True)["checksums"]
         held = Held(llm)
-        llm.update_weights(changed(model))
+        llm.update_weights(changed(model), chunk_bytes=1000)
         alive = [held.count()[:1]]
         found.append(tokens())
-        llm.update_weights(checkpoint(model), kv="drop")
+        llm.update_weights(checkpoint(model), kv="drop", chunk_bytes=1000)
         found.append(tokens())
         same = llm.weight_info(checksum=True)["checksums"] == sums
         for level in (1, 2):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxengine.engine.weight_types import KVMode, PauseMode, Version
+from jaxengine.runner.weight_names import check_chunk_bytes
 from jaxengine.runner.weight_update import NewWeights, checksums, read_weights
 from jaxengine.scheduler.errors import RequestError
 
@@ -69,15 +70,24 @@ class WeightOrders:
         self._weights.rouse()
         return checksums(self._weights.loop.runner)
 
-    def read_weights(self, path: str, version: Version | None, mode: PauseMode, kv: KVMode, strict: bool) -> int:
+    def read_weights(
+        self,
+        path: str,
+        version: Version | None,
+        mode: PauseMode,
+        kv: KVMode,
+        strict: bool,
+        chunk_bytes: int | None = None,
+    ) -> int:
         """Begins to read a folder on a thread; returns the number by which `weights_are_read` knows it.
 
-        version, mode, kv: of the update to come, only checked here; strict: as of `LLM.update_weights`. Raises
-        RequestError for one of the three that is not allowed, and for more than MAX_READS that are being read, or are
-        read and neither used nor forgotten; one that is forgotten counts until its thread has ended. What is wrong
-        with the folder `weights_are_read` raises.
+        version, mode, kv: of the update to come, only checked here; strict, chunk_bytes: as of `LLM.update_weights`.
+        Raises RequestError for one that is not allowed, and for more than MAX_READS that are being read, or are read
+        and neither used nor forgotten; one that is forgotten counts until its thread has ended. What is wrong with the
+        folder `weights_are_read` raises.
         """
         self._weights.check(version, mode, kv)
+        check_chunk_bytes(chunk_bytes)
         self.expire()
         self._ending = [each for each in self._ending if each.is_alive()]
         if len(self._reads) + len(self._ending) >= MAX_READS:
@@ -85,7 +95,9 @@ class WeightOrders:
             raise RequestError(text, param="path")
         self._num_reads += 1
         runner = self._weights.loop.runner
-        self._reads[self._num_reads] = _begin(lambda stop: read_weights(runner, path, strict=strict, stop=stop))
+        self._reads[self._num_reads] = _begin(
+            lambda stop: read_weights(runner, path, strict=strict, chunk_bytes=chunk_bytes, stop=stop)
+        )
         return self._num_reads
 
     def weights_are_read(self, number: int) -> bool:

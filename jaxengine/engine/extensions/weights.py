@@ -23,6 +23,7 @@ from jaxengine.engine.weight_types import (
     WeightUpdate,
 )
 from jaxengine.runner import sleep
+from jaxengine.runner.process_weights import everywhere
 from jaxengine.runner.weight_update import NewWeights
 from jaxengine.scheduler.errors import RequestError
 from jaxengine.scheduler.request import Request
@@ -156,13 +157,8 @@ class Weights(Pauses):
         return set(self._asleep)
 
     def check_sleep(self, level: int, mode: PauseMode) -> None:
-        """Raises RequestError for a level or mode that is not allowed. In an engine of several processes that is each
-        level but 0: only this process would give up its memory.
-        """
+        """Raises RequestError for a level or mode that is not allowed."""
         _among("level", level, SLEEP_LEVELS)
-        if level and (nnodes := self.loop.runner.config.nnodes) > 1:
-            text = f"level is {level}; allowed for an engine of {nnodes} processes: 0, a pause"
-            raise RequestError(text, param="level", value=level)
         _among("mode", mode, get_args(PauseMode))
 
     def sleep(self, level: int) -> None:
@@ -183,8 +179,8 @@ class Weights(Pauses):
             scheduler.reset_prefix_cache()
             for extension in scheduler.extensions:
                 extension.reset_cache()
-            sleep.release_pools(runner)
-        sleep.release_weights(runner, keep=level == 1)
+            everywhere(runner, sleep.release_pools)
+        everywhere(runner, sleep.release_weights, keep=level == 1)
 
     def doze(self) -> None:
         """Sleeps at level 1, while there are no requests, until somebody needs the engine.
@@ -215,16 +211,16 @@ class Weights(Pauses):
             _among("tags", tag, (WEIGHTS, KV_CACHE))
         wanted = self._asleep & set(tags if tags is not None else (WEIGHTS, KV_CACHE))
         try:
-            if WEIGHTS in wanted and not sleep.restore_weights(self.loop.runner):
+            if WEIGHTS in wanted and not everywhere(self.loop.runner, sleep.restore_weights):
                 text = "the weights were given up at level 2: give new ones by update_weights"
                 raise RequestError(text, param="tags")
             if KV_CACHE in wanted:
-                sleep.allocate_pools(self.loop.runner)
+                everywhere(self.loop.runner, sleep.allocate_pools)
         except (RuntimeError, MemoryError):
             if KV_CACHE in wanted:
-                sleep.release_pools(self.loop.runner)
+                everywhere(self.loop.runner, sleep.release_pools)
             if WEIGHTS in wanted:
-                sleep.release_weights(self.loop.runner, keep=True)
+                everywhere(self.loop.runner, sleep.release_weights, keep=True)
             raise
         self._asleep -= wanted
         if not self._asleep:

@@ -105,6 +105,7 @@ def _options(options: pb.UpdateOptions) -> weights.UpdateOptions:
         mode=_mode(options.mode, "keep"),
         kv=_known("kv", options.kv, _KV),
         strict=options.strict or not options.HasField("strict"),
+        chunk_bytes=options.chunk_bytes if options.HasField("chunk_bytes") else None,
     )
 
 

@@ -68,9 +68,11 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 # Those that text requests support.
 _OF_TEXT = frozenset(
     (
+        "capture",
         "length_penalty",
         "logprob_token_ids",
         "prompt_logprob_start",
+        "return_hidden_states",
         "return_sampling_mass",
         "return_weight_versions",
         "steer",
@@ -287,6 +289,8 @@ class TextRequest(GenerationRequest):
       return_sampling_mass: also return what sampling made of each token.
       trace_decode_token_ids: the tokens that are decoded, whatever would be sampled.
       return_weight_versions: also return which version of the weights made which tokens, with the end of each choice.
+      capture: names of the engine's places whose activations to return, as SamplingParams.capture.
+      return_hidden_states: also return the hidden states of the engine's capture_layers.
       steer: vectors that are added to activations: objects with `at`, `vector` and `scale`, as SamplingParams.steer.
       use_beam_search: return the n best sequences of a beam search, with length_penalty.
     """
@@ -304,6 +308,8 @@ class TextRequest(GenerationRequest):
     prompt_logprobs: int | None = None
     prompt_logprob_start: int | None = None
     logprob_token_ids: TokenIds | None = None
+    capture: Texts | None = None
+    return_hidden_states: bool | None = None
     steer: Annotated[list[JsonObject], Field(fail_fast=True), at_most(MAX_STEER)] | None = None
     return_sampling_mass: bool | None = None
     trace_decode_token_ids: TokenIds | None = None

@@ -19,6 +19,9 @@ from jaxengine.server.http.protocol import RequestModel
 from jaxengine.server.options import ServerConfig
 
 Mode = Literal["keep", "wait", "abort"]
+# The processes' messages have 64 bits for it.
+MAX_CHUNK_BYTES = 2**63 - 1
+ChunkBytes = Annotated[int, Field(ge=1, le=MAX_CHUNK_BYTES)]
 
 
 class _BodyRoute(APIRoute):
@@ -32,7 +35,7 @@ class UpdateWeights(RequestModel):
     """New weights for the engine.
 
     path: a folder on the engine's machine, with safetensors or in device layout. weight_version: None counts on.
-    mode, kv, strict: as of `LLM.update_weights`.
+    mode, kv, strict, chunk_bytes: as of `LLM.update_weights`.
     """
 
     path: Annotated[str, Field(min_length=1, max_length=4096)]
@@ -40,6 +43,7 @@ class UpdateWeights(RequestModel):
     mode: Mode = "keep"
     kv: Literal["keep", "recompute", "drop"] = "recompute"
     strict: bool = True
+    chunk_bytes: ChunkBytes | None = None
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
@@ -98,7 +102,7 @@ def _add_update(routes: APIRouter, engine: EngineClient, config: ServerConfig) -
     async def update_weights(body: UpdateWeights) -> dict[str, Any]:
         """Replaces the engine's weights between two steps: all of them or, with an error that lists what does not fit,
         none. Requests go on while the folder is read."""
-        options = weights.UpdateOptions(body.weight_version, body.mode, body.kv, body.strict)
+        options = weights.UpdateOptions(body.weight_version, body.mode, body.kv, body.strict, body.chunk_bytes)
         return await weights.update_from_path(engine, body.path, options)
 
     async def update_weights_by_body(
@@ -107,9 +111,10 @@ def _add_update(routes: APIRouter, engine: EngineClient, config: ServerConfig) -
         mode: Mode = "keep",
         kv: Literal["keep", "recompute", "drop"] = "recompute",
         strict: bool = True,
+        chunk_bytes: Annotated[int | None, Query(ge=1, le=MAX_CHUNK_BYTES)] = None,
     ) -> dict[str, Any]:
         """The same by a body that is a safetensors file, which weight_upload_dir keeps until it has been read."""
-        options = weights.UpdateOptions(weight_version, mode, kv, strict)
+        options = weights.UpdateOptions(weight_version, mode, kv, strict, chunk_bytes)
         return await weights.update_from_pieces(engine, config, request.stream(), options)
 
     add = {"methods": ["POST"], "include_in_schema": False, "dependencies": routes.dependencies}

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import ml_dtypes
 import msgspec
 import numpy as np
 
-from jaxengine.engine.output import EngineOutput, PromptScores
+from jaxengine.engine.output import EngineOutput, Found, PromptScores
 from jaxengine.scheduler.batch import TokenRows, TokenScores
 from jaxengine.scheduler.errors import OverloadedError, RequestError, UnknownAdapterError
 from jaxengine.scheduler.request import FinishReason, Request, RequestStatus
@@ -149,6 +150,14 @@ class PromptPart(msgspec.Struct, array_like=True):
     scores: Scores
 
 
+class FoundPart(msgspec.Struct, array_like=True):
+    """A Found of one request. columns: (field, "" for rows without fields; dtype; shape; bytes) of each."""
+
+    handle: int
+    name: str
+    columns: list[tuple[str, str, list[int], bytes]]
+
+
 class Update(msgspec.Struct, array_like=True, tag="update"):
     """Results of a step for one API process.
 
@@ -176,6 +185,7 @@ class Update(msgspec.Struct, array_like=True, tag="update"):
     replies: list[Reply] = []
     vectors: Vectors | None = None
     num_media_resets: int = 0
+    found: list[FoundPart] = []
 
 
 MISSING_MEDIA = "missing media"
@@ -220,6 +230,9 @@ def updates_of(output: EngineOutput, clients: Sequence[int]) -> dict[int, Update
     for part in output.prompt_scores:
         update, handle = update_of(part.request)
         update.prompts.append(PromptPart(handle, part.first, _scores(part.scores)))
+    for each in output.found:
+        update, handle = update_of(each.request)
+        update.found.append(FoundPart(handle, each.name, _columns(each.rows)))
     for request in output.first_tokens:
         update, handle = update_of(request)
         times = request.queued_time, request.first_scheduled_time, request.first_token_time
@@ -252,6 +265,7 @@ def output_of(update: Update, follow: Callable[[int], Request]) -> EngineOutput:
     output.prompt_scores = [
         PromptScores(follow(each.handle), each.first, _read(each.scores)) for each in update.prompts
     ]
+    output.found = [Found(follow(each.handle), each.name, _rows(each.columns)) for each in update.found]
     if update.handles:
         handles, token_ids = np.frombuffer(update.handles, np.int32), np.frombuffer(update.token_ids, np.int32)
         scores = None if update.scores is None else _read(update.scores)
@@ -355,6 +369,27 @@ def _read(scores: Scores) -> TokenScores:
         np.frombuffer(scores.top_logprobs, np.float32).reshape(shape),
         np.frombuffer(scores.given_logprobs, np.float32).reshape(num_tokens, scores.num_given),
     )
+
+
+def _columns(rows: np.ndarray) -> list[tuple[str, str, list[int], bytes]]:
+    fields = {"": rows} if rows.dtype.names is None else {name: rows[name] for name in rows.dtype.names}
+    return [(name, own.dtype.name, [*own.shape], own.tobytes()) for name, own in fields.items()]
+
+
+def _rows(columns: Sequence[tuple[str, str, list[int], bytes]]) -> np.ndarray:
+    """Read what `_columns` gives."""
+    fields = {}
+    for name, dtype, shape, values in columns:
+        kind = np.dtype(ml_dtypes.bfloat16) if dtype == "bfloat16" else np.dtype(dtype)
+        fields[name] = np.frombuffer(values, kind).reshape(shape)
+    if [*fields] == [""]:
+        return fields[""]
+    rows = np.empty(
+        len(next(iter(fields.values()))), [(name, own.dtype, own.shape[1:]) for name, own in fields.items()]
+    )
+    for name, own in fields.items():
+        rows[name] = own
+    return rows
 
 
 def _bytes(array: np.ndarray, dtype: type) -> bytes:

@@ -41,7 +41,7 @@ class ArraySource:
         return tuple(self._tensors[name].shape)
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
-        if isinstance(tensor := self._tensors[name], jax.Array) and len(_pieces(tensor)) > 1:
+        if is_in_pieces(tensor := self._tensors[name]):
             return read_slice(tensor, (rows, columns)[: tensor.ndim])
         if self._newest is None or self._newest[0] != name:
             self._newest = name, on_host(self._tensors[name])
@@ -70,6 +70,11 @@ def fault_of(array: Any) -> str | None:
     if isinstance(array, jax.Array) and array.is_deleted():
         return "is an array that has been deleted or given up"
     return None
+
+
+def is_in_pieces(array: Any) -> bool:
+    """Whether an array is a jax array that is split over devices."""
+    return isinstance(array, jax.Array) and len(_pieces(array)) > 1
 
 
 def read_slice(array: jax.Array, index: Sequence[slice]) -> np.ndarray:

@@ -74,8 +74,8 @@ def test_what_is_wrong_changes_nothing(llm, params, options, fault):
 
 
 def test_an_engine_without_a_draft_model_has_no_weights_of_one():
-    for method, what in ((None, "no drafts"), ("ngram", "the method 'ngram'"), ("mtp", "the method 'mtp'")):
-        chosen = None if method is None else SimpleNamespace(method=method)
+    for method, what in ((None, "no drafts"), ("ngram", "the method 'ngram'"), ("grammar", "the method 'grammar'")):
+        chosen = None if method is None else SimpleNamespace(method=method, has_model=False)
         runner: Any = SimpleNamespace(config=SimpleNamespace(nnodes=1, speculative_config=chosen), stages=[])
         with pytest.raises(RequestError, match=what) as error:
             read_weights(runner, {}, target="draft")

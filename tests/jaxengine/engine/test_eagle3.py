@@ -7,13 +7,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from jaxengine import LLM, SamplingParams
 from jaxengine.check.drafts import drafting, settled
@@ -23,6 +24,7 @@ from jaxengine.config.platforms import PLATFORMS
 from jaxengine.config.speculation import EAGLE3, check_head
 from jaxengine.models.config.eagle3 import Eagle3Config
 from jaxengine.models.registry import read_hf
+from jaxengine.runner.weight_names import WeightUpdateError
 from tests.fixtures.drawn_weights import FOLDER, checkpoint, draw_all
 from tests.jaxengine.engine.test_draft_models import accepted_share, assert_counts_on, assert_told
 from tests.jaxengine.engine.test_speculation import assert_same, force, workload
@@ -169,6 +171,33 @@ def test_keys_and_values_are_those_of_all_tokens_before(tmp_path, options, thoro
     assert metrics["vllm:num_preemptions"] > 0 and metrics["vllm:prefix_cache_hits"] > 0
     assert metrics["jaxengine:compilations_since_ready"] == 0
     assert drafting.core.engine.scheduler.num_free_pages == 40
+    assert_updated(drafting, model, head, lambda: accepted_share(drafting, prompts, only, without(prompts, only)))
+
+
+def assert_updated(llm: LLM, model: str, head: str, share: Callable[[], float]) -> None:
+    """New weights of the head change the share of right drafts, and what does not fit changes nothing."""
+    tensors, name = load_file(Path(head) / "model.safetensors"), "midlayer.self_attn.o_proj.weight"
+    table = load_file(Path(model) / "model.safetensors")["model.embed_tokens.weight"]
+    llm.update_weights((tensors | {name: -tensors[name], "embed_tokens.weight": table}).items(), target="draft")
+    assert share() < 0.5
+    llm.update_weights(head, target="draft", chunk_bytes=1000)
+    assert share() > 0.95
+    llm.update_weights({name: -tensors[name]}, target="draft", strict=False)
+    assert share() < 0.5
+    llm.update_weights({name: tensors[name]}, target="draft", strict=False)
+    ids = tensors["d2t"]
+    for wrong, fault in (
+        ({"embed_tokens.weight": 2 * table}, "embed_tokens.weight: differs from the model's"),
+        ({"d2t": ids - 100}, "d2t: must name"),
+        ({"d2t": ids[1:]}, "d2t: must hold"),
+        ({name: tensors[name] * np.nan}, "finite"),
+    ):
+        with pytest.raises(WeightUpdateError, match=fault):
+            llm.update_weights(tensors | wrong, target="draft")
+    without = {each: tensors[each] for each in tensors if each != "d2t"}
+    with pytest.raises(WeightUpdateError, match="d2t: is missing"):
+        llm.update_weights(without, target="draft")
+    assert share() > 0.95 and llm.core.runner.compiles.count == 0
 
 
 def split_over_two(model: str, head: str, cache: str) -> None:

@@ -16,6 +16,7 @@ from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.platforms import PLATFORMS
 from jaxengine.config.speculation import MTP
 from jaxengine.models.registry import read_hf
+from jaxengine.runner.weight_names import WeightUpdateError
 from tests.fixtures.drawn_weights import FOLDER, draw_all
 from tests.jaxengine.engine.test_draft_models import accepted_share, assert_counts_on, assert_told
 from tests.jaxengine.engine.test_speculation import assert_same, force, workload
@@ -148,6 +149,20 @@ def test_keys_and_values_are_those_of_all_tokens_before(tmp_path, options, draft
     metrics = {metric.name: metric.value for metric in drafting.get_metrics()}
     assert metrics["vllm:num_preemptions"] > 0 and metrics["vllm:prefix_cache_hits"] > 0
     assert drafting.core.engine.scheduler.num_free_pages == 40
+    # New weights of the layer change drafts and no token; the model's tensors beside them are left out.
+    tensors, name = load_file(Path(model) / "model.safetensors"), "model.layers.1.eh_proj.weight"
+    for wrong, chunk_bytes in ((True, None), (False, None), (True, 1000), (False, 1000)):
+        given = tensors | {name: tensors[name] * (-1 if wrong else 1), "lm_head.weight": np.zeros((1, 1))}
+        drafting.update_weights(iter(given.items()), target="draft", chunk_bytes=chunk_bytes)
+        share = accepted_share(drafting, prompts, params, expected)
+        assert share < 0.6 if wrong else share > 0.95, (wrong, share)
+    drafting.update_weights({name: -tensors[name]}, target="draft", strict=False)
+    assert accepted_share(drafting, prompts, params, expected) < 0.6
+    drafting.update_weights(model, target="draft")
+    assert accepted_share(drafting, prompts, params, expected) > 0.95
+    with pytest.raises(WeightUpdateError, match="eh_proj.weight: .*missing"):
+        drafting.update_weights({each: tensors[each] for each in tensors if each != name}, target="draft")
+    assert drafting.weight_version == 0 and drafting.core.runner.compiles.count == 0
 
 
 def test_a_quantised_layer_of_a_quantised_model(tmp_path, options):

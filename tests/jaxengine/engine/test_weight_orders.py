@@ -15,7 +15,7 @@ from jaxengine.engine.extensions.idle_sleep import IdleSleep
 from jaxengine.engine.extensions.weight_orders import MAX_READS, WeightOrders
 from jaxengine.engine.extensions.weights import Weights
 from jaxengine.runner import weight_update
-from jaxengine.runner.weight_update import WeightUpdateError, checksums, read_weights
+from jaxengine.runner.weight_update import WeightUpdateError
 from jaxengine.scheduler.errors import RequestError
 from tests.tables import each_row
 
@@ -134,7 +134,7 @@ def test_a_pause_that_waits_and_is_given_up_leaves_the_others():
 def test_weights_are_switched_once_they_are_read(monkeypatch):
     may_read = threading.Event()
 
-    def read(runner, path, *, strict, stop):
+    def read(runner, path, *, strict, chunk_bytes, stop):
         assert may_read.wait(10)
         return path
 
@@ -168,7 +168,7 @@ def test_reads_that_nobody_waits_for_end(monkeypatch):
     """Readings are asked to stop, and count until they have: each has memory of its own."""
     may_end = threading.Event()
 
-    def read(runner, path, *, strict, stop):
+    def read(runner, path, *, strict, chunk_bytes, stop):
         while not stop():
             pass
         assert may_end.wait(10)
@@ -213,19 +213,3 @@ def test_versions_have_64_bits():
     weights.version = 2**63 - 1
     with pytest.raises(RequestError, match="counts on from 9223372036854775807"):
         weights.check(None, "keep", "drop")
-
-
-def test_what_concerns_the_weights_of_several_processes_is_refused():
-    """This process has a part of them, and would change that alone."""
-    runner = SimpleNamespace(config=SimpleNamespace(nnodes=2), stages=[])
-    weights = Weights()
-    weights.loop = SimpleNamespace(runner=runner)  # type: ignore[assignment]
-    weights.check_sleep(0, "abort")
-    for level in (1, 2):
-        with pytest.raises(RequestError, match="level is .*2 processes: 0") as error:
-            weights.check_sleep(level, "abort")
-        assert error.value.param == "level"
-    with pytest.raises(RequestError, match="checksum"):
-        checksums(runner)  # type: ignore[arg-type]
-    with pytest.raises(WeightUpdateError, match="2 processes"):
-        read_weights(runner, {})  # type: ignore[arg-type]

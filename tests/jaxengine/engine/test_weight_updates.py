@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -126,7 +128,15 @@ def test_every_fault_is_listed(llm):
         llm.update_weights(iter(pairs))
 
 
-@each_row(("arguments", "field"), [({"mode": "stop"}, "mode"), ({"kv": "forget"}, "kv"), ({"version": 1.5}, "version")])
+@each_row(
+    ("arguments", "field"),
+    [
+        ({"mode": "stop"}, "mode"),
+        ({"kv": "forget"}, "kv"),
+        ({"version": 1.5}, "version"),
+        *(({"chunk_bytes": value}, "chunk_bytes") for value in (0, -1, True, 1.5, "1")),
+    ],
+)
 def test_arguments_are_checked_before_anything_is_read(llm, arguments, field):
     with pytest.raises(RequestError) as error:
         llm.update_weights({}, **arguments)
@@ -146,6 +156,23 @@ def test_some_of_the_weights(llm, expected):
     mixed = tokens_of(llm)
     llm.update_weights(changed(1) | third)
     assert tokens_of(llm) == mixed != expected[1]
+
+
+def test_an_iterators_tensors_are_let_go(llm, expected):
+    """With chunk_bytes, before the next one is asked for: a tensor's bytes are all that is alive of them."""
+    alive: list[weakref.ref[np.ndarray]] = []
+
+    def pairs() -> Iterator[tuple[str, np.ndarray]]:
+        for name in sorted(tensors, key=lambda name: name.split(".")[3:]):  # kind by kind, joined tensors apart
+            assert not any(each() is not None for each in alive), name
+            array = tensors[name].copy()
+            alive.append(weakref.ref(array))
+            yield name, array
+            del array
+
+    tensors = changed(1)
+    llm.update_weights(pairs(), chunk_bytes=1000)
+    assert tokens_of(llm) == expected[1] and len(alive) == len(tensors)
 
 
 def test_names_and_axes_of_a_trainer(llm, expected):
@@ -169,6 +196,9 @@ def test_scanned_layers_of_a_trainer_that_gives_them_up(llm, expected):
         mapping[name] = ScannedLayers(name.replace(".0.", ".{layer}.", 1), axis=1 if both[0].ndim > 1 else 0)
         given[name] = jax.device_put(np.stack(both, mapping[name].axis))
     given |= {name: jax.device_put(each) for name, each in tensors.items()}
+    llm.update_weights(given, mapping=mapping, chunk_bytes=1000)
+    assert tokens_of(llm) == expected[2] and not any(each.is_deleted() for each in given.values())
+    llm.update_weights(changed(1))
     llm.update_weights(given, mapping=mapping, donate=True)
     assert tokens_of(llm) == expected[2] and all(each.is_deleted() for each in given.values())
     with pytest.raises(WeightUpdateError, match="deleted"):

@@ -69,7 +69,8 @@ async def test_weights_are_replaced(app, tmp_path):
     broken = write(tmp_path / "broken", {**changed(1), "model.norm.weight": np.full(64, np.nan, np.float32)})
     async with http_client(app, "root") as client:
         first = await tokens(client)
-        answer = await client.post("/update_weights", json={"path": new, "weight_version": "new", "kv": "drop"})
+        given = {"path": new, "weight_version": "new", "kv": "drop"}
+        answer = await client.post("/update_weights", json=given | {"chunk_bytes": 1000})
         assert answer.status_code == 200 and answer.json()["version"] == "new" and answer.json()["leaves"] > 3
         second = await tokens(client)
         sums = (await client.get("/weight_info?checksum=true")).json()
@@ -77,8 +78,9 @@ async def test_weights_are_replaced(app, tmp_path):
         for path, fault in ((broken, "finite"), (str(tmp_path / "nowhere"), "cannot be read")):
             answer = await client.post("/update_weights", json={"path": path})
             assert answer.status_code == 400 and fault in answer.json()["error"]["message"], answer.text
-        answer = await client.post("/update_weights", json={"path": new, "mode": "stop"})
-        assert answer.status_code == 400 and answer.json()["error"]["param"] == "mode"
+        for field, value in (("mode", "stop"), ("chunk_bytes", 0), ("chunk_bytes", 2**63), ("chunk_bytes", "many")):
+            answer = await client.post("/update_weights", json={"path": new, field: value})
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == field
         assert (await client.get("/weight_info?checksum=true")).json() == sums
         assert (await client.post("/update_weights", json={"path": old})).status_code == 200
         assert await tokens(client) == first and (await client.get("/weight_info")).json() == {"weight_version": 2}
@@ -111,7 +113,7 @@ async def test_weights_are_a_body(engine, admin, tmp_path):
             return answer.status_code, answer.json()
 
         first = await tokens(client)
-        status, found = await send(new, "?weight_version=body&kv=drop")
+        status, found = await send(new, "?weight_version=body&kv=drop&chunk_bytes=1000")
         assert status == 200 and found["version"] == "body" and await tokens(client) != first
         for body, fault in (
             (new[:-9], "ends after"),
@@ -211,7 +213,7 @@ async def test_the_same_over_grpc(engine, admin, tmp_path):
             return dict((await stub.GetWeightInfo(pb.GetWeightInfoRequest(checksum=True), **key)).checksums)
 
         first, before = await tokens(client), await sums()
-        options = pb.UpdateOptions(weight_version="grpc", kv=pb.KV_MODE_DROP)
+        options = pb.UpdateOptions(weight_version="grpc", kv=pb.KV_MODE_DROP, chunk_bytes=1000)
         done = await stub.UpdateWeights(pb.UpdateWeightsRequest(path=new, options=options), **key)
         assert done.weight_version == "grpc" and done.leaves > 3 and await tokens(client) != first
         sent = parts(changed(0), weight_version_number=7)
@@ -248,6 +250,7 @@ async def test_the_same_over_grpc(engine, admin, tmp_path):
             (stub.Sleep(pb.SleepRequest(level=3), **key), "level"),
             (stub.Pause(pb.PauseRequest.FromString(b"\x08\x09"), **key), "mode"),
             (stub.UpdateWeights(pb.UpdateWeightsRequest(), **key), "path"),
+            (stub.UpdateWeights(pb.UpdateWeightsRequest(path=new, options={"chunk_bytes": 0}), **key), "chunk_bytes"),
         ):
             assert (await refusal(call))[2] == [field]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tracemalloc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +58,9 @@ class Given:
         for name in self._order:
             array = self._tensors[name].copy()
             alive.append(weakref.ref(array))
-            self.most = max(self.most, sum(held.nbytes for each in alive if (held := each()) is not None))
+            held = [each() for each in alive]
+            self.most = max(self.most, sum(each.nbytes for each in held if each is not None))
+            del held
             yield name, array
             del array
 
@@ -84,11 +88,12 @@ def test_it_loads_what_a_checkpoint_loads(model, scheme):
     build = Build("float32") if scheme is None else Build("float32", scheme=rounded(scheme))
     built = build_model(read_folder(folder), build)
     expected = load_params(built, ArraySource(tensors))
-    for seed in (0, 1):
+    for seed, chunk_bytes in ((0, None), (1, 4096)):
         order = sorted(tensors)
         np.random.default_rng(seed).shuffle(order)
-        (found,) = load_streamed([(built, None)], Given(tensors, order))
+        (found,) = load_streamed([(built, None)], Given(tensors, order), chunk_bytes=chunk_bytes)
         assert_equal(found, expected)
+    assert_equal(load_params(built, ArraySource(tensors), chunk_bytes=1), expected)
 
 
 def test_stages_share_one_stream():
@@ -107,6 +112,62 @@ def test_no_more_is_held_than_an_unfinished_weight_needs():
     load_streamed([(build_model(CONFIG, Build(jnp.float32)), None)], given)
     joined = [each.nbytes for name, each in TENSORS.items() if ".0.self_attn." in name or ".0.mlp." in name]
     assert given.most <= sum(joined) < sum(each.nbytes for each in TENSORS.values()) // 2
+
+
+def test_in_chunks_no_tensor_waits_for_another():
+    """In the order that holds most: all tensors of a kind after each other, joined ones far apart, the head last."""
+    order = sorted(TENSORS, key=lambda name: name.rpartition(".layers.")[2].partition(".")[2])
+    given = Given(TENSORS, order)
+    load_streamed([(build_model(CONFIG, Build(jnp.float32)), None)], given, chunk_bytes=4096)
+    assert given.most == max(each.nbytes for each in TENSORS.values())
+
+
+def test_copies_in_host_memory_are_chunks():
+    """Of an embedding, a joined and turned matrix and a head, as NumPy's allocations tell; of all at once without."""
+    sizes = {"vocab_size": 16384, "intermediate_size": 16384, "attention": CONFIG.attention[:1]}
+    config = replace(CONFIG, **sizes)
+    model, tensors = build_model(config, Build(jnp.float32)), random_tensors(config)
+    expected, large = load_params(model, ArraySource(tensors)), tensors[EMBED].nbytes
+    assert large == tensors[HEAD].nbytes == 2 << 20
+
+    def peak(load: Callable[[], nnx.State]) -> int:
+        tracemalloc.start()
+        try:
+            found = load()
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+            assert_equal(found, expected)
+
+    chunk, slack = 1 << 18, 1 << 18  # of what is no array, such as declarations
+    assert peak(lambda: load_params(model, ArraySource(tensors))) > large
+    assert peak(lambda: load_params(model, ArraySource(tensors), chunk_bytes=chunk)) < chunk + slack
+    assert peak(lambda: load_streamed([(model, None)], tensors.items(), chunk_bytes=chunk)[0]) < chunk + slack
+
+
+def test_in_chunks_a_tied_head_is_compared():
+    config = replace(CONFIG, tie_word_embeddings=True)
+    model, tensors = build_model(config, Build(jnp.float32)), random_tensors(config)
+    for order in ([EMBED, HEAD], [HEAD, EMBED]):
+        given = tensors | {HEAD: tensors[EMBED].astype(np.float16).astype(np.float32)}
+        pairs = [*((name, given[name]) for name in order), *((n, each) for n, each in given.items() if n not in order)]
+        with pytest.raises(ModelFileError, match="the head differs"):
+            load_streamed([(model, None)], pairs, chunk_bytes=4096)
+        pairs = [(name, tensors[EMBED] if name == HEAD else each) for name, each in pairs]
+        (found,) = load_streamed([(model, None)], pairs, chunk_bytes=4096)
+        assert_equal(found, load_params(model, ArraySource(tensors)))
+
+
+def test_in_chunks_some_experts_are_none():
+    """All of one matrix of a layer's experts may come without the other matrices; not a part of them."""
+    folder = checkpoint("qwen3_moe")
+    model, tensors = build_model(read_folder(folder), Build("float32")), stored(folder)
+    some = {name: each for name, each in tensors.items() if ".layers.0." in name and name.endswith(".down_proj.weight")}
+    for chunk_bytes in (None, 4096):
+        (found,) = load_streamed([(model, None)], some.items(), partial=True, chunk_bytes=chunk_bytes)
+        assert len(nnx.to_flat_state(found)) == 1
+        with pytest.raises(ModelFileError, match="missing"):
+            load_streamed([(model, None)], [*some.items()][1:], partial=True, chunk_bytes=chunk_bytes)
 
 
 def faults(pairs: Any, **options: Any) -> dict[str, str]:

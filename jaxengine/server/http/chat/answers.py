@@ -48,6 +48,7 @@ class ChatChoice(Answer):
     logprobs_raw: list[float] = ABSENT
     logprobs_processed: list[float] = ABSENT
     sampling_log_mass: list[float] = ABSENT
+    captured: str = ABSENT
     routed_experts: None
 
 
@@ -94,6 +95,7 @@ class ChatChunkChoice(Answer):
     logprobs_raw: list[float] = ABSENT
     logprobs_processed: list[float] = ABSENT
     sampling_log_mass: list[float] = ABSENT
+    captured: str = ABSENT
 
 
 class ChatCompletionChunk(Answer):

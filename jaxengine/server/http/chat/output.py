@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxengine.parsers.events import ArgumentsDelta, ContentDelta, Event, ReasoningDelta, ToolCallStart, message_of
 from jaxengine.requests.outputs import SAMPLING_FIELDS, CompletionOutput, Logprob, PositionLogprobs
+from jaxengine.server.http.captured import captured_fields
 from jaxengine.server.http.protocol import NULL_CHOICE, json_logprob, json_position
 from jaxengine.server.http.sampling_mass import sampling_fields
 from jaxengine.server.http.weight_spans import SpanWriter
@@ -67,7 +68,8 @@ class ChatChoiceWriter:
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                 for call in parsed.tool_calls
             ]
-        return {**NULL_CHOICE, **self._choice(output, "message", message), **self._versions(output)}
+        choice = self._choice(output, "message", message)
+        return {**NULL_CHOICE, **choice, **captured_fields(output), **self._versions(output)}
 
     def opening(self, index: int) -> list[dict[str, Any]]:
         """The first choices of a stream for output `index`, one per chunk: its role, and the text for `echo`."""
@@ -87,10 +89,12 @@ class ChatChoiceWriter:
         if not deltas or (ends and "tool_calls" in deltas[-1]):
             deltas.append({})
         shown = self._with_token_ids or self._logprobs is not None or output.sampling_log_mass is not None
-        tokens = bool(output.token_ids) and shown
+        rows = captured_fields(output)
+        tokens = bool(rows) or (bool(output.token_ids) and shown)
         if deltas == [{}] and not tokens and not ends:
             return []
         choices = [self._choice(output, "delta", deltas[0])]
+        choices[0] |= rows
         # Tokens and their logprobs are in the first chunk, the finish reason is in the last one.
         rest = dataclasses.replace(output, token_ids=[], logprobs=None, **dict.fromkeys(SAMPLING_FIELDS))
         choices += [self._choice(rest, "delta", delta) for delta in deltas[1:]]

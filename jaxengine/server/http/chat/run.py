@@ -22,6 +22,7 @@ from jaxengine.requests.sampling_params import SamplingParams
 from jaxengine.requests.structured.params import StructuredOutputsParams
 from jaxengine.scheduler.errors import RequestError
 from jaxengine.server.beam_search import beam_search
+from jaxengine.server.http.captured import check_captured
 from jaxengine.server.http.chat.prompt import ChatRenderer
 from jaxengine.server.http.chat.protocol import ChatRequest, renamed, text_of
 from jaxengine.server.http.chat.tool_choice import tool_use
@@ -113,6 +114,10 @@ class ChatRun:
         if self._beams is not None and READY in self.prompt:
             problem = "use_beam_search is only allowed without pictures and videos"
             raise RequestError(problem, param="use_beam_search")
+        inputs = self._server.engine.inputs
+        # How many tokens pictures take is known once they have been read.
+        length = inputs.config.max_model_len if READY in self.prompt else len(self.prompt["prompt_token_ids"])
+        check_captured(inputs, self._server.config, self.params, [length])
         self._read_around_reasoning()
 
     def _check_budget(self) -> None:

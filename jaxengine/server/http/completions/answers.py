@@ -29,6 +29,7 @@ class CompletionChunkChoice(Answer):
     logprobs_raw: list[float] = ABSENT
     logprobs_processed: list[float] = ABSENT
     sampling_log_mass: list[float] = ABSENT
+    captured: str = ABSENT
 
 
 class CompletionChoice(Answer):
@@ -45,6 +46,7 @@ class CompletionChoice(Answer):
     logprobs_raw: list[float] = ABSENT
     logprobs_processed: list[float] = ABSENT
     sampling_log_mass: list[float] = ABSENT
+    captured: str = ABSENT
 
 
 class Completion(NullBody):

@@ -19,6 +19,7 @@ from jaxengine.requests.outputs import SAMPLING_FIELDS, CompletionOutput, Reques
 from jaxengine.requests.sampling_params import SamplingParams
 from jaxengine.server.beam_search import beam_search
 from jaxengine.server.http.answers import NULL_BODY, Error, answers
+from jaxengine.server.http.captured import check_captured
 from jaxengine.server.http.completions.answers import Completion, CompletionChunk
 from jaxengine.server.http.completions.output import ChoiceWriter
 from jaxengine.server.http.completions.protocol import CompletionRequest
@@ -92,6 +93,7 @@ class _Completion:
                 prompt["prompt"] = each
             self._prompts.append(prompt)
             self._num_prompt_tokens += len(ids)
+        check_captured(inputs, self._config, self.params, (len(each["prompt_token_ids"]) for each in self._prompts))
         if len(self._prompts) > 1:
             for prompt in self._prompts:
                 inputs.prepare(prompt, self.params, options=self._options)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxengine.requests.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from jaxengine.requests.sampling_params import SamplingParams
+from jaxengine.server.http.captured import captured_fields
 from jaxengine.server.http.completions.offsets import OutputOffsets, prompt_offsets
 from jaxengine.server.http.protocol import json_logprob, json_position
 from jaxengine.server.http.sampling_mass import sampling_fields
@@ -65,13 +66,14 @@ class ChoiceWriter:
         shown = bool(body.return_token_ids)
         choice["token_ids"] = completion.token_ids if shown else None
         choice["prompt_token_ids"] = output.prompt_token_ids if shown and begins else None
-        choice |= sampling_fields(completion)
+        choice |= sampling_fields(completion) | captured_fields(completion)
         return choice | (self._spans.of(index, completion) if body.return_weight_versions else {})
 
     @staticmethod
     def says_something(choice: dict[str, Any]) -> bool:
         """Whether a chunk has content: half a character or the beginning of a stop string is held back."""
-        return bool(choice["text"] or choice["finish_reason"] or choice["logprobs"] or choice.get("token_ids"))
+        names = ("text", "finish_reason", "logprobs", "token_ids", "sampling_log_mass", "captured")
+        return any(choice.get(name) for name in names)
 
     def _prompt_text(self, output: RequestOutput) -> str:
         if output.prompt is not None or self._tokenizer is None:

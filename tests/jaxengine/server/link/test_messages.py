@@ -5,11 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxengine.engine.output import EngineOutput
+from jaxengine.engine.output import EngineOutput, Found
 from jaxengine.scheduler.batch import TokenRows, TokenScores
+from jaxengine.scheduler.request import Request
+from jaxengine.scheduler.token_params import TokenParams
 from jaxengine.server.link import messages
 from jaxengine.server.link.messages import Update
 from jaxengine.server.processes.engine_process import EngineServer
@@ -92,6 +95,23 @@ def test_vectors_reach_their_process(parts):
         assert found.vectors is not None
         np.testing.assert_array_equal(found.vectors, vectors[own_rows])
         assert found.token_ids.tolist() == [rows[index][2] for index in own_rows]
+
+
+def test_rows_of_capabilities_reach_their_process():
+    """Plain ones, and those with fields, whose dtypes may be no numpy's own."""
+    plain = np.arange(6, dtype=np.float32).reshape(2, 3)
+    named = np.empty(2, [("a:1", ml_dtypes.bfloat16, (3,)), ("b", np.float32, (1,))])
+    named["a:1"], named["b"] = plain, plain[:, :1]
+    tags = 2 << 32 | 7, 1 << 32 | 3
+    requests = [Request(str(tag), np.array([1], np.int32), TokenParams(), 1, tag=tag) for tag in tags]
+    found = [Found(requests[0], "hidden_states", plain), Found(requests[1], "captured", named)]
+    updates = messages.updates_of(EngineOutput(found=found), [1, 2])
+    for client, handle, wanted in ((2, 7, found[0]), (1, 3, found[1])):
+        read = messages.decode_from_engine(messages.encode(updates[client]))
+        assert isinstance(read, Update)
+        (own,) = messages.output_of(read, {handle: wanted.request}.__getitem__).found
+        assert own.request is wanted.request and own.name == wanted.name and own.rows.dtype == wanted.rows.dtype
+        assert own.rows.tobytes() == wanted.rows.tobytes()
 
 
 def test_a_result_that_no_message_can_have_fails_its_call_alone():

@@ -1,0 +1,168 @@
+"""What a worker does for host 0's orders (jaxengine.cluster.orders): new weights, sleep, parts of weights."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxengine.cluster.channel import ClusterError, Message
+from jaxengine.runner import sleep
+from jaxengine.runner.model_runner import ModelRunner
+from jaxengine.runner.peers import NO_ANSWER
+from jaxengine.runner.process_weights import bytes_of_part
+from jaxengine.runner.weight_names import WeightUpdateError
+from jaxengine.runner.weight_update import NewWeights, read_here
+
+# Of an answer: its text, and tensors at fault. A message's header has a limit.
+_MAX_TEXT, _MAX_FAULTS = 4000, 200
+# Functions of every process that give up memory and take it again.
+_SLEEP = {
+    "release_weights": sleep.release_weights,
+    "restore_weights": sleep.restore_weights,
+    "release_pools": sleep.release_pools,
+    "allocate_pools": sleep.allocate_pools,
+}
+
+
+class OrderTaker:
+    """What a worker does for host 0's orders."""
+
+    def __init__(self, runner: ModelRunner, send: Callable[..., None]):
+        """send: sends a message to host 0."""
+        self._runner, self._send = runner, send
+        self._read: dict[int, _Reading] = {}
+        self._does: Mapping[str, Callable[..., Any]] = {
+            "read_weights": self._read_weights,
+            "take_tensor": self._take_tensor,
+            "end_tensors": self._end_tensors,
+            "put_weights": self._put_weights,
+            "forget_weights": self._forget_weights,
+            "part_of_weight": lambda number, arrays, **place: self._answer(number, {}, bytes_of_part(runner, **place)),
+            **{name: self._sleeper(function) for name, function in _SLEEP.items()},
+        }
+
+    def take(self, message: Message) -> None:
+        """Execute an order. Returns before its answer is sent where a thread sends it.
+
+        Raises ClusterError for an order that there is not, and whatever a switch to new weights raises.
+        """
+        name = message.fields["name"]
+        if name not in self._does:
+            raise ClusterError(f"host 0 gave the order {name[:40]!r}; there are: {', '.join(self._does)}")
+        self._does[name](message.fields["number"], message.arrays, **message.fields["arguments"])
+
+    def _answer(self, number: int, content: Mapping[str, Any], arrays: Sequence[np.ndarray] = ()) -> None:
+        if number != NO_ANSWER:
+            self._send("answer", arrays, number=number, content=dict(content))
+
+    def _sleeper(self, function: Callable[..., Any]) -> Callable[..., None]:
+        def do(number: int, arrays: Sequence[np.ndarray], **arguments: Any) -> None:
+            try:
+                self._answer(number, {"result": function(self._runner, **arguments)})
+            except (RuntimeError, MemoryError) as error:
+                self._answer(number, _fault(error))
+
+        return do
+
+    def _read_weights(self, number: int, arrays: Any, *, key: int, path: str | None, **options: Any) -> None:
+        tell = None if path is None else lambda content: self._answer(number, content)
+        self._read[key] = _Reading(self._runner, path, options, self._answer, tell)
+        if path is None:
+            self._answer(number, {})
+
+    def _take_tensor(self, number: int, arrays: Any, *, key: int, **place: Any) -> None:
+        self._read[key].pieces.put((number, arrays[0], place))
+
+    def _end_tensors(self, number: int, arrays: Any, *, key: int) -> None:
+        self._read[key].pieces.put(lambda content: self._answer(number, content))
+
+    def _put_weights(self, number: int, arrays: Any, *, key: int) -> None:
+        new = self._read.pop(key).new
+        assert new is not None, "host 0 switches once all processes have read their weights"
+        new.put()
+
+    def _forget_weights(self, number: int, arrays: Any, *, key: int) -> None:
+        if (read := self._read.pop(key, None)) is not None:
+            read.give_up()
+        self._answer(number, {})
+
+
+class _Reading:
+    """New weights that a thread reads, or has read.
+
+    Attributes:
+      pieces: of tensors that host 0 sends: (number of the order, bytes, arguments of `_tensors`). Behind the last one
+        the function that sends what has become of the reading, or None if it was given up.
+      new: the weights, once they are all there.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        path: str | None,
+        options: Mapping[str, Any],
+        answer: Callable[..., None],
+        tell: Callable[[Mapping[str, Any]], None] | None,
+    ):
+        """path: of a folder, None for tensors that are sent. options: as of `read_here`. answer: answers an order.
+        tell: answers that a folder has been read, or why not.
+        """
+        self._runner, self._path, self._options, self._answer, self._tell = runner, path, options, answer, tell
+        self.pieces: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.new: NewWeights | None = None
+        self._stopped = threading.Event()
+        threading.Thread(target=self._run, name="jaxengine-weights", daemon=True).start()
+
+    def give_up(self) -> None:
+        """End the reading, if it goes on; nobody is told."""
+        self._stopped.set()
+        self.pieces.put(None)
+
+    def _run(self) -> None:
+        content: Mapping[str, Any] = {}
+        try:
+            params = self._tensors() if self._path is None else self._path
+            self.new = read_here(self._runner, params, stop=self._stopped.is_set, **self._options)
+        except Exception as error:
+            content = _fault(error)
+        if self._path is None:
+            for _ in self._messages():  # after a fault host 0 goes on, for it may find more
+                pass
+        if self._tell is not None:
+            self._tell(content)
+
+    def _messages(self) -> Iterator[tuple[np.ndarray, Mapping[str, Any]]]:
+        while self._tell is None and not self._stopped.is_set():
+            piece = self.pieces.get()
+            if piece is None or callable(piece):
+                self._tell = piece
+                return
+            number, data, place = piece
+            yield data, place
+            self._answer(number, {})
+
+    def _tensors(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Yields name and tensor, put together of its pieces."""
+        held = np.empty(0, np.uint8)
+        for data, place in self._messages():
+            if place["first"] == 0:
+                held = np.empty(place["num_bytes"], np.uint8)
+            held[place["first"] : place["first"] + len(data)] = data
+            if place["first"] + len(data) == len(held):
+                array, held = [held.view(jnp.dtype(place["dtype"])).reshape(place["shape"])], np.empty(0, np.uint8)
+                yield place["name"], array.pop()
+        if self._stopped.is_set():
+            raise WeightUpdateError("the update was given up before all weights were read")
+
+
+def _fault(error: BaseException) -> dict[str, Any]:
+    """An answer that tells an error: its text, and tensors at fault."""
+    faults = error.faults if isinstance(error, WeightUpdateError) else []
+    shown = [[name[:_MAX_TEXT], text[:_MAX_TEXT]] for name, text in faults[:_MAX_FAULTS]]
+    kind = "" if isinstance(error, WeightUpdateError) else f"{type(error).__name__}: "
+    return {"error": f"{kind}{error}"[:_MAX_TEXT], "faults": shown}

@@ -1,0 +1,60 @@
+"""Orders of host 0 to its workers beside steps, and the answers: new weights, sleep, parts of weights.
+
+An order is a name with arguments; a worker's answers may come in any order, while steps go on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxengine.cluster.channel import Message
+from jaxengine.runner.peers import NO_ANSWER, Answer, Orders
+
+_CHECK_SECONDS = 0.05
+
+
+class OpenOrders(Orders):
+    """Host 0's orders, and the answers that have come. Any thread may give orders."""
+
+    def __init__(
+        self, announce: Callable[..., None], check: Callable[[], None], later: Callable[..., None], num_workers: int
+    ):
+        """announce, check: of the Cluster, whose errors they raise. later: calls a function on another thread."""
+        self._announce, self._check, self._later, self._num_workers = announce, check, later, num_workers
+        self._numbers = itertools.count(1)
+        self._answers: dict[int, list[Answer]] = {}
+        self._changed = threading.Condition()
+
+    def give(self, name: str, arrays: Sequence[np.ndarray] = (), /, **arguments: Any) -> Callable[[], list[Answer]]:
+        number = next(self._numbers)
+        with self._changed:
+            self._answers[number] = []
+        self._announce("order", arrays, number=number, name=name, arguments=arguments)
+        return lambda: self._await(number)
+
+    def leave(self, name: str, /, **arguments: Any) -> None:
+        self._later(lambda: self._announce("order", (), number=NO_ANSWER, name=name, arguments=arguments))
+
+    def answered(self, who: str, message: Message) -> None:
+        """Take a worker's answer. who: names the worker."""
+        with self._changed:
+            found = self._answers.get(message.fields["number"])
+            if found is not None:  # else nobody waits for it any more
+                found.append(Answer(who, message.fields["content"], message.arrays))
+                self._changed.notify_all()
+
+    def _await(self, number: int) -> list[Answer]:
+        try:
+            with self._changed:
+                while len(self._answers[number]) < self._num_workers:
+                    self._check()
+                    self._changed.wait(_CHECK_SECONDS)
+                return self._answers[number]
+        finally:
+            with self._changed:
+                self._answers.pop(number, None)

@@ -1,0 +1,57 @@
+"""Tensors of an engine's MTP layer or EAGLE-3 head as new weights name them: by the checkpoint's names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jaxengine.config.speculation import EAGLE3
+from jaxengine.models.layers.eagle3 import EMBEDDING, Eagle3Source
+from jaxengine.models.layers.next_token import NextTokenSource
+from jaxengine.models.params.declare import declared_params
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.params.source import WeightSource
+from jaxengine.models.weights.formats.arrays import ArraySource
+
+
+class HeadTensors:
+    """Which tensors are a head's, and what they are for it."""
+
+    def __init__(self, method: str, head: Any, model: Any, params: list[Any], *, partial: bool):
+        """head: the module; model: that of the first stage; params: its leaves. partial: tensors may be missing."""
+        self._head, self._model, self._params, self._partial = head, model, params, partial
+        self._is_eagle3 = method == EAGLE3
+        self._layer = f"model.layers.{model.config.num_layers}."
+
+    def wanted(self, name: str) -> bool:
+        """Whether a tensor may be the head's: all of an EAGLE-3 head's checkpoint, the layer's of a model's."""
+        return self._is_eagle3 or name.startswith(self._layer)
+
+    def view(self, source: WeightSource) -> WeightSource:
+        """The tensors under the names that the head declares.
+
+        Raises ModelFileError where an EAGLE-3 head drafts other tokens than it says, or brings embeddings that differ
+        from the model's, and the engine's has none of its own.
+        """
+        if not self._is_eagle3:
+            return NextTokenSource(source, self._model.config.num_layers)
+        config = self._head.sizes
+        found = Eagle3Source(source, config, self._embedding(source), partial=self._partial)
+        if found.config.own_embedding != config.own_embedding:
+            text = "differs from the model's, and the engine's head was started without one of its own"
+            raise ModelFileError(source.path, text, EMBEDDING)
+        return found
+
+    def _embedding(self, source: WeightSource) -> WeightSource | None:
+        """The model's embedding, to be compared; None where the source has none, and where the engine sleeps."""
+        paths = [param.path for param in declared_params(self._model) if param.decl.sources[0].name == EMBEDDING]
+        if self._head.sizes.own_embedding or not paths or not any(EMBEDDING.endswith(name) for name in source.names()):
+            return None
+        index = [path for path, _ in nnx.to_flat_state(nnx.state(self._model))].index(paths[0])
+        array = self._params[index]
+        if not isinstance(array, jax.Array):
+            return None
+        return ArraySource({EMBEDDING: np.asarray(array)[: self._head.sizes.vocab_size]})

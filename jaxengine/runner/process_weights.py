@@ -1,0 +1,178 @@
+"""Weights and sleep of an engine over several processes: what host 0 asks of the others, and does itself."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxengine.models.weights.formats.arrays import ArraySource, fault_of
+from jaxengine.runner.model_runner import ModelRunner
+from jaxengine.runner.peers import NO_ANSWER, Answer, Orders
+from jaxengine.runner.weight_names import WeightUpdateError
+
+# Of a tensor in one message; the channel takes twice as much.
+MAX_PIECE_BYTES = 32 << 20
+_DEFAULT_PIECE_BYTES = 16 << 20
+_keys = itertools.count(1)
+
+
+class Spread:
+    """New weights of all processes: read by each, put in place by all between the same two steps, or forgotten.
+
+    Attributes:
+      key: by which the other processes know them.
+    """
+
+    def __init__(self, runner: ModelRunner):
+        self._orders: Orders = runner.peers.orders
+        self._peers = runner.peers
+        self.key = next(_keys)
+
+    def begin(self, path: str | None, **options: Any) -> Callable[[], list[Answer]]:
+        """Have the others read the folder of this path, each its parts, or wait for tensors; returns as `Orders.give`.
+
+        options: as of `jaxengine.runner.weight_update.read_here`.
+        """
+        return self._orders.give("read_weights", key=self.key, path=path, **options)
+
+    def sending(self, tensors: Iterator[tuple[str, Any]], chunk_bytes: int | None) -> Iterator[tuple[str, Any]]:
+        """Yields the same tensors, each once the others have it. Raises ClusterError if a process is lost.
+
+        chunk_bytes: of a message at most; a row of a tensor is copied to host memory at once in any case.
+        """
+        most = min(chunk_bytes or _DEFAULT_PIECE_BYTES, MAX_PIECE_BYTES)
+        for name, array in tensors:
+            held = [array]
+            del array  # who takes a tensor may be its only holder
+            if fault_of(held[0]) is None and _is_numeric(held[0].dtype):
+                self._send(name, held[0], most)
+            yield name, held.pop()
+
+    def _send(self, name: str, array: Any, most: int) -> None:
+        source, shape = ArraySource({name: array}), tuple(array.shape)
+        dtype = jnp.dtype(array.dtype)
+        row_bytes = math.prod(shape[1:]) * dtype.itemsize
+        about = {"key": self.key, "name": name, "dtype": dtype.name, "shape": list(shape)}
+        about["num_bytes"], at = math.prod(shape) * dtype.itemsize, 0
+        step = max(1, most // max(1, row_bytes))
+        for first in range(0, shape[0], step) if shape else (0,):
+            rows = source.read(name, slice(first, first + step)) if shape else source.read(name)
+            data = np.ascontiguousarray(rows).reshape(-1).view(np.uint8)
+            for begin in range(0, len(data), most):
+                piece = data[begin : begin + most]
+                self._orders.give("take_tensor", [piece], first=at, **about)()
+                at += len(piece)
+        if not about["num_bytes"]:
+            self._orders.give("take_tensor", [np.empty(0, np.uint8)], first=0, **about)()
+
+    def end(self) -> Callable[[], list[Answer]]:
+        """Tell the others that there are no more tensors; returns as `Orders.give`."""
+        return self._orders.give("end_tensors", key=self.key)
+
+    def put(self, put: Callable[[], None]) -> None:
+        """Has all processes put their arrays in place, this one by `put`, between the same two steps."""
+        arguments = {"key": self.key}
+        self._peers.call("order", (), put, number=NO_ANSWER, name="put_weights", arguments=arguments)
+
+    def forget_with(self, new: Any) -> None:
+        """Has the others forget their weights once nobody has `new` any more, which is this process's part of them."""
+        weakref.finalize(new, self._orders.leave, "forget_weights", key=self.key).atexit = False
+
+    def forget(self) -> None:
+        """Has the others forget their weights now; waits for it."""
+        self._orders.give("forget_weights", key=self.key)()
+
+
+def raise_faults(answers: Sequence[Answer]) -> None:
+    """Raises WeightUpdateError for what other processes found wrong, with all their faults."""
+    failed = [each for each in answers if "error" in each.content]
+    faults = [(name, f"{text} ({each.who})") for each in failed for name, text in each.content["faults"]]
+    if faults:
+        raise WeightUpdateError.of(faults)
+    if failed:
+        raise WeightUpdateError(f"the weights stay as they are: {failed[0].who}: {failed[0].content['error']}")
+
+
+def everywhere(runner: ModelRunner, function: Callable[..., Any], **arguments: Any) -> Any:
+    """Calls a function of `jaxengine.runner.sleep` in all processes; returns what it gives here.
+
+    Raises what it raises here, and RuntimeError, with the process's name, for an error elsewhere.
+    """
+    if runner.config.nnodes == 1:
+        return function(runner, **arguments)
+    orders: Orders = runner.peers.orders
+    answers = orders.give(function.__name__, **arguments)
+    try:
+        result = runner.peers.run(lambda: function(runner, **arguments))
+    finally:
+        found = answers()
+    for each in found:
+        if "error" in each.content:
+            raise RuntimeError(f"{each.who}: {each.content['error']}")
+    return result
+
+
+def whole(runner: ModelRunner, stage: int, index: int) -> np.ndarray:
+    """A weight in host memory, whichever processes have its parts: the one of this index of a stage's arrays."""
+    array: Any = runner.stages[stage].params[index]
+    if array.is_fully_addressable:
+        return np.asarray(array)
+    out = np.empty(array.shape, array.dtype)
+    here = {_bounds(shard.index, array.shape): shard.data for shard in array.addressable_shards}
+    for part, (place, _) in enumerate(_places(array)):
+        slices = tuple(slice(begin, end) for begin, end in place)
+        out[slices] = np.asarray(here[place]) if place in here else _fetched(runner, stage, index, part, out[slices])
+    return out
+
+
+def bytes_of_part(
+    runner: ModelRunner, *, stage: int, index: int, part: int, first: int, count: int
+) -> list[np.ndarray]:
+    """Some bytes of a part of a weight, if it is for this process to give them; else none.
+
+    part: its number, see `_places`. first, count: of its bytes, in C order.
+    """
+    array: Any = runner.stages[stage].params[index]
+    place, process = _places(array)[part]
+    if process != jax.process_index():
+        return []
+    data = next(shard.data for shard in array.addressable_shards if _bounds(shard.index, array.shape) == place)
+    return [np.ascontiguousarray(np.asarray(data)).reshape(-1).view(np.uint8)[first : first + count]]
+
+
+def _fetched(runner: ModelRunner, stage: int, index: int, part: int, like: np.ndarray) -> np.ndarray:
+    """A part of a weight that another process has, of the shape and dtype of `like`."""
+    orders: Orders = runner.peers.orders
+    data = np.empty(like.nbytes, np.uint8)
+    for first in range(0, len(data), MAX_PIECE_BYTES):
+        count = min(MAX_PIECE_BYTES, len(data) - first)
+        place = {"stage": stage, "index": index, "part": part, "first": first, "count": count}
+        (piece,) = [each for answer in orders.give("part_of_weight", (), **place)() for each in answer.arrays]
+        data[first : first + count] = piece
+    return data.view(like.dtype).reshape(like.shape)
+
+
+def _places(array: Any) -> list[tuple[tuple[tuple[int, int], ...], int]]:
+    """The parts of an array in an order that all processes agree on: bounds along each axis, and the first process
+    that has the part."""
+    found: dict[tuple[tuple[int, int], ...], int] = {}
+    for device, index in array.sharding.devices_indices_map(array.shape).items():
+        place = _bounds(index, array.shape)
+        found[place] = min(found.get(place, device.process_index), device.process_index)
+    return sorted(found.items())
+
+
+def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+
+
+def _is_numeric(dtype: Any) -> bool:
+    """Whether arrays of a dtype are numbers, in the bytes that other processes read them from."""
+    return jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)

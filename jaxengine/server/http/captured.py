@@ -1,0 +1,52 @@
+"""Activations in answers, for the fields `capture` and `return_hidden_states`: a safetensors file in base64."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save
+
+from jaxengine.requests.activations import captured_bytes
+from jaxengine.requests.inputs import InputProcessor
+from jaxengine.requests.outputs import CompletionOutput
+from jaxengine.requests.sampling_params import SamplingParams
+from jaxengine.scheduler.errors import RequestError
+from jaxengine.server.options import ServerConfig
+
+HIDDEN_STATES = "hidden_states"
+
+
+def check_captured(
+    inputs: InputProcessor, config: ServerConfig, params: SamplingParams, prompt_lengths: Iterable[int]
+) -> None:
+    """Raise RequestError for activations of which an answer to prompts of these lengths could have more than
+    max_captured_bytes, and for those that the engine was started without."""
+    names = params.capture or ()
+    if not (names or params.return_hidden_states):
+        return
+    own, longest = inputs.config, inputs.config.max_model_len
+    row_bytes = captured_bytes(names, own, inputs.model_config, hidden_states=params.return_hidden_states)
+    most = longest if params.max_tokens is None else params.max_tokens
+    rows = sum(min(length + most, longest) for length in prompt_lengths) * params.n
+    if rows * row_bytes > (allowed := config.max_captured_bytes):
+        field = "capture" if names else "return_hidden_states"
+        problem = (
+            f"{field} asks for up to {rows} rows of {row_bytes} bytes; the server allows {allowed} bytes in an answer "
+            "(max_captured_bytes): name fewer places, lower max_tokens, or send fewer prompts"
+        )
+        raise RequestError(problem, param=field)
+
+
+def captured_fields(output: CompletionOutput) -> dict[str, Any]:
+    """Return the field `captured` of a choice, whose tensors have the names of places; {} where there are none."""
+    tensors = dict(output.captured or {})
+    if output.hidden_states is not None:
+        tensors[HIDDEN_STATES] = output.hidden_states
+    if not any(len(each) for each in tensors.values()):
+        return {}
+    # A row has all places side by side; safetensors writes memory as it lies.
+    content = save({name: np.ascontiguousarray(each) for name, each in tensors.items()})
+    return {"captured": base64.b64encode(content).decode()}
