@@ -87,6 +87,8 @@ class Request:
       tag: a number of the caller's own, which comes back with the request's tokens.
       page_hashes: digest chain of the full pages of the known tokens, as far as it has been computed.
       rank, slot: where it runs; slot is -1 while it does not, rank stays that of the last time, -1 before the first.
+      found: further rows of its result, by field of CompletionOutput, that nobody has taken yet: arrays [n, ...], a row
+        for each of the next n tokens, those of the prompt first.
       num_cached_tokens: prompt tokens found in the prefix cache at first admission, -1 before it.
       queued_time: when the engine got it, the same clock; None until then.
       first_scheduled_time, first_token_time, finished_time: likewise.
@@ -123,6 +125,7 @@ class Request:
     arrival_index: int = -1
     output_token_ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     page_hashes: list[bytes] = field(default_factory=list)
+    found: dict[str, list[np.ndarray]] = field(default_factory=dict)
     num_cached_tokens: int = -1
     num_preemptions: int = 0
     queued_time: float | None = None

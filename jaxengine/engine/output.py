@@ -6,9 +6,6 @@ Also what crosses from the engine's process to those that speak with clients. Kn
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
-
-import numpy as np
 
 from jaxengine.scheduler.batch import TokenRows, TokenScores
 from jaxengine.scheduler.errors import RequestError
@@ -24,19 +21,6 @@ class PromptScores:
     scores: TokenScores
 
 
-class Found(NamedTuple):
-    """Further rows of a result that a capability has for a request.
-
-    Attributes:
-      name: field of CompletionOutput that they are for.
-      rows: [n, ...], one for each of the next n tokens, those of the prompt first.
-    """
-
-    request: Request
-    name: str
-    rows: np.ndarray
-
-
 @dataclass
 class EngineOutput:
     """What one call of `Engine.step` brought.
@@ -44,7 +28,7 @@ class EngineOutput:
     Attributes:
       emitted: tokens of requests that follow every step, with their logprobs where asked for.
       prompt_scores: logprobs of prompts.
-      found: results of capabilities, which stay in the engine's process.
+      found: requests whose text may end them and that have new rows in `Request.found`.
       first_tokens: requests whose first token came.
       finished: requests that ended, deadlines included.
       refused: requests that are over before they began, and the error that their callers are to get: their grammars
@@ -53,7 +37,7 @@ class EngineOutput:
 
     emitted: list[TokenRows] = field(default_factory=list)
     prompt_scores: list[PromptScores] = field(default_factory=list)
-    found: list[Found] = field(default_factory=list)
+    found: list[Request] = field(default_factory=list)
     first_tokens: list[Request] = field(default_factory=list)
     finished: list[Request] = field(default_factory=list)
     refused: list[tuple[Request, RequestError]] = field(default_factory=list)

@@ -86,10 +86,13 @@ class _Sequence:
         if self.detokenizer is not None:
             text = self.detokenizer.delta() if kind is RequestOutputKind.DELTA else self.detokenizer.text
         scored = self.group.params.num_logprobs is not None
+        self._take_found()
         num_fed = len(self.group.prompt_token_ids) + len(self.token_ids) - 1
+        skipped = {"routed_experts": self.group.params.routed_experts_prompt_start}
         versions, masses = self.request.weight_versions, self.group.params.return_sampling_mass
         columns: dict[str, Any] = sampling_columns(self.masses[first:]) if masses else {}
-        columns |= {name: rows.take(num_fed, kind is RequestOutputKind.DELTA) for name, rows in self.found.items()}
+        for name, rows in self.found.items():
+            columns[name] = rows.take(num_fed - skipped.get(name, 0), kind is RequestOutputKind.DELTA)
         return CompletionOutput(
             index=self.index,
             text=text,
@@ -101,6 +104,14 @@ class _Sequence:
             weight_versions=weight_spans(versions, len(self.token_ids)) if versions else None,
             **columns,
         )
+
+    def _take_found(self) -> None:
+        """Takes over what the request has got beside tokens."""
+        for name, parts in self.request.found.items():
+            rows = self.found.setdefault(name, FoundRows())
+            for part in parts:
+                rows.add(part)
+            parts.clear()
 
     def _hides(self, token_id: int) -> bool:
         """Whether a token is hidden: the stop token that ended the request, unless it is to be included."""
@@ -151,7 +162,7 @@ class OutputProcessor:
         assert isinstance(params, SamplingParams)
         prompt_ids, metrics = requests[0].prompt_token_ids.tolist(), RequestMetrics(requests[0].arrival_time)
         group = _Group(request_id, prepared.prompt, prompt_ids, params, metrics, num_running=len(requests))
-        if params.prompt_logprobs is not None:
+        if params.num_prompt_logprobs is not None:
             group.prompt_logprobs = [None for _ in prompt_ids]
         for index, request in enumerate(requests):
             sequence = _Sequence(group, index, request, self._detokenizer(params, prompt_ids))
@@ -193,9 +204,6 @@ class OutputProcessor:
             if (sequence := self._sequences.get(request.tag)) is not None:
                 metrics = sequence.group.metrics
                 metrics.first_token_time = metrics.first_token_time or now
-        for each in step.found:
-            if (sequence := self._sequences.get(each.request.tag)) is not None:
-                sequence.found.setdefault(each.name, FoundRows()).add(each.rows)
         for prompt_scores in step.prompt_scores:
             self._score_prompt(prompt_scores)
         for emitted in step.emitted:
@@ -293,12 +301,15 @@ class OutputProcessor:
         sequence = self._sequences.get(scores.request.tag)
         if sequence is None or sequence.index != 0:
             return
-        group = sequence.group
-        assert group.prompt_logprobs is not None and group.params.prompt_logprobs is not None
+        group, params = sequence.group, sequence.group.params
+        count, given_ids = params.num_prompt_logprobs, params.prompt_logprob_token_ids or ()
+        assert group.prompt_logprobs is not None and count is not None
+        first = len(params.logprob_token_ids or ())
         for row in range(len(scores.scores.ranks)):
             position = scores.first + row
             token_id = group.prompt_token_ids[position]
-            entry = self._position(token_id, scores.scores, row, group.params.prompt_logprobs)
+            own = scores.scores.given_logprobs[row, first : first + len(given_ids)].tolist()
+            entry = self._position(token_id, scores.scores, row, count, list(zip(given_ids, own, strict=True)))
             group.prompt_logprobs[position] = entry
 
     def _position(

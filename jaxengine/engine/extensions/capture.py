@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxengine.engine.extension import NO_EVENTS, Events, LoopExtension
 from jaxengine.engine.in_flight import InFlight
-from jaxengine.engine.output import EngineOutput, Found
+from jaxengine.engine.output import EngineOutput
 from jaxengine.models.config.taps import HIDDEN_STATES, Tap, TapError, layers_of, read_taps
 from jaxengine.scheduler.batch import ScheduledStep, StepResult
 from jaxengine.scheduler.errors import RequestError
@@ -120,9 +120,9 @@ class Capture(LoopExtension):
             tokens = slice(each.token + skip, each.token + count)
             if HIDDEN_STATES in each.request.params.capture:
                 own = np.stack([found[tap][each.rank, tokens] for tap in layers], axis=1)
-                output.found.append(Found(each.request, "hidden_states", own))
+                each.request.found.setdefault("hidden_states", []).append(own)
             if asked.taps:
-                output.found.append(Found(each.request, "captured", asked.rows(found, each.rank, tokens)))
+                each.request.found.setdefault("captured", []).append(asked.rows(found, each.rank, tokens))
             asked.num_found = position + count
 
     def ended(self, request: Request) -> None:

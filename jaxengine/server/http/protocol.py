@@ -49,6 +49,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1.0, 1),
     "logprob_token_ids": (),
     "prompt_logprob_start": (),
+    "prompt_logprob_token_ids": (),
     "repetition_detection": (),
     "return_hidden_states": (False,),
     "return_mm_kwargs": (True,),
@@ -71,8 +72,10 @@ _OF_TEXT = frozenset(
         "length_penalty",
         "logprob_token_ids",
         "prompt_logprob_start",
+        "prompt_logprob_token_ids",
         "return_sampling_mass",
         "return_weight_versions",
+        "routed_experts_prompt_start",
         "steer",
         "trace_decode_token_ids",
         "use_beam_search",
@@ -284,8 +287,10 @@ class TextRequest(GenerationRequest):
         beginning; -1: as many as leave room for max_tokens.
       prompt_logprob_start: the prompt's tokens up to this one, from 0, have null in prompt_logprobs.
       logprob_token_ids: tokens whose log-probabilities are returned in addition, at each position of the output.
+      prompt_logprob_token_ids: the same for each position of the prompt that has log-probabilities.
       return_sampling_mass: also return what sampling made of each token.
       trace_decode_token_ids: the tokens that are decoded, whatever would be sampled.
+      routed_experts_prompt_start: the prompt's tokens up to this one, from 0, are left out of routed_experts.
       return_weight_versions: also return which version of the weights made which tokens, with the end of each choice.
       steer: vectors that are added to activations: objects with `at`, `vector` and `scale`, as SamplingParams.steer.
       use_beam_search: return the n best sequences of a beam search, with length_penalty.
@@ -304,9 +309,11 @@ class TextRequest(GenerationRequest):
     prompt_logprobs: int | None = None
     prompt_logprob_start: int | None = None
     logprob_token_ids: TokenIds | None = None
+    prompt_logprob_token_ids: TokenIds | None = None
     steer: Annotated[list[JsonObject], Field(fail_fast=True), at_most(MAX_STEER)] | None = None
     return_sampling_mass: bool | None = None
     trace_decode_token_ids: TokenIds | None = None
+    routed_experts_prompt_start: int | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     echo: bool | None = None
@@ -336,6 +343,9 @@ class TextRequest(GenerationRequest):
         # As in vLLM: it is `logprobs` that gives an answer its place for them.
         if self.logprob_token_ids and getattr(self, "logprobs", None) in (None, False):
             raise RequestError("logprob_token_ids is only allowed with logprobs", param="logprob_token_ids")
+        if self.prompt_logprob_token_ids and self.prompt_logprobs is None:
+            problem = "prompt_logprob_token_ids is only allowed with prompt_logprobs"
+            raise RequestError(problem, param="prompt_logprob_token_ids")
         keep = self.truncate_prompt_tokens
         if keep is not None and keep != -1 and keep < 1:
             raise RequestError(

@@ -1,7 +1,8 @@
 """Messages between the engine's process and the API processes: MessagePack, arrays as raw bytes.
 
-An API process identifies a request by a handle, a number of its own. Arrays are int64, int32 or float32 in the
-machine's byte order, which both ends share. Defines how a step's tokens are encoded; sockets are elsewhere.
+An API process identifies a request by a handle, a number of its own. Arrays are int64, int32 or float32, but for those
+of Rows, which say what they are, in the machine's byte order, which both ends share. Defines how a step's tokens are
+encoded; sockets are elsewhere.
 """
 
 from __future__ import annotations
@@ -149,6 +150,16 @@ class PromptPart(msgspec.Struct, array_like=True):
     scores: Scores
 
 
+class Rows(msgspec.Struct, array_like=True):
+    """The next rows of a field of a request's result (Request.found): an array [n, ...] as bytes."""
+
+    handle: int
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    values: bytes
+
+
 class Update(msgspec.Struct, array_like=True, tag="update"):
     """Results of a step for one API process.
 
@@ -158,6 +169,7 @@ class Update(msgspec.Struct, array_like=True, tag="update"):
       handles, token_ids: i32[n], a token of each of these requests.
       tokens_scored: i32[m], indices into `handles` of the tokens with scores.
       vectors: of pooling requests, in the order of handles.
+      rows: of requests that end in this step, and of those that their texts may end in the next.
       num_media_resets: counts resets of the engine's media cache; an API process follows with its own.
     """
 
@@ -176,6 +188,7 @@ class Update(msgspec.Struct, array_like=True, tag="update"):
     replies: list[Reply] = []
     vectors: Vectors | None = None
     num_media_resets: int = 0
+    rows: list[Rows] = []
 
 
 MISSING_MEDIA = "missing media"
@@ -227,6 +240,10 @@ def updates_of(output: EngineOutput, clients: Sequence[int]) -> dict[int, Update
     for request in output.finished:
         update, handle = update_of(request)
         update.ended.append(_ended(request, handle))
+    for request in (*output.found, *output.finished):
+        if request.found:
+            update, handle = update_of(request)
+            update.rows += _rows(request, handle)
     for request, error in output.refused:
         update, handle = update_of(request)
         update.unservable.append(Refused(handle, Failure("request", str(error), error.param)))
@@ -247,6 +264,9 @@ def output_of(update: Update, follow: Callable[[int], Request]) -> EngineOutput:
         request.queued_time, request.first_scheduled_time = each.queued_time, each.first_scheduled_time
         request.first_token_time = each.first_token_time
         output.first_tokens.append(request)
+    for each in update.rows:
+        values = np.frombuffer(each.values, each.dtype).reshape(each.shape)
+        follow(each.handle).found.setdefault(each.name, []).append(values)
     for each in update.ended:
         output.finished.append(_end(follow(each.handle), each))
     output.prompt_scores = [
@@ -325,6 +345,13 @@ def _ended(request: Request, handle: int) -> Ended:
         request.finished_time,
         None if request.per_step else _bytes(request.output_token_ids, np.int32),
     )
+
+
+def _rows(request: Request, handle: int) -> list[Rows]:
+    """Takes what has been found for a request."""
+    found, request.found = request.found, {}
+    joined = {name: np.concatenate(parts) for name, parts in found.items() if parts}
+    return [Rows(handle, name, each.dtype.str, each.shape, each.tobytes()) for name, each in joined.items()]
 
 
 def _end(request: Request, ended: Ended) -> Request:

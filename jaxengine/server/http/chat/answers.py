@@ -48,7 +48,7 @@ class ChatChoice(Answer):
     logprobs_raw: list[float] = ABSENT
     logprobs_processed: list[float] = ABSENT
     sampling_log_mass: list[float] = ABSENT
-    routed_experts: None
+    routed_experts: str | None
 
 
 class ChatCompletion(NullBody):

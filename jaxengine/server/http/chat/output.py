@@ -9,6 +9,7 @@ from typing import Any
 from jaxengine.parsers.events import ArgumentsDelta, ContentDelta, Event, ReasoningDelta, ToolCallStart, message_of
 from jaxengine.requests.outputs import SAMPLING_FIELDS, CompletionOutput, Logprob, PositionLogprobs
 from jaxengine.server.http.protocol import NULL_CHOICE, json_logprob, json_position
+from jaxengine.server.http.routed_experts import encoded_experts
 from jaxengine.server.http.sampling_mass import sampling_fields
 from jaxengine.server.http.weight_spans import SpanWriter
 from jaxengine.tokens.tokenizer import Tokenizer
@@ -67,7 +68,8 @@ class ChatChoiceWriter:
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                 for call in parsed.tool_calls
             ]
-        return {**NULL_CHOICE, **self._choice(output, "message", message), **self._versions(output)}
+        experts = {"routed_experts": encoded_experts(output)}
+        return {**NULL_CHOICE, **self._choice(output, "message", message), **experts, **self._versions(output)}
 
     def opening(self, index: int) -> list[dict[str, Any]]:
         """The first choices of a stream for output `index`, one per chunk: its role, and the text for `echo`."""
