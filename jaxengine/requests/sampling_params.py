@@ -13,11 +13,12 @@ import difflib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from enum import Enum
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
+from jaxengine.requests import param_limits as limits
 from jaxengine.requests.activations import Steer, captured_fields, read_captured, read_steer
-from jaxengine.requests.field_rules import Rule, flag, integer, number, optional, read_as, refuse
+from jaxengine.requests.param_limits import INT32_MAX, MAX_EXTRA_ARGS, MIN_TEMPERATURE, RequestOutputKind
 from jaxengine.requests.stop_after import StopAfter, stop_after
 from jaxengine.requests.structured.params import StructuredOutputsParams, structured_outputs
 from jaxengine.requests.thinking import ThinkingWords, limited, thinking_words
@@ -30,22 +31,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# vLLM's own limit of `n`; the server sets a lower one.
-MAX_N = 16384
-MAX_STOP_STRINGS = 16
-MAX_BAD_WORDS = 128
-MAX_BAD_WORDS_TOKENS = 1024
-# Limit of all bad words together: more characters than that many tokens have.
-MAX_BAD_WORDS_CHARS = 32 * MAX_BAD_WORDS_TOKENS
-MAX_STOP_CHARS = 16384
-# Entries of a list of token ids; no vocabulary is larger.
-MAX_TOKEN_IDS = 2**20
-MAX_EXTRA_ARGS = 256
-GREEDY_BELOW = 1e-5
-MIN_TEMPERATURE = 0.01
-_INT32_MAX = 2**31 - 1
-_INT64_MAX = 2**63 - 1
-
 # Fields that are passed to a step unchanged.
 _TOKEN_FIELDS = (*ROWS, "min_tokens", "return_sampling_mass", "routed_experts_prompt_start")
 
@@ -55,19 +40,58 @@ _ID_FIELDS = (
     "trace_decode_token_ids",
 )
 
+Rule = Callable[[str, Any], Any]
 
-class RequestOutputKind(Enum):
-    """What each RequestOutput of a stream contains."""
 
-    CUMULATIVE = 0  # everything so far
-    DELTA = 1  # what is new since the last one
-    FINAL_ONLY = 2  # one output, at the end
+def _refuse(name: str, value: Any, allowed: str) -> RequestError:
+    return RequestError(f"{name} must be {allowed}, got {show_value(value)}", param=name, value=value)
+
+
+def _int(low: int, high: int, allowed: str) -> Rule:
+    def check(name: str, value: Any) -> int:
+        whole = isinstance(value, Integral) and not isinstance(value, bool)  # 1.0 and True are not integers here
+        if not whole or not low <= int(value) <= high:
+            raise _refuse(name, value, f"at most {high}" if whole and int(value) > high else allowed)
+        return int(value)
+
+    return check
+
+
+def _float(low: float, high: float, allowed: str) -> Rule:
+    def check(name: str, value: Any) -> float:
+        # NaN is in no range. numpy's scalars are Real, but their comparison with floats is not typed.
+        inside = isinstance(value, Real) and not isinstance(value, bool) and low <= value <= high  # pyright: ignore
+        if not inside:
+            raise _refuse(name, value, allowed)
+        return float(value)
+
+    return check
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _refuse(name, value, "True or False")
+    return value
+
+
+def _optional(rule: Rule) -> Rule:
+    return lambda name, value: None if value is None else rule(name, value)
+
+
+def _read_as(rule: Rule, value: Any, meaning: Any) -> Rule:
+    """Wraps a rule so that one allowed value is replaced by `meaning`."""
+
+    def check(name: str, given: Any) -> Any:
+        checked = rule(name, given)
+        return meaning if checked == value else checked
+
+    return check
 
 
 def _number(row: Row) -> Rule:
     """Return the rule of a parameter that is a number of each row of a step."""
-    rule = (number if isinstance(row.neutral, float) else integer)(row.low, row.high, row.allowed)  # pyright: ignore
-    return rule if row.off is None else read_as(rule, row.off, row.neutral)
+    rule = (_float if isinstance(row.neutral, float) else _int)(row.low, row.high, row.allowed)  # pyright: ignore
+    return rule if row.off is None else _read_as(rule, row.off, row.neutral)
 
 
 def _temperature(name: str, value: Any) -> float:
@@ -81,7 +105,7 @@ def _temperature(name: str, value: Any) -> float:
 def _num_logprobs(name: str, value: Any) -> int:
     if value is True:
         return 1
-    return integer(-1, _INT32_MAX, "None, an int >= 0, -1 (the whole vocabulary) or True (1)")(name, value)
+    return _int(-1, INT32_MAX, "None, an int >= 0, -1 (the whole vocabulary) or True (1)")(name, value)
 
 
 def _texts(at_most: int, max_chars: int) -> Rule:
@@ -89,29 +113,29 @@ def _texts(at_most: int, max_chars: int) -> Rule:
         texts = (value,) if isinstance(value, str) else () if value is None else value
         whole = isinstance(texts, (list, tuple)) and len(texts) <= at_most
         if not whole or not all(isinstance(text, str) and text for text in texts):
-            raise refuse(name, value, f"a string or a list of at most {at_most} strings, none of them empty")
+            raise _refuse(name, value, f"a string or a list of at most {at_most} strings, none of them empty")
         if sum(map(len, texts)) > max_chars:
-            raise refuse(name, value, f"at most {max_chars} characters altogether")
+            raise _refuse(name, value, f"at most {max_chars} characters altogether")
         return tuple(texts)
 
     return check
 
 
-def _token_ids(name: str, value: Any, most: int = MAX_TOKEN_IDS) -> tuple[int, ...]:
+def _token_ids(name: str, value: Any, most: int = limits.MAX_TOKEN_IDS) -> tuple[int, ...]:
     ids = () if value is None else value
     if not isinstance(ids, (list, tuple, set, frozenset, range)) or len(ids) > most:
-        raise refuse(name, value, f"a list of at most {most} token ids")
+        raise _refuse(name, value, f"a list of at most {most} token ids")
     # Checking a million ids one by one would take a second.
-    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= _INT32_MAX:
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= INT32_MAX:
         return tuple(dict.fromkeys(ids))
-    allowed_id = integer(0, _INT32_MAX, "a list of token ids, each an int >= 0")
+    allowed_id = _int(0, INT32_MAX, "a list of token ids, each an int >= 0")
     return tuple(dict.fromkeys(allowed_id(name, token_id) for token_id in ids))
 
 
 def _allowed_token_ids(name: str, value: Any) -> tuple[int, ...]:
     ids = _token_ids(name, value)
     if not ids:
-        raise refuse(name, value, "None or a list with at least one token id")
+        raise _refuse(name, value, "None or a list with at least one token id")
     return ids
 
 
@@ -121,72 +145,72 @@ def _logprob_token_ids(name: str, value: Any) -> tuple[int, ...] | None:
 
 def _trace(name: str, value: Any) -> tuple[int, ...]:
     ids = value.tolist() if hasattr(value, "tolist") else value
-    if not isinstance(ids, (list, tuple, range)) or not 0 < len(ids) <= MAX_TOKEN_IDS:
-        raise refuse(name, value, f"None or a list of 1 to {MAX_TOKEN_IDS} token ids")
+    if not isinstance(ids, (list, tuple, range)) or not 0 < len(ids) <= limits.MAX_TOKEN_IDS:
+        raise _refuse(name, value, f"None or a list of 1 to {limits.MAX_TOKEN_IDS} token ids")
     known = {token_id: token_id for token_id in _token_ids(name, ids)}
     return tuple(known[token_id] for token_id in ids)
 
 
 def _logit_bias(name: str, value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping):
-        raise refuse(name, value, "a dict from token id to a number")
-    if len(value) > MAX_TOKEN_IDS:
-        raise refuse(name, len(value), f"a dict of at most {MAX_TOKEN_IDS} token ids")
-    token_id = integer(0, _INT32_MAX, "a dict whose keys are token ids, each an int >= 0")
-    bias = number(-FLOAT_LIMIT, FLOAT_LIMIT, "a dict whose values are finite numbers, at most 1e20 in size")
+        raise _refuse(name, value, "a dict from token id to a number")
+    if len(value) > limits.MAX_TOKEN_IDS:
+        raise _refuse(name, len(value), f"a dict of at most {limits.MAX_TOKEN_IDS} token ids")
+    token_id = _int(0, INT32_MAX, "a dict whose keys are token ids, each an int >= 0")
+    bias = _float(-FLOAT_LIMIT, FLOAT_LIMIT, "a dict whose values are finite numbers, at most 1e20 in size")
     return {token_id(name, key): bias(name, added) for key, added in value.items()}
 
 
 def _extra_args(name: str, value: Any) -> dict[str, Any] | None:
     if not isinstance(value, Mapping) or len(value) > MAX_EXTRA_ARGS or not all(isinstance(key, str) for key in value):
-        raise refuse(name, value, f"None or a dict of at most {MAX_EXTRA_ARGS} names")
+        raise _refuse(name, value, f"None or a dict of at most {MAX_EXTRA_ARGS} names")
     return dict(value) or None
 
 
 def _output_kind(name: str, value: Any) -> RequestOutputKind:
     if not isinstance(value, RequestOutputKind):
-        raise refuse(name, value, "RequestOutputKind.CUMULATIVE, DELTA or FINAL_ONLY")
+        raise _refuse(name, value, "RequestOutputKind.CUMULATIVE, DELTA or FINAL_ONLY")
     return value
 
 
 _RULES: dict[str, Rule] = {
     **{name: _number(row) for name, row in ROWS.items()},
     "temperature": _temperature,
-    "n": integer(1, MAX_N, f"an int from 1 to {MAX_N}"),
-    "seed": optional(
-        read_as(integer(-_INT64_MAX - 1, _INT64_MAX, "None or an int of 64 bits (-1 means None)"), -1, None)
+    "n": _int(1, limits.MAX_N, f"an int from 1 to {limits.MAX_N}"),
+    "seed": _optional(
+        _read_as(_int(-limits.INT64_MAX - 1, limits.INT64_MAX, "None or an int of 64 bits (-1 means None)"), -1, None)
     ),
-    "stop": _texts(MAX_STOP_STRINGS, MAX_STOP_CHARS),
-    "stop_after": optional(stop_after),
+    "stop": _texts(limits.MAX_STOP_STRINGS, limits.MAX_STOP_CHARS),
+    "stop_after": _optional(stop_after),
     "stop_token_ids": _token_ids,
-    "ignore_eos": flag,
-    "max_tokens": optional(integer(1, _INT32_MAX, "an int >= 1, or None for the rest of the context")),
-    "min_tokens": integer(0, _INT32_MAX, "an int >= 0"),
-    "logprobs": optional(_num_logprobs),
-    "prompt_logprobs": optional(_num_logprobs),
-    "prompt_logprob_start": optional(integer(0, _INT32_MAX, "None or an int >= 0")),
-    "logprob_token_ids": optional(_logprob_token_ids),
-    "prompt_logprob_token_ids": optional(_logprob_token_ids),
-    "return_sampling_mass": flag,
-    "trace_decode_token_ids": optional(_trace),
-    "routed_experts_prompt_start": integer(0, _INT32_MAX, "an int >= 0"),
-    "detokenize": flag,
-    "skip_special_tokens": flag,
-    "spaces_between_special_tokens": flag,
-    "include_stop_str_in_output": flag,
+    "ignore_eos": _flag,
+    "max_tokens": _optional(_int(1, INT32_MAX, "an int >= 1, or None for the rest of the context")),
+    "min_tokens": _int(0, INT32_MAX, "an int >= 0"),
+    "logprobs": _optional(_num_logprobs),
+    "prompt_logprobs": _optional(_num_logprobs),
+    "prompt_logprob_start": _optional(_int(0, INT32_MAX, "None or an int >= 0")),
+    "logprob_token_ids": _optional(_logprob_token_ids),
+    "prompt_logprob_token_ids": _optional(_logprob_token_ids),
+    "return_sampling_mass": _flag,
+    "trace_decode_token_ids": _optional(_trace),
+    "routed_experts_prompt_start": _int(0, INT32_MAX, "an int >= 0"),
+    "detokenize": _flag,
+    "skip_special_tokens": _flag,
+    "spaces_between_special_tokens": _flag,
+    "include_stop_str_in_output": _flag,
     "output_kind": _output_kind,
-    "logit_bias": optional(_logit_bias),
-    "allowed_token_ids": optional(_allowed_token_ids),
-    "bad_words": _texts(MAX_BAD_WORDS, MAX_BAD_WORDS_CHARS),
-    "structured_outputs": optional(structured_outputs),
-    "thinking_token_budget": optional(
-        read_as(integer(-1, _INT32_MAX, "an int >= 0, or None or -1 for no limit"), -1, None)
+    "logit_bias": _optional(_logit_bias),
+    "allowed_token_ids": _optional(_allowed_token_ids),
+    "bad_words": _texts(limits.MAX_BAD_WORDS, limits.MAX_BAD_WORDS_CHARS),
+    "structured_outputs": _optional(structured_outputs),
+    "thinking_token_budget": _optional(
+        _read_as(_int(-1, INT32_MAX, "an int >= 0, or None or -1 for no limit"), -1, None)
     ),
-    "thinking_words": optional(thinking_words),
-    "extra_args": optional(_extra_args),
-    "return_hidden_states": flag,
-    "capture": optional(read_captured),
-    "steer": optional(read_steer),
+    "thinking_words": _optional(thinking_words),
+    "extra_args": _optional(_extra_args),
+    "return_hidden_states": _flag,
+    "capture": _optional(read_captured),
+    "steer": _optional(read_steer),
 }
 
 
@@ -288,28 +312,27 @@ class SamplingParams(SamplingFields):
     def __post_init__(self) -> None:
         if self.is_greedy:
             if self.n > 1:
-                raise refuse("n", self.n, "1 when temperature is 0 (every output would be the same)")
+                raise _refuse("n", self.n, "1 when temperature is 0 (every output would be the same)")
             for name, row in ROWS.items():
                 if row.feature == TRUNCATION:
                     setattr(self, name, row.neutral)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise refuse("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
-        if (given := self.prompt_logprob_token_ids) is not None:
-            most = MAX_LOGPROB_TOKEN_IDS - len(self.logprob_token_ids or ())
-            if len(given) > most:
-                raise refuse("prompt_logprob_token_ids", given, f"at most {most} token ids beside logprob_token_ids")
+            raise _refuse("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
+        given, most = self.prompt_logprob_token_ids or (), MAX_LOGPROB_TOKEN_IDS - len(self.logprob_token_ids or ())
+        if len(given) > most:
+            raise _refuse("prompt_logprob_token_ids", given, f"at most {most} token ids beside logprob_token_ids")
         if self.prompt_logprob_start is not None and self.num_prompt_logprobs is None:
-            raise refuse("prompt_logprob_start", self.prompt_logprob_start, "None without prompt_logprobs")
+            raise _refuse("prompt_logprob_start", self.prompt_logprob_start, "None without prompt_logprobs")
         if (trace := self.trace_decode_token_ids) is not None:
             if self.n > 1:
-                raise refuse("n", self.n, "1 with trace_decode_token_ids (every output would be the same)")
+                raise _refuse("n", self.n, "1 with trace_decode_token_ids (every output would be the same)")
             if self.min_tokens > len(trace):
-                raise refuse("min_tokens", self.min_tokens, f"at most {len(trace)}, as trace_decode_token_ids has")
+                raise _refuse("min_tokens", self.min_tokens, f"at most {len(trace)}, as trace_decode_token_ids has")
         if self.thinking_token_budget is not None and self.thinking_words is None:
             allowed = "None without thinking_words, such as {'reasoning_end': '</think>'}"
-            raise refuse("thinking_token_budget", self.thinking_token_budget, allowed)
+            raise _refuse("thinking_token_budget", self.thinking_token_budget, allowed)
         if self.stop and not self.detokenize:
-            raise refuse("stop", self.stop, "empty when detokenize is False (strings are found in the text)")
+            raise _refuse("stop", self.stop, "empty when detokenize is False (strings are found in the text)")
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets a field to the checked and normalised value.
@@ -336,7 +359,7 @@ class SamplingParams(SamplingFields):
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature < GREEDY_BELOW
+        return self.temperature < limits.GREEDY_BELOW
 
     @property
     def num_logprobs(self) -> int | None:
@@ -346,8 +369,7 @@ class SamplingParams(SamplingFields):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Number of likeliest tokens with log-probabilities at each position of the prompt, -1 for all; None where no
-        token has any."""
+        """`num_logprobs` of positions of the prompt."""
         return 0 if self.prompt_logprobs is None and self.prompt_logprob_token_ids else self.prompt_logprobs
 
     def token_params(
@@ -422,7 +444,7 @@ class SamplingParams(SamplingFields):
         """Seed of the index-th of `n` outputs, seed + index; None if unseeded."""
         if self.seed is None or not index:
             return self.seed
-        return (self.seed + index) & _INT64_MAX  # never -1, which would mean unseeded
+        return (self.seed + index) & limits.INT64_MAX  # never -1, which would mean unseeded
 
     def verify_against(
         self,
@@ -445,31 +467,31 @@ class SamplingParams(SamplingFields):
                 served = vocab_size <= MAX_LOGPROBS
                 way = "needs an engine with max_logprobs=-1" if served else "is more than any engine here reports"
                 whole = f"-1, the whole vocabulary of {vocab_size} tokens, {way}"
-                raise refuse(name, asked, f"at most max_logprobs ({most}); {whole}")
+                raise _refuse(name, asked, f"at most max_logprobs ({most}); {whole}")
             if asked is not None and asked > most:
-                raise refuse(name, asked, f"at most max_logprobs ({most})")
+                raise _refuse(name, asked, f"at most max_logprobs ({most})")
         for name in _ID_FIELDS:
             ids = getattr(self, name) or ()
             if max(ids, default=0) >= vocab_size:
                 outside = [token_id for token_id in ids if token_id >= vocab_size]
-                raise refuse(name, outside, f"token ids inside the vocabulary (0 to {vocab_size - 1})")
+                raise _refuse(name, outside, f"token ids inside the vocabulary (0 to {vocab_size - 1})")
         no_text = {"stop": "empty", "bad_words": "empty", "structured_outputs": "None", "thinking_words": "None"}
         for name, empty in no_text.items():
             if getattr(self, name) and not has_tokenizer:
-                raise refuse(name, getattr(self, name), f"{empty} when the engine has no tokenizer")
+                raise _refuse(name, getattr(self, name), f"{empty} when the engine has no tokenizer")
         if self.max_tokens is not None and self.max_tokens > max_model_len:
             allowed = f"at most max_model_len ({max_model_len}), or None for the rest of the context"
-            raise refuse("max_tokens", self.max_tokens, allowed)
+            raise _refuse("max_tokens", self.max_tokens, allowed)
         room = max_model_len - num_prompt_tokens
         for name in ("prompt_logprob_start", "routed_experts_prompt_start"):
             if (start := getattr(self, name)) and start >= num_prompt_tokens:
-                raise refuse(name, start, f"at most {num_prompt_tokens - 1}, the prompt's last token")
+                raise _refuse(name, start, f"at most {num_prompt_tokens - 1}, the prompt's last token")
         if (trace := self.trace_decode_token_ids) and len(trace) > room:
             allowed = f"at most {room} tokens, which the prompt leaves of max_model_len ({max_model_len})"
-            raise refuse("trace_decode_token_ids", trace, allowed)
+            raise _refuse("trace_decode_token_ids", trace, allowed)
         if self.min_tokens > room:
             allowed = f"at most {room}, which the prompt leaves of max_model_len ({max_model_len})"
-            raise refuse("min_tokens", self.min_tokens, allowed)
+            raise _refuse("min_tokens", self.min_tokens, allowed)
 
 
 _FIELDS: dict[str, Any] = {field.name: field.default for field in fields(SamplingParams)}

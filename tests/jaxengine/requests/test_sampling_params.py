@@ -13,14 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxengine.requests.bad_word_tokens import verify_bad_word_tokens
-from jaxengine.requests.sampling_params import (
-    MAX_BAD_WORDS,
-    MAX_BAD_WORDS_TOKENS,
-    MAX_N,
-    MAX_STOP_STRINGS,
-    RequestOutputKind,
-    SamplingParams,
-)
+from jaxengine.requests.param_limits import MAX_BAD_WORDS, MAX_BAD_WORDS_TOKENS, MAX_N, MAX_STOP_STRINGS
+from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.scheduler.errors import RequestError
 from jaxengine.scheduler.sampling_fields import PENALTIES, TRUNCATION
 from jaxengine.scheduler.token_params import LOGPROBS
