@@ -127,6 +127,22 @@ def test_known_completions_have_the_logprobs_of_decoding(make_llm):
     assert compiled_programs() == before
 
 
+def test_known_completions_have_the_logprobs_of_decoding_with_drafts(make_llm):
+    """Tokens that came as accepted drafts, several in a step, and at temperature 1, where both modes are the same."""
+    llm: LLM = make_llm(**ENGINES["processed, with drafts"])
+    use_scheduler(llm)
+    prompts = [PREFIX * 3, [*range(20, 24)] * 6, *prompts_of(5, 4)]
+    params = [
+        SamplingParams(temperature=index % 3 / 2, seed=index, max_tokens=30, ignore_eos=True, logprobs=0)
+        for index in (0, 3, 0, 2, 5, 0)
+    ]
+    completions, values = recorded(llm, prompts, params)
+    metrics = {each.name: getattr(each, "value", 0) for each in llm.get_metrics()}
+    assert metrics["vllm:spec_decode_num_accepted_tokens"] > 20
+    for one, other in zip(llm.get_logprobs(prompts, completions), values, strict=True):
+        assert bits(one) == bits(other)
+
+
 PROMPT_RUNS: dict[str, dict[str, Any]] = {
     "in a batch": {},
     "in chunks": {"long_prefill_token_threshold": 5},
