@@ -86,7 +86,9 @@ def train(llm, model, prompts, reward, *, steps, group=8, max_tokens=12, layers=
 
     width = None
     for step in range(steps):
-        seeds = [seed + 1000 * step + number for number in range(len(prompts))]
+        # The n answers of a prompt have seeds from its own on: no two answers of the run share one.
+        first = seed + step * len(prompts) * group
+        seeds = range(first, first + len(prompts) * group, group)
         sampling = [SamplingParams(n=group, max_tokens=max_tokens, logprobs=0, seed=each) for each in seeds]
         found = llm.generate(prompts, sampling, use_tqdm=False)
         width = width or max(len(each.prompt_token_ids) for each in found) + max_tokens

@@ -28,7 +28,8 @@ PROCESSOR, MAX_PROCESSORS = 1 << 11, 20
 PROMPT_FEATURES = PROMPT_LOGPROBS
 # Entries of a token's logprobs at most: whatever samples sorts out as many as an engine may be asked for.
 MAX_LOGPROBS = 1024
-# Tokens whose logprobs a request may ask for by id, vLLM's own limit: the devices keep as many for every slot.
+# Tokens whose logprobs a request may ask for by id, of its output and of its prompt together, vLLM's own limit of those
+# of an output: the devices keep as many for every slot.
 MAX_LOGPROB_TOKEN_IDS = 128
 
 
@@ -89,8 +90,10 @@ class TokenParams(SamplingFields):
       logprobs, prompt_logprobs: entries to report for each token, None for none.
       prompt_logprob_start: prompt tokens up to this one, counted from 0, have no entries; only with prompt_logprobs.
       logprob_token_ids: tokens to report in addition, only with logprobs.
+      prompt_logprob_token_ids: likewise for prompt tokens, only with prompt_logprobs.
       return_sampling_mass: report what sampling made of each token, only with logprobs.
       trace_decode_token_ids: the tokens that it gets, whatever it would choose; empty: it chooses.
+      routed_experts_prompt_start: prompt tokens up to this one, counted from 0, are returned without their experts.
       logit_bias: what is added to the logits of tokens, by id.
       bad_words: token sequences that the request must not complete.
       grammar: what its output must keep to.
@@ -107,8 +110,10 @@ class TokenParams(SamplingFields):
     prompt_logprobs: int | None = None
     prompt_logprob_start: int = 0
     logprob_token_ids: tuple[int, ...] = ()
+    prompt_logprob_token_ids: tuple[int, ...] = ()
     return_sampling_mass: bool = False
     trace_decode_token_ids: tuple[int, ...] = ()
+    routed_experts_prompt_start: int = 0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
@@ -132,6 +137,11 @@ class TokenParams(SamplingFields):
         for at, values in self.steer:
             digest.update(f"{at} {len(values)} ".encode() + values)
         return digest.digest()
+
+    @property
+    def given_token_ids(self) -> tuple[int, ...]:
+        """Tokens to report in addition: those of output tokens, then those of prompt tokens."""
+        return (*self.logprob_token_ids, *self.prompt_logprob_token_ids)
 
     @property
     def most_cached(self) -> int | None:

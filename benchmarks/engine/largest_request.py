@@ -20,7 +20,7 @@ from jaxengine import SamplingParams
 from jaxengine.bench.host import FreeRunner
 from jaxengine.config.command_line import positive_int
 from jaxengine.engine.engine import Engine
-from jaxengine.requests.sampling_params import MAX_BAD_WORDS_TOKENS
+from jaxengine.requests.param_limits import MAX_BAD_WORDS_TOKENS
 from jaxengine.scheduler.buckets import Buckets
 from jaxengine.scheduler.config import SchedulerConfig
 from jaxengine.scheduler.packing import Packer

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from jaxengine.models.config.model_config import ModelConfig
 
 
+EXPERTS = "enable_return_routed_experts"
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
     """The fields of EngineConfig about rollouts.
@@ -21,15 +24,28 @@ class TrainingOptions:
         max_model_len more numbers on the devices.
       enable_sampling_mass: let requests ask for raw and processed log-probabilities at once, and for the log of the
         probability that truncation kept (return_sampling_mass).
+      enable_return_routed_experts: return the experts that each token of a request was sent to (routed_experts).
     """
 
     enable_trace_replay: bool = False
     enable_sampling_mass: bool = False
+    enable_return_routed_experts: bool = False
 
 
 def check_training(options: Mapping[str, Any], model: ModelConfig) -> None:
-    """Raises ConfigError for an option that the model has no use for."""
-    for name in ("enable_trace_replay", "enable_sampling_mass"):
+    """Raises ConfigError for an option that the model has no use for, or that the engine cannot have."""
+    for name in ("enable_trace_replay", "enable_sampling_mass", EXPERTS):
         if options[name] and model.pooler is not None:
             problem = f"{name} is given, but {model.architecture} pools and generates nothing"
             raise ConfigError.because(name, problem, "leave it False")
+    if not options[EXPERTS]:
+        return
+    if model.experts is None:
+        raise ConfigError(EXPERTS, True, f"False: {model.architecture} has no experts")
+    for why, is_so in (
+        ("nnodes is more than 1, which is not supported yet", options["nnodes"] > 1),
+        ("rl_exact is given, which picks the trainer's experts anyway", options["rl_exact"]),
+    ):
+        if is_so:
+            problem = f"{EXPERTS} is given, but {why}"
+            raise ConfigError.because(EXPERTS, problem, "leave one out")

@@ -105,7 +105,7 @@ _SWITCHES = """
     enable_logging_iteration_details enable_mamba_cache_stochastic_rounding
     enable_mamba_shared_prefix_checkpoint enable_mfu_metrics enable_mixed_moe_lora_format
     enable_mm_processor_stats enable_moe_shared_loras enable_nccl_comm_suspend enable_prompt_embeds
-    enable_return_routed_experts enable_shm_tensor_arena enable_tower_connector_lora
+    enable_shm_tensor_arena enable_tower_connector_lora
     fully_sharded_loras interleave_mm_strings kv_cache_metrics kv_sharing_fast_prefill
     long_prefill_token_threshold_adaptive mm_encoder_only numa_bind ray_workers_use_nsight return_sampling_mask
     skip_mm_profiling sleep_mode_offload_cudagraph specialize_active_lora tokens_only use_fp64_gumbel use_replayssm

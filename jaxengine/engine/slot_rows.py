@@ -103,8 +103,8 @@ class SlotRows:
             params.append((slot, np.array(row_words(request.params, request.seed), np.int32)))
             if features & PENALTIES:
                 counts.append((slot, request.prompt_token_ids, self._scheduler.output_token_ids(request)))
-            if request.params.logprob_token_ids:
-                logprob_ids.append((slot, request.params.logprob_token_ids))
+            if request.params.given_token_ids:
+                logprob_ids.append((slot, request.params.given_token_ids))
             self._biases.pop(slot, None)
             row = None
             if features & BIAS:

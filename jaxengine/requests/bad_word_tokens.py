@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from jaxengine.requests.sampling_params import MAX_BAD_WORDS_TOKENS
+from jaxengine.requests.param_limits import MAX_BAD_WORDS_TOKENS
 from jaxengine.scheduler.errors import RequestError
 
 

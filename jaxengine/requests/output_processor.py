@@ -87,9 +87,11 @@ class _Sequence:
             text = self.detokenizer.delta() if kind is RequestOutputKind.DELTA else self.detokenizer.text
         scored = self.group.params.num_logprobs is not None
         num_fed = len(self.group.prompt_token_ids) + len(self.token_ids) - 1
+        skipped = {"routed_experts": self.group.params.routed_experts_prompt_start}
         versions, masses = self.request.weight_versions, self.group.params.return_sampling_mass
         columns: dict[str, Any] = sampling_columns(self.masses[first:]) if masses else {}
-        columns |= {name: rows.take(num_fed, kind is RequestOutputKind.DELTA) for name, rows in self.found.items()}
+        for name, rows in self.found.items():
+            columns[name] = rows.take(num_fed - skipped.get(name, 0), kind is RequestOutputKind.DELTA)
         return CompletionOutput(
             index=self.index,
             text=text,
@@ -151,7 +153,7 @@ class OutputProcessor:
         assert isinstance(params, SamplingParams)
         prompt_ids, metrics = requests[0].prompt_token_ids.tolist(), RequestMetrics(requests[0].arrival_time)
         group = _Group(request_id, prepared.prompt, prompt_ids, params, metrics, num_running=len(requests))
-        if params.prompt_logprobs is not None:
+        if params.num_prompt_logprobs is not None:
             group.prompt_logprobs = [None for _ in prompt_ids]
         for index, request in enumerate(requests):
             sequence = _Sequence(group, index, request, self._detokenizer(params, prompt_ids))
@@ -293,12 +295,15 @@ class OutputProcessor:
         sequence = self._sequences.get(scores.request.tag)
         if sequence is None or sequence.index != 0:
             return
-        group = sequence.group
-        assert group.prompt_logprobs is not None and group.params.prompt_logprobs is not None
+        group, params = sequence.group, sequence.group.params
+        count, given_ids = params.num_prompt_logprobs, params.prompt_logprob_token_ids or ()
+        assert group.prompt_logprobs is not None and count is not None
+        first = len(params.logprob_token_ids or ())
         for row in range(len(scores.scores.ranks)):
             position = scores.first + row
             token_id = group.prompt_token_ids[position]
-            entry = self._position(token_id, scores.scores, row, group.params.prompt_logprobs)
+            own = scores.scores.given_logprobs[row, first : first + len(given_ids)].tolist()
+            entry = self._position(token_id, scores.scores, row, count, list(zip(given_ids, own, strict=True)))
             group.prompt_logprobs[position] = entry
 
     def _position(

@@ -19,8 +19,8 @@ from jaxengine.requests.pooling.outputs import PoolingOutput, PoolingRequestOutp
 class Logprob:
     """A token at a position.
 
-    rank: 1 is the likeliest of the vocabulary; None of tokens of logprob_token_ids alone. decoded_token: None without a
-    tokenizer.
+    rank: 1 is the likeliest of the vocabulary; None of tokens that were only asked for by id. decoded_token: None
+    without a tokenizer.
     """
 
     logprob: float
@@ -137,6 +137,9 @@ class CompletionOutput:
         model. Everything so far, or only what is new (RequestOutputKind.DELTA); None unless requested.
       captured: what the taps that the request named gave, by name, with rows as `hidden_states`: [tokens, hidden size]
         in the dtype of the model, f32[tokens, experts] of router_logits; None unless requested.
+      routed_experts: [tokens, MoE layers, experts of a token], the experts that each token was sent to, the best first:
+        uint8 where a layer has at most 256, else uint16. Rows as `hidden_states`, without the first
+        routed_experts_prompt_start; None without enable_return_routed_experts.
       logprobs_raw, logprobs_processed, sampling_log_mass: f32[tokens], as token_ids: of each token its log-probability
         under the model's own logits, that under what it was drawn from, and the log of the probability that
         truncation kept there, 0 for all; None unless requested.
@@ -157,6 +160,7 @@ class CompletionOutput:
     logprobs_raw: np.ndarray | None = None
     logprobs_processed: np.ndarray | None = None
     sampling_log_mass: np.ndarray | None = None
+    routed_experts: np.ndarray | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -167,7 +171,7 @@ class CompletionOutput:
         if later.logprobs is not None:
             self.logprobs = [*(self.logprobs or ()), *later.logprobs]
         self.cumulative_logprob = later.cumulative_logprob
-        for name in ("hidden_states", *SAMPLING_FIELDS):
+        for name in ("hidden_states", "routed_experts", *SAMPLING_FIELDS):
             parts = [each for each in (getattr(self, name), getattr(later, name)) if each is not None]
             setattr(self, name, np.concatenate(parts) if parts else None)
         if later.captured is not None:

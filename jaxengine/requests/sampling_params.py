@@ -13,11 +13,12 @@ import difflib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from enum import Enum
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
+from jaxengine.requests import param_limits as limits
 from jaxengine.requests.activations import Steer, captured_fields, read_captured, read_steer
+from jaxengine.requests.param_limits import INT32_MAX, MAX_EXTRA_ARGS, MIN_TEMPERATURE, RequestOutputKind
 from jaxengine.requests.stop_after import StopAfter, stop_after
 from jaxengine.requests.structured.params import StructuredOutputsParams, structured_outputs
 from jaxengine.requests.thinking import ThinkingWords, limited, thinking_words
@@ -30,37 +31,16 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# vLLM's own limit of `n`; the server sets a lower one.
-MAX_N = 16384
-MAX_STOP_STRINGS = 16
-MAX_BAD_WORDS = 128
-MAX_BAD_WORDS_TOKENS = 1024
-# Limit of all bad words together: more characters than that many tokens have.
-MAX_BAD_WORDS_CHARS = 32 * MAX_BAD_WORDS_TOKENS
-MAX_STOP_CHARS = 16384
-# Entries of a list of token ids; no vocabulary is larger.
-MAX_TOKEN_IDS = 2**20
-MAX_EXTRA_ARGS = 256
-GREEDY_BELOW = 1e-5
-MIN_TEMPERATURE = 0.01
-_INT32_MAX = 2**31 - 1
-_INT64_MAX = 2**63 - 1
-
 # Fields that are passed to a step unchanged.
-_TOKEN_FIELDS = (*ROWS, "min_tokens", "prompt_logprobs", "return_sampling_mass")
+_TOKEN_FIELDS = (*ROWS, "min_tokens", "return_sampling_mass", "routed_experts_prompt_start")
 
 # Fields that hold token ids.
-_ID_FIELDS = ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids", "trace_decode_token_ids")
+_ID_FIELDS = (
+    *("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids", "prompt_logprob_token_ids"),
+    "trace_decode_token_ids",
+)
 
 Rule = Callable[[str, Any], Any]
-
-
-class RequestOutputKind(Enum):
-    """What each RequestOutput of a stream contains."""
-
-    CUMULATIVE = 0  # everything so far
-    DELTA = 1  # what is new since the last one
-    FINAL_ONLY = 2  # one output, at the end
 
 
 def _refuse(name: str, value: Any, allowed: str) -> RequestError:
@@ -125,7 +105,7 @@ def _temperature(name: str, value: Any) -> float:
 def _num_logprobs(name: str, value: Any) -> int:
     if value is True:
         return 1
-    return _int(-1, _INT32_MAX, "None, an int >= 0, -1 (the whole vocabulary) or True (1)")(name, value)
+    return _int(-1, INT32_MAX, "None, an int >= 0, -1 (the whole vocabulary) or True (1)")(name, value)
 
 
 def _texts(at_most: int, max_chars: int) -> Rule:
@@ -141,14 +121,14 @@ def _texts(at_most: int, max_chars: int) -> Rule:
     return check
 
 
-def _token_ids(name: str, value: Any, most: int = MAX_TOKEN_IDS) -> tuple[int, ...]:
+def _token_ids(name: str, value: Any, most: int = limits.MAX_TOKEN_IDS) -> tuple[int, ...]:
     ids = () if value is None else value
     if not isinstance(ids, (list, tuple, set, frozenset, range)) or len(ids) > most:
         raise _refuse(name, value, f"a list of at most {most} token ids")
     # Checking a million ids one by one would take a second.
-    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= _INT32_MAX:
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= INT32_MAX:
         return tuple(dict.fromkeys(ids))
-    allowed_id = _int(0, _INT32_MAX, "a list of token ids, each an int >= 0")
+    allowed_id = _int(0, INT32_MAX, "a list of token ids, each an int >= 0")
     return tuple(dict.fromkeys(allowed_id(name, token_id) for token_id in ids))
 
 
@@ -165,8 +145,8 @@ def _logprob_token_ids(name: str, value: Any) -> tuple[int, ...] | None:
 
 def _trace(name: str, value: Any) -> tuple[int, ...]:
     ids = value.tolist() if hasattr(value, "tolist") else value
-    if not isinstance(ids, (list, tuple, range)) or not 0 < len(ids) <= MAX_TOKEN_IDS:
-        raise _refuse(name, value, f"None or a list of 1 to {MAX_TOKEN_IDS} token ids")
+    if not isinstance(ids, (list, tuple, range)) or not 0 < len(ids) <= limits.MAX_TOKEN_IDS:
+        raise _refuse(name, value, f"None or a list of 1 to {limits.MAX_TOKEN_IDS} token ids")
     known = {token_id: token_id for token_id in _token_ids(name, ids)}
     return tuple(known[token_id] for token_id in ids)
 
@@ -174,11 +154,11 @@ def _trace(name: str, value: Any) -> tuple[int, ...]:
 def _logit_bias(name: str, value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise _refuse(name, value, "a dict from token id to a number")
-    if len(value) > MAX_TOKEN_IDS:
-        raise _refuse(name, len(value), f"a dict of at most {MAX_TOKEN_IDS} token ids")
-    token_id = _int(0, _INT32_MAX, "a dict whose keys are token ids, each an int >= 0")
+    if len(value) > limits.MAX_TOKEN_IDS:
+        raise _refuse(name, len(value), f"a dict of at most {limits.MAX_TOKEN_IDS} token ids")
+    token_id = _int(0, INT32_MAX, "a dict whose keys are token ids, each an int >= 0")
     bias = _float(-FLOAT_LIMIT, FLOAT_LIMIT, "a dict whose values are finite numbers, at most 1e20 in size")
-    return {token_id(name, key): bias(name, number) for key, number in value.items()}
+    return {token_id(name, key): bias(name, added) for key, added in value.items()}
 
 
 def _extra_args(name: str, value: Any) -> dict[str, Any] | None:
@@ -196,22 +176,24 @@ def _output_kind(name: str, value: Any) -> RequestOutputKind:
 _RULES: dict[str, Rule] = {
     **{name: _number(row) for name, row in ROWS.items()},
     "temperature": _temperature,
-    "n": _int(1, MAX_N, f"an int from 1 to {MAX_N}"),
+    "n": _int(1, limits.MAX_N, f"an int from 1 to {limits.MAX_N}"),
     "seed": _optional(
-        _read_as(_int(-_INT64_MAX - 1, _INT64_MAX, "None or an int of 64 bits (-1 means None)"), -1, None)
+        _read_as(_int(-limits.INT64_MAX - 1, limits.INT64_MAX, "None or an int of 64 bits (-1 means None)"), -1, None)
     ),
-    "stop": _texts(MAX_STOP_STRINGS, MAX_STOP_CHARS),
+    "stop": _texts(limits.MAX_STOP_STRINGS, limits.MAX_STOP_CHARS),
     "stop_after": _optional(stop_after),
     "stop_token_ids": _token_ids,
     "ignore_eos": _flag,
-    "max_tokens": _optional(_int(1, _INT32_MAX, "an int >= 1, or None for the rest of the context")),
-    "min_tokens": _int(0, _INT32_MAX, "an int >= 0"),
+    "max_tokens": _optional(_int(1, INT32_MAX, "an int >= 1, or None for the rest of the context")),
+    "min_tokens": _int(0, INT32_MAX, "an int >= 0"),
     "logprobs": _optional(_num_logprobs),
     "prompt_logprobs": _optional(_num_logprobs),
-    "prompt_logprob_start": _optional(_int(0, _INT32_MAX, "None or an int >= 0")),
+    "prompt_logprob_start": _optional(_int(0, INT32_MAX, "None or an int >= 0")),
     "logprob_token_ids": _optional(_logprob_token_ids),
+    "prompt_logprob_token_ids": _optional(_logprob_token_ids),
     "return_sampling_mass": _flag,
     "trace_decode_token_ids": _optional(_trace),
+    "routed_experts_prompt_start": _int(0, INT32_MAX, "an int >= 0"),
     "detokenize": _flag,
     "skip_special_tokens": _flag,
     "spaces_between_special_tokens": _flag,
@@ -219,10 +201,10 @@ _RULES: dict[str, Rule] = {
     "output_kind": _output_kind,
     "logit_bias": _optional(_logit_bias),
     "allowed_token_ids": _optional(_allowed_token_ids),
-    "bad_words": _texts(MAX_BAD_WORDS, MAX_BAD_WORDS_CHARS),
+    "bad_words": _texts(limits.MAX_BAD_WORDS, limits.MAX_BAD_WORDS_CHARS),
     "structured_outputs": _optional(structured_outputs),
     "thinking_token_budget": _optional(
-        _read_as(_int(-1, _INT32_MAX, "an int >= 0, or None or -1 for no limit"), -1, None)
+        _read_as(_int(-1, INT32_MAX, "an int >= 0, or None or -1 for no limit"), -1, None)
     ),
     "thinking_words": _optional(thinking_words),
     "extra_args": _optional(_extra_args),
@@ -258,10 +240,14 @@ class SamplingParams(SamplingFields):
       prompt_logprob_start: prompt tokens up to this one, from 0, have none, and may come from the prefix cache.
       logprob_token_ids: tokens whose log-probabilities are returned at each position of the output, in addition to
         those of `logprobs`, or of logprobs=0 where that is None.
+      prompt_logprob_token_ids: the same at each position of the prompt that has log-probabilities, in addition to those
+        of `prompt_logprobs`, or of prompt_logprobs=0 where that is None; at most 128 together with logprob_token_ids.
       return_sampling_mass: return for each token its raw and its processed log-probability, and the log of the
         probability that truncation kept; with logprobs=0 where that is None. Needs enable_sampling_mass.
       trace_decode_token_ids: the tokens that are decoded one after the other, whatever would be sampled; the output
         ends with them, and end-of-sequence tokens among them do not end it. Needs enable_trace_replay.
+      routed_experts_prompt_start: prompt tokens up to this one, from 0, are left out of routed_experts. Needs
+        enable_return_routed_experts.
       detokenize: convert tokens to text.
       skip_special_tokens: leave special tokens out of the text.
       spaces_between_special_tokens: put spaces between special tokens that are in the text.
@@ -297,8 +283,10 @@ class SamplingParams(SamplingFields):
     prompt_logprobs: int | None = None
     prompt_logprob_start: int | None = None
     logprob_token_ids: Sequence[int] | None = None
+    prompt_logprob_token_ids: Sequence[int] | None = None
     return_sampling_mass: bool = False
     trace_decode_token_ids: Sequence[int] | None = None
+    routed_experts_prompt_start: int = 0
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -316,12 +304,10 @@ class SamplingParams(SamplingFields):
     steer: Sequence[Mapping[str, Any] | Steer] | None = None
     # Not supported yet: any other value than the default is refused.
     stream_interval: int | None = None
-    prompt_logprob_token_ids: Sequence[int] | None = None
     flat_logprobs: bool = False
     logits_processors: Any = None
     skip_reading_prefix_cache: bool | None = None
     repetition_detection: Any = None
-    routed_experts_prompt_start: int = 0
 
     def __post_init__(self) -> None:
         if self.is_greedy:
@@ -332,7 +318,10 @@ class SamplingParams(SamplingFields):
                     setattr(self, name, row.neutral)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _refuse("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
-        if self.prompt_logprob_start is not None and self.prompt_logprobs is None:
+        given, most = self.prompt_logprob_token_ids or (), MAX_LOGPROB_TOKEN_IDS - len(self.logprob_token_ids or ())
+        if len(given) > most:
+            raise _refuse("prompt_logprob_token_ids", given, f"at most {most} token ids beside logprob_token_ids")
+        if self.prompt_logprob_start is not None and self.num_prompt_logprobs is None:
             raise _refuse("prompt_logprob_start", self.prompt_logprob_start, "None without prompt_logprobs")
         if (trace := self.trace_decode_token_ids) is not None:
             if self.n > 1:
@@ -370,13 +359,18 @@ class SamplingParams(SamplingFields):
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature < GREEDY_BELOW
+        return self.temperature < limits.GREEDY_BELOW
 
     @property
     def num_logprobs(self) -> int | None:
         """Number of likeliest tokens with log-probabilities at each position of the output, -1 for all; None where no
         token has any."""
         return 0 if self.logprobs is None and (self.logprob_token_ids or self.return_sampling_mass) else self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """`num_logprobs` of positions of the prompt."""
+        return 0 if self.prompt_logprobs is None and self.prompt_logprob_token_ids else self.prompt_logprobs
 
     def token_params(
         self,
@@ -406,8 +400,10 @@ class SamplingParams(SamplingFields):
         return TokenParams(
             **{name: getattr(self, name) for name in _TOKEN_FIELDS},
             logprobs=self.num_logprobs,
+            prompt_logprobs=self.num_prompt_logprobs,
             prompt_logprob_start=self.prompt_logprob_start or 0,
             logprob_token_ids=tuple(self.logprob_token_ids or ()),
+            prompt_logprob_token_ids=tuple(self.prompt_logprob_token_ids or ()),
             trace_decode_token_ids=tuple(self.trace_decode_token_ids or ()),
             logit_bias=self.logit_bias or {},
             allowed_token_ids=None if allowed is None else tuple(allowed),
@@ -448,7 +444,7 @@ class SamplingParams(SamplingFields):
         """Seed of the index-th of `n` outputs, seed + index; None if unseeded."""
         if self.seed is None or not index:
             return self.seed
-        return (self.seed + index) & _INT64_MAX  # never -1, which would mean unseeded
+        return (self.seed + index) & limits.INT64_MAX  # never -1, which would mean unseeded
 
     def verify_against(
         self,
@@ -487,8 +483,9 @@ class SamplingParams(SamplingFields):
             allowed = f"at most max_model_len ({max_model_len}), or None for the rest of the context"
             raise _refuse("max_tokens", self.max_tokens, allowed)
         room = max_model_len - num_prompt_tokens
-        if (start := self.prompt_logprob_start) is not None and start >= num_prompt_tokens:
-            raise _refuse("prompt_logprob_start", start, f"at most {num_prompt_tokens - 1}, the prompt's last token")
+        for name in ("prompt_logprob_start", "routed_experts_prompt_start"):
+            if (start := getattr(self, name)) and start >= num_prompt_tokens:
+                raise _refuse(name, start, f"at most {num_prompt_tokens - 1}, the prompt's last token")
         if (trace := self.trace_decode_token_ids) and len(trace) > room:
             allowed = f"at most {room} tokens, which the prompt leaves of max_model_len ({max_model_len})"
             raise _refuse("trace_decode_token_ids", trace, allowed)

@@ -98,7 +98,8 @@ def certify(
       model: of the trainer, as `jaxengine.open_model` gives it, or its module together with `params`.
       prompts: token ids of each.
       params: weights of the trainer, an `nnx.State`; by default those of `model`.
-      sampling_params: of each request, by default 16 tokens of temperature 1. One completion of a prompt is compared.
+      sampling_params: of each request, by default 16 tokens of temperature 1, with a seed for each prompt. One
+        completion of a prompt is compared.
 
     Raises ValueError for prompts that are none, and for a model without weights; else as `generate`, `get_logprobs` and
     `log_probs` do.
@@ -110,8 +111,11 @@ def certify(
     if not prompts or not all(len(prompt) for prompt in prompts):
         raise ValueError(f"prompts must be lists of token ids, none of them empty, got {len(prompts)} prompts")
     config = llm.core.config
-    chosen = sampling_params or SamplingParams(temperature=1.0, max_tokens=16, seed=0, ignore_eos=True)
-    outputs = llm.generate([list(prompt) for prompt in prompts], chosen.clone_with(logprobs=0, n=1), use_tqdm=False)
+    chosen = sampling_params or SamplingParams(temperature=1.0, max_tokens=16, ignore_eos=True)
+    asked = [chosen.clone_with(logprobs=0, n=1) for _ in prompts]
+    if sampling_params is None:
+        asked = [own.clone_with(seed=number) for number, own in enumerate(asked)]
+    outputs = llm.generate([list(prompt) for prompt in prompts], asked, use_tqdm=False)
     completions = [list(output.outputs[0].token_ids) for output in outputs]
     rollout = _joined(
         [position[token].logprob for token, position in zip(own, output.outputs[0].logprobs, strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from jax.typing import ArrayLike
 from jaxengine.models.causal_lm import CausalLM
 from jaxengine.models.layers.exact import check_exact, run_exact
 from jaxengine.models.layers.section import Capture, Recompute
+from jaxengine.models.layers.taps import ReplayedExperts
 from jaxengine.models.unpaged import check_unpaged, run_unpaged
 from jaxengine.sampling.logprobs import log_sum_exp
 
@@ -26,6 +28,7 @@ def forward(
     *,
     remat: bool = False,
     exact: bool = False,
+    routed_experts: ArrayLike | None = None,
 ) -> jax.Array:
     """Return the logits float32[B, T, V] of tokens int32[B, T]: those of the token after each.
 
@@ -42,17 +45,21 @@ def forward(
       exact: give the bits that an engine with rl_exact computes, by the programs' own kernels in the engine's one form;
         the gradient is that of the forward pass without it, which is computed for it. On CPUs, for arrays that are not
         split over devices. Padding has logits of no meaning.
+      routed_experts: int[B, T, L, k], the experts of each token in the L layers that have some, as an engine returns
+        them (rollout routing replay): only the choice is replayed, and gradients reach the router through the weights
+        that its scores give the chosen. Where one is negative the router chooses. None: it always does.
 
     Raises ValueError for a model that has no such forward pass (a pooling model, a pipeline stage, one built for
     several devices, quantised weights), for arguments whose shape or dtype does not fit, for arrays over explicit
-    mesh axes, and for exact=True where bits cannot be the same.
+    mesh axes, for routed_experts of a model without experts, and for exact=True where bits cannot be the same.
     """
     given = _checked(model, params, tokens, segment_ids, positions)
+    experts = None if routed_experts is None else _experts(model, routed_experts, given[0].shape, exact)
     graph = nnx.split(model)[0]
     if exact:
         check_exact(model, {"params": params, "tokens": tokens})
         return _exact_logits(graph, params, *given, remat=remat)
-    return _logits(graph, params, *given, remat=remat)
+    return _logits(graph, params, *given, experts, remat=remat)
 
 
 def log_probs(
@@ -64,13 +71,15 @@ def log_probs(
     *,
     remat: bool = False,
     exact: bool = False,
+    routed_experts: ArrayLike | None = None,
 ) -> jax.Array:
     """Return the log-probability float32[B, T] of each token after those before it in its segment.
 
     The first token of each segment, and padding, have 0. With `exact` they have the bits that an engine with rl_exact
     reports (raw_logprobs) and that its `get_logprobs` returns. Arguments and errors are `forward`'s.
     """
-    logits = forward(model, params, tokens, segment_ids, positions, remat=remat, exact=exact)
+    ways: dict[str, Any] = {"remat": remat, "exact": exact, "routed_experts": routed_experts}
+    logits = forward(model, params, tokens, segment_ids, positions, **ways)
     tokens, segment_ids, _ = _checked(model, params, tokens, segment_ids, positions)
     return _token_log_probs(logits, tokens, segment_ids)
 
@@ -98,10 +107,13 @@ def _logits(
     tokens: jax.Array,
     segment_ids: jax.Array | None,
     positions: jax.Array | None,
+    experts: Mapping[int, jax.Array] | None = None,
     *,
     remat: bool,
 ) -> jax.Array:
-    sections = {"recompute": Recompute()} if remat else {}
+    sections: dict[str, Any] = {"recompute": Recompute()} if remat else {}
+    if experts is not None:
+        sections["routed_experts"] = ReplayedExperts(experts)
     return run_unpaged(nnx.merge(graph, params), tokens, segment_ids, positions, sections)[1]
 
 
@@ -172,6 +184,21 @@ def _checked(
     tokens = _integers("tokens", tokens, None)
     segment_ids = None if segment_ids is None else _integers("segment_ids", segment_ids, tokens.shape)
     return tokens, segment_ids, None if positions is None else _integers("positions", positions, tokens.shape)
+
+
+def _experts(model: CausalLM, values: Any, shape: tuple[int, ...], exact: bool) -> dict[int, jax.Array]:
+    """Experts int32[B * T, k] of tokens [B, T], this shape, by the numbers of the layers; raises as `forward`."""
+    experts, values = model.config.experts, jnp.asarray(values)
+    if experts is None:
+        raise ValueError(f"routed_experts must be None for {model.config.architecture}, which has no experts")
+    if exact:
+        raise ValueError("routed_experts must be None with exact=True, whose router chooses as the engine's does")
+    layers = [layer for layer in range(model.config.num_layers) if layer not in experts.dense_layers]
+    wanted = (*shape, len(layers), experts.num_per_token)
+    if values.shape != wanted or not jnp.issubdtype(values.dtype, jnp.integer):
+        raise ValueError(f"routed_experts must be integers {list(wanted)}, got {values.dtype}{list(values.shape)}")
+    values = values.astype(jnp.int32).reshape(-1, *wanted[2:])
+    return {layer: values[:, number] for number, layer in enumerate(layers)}
 
 
 def _check_axes(arguments: dict[str, Any]) -> None:

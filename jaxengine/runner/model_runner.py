@@ -258,11 +258,12 @@ class ModelRunner:
 
     def run_forward(self, bucket: Bucket, message: np.ndarray) -> Forwarded:
         """The forward pass through all stages, of this process alone."""
-        output = None
-        for stage in self.stages:
-            output = stage.forward(bucket, message, output)
-        assert isinstance(output, Forwarded)
-        return output
+        hidden, earlier = None, []
+        for stage in self.stages[:-1]:
+            hidden, sections = stage.forward(bucket, message, hidden)
+            earlier.append(sections)
+        output = self.last.forward(bucket, message, hidden)
+        return output._replace(earlier=tuple(earlier)) if earlier else output
 
     def fetch(self, array: jax.Array) -> np.ndarray:
         """A result as a numpy array; waits for it."""

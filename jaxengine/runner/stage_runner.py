@@ -205,7 +205,7 @@ class StageRunner:
         return k, v
 
     def forward(self, bucket: Bucket, message: np.ndarray, hidden: jax.Array | None) -> Any:
-        """Dispatches the stage's part of a forward pass, and returns hidden states for the next stage, or Forwarded.
+        """Dispatches the stage's part of a forward pass, and returns HandedOn to the next stage, or Forwarded.
 
         message: i32[ranks, size]. hidden: those of the stage before, None in the first.
         """

@@ -111,33 +111,40 @@ def prompt_logprobs(
     *,
     max_logprobs: int,
     logprobs_mode: str,
+    slots: jax.Array | None = None,
+    given_ids: jax.Array | None = None,
 ) -> TokenLogprobs:
     """Scores prompt tokens: row t tells how likely `targets[t]` was after hidden state t.
 
     hidden [T, D], T >= 1; targets i32[T] (-1: nobody asks; its row is (-inf, 0, ...)). logits_fn: hidden states [B, D]
-    -> f32[B, V / n]. max_logprobs: best tokens listed of each row, at most V. The result has T rows and no given
-    tokens. Logits exist for PROMPT_BLOCK_ROWS rows at a time, never [T, V], and blocks without a target are skipped.
-    Nothing is sampled here, so logprobs_mode "processed_*" reports the raw values; the "*_logits" modes report logits.
+    -> f32[B, V / n]. max_logprobs: best tokens listed of each row, at most V. slots i32[T]: the row of given_ids
+    i32[R, G] with the tokens that are scored besides, -1 for none; both None for none at all. The result has T rows.
+    Logits exist for PROMPT_BLOCK_ROWS rows at a time, never [T, V], and blocks without a target are skipped. Nothing is
+    sampled here, so logprobs_mode "processed_*" reports the raw values; the "*_logits" modes report logits.
     """
     num_tokens, width = hidden.shape
+    if slots is None or given_ids is None:
+        slots, given_ids = jnp.zeros(num_tokens, jnp.int32), jnp.zeros((1, 0), jnp.int32)
     rows = min(PROMPT_BLOCK_ROWS, num_tokens)
     num_blocks = -(-num_tokens // rows)
     padding = num_blocks * rows - num_tokens
     hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(num_blocks, rows, width)
     targets = jnp.pad(targets, (0, padding), constant_values=-1).reshape(num_blocks, rows)
+    slots = jnp.pad(slots, (0, padding)).reshape(num_blocks, rows)
     num_top = min(max_logprobs, vocab_size(jax.eval_shape(logits_fn, hidden[0])))
     # One exchange for all blocks: where one device needs the logits of a block, all make them.
     wanted = any_device(jnp.any(targets >= 0, axis=1))
 
-    def score(block: tuple[jax.Array, jax.Array, jax.Array]) -> TokenLogprobs:
-        states, tokens, scored = block
-        return lax.cond(
-            scored,
-            lambda: token_logprobs(
-                logits_fn(states), tokens, num_top=num_top, normalize=logprobs_mode.endswith("logprobs")
-            ),
-            lambda: no_logprobs(rows, num_top),
-        )
+    normalize = logprobs_mode.endswith("logprobs")
 
-    blocks = lax.map(score, (hidden, targets, wanted))
+    def score(block: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> TokenLogprobs:
+        states, tokens, own_slots, scored = block
+
+        def found() -> TokenLogprobs:
+            given = given_ids.at[own_slots].get(mode="fill", fill_value=-1)
+            return token_logprobs(logits_fn(states), tokens, given, num_top=num_top, normalize=normalize)
+
+        return lax.cond(scored, found, lambda: no_logprobs(rows, num_top, given_ids.shape[1]))
+
+    blocks = lax.map(score, (hidden, targets, slots, wanted))
     return jax.tree.map(lambda leaf: leaf.reshape(num_blocks * rows, *leaf.shape[2:])[:num_tokens], blocks)

@@ -19,6 +19,8 @@ RESIDUAL, ATTENTION, MLP, ROUTER, FINAL_NORM = (
     "router_logits",
     "final_norm",
 )
+# Of a router, too, but no activations: no name stands for it.
+EXPERTS = "experts"
 KINDS = (RESIDUAL, ATTENTION, MLP, ROUTER, FINAL_NORM)
 # Those that a vector can be added to.
 STEERED = (RESIDUAL, ATTENTION, MLP)
@@ -47,7 +49,7 @@ class Tap(NamedTuple):
       kind: RESIDUAL is what the layer of this number gets, and for the number of layers what the last one gives, before
         any norm. ATTENTION is what the layer's attention, or what mixes tokens in its place, gives, MLP what its
         feed-forward part does, both before the family's own norm or multiplier. ROUTER is the logits that experts are
-        picked by. FINAL_NORM is what the LM head gets.
+        picked by, EXPERTS the experts. FINAL_NORM is what the LM head gets.
       layer: 0 for FINAL_NORM.
     """
 

@@ -69,6 +69,14 @@ class RouterLogits(Note):
     """Logits f32[T, E] that experts were picked by, of a module that `notes_logits`."""
 
 
+class PickedExperts(Note):
+    """Experts i32[T, k] that each token was sent to, the best first, of a module that `notes_experts`."""
+
+
+class GivenExperts(nnx.Variable):
+    """Experts i32[T, k] that tokens are sent to, whatever their router would pick; negative where it picks."""
+
+
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     """Compute silu(gate) * up (Shazeer 2020, arXiv:2002.05202)."""
     return jax.nn.silu(gate) * up
@@ -87,10 +95,12 @@ class MixtureOfExperts(nnx.Module):
     shared: checkpoint modules of the shared MLP (GatedMLP's `gate_up` and `down`), by default those of `names`.
 
     Attributes:
-      notes_logits: every call notes its RouterLogits.
+      notes_logits, notes_experts: every call notes its RouterLogits, its PickedExperts.
+      given: GivenExperts of the next call's tokens; None for none.
     """
 
-    notes_logits = False
+    notes_logits = notes_experts = False
+    given: GivenExperts | None = None
 
     def __init__(
         self,
@@ -336,7 +346,8 @@ class MixtureOfExperts(nnx.Module):
     def route(self, x: jax.Array, adapters: Adapters | None = None) -> tuple[jax.Array, jax.Array]:
         """Route x[T, D]: weights f32[T, k] and experts i32[T, k] of each token, the best first. Padding is routed, too.
 
-        Experts of equal score come in the order of their indices. Weights are scores without the correction bias, which
+        Experts of equal score come in the order of their indices. Those of `given` take the place of the best, in their
+        order, with the weights that their scores give them. Weights are scores without the correction bias, which
         decides the experts alone. With `norm_weights` they are divided by their sum: those of softmax scores are then
         the softmax over the k largest logits. All are multiplied by `routed_scaling_factor`. adapters: of x's rows.
         """
@@ -346,14 +357,27 @@ class MixtureOfExperts(nnx.Module):
         scores = jax.nn.sigmoid(logits) if sigmoid else jax.nn.softmax(logits, axis=-1)
         if self.correction_bias is None and experts.topk_group == experts.num_expert_group:
             # Sigmoids of large logits are all 1, so experts are picked by the logits.
-            best, ids = jax.lax.top_k(logits if sigmoid else scores, experts.num_per_token)
+            order = logits if sigmoid else scores
+            best, ids = jax.lax.top_k(order, experts.num_per_token)
+            if self.given is not None:
+                ids = self._replayed(ids)
+                best = jnp.take_along_axis(order, ids, axis=-1)
             weights = jax.nn.sigmoid(best) if sigmoid else best
         else:
             ids = jax.lax.top_k(self._choices(scores), experts.num_per_token)[1]
+            ids = ids if self.given is None else self._replayed(ids)
             weights = jnp.take_along_axis(scores, ids, axis=-1)
         if experts.norm_weights:
             weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), experts.min_weight_sum)
+        if self.notes_experts:
+            self.picked = PickedExperts(ids)
         return weights * experts.routed_scaling_factor, ids
+
+    def _replayed(self, ids: jax.Array) -> jax.Array:
+        """Experts i32[T, k] that are given, and `ids` of the same shape where none are."""
+        assert self.given is not None
+        given = self.given[...]
+        return jnp.where(given >= 0, given, ids)
 
     def _router_logits(self, x: jax.Array, adapters: Adapters | None) -> jax.Array:
         """Router logits f32[T, E]."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 from flax import nnx
 
-from jaxengine.models.config.taps import ATTENTION, MLP, RESIDUAL, ROUTER, Tap
-from jaxengine.models.layers.moe import MixtureOfExperts, RouterLogits
+from jaxengine.models.config.taps import ATTENTION, EXPERTS, MLP, RESIDUAL, ROUTER, Tap
+from jaxengine.models.layers.moe import GivenExperts, MixtureOfExperts, PickedExperts, RouterLogits
 from jaxengine.models.layers.section import Note, Section, notes_of
 
 # The attributes of a layer whose calls give what these taps are of.
@@ -43,14 +43,13 @@ class Taps(Section):
 
     def tapped(self, layer: int, module: nnx.Module) -> nnx.Module:
         self._layer = layer
-        wanted = [kind for kind in (*MODULES, ROUTER) if Tap(kind, layer) in self._taps]
+        wanted = [kind for kind in (*MODULES, ROUTER, EXPERTS) if Tap(kind, layer) in self._taps]
         if not wanted:
             return module
         copied: Any = nnx.merge(*nnx.split(module))
-        if ROUTER in wanted:
-            for _, each in nnx.iter_modules(copied):
-                if isinstance(each, MixtureOfExperts):
-                    each.notes_logits = True
+        for each in routers_of(copied):
+            each.notes_logits |= ROUTER in wanted
+            each.notes_experts |= EXPERTS in wanted
         for kind in wanted:
             if (name := MODULES.get(kind)) is not None:
                 setattr(copied, name, Tapped(getattr(copied, name)))
@@ -67,6 +66,8 @@ class Taps(Section):
                 self._keep(Tap(kind, self._layer), outputs[name][...])
         for _, logits in notes_of(notes, RouterLogits):
             self._keep(Tap(ROUTER, self._layer), logits[...])
+        for _, experts in notes_of(notes, PickedExperts):
+            self._keep(Tap(EXPERTS, self._layer), experts[...])
 
     def __getitem__(self, tap: Tap) -> jax.Array:
         """Return the array of a tap, [T, width]; KeyError for one that is not kept."""
@@ -75,6 +76,27 @@ class Taps(Section):
     def _keep(self, tap: Tap, x: jax.Array) -> None:
         if tap in self._taps:
             self._found[tap] = x
+
+
+class ReplayedExperts(Section):
+    """Sends tokens to given experts; of one trace."""
+
+    def __init__(self, experts: Mapping[int, jax.Array]):
+        """experts: of each layer, by its number, GivenExperts of the step's tokens."""
+        self._experts = experts
+
+    def tapped(self, layer: int, module: nnx.Module) -> nnx.Module:
+        if layer not in self._experts:
+            return module
+        copied: Any = nnx.merge(*nnx.split(module))
+        for each in routers_of(copied):
+            each.given = GivenExperts(self._experts[layer])
+        return copied
+
+
+def routers_of(layer: nnx.Module) -> list[MixtureOfExperts]:
+    """The parts of a layer that pick experts."""
+    return [each for _, each in nnx.iter_modules(layer) if isinstance(each, MixtureOfExperts)]
 
 
 def check_parts(option: str, family: str, layers: Iterable[Any], numbers: Iterable[int], taps: Iterable[Tap]) -> None:

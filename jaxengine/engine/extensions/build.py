@@ -66,6 +66,7 @@ class Extensions:
             "pictures": "pictures" in runner.extensions,
             "logits_processors": "logits_processors" in runner.extensions,
             "recording": "recording" in runner.extensions,
+            "routed_experts": "routed_experts" in runner.extensions,
             "trace": "trace" in runner.extensions,
             "weights": self.idle_seconds < float("inf"),
             "idle_sleep": self.idle_seconds < float("inf"),
@@ -110,6 +111,8 @@ class Extensions:
             self.require("capture")
         if request.params.trace_decode_token_ids:
             self.require("trace")
+        if request.params.routed_experts_prompt_start:
+            self.require("routed_experts")
         for each in self.active:
             each.prepare(request)
 
@@ -236,6 +239,15 @@ def _trace(extensions: Extensions) -> LoopExtension:
     return Traces()
 
 
+def _routed_experts(extensions: Extensions) -> LoopExtension:
+    if "routed_experts" not in extensions._runner.extensions:
+        problem = "the engine was started without enable_return_routed_experts"
+        raise RequestError(problem, param="routed_experts_prompt_start")
+    from jaxengine.engine.extensions.routed_experts import RoutedExperts
+
+    return RoutedExperts()
+
+
 def _logits_processors(_: Extensions) -> LoopExtension:
     from jaxengine.engine.extensions.logits_processors import LogitsProcessors
 
@@ -281,6 +293,7 @@ _MAKERS: dict[str, Callable[[Extensions], LoopExtension]] = {
     "pictures": Extensions._pictures,
     "pooling": _pooling,
     "recording": _recording,
+    "routed_experts": _routed_experts,
     "scores": _scores,
     "steering": _steering,
     "structured": Extensions._structured,

@@ -41,6 +41,7 @@ class Scores(LoopExtension):
 
     def __init__(self) -> None:
         self._prompts: dict[InFlight, list[_ScoredPrompt]] = {}
+        self._to_score: InFlight | None = None  # a step between its forward pass and its sampler
         self._requests: set[Request] = set()
         self._with_given: set[Request] = set()  # those of them that name tokens, or want more of each
 
@@ -60,11 +61,17 @@ class Scores(LoopExtension):
         self._with_given.update(given)
 
     def after_forward(self, step: InFlight | None) -> Events:
-        """Scores the prompts of a step."""
+        """Takes note of the prompts of a step that are to be scored."""
         if step is not None and (prompts := _scored_prompts(step.step, self.loop.scheduler.ranks)):
             self._prompts[step] = prompts
-            self.loop.runner.extension("scores").score(step.pending)
+            self._to_score = step
         return NO_EVENTS
+
+    def sync(self, step: ScheduledStep) -> None:
+        """Scores the prompts of a step: now the devices know which tokens its requests name."""
+        if self._to_score is not None:
+            self.loop.runner.extension("scores").score(self._to_score.pending)
+            self._to_score = None
 
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
         """Adds the logprobs that were asked for: of sampled tokens to `result.emitted`, of prompts to
@@ -76,7 +83,8 @@ class Scores(LoopExtension):
                 rows._replace(scores=_scores_at(scores, rows.rank, rows.rows[rows.scored])) for rows in result.emitted
             ]
         if prompts := self._prompts.pop(step, None):
-            scores = self.loop.runner.extension("scores").prompt_logprobs(step.pending)
+            given = any(each.request.params.prompt_logprob_token_ids for each in prompts)
+            scores = self.loop.runner.extension("scores").prompt_logprobs(step.pending, given)
             output.prompt_scores += [
                 PromptScores(each.request, each.position + 1, _scores_at(scores, each.rank, each.tokens))
                 for each in prompts

@@ -48,6 +48,10 @@ def extensions_of(shape: StageShape) -> Iterator[DeviceExtension]:
         from jaxengine.runner.extensions.capture import CaptureExtension
 
         yield CaptureExtension(shape)
+    if config.enable_return_routed_experts:
+        from jaxengine.runner.extensions.routed_experts import RoutedExpertsExtension
+
+        yield RoutedExpertsExtension(shape)
     if shape.samples:
         from jaxengine.runner.extensions.scores import ScoresExtension
         from jaxengine.runner.extensions.structured import StructuredExtension

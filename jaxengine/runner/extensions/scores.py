@@ -14,6 +14,7 @@ from jaxengine.runner.extension import DeviceExtension, Epilogue, EpilogueSpec, 
 from jaxengine.runner.programs.forward_pass import ForwardPass
 from jaxengine.runner.programs.pending_step import PendingStep
 from jaxengine.sampling.logprobs import TokenLogprobs, prompt_logprobs
+from jaxengine.sampling.state import SamplingState
 from jaxengine.scheduler.buckets import Bucket
 from jaxengine.sharding.collectives import stack_ranks
 
@@ -26,10 +27,12 @@ class Scored(NamedTuple):
     Attributes:
       hidden: [T, D] after the final norm.
       targets: i32[T], the prompt token after each, -1 where there is none.
+      slots: i32[T], those of their requests.
     """
 
     hidden: jax.Array
     targets: jax.Array
+    slots: jax.Array
 
 
 class ScoresExtension(DeviceExtension):
@@ -41,7 +44,7 @@ class ScoresExtension(DeviceExtension):
     def epilogues(self) -> Mapping[str, Epilogue]:
         own = Epilogue(
             make_score,
-            arguments=("params", NAME),
+            arguments=("params", "sampling", NAME),
             changes=(),
             output=TokenLogprobs,
             size_of=lambda buckets, bucket: bucket.num_tokens if bucket in buckets.prompt else None,
@@ -49,7 +52,8 @@ class ScoresExtension(DeviceExtension):
         return {SCORE: own}
 
     def left(self, num_tokens: int, num_rows: int) -> Scored:
-        return Scored(self.shape.hidden(num_tokens), self.shape.rows(num_tokens, np.int32))
+        of_tokens = self.shape.rows(num_tokens, np.int32)
+        return Scored(self.shape.hidden(num_tokens), of_tokens, of_tokens)
 
     def leaves(self, bucket: Bucket) -> bool:
         return bucket in self.shape.buckets.prompt
@@ -58,7 +62,7 @@ class ScoresExtension(DeviceExtension):
         if not self.leaves(step.spec.bucket):
             return step
         assert step.hidden is not None
-        return step.leaving(NAME, Scored(step.hidden, _targets(step)))
+        return step.leaving(NAME, Scored(step.hidden, _targets(step), step.rows.slot[step.token_row]))
 
     def on_host(self, runner: Any) -> HostExtension:
         return Scorer(runner)
@@ -67,8 +71,13 @@ class ScoresExtension(DeviceExtension):
 class Scorer(HostExtension):
     """Scores prompts."""
 
-    def prompt_logprobs(self, pending: PendingStep) -> TokenLogprobs:
-        """The prompt tokens' logprobs of a step that has been scored, as numpy arrays."""
+    def prompt_logprobs(self, pending: PendingStep, given: bool) -> TokenLogprobs:
+        """The prompt tokens' logprobs of a step that has been scored, as numpy arrays. given: as PendingStep.logprobs
+        has it."""
+        if not given:
+            own = pending.outputs[SCORE]
+            none = np.empty((*own.rank.shape, 0), np.float32)
+            pending.outputs[SCORE] = own._replace(given_logprobs=none)
         return pending.output(SCORE)
 
     def score(self, pending: PendingStep) -> None:
@@ -78,12 +87,13 @@ class Scorer(HostExtension):
 
 
 def make_score(spec: EpilogueSpec) -> Callable:
-    """Makes the epilogue that scores prompt tokens: (params: list of arrays, Scored) -> (TokenLogprobs,).
+    """Makes the epilogue that scores prompt tokens: (params: list of arrays, SamplingState, Scored) ->
+    (TokenLogprobs,).
 
     Its fields are [replicas, T, ...], of the targets; a row without one is (-inf, 0, ...).
     """
 
-    def score_prompts(params: list[jax.Array], scored: Scored):
+    def score_prompts(params: list[jax.Array], sampling: SamplingState, scored: Scored):
         model = nnx.merge(spec.graph, jax.tree.unflatten(spec.params_tree, params))
         with jax.named_scope("prompt_logprobs"):
             scores = prompt_logprobs(
@@ -92,6 +102,8 @@ def make_score(spec: EpilogueSpec) -> Callable:
                 model.logits,
                 max_logprobs=spec.max_logprobs,
                 logprobs_mode=spec.logprobs_mode,
+                slots=scored.slots,
+                given_ids=sampling.logprob_ids,
             )
         with jax.named_scope("results"):
             return (TokenLogprobs(*map(stack_ranks, scores)),)

@@ -24,18 +24,31 @@ from jaxengine.runner.programs.forward_pass import ForwardPass, Rows, SampledRow
 from jaxengine.sampling.state import write_slots
 
 
+class HandedOn(NamedTuple):
+    """What a forward pass through a stage that is not the last gives.
+
+    Attributes:
+      hidden: [T, D], of the next stage.
+      sections: what extensions leave, by their names.
+    """
+
+    hidden: jax.Array
+    sections: dict[str, Any]
+
+
 class Forwarded(NamedTuple):
     """What a forward pass through the last stage leaves to epilogues.
 
     Attributes:
       rows, logits: of the rows that may sample, f32[S, V / n], or f32[S * W, V / n] in steps whose rows have W tokens;
         the latter None where tokens are not sampled.
-      sections: what extensions leave, by their names.
+      sections: what extensions leave, by their names; earlier: likewise of the stages before, in order.
     """
 
     rows: SampledRows
     logits: jax.Array | None
     sections: dict[str, Any]
+    earlier: tuple[dict[str, Any], ...] = ()
 
     def fields(self) -> dict[str, Any]:
         """Return rows, logits and sections by the names that Epilogue.arguments has."""
@@ -114,8 +127,8 @@ def make_forward(graph: nnx.GraphDef, params_tree: Any, spec: StepSpec) -> Calla
     """The forward pass of one shape: (params: list of arrays, kv, SlotState, last_token, message, given) -> (kv,
     SlotState, Forwarded).
 
-    A stage that is not the first takes hidden states as a further argument; one that is not the last gives hidden
-    states instead of Forwarded. last_token: of TokenState, None in a stage without one. given: what extensions bring.
+    A stage that is not the first takes hidden states as a further argument; one that is not the last gives HandedOn
+    instead of Forwarded. last_token: of TokenState, None in a stage without one. given: what extensions bring.
     """
 
     def forward(
@@ -143,7 +156,7 @@ def make_forward(graph: nnx.GraphDef, params_tree: Any, spec: StepSpec) -> Calla
         for each in spec.extensions:
             step = each.after_model(step)
         if not model.stage.is_last:
-            return step.cache, step.slots, out
+            return step.cache, step.slots, HandedOn(out, step.left)
         assert step.sampled is not None
         logits = None
         if spec.samples:

@@ -44,7 +44,7 @@ from jaxengine.runner.programs.device_state import DeviceState, SlotState, Token
 from jaxengine.runner.programs.epilogues import SAMPLE, SAMPLER
 from jaxengine.runner.programs.forward_pass import SampledRows, StepSpec
 from jaxengine.runner.programs.state_changes import state_changes
-from jaxengine.runner.programs.step import Forwarded, make_forward
+from jaxengine.runner.programs.step import Forwarded, HandedOn, make_forward
 from jaxengine.sampling import state as sampling_state
 from jaxengine.scheduler.buckets import Bucket
 from jaxengine.scheduler.packing import Packer
@@ -138,7 +138,7 @@ class StepPrograms:
         """A bucket's forward pass: (params, kv, slots, last_token, message, given[, hidden]) -> (kv, slots, Forwarded).
 
         params: the model's leaves, arrays or shapes; kv: as `kv_shapes` gives it. Of a stage that is not the last the
-        third result is hidden states, and one that is not the first takes some.
+        third result is HandedOn, and one that is not the first takes hidden states.
         """
         stage, state = self.model.stage, self.state_shapes
         groups = range(len(paged_groups(self.groups)))
@@ -150,7 +150,8 @@ class StepPrograms:
         hidden = self.shape.hidden(bucket.num_tokens)
         arguments = (abstract_params(params), kv, state.slots, last_token, self.message_shape(bucket), given)
         arguments = (*arguments, *([] if stage.is_first else [hidden]))
-        output: Any = self.forwarded(bucket) if stage.is_last else hidden
+        output: Any = self.forwarded(bucket)
+        output = output if stage.is_last else HandedOn(hidden, output.sections)
         name = "".join([str(bucket), *(each.label(bucket) for each in self.extensions)])
         return self._program(name, function, arguments, (kv, state.slots, output), donate=(1, 2))
 

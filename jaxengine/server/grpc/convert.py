@@ -21,8 +21,9 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from jaxengine.media.embeds import EMBEDS, GRID
 from jaxengine.media.parts import MediaPart, PlacedPart
 from jaxengine.requests.inputs import InputProcessor
+from jaxengine.requests.param_limits import MAX_TOKEN_IDS, RequestOutputKind
 from jaxengine.requests.run_in_thread import with_media
-from jaxengine.requests.sampling_params import MAX_TOKEN_IDS, RequestOutputKind, SamplingParams
+from jaxengine.requests.sampling_params import SamplingParams
 from jaxengine.scheduler.errors import RequestError
 from jaxengine.scheduler.sampling_fields import ROWS
 from jaxengine.server.grpc import inference_pb2 as pb

@@ -30,6 +30,7 @@ from jaxengine.server.http.protocol import (
     json_position,
     usage,
 )
+from jaxengine.server.http.routed_experts import encoded_experts
 from jaxengine.server.http.sampling_mass import sampling_fields
 from jaxengine.server.http.sse import answer, event, json_response, stream_events
 from jaxengine.server.http.weight_spans import SpanWriter, WeightVersions
@@ -51,9 +52,7 @@ class GenerateSampling(_Numbers, ClosedModel):
         "flat_logprobs": (False, True),  # a form in Python
         "logits_processors": (),
         "output_kind": (0, 1, 2),
-        "prompt_logprob_token_ids": (),
         "repetition_detection": (),
-        "routed_experts_prompt_start": (0,),
         "skip_reading_prefix_cache": (False,),
         "stream_interval": (1,),
         "thinking_token_budget": (-1,),
@@ -70,7 +69,9 @@ class GenerateSampling(_Numbers, ClosedModel):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: TokenIds | None = None
+    prompt_logprob_token_ids: TokenIds | None = None
     return_sampling_mass: bool | None = None
+    routed_experts_prompt_start: int | None = None
     detokenize: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
@@ -113,9 +114,10 @@ class GenerateRequest(NamedRequest):
     def _check_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only allowed with stream=true", param="stream_options")
-        if self.stream and self.sampling_params.prompt_logprobs is not None:
-            param = "sampling_params.prompt_logprobs"
-            raise RequestError(f"{param} is not available with stream=true", param=param)
+        for name in ("prompt_logprobs", "prompt_logprob_token_ids") if self.stream else ():
+            if getattr(self.sampling_params, name) is not None:
+                param = f"sampling_params.{name}"
+                raise RequestError(f"{param} is not available with stream=true", param=param)
         return self
 
     def prompt(self, inputs: InputProcessor) -> dict[str, Any]:
@@ -173,7 +175,7 @@ class GenerateChunkChoice(Answer):
 class GenerateChoice(GenerateChunkChoice):
     finish_reason: Literal["stop", "length", "abort", "error"]
     stop_reason: int | str | None
-    routed_experts: None
+    routed_experts: str | None
     sampling_mask: None
 
 
@@ -214,10 +216,11 @@ class _Writer:
         """The complete answer, with choices by index. output: the request's only one; call it once."""
         choices = []
         for each in output.outputs:
-            more = {"stop_reason": each.stop_reason, "routed_experts": None, "sampling_mask": None}
+            more = {"stop_reason": each.stop_reason, "routed_experts": encoded_experts(each), "sampling_mask": None}
             choices.append({**self._choice(each), **more})
         self._count(output)
-        scored = self._body.sampling_params.prompt_logprobs is not None
+        asked = self._body.sampling_params
+        scored = asked.prompt_logprobs is not None or bool(asked.prompt_logprob_token_ids)
         return json_response(
             {
                 **self._head,

@@ -49,6 +49,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1.0, 1),
     "logprob_token_ids": (),
     "prompt_logprob_start": (),
+    "prompt_logprob_token_ids": (),
     "repetition_detection": (),
     "return_hidden_states": (False,),
     "return_mm_kwargs": (True,),
@@ -72,9 +73,11 @@ _OF_TEXT = frozenset(
         "length_penalty",
         "logprob_token_ids",
         "prompt_logprob_start",
+        "prompt_logprob_token_ids",
         "return_hidden_states",
         "return_sampling_mass",
         "return_weight_versions",
+        "routed_experts_prompt_start",
         "steer",
         "trace_decode_token_ids",
         "use_beam_search",
@@ -286,8 +289,10 @@ class TextRequest(GenerationRequest):
         beginning; -1: as many as leave room for max_tokens.
       prompt_logprob_start: the prompt's tokens up to this one, from 0, have null in prompt_logprobs.
       logprob_token_ids: tokens whose log-probabilities are returned in addition, at each position of the output.
+      prompt_logprob_token_ids: the same for each position of the prompt that has log-probabilities.
       return_sampling_mass: also return what sampling made of each token.
       trace_decode_token_ids: the tokens that are decoded, whatever would be sampled.
+      routed_experts_prompt_start: the prompt's tokens up to this one, from 0, are left out of routed_experts.
       return_weight_versions: also return which version of the weights made which tokens, with the end of each choice.
       capture: names of the engine's places whose activations to return, as SamplingParams.capture.
       return_hidden_states: also return the hidden states of the engine's capture_layers.
@@ -308,11 +313,13 @@ class TextRequest(GenerationRequest):
     prompt_logprobs: int | None = None
     prompt_logprob_start: int | None = None
     logprob_token_ids: TokenIds | None = None
+    prompt_logprob_token_ids: TokenIds | None = None
     capture: Texts | None = None
     return_hidden_states: bool | None = None
     steer: Annotated[list[JsonObject], Field(fail_fast=True), at_most(MAX_STEER)] | None = None
     return_sampling_mass: bool | None = None
     trace_decode_token_ids: TokenIds | None = None
+    routed_experts_prompt_start: int | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     echo: bool | None = None
@@ -342,6 +349,9 @@ class TextRequest(GenerationRequest):
         # As in vLLM: it is `logprobs` that gives an answer its place for them.
         if self.logprob_token_ids and getattr(self, "logprobs", None) in (None, False):
             raise RequestError("logprob_token_ids is only allowed with logprobs", param="logprob_token_ids")
+        if self.prompt_logprob_token_ids and self.prompt_logprobs is None:
+            problem = "prompt_logprob_token_ids is only allowed with prompt_logprobs"
+            raise RequestError(problem, param="prompt_logprob_token_ids")
         keep = self.truncate_prompt_tokens
         if keep is not None and keep != -1 and keep < 1:
             raise RequestError(

@@ -125,5 +125,5 @@ def test_hints_name_only_what_is_built():
         )
     assert near_flag("--shutdown-timeot", ["serve"], parser) == "--shutdown-timeout"  # the server's own option
     with pytest.raises(AttributeError) as unknown:
-        SamplingParams().routed_experts_prompt_starts = 3
-    assert "it has 'routed_experts_prompt_start'" not in str(unknown.value)
+        SamplingParams().repetition_detections = 3
+    assert "it has 'repetition_detection'" not in str(unknown.value)

@@ -127,6 +127,74 @@ def test_known_completions_have_the_logprobs_of_decoding(make_llm):
     assert compiled_programs() == before
 
 
+def test_known_completions_have_the_logprobs_of_decoding_with_drafts(make_llm):
+    """Tokens that came as accepted drafts, several in a step, and at temperature 1, where both modes are the same."""
+    llm: LLM = make_llm(**ENGINES["processed, with drafts"])
+    use_scheduler(llm)
+    prompts = [PREFIX * 3, [*range(20, 24)] * 6, *prompts_of(5, 4)]
+    params = [
+        SamplingParams(temperature=index % 3 / 2, seed=index, max_tokens=30, ignore_eos=True, logprobs=0)
+        for index in (0, 3, 0, 2, 5, 0)
+    ]
+    completions, values = recorded(llm, prompts, params)
+    metrics = {each.name: getattr(each, "value", 0) for each in llm.get_metrics()}
+    assert metrics["vllm:spec_decode_num_accepted_tokens"] > 20
+    for one, other in zip(llm.get_logprobs(prompts, completions), values, strict=True):
+        assert bits(one) == bits(other)
+
+
+PROMPT_RUNS: dict[str, dict[str, Any]] = {
+    "in a batch": {},
+    "in chunks": {"long_prefill_token_threshold": 5},
+    "preempted": {"num_pages": 30},
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_given_tokens_of_a_prompt_are_those_of_the_whole_vocabulary(make_llm, name):
+    """Beside requests with others or none, from a token on, behind cached prefixes, and with others for the output."""
+    llm: LLM = make_llm(**ENGINES[name])
+    prompts, params = prompts_of(4), rollout_params()
+    whole = llm.generate(prompts, [each.clone_with(prompt_logprobs=-1) for each in params], use_tqdm=False)
+    rng, before = np.random.default_rng(2), compiled_programs()
+    for way, changes in PROMPT_RUNS.items():
+        scheduler = use_scheduler(llm, **changes)
+        ids = [rng.choice(VOCAB, size, replace=False).tolist() for size in (1, 3, 120, 0, 2, 40, 0, 7)]
+        starts = [None, 0, 5, None, 9, 6, None, 3]
+        asked = [
+            each.clone_with(
+                prompt_logprob_token_ids=own or None,
+                prompt_logprob_start=None if start is None else min(start, len(prompt) - 1),
+                prompt_logprobs=1 if index % 4 == 1 else None,
+                logprob_token_ids=[index, 9] if index % 2 else None,
+            )
+            for index, (each, own, start, prompt) in enumerate(zip(params, ids, starts, prompts, strict=True))
+        ]
+        for _ in range(2):  # the second time behind cached prefixes
+            outputs = llm.generate(prompts, asked, use_tqdm=False)
+            for index, (output, expected, own, each) in enumerate(zip(outputs, whole, ids, asked, strict=True)):
+                if not own:
+                    assert output.prompt_logprobs is None
+                    continue
+                first = (each.prompt_logprob_start or 0) + 1
+                assert [position is None for position in output.prompt_logprobs[: first + 1]] == (
+                    [True] * first + [False] * (first < len(output.prompt_logprobs))
+                )
+                for token, position, every in list(
+                    zip(output.prompt_token_ids, output.prompt_logprobs, expected.prompt_logprobs, strict=True)
+                )[first:]:
+                    assert {token, *own} <= set(position) and len(position) <= len(own) + 2
+                    for one, entry in position.items():
+                        assert abs(entry.logprob - every[one].logprob) < 1e-4, (way, index, one)
+                        assert entry.rank in (None, every[one].rank)
+                if index % 2:
+                    assert {index, 9} <= set(output.outputs[0].logprobs[0])
+        assert (scheduler.num_preemptions > 0) == (way == "preempted")
+        assert scheduler.num_prefix_hits > 0
+    use_scheduler(llm)
+    assert compiled_programs() == before
+
+
 def test_a_prompts_logprobs_from_a_token_on(make_llm):
     """In chunks, and behind prefixes that reach up to there and no further."""
     llm: LLM = make_llm(**ENGINES["raw"])

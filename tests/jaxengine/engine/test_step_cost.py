@@ -22,6 +22,7 @@ LARGEST = largest(VOCAB)
 # limits of reasoning, which need a tokenizer; and what an engine must have been started with.
 ELSEWHERE = {
     *("trace_decode_token_ids", "return_sampling_mass", "prompt_logprob_start"),
+    *("routed_experts_prompt_start", "prompt_logprob_token_ids"),
     *("stop_after", "thinking_token_budget", "thinking_words"),
     *("stop", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"),
     *("output_kind", "ignore_eos", "n", "bad_words", "structured_outputs", "extra_args", "return_hidden_states"),

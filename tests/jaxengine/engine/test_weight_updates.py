@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -428,6 +429,44 @@ def test_requests_of_a_sleeping_engine(tiny_options):
             assert await asyncio.wait_for(task, 30) == "abort" and await engine.is_sleeping()
             await engine.wake_up()
             assert not await engine.is_paused()
+        finally:
+            engine.shutdown()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_engine_wakes_under_requests_that_wait(tiny_options, llm, expected, level):
+    """One that ran and those that came while it slept have the tokens that they would have had, cached prefixes or not.
+    What was in the pages is gone; what they hold afterwards is found."""
+
+    async def run() -> None:
+        engine = AsyncLLM(**tiny_options)
+        try:
+
+            async def last(prompt: Any, count: int = NUM_TOKENS) -> Any:
+                async for output in engine.generate(prompt, greedy(count), f"{prompt} {time.monotonic()}"):
+                    newest = output
+                return newest.outputs[0].token_ids, newest.num_cached_tokens
+
+            assert await last(PROMPTS[0]) == (expected[0][0], 0)
+            early = asyncio.create_task(last(PROMPTS[2], 70))
+            while not engine.core.has_unfinished:
+                await asyncio.sleep(0.001)
+            await engine.sleep(level, mode="keep")
+            assert not early.done()
+            late = [asyncio.create_task(last(prompt)) for prompt in PROMPTS[:2]]
+            await asyncio.sleep(0.1)
+            assert not any(each.done() for each in late)
+            if level == 2:
+                await engine.update_weights(changed(0))
+            await engine.wake_up()
+            found = [await asyncio.wait_for(each, 60) for each in late]
+            assert found == [(expected[0][0], 0), (expected[0][1], 0)]
+            assert (await asyncio.wait_for(early, 60))[0][:NUM_TOKENS] == expected[0][2]
+            again = [await last(prompt) for prompt in PROMPTS]
+            assert [tokens for tokens, _ in again] == expected[0]
+            assert [cached for _, cached in again] == [8, 4, 16]
         finally:
             engine.shutdown()
 

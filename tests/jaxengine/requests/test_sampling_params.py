@@ -13,14 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxengine.requests.bad_word_tokens import verify_bad_word_tokens
-from jaxengine.requests.sampling_params import (
-    MAX_BAD_WORDS,
-    MAX_BAD_WORDS_TOKENS,
-    MAX_N,
-    MAX_STOP_STRINGS,
-    RequestOutputKind,
-    SamplingParams,
-)
+from jaxengine.requests.param_limits import MAX_BAD_WORDS, MAX_BAD_WORDS_TOKENS, MAX_N, MAX_STOP_STRINGS
+from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.scheduler.errors import RequestError
 from jaxengine.scheduler.sampling_fields import PENALTIES, TRUNCATION
 from jaxengine.scheduler.token_params import LOGPROBS
@@ -79,6 +73,8 @@ WRONG = {
     "prompt_logprobs": st.one_of(NO_INTS.filter(lambda value: value is not True), ints_outside(-1, 2**31 - 1)),
     "prompt_logprob_start": st.one_of(NO_INTS, ints_outside(0, 2**31 - 1)),
     "logprob_token_ids": st.one_of(NO_IDS.filter(lambda value: value is not None), st.just(list(range(129)))),
+    "prompt_logprob_token_ids": st.one_of(NO_IDS.filter(lambda value: value is not None), st.just(list(range(129)))),
+    "routed_experts_prompt_start": st.one_of(NO_INTS, st.none(), ints_outside(0, 2**31 - 1)),
     "return_sampling_mass": NO_FLAGS,
     "trace_decode_token_ids": NO_IDS.filter(lambda value: value is not None),
     "detokenize": NO_FLAGS,
@@ -105,12 +101,10 @@ WRONG = {
 }
 NOT_BUILT = {
     "stream_interval": 2,
-    "prompt_logprob_token_ids": [1],
     "flat_logprobs": True,
     "logits_processors": [len],
     "skip_reading_prefix_cache": False,
     "repetition_detection": object(),
-    "routed_experts_prompt_start": 1,
 }
 
 
@@ -209,6 +203,19 @@ def test_tokens_with_logprobs_by_id():
         assert (own.features & LOGPROBS > 0) == (expected is not None)
     with pytest.raises(RequestError, match="logprob_token_ids must be token ids inside the vocabulary"):
         SamplingParams(logprob_token_ids=[5, 9]).verify_against(9, 20, 32, True)
+
+
+def test_prompt_logprob_token_ids_ask_for_logprobs_and_share_the_limit():
+    for ids, prompt_logprobs, expected in (([5, 3, 5], None, 0), ([5], 2, 2), ([], None, None), (None, 1, 1)):
+        params = SamplingParams(prompt_logprob_token_ids=ids, prompt_logprobs=prompt_logprobs)
+        own = params.token_params()
+        assert own.prompt_logprob_token_ids == tuple(dict.fromkeys(ids or ()))
+        assert params.num_prompt_logprobs == own.prompt_logprobs == expected
+    both = SamplingParams(logprob_token_ids=range(100), prompt_logprob_token_ids=[9], prompt_logprob_start=3)
+    assert both.token_params().given_token_ids == (*range(100), 9)
+    assert refused(logprob_token_ids=range(100), prompt_logprob_token_ids=range(29)).param == "prompt_logprob_token_ids"
+    with pytest.raises(RequestError, match="prompt_logprob_token_ids must be token ids inside the vocabulary"):
+        SamplingParams(prompt_logprob_token_ids=[5, 9]).verify_against(9, 20, 32, True)
 
 
 def test_where_a_prompts_logprobs_begin():

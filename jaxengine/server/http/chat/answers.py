@@ -49,7 +49,7 @@ class ChatChoice(Answer):
     logprobs_processed: list[float] = ABSENT
     sampling_log_mass: list[float] = ABSENT
     captured: str = ABSENT
-    routed_experts: None
+    routed_experts: str | None
 
 
 class ChatCompletion(NullBody):

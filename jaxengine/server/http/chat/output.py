@@ -10,6 +10,7 @@ from jaxengine.parsers.events import ArgumentsDelta, ContentDelta, Event, Reason
 from jaxengine.requests.outputs import SAMPLING_FIELDS, CompletionOutput, Logprob, PositionLogprobs
 from jaxengine.server.http.captured import captured_fields
 from jaxengine.server.http.protocol import NULL_CHOICE, json_logprob, json_position
+from jaxengine.server.http.routed_experts import encoded_experts
 from jaxengine.server.http.sampling_mass import sampling_fields
 from jaxengine.server.http.weight_spans import SpanWriter
 from jaxengine.tokens.tokenizer import Tokenizer
@@ -68,8 +69,9 @@ class ChatChoiceWriter:
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                 for call in parsed.tool_calls
             ]
-        choice = self._choice(output, "message", message)
-        return {**NULL_CHOICE, **choice, **captured_fields(output), **self._versions(output)}
+        choice = {**NULL_CHOICE, **self._choice(output, "message", message)}
+        found = {"routed_experts": encoded_experts(output), **captured_fields(output)}
+        return {**choice, **found, **self._versions(output)}
 
     def opening(self, index: int) -> list[dict[str, Any]]:
         """The first choices of a stream for output `index`, one per chunk: its role, and the text for `echo`."""

@@ -39,7 +39,7 @@ class CompletionChoice(Answer):
     finish_reason: FinishReason
     stop_reason: int | str | None
     token_ids: list[int] | None
-    routed_experts: None
+    routed_experts: str | None
     prompt_logprobs: PromptLogprobs | None
     prompt_token_ids: list[int] | None
     weight_versions: list[WeightVersions] = ABSENT

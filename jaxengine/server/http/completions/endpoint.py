@@ -27,6 +27,7 @@ from jaxengine.server.http.interleave import interleave
 from jaxengine.server.http.limits import JsonRoute
 from jaxengine.server.http.models import choose_model
 from jaxengine.server.http.protocol import NULL_CHOICE, usage
+from jaxengine.server.http.routed_experts import encoded_experts
 from jaxengine.server.http.sse import answer, event, json_response, stream_events
 from jaxengine.server.names import served_names
 from jaxengine.server.options import ServerConfig
@@ -118,7 +119,8 @@ class _Completion:
         writer = self._writer()
         async with contextlib.aclosing(self.outputs()) as outputs:
             async for prompt, output in outputs:
-                choices += [writer.choice(prompt, output, each) for each in output.outputs]
+                for each in output.outputs:
+                    choices.append(writer.choice(prompt, output, each) | {"routed_experts": encoded_experts(each)})
         choices.sort(key=lambda choice: choice["index"])
         choices = [{**NULL_CHOICE, "prompt_logprobs": None, **choice} for choice in choices]
         return json_response({**self._head, "choices": choices, "usage": self._usage(), **NULL_BODY})

@@ -65,6 +65,7 @@ CHAT = {
     "bad_words": ["no"],
     "prompt_logprobs": 1,
     "prompt_logprob_start": (2, {"prompt_logprobs": 1}),
+    "prompt_logprob_token_ids": ([5, 6], {"prompt_logprobs": 1}),
     "stream_options": ({"include_usage": True}, {"stream": True}),
     "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}},
     "echo": (True, {"messages": ANSWER, "continue_final_message": True}),
@@ -79,6 +80,7 @@ CHAT = {
     "steer": [{"at": "residual:1", "vector": [1.0], "scale": 2}],
     "return_sampling_mass": True,
     "trace_decode_token_ids": [5, 6, 5],
+    "routed_experts_prompt_start": 2,
     "max_tokens": 5,
     "max_completion_tokens": 6,
     "tools": TOOLS,
@@ -143,6 +145,7 @@ def test_no_field_is_forgotten():
 
 def test_what_completions_and_chats_alone_support_is_refused_elsewhere():
     own = {"logprob_token_ids", "prompt_logprob_start", "return_sampling_mass", "steer", "trace_decode_token_ids"}
+    own |= {"routed_experts_prompt_start", "prompt_logprob_token_ids"}
     for model in (CompletionRequest, ChatRequest):
         assert own <= model.model_fields.keys() and not own & model.refused.keys()
     for model in (MessagesRequest, ResponsesRequest):

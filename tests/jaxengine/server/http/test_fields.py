@@ -124,6 +124,10 @@ CASES: dict[str, Case] = {
         [{"at": "residual:1", "vector": [1.0], "scale": 2}],
         lambda before, after: after.answer.error["param"] == "steer",
     ),
+    # Only of an engine with enable_return_routed_experts; what it does, tests of its own show.
+    "routed_experts_prompt_start": Case(
+        1, lambda before, after: after.answer.error["param"] == "routed_experts_prompt_start", {"prompt": [5, 6, 7]}
+    ),
     "max_tokens": Case(2, lambda before, after: after.usage["completion_tokens"] == 2),
     "model": Case(
         "other", lambda before, after: [each.answer.json["model"] for each in (before, after)] == ["tiny", "other"]
@@ -141,6 +145,14 @@ CASES: dict[str, Case] = {
             and after.choice["prompt_logprobs"][3:] == before.choice["prompt_logprobs"][3:]
         ),
         {"prompt_logprobs": 1, "prompt": [5, 6, 7, 8, 9]},
+    ),
+    "prompt_logprob_token_ids": Case(
+        [3, 900],
+        lambda before, after: (
+            all({"3", "900"} <= each.keys() for each in after.choice["prompt_logprobs"][1:])
+            and all("900" not in each for each in before.choice["prompt_logprobs"][1:])
+        ),
+        {"prompt_logprobs": 0, "prompt": [5, 6, 7, 8, 9]},
     ),
     "request_id": Case("mine", lambda before, after: after.answer.json["id"] == after.calls[0][2] == "cmpl-mine"),
     "response_format": Case(

@@ -12,12 +12,8 @@ from typing import Any
 
 import pytest
 
-from jaxengine.requests.sampling_params import (
-    MAX_BAD_WORDS_CHARS,
-    MAX_STOP_CHARS,
-    MAX_TOKEN_IDS,
-    SamplingParams,
-)
+from jaxengine.requests.param_limits import MAX_BAD_WORDS_CHARS, MAX_STOP_CHARS, MAX_TOKEN_IDS
+from jaxengine.requests.sampling_params import SamplingParams
 from jaxengine.scheduler.errors import OverloadedError, RequestError, show_value
 from jaxengine.server.http.app import create_app
 from jaxengine.server.http.chat.protocol import ChatRequest

@@ -1,0 +1,29 @@
+"""Limits of sampling parameters, and what an output may contain. Needs nothing to import."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+# vLLM's own limit of `n`; the server sets a lower one.
+MAX_N = 16384
+MAX_STOP_STRINGS = 16
+MAX_BAD_WORDS = 128
+MAX_BAD_WORDS_TOKENS = 1024
+# Limit of all bad words together: more characters than that many tokens have.
+MAX_BAD_WORDS_CHARS = 32 * MAX_BAD_WORDS_TOKENS
+MAX_STOP_CHARS = 16384
+# Entries of a list of token ids; no vocabulary is larger.
+MAX_TOKEN_IDS = 2**20
+MAX_EXTRA_ARGS = 256
+GREEDY_BELOW = 1e-5
+MIN_TEMPERATURE = 0.01
+INT32_MAX = 2**31 - 1
+INT64_MAX = 2**63 - 1
+
+
+class RequestOutputKind(Enum):
+    """What each RequestOutput of a stream contains."""
+
+    CUMULATIVE = 0  # everything so far
+    DELTA = 1  # what is new since the last one
+    FINAL_ONLY = 2  # one output, at the end

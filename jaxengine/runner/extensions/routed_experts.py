@@ -1,0 +1,96 @@
+"""routed_experts: the experts that each token was sent to, in every layer that has some."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxengine.models.config.taps import EXPERTS, Tap
+from jaxengine.models.layers.taps import Taps
+from jaxengine.runner.extension import DeviceExtension, HostExtension, StageShape
+from jaxengine.runner.programs.forward_pass import ForwardPass
+from jaxengine.runner.programs.pending_step import PendingStep
+from jaxengine.scheduler.buckets import Bucket
+
+NAME = "routed_experts"
+
+
+class RoutedExpertsExtension(DeviceExtension):
+    """Leaves the experts of every token in the layers of its stage, [T, L * k]; nothing in a stage without experts.
+
+    There is no epilogue: the host fetches what the forward passes of all stages left.
+
+    Attributes:
+      dtype: uint8 where it holds the number of each expert, else uint16.
+    """
+
+    name = NAME
+
+    def __init__(self, shape: StageShape):
+        super().__init__(shape)
+        experts = shape.model.config.experts
+        assert experts is not None
+        self._taps = [Tap(EXPERTS, layer) for layer in shape.model.stage.layers if layer not in experts.dense_layers]
+        self.num_per_token, self.dtype = experts.num_per_token, np.uint8 if experts.num_experts <= 256 else np.uint16
+        self.description = f"leaves the experts of {len(self._taps)} layers"
+
+    def label(self, bucket: Bucket) -> str:
+        return f", {self.description}"
+
+    def left(self, num_tokens: int, num_rows: int) -> Any:
+        width = len(self._taps) * self.num_per_token
+        return self.shape.rows(num_tokens, self.dtype, width) if width else None
+
+    def memory(self) -> Mapping[str, int]:
+        """Those of the steps in flight, and of the one that the host is reading."""
+        of_token = len(self._taps) * self.num_per_token * np.dtype(self.dtype).itemsize
+        most = max(bucket.num_tokens for bucket in self.shape.buckets)
+        return {"routed experts": most * of_token * (self.shape.config.max_in_flight + 1)}
+
+    def before_model(self, step: ForwardPass) -> ForwardPass:
+        return step.with_section(NAME, Taps(self._taps)) if self._taps else step
+
+    def after_model(self, step: ForwardPass) -> ForwardPass:
+        if not self._taps:
+            return step
+        found: Taps = step.batch.sections[NAME]
+        with jax.named_scope(NAME):
+            joined = jnp.concatenate([found[tap] for tap in self._taps], axis=-1)
+            return step.leaving(NAME, joined.astype(self.dtype))
+
+    def on_host(self, runner: Any) -> HostExtension:
+        return StepExperts(runner, self)
+
+
+class StepExperts(HostExtension):
+    """Fetches the experts of steps.
+
+    Attributes:
+      num_layers: layers with experts, of all stages.
+      num_per_token, dtype: as RoutedExpertsExtension has them.
+    """
+
+    def __init__(self, runner: Any, extension: RoutedExpertsExtension):
+        super().__init__(runner)
+        model = extension.shape.model.config
+        assert model.experts is not None
+        self.num_layers = model.num_layers - len(model.experts.dense_layers)
+        self.num_per_token, self.dtype = extension.num_per_token, extension.dtype
+
+    def keep(self, pending: PendingStep) -> None:
+        """Keep those of a step whose sampler has not been dispatched, to be fetched later."""
+        assert pending.forwarded is not None
+        stages = (*pending.forwarded.earlier, pending.forwarded.sections)
+        pending.outputs[NAME] = [sections[NAME] for sections in stages if NAME in sections]
+
+    def fetch(self, pending: PendingStep) -> np.ndarray:
+        """Return the experts of a step that was kept, [replicas, T, layers with experts, k]; waits for the step.
+
+        T: tokens of the step's bucket; rows of padding mean nothing. KeyError for a step that was not kept.
+        """
+        shape = self.runner.num_ranks, pending.bucket.num_tokens, -1, self.num_per_token
+        return np.concatenate([each.reshape(shape) for each in pending.output(NAME)], axis=2)
