@@ -235,7 +235,8 @@ def step_work(model: Any, bucket: Bucket, kv_dtype: str, dtype: str, context: in
         if not attention.attends:
             continue
         attended = attention_work(attention, bucket, kv_dtype, dtype, context)
-        updated = update_work(attention, bucket, kv_dtype, dtype)
-        num_bytes += (attended.num_bytes + updated.num_bytes) // mesh.model
+        num_bytes += attended.num_bytes // mesh.model
+        if attention.has_pages:
+            num_bytes += update_work(attention, bucket, kv_dtype, dtype).num_bytes // mesh.model
         flops += attended.flops // mesh.model
     return Work(num_bytes, flops)

@@ -39,6 +39,7 @@ class StepInputs(NamedTuple):
       temperature: f32[T], factor of queries; None for none.
       made: result of jaxengine.models.layers.mla_made.made_rows; None where no row has expanded (non-absorbed) keys and
         values.
+      of_layer: [T, P], what this layer alone gets beside the hidden states; None for nothing.
     """
 
     rows: Rows
@@ -46,6 +47,7 @@ class StepInputs(NamedTuple):
     schedule: Any
     temperature: jax.Array | None = None
     made: Any = None
+    of_layer: jax.Array | None = None
 
 
 class LayerPages(NamedTuple):

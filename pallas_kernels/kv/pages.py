@@ -113,6 +113,9 @@ class KVPages:
     A stored code c of kv head k stands for c * k_scale[k] (key) or c * value_scale[k] (value); with `spec.token_scales`
     it stands for c times the scale stored after it, and there are no scales of heads. Inside shard_map `data` holds
     fewer heads than `spec` says: implementations read the head count from `data`.
+
+    first_lane: where pages of the layout "tpu" begin in rows of `data` that are wider than theirs, as those of several
+    layers lie side by side; a multiple of LANES. 0 in other layouts.
     """
 
     data: jax.Array
@@ -120,6 +123,7 @@ class KVPages:
     v_scale: jax.Array | None  # f32 [K]; None also where values lie in keys
     spec: KVSpec = field(metadata={"static": True})
     layout: str = field(default="cpu", metadata={"static": True})
+    first_lane: int = field(default=0, metadata={"static": True})
 
     @property
     def num_pages(self) -> int:
