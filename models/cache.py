@@ -297,9 +297,21 @@ def of_layer(kv: KVPages, place: LayerPlace, index: int) -> KVPages:
     if not _differs(kv, place):
         return own
     if kv.layout == "tpu":
-        lanes = pool_shape(place.spec, kv.layout)[2]
-        return replace(own, spec=replace(place.spec, num_pages=kv.num_pages), first_lane=place.part * lanes)
+        lanes = _own_lanes(place)
+        first = place.part * lanes
+        return replace(own, spec=replace(place.spec, num_pages=kv.num_pages), lanes=(first, first + lanes))
     return replace(own, spec=replace(place.spec, num_pages=kv.num_pages * place.parts))
+
+
+def _own_lanes(place: LayerPlace) -> int:
+    """Lanes of a row that a layer takes on a TPU. Raises ValueError for pages that are no whole number of tiles."""
+    lanes, elements = pool_shape(place.spec, "tpu")[2], _token_elements(place.spec)
+    if lanes != elements:
+        raise ValueError(
+            "layers whose pages differ in size need tokens of a multiple of 128 elements (keys and values of all KV "
+            f"heads) on TPUs, got {elements}"
+        )
+    return lanes
 
 
 def _differs(kv: KVPages, place: LayerPlace) -> bool:
@@ -341,7 +353,8 @@ def largest_of_layer(kv: KVPages, place: LayerPlace, num_pages: int) -> tuple[ja
     rows = lax.dynamic_slice_in_dim(kv.data, first, num_pages)
     shape = pool_shape(replace(place.spec, num_pages=num_pages), kv.layout)
     if kv.layout == "tpu":
-        rows = lax.slice_in_dim(rows, place.part * shape[2], (place.part + 1) * shape[2], axis=2)
+        first = place.part * _own_lanes(place)
+        rows = lax.slice_in_dim(rows, first, first + shape[2], axis=2)
     else:
         rows = rows.reshape(num_pages, place.parts, *shape[1:])[:, place.part]
     return largest(replace(kv, data=rows, spec=replace(place.spec, num_pages=num_pages)), jnp.int32(0), num_pages)

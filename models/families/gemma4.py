@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -21,19 +21,16 @@ from jaxengine.models.config.rope import Rope, RopeScaling
 from jaxengine.models.families.gemma2 import Gemma2ForCausalLM, read_cap
 from jaxengine.models.families.llama import LAYER
 from jaxengine.models.forward_batch import ForwardBatch
-from jaxengine.models.layers.attention import LayerPages, StepInputs, attention_spec, head_copies
+from jaxengine.models.layers.attention import Attention, LayerPages, StepInputs
 from jaxengine.models.layers.embedding import Embedding
 from jaxengine.models.layers.linear import Linear
 from jaxengine.models.layers.mlp import GatedMLP, gelu_tanh
 from jaxengine.models.layers.moe import ExpertNames, MixtureOfExperts
 from jaxengine.models.layers.norm import RMSNorm, rms_normalized
-from jaxengine.models.layers.rope import apply_rope
 from jaxengine.models.layers.scale import scaled
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.params.source import CheckpointNames, StackedExperts
-from jaxengine.pallas_kernels.attention.op import ragged_paged_attention
 from jaxengine.pallas_kernels.kv.pages import KVPages
-from jaxengine.pallas_kernels.kv.update import kv_cache_update
 
 # What transformers takes for fields that a file lacks.
 DEFAULTS: dict[str, Any] = {
@@ -57,48 +54,20 @@ _ROPES = {
 STACKED = StackedExperts(out_first=True)
 
 
-class Gemma4Attention(nnx.Module):
-    """Grouped-query attention with norms of q, k and v before rope, whose keys and values may be another layer's."""
+class Gemma4Attention(Attention):
+    """Attention with norms of q, k and v, the last one without a weight."""
 
     def __init__(self, attention: LayerAttention, hidden_size: int, *, eps: float, source: str, build: Build):
-        self.spec = attention_spec(attention, build.mesh)
-        self.eps, head_dim, copies = eps, attention.head_dim, head_copies(attention, build.mesh)
-        q_size, kv_size = attention.num_heads * head_dim, attention.num_kv_heads * head_dim
-        parts = [Source(f"{source}.q_proj", q_size, group=head_dim)]
-        self.reads_only = attention.kv_source is not None
-        if not self.reads_only:
-            names = ["k_proj"] if attention.keys_as_values else ["k_proj", "v_proj"]
-            parts += [Source(f"{source}.{name}", kv_size, copies, head_dim) for name in names]
-            self.k_norm = RMSNorm(head_dim, eps, source=f"{source}.k_norm", build=build)
-        self.q_norm = RMSNorm(head_dim, eps, source=f"{source}.q_norm", build=build)
-        self.qkv = Linear(hidden_size, parts, axes=("embed", "heads"), bias=attention.bias, build=build)
-        out = Source(f"{source}.o_proj", hidden_size)
-        self.out = Linear(q_size, (out,), axes=("heads", "embed"), bias=attention.output_bias, build=build)
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(attention.head_dim, eps, source=f"{source}.{name}", build=build)
 
-    def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
-        """Map x[T, D] to ([T, D], the pool with this step's keys and values of this layer written, if it has own)."""
-        spec = self.spec
-        with jax.named_scope("qkv"):
-            heads = self.qkv(x, step.rows).reshape(x.shape[0], -1, spec.head_dim)
-            ends = list(range(spec.num_q_heads, heads.shape[1], spec.num_kv_heads))
-            q, *own = jnp.split(heads, ends, axis=1)
-        ragged = pages.in_pool(kv.page_size)
-        q = self._rotated(self.q_norm(q), step)
-        if not self.reads_only:
-            k, v = own[0], own[-1]  # one and the same where keys are values as well
-            with jax.named_scope("kv_norm"):
-                k, v = self._rotated(self.k_norm(k), step), rms_normalized(v, self.eps).astype(v.dtype)
-            with jax.named_scope("kv_cache_update"):
-                kv = kv_cache_update(kv, k, v, ragged.slot_mapping, schedule=pages.update_schedule)
-        with jax.named_scope("ragged_paged_attention"):
-            o = cast(jax.Array, ragged_paged_attention(q, kv, ragged, spec=spec, schedule=step.schedule))
-        with jax.named_scope("o_proj"):
-            return self.out(o.reshape(x.shape[0], -1), step.rows), kv
+        norms = norm("q_norm"), norm("k_norm") if attention.kv_source is None else None
+        super().__init__(attention, hidden_size, eps=eps, source=source, qk_norms=norms, build=build)
+        self.eps = eps
 
-    def _rotated(self, x: jax.Array, step: StepInputs) -> jax.Array:
-        assert step.rope is not None
-        with jax.named_scope("rope"):
-            return apply_rope(x, *step.rope)
+    def values(self, v: jax.Array) -> jax.Array:
+        with jax.named_scope("v_norm"):
+            return rms_normalized(v, self.eps).astype(v.dtype)
 
 
 class Gemma4Experts(MixtureOfExperts):
