@@ -214,7 +214,8 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
             bias=bias,
             output_bias=bias,
         )
-        size = fields.integer("hidden_size_per_layer_input", _INPUT_SIZE, minimum=0)
+        name = "hidden_size_per_layer_input"
+        size = fields.integer(name, 0 if name in fields.raw else _INPUT_SIZE, minimum=0)  # null, too, means none
         vocab_size = shared["vocab_size"]
         if size and fields.integer("vocab_size_per_layer_input", 262144) != vocab_size:
             raise fields.fail("vocab_size_per_layer_input", f"vocab_size, {vocab_size}")
