@@ -169,7 +169,8 @@ GPTQ): [Quantised weights](quantization.md).
 **Weights** are read from safetensors (one or several files; MXFP4 in gpt-oss), from GGUF (F32, F16, BF16, Q8_0, Q4_0,
 Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, MXFP4; dequantised at load, or kept as stored with `quantization="gguf"`), or from
 the output of `jaxengine convert`. Models run in float32 or bfloat16, also with [quantised weights](quantization.md) and
-[adapters](lora.md). Families with a vision tower take [images and videos](media.md); audio is not built.
+[adapters](lora.md). Families with a vision tower take [images and videos](media.md); audio is not built,
+and Gemma 4 reads text alone.
 
 **From the hub**, the configuration, the tokenizer and the weights listed in `model.safetensors.index.json` are
 downloaded once; `consolidated.safetensors`, `original/` and pickles are not. Name a GGUF file as `org/name/FILE.gguf`,
