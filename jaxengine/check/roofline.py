@@ -143,7 +143,7 @@ def product_work(model: Any, bucket: Bucket, dtype: str, kv: KVPages | None = No
     weight_bytes = reached_bytes = expert_bytes = quantized_bytes = flops = row_bytes = 0
     block, expert_rows = _expert_rows(model, bucket, kv), _LEAST.get("" if kv is None else kv.layout, 1)
     for param in declared_params(model):
-        if param.path[0] == TOWER:
+        if param.path[0] == TOWER or param.path[:2] == ("layer_inputs", "table"):  # of which rows are read alone
             continue
         over = [mesh.num_shards(axis) if axis is not None else 1 for axis in param.decl.axes]
         part = [size // shards for size, shards in zip(param.shape, over, strict=True)]

@@ -51,7 +51,13 @@ _ROPES = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
 }
-STACKED = StackedExperts(out_first=True)
+_UNREAD = ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
+# The language model's names in checkpoints that have towers as well, and those towers.
+NAMES = CheckpointNames(
+    prefixes=(("model.language_model.", "model."),),
+    tower=tuple(f"model.{part}." for part in _UNREAD),
+    stacked_experts=StackedExperts(out_first=True),
+)
 
 
 class Gemma4Attention(Attention):
@@ -189,7 +195,7 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
     """A decoder of Gemma4Layers with a scaled embedding and bounded logits."""
 
     gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
-    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(stacked_experts=STACKED)
+    checkpoint_names: ClassVar[CheckpointNames] = NAMES
     norm_class = RMSNorm
 
     def __init__(self, config: ModelConfig, build: Build):
@@ -235,8 +241,7 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
         return Gemma4Layer(self.config, layer, build)
 
     def make_layer_inputs(self, batch: ForwardBatch, x: jax.Array) -> jax.Array:
-        with jax.named_scope("layer_inputs"):
-            return self.layer_inputs(batch.token_ids, x)
+        return self.layer_inputs(batch.token_ids, x)
 
 
 def _attention(
@@ -305,12 +310,6 @@ def _experts(fields: ConfigFields) -> ExpertsConfig:
 
 class Gemma4ForConditionalGeneration(Gemma4ForCausalLM):
     """The part of Gemma 4 that reads text, of checkpoints that have towers for pictures and audio as well."""
-
-    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
-        prefixes=(("model.language_model.", "model."),),
-        tower=("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
-        stacked_experts=STACKED,
-    )
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:

@@ -125,7 +125,8 @@ class Decoder(nnx.Module):
         step = DecoderStep(self.config, self.build, groups, batch, kv)
         with jax.named_scope("embed"):
             x = step.embed(self.embed_batch(batch)) if hidden is None else step.taken_over(hidden)
-            if hidden is None and self.config.layer_input_size:
+        if hidden is None and self.config.layer_input_size:
+            with jax.named_scope("layer_inputs"):
                 step.layer_inputs = self.make_layer_inputs(batch, x)
         for index, layer in enumerate(self.layers):
             x = step.run(index, layer, x)

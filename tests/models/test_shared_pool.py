@@ -33,7 +33,8 @@ from jaxengine.models.cache import (
     row_step,
 )
 from jaxengine.models.forward_batch import ForwardBatch
-from jaxengine.models.registry import build_model, read_hf
+from jaxengine.models.registry import build_model, read_folder, read_hf
+from jaxengine.models.weights.load import is_unread
 from jaxengine.pallas_kernels.attention.op import RaggedBatch
 from jaxengine.pallas_kernels.kv.pages import alloc
 from jaxengine.runner.devices import build_split
@@ -132,8 +133,6 @@ def test_published_models_allocate_what_their_layers_keep(raw, bytes_of_token, r
 
 
 def recorded_config(name: str) -> Any:
-    from jaxengine.models.registry import read_folder
-
     return read_folder(CHECKPOINTS / name)
 
 
@@ -155,6 +154,7 @@ def test_such_a_pool_is_updated_in_place(num_tokens):
         return nnx.merge(graph, state)(batch, kv)
 
     memory = jax.jit(forward, donate_argnums=2).lower(state, batch, kv).compile().memory_analysis()
+    assert memory is not None
     size = kv.data.size * kv.data.dtype.itemsize
     assert memory.alias_size_in_bytes >= size
     assert memory.temp_size_in_bytes < size / 50
@@ -179,6 +179,14 @@ def resolved(name: str, **options: Any) -> Any:
 def test_what_such_a_pool_cannot_hold_is_refused(name, options, message):
     with pytest.raises(ConfigError, match=message):
         resolved(name, **options)
+
+
+def test_what_a_layer_takes_from_another_one_is_not_read():
+    """Published checkpoints store keys and values of all layers."""
+    model = build_model(recorded_config("gemma4"), Build(jnp.float32))
+    stored = [f"model.layers.{layer}.self_attn.{part}.weight" for layer in (4, 5) for part in ("k_proj", "v_norm")]
+    assert [is_unread(model, name) for name in stored] == [False, False, True, True]
+    assert is_unread(model, "model.vision_tower.patch_embedder.weight") and not is_unread(model, "model.norm.weight")
 
 
 def test_a_stage_has_the_layers_whose_keys_it_reads():
