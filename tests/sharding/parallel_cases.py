@@ -179,8 +179,9 @@ OPTIONS = {
     "compilation_config": {"cudagraph_capture_sizes": [8], "prefill_sizes": [32]},
     "disable_log_stats": True,
 }
-# The longest request holds 16 pages, or 27 where two cache groups take pages of the pool.
-MORE_PAGES = dict.fromkeys(("gemma2", "gemma4", "gemma4_moe", "gpt_oss"), {"num_gpu_blocks_override": 60})
+# The longest request holds 16 pages, or 27 where two cache groups take pages of the pool, 43 where three do.
+MORE_PAGES = dict.fromkeys(("gemma2", "gemma4_moe", "gpt_oss"), {"num_gpu_blocks_override": 60})
+MORE_PAGES["gemma4"] = {"num_gpu_blocks_override": 96}
 
 
 def requests() -> tuple[list[dict[str, Any]], list[SamplingParams]]:
