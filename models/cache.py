@@ -4,6 +4,12 @@ Layers that keep the same keys, all or those of a window, form a group with a pa
 pages of one pool: a page holds the keys and values of `page_size` tokens in the layers of one group, and layer number i
 of any group finds page p in row i * pages + p. So memory flows between groups, and kernels need not be aware of them.
 
+Where layers differ in heads or head sizes a row has room for a token count of the widest that all of them divide, and
+several narrow layers share it (`LayerPlace`). CPUs and GPUs read a layer's pages as a view of the same bytes, in which
+every row is cut into as many; on TPUs, whose tiles allow no such view, layers lie side by side in a row's lanes.
+
+A layer that attends to another one's keys and values has no pages (LayerAttention.kv_source).
+
 Layers that keep a state of each sequence have arrays with a row for each slot instead of pages.
 
 A pool of codes has scales for every layer with pages: rows of k_scale and v_scale, f32[layers, K], in the layers'
@@ -22,6 +28,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxengine.models.config.state import StateArray
@@ -33,8 +40,10 @@ from jaxengine.pallas_kernels.kv.pages import (
     largest,
     page_bytes,
     partition_spec,
+    pool_shape,
 )
 from jaxengine.pallas_kernels.registry import (
+    UNPAGED,
     block_profile,
     kernel_modules,
     plain_cards,
@@ -43,7 +52,7 @@ from jaxengine.pallas_kernels.registry import (
 )
 from jaxengine.pallas_kernels.state.rows import StateRows
 from jaxengine.sharding.layout import RULES
-from jaxengine.sharding.rules import logical_to_spec, whole_shape
+from jaxengine.sharding.rules import logical_to_spec, part_shape, whole_shape
 
 __all__ = [
     "Cache",
@@ -54,11 +63,15 @@ __all__ = [
     "StateRows",
     "abstract_kv",
     "block_profile",
+    "as_stored",
+    "as_viewed",
     "device_kv",
     "group_layers",
     "kernel_modules",
     "kv_partition",
-    "largest",
+    "largest_of_layer",
+    "layer_places",
+    "num_pages_of",
     "num_places",
     "of_layer",
     "page_bytes_of_group",
@@ -79,12 +92,28 @@ class Paged:
     Attributes:
       layers: layers of a stage, numbered as in the full model, ascending.
       window: keys that a token sees, itself included; None for all. Pages before it are freed.
-      spec: shape of one page of one layer.
+      specs: shape of one page of each of these layers.
     """
 
     layers: tuple[int, ...]
     window: int | None
+    specs: tuple[KVSpec, ...]
+
+
+class LayerPlace(NamedTuple):
+    """Where one layer has its pages in the pool of a stage.
+
+    Attributes:
+      spec: shape of one page of the layer.
+      row: rows from row * pages on, one for each page, hold it.
+      parts: layers that share such a row, all of this spec; 1 for a layer that fills it.
+      part: which of them it is.
+    """
+
     spec: KVSpec
+    row: int
+    parts: int
+    part: int
 
 
 @dataclass(frozen=True)
@@ -130,47 +159,102 @@ def state_arrays(groups: Sequence[Paged | State]) -> list[tuple[StateArray, ...]
     return [arrays[layer] for layer in sorted(arrays)]
 
 
-def group_layers(windows: Sequence[int | None], *, hybrid: bool = True) -> list[tuple[int | None, tuple[int, ...]]]:
+def group_layers(
+    windows: Sequence[int | None], widths: Sequence[int] | None = None, *, hybrid: bool = True
+) -> list[tuple[int | None, tuple[int, ...]]]:
     """Group layers with these windows (None: all keys): (window, indices of its layers) of each cache group.
 
-    There must be a layer, unless `hybrid` is False.
+    There must be a layer, unless `hybrid` is False. widths: elements of a token in each layer, None where they do not
+    differ.
 
     Layers of one window are dealt out to groups of at most n layers, one after the other, so that every pipeline stage
     has a similar share of each; n is chosen so that few rows of the groups' pages stay empty, and few groups are needed
-    (a page table and a slot mapping each). With one window for all layers there is one group. hybrid: False puts all
-    layers into one group that keeps all keys.
+    (a page table and a slot mapping each); n counts layers of the greatest width, and narrower ones by their share of
+    it. With one window for all layers there is one group. hybrid: False puts all layers into one group that keeps all
+    keys.
     """
     if not hybrid:
         return [(None, tuple(range(len(windows))))]
+    widths = widths or [1] * len(windows)
+    unit = math.lcm(*widths)
     kinds = {window: [layer for layer, each in enumerate(windows) if each == window] for window in windows}
-    counts = [len(layers) for layers in kinds.values()]
+    counts = {window: _num_rows([unit // widths[layer] for layer in layers]) for window, layers in kinds.items()}
+    total = sum(counts.values())
 
     def cost(size: int) -> float:
-        groups = sum(-(-count // size) for count in counts)
-        return groups * size - len(windows) + 0.02 * groups * math.sqrt(len(windows))
+        groups = sum(-(-count // size) for count in counts.values())
+        return groups * size - total + 0.02 * groups * math.sqrt(len(windows))
 
-    size = min(range(1, max(counts) + 1), key=cost)
+    size = min(range(1, max(counts.values()) + 1), key=cost)
     return [
-        (window, tuple(layers[first :: -(-len(layers) // size)]))
+        (window, tuple(layers[first :: -(-counts[window] // size)]))
         for window, layers in kinds.items()
-        for first in range(-(-len(layers) // size))
+        for first in range(-(-counts[window] // size))
     ]
 
 
+def _num_rows(parts: Sequence[int]) -> int:
+    """Rows that layers fill of which so many share a row with others of their kind."""
+    return sum(-(-parts.count(each) // each) for each in set(parts))
+
+
+def _specs(groups: Sequence[Paged | State]) -> dict[KVSpec, int]:
+    """The shapes of pages of the layers here, and how many layers of each share a row. One at least.
+
+    Raises ValueError for token scales in layers that differ.
+    """
+    specs = list(dict.fromkeys(spec for group in paged_groups(groups) for spec in group.specs))
+    if len(specs) > 1 and any(spec.token_scales for spec in specs):
+        raise ValueError("layers whose pages differ in size cannot have scales of tokens")
+    width = math.lcm(*(_token_elements(spec) for spec in specs))
+    return {spec: width // _token_elements(spec) for spec in specs}
+
+
+def _token_elements(spec: KVSpec) -> int:
+    return spec.num_kv_heads * spec.token_width
+
+
+def layer_places(groups: Sequence[Paged | State]) -> dict[int, LayerPlace]:
+    """Place of each layer with pages here, by its number in the model."""
+    places, specs = {}, _specs(groups)
+    for group in paged_groups(groups):
+        row = 0
+        for spec in dict.fromkeys(group.specs):
+            own = [layer for layer, each in zip(group.layers, group.specs, strict=True) if each == spec]
+            parts = specs[spec]
+            places |= {layer: LayerPlace(spec, row + at // parts, parts, at % parts) for at, layer in enumerate(own)}
+            row += -(-len(own) // parts)
+    return places
+
+
 def num_places(groups: Sequence[Paged | State]) -> int:
-    """Number of layers that a page holds: those of the largest group, and one in a stage whose layers all have
-    states."""
-    return max(1, *(len(group.layers) for group in paged_groups(groups)))
+    """Rows of the pool that a page takes: as many as the largest group fills, one for each layer where all are of one
+    size."""
+    return max([1, *(1 + place.row for place in layer_places(groups).values())])
 
 
 def pool_spec(groups: Sequence[Paged | State], num_pages: int) -> KVSpec:
     """Spec of one device's pool that holds `num_pages` pages of any group."""
-    return replace(paged_groups(groups)[0].spec, num_pages=num_places(groups) * num_pages)
+    (spec, parts), *others = _specs(groups).items()
+    size = num_places(groups) * num_pages
+    if not others:
+        return replace(spec, num_pages=size)
+    width = parts * _token_elements(spec)
+    return replace(spec, num_pages=size, num_kv_heads=1, head_dim=width - width // 2, v_head_dim=width // 2)
+
+
+def num_pages_of(kv: KVPages, groups: Sequence[Paged | State]) -> int:
+    """Pages of any group that the pool `kv` of these groups holds on one device. Raises ValueError for a pool that is
+    no whole number of them."""
+    num_pages, rest = divmod(kv.num_pages, num_places(groups))
+    if rest:
+        raise ValueError(f"num_pages must be a multiple of {num_places(groups)} layers, got {kv.num_pages}")
+    return num_pages
 
 
 def page_bytes_of_group(groups: Sequence[Paged | State], *, layout: str) -> int:
     """Bytes of a page on one device, in all layers of its group."""
-    return page_bytes(paged_groups(groups)[0].spec, layout) * num_places(groups)
+    return page_bytes(pool_spec(groups, 1), layout) * num_places(groups)
 
 
 def kv_partition(kv: KVPages) -> KVPages:
@@ -187,8 +271,11 @@ def abstract_kv(groups: Sequence[Paged | State], num_pages: int, *, layout: str,
     num_pages: pages of any group that each rank holds. layout: the platform whose kernels read it. Head scales are
     those of all layers with pages here; None where the dtype needs none.
     """
-    num_layers = sum(len(group.layers) for group in paged_groups(groups))
-    kv = jax.eval_shape(lambda: _pool(pool_spec(groups, num_pages), layout, num_layers))
+    places, (spec, *others) = layer_places(groups), _specs(groups)
+    if len({each.num_kv_heads for each in (spec, *others)}) > 1 and has_head_scales(spec):
+        raise ValueError(f"layers that differ in kv heads cannot share a pool of {spec.dtype}, which has their scales")
+    scales = len(places), spec.num_kv_heads
+    kv = jax.eval_shape(lambda: _pool(pool_spec(groups, num_pages), layout, scales))
 
     def of_all_devices(leaf: Any, spec: Any) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(mesh, spec)
@@ -199,18 +286,84 @@ def abstract_kv(groups: Sequence[Paged | State], num_pages: int, *, layout: str,
 
 def device_kv(shapes: KVPages) -> KVPages:
     """Allocate one device's part of the pool of `abstract_kv`, zeroed; head scales start as 1."""
-    return _pool(shapes.spec, shapes.layout, 0 if shapes.k_scale is None else shapes.k_scale.shape[0])
+    return _pool(shapes.spec, shapes.layout, (0, 0) if shapes.k_scale is None else part_shape(shapes.k_scale))
 
 
-def of_layer(kv: KVPages, index: int) -> KVPages:
-    """Return the pool with the scales of one layer, given by its index among this stage's layers with pages."""
+def of_layer(kv: KVPages, place: LayerPlace, index: int) -> KVPages:
+    """Return the pool with the spec and the scales of one layer, given by its place and its index among this stage's
+    layers with pages. Its data is that of the pool: `as_viewed` gives it the layer's shape."""
     k_scale, v_scale = (None if scale is None else scale[index] for scale in (kv.k_scale, kv.v_scale))
-    return replace(kv, k_scale=k_scale, v_scale=v_scale)
+    own = replace(kv, k_scale=k_scale, v_scale=v_scale)
+    if not _differs(kv, place):
+        return own
+    if kv.layout == "tpu":
+        lanes = _own_lanes(place)
+        first = place.part * lanes
+        return replace(own, spec=replace(place.spec, num_pages=kv.num_pages), lanes=(first, first + lanes))
+    return replace(own, spec=replace(place.spec, num_pages=kv.num_pages * place.parts))
 
 
-def _pool(spec: KVSpec, layout: str, num_layers: int) -> KVPages:
+def _own_lanes(place: LayerPlace) -> int:
+    """Lanes of a row that a layer takes on a TPU. Raises ValueError for pages that are no whole number of tiles."""
+    lanes, elements = pool_shape(place.spec, "tpu")[2], _token_elements(place.spec)
+    if lanes != elements:
+        raise ValueError(
+            "layers whose pages differ in size need tokens of a multiple of 128 elements (keys and values of all KV "
+            f"heads) on TPUs, got {elements}"
+        )
+    return lanes
+
+
+def _differs(kv: KVPages, place: LayerPlace) -> bool:
+    """Whether the layer's pages have another shape than the pool's rows."""
+    return replace(place.spec, num_pages=kv.num_pages) != kv.spec
+
+
+def first_page(kv: KVPages, place: LayerPlace, num_pages: int) -> int:
+    """Row of the layer's view of the pool that holds its page 0; page p is `row_step` * p rows on."""
+    row = place.row * num_pages
+    return row if row_step(kv, place) == 1 else row * place.parts + place.part
+
+
+def row_step(kv: KVPages, place: LayerPlace) -> int:
+    """Rows of the layer's view of the pool from one of its pages to the next."""
+    return 1 if kv.layout in ("tpu", UNPAGED) else place.parts
+
+
+def as_viewed(kv: Any) -> Any:
+    """The pool of `of_layer` with data of the layer's shape, the same bytes; anything else as it is."""
+    if not isinstance(kv, KVPages) or kv.layout in ("tpu", UNPAGED):
+        return kv
+    shape = pool_shape(kv.spec, kv.layout)
+    return kv if kv.data.shape == shape else replace(kv, data=kv.data.reshape(shape))
+
+
+def as_stored(kv: Any, like: Any) -> Any:
+    """The inverse of `as_viewed`: data of the shape of the pool `like`."""
+    if not isinstance(kv, KVPages) or kv.layout == UNPAGED or kv.data.shape == like.data.shape:
+        return kv
+    return replace(kv, data=kv.data.reshape(like.data.shape))
+
+
+def largest_of_layer(kv: KVPages, place: LayerPlace, num_pages: int) -> tuple[jax.Array, jax.Array | None]:
+    """jaxengine.pallas_kernels.kv.pages.largest of one layer's pages in a pool of `num_pages` pages."""
+    first = jnp.int32(place.row * num_pages)
+    if not _differs(kv, place):
+        return largest(kv, first, num_pages)
+    rows = lax.dynamic_slice_in_dim(kv.data, first, num_pages)
+    shape = pool_shape(replace(place.spec, num_pages=num_pages), kv.layout)
+    if kv.layout == "tpu":
+        first = place.part * _own_lanes(place)
+        rows = lax.slice_in_dim(rows, first, first + shape[2], axis=2)
+    else:
+        rows = rows.reshape(num_pages, place.parts, *shape[1:])[:, place.part]
+    return largest(replace(kv, data=rows, spec=replace(place.spec, num_pages=num_pages)), jnp.int32(0), num_pages)
+
+
+def _pool(spec: KVSpec, layout: str, scales: tuple[int, ...]) -> KVPages:
+    """scales: layers with pages, and kv heads of each."""
     kv = alloc(spec, layout=layout)
     if not has_head_scales(spec):
         return kv
-    ones = jnp.ones((num_layers, spec.num_kv_heads), jnp.float32)
+    ones = jnp.ones(scales, jnp.float32)
     return replace(kv, k_scale=ones, v_scale=None if kv.v_scale is None else ones)

@@ -34,6 +34,7 @@ from jaxengine.models.families.falcon_h1 import FalconH1ForCausalLM
 from jaxengine.models.families.gemma import GemmaForCausalLM
 from jaxengine.models.families.gemma2 import Gemma2ForCausalLM
 from jaxengine.models.families.gemma3 import Gemma3ForCausalLM, Gemma3ForConditionalGeneration
+from jaxengine.models.families.gemma4 import Gemma4ForCausalLM, Gemma4ForConditionalGeneration
 from jaxengine.models.families.glm import GlmForCausalLM
 from jaxengine.models.families.glm4 import Glm4ForCausalLM
 from jaxengine.models.families.glm4_moe import Glm4MoeForCausalLM
@@ -108,6 +109,8 @@ MODELS: dict[str, type[CausalLM]] = {
     "MiniCPMForCausalLM": MiniCPMForCausalLM,
     "Gemma3ForCausalLM": Gemma3ForCausalLM,
     "Gemma3ForConditionalGeneration": Gemma3ForConditionalGeneration,
+    "Gemma4ForCausalLM": Gemma4ForCausalLM,
+    "Gemma4ForConditionalGeneration": Gemma4ForConditionalGeneration,
     "Olmo2ForCausalLM": Olmo2ForCausalLM,
     "Olmo3ForCausalLM": Olmo3ForCausalLM,
     "SmolLM3ForCausalLM": SmolLM3ForCausalLM,

@@ -29,6 +29,12 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
     "MiniCPMForCausalLM": ("openbmb/MiniCPM4-8B",),
     "Gemma3ForCausalLM": ("google/gemma-3-270m-it", "google/gemma-3-1b-it"),
     "Gemma3ForConditionalGeneration": ("google/gemma-3-4b-it", "google/gemma-3-12b-it", "google/gemma-3-27b-it"),
+    "Gemma4ForConditionalGeneration": (
+        "google/gemma-4-E2B-it",
+        "google/gemma-4-E4B-it",
+        "google/gemma-4-26B-A4B-it",
+        "google/gemma-4-31B-it",
+    ),
     "Olmo2ForCausalLM": ("allenai/OLMo-2-1124-7B-Instruct", "allenai/OLMo-2-0325-32B-Instruct"),
     "Olmo3ForCausalLM": ("allenai/Olmo-3-7B-Instruct", "allenai/Olmo-3-32B-Think"),
     "SmolLM3ForCausalLM": ("HuggingFaceTB/SmolLM3-3B",),

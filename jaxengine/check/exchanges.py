@@ -29,7 +29,7 @@ KINDS = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "al
 SLACK = 1.05
 # Scope outside the layers -> limit of its exchanges. Those of the sampler are in branches and loops that few steps run:
 # each part of it finds maxima, sums or counts over the split vocabulary.
-AROUND_LAYERS = {"embed": 3, "logits": 2, "sample": 32, "prompt_logprobs": 12, "results": 9}
+AROUND_LAYERS = {"embed": 3, "layer_inputs": 3, "logits": 2, "sample": 32, "prompt_logprobs": 12, "results": 9}
 # Scopes of a program that encodes pictures; Expected.encoding gives the exchanges of each.
 ENCODING = ("tower", "gather")
 
@@ -268,7 +268,7 @@ class Expected:
     Attributes:
       layers: exact number of each layer's exchanges by kind.
       most_elements: limit of any operand or result: the activations of all ranks, times the experts per token if
-        devices send rows to experts, or a device's part of the logits.
+        devices send rows to experts, what all layers get beside them, or a device's part of the logits.
       exchange_bytes: limit of the average exchange of a layer: the activations in the model's dtype.
       encoding: exact number of exchanges by kind, for each scope of ENCODING.
     """
@@ -303,7 +303,8 @@ def expected(model: Any, bucket: Bucket, itemsize: int) -> Expected:
     if config.experts is not None and mesh.sends_rows:
         activations = mesh.size * -(-bucket.num_tokens // mesh.model) * config.experts.num_per_token
     most = activations * widest
-    return Expected(layers, max(most, logits), most * itemsize)
+    beside = activations * config.num_layers * config.layer_input_size
+    return Expected(layers, max(most, logits, beside), most * itemsize)
 
 
 def norms(layer: nnx.Module, mesh: MeshLayout) -> int:

@@ -35,7 +35,7 @@ from jaxengine.check.shapes import largest_pictures
 from jaxengine.checkpoint.model_source import as_it_sees
 from jaxengine.config.engine_config import EngineConfig, ResolvedConfig
 from jaxengine.config.platforms import Platform
-from jaxengine.models.cache import block_profile, num_places, of_layer
+from jaxengine.models.cache import as_viewed, block_profile, layer_places, num_places, of_layer
 from jaxengine.models.causal_lm import CausalLM
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.layers.attention import (
@@ -242,7 +242,14 @@ class StagePrograms:
         dtype, kv_dtype = self.config.dtype, self.config.kv_cache_dtype
         kv: Any = self.steps.kv_shapes(num_pages)
         must_not_copy = self._must_not_copy_pool(kv)
-        kv = self._on_one_device(jax.eval_shape(partial(of_layer, index=0), self._on_one_device(kv)))
+        pool, places = self._on_one_device(kv), layer_places(self.steps.groups)
+
+        def pool_of(layer: int) -> Any:
+            """The pool as a layer with pages gets it."""
+            own = jax.eval_shape(lambda kv: as_viewed(of_layer(kv, places[layer], 0)), pool)
+            return self._on_one_device(own)
+
+        paged = {attention_spec(config.attention[layer], shared): layer for layer in sorted(places)}
         batch = self._on_one_device(self._abstract_batch(bucket))
         paging = {"page_size": self.config.block_size, "platform": self._layout}
 
@@ -254,7 +261,8 @@ class StagePrograms:
             common = False, False, function, arguments, donate, work, must_not_copy, None
             return CheckedProgram(f"{name}, {bucket}", self._one_device, *common)
 
-        for spec, attention in {attention_spec(each, shared): each for each in config.attending}.items():
+        for spec, layer in paged.items():
+            attention, kv = config.attention[layer], pool_of(layer)
 
             def attend(q, q_rest, kv, batch, schedule, sinks, spec=spec):
                 return ragged_paged_attention(q, kv, batch, spec=spec, q_rest=q_rest, schedule=schedule, sinks=sinks)
@@ -272,12 +280,16 @@ class StagePrograms:
             return kv_cache_update(kv, k, v, slot_mapping, schedule=schedule)
 
         schedule = self._on_one_device(jax.eval_shape(partial(kv_update_schedule, **paging), batch.slot_mapping))
-        attention = config.attention[0]  # what is written is the same in all layers
-        count = num_kv_heads(attention, shared)
-        k = heads(count, attention.head_dim)
-        v = None if attention.values_in_keys else heads(count, attention.v_head_dim)
-        work = update_work(attention, bucket, kv_dtype, dtype)
-        yield kernel("kv write", write, (kv, k, v, batch.slot_mapping, schedule), (0,), work)
+        # What is written is the same in all layers with pages of one size.
+        kinds = {places[layer].spec: layer for layer in sorted(places, reverse=True)}
+        for page, layer in kinds.items():
+            attention = config.attention[layer]
+            count = num_kv_heads(attention, shared)
+            k = heads(count, attention.head_dim)
+            v = None if attention.values_in_keys else heads(count, attention.v_head_dim)
+            work = update_work(attention, bucket, kv_dtype, dtype)
+            name = "kv write" if len(kinds) == 1 else f"kv write of head_dim {page.head_dim}"
+            yield kernel(name, write, (pool_of(layer), k, v, batch.slot_mapping, schedule), (0,), work)
 
     def blocks(self) -> Iterator[CheckedProgram]:
         """Blocks of keys of each kind of attention, sized as in the largest decode, mixed and drafting steps.
@@ -345,7 +357,9 @@ class StagePrograms:
     def _must_not_copy_pool(self, kv: Any) -> MustNotCopy:
         """The pool on a device, and one layer's part of it."""
         elements = math.prod(part_shape(kv.data))
-        return MustNotCopy({elements // num_places(self.steps.groups): "a layer's pool", elements: "pool"})
+        parts = {place.parts for place in layer_places(self.steps.groups).values()}
+        rows = elements // num_places(self.steps.groups)
+        return MustNotCopy({**{rows // count: "a layer's pool" for count in parts}, elements: "pool"})
 
     def _abstract_batch(self, bucket: Bucket) -> RaggedBatch:
         def int32(*shape: int) -> Any:  # a shape stands for an array

@@ -143,7 +143,7 @@ def product_work(model: Any, bucket: Bucket, dtype: str, kv: KVPages | None = No
     weight_bytes = reached_bytes = expert_bytes = quantized_bytes = flops = row_bytes = 0
     block, expert_rows = _expert_rows(model, bucket, kv), _LEAST.get("" if kv is None else kv.layout, 1)
     for param in declared_params(model):
-        if param.path[0] == TOWER:
+        if param.path[0] == TOWER or param.path[:2] == ("layer_inputs", "table"):  # of which rows are read alone
             continue
         over = [mesh.num_shards(axis) if axis is not None else 1 for axis in param.decl.axes]
         part = [size // shards for size, shards in zip(param.shape, over, strict=True)]
@@ -235,7 +235,8 @@ def step_work(model: Any, bucket: Bucket, kv_dtype: str, dtype: str, context: in
         if not attention.attends:
             continue
         attended = attention_work(attention, bucket, kv_dtype, dtype, context)
-        updated = update_work(attention, bucket, kv_dtype, dtype)
-        num_bytes += (attended.num_bytes + updated.num_bytes) // mesh.model
+        num_bytes += attended.num_bytes // mesh.model
+        if attention.has_pages:
+            num_bytes += update_work(attention, bucket, kv_dtype, dtype).num_bytes // mesh.model
         flops += attended.flops // mesh.model
     return Work(num_bytes, flops)

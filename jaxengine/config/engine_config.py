@@ -20,7 +20,7 @@ from jaxengine.config.errors import ConfigError
 from jaxengine.config.exact import settle_exact
 from jaxengine.config.extensions import extension_options
 from jaxengine.config.idle_sleep import check_idle_sleep
-from jaxengine.config.kv_cache import KV_CACHE_DTYPES, check_scales, kv_dtype
+from jaxengine.config.kv_cache import KV_CACHE_DTYPES, check_pages, check_scales, kv_dtype
 from jaxengine.config.logits_processors import (
     processor_classes,
     processors_digest,
@@ -362,6 +362,7 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, RecordOptions, Ste
             max_logprobs=vocab_size if self.max_logprobs == -1 else min(self.max_logprobs, vocab_size),
             runner="generate" if model.pooler is None else "pooling",
         )
+        check_pages(self.kv_cache_dtype, model, chosen["kv_cache_dtype"])
         chosen.update(settle_encoder(chosen, model, platform, pictures))
         settle_recording(chosen, model)
         check_speculation(chosen, model)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxengine.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxengine.models.config.model_config import ModelConfig
 
 # vLLM's names, and the dtypes' own.
 _CODES = {
@@ -35,6 +38,19 @@ def kv_dtype(name: str, quantization: Any, dtype: str, platform: str) -> str:
     if name == "auto":
         return getattr(quantization, "kv_dtype", None) or dtype
     return _CODES.get(name, name)
+
+
+def check_pages(name: str, model: ModelConfig, kv_cache_dtype: str) -> None:
+    """Raises ConfigError for codes whose scales the layers of a model cannot share a pool with.
+
+    name: value of kv_cache_dtype. kv_cache_dtype: what `kv_dtype` made of it.
+    """
+    if name in _PER_TOKEN and not model.has_equal_pages:
+        allowed = f"another one for {model.architecture}, whose layers keep pages of different sizes"
+        raise ConfigError("kv_cache_dtype", name, allowed)
+    if kv_cache_dtype in _CODES.values() and not model.has_equal_heads:
+        allowed = f"auto, float32 or bfloat16 for {model.architecture}, whose layers differ in their number of KV heads"
+        raise ConfigError("kv_cache_dtype", name, allowed)
 
 
 def is_coded(kv_cache_dtype: str) -> bool:

@@ -77,6 +77,7 @@ def settle_recording(options: Mapping[str, Any], model: ModelConfig) -> None:
             f'{model.architecture} sees pictures (limit_mm_per_prompt={{"image": 0}} leaves them out)',
             model.tower is not None,
         ),
+        (f"layers of {model.architecture} keep pages of different sizes", not model.has_equal_pages),
         ("enable_lora is given", options["enable_lora"]),
         ("speculative_config is given", options["speculative_config"] is not None),
         ("logits_processors are given", bool(options["logits_processors"])),

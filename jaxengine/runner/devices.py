@@ -32,6 +32,9 @@ from jaxengine.sharding.layout import MESH_AXES, MeshLayout
 from jaxengine.sharding.mesh import make_mesh
 from jaxengine.sharding.stages import Stage, devices_of_stages, split_layers, stages_of
 
+# What the first stage has before its layers, by the first part of a weight's path.
+BEFORE_LAYERS = ("embed", "layer_inputs")
+
 
 def choose_devices(
     config: EngineConfig, devices: Sequence[Any] | None, mesh: Mesh | None
@@ -157,9 +160,9 @@ def choose_stages(model_config: ModelConfig, config: ResolvedConfig, layout: Mes
     for param in declared_params(whole):
         if param.layer is not None:
             sizes[param.layer] += param.num_bytes
-        elif param.path[0] == "embed":
+        elif param.path[0] in BEFORE_LAYERS:
             before += param.num_bytes
-            after += param.num_bytes if model_config.tie_word_embeddings else 0
+            after += param.num_bytes if param.path[0] == "embed" and model_config.tie_word_embeddings else 0
         else:
             after += param.num_bytes
     return split_layers(sizes, config.pipeline_parallel_size, before=before, after=after)
@@ -170,7 +173,7 @@ def build_split(model_config: ModelConfig, config: ResolvedConfig, layout: MeshL
 
     Raises:
       ConfigError: the mesh does not divide it, with the sizes that would do; or a stage lacks what it must have: layers
-        that attend, the first one all layers that add parts of pictures.
+        that attend, those whose keys others of it read, the first one all layers that add parts of pictures.
       ModelFileError: the checkpoint stores modules of one product in several ways.
     """
     parts = 1 if model_config.tower is None else model_config.tower.num_parts
@@ -185,6 +188,12 @@ def build_split(model_config: ModelConfig, config: ResolvedConfig, layout: MeshL
         raise ConfigError.because(
             "pipeline_parallel_size", problem, "choose others by pipeline_layers, or fewer stages"
         )
+    for layer in stage.layers:
+        if (source := model_config.attention[layer].kv_source) is not None and source not in stage.layers:
+            problem = f"layer {layer} attends to keys and values of layer {source}, which is in an earlier stage"
+            raise ConfigError.because(
+                "pipeline_parallel_size", problem, "choose stages by pipeline_layers that keep both together"
+            )
     try:
         whole = () if config.mm_encoder_tp_mode == "weights" else (TOWER,)
         options: dict[str, Any] = {"whole_parts": whole, "exact": config.rl_exact}

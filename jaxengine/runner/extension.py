@@ -178,6 +178,13 @@ class StageShape:
         """Hidden states of so many tokens of each replica after `count` layers side by side, abstract."""
         return self.rows(num_tokens, self.config.dtype, count * self.model.config.hidden_size)
 
+    def handed_over(self, num_tokens: int) -> Any:
+        """What a stage gives the next one: hidden states, and behind them what each layer gets beside them,
+        abstract."""
+        model = self.model.config
+        beside = model.num_layers * model.layer_input_size
+        return self.rows(num_tokens, self.config.dtype, model.hidden_size + beside)
+
 
 class DeviceExtension:
     """One capability in one stage: what is compiled for it. A method that is left out adds nothing.

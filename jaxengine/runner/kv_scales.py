@@ -192,5 +192,5 @@ def read_largest(path: Path, shape: KVShape) -> KVScales:
 
 
 def _shape(config: ModelConfig) -> KVShape:
-    paged = tuple(layer for layer, attention in enumerate(config.attention) if attention.attends)
+    paged = tuple(layer for layer, attention in enumerate(config.attention) if attention.has_pages)
     return KVShape(config.num_layers, paged, config.num_kv_heads, config.attention[0].values_in_keys)

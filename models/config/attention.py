@@ -89,6 +89,9 @@ class LayerAttention:
       state: recurrent state instead of attention, None for a layer that only attends. Sizes are then those of the
         attending layers, and the other fields have their defaults.
       beside_state: the layer has a state and attends as well.
+      kv_source: number of the layer before this one whose keys and values it attends to, as that layer has cached them;
+        None for its own. It projects queries only and has no pages.
+      keys_as_values: the projection to keys gives the values as well, before norm and rope; there is no other.
     """
 
     num_heads: int
@@ -108,6 +111,8 @@ class LayerAttention:
     latent: Latent | None = None
     state: LayerState | None = None
     beside_state: bool = False
+    kv_source: int | None = None
+    keys_as_values: bool = False
 
     def __post_init__(self) -> None:
         check_size("num_heads", self.num_heads, MAX_HEADS)
@@ -144,6 +149,11 @@ class LayerAttention:
     def attends(self) -> bool:
         """Whether the layer has keys and values; otherwise it has a state alone."""
         return self.state is None or self.beside_state
+
+    @property
+    def has_pages(self) -> bool:
+        """Whether the layer keeps keys and values of its own; one with a kv_source attends without."""
+        return self.attends and self.kv_source is None
 
     @property
     def v_head_dim(self) -> int:

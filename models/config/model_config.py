@@ -6,6 +6,7 @@ models/registry.py). Only data is read: `auto_map` and every other pointer to co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -58,7 +59,9 @@ class ModelConfig:
     for a model that generates. Token ids are None or empty where the checkpoint names none. `quantization` maps names
     of checkpoint modules to the storage of their matrices (jaxengine.models.quantization.rules.Quantization); None for
     plain weights. `tower` is the vision tower; None for a model without, or for one that is served without it.
-    `encoder` is what families of encoders have besides; None for decoders.
+    `encoder` is what families of encoders have besides; None for decoders. `ffn_sizes` has the feed-forward size of
+    each layer's dense MLP where they differ; it is empty where `intermediate_size` is that of all. Each layer gets
+    `layer_input_size` elements of its own for every token beside the hidden state; 0 for none.
     """
 
     architecture: str
@@ -83,6 +86,8 @@ class ModelConfig:
     quantization: Callable[[str], Any] | None = None
     tower: TowerConfig | None = None
     encoder: EncoderConfig | None = None
+    ffn_sizes: tuple[int, ...] = ()
+    layer_input_size: int = 0
 
     def __post_init__(self) -> None:
         for name, maximum in _MAXIMA.items():
@@ -100,12 +105,16 @@ class ModelConfig:
                 continue
             if not 0 < value < float("inf"):
                 raise ModelConfigError(f"{name} must be a finite number > 0, got {value!r}")
-        heads = sorted({(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in self.attention})
-        if len(heads) != 1:
+        if not self.attention:
+            raise ModelConfigError("attention must hold one entry per layer, at least one, got none")
+        self._check_heads()
+        check_size("layer_input_size", self.layer_input_size, MAX_HIDDEN, 0)
+        if self.ffn_sizes and len(self.ffn_sizes) != len(self.attention):
             raise ModelConfigError(
-                "attention must hold one entry per layer, at least one, with the same num_kv_heads, head_dim and "
-                f"v_head_dim (all layers share a pool), got {heads}"
+                f"ffn_sizes must hold one entry for each of {len(self.attention)} layers, got {len(self.ffn_sizes)}"
             )
+        for size in self.ffn_sizes:
+            check_size("ffn_sizes", size, MAX_INTERMEDIATE)
         if not self.attending:
             raise ModelConfigError("attention must hold a layer that attends, got only layers with states")
         classifier = None if self.pooler is None else self.pooler.classifier
@@ -113,6 +122,32 @@ class ModelConfig:
         for token_id in (*self.eos_token_ids, *labels, *(() if self.bos_token_id is None else (self.bos_token_id,))):
             if not 0 <= token_id < self.vocab_size:
                 raise ModelConfigError(f"token ids must lie in [0, vocab_size = {self.vocab_size}), got {token_id}")
+
+    def _check_heads(self) -> None:
+        """Raise ModelConfigError for layers that cannot share a pool, or a kv_source that has no such keys."""
+        heads = sorted({(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in self.attention})
+        if len(heads) > 1 and (self.keeps_states or any(layer.latent is not None for layer in self.attention)):
+            raise ModelConfigError(
+                "layers must have the same num_kv_heads, head_dim and v_head_dim where any has a state or a latent, "
+                f"got {heads}"
+            )
+        for number, layer in enumerate(self.attention):
+            if (source := layer.kv_source) is None:
+                continue
+            other = self.attention[source] if 0 <= source < number else None
+            fits = (
+                other is not None
+                and other.has_pages
+                and (
+                    (other.num_kv_heads, other.head_dim, other.v_head_dim, other.reach)
+                    == (layer.num_kv_heads, layer.head_dim, layer.v_head_dim, layer.reach)
+                )
+            )
+            if not fits:
+                raise ModelConfigError(
+                    f"kv_source of layer {number} must be a layer before it with pages, the same heads and the same "
+                    f"window, got {source}"
+                )
 
     def up_to(self, max_model_len: int) -> ModelConfig:
         """Return the config for an engine whose sequences have at most this many tokens (Rope.up_to)."""
@@ -147,5 +182,15 @@ class ModelConfig:
 
     @property
     def num_kv_heads(self) -> int:
-        """Number of kv heads, the same in every layer."""
-        return self.attention[0].num_kv_heads
+        """Number of kv heads; where layers differ, the largest number of equal parts that the heads of each have."""
+        return math.gcd(*(layer.num_kv_heads for layer in self.attention))
+
+    @property
+    def has_equal_heads(self) -> bool:
+        """Whether all layers have as many kv heads."""
+        return len({layer.num_kv_heads for layer in self.attention}) == 1
+
+    @property
+    def has_equal_pages(self) -> bool:
+        """Whether a page takes as many bytes in every layer."""
+        return len({(layer.num_kv_heads, layer.head_dim) for layer in self.attention}) == 1

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxengine.models.config.fields import MAX_HEAD_DIM, ConfigFields, ModelConfigError
 
-ROPE_TYPES = ("linear", "llama3", "yarn", "longrope", "factors")
+ROPE_TYPES = ("linear", "llama3", "yarn", "longrope", "factors", "proportional")
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class RopeScaling:
     longrope: `factors` where sequences may outgrow the original context, else `short_factors`, plus an attention factor
     (Ding et al. 2024, arXiv:2402.13753). Rope.up_to chooses, once for an engine.
     factors: one explicit divisor per frequency (the `rope_freqs.weight` tensor of GGUF files).
+    proportional: the first `rotated` of all pairs turn, every frequency / factor; the others, at 0, stay as they are.
     """
 
     rope_type: str
@@ -39,6 +40,7 @@ class RopeScaling:
     truncate: bool = True
     factors: tuple[float, ...] = ()
     short_factors: tuple[float, ...] = ()
+    rotated: float = 1.0
 
     def __post_init__(self) -> None:
         if self.rope_type not in ROPE_TYPES:
@@ -53,6 +55,8 @@ class RopeScaling:
                 f"high_freq_factor must be at least low_freq_factor, got {self.high_freq_factor} "
                 f"and {self.low_freq_factor}"
             )
+        if not 0 < self.rotated <= 1:
+            raise ModelConfigError(f"partial_rotary_factor must be a number > 0 and <= 1, got {self.rotated}")
         if not math.isfinite(self.attention_factor):
             raise ModelConfigError(f"attention_factor must be a finite number, got {self.attention_factor}")
         if not all(math.isfinite(f) and f > 0 for f in (*self.factors, *self.short_factors)):
@@ -236,6 +240,9 @@ def rope_frequencies(rotary_dim: int, theta: float, scaling: RopeScaling | None)
         return _llama3(freqs, scaling)
     if scaling.rope_type == "yarn":
         return _yarn(freqs, rotary_dim, theta, scaling)
+    if scaling.rope_type == "proportional":
+        pairs = np.arange(rotary_dim // 2)
+        return np.where(pairs < scaling.rotated * rotary_dim // 2, freqs / scaling.factor, 0.0)
     if len(scaling.factors) != len(freqs):
         raise ModelConfigError(
             f"rope factors must hold rotary_dim / 2 = {len(freqs)} values, got {len(scaling.factors)}"

@@ -44,6 +44,7 @@ class StepInputs(NamedTuple):
       temperature: f32[T], factor of queries; None for none.
       made: result of jaxengine.models.layers.mla_made.made_rows; None where no row has expanded (non-absorbed) keys and
         values.
+      of_layer: [T, P], what this layer alone gets beside the hidden states; None for nothing.
     """
 
     rows: Rows
@@ -51,6 +52,7 @@ class StepInputs(NamedTuple):
     schedule: Any
     temperature: jax.Array | None = None
     made: Any = None
+    of_layer: jax.Array | None = None
 
 
 class LayerPages(NamedTuple):
@@ -145,10 +147,12 @@ class Attention(nnx.Module):
     """Grouped-query attention with or without rope, configured by a LayerAttention.
 
     Args:
-      qkv: checkpoint modules of q, k and v, by default `q_proj`, `k_proj` and `v_proj` of `source`.
+      qkv: checkpoint modules of q, k and v, by default `q_proj`, `k_proj` and `v_proj` of `source`; q and k where keys
+        are values as well, q alone for a layer with a kv_source.
       out: checkpoint module of the projection after attention, by default `o_proj`.
       gate: checkpoint module of a gate that multiplies each head's output, after a sigmoid; None for no gate.
-      qk_norms: norms of q and of k before rope, [T, heads, H] to the same; None to follow LayerAttention.qk_norm.
+      qk_norms: norms of q and of k before rope, [T, heads, H] to the same; None to follow LayerAttention.qk_norm. A
+        layer with a kv_source has None for k.
     """
 
     def __init__(
@@ -162,21 +166,23 @@ class Attention(nnx.Module):
         qkv: Sequence[Source] | None = None,
         out: Source | None = None,
         gate: Source | None = None,
-        qk_norms: Sequence[nnx.Module] | None = None,
+        qk_norms: Sequence[nnx.Module | None] | None = None,
     ):
         self.spec = attention_spec(attention, build.mesh)
         self.interleaved = attention.rope is not None and attention.rope.interleaved
         head_dim = attention.head_dim
         q_size, kv_size = attention.num_heads * head_dim, attention.num_kv_heads * head_dim
         if qkv is None:
+            own = 0 if attention.kv_source is not None else 1 if attention.keys_as_values else 2
             sizes = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-            qkv = [Source(f"{source}.{name}", size) for name, size in sizes.items()]
+            qkv = [Source(f"{source}.{name}", size) for name, size in list(sizes.items())[: 1 + own]]
         copies = head_copies(attention, build.mesh)
-        q, k, v, *gates = (part._replace(group=head_dim) for part in (*qkv, *([] if gate is None else [gate])))
-        self.has_gate = gate is not None
+        q, *kv = (part._replace(group=head_dim) for part in qkv)
+        self.num_kv_parts, self.has_gate = len(kv), gate is not None
+        gates = [] if gate is None else [gate._replace(group=head_dim)]
         self.qkv = Linear(
             hidden_size,
-            (q, k._replace(repeat=copies), v._replace(repeat=copies), *gates),
+            (q, *(part._replace(repeat=copies) for part in kv), *gates),
             axes=("embed", "heads"),
             bias=attention.bias,
             build=build,
@@ -191,14 +197,17 @@ class Attention(nnx.Module):
         self.sinks = declare((attention.num_heads,), jnp.float32, sinks) if attention.sinks else None
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
-        """Map x[T, D] to ([T, D], the pool with this step's keys and values of this layer written)."""
+        """Map x[T, D] to ([T, D], the pool with this step's keys and values of this layer written, if it has own)."""
         spec = self.spec
         with jax.named_scope("qkv"):
             heads = self.qkv(x, step.rows).reshape(x.shape[0], -1, spec.head_dim)
-            ends = np.cumsum([spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads])
-            q, k, v, gate = jnp.split(heads, ends, axis=1)
-        q, k = self.rotate(q, k, step)
-        o, kv = self.attend(q, k, v, kv, pages, step)
+            ends = np.cumsum([spec.num_q_heads, *[spec.num_kv_heads] * self.num_kv_parts])
+            q, *own, gate = jnp.split(heads, ends, axis=1)
+        if own:
+            (q, k), v = self.rotate(q, own[0], step), self.values(own[-1])
+            o, kv = self.attend(q, (k, v), kv, pages, step)
+        else:
+            o, kv = self.attend(self.rotate_queries(q, step), None, kv, pages, step)
         if self.has_gate:
             with jax.named_scope("gate"):
                 o = (o.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(o.dtype)
@@ -206,17 +215,26 @@ class Attention(nnx.Module):
             return self.out(o.reshape(x.shape[0], -1), step.rows), kv
 
     def attend(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs
+        self,
+        q: jax.Array,
+        own: tuple[jax.Array, jax.Array] | None,
+        kv: KVPages,
+        pages: LayerPages,
+        step: StepInputs,
     ) -> tuple[jax.Array, KVPages]:
-        """Attend queries q [T, N, H] to keys k and values v [T, K, H] of this step and to the pool's: ([T, N, H], the
-        pool with this step's written). Prompts that are in the step as a whole may leave the pool as it is."""
+        """Attend queries q [T, N, H]: ([T, N, H], the pool with this step's keys and values written).
+
+        own: keys and values [T, K, H] of this step; None for a layer that reads those of another one. Prompts that are
+        in the step as a whole may leave the pool as it is.
+        """
         spec, sinks = self.spec, None if self.sinks is None else self.sinks[...]
-        if has_whole_prompts(spec, kv.layout):
+        if own is not None and has_whole_prompts(spec, kv.layout):
             with jax.named_scope("whole_prompt_attention"):
-                return whole_prompt_attention(q, k, v, step.schedule, spec=spec, platform=kv.layout), kv
+                return whole_prompt_attention(q, *own, step.schedule, spec=spec, platform=kv.layout), kv
         ragged = pages.in_pool(kv.page_size)
-        with jax.named_scope("kv_cache_update"):
-            kv = kv_cache_update(kv, k, v, ragged.slot_mapping, schedule=pages.update_schedule)
+        if own is not None:
+            with jax.named_scope("kv_cache_update"):
+                kv = kv_cache_update(kv, *own, ragged.slot_mapping, schedule=pages.update_schedule)
         with jax.named_scope("ragged_paged_attention"):
             o = ragged_paged_attention(q, kv, ragged, spec=spec, schedule=step.schedule, sinks=sinks)
             return cast(jax.Array, o), kv
@@ -227,13 +245,28 @@ class Attention(nnx.Module):
         Shapes and dtypes stay. Cos, sin and temperature are those of `step`; the latter, a factor for each token,
         multiplies q alone.
         """
-        if self.q_norm is not None and self.k_norm is not None:
+        q, k = (self._rotated(x, norm, step) for x, norm in ((q, self.q_norm), (k, self.k_norm)))
+        return self._tempered(q, step), k
+
+    def rotate_queries(self, q: jax.Array, step: StepInputs) -> jax.Array:
+        """Return projected q [T, N, H] as `rotate` does, for a layer without keys of its own."""
+        return self._tempered(self._rotated(q, self.q_norm, step), step)
+
+    def _rotated(self, x: jax.Array, norm: Any, step: StepInputs) -> jax.Array:
+        if norm is not None:
             with jax.named_scope("qk_norm"):
-                q, k = self.q_norm(q), self.k_norm(k)
-        if step.rope is not None:
-            with jax.named_scope("rope"):
-                q, k = (apply_rope(x, *step.rope, interleaved=self.interleaved) for x in (q, k))
-        if step.temperature is not None:
-            with jax.named_scope("temperature"):
-                q = (q.astype(jnp.float32) * step.temperature[:, None, None]).astype(q.dtype)
-        return q, k
+                x = norm(x)
+        if step.rope is None:
+            return x
+        with jax.named_scope("rope"):
+            return apply_rope(x, *step.rope, interleaved=self.interleaved)
+
+    def _tempered(self, q: jax.Array, step: StepInputs) -> jax.Array:
+        if step.temperature is None:
+            return q
+        with jax.named_scope("temperature"):
+            return (q.astype(jnp.float32) * step.temperature[:, None, None]).astype(q.dtype)
+
+    def values(self, v: jax.Array) -> jax.Array:
+        """Return the values [T, K, H] to cache of projected ones."""
+        return v

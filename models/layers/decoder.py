@@ -101,6 +101,11 @@ class Decoder(nnx.Module):
         """Embed tokens, i32[T] -> [T, D]: what the first layer gets."""
         return scaled(self.embed(token_ids), self.config.embedding_multiplier)
 
+    def make_layer_inputs(self, batch: ForwardBatch, x: jax.Array) -> jax.Array:
+        """Compute what each layer of the model gets beside the hidden state, [T, L, P] with P the configuration's
+        `layer_input_size`, from the first layer's input x [T, D]. Only of a family that has such."""
+        raise NotImplementedError(f"{type(self).__name__} has no inputs of single layers")
+
     def token_logits(self, hidden: jax.Array) -> jax.Array:
         """Compute logits, [R, D] -> f32[R, V], each device for its part of the vocabulary; see `own_logits`."""
         tied = self.config.tie_word_embeddings
@@ -119,13 +124,16 @@ class Decoder(nnx.Module):
         groups = self.cache_groups(*_page_of(kv), hybrid=len(batch.ragged) > 1)
         step = DecoderStep(self.config, self.build, groups, batch, kv)
         with jax.named_scope("embed"):
-            x = step.embed(self.embed_batch(batch)) if hidden is None else hidden
+            x = step.embed(self.embed_batch(batch)) if hidden is None else step.taken_over(hidden)
+        if hidden is None and self.config.layer_input_size:
+            with jax.named_scope("layer_inputs"):
+                step.layer_inputs = self.make_layer_inputs(batch, x)
         for index, layer in enumerate(self.layers):
             x = step.run(index, layer, x)
-        if self.stage.is_last:
-            with jax.named_scope("norm"):
-                x = self.norm(x)
-        return x, step.cache
+        if not self.stage.is_last:
+            return step.handed_over(x), step.cache
+        with jax.named_scope("norm"):
+            return self.norm(x), step.cache
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Compute logits: [R, D] -> f32[R, V / n] where n devices share the rows; whole on one device."""
@@ -138,23 +146,26 @@ class Decoder(nnx.Module):
         Those with pages come first; a group may have no layer here. Shapes are of one device. kv_dtype: of what pages
         hold. hybrid: as jaxengine.models.cache.group_layers.
         """
-        attention = self.config.attention[0]  # all have the same heads, see ModelConfig
-        spec = KVSpec(
-            num_pages=1,
-            page_size=page_size,
-            num_kv_heads=num_kv_heads(attention, self.mesh),
-            head_dim=attention.head_dim,
-            v_head_dim=attention.v_head_dim,
-            dtype=kv_dtype,
-            values_in_keys=attention.values_in_keys,
-        )
-        attending = [layer for layer, each in enumerate(self.config.attention) if each.attends]
-        groups = group_layers([self.config.attention[layer].reach for layer in attending], hybrid=hybrid)
-        here = self.stage.layers
-        paged = [
-            Paged(tuple(attending[each] for each in layers if attending[each] in here), window, spec)
-            for window, layers in groups
-        ]
+        specs = {
+            layer: KVSpec(
+                num_pages=1,
+                page_size=page_size,
+                num_kv_heads=num_kv_heads(each, self.mesh),
+                head_dim=each.head_dim,
+                v_head_dim=each.v_head_dim,
+                dtype=kv_dtype,
+                values_in_keys=each.values_in_keys,
+            )
+            for layer, each in enumerate(self.config.attention)
+            if each.has_pages
+        }
+        numbers = list(specs)
+        widths = [specs[layer].num_kv_heads * specs[layer].token_width for layer in numbers]
+        groups = group_layers([self.config.attention[layer].reach for layer in numbers], widths, hybrid=hybrid)
+        paged = []
+        for window, layers in groups:
+            own = tuple(numbers[each] for each in layers if numbers[each] in self.stage.layers)
+            paged.append(Paged(own, window, tuple(specs[layer] for layer in own)))
         kinds = dict.fromkeys(each.state for each in self.config.attention if each.state is not None)
         return (*paged, *(self._state_group(state) for state in kinds))
 

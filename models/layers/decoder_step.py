@@ -6,7 +6,7 @@ group or the rows of its state, and the inputs of its kind of attention; section
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -16,7 +16,20 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxengine.models.build import Build
-from jaxengine.models.cache import Cache, Paged, State, num_places, of_layer, paged_groups
+from jaxengine.models.cache import (
+    Cache,
+    LayerPlace,
+    Paged,
+    State,
+    as_stored,
+    as_viewed,
+    first_page,
+    layer_places,
+    num_pages_of,
+    of_layer,
+    paged_groups,
+    row_step,
+)
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.forward_batch import ForwardBatch
@@ -26,8 +39,10 @@ from jaxengine.models.layers.rope import ROPE
 from jaxengine.models.layers.rows import step_rows
 from jaxengine.models.layers.section import Note, sections_of
 from jaxengine.models.layers.step_inputs import StepContext
+from jaxengine.pallas_kernels.attention.op import RaggedBatch
 from jaxengine.pallas_kernels.kv.pages import KVPages
 from jaxengine.pallas_kernels.kv.update import kv_update_schedule
+from jaxengine.pallas_kernels.registry import UNPAGED
 from jaxengine.sharding.stages import Stage
 
 # The makers of StepInputs' fields but for `rows`.
@@ -61,7 +76,15 @@ class DecoderStep:
         self._stage: Stage = build.stage
         self._is_cache, self._batch = isinstance(kv, Cache), batch
         self._pool, states = kv if isinstance(kv, Cache) else (kv, ())
-        self._states, self._num_paged = list(states), 0
+        self._states = list(states)
+        # [T, L, P], what each layer of the model gets beside the hidden state; None where they get nothing.
+        self.layer_inputs: jax.Array | None = None
+        self._places = layer_places(groups)
+        self._scale_index = {layer: index for index, layer in enumerate(sorted(self._places))}
+        self._shared = {each.kv_source for each in config.attention} - {None}
+        self._unpaged: dict[int, jax.Array] = {}
+        self._input_size = config.layer_input_size
+        self._num_layers = config.num_layers
         self._attention = [config.attention[layer] for layer in self._stage.layers]
         with_state = [layer for layer in self._stage.layers if config.attention[layer].state is not None]
         self._state_index = {layer: index for index, layer in enumerate(with_state)}
@@ -69,7 +92,7 @@ class DecoderStep:
         limits = [each.key_limits(config, batch.positions) for each in self._sections]
         limits = [each for each in limits if each is not None]
         self._inputs = _step_inputs(self._attention, StepContext(batch, self._pool, build, *(limits or [None])))
-        self._pages = _layer_pages(groups, batch, self._pool)
+        self._pages = _layer_pages(groups, self._places, batch, self._pool)
         self._run_layer = layer_runner()
         for section in self._sections:
             self._run_layer = section.around_layer(self._run_layer)
@@ -92,20 +115,59 @@ class DecoderStep:
             layer = section.tapped(number, layer)
         graph, state = nnx.split(layer)
         kept = self._state_index.get(number)
+        inputs = self._inputs[attention]
+        if self.layer_inputs is not None:
+            inputs = inputs._replace(of_layer=self.layer_inputs[:, number])
         with jax.named_scope(f"layer_{index}"):
-            given = [(of_layer(self._pool, self._num_paged), self._pages[number])] if attention.attends else []
+            given = [self._kv_of(number, attention)] if attention.attends else []
             given += [] if kept is None else [(self._states[kept], self._batch.sections["states"])]
             parts = given[0] if len(given) == 1 else tuple(zip(*given, strict=True))
-            x, own, notes = self._run_layer(graph, state, x, *parts, self._inputs[attention])
+            x, own, notes = self._run_layer(graph, state, x, *parts, inputs)
             left = [own] if len(given) == 1 else list(own)
             if attention.attends:
-                self._pool, self._num_paged = replace(self._pool, data=left.pop(0).data), self._num_paged + 1
+                self._keep(number, attention, left.pop(0))
             if kept is not None:
                 self._states[kept] = left.pop(0)
         for section in self._sections:
             x = section.after_layer(number + 1, x)
         self._observe(index + 1, x, notes)
         return x
+
+    def _kv_of(self, number: int, attention: LayerAttention) -> tuple[KVPages, LayerPages]:
+        """The pool as a layer that attends gets it, and where its keys and values are: another layer's with a
+        kv_source."""
+        source = number if attention.kv_source is None else attention.kv_source
+        if source not in self._places:
+            raise ValueError(f"layer {number} reads keys of layer {source}, which is in another stage")
+        kv = of_layer(self._pool, self._places[source], self._scale_index[source])
+        if (data := self._unpaged.get(source)) is not None:
+            kv = replace(kv, data=data)
+        return kv, self._pages[source]
+
+    def _keep(self, number: int, attention: LayerAttention, kv: KVPages) -> None:
+        """Take note of the pool that a layer has left.
+
+        A layer with a kv_source writes nothing. Without pages each layer's keys and values are an array of their own.
+        """
+        if attention.kv_source is not None:
+            return
+        if kv.layout == UNPAGED and number in self._shared:
+            self._unpaged[number] = kv.data
+        self._pool = replace(self._pool, data=kv.data)
+
+    def handed_over(self, x: jax.Array) -> jax.Array:
+        """What the next stage gets: hidden states [T, D], and behind them what each layer gets beside them."""
+        if self.layer_inputs is None:
+            return x
+        return jnp.concatenate([x, self.layer_inputs.reshape(x.shape[0], -1)], axis=-1)
+
+    def taken_over(self, hidden: jax.Array) -> jax.Array:
+        """Hidden states [T, D] of what the stage before has `handed_over`; keeps what layers get beside them."""
+        if not self._input_size:
+            return hidden
+        inputs = hidden[:, hidden.shape[1] - self._num_layers * self._input_size :]
+        self.layer_inputs = inputs.reshape(hidden.shape[0], self._num_layers, self._input_size)
+        return hidden[:, : hidden.shape[1] - inputs.shape[1]]
 
     @property
     def cache(self) -> Any:
@@ -127,22 +189,33 @@ def _step_inputs(layers: Sequence[LayerAttention], step: StepContext) -> dict[La
     }
 
 
-def _layer_pages(groups: Sequence[Paged | State], batch: ForwardBatch, kv: KVPages) -> dict[int, LayerPages]:
+def _layer_pages(
+    groups: Sequence[Paged | State], places: Mapping[int, LayerPlace], batch: ForwardBatch, kv: KVPages
+) -> dict[int, LayerPages]:
     """Location of the pages of each layer of the groups that has some, by its number in the model.
 
     Raises ValueError for a pool whose pages are no multiple of the largest group's layers, and for another number of
     groups with pages than the batch has page tables.
     """
-    paged, pages = paged_groups(groups), {}
-    num_pages, rest = divmod(kv.num_pages, num_places(paged))
-    if rest:
-        raise ValueError(f"num_pages must be a multiple of {num_places(paged)} layers, got {kv.num_pages}")
-    for group, ragged in zip(paged, batch.ragged, strict=True):
+    pages, num_pages = {}, num_pages_of(kv, groups)
+    for group, ragged in zip(paged_groups(groups), batch.ragged, strict=True):
         with jax.named_scope("kv_update_schedule"):
             schedule = kv_update_schedule(ragged.slot_mapping, page_size=kv.page_size, platform=kv.layout)
-        for place, layer in enumerate(group.layers):
-            pages[layer] = LayerPages(ragged, jnp.int32(place * num_pages), schedule)
+        spread = {1: ragged}
+        for layer in group.layers:
+            step = row_step(kv, places[layer])
+            if step not in spread:
+                spread[step] = _spread(ragged, step, kv.page_size)
+            first = first_page(kv, places[layer], num_pages)
+            pages[layer] = LayerPages(spread[step], jnp.int32(first), schedule)
     return pages
+
+
+def _spread(ragged: RaggedBatch, step: int, page_size: int) -> RaggedBatch:
+    """The batch whose page p is page p * step."""
+    slots = ragged.slot_mapping
+    moved = (slots // page_size * step) * page_size + slots % page_size
+    return ragged._replace(page_table=ragged.page_table * step, slot_mapping=jnp.where(slots < 0, -1, moved))
 
 
 def layer_runner() -> Callable[..., tuple[jax.Array, Any, nnx.State]]:
@@ -161,8 +234,8 @@ def layer_runner() -> Callable[..., tuple[jax.Array, Any, nnx.State]]:
     ) -> tuple[jax.Array, KVPages, nnx.State]:
         """One layer as a function of its weights, and what its modules note."""
         layer = nnx.merge(graph, state)
-        x, kv = layer(x, kv, pages, step)
-        return x, kv, nnx.pop(layer, Note)
+        x, own = layer(x, as_viewed(kv), pages, step)
+        return x, as_stored(own, kv), nnx.pop(layer, Note)
 
     return run_layer
 

@@ -169,15 +169,17 @@ class MixtureOfExperts(nnx.Module):
         decl = ParamDecl((None,), (Source(source, num_experts),), init_std=0.02)
         return declare((num_experts,), jnp.float32, decl)
 
-    def __call__(self, x: jax.Array, rows: Rows) -> jax.Array:
+    def __call__(self, x: jax.Array, rows: Rows, routed_by: jax.Array | None = None) -> jax.Array:
         """Map [T, D] -> [T, D].
+
+        routed_by: [T, D], what the router gets; None for x.
 
         Padding goes to no expert, and without a shared MLP gives 0. The module then holds its ExpertLoad, which the
         caller may take with `nnx.pop`.
         """
         num_experts = self.experts.num_experts
         with jax.named_scope("route"):
-            weights, ids = self.route(x, rows.adapters)
+            weights, ids = self.route(x if routed_by is None else routed_by, rows.adapters)
             ids = jnp.where(rows.is_token[:, None], ids, num_experts)
             self.load = ExpertLoad(tokens_per_expert(ids, num_experts))
         if not self.sends_rows:

@@ -312,12 +312,18 @@ def _check_names(model: CausalLM, source: WeightSource, partial: bool = False) -
 
 def is_unread(model: CausalLM, name: str) -> bool:
     """Whether checkpoints of the model may have a tensor of this name that it does not read: of a part that is not
-    served, or one of IGNORABLE_SUFFIXES."""
+    served, of keys and values that a layer takes from another one, or one of IGNORABLE_SUFFIXES."""
     config = model.config
     towers = model.checkpoint_names.tower if config.tower is None else config.tower.unused
     predicting = tuple(f"model.layers.{config.num_layers + n}." for n in range(config.num_nextn_predict_layers))
     heads = model.checkpoint_names.heads
-    return name.startswith((*towers, *predicting, *heads)) or name.endswith((*IGNORABLE_SUFFIXES, *KV_SCALES))
+    shared = tuple(
+        f"model.layers.{number}.self_attn.{part}"
+        for number, layer in enumerate(config.attention)
+        if layer.kv_source is not None
+        for part in ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
+    )
+    return name.startswith((*towers, *predicting, *heads, *shared)) or name.endswith((*IGNORABLE_SUFFIXES, *KV_SCALES))
 
 
 def _tensors_of(param: DeclaredParam) -> set[str]:

@@ -113,6 +113,9 @@ class KVPages:
     A stored code c of kv head k stands for c * k_scale[k] (key) or c * value_scale[k] (value); with `spec.token_scales`
     it stands for c times the scale stored after it, and there are no scales of heads. Inside shard_map `data` holds
     fewer heads than `spec` says: implementations read the head count from `data`.
+
+    lanes: [first, end) of the lanes of a row that hold a page of layout "tpu", multiples of LANES, where several layers
+    lie side by side in it; None where a page is a row.
     """
 
     data: jax.Array
@@ -120,6 +123,7 @@ class KVPages:
     v_scale: jax.Array | None  # f32 [K]; None also where values lie in keys
     spec: KVSpec = field(metadata={"static": True})
     layout: str = field(default="cpu", metadata={"static": True})
+    lanes: tuple[int, int] | None = field(default=None, metadata={"static": True})
 
     @property
     def num_pages(self) -> int:
@@ -133,6 +137,11 @@ class KVPages:
     def dtype(self) -> np.dtype:
         """Logical element type; `data.dtype` is the type it is stored as."""
         return jnp.dtype(self.spec.dtype)
+
+    @property
+    def lanes_of_page(self) -> tuple[int, int]:
+        """[first, end) of the lanes of a row of layout "tpu" that hold a page."""
+        return self.lanes or (0, self.data.shape[2])
 
     @property
     def value_scale(self) -> jax.Array | None:

@@ -85,7 +85,8 @@ def kv_cache_update(
     if kv.data.dtype == jnp.float16:
         raise ValueError("the TPU KV write cannot store float16: there is no such type on TPU, use bfloat16")
     new = [to_storage(x, kv.spec, kv.layout, at) for x, at in ((k, kv.k_scale), (v, kv.v_scale)) if x is not None]
-    width = kv.data.shape[-1]
+    first_lane, end_lane = kv.lanes_of_page
+    width = end_lane - first_lane
     num_tokens, num_tiles, sizes = k.shape[0], width // LANES, schedule.sizes
     most_groups = max(sizes.window_bytes // (4 * LANES * num_tiles) // GROUP, 1)
     window = min(pl.cdiv(num_tokens, GROUP), most_groups) * GROUP
@@ -97,7 +98,7 @@ def kv_cache_update(
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     scalars = jnp.stack([schedule.count, schedule.reads_ahead])
     data = pl.pallas_call(
-        functools.partial(_write_runs, page_size=kv.page_size, window=window),
+        functools.partial(_write_runs, page_size=kv.page_size, window=window, first_lane=first_lane),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(num_windows,),
@@ -147,11 +148,12 @@ def _write_runs(
     *,
     page_size: int,
     window: int,
+    first_lane: int,
 ):
     """Write the runs that start in this grid step's window of new tokens. Run r uses buffer r % in_flight."""
     step, count, reads_ahead = pl.program_id(0), scalars[0], scalars[1]
     overlapped = reads_ahead > 0
-    in_flight = groups.shape[0]
+    in_flight, lanes = groups.shape[0], pl.ds(first_lane, groups.shape[2])
 
     def stored(run):
         slot = slots[first[run]]
@@ -160,9 +162,9 @@ def _write_runs(
     def destination(run):
         slot = slots[first[run]]
         row = pl.multiple_of(lax.div(lax.rem(slot, page_size), GROUP) * GROUP, GROUP)
-        return pool.at[lax.div(slot, page_size), pl.ds(row, GROUP)]
+        return pool.at[lax.div(slot, page_size), pl.ds(row, GROUP), lanes]
 
-    anywhere = pool.at[0, pl.ds(0, GROUP)]  # a wait counts bytes, it does not look where they are
+    anywhere = pool.at[0, pl.ds(0, GROUP), lanes]  # a wait counts bytes, it does not look where they are
 
     def read(run, at):
         buffer = lax.rem(run, in_flight)

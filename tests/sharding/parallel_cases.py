@@ -49,6 +49,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma2",
         {"tensor_parallel_size": 2, "data_parallel_size": 2, "pipeline_parallel_size": 2},
     ),
+    "gemma4 tp2 dp2": ("gemma4", {"tensor_parallel_size": 2, "data_parallel_size": 2}),
+    "gemma4 tp8, replicated": ("gemma4", {"tensor_parallel_size": 8, "replicate_kv_heads": True}),
+    "gemma4 tp2 pp2": (
+        "gemma4",
+        {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "pipeline_layers": (2, 4)},
+    ),
+    "gemma4_moe tp4": ("gemma4_moe", {"tensor_parallel_size": 4}),
+    "gemma4_moe tp2 dp2 ep": (
+        "gemma4_moe",
+        {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True},
+    ),
+    "gemma4_moe tp2 pp2": ("gemma4_moe", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
     "latent tp4": ("latent", {"tensor_parallel_size": 4}),
     "latent tp4 pp2, replicated": (
         "latent",
@@ -128,6 +140,7 @@ CASES |= {
         {"tensor_parallel_size": 2, "data_parallel_size": 2, "pipeline_parallel_size": 2} | _DRAFTS,
     ),
     "drafts gemma2 tp2": ("gemma2", {"tensor_parallel_size": 2} | _DRAFTS),
+    "drafts gemma4 tp2": ("gemma4", {"tensor_parallel_size": 2} | _DRAFTS),
     "drafts latent tp4": ("latent", {"tensor_parallel_size": 4} | _DRAFTS),
     "drafts latent tp2 dp2 pp2, replicated": (
         "latent",
@@ -166,8 +179,9 @@ OPTIONS = {
     "compilation_config": {"cudagraph_capture_sizes": [8], "prefill_sizes": [32]},
     "disable_log_stats": True,
 }
-# The longest request holds 16 pages, or 27 where two cache groups take pages of the pool.
-MORE_PAGES = dict.fromkeys(("gemma2", "gpt_oss"), {"num_gpu_blocks_override": 60})
+# The longest request holds 16 pages, or 27 where two cache groups take pages of the pool, 43 where three do.
+MORE_PAGES = dict.fromkeys(("gemma2", "gemma4_moe", "gpt_oss"), {"num_gpu_blocks_override": 60})
+MORE_PAGES["gemma4"] = {"num_gpu_blocks_override": 96}
 
 
 def requests() -> tuple[list[dict[str, Any]], list[SamplingParams]]:

@@ -68,6 +68,34 @@ GEMMA2 = DENSE | {
     "attn_logit_softcapping": 5.0,
     "final_logit_softcapping": 6.0,
 }
+# Heads of two sizes in one pool, layers that read others' keys, and inputs of single layers, which stages hand on.
+GEMMA4 = DENSE | {
+    "architectures": ["Gemma4ForCausalLM"],
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "num_kv_shared_layers": 2,
+    "num_key_value_heads": 4,
+    "global_head_dim": 32,
+    "sliding_window": 6,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 300,
+    "use_double_wide_mlp": True,
+}
+# Fewer heads in layers that see all keys, whose keys are values as well, and experts beside every MLP.
+GEMMA4_MOE = GEMMA4 | {
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "num_kv_shared_layers": 0,
+    "num_global_key_value_heads": 2,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "use_double_wide_mlp": False,
+    "enable_moe_block": True,
+    "num_experts": 8,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 32,
+}
 # One latent for all heads: devices have sequences of their own or, replicated, heads.
 LATENT = DENSE | {
     "architectures": ["DeepseekV2ForCausalLM"],
@@ -155,6 +183,8 @@ MODELS = {
     "glm4": GLM4,
     "phi3": PHI3,
     "gemma2": GEMMA2,
+    "gemma4": GEMMA4,
+    "gemma4_moe": GEMMA4_MOE,
     "latent": LATENT,
     "olmo2": OLMO2,
     "states": STATES,

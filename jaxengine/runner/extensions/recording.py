@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxengine.models.cache import paged_groups
+from jaxengine.models.cache import paged_groups, pool_spec
 from jaxengine.models.layers.section import Capture
 from jaxengine.records.step_file import num_bytes
 from jaxengine.records.step_pages import StepRow, page_tables, pages_of, step_rows
@@ -54,7 +54,7 @@ class RecordingExtension(DeviceExtension):
         """Bytes of one device: copies of pages, and with "layers" the hidden states of the steps in flight and one
         more."""
         config, model = self.shape.config, self.shape.model.config
-        spec = paged_groups(self.shape.groups)[0].spec
+        spec = pool_spec(self.shape.groups, 1)
         page = spec.page_size * spec.num_kv_heads * spec.token_width * jnp.dtype(spec.dtype).itemsize
         of_step = 0
         if self.keeps_layers:

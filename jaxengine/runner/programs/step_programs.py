@@ -24,8 +24,9 @@ from jaxengine.models.cache import (
     KVPages,
     abstract_kv,
     device_kv,
-    largest,
-    num_places,
+    largest_of_layer,
+    layer_places,
+    num_pages_of,
     page_bytes_of_group,
     paged_groups,
 )
@@ -147,7 +148,7 @@ class StepPrograms:
         function = make_forward(self._graph, self._params_tree, spec)
         last_token = None if state.tokens is None else state.tokens.last_token
         given = {each.name: shapes for each in self.extensions if (shapes := each.given(bucket)) is not None}
-        hidden = self.shape.hidden(bucket.num_tokens)
+        hidden = self.shape.handed_over(bucket.num_tokens)
         arguments = (abstract_params(params), kv, state.slots, last_token, self.message_shape(bucket), given)
         arguments = (*arguments, *([] if stage.is_first else [hidden]))
         output: Any = self.forwarded(bucket)
@@ -284,12 +285,12 @@ class StepPrograms:
         None in place of those of values that lie in keys. heads: those of the pool, which may store a kv head several
         times. kv: as `kv_shapes` gives it.
         """
-        place = {layer: place for group in paged_groups(self.groups) for place, layer in enumerate(group.layers)}
+        places = layer_places(self.groups)
         of_heads = self.shape.shape((1, 1, 1), np.float32, logical_to_spec(("batch", None, "kv_heads")))
 
         def function(kv: KVPages) -> tuple[jax.Array, jax.Array | None]:
-            count = kv.num_pages // num_places(self.groups)
-            found = [largest(kv, jnp.int32(place[layer] * count), count) for layer in self.paged_layers]
+            count = num_pages_of(kv, self.groups)
+            found = [largest_of_layer(kv, places[layer], count) for layer in self.paged_layers]
             k, v = jnp.stack([k for k, _ in found])[None], [v for _, v in found if v is not None]
             return k, jnp.stack(v)[None] if v else None
 

@@ -109,11 +109,13 @@ def _attend(
     # A tile of one token has only the heads of a group as rows: padded to full sublane tiles, even if rows are idle.
     padded_group = group if block_q > 1 else -(-group // SUBLANES) * SUBLANES
     num_tiles = -(-num_tokens // block_q)
+    first_lane, end_lane = kv.lanes_of_page
+    row_lanes = end_lane - first_lane
     blocks = choose_blocks(
         sizes,
         rows=padded_group * block_q,
         num_kv_heads=num_kv_heads,
-        row_bytes=buffer_lanes(kv.data.shape[2]) * kv.data.dtype.itemsize,
+        row_bytes=buffer_lanes(row_lanes) * kv.data.dtype.itemsize,
         page_size=kv.page_size,
         max_pages=batch.page_table.shape[1],
         num_tiles=num_tiles,
@@ -145,6 +147,7 @@ def _attend(
             page_size=kv.page_size,
         ),
         table_width,
+        (first_lane, end_lane),
     )
     if q_rest is not None and num_kv_heads > 1:  # each head has its own offset in its window
         q, q_rest = jnp.concatenate((q, q_rest), axis=-1), None
@@ -286,7 +289,7 @@ def _call_kernel(
             ],
             out_specs=[per_token(v_head_dim), blocked((blocks.tiles, num_kv_heads, lse_width))],
             scratch_shapes=[
-                pltpu.VMEM((blocks.buffers, blocks.pages, plan.page_size, buffer_lanes(pool.shape[2])), pool.dtype),
+                pltpu.VMEM((blocks.buffers, blocks.pages, plan.page_size, buffer_lanes(plan.row_lanes)), pool.dtype),
                 pltpu.SemaphoreType.DMA((blocks.buffers,)),
                 statistics,
                 statistics,

@@ -57,6 +57,7 @@ class Plan:
     mxu_columns: int  # columns of the matrix unit
     parts: int  # parts into which the work on a single kv head is cut
     table_width: int  # entries of the page table for each sequence
+    lanes: tuple[int, int]  # [first, end) of a row of the pool that are a page
 
     def sums_with_values(self, head: int) -> bool:
         """Whether one product of the matrix unit gives both a head's weighted values and the sum of its weights, in
@@ -99,6 +100,10 @@ class Plan:
         return [[Part(0, 0, self.rows, first, first + size)] for first in range(0, blocks.pages, size)]
 
     @property
+    def row_lanes(self) -> int:
+        return self.lanes[1] - self.lanes[0]
+
+    @property
     def block_kv(self) -> int:
         return self.blocks.pages * self.page_size
 
@@ -115,7 +120,7 @@ class Refs(NamedTuple):
     q: Any  # [tokens, K, G, width] (plan.by_token) or [K, G, block_q, width], queries moved to their key window
     q_rest: Any  # as q, what follows its last axis; or None
     tree: Any  # i32 [tiles * block_q, words] or None
-    pool: Any  # HBM [P, page_size, K * (H + Hv)]
+    pool: Any  # HBM [P, page_size, C], of which plan.lanes are K * (H + Hv), rounded up to whole lane tiles
     o: Any  # as q, last axis Hv
     lse: Any  # f32 [tiles, K, rows rounded up to whole lane tiles]
     buffer: Any  # [buffers, pages, page_size, buffer_lanes(K * (H + Hv))]
@@ -213,7 +218,7 @@ def fetch(refs: Refs, plan: Plan, item: Item, slot, end) -> Item:
         table, row = (refs.page_table, segment.seq) if near else (refs.table_rows, refs.cursor[TABLE_ROW])
         # Where the block begins in the flat table, once for all its pages: a page is then one addition away.
         first = row * plan.table_width + segment.first_page + item[1] * plan.blocks.pages
-        _for_pages(plan, segment, item, lambda index: _page_copy(refs, table[first + index], slot, index).start())
+        _for_pages(plan, segment, item, lambda index: _page_copy(refs, plan, table[first + index], slot, index).start())
 
     return next_item(refs, plan, segment, item)
 
@@ -221,13 +226,14 @@ def fetch(refs: Refs, plan: Plan, item: Item, slot, end) -> Item:
 def wait_for(refs: Refs, plan: Plan, segment: Segment, item: Item, slot) -> None:
     """Wait until the pages of `item` are in buffer `slot`."""
     # A wait counts bytes, so one is enough for all pages, whatever it says of where they come from.
-    pages = refs.buffer.at[slot, pl.ds(0, _count(plan, segment, item)), :, : refs.pool.shape[2]]
+    pages = refs.buffer.at[slot, pl.ds(0, _count(plan, segment, item)), :, : plan.row_lanes]
     pltpu.make_async_copy(pages, pages, refs.arrived.at[slot]).wait()
 
 
-def _page_copy(refs: Refs, page, slot, index) -> Any:
-    destination = refs.buffer.at[slot, index, :, : refs.pool.shape[2]]
-    return pltpu.make_async_copy(refs.pool.at[page], destination, refs.arrived.at[slot])
+def _page_copy(refs: Refs, plan: Plan, page, slot, index) -> Any:
+    destination = refs.buffer.at[slot, index, :, : plan.row_lanes]
+    source = refs.pool.at[page, :, pl.ds(plan.lanes[0], plan.row_lanes)]
+    return pltpu.make_async_copy(source, destination, refs.arrived.at[slot])
 
 
 def _count(plan: Plan, segment: Segment, item: Item) -> jax.Array:

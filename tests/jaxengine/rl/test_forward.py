@@ -34,8 +34,10 @@ from tests.tables import each_row
 
 TOLERANCE = 1e-5  # of the largest number
 # Of gradients. The weights of this checkpoint are so wide that its loss is 25, and rounding weighs more.
-TOLERANCES = {"llama": 2e-5}
-# Dense, windows, experts, latent attention, states: all whose gradients are recorded.
+# Gemma 4 ends a layer with a factor before norms that undo it, so that gradients cancel: 3e-5 where programs are
+# optimised, as tests' are not.
+TOLERANCES = {"llama": 2e-5, "gemma4": 2e-4}
+# Dense, windows, experts, latent attention, states, keys of other layers: all whose gradients are recorded.
 RECORDED = sorted(path.parent.name for path in CHECKPOINTS.glob("*/gradients.npz"))
 
 
@@ -97,7 +99,7 @@ def assert_gradients(found: nnx.State, expected: nnx.State, norm: float, toleran
 
 KINDS = {
     *("llama", "gemma2", "olmo2", "cohere2", "qwen3_moe", "gpt_oss", "llama4", "deepseek_v3"),
-    *("qwen3_next", "falcon_h1", "lfm2"),
+    *("qwen3_next", "falcon_h1", "lfm2", "gemma4"),
 }
 FURTHER = pytest.mark.thorough("a further family of a kind")
 

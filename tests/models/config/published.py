@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 LINEAR = {"factor": 8.0, "rope_type": "linear"}
 # google/gemma-3-12b-it, which leaves to transformers what a Gemma 3 has anyway.
 GEMMA3_VISION = {
@@ -275,3 +277,92 @@ COHERE = {
     "use_qk_norm": True,
     "vocab_size": 256000,
 }
+
+
+def _gemma4(pattern: int, **text: Any) -> dict[str, Any]:
+    kinds = ["sliding_attention"] * (pattern - 1) + ["full_attention"]
+    common = {
+        "model_type": "gemma4_text",
+        "attention_k_eq_v": False,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "final_logit_softcapping": 30.0,
+        "global_head_dim": 512,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size_per_layer_input": 0,
+        "layer_types": kinds * (text["num_hidden_layers"] // pattern),
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 8,
+        "num_global_key_value_heads": None,
+        "num_kv_shared_layers": 0,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {
+            "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+            "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+        },
+        "tie_word_embeddings": True,
+        "use_double_wide_mlp": False,
+        "vocab_size": 262144,
+        "vocab_size_per_layer_input": 262144,
+    }
+    return {
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "eos_token_id": [1, 106],
+        "model_type": "gemma4",
+        "text_config": {**common, **text},
+        "tie_word_embeddings": True,
+        "vision_config": {"model_type": "gemma4_vision", "hidden_size": 768},
+    }
+
+
+_SMALL = {"hidden_size_per_layer_input": 256, "sliding_window": 512}
+_LARGE = {
+    "attention_k_eq_v": True,
+    "max_position_embeddings": 262144,
+    "sliding_window": 1024,
+    "use_bidirectional_attention": "vision",
+}
+# google/gemma-4-E2B-it, -E4B-it, -26B-A4B-it and -31B-it
+GEMMA4_E2B = _gemma4(
+    5,
+    hidden_size=1536,
+    intermediate_size=6144,
+    num_hidden_layers=35,
+    num_key_value_heads=1,
+    num_kv_shared_layers=20,
+    **{**_SMALL, "use_double_wide_mlp": True},
+)
+GEMMA4_E4B = _gemma4(
+    6,
+    hidden_size=2560,
+    intermediate_size=10240,
+    num_hidden_layers=42,
+    num_key_value_heads=2,
+    num_kv_shared_layers=18,
+    **_SMALL,
+)
+GEMMA4_26B = _gemma4(
+    6,
+    hidden_size=2816,
+    intermediate_size=2112,
+    num_hidden_layers=30,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    num_global_key_value_heads=2,
+    enable_moe_block=True,
+    moe_intermediate_size=704,
+    num_experts=128,
+    top_k_experts=8,
+    **_LARGE,
+)
+GEMMA4_31B = _gemma4(
+    6,
+    hidden_size=5376,
+    intermediate_size=21504,
+    num_hidden_layers=60,
+    num_attention_heads=32,
+    num_key_value_heads=16,
+    num_global_key_value_heads=4,
+    **_LARGE,
+)

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from jaxengine.models.config.attention import LayerAttention
+from jaxengine.models.config.attention import Latent, LayerAttention
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.hf import read_config_json
 from jaxengine.models.config.model_config import ModelConfig
@@ -93,9 +93,18 @@ def test_gemma2():
 def test_layers_must_fit_one_pool():
     layer = LayerAttention(4, 2, 16, Rope(16))
     config = read_hf(LLAMA)
-    for attention in ((), (layer, dataclasses.replace(layer, num_kv_heads=1))):
-        with pytest.raises(ModelConfigError, match="one entry per layer, at least one, with the same num_kv_heads"):
+    other, latent = dataclasses.replace(layer, num_kv_heads=1), Latent(8, 8, 8, 8)
+    with_latent = LayerAttention(4, 1, 16, Rope(8), latent=latent)
+    for attention, message in (
+        ((), "one entry per layer, at least one, got none"),
+        ((layer, with_latent), "the same num_kv_heads, head_dim and v_head_dim where any has a state or a latent, got"),
+        ((layer, dataclasses.replace(other, kv_source=0)), "kv_source of layer 1 must be a layer before it with pages"),
+        ((dataclasses.replace(layer, kv_source=0), layer), "kv_source of layer 0 must be a layer before it with pages"),
+        ((layer, dataclasses.replace(layer, kv_source=0, window=3)), "the same heads and the same window, got 0"),
+    ):
+        with pytest.raises(ModelConfigError, match=message):
             dataclasses.replace(config, attention=attention)
+    assert dataclasses.replace(config, attention=(layer, other)).num_kv_heads == 1
     for changes, message in (
         ({"window": 0}, "window must be an integer >= 1 and <= 2147483647, got 0"),
         ({"soft_cap": 0.0}, "soft_cap must be a finite number > 0, got 0.0"),

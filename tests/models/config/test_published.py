@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxengine.models.config.fields import ModelConfigError
@@ -19,6 +20,10 @@ from tests.models.config.published import (
     GEMMA,
     GEMMA3,
     GEMMA3_VISION,
+    GEMMA4_26B,
+    GEMMA4_31B,
+    GEMMA4_E2B,
+    GEMMA4_E4B,
     NEMOTRON,
     OLMO2,
     OLMO3,
@@ -52,6 +57,43 @@ def test_gemma3():
     old = {"rope_theta", "rope_scaling", "rope_local_base_freq", "sliding_window_pattern"}
     new = {name: value for name, value in GEMMA3.items() if name not in old}
     assert read_hf({**new, "rope_parameters": both, "layer_types": listed}) == small
+
+
+def test_gemma4():
+    config = read_hf(GEMMA4_E2B)
+    local, full = config.attention[0], config.attention[4]
+    assert kinds(config) == "LLLLG" * 7 and config.eos_token_ids == (1, 106) and config.logit_soft_cap == 30.0
+    assert (local.window, local.head_dim, local.num_kv_heads, local.scale) == (512, 256, 1, 1.0)
+    assert (full.head_dim, full.num_kv_heads) == (512, 1) and local.rope == Rope(256, 1e4)
+    turned = full.rope.frequencies() if full.rope else np.zeros(0)
+    np.testing.assert_allclose(turned[:64], 1e6 ** (-np.arange(64) / 256))
+    assert len(turned) == 256 and not turned[64:].any()
+    sources = [layer.kv_source for layer in config.attention]
+    assert sources == [None] * 15 + [13, 13, 13, 13, 14] * 4
+    assert config.ffn_sizes == (6144,) * 15 + (12288,) * 20 and config.layer_input_size == 256
+    larger = read_hf(GEMMA4_E4B)
+    assert kinds(larger) == "LLLLLG" * 7 and larger.ffn_sizes == () and larger.attention[41].kv_source == 23
+    sparse, dense = read_hf(GEMMA4_26B), read_hf(GEMMA4_31B)
+    assert sparse.experts is not None and (sparse.experts.num_experts, sparse.experts.num_per_token) == (128, 8)
+    for large, heads in ((sparse, (8, 2)), (dense, (16, 4))):
+        local, full = large.attention[0], large.attention[5]
+        assert (local.num_kv_heads, full.num_kv_heads) == heads and large.layer_input_size == 0
+        assert full.keys_as_values and not local.keys_as_values and not large.ffn_sizes
+    assert (sparse.num_kv_heads, dense.num_kv_heads) == (2, 4)  # heads of every layer divide into so many parts
+
+
+@each_row(
+    ("changes", "message"),
+    [
+        ({"num_kv_shared_layers": 34}, "num_kv_shared_layers must be a number that leaves a layer of each kind before"),
+        ({"use_bidirectional_attention": "all"}, 'use_bidirectional_attention must be "vision", null or absent'),
+        ({"vocab_size_per_layer_input": 1000}, "vocab_size_per_layer_input must be vocab_size, 262144, got 1000"),
+        ({"rope_parameters": {"full_attention": {}}}, "rope_parameters must be a mapping that has one for sliding"),
+    ],
+)
+def test_gemma4_refuses(changes, message):
+    with pytest.raises(ModelConfigError, match=message):
+        read_hf(GEMMA4_E2B | {"text_config": GEMMA4_E2B["text_config"] | changes})
 
 
 def in_transformers_5(raw: dict[str, Any]) -> dict[str, Any]:

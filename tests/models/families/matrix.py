@@ -35,8 +35,9 @@ if __name__ == "__main__":
 import numpy as np
 
 from jaxengine import LLM, ConfigError, SamplingParams
-from jaxengine.models.cache import group_layers
-from jaxengine.models.registry import read_folder
+from jaxengine.models.build import Build
+from jaxengine.models.cache import paged_groups
+from jaxengine.models.registry import build_model, read_folder
 from jaxengine.scheduler.pages.groups import most_pages
 from tests.fast_compile import fast_compile
 from tests.fixtures.drawn_weights import FOLDER, checkpoint
@@ -78,7 +79,8 @@ MODES: dict[str, dict[str, Any]] = {
 # Why a model cannot be split, by the option that asks for it, as the engine says it.
 NOT_SPLIT = {
     "tensor_parallel_size": r"allowed: \d.* for this model \(.* cannot be split evenly over ",
-    "pipeline_parallel_size": r"at most \d+ layers$|^none of the layers .* attends|^the first \d+ layers add parts ",
+    "pipeline_parallel_size": r"at most \d+ layers$|^none of the layers .* attends|^the first \d+ layers add parts "
+    r"|^layer \d+ attends to keys and values of layer ",
     "enable_expert_parallel": r"allowed: False: \w+ has no experts$",
 }
 
@@ -170,7 +172,8 @@ def serve(model: Path, workload: Workload, length: int, cache: str, only: list[s
     config = read_folder(model)
     if config.keeps_states:
         shared["num_state_snapshots"] = 24
-    windows = [window for window, _ in group_layers([layer.reach for layer in config.attending])]
+    model_groups = build_model(config, Build("float32")).cache_groups(PAGE_SIZE, "float32")
+    windows = [group.window for group in paged_groups(model_groups)]
     first = LLM(**options(length, windows), **shared)
     expected = workload.run(first, alone=True)
     rows = {"alone": _verdict(workload.wrong(expected)) if any(workload.greedy) else FIRST}

@@ -38,7 +38,7 @@ MUTANTS = [
     Mutant(
         "start dropped",
         _TPU,
-        ", lambda index: _page_copy(refs, table[first + index], slot, index).start())",
+        ", lambda index: _page_copy(refs, plan, table[first + index], slot, index).start())",
         ", lambda index: None)",
         _ANY,
     ),

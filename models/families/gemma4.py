@@ -1,0 +1,316 @@
+"""Gemma 4 (Google 2026), the part that reads text: head sizes by kind of layer, layers that read the keys and values of
+others, embeddings of single layers, and in some checkpoints experts beside the MLP of every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxengine.models.build import Build
+from jaxengine.models.config.attention import LayerAttention
+from jaxengine.models.config.experts import ExpertsConfig
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.hf import FULL, SLIDING, Activation, hf_fields, layer_kinds, text_fields, windows_by_kind
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.rope import Rope, RopeScaling
+from jaxengine.models.families.gemma2 import Gemma2ForCausalLM, read_cap
+from jaxengine.models.families.llama import LAYER
+from jaxengine.models.forward_batch import ForwardBatch
+from jaxengine.models.layers.attention import Attention, LayerPages, StepInputs
+from jaxengine.models.layers.embedding import Embedding
+from jaxengine.models.layers.linear import Linear
+from jaxengine.models.layers.mlp import GatedMLP, gelu_tanh
+from jaxengine.models.layers.moe import ExpertNames, MixtureOfExperts
+from jaxengine.models.layers.norm import RMSNorm, rms_normalized
+from jaxengine.models.layers.scale import scaled
+from jaxengine.models.params.declare import ParamDecl, Source, declare
+from jaxengine.models.params.source import CheckpointNames, StackedExperts
+from jaxengine.pallas_kernels.kv.pages import KVPages
+
+# What transformers takes for fields that a file lacks.
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 262144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131072,
+    "sliding_window": 512,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+_FULL_EVERY, _FULL_HEAD_DIM, _INPUT_SIZE = 6, 512, 256
+_ROPES = {
+    SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+}
+_UNREAD = ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
+# The language model's names in checkpoints that have towers as well, and those towers.
+NAMES = CheckpointNames(
+    prefixes=(("model.language_model.", "model."),),
+    tower=tuple(f"model.{part}." for part in _UNREAD),
+    stacked_experts=StackedExperts(out_first=True),
+)
+
+
+class Gemma4Attention(Attention):
+    """Attention with norms of q, k and v, the last one without a weight."""
+
+    def __init__(self, attention: LayerAttention, hidden_size: int, *, eps: float, source: str, build: Build):
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(attention.head_dim, eps, source=f"{source}.{name}", build=build)
+
+        norms = norm("q_norm"), norm("k_norm") if attention.kv_source is None else None
+        super().__init__(attention, hidden_size, eps=eps, source=source, qk_norms=norms, build=build)
+        self.eps = eps
+
+    def values(self, v: jax.Array) -> jax.Array:
+        with jax.named_scope("v_norm"):
+            return rms_normalized(v, self.eps).astype(v.dtype)
+
+
+class Gemma4Experts(MixtureOfExperts):
+    """Experts whose router normalises and scales what it gets, and weighs each expert by a number of its own."""
+
+    def __init__(self, config: ModelConfig, *, source: str, build: Build):
+        names = ExpertNames(router="router.proj")
+        super().__init__(config, source=source, build=build, names=names, activation=_gelu_gated)
+        size, count, self.eps = config.hidden_size, self.experts.num_experts, config.rms_norm_eps
+        # float32, as the router's decisions are.
+        scale = ParamDecl((None,), (Source(f"{source}.router.scale", size),))
+        self.router_scale = declare((size,), jnp.float32, scale)
+        weights = ParamDecl((None,), (Source(f"{source}.router.per_expert_scale", count),))
+        self.expert_scale = declare((count,), jnp.float32, weights)
+
+    def route(self, x: jax.Array, adapters: Any = None) -> tuple[jax.Array, jax.Array]:
+        """See MixtureOfExperts.route; x is the hidden state before any norm."""
+        scale = self.router_scale[...] * x.shape[-1] ** -0.5
+        weights, ids = super().route((rms_normalized(x, self.eps) * scale).astype(x.dtype), adapters)
+        return weights * self.expert_scale[...][ids], ids
+
+
+def _gelu_gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return gelu_tanh(gate) * up
+
+
+class Gemma4MLP(nnx.Module):
+    """The part of a layer after attention: a dense MLP, and beside it experts if the model has any."""
+
+    def __init__(self, config: ModelConfig, ffn: int, build: Build):
+        self.dense = GatedMLP(config.hidden_size, ffn, source=f"{LAYER}.mlp", activation=gelu_tanh, build=build)
+        self.experts = None if config.experts is None else Gemma4Experts(config, source=LAYER, build=build)
+        size, eps, feedforward = config.hidden_size, config.rms_norm_eps, "feedforward_layernorm"
+
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(size, eps, source=f"{LAYER}.{name}", build=build)
+
+        self.input_norm = norm(f"pre_{feedforward}")
+        if self.experts is not None:
+            self.dense_norm, self.experts_norm = norm(f"post_{feedforward}_1"), norm(f"post_{feedforward}_2")
+            self.experts_input_norm = norm(f"pre_{feedforward}_2")
+
+    def __call__(self, x: jax.Array, rows: Any) -> jax.Array:
+        """Map the hidden state [T, D], before any norm, to [T, D]."""
+        y = self.dense(self.input_norm(x), rows)
+        if self.experts is None:
+            return y
+        mixed = self.experts(self.experts_input_norm(x), rows, x)
+        return self.dense_norm(y) + self.experts_norm(mixed)
+
+
+class PerLayerGate(nnx.Module):
+    """norm(project(gelu(gate(x)) * p)), p being the layer's own input [T, P]; every device computes all of it."""
+
+    def __init__(self, config: ModelConfig, build: Build):
+        size, own = config.hidden_size, config.layer_input_size
+        gate, project = Source(f"{LAYER}.per_layer_input_gate", own), Source(f"{LAYER}.per_layer_projection", size)
+        self.gate = Linear(size, (gate,), axes=("embed", "latent"), build=build)
+        self.project = Linear(own, (project,), axes=("latent", "embed"), build=build)
+        self.norm = RMSNorm(size, config.rms_norm_eps, source=f"{LAYER}.post_per_layer_input_norm", build=build)
+
+    def __call__(self, x: jax.Array, step: StepInputs) -> jax.Array:
+        """Map [T, D] -> [T, D]."""
+        assert step.of_layer is not None
+        gate = gelu_tanh(self.gate(x, step.rows, out_dtype=jnp.float32))
+        inner = (gate * step.of_layer.astype(jnp.float32)).astype(x.dtype)
+        return self.norm(self.project(inner, step.rows))
+
+
+class Gemma4Layer(nnx.Module):
+    """Gemma 2's layer, then x + gate(x) where layers have inputs of their own, all of it times a number."""
+
+    def __init__(self, config: ModelConfig, layer: int, build: Build):
+        size, eps = config.hidden_size, config.rms_norm_eps
+
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(size, eps, source=f"{LAYER}.{name}_layernorm", build=build)
+
+        self.input_norm, self.attention_norm, self.mlp_norm = map(norm, ("input", "post_attention", "post_feedforward"))
+        attention = config.attention[layer]
+        self.attention = Gemma4Attention(attention, size, eps=eps, source=f"{LAYER}.self_attn", build=build)
+        self.mlp = Gemma4MLP(config, config.ffn_sizes[layer] if config.ffn_sizes else config.intermediate_size, build)
+        self.input_gate = PerLayerGate(config, build) if config.layer_input_size else None
+        self.scalar = declare((1,), build.dtype, ParamDecl((None,), (Source(f"{LAYER}.layer_scalar", 1),)))
+
+    def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
+        with jax.named_scope("attention"):
+            attended, kv = self.attention(self.input_norm(x), kv, pages, step)
+            x = x + self.attention_norm(attended)
+        with jax.named_scope("mlp"):
+            x = x + self.mlp_norm(self.mlp(x, step.rows))
+        if self.input_gate is not None:
+            with jax.named_scope("layer_input"):
+                x = x + self.input_gate(x, step)
+        return x * self.scalar[...].astype(x.dtype), kv
+
+
+class LayerInputs(nnx.Module):
+    """What each layer gets beside the hidden state: (norm(project(x) / sqrt(D)) + sqrt(P) * table[token]) / sqrt(2)."""
+
+    def __init__(self, config: ModelConfig, build: Build):
+        size, self.own, self.num_layers = config.hidden_size, config.layer_input_size, config.num_layers
+        width = self.own * self.num_layers
+        self.table = Embedding(config.vocab_size, width, source="model.embed_tokens_per_layer", build=build)
+        project = Source("model.per_layer_model_projection", width)
+        self.project = Linear(size, (project,), axes=("embed", "latent"), build=build)
+        norm = "model.per_layer_projection_norm"
+        self.norm = RMSNorm(self.own, config.rms_norm_eps, source=norm, build=build)
+
+    def __call__(self, token_ids: jax.Array, x: jax.Array) -> jax.Array:
+        """Inputs [T, L, P] of all layers of the model, of tokens i32[T] with embeddings x [T, D]."""
+        shape = x.shape[0], self.num_layers, self.own
+        of_token = scaled(self.table(token_ids).reshape(shape), self.own**0.5)
+        projected = self.norm(scaled(self.project(x), x.shape[1] ** -0.5).reshape(shape))
+        return scaled(projected + of_token, 2**-0.5)
+
+
+class Gemma4ForCausalLM(Gemma2ForCausalLM):
+    """A decoder of Gemma4Layers with a scaled embedding and bounded logits."""
+
+    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    checkpoint_names: ClassVar[CheckpointNames] = NAMES
+    norm_class = RMSNorm
+
+    def __init__(self, config: ModelConfig, build: Build):
+        super().__init__(config, build)
+        if self.stage.is_first and config.layer_input_size:
+            self.layer_inputs = LayerInputs(config, self.build)
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        fields = fields.with_defaults(**DEFAULTS)
+        if fields.text("use_bidirectional_attention", None) not in (None, "vision"):
+            raise fields.fail("use_bidirectional_attention", '"vision", null or absent')
+        kinds, bias = layer_kinds(fields, _FULL_EVERY), fields.boolean("attention_bias", False)
+        kinds = (*kinds[:-1], FULL)  # as transformers does, whatever the file says
+        shared = hf_fields(
+            fields,
+            windows=windows_by_kind(kinds, fields.integer("sliding_window")),
+            ropes=[None] * len(kinds),
+            activation=Activation("hidden_activation", ("gelu_pytorch_tanh",)),
+            tied=True,
+            scale=1.0,
+            bias=bias,
+            output_bias=bias,
+        )
+        name = "hidden_size_per_layer_input"
+        size = fields.integer(name, 0 if name in fields.raw else _INPUT_SIZE, minimum=0)  # null, too, means none
+        vocab_size = shared["vocab_size"]
+        if size and fields.integer("vocab_size_per_layer_input", 262144) != vocab_size:
+            raise fields.fail("vocab_size_per_layer_input", f"vocab_size, {vocab_size}")
+        attention = _attention(fields, kinds, shared["attention"])
+        ffn = shared["intermediate_size"]
+        wide = fields.boolean("use_double_wide_mlp", False)
+        sizes = tuple(ffn * (1 + (wide and each.kv_source is not None)) for each in attention)
+        return shared | {
+            "attention": attention,
+            "ffn_sizes": () if set(sizes) == {ffn} else sizes,
+            "layer_input_size": size,
+            "logit_soft_cap": read_cap(fields, "final_logit_softcapping", None),
+            "experts": _experts(fields) if fields.boolean("enable_moe_block", False) else None,
+        }
+
+    def make_layer(self, layer: int, build: Build) -> nnx.Module:
+        return Gemma4Layer(self.config, layer, build)
+
+    def make_layer_inputs(self, batch: ForwardBatch, x: jax.Array) -> jax.Array:
+        return self.layer_inputs(batch.token_ids, x)
+
+
+def _attention(
+    fields: ConfigFields, kinds: Sequence[str], layers: Sequence[LayerAttention]
+) -> tuple[LayerAttention, ...]:
+    """The layers with the heads, the rope and the keys of their kinds. Raises ModelConfigError."""
+    k_eq_v = fields.boolean("attention_k_eq_v", False)
+    full_heads = fields.integer("num_global_key_value_heads", None) if k_eq_v else None
+    full_dim = fields.integer("global_head_dim", _FULL_HEAD_DIM)
+    own = fields.mapping("per_layer_config")
+    found: list[LayerAttention] = []
+    for number, (kind, layer) in enumerate(zip(kinds, layers, strict=True)):
+        head_dim, num_kv_heads = layer.head_dim, layer.num_kv_heads
+        if own is not None:
+            each = ConfigFields(ConfigFields(own).mapping(str(number)) or {})
+            head_dim = each.integer("head_dim", head_dim)
+            num_kv_heads = each.integer("num_key_value_heads", num_kv_heads)
+        elif kind == FULL:
+            head_dim, num_kv_heads = full_dim, full_heads or num_kv_heads
+        as_values = k_eq_v and kind == FULL
+        rope = _rope(fields, kind, head_dim)
+        sizes = {"head_dim": head_dim, "num_kv_heads": num_kv_heads}
+        found.append(replace(layer, rope=rope, keys_as_values=as_values, **sizes))
+    return _with_sources(fields, kinds, found)
+
+
+def _with_sources(
+    fields: ConfigFields, kinds: Sequence[str], layers: Sequence[LayerAttention]
+) -> tuple[LayerAttention, ...]:
+    """The layers, of which the last `num_kv_shared_layers` read keys and values of the last of their kind before these.
+
+    Raises ModelConfigError where there is none.
+    """
+    first = len(layers) - fields.integer("num_kv_shared_layers", 0, minimum=0)
+    if first < 1 or set(kinds[:first]) != set(kinds):
+        raise fields.fail("num_kv_shared_layers", "a number that leaves a layer of each kind before those that share")
+    last = {kind: number for number, kind in enumerate(kinds[:first])}
+    shared = (
+        replace(layer, kv_source=last[kind], keys_as_values=False)
+        for kind, layer in zip(kinds[first:], layers[first:], strict=True)
+    )
+    return (*layers[:first], *shared)
+
+
+def _rope(fields: ConfigFields, kind: str, head_dim: int) -> Rope:
+    parameters = fields.mapping("rope_parameters")
+    given: Mapping[str, Any] | None = _ROPES[kind] if parameters is None else ConfigFields(parameters).mapping(kind)
+    if given is None:
+        raise fields.fail("rope_parameters", f"a mapping that has one for {kind}")
+    own, longest = ConfigFields(given), fields.integer("max_position_embeddings")
+    theta = own.number("rope_theta")
+    if own.text("rope_type", "default") != "proportional":
+        own.require(partial_rotary_factor=1.0)
+        return Rope(head_dim, theta, RopeScaling.from_hf(given, longest))
+    share, factor = own.number("partial_rotary_factor", 1.0), own.number("factor", 1.0)
+    return Rope(head_dim, theta, RopeScaling("proportional", factor, rotated=share))
+
+
+def _experts(fields: ConfigFields) -> ExpertsConfig:
+    return ExpertsConfig(
+        num_experts=fields.integer("num_experts"),
+        num_per_token=fields.integer("top_k_experts"),
+        intermediate_size=fields.integer("moe_intermediate_size"),
+    )
+
+
+class Gemma4ForConditionalGeneration(Gemma4ForCausalLM):
+    """The part of Gemma 4 that reads text, of checkpoints that have towers for pictures and audio as well."""
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        return super().read_hf(text_fields(fields))
