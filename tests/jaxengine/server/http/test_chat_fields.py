@@ -76,6 +76,8 @@ CHAT = {
     "logprobs": True,
     "top_logprobs": (2, {"logprobs": True}),
     "logprob_token_ids": ([5, 6], {"logprobs": True}),
+    "capture": ["residual:1"],
+    "return_hidden_states": True,
     "steer": [{"at": "residual:1", "vector": [1.0], "scale": 2}],
     "return_sampling_mass": True,
     "trace_decode_token_ids": [5, 6, 5],
