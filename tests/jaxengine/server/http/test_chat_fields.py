@@ -76,8 +76,6 @@ CHAT = {
     "logprobs": True,
     "top_logprobs": (2, {"logprobs": True}),
     "logprob_token_ids": ([5, 6], {"logprobs": True}),
-    "capture": ["residual:1"],
-    "return_hidden_states": True,
     "steer": [{"at": "residual:1", "vector": [1.0], "scale": 2}],
     "return_sampling_mass": True,
     "trace_decode_token_ids": [5, 6, 5],
@@ -121,8 +119,9 @@ RESPONSES = {
     "reasoning": {"effort": "low"},
     "chat_template_kwargs": {"mood": "!"},
 }
-# Shown by tests of their own: they need a tokenizer, a response, beams or a picture that are not here.
+# Shown by tests of their own: they need a tokenizer, a response, beams, a picture or activations that are not here.
 ELSEWHERE = {"add_special_tokens", "previous_response_id", "length_penalty", "mm_processor_kwargs"}
+ELSEWHERE |= {"capture", "return_hidden_states"}
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +144,7 @@ def test_no_field_is_forgotten():
 
 def test_what_completions_and_chats_alone_support_is_refused_elsewhere():
     own = {"logprob_token_ids", "prompt_logprob_start", "return_sampling_mass", "steer", "trace_decode_token_ids"}
+    own |= {"capture", "return_hidden_states"}
     for model in (CompletionRequest, ChatRequest):
         assert own <= model.model_fields.keys() and not own & model.refused.keys()
     for model in (MessagesRequest, ResponsesRequest):
