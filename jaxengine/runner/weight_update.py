@@ -6,7 +6,6 @@ Nothing of the engine changes before `put`, so that whatever is wrong with the n
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,11 +22,11 @@ from jaxengine.models.params.declare import declared_params
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import WHOLE, WeightSource, WrappedSource
 from jaxengine.models.weights.adapters.pools import abstract_leaves
-from jaxengine.models.weights.formats.arrays import ArraySource, FiniteSource, Taken, fault_of, read_slice
+from jaxengine.models.weights.formats.arrays import ArraySource, FiniteSource, Taken, fault_of
 from jaxengine.models.weights.formats.orbax import LAYOUT_FILE, load_checkpoint
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
-from jaxengine.models.weights.huge_pages import HugePages
 from jaxengine.models.weights.load import load_params
+from jaxengine.models.weights.moved import is_finite, moved
 from jaxengine.models.weights.pooled import naming, with_own_files
 from jaxengine.models.weights.streamed import load_streamed
 from jaxengine.models.weights.views.parts import num_parts
@@ -389,7 +388,7 @@ def _checked(stage: _Stage, state: nnx.State, overflowing: Sequence[Any] = ()) -
         if path in loaded:
             new[index] = array = loaded[path]
             old = stage.params[index]
-            if (not overflowing or array.dtype in overflowing) and not _is_finite(array):
+            if (not overflowing or array.dtype in overflowing) and not is_finite(array):
                 raise WeightUpdateError.of([(_text(path), "has numbers that are not finite")])
             assert (array.shape, array.dtype, array.format) == (old.shape, old.dtype, old.format), path
     jax.block_until_ready(list(new.values()))
@@ -427,7 +426,7 @@ def _own_tree(
                 f"{name} joins {len(param.decl.sources)} tensors in an order that depends on the devices: "
                 "give tensors by name"
             )
-        elif not _is_finite(array, chunk_bytes):
+        elif not is_finite(array, chunk_bytes):
             faults.append((name, "has numbers that are not finite"))
         else:
             new[index] = array
@@ -435,54 +434,10 @@ def _own_tree(
         raise WeightUpdateError.of(faults)
     for index, array in new.items():
         if array.format != stage.params[index].format:
-            new[index] = jax.block_until_ready(_moved(array, stage.params[index], chunk_bytes))
+            new[index] = jax.block_until_ready(moved(array, stage.params[index], chunk_bytes))
             if donate:
                 array.delete()
     return new
-
-
-def _is_finite(array: jax.Array, chunk_bytes: int | None = None) -> bool:
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        return True
-    pieces = (np.asarray(shard.data) for shard in array.addressable_shards)
-    return all(np.isfinite(piece[index]).all() for piece in pieces for index in _bands(piece.shape, chunk_bytes))
-
-
-def _bands(shape: tuple[int, ...], chunk_bytes: int | None, number_bytes: int = 1) -> Iterator[Any]:
-    """Yields slices of the first axis of an array, whose results have chunk_bytes at most, or one row; all of it for
-    None."""
-    if chunk_bytes is None or not shape:
-        yield ...
-        return
-    step = max(1, chunk_bytes // max(1, math.prod(shape[1:]) * number_bytes))
-    for first in range(0, shape[0], step):
-        yield slice(first, min(first + step, shape[0]))
-
-
-def _moved(array: jax.Array, old: Any, chunk_bytes: int | None = None) -> jax.Array:
-    """A copy of `array` with the sharding and layout of `old`, an array or Absent of its shape and dtype; waits for it.
-
-    By way of the host, a device's part at a time: no program is compiled for it. chunk_bytes: of what else is copied to
-    host memory at a time.
-    """
-    parts, memory = [], HugePages() if next(iter(old.sharding.device_set)).platform == "cpu" else None
-    for device, index in old.sharding.addressable_devices_indices_map(old.shape).items():
-        shape = old.sharding.shard_shape(old.shape)
-        host = np.empty(shape, old.dtype) if memory is None else memory.zeros(shape, np.dtype(old.dtype))
-        for band in _bands(shape, chunk_bytes, np.dtype(old.dtype).itemsize):
-            host[band] = read_slice(array, _within(index, band, old.shape))
-        parts.append(jax.block_until_ready(jax.device_put(host, device)))
-        del host
-    placed: Any = jax.make_array_from_single_device_arrays(old.shape, old.sharding, parts, dtype=old.dtype)
-    return placed if placed.format == old.format else jax.device_put(placed, old.format)
-
-
-def _within(index: tuple[slice, ...], band: Any, shape: tuple[int, ...]) -> tuple[slice, ...]:
-    """The slices of an array that are a band, counted from the first row of `index`, of that part of it."""
-    if band is ...:
-        return index
-    first = index[0].indices(shape[0])[0]
-    return slice(first + band.start, first + band.stop), *index[1:]
 
 
 def _refuse_chunks(chunk_bytes: int | None) -> None:

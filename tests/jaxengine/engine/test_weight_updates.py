@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -343,33 +342,6 @@ def test_keys_and_values_may_be_kept(llm, expected):
     assert tokens_of(llm) == expected[1]
 
 
-@each_row(("mode", "reason"), [("keep", "length"), ("wait", "length"), ("abort", "abort")])
-def test_a_pause(tiny_options, mode, reason):
-    """Running requests end as the mode says; those that come meanwhile wait for `resume_generation`."""
-
-    async def run() -> None:
-        engine = AsyncLLM(**tiny_options)
-        try:
-
-            async def last(request_id: str) -> Any:
-                async for output in engine.generate(PROMPTS[0], greedy(60), request_id):
-                    newest = output
-                return newest.outputs[0]
-
-            early = asyncio.create_task(last("early"))
-            await asyncio.sleep(0.05)
-            await engine.pause_generation(mode)
-            late = asyncio.create_task(last("late"))
-            await asyncio.sleep(0.1)
-            assert await engine.is_paused() and not late.done() and early.done() == (mode != "keep")
-            await engine.resume_generation()
-            assert (await early).finish_reason == reason and len((await late).token_ids) == 60
-        finally:
-            engine.shutdown()
-
-    asyncio.run(run())
-
-
 def test_calls_of_other_threads_wait(llm, expected):
     llm.update_weights(changed(0))
     llm.pause_generation()
@@ -383,125 +355,6 @@ def test_calls_of_other_threads_wait(llm, expected):
     llm.resume_generation()
     thread.join()
     assert found == [expected[2]]
-
-
-async def kept(engine: AsyncLLM) -> asyncio.Task[Any]:
-    """A request that a pause has stopped where it was."""
-
-    async def finish_reason() -> Any:
-        async for output in engine.generate(PROMPTS[0], greedy(60), "kept"):
-            last = output
-        return last.outputs[0].finish_reason
-
-    task = asyncio.create_task(finish_reason())
-    while not engine.core.has_unfinished:
-        await asyncio.sleep(0.001)
-    await engine.pause_generation("keep")
-    assert not task.done()
-    return task
-
-
-@each_row(("mode", "reason"), [("wait", "length"), ("abort", "abort")])
-def test_a_later_pause_ends_what_an_earlier_one_kept(tiny_options, mode, reason):
-    async def run() -> None:
-        engine = AsyncLLM(**tiny_options)
-        try:
-            task = await kept(engine)
-            await engine.update_weights(changed(1), mode=mode)
-            assert await asyncio.wait_for(task, 30) == reason and await engine.is_paused()
-        finally:
-            engine.shutdown()
-
-    asyncio.run(run())
-
-
-def test_requests_of_a_sleeping_engine(tiny_options):
-    """They may be ended or kept; nobody can wait for them."""
-
-    async def run() -> None:
-        engine = AsyncLLM(**tiny_options)
-        try:
-            task = await kept(engine)
-            await engine.sleep(2, mode="keep")
-            with pytest.raises(RequestError, match="cannot run to their end"):
-                await engine.update_weights(changed(1), mode="wait")
-            await engine.update_weights(changed(1), mode="abort")
-            assert await asyncio.wait_for(task, 30) == "abort" and await engine.is_sleeping()
-            await engine.wake_up()
-            assert not await engine.is_paused()
-        finally:
-            engine.shutdown()
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize("level", [1, 2])
-def test_an_engine_wakes_under_requests_that_wait(tiny_options, llm, expected, level):
-    """One that ran and those that came while it slept have the tokens that they would have had, cached prefixes or not.
-    What was in the pages is gone; what they hold afterwards is found."""
-
-    async def run() -> None:
-        engine = AsyncLLM(**tiny_options)
-        try:
-
-            async def last(prompt: Any, count: int = NUM_TOKENS) -> Any:
-                async for output in engine.generate(prompt, greedy(count), f"{prompt} {time.monotonic()}"):
-                    newest = output
-                return newest.outputs[0].token_ids, newest.num_cached_tokens
-
-            assert await last(PROMPTS[0]) == (expected[0][0], 0)
-            early = asyncio.create_task(last(PROMPTS[2], 70))
-            while not engine.core.has_unfinished:
-                await asyncio.sleep(0.001)
-            await engine.sleep(level, mode="keep")
-            assert not early.done()
-            late = [asyncio.create_task(last(prompt)) for prompt in PROMPTS[:2]]
-            await asyncio.sleep(0.1)
-            assert not any(each.done() for each in late)
-            if level == 2:
-                await engine.update_weights(changed(0))
-            await engine.wake_up()
-            found = [await asyncio.wait_for(each, 60) for each in late]
-            assert found == [(expected[0][0], 0), (expected[0][1], 0)]
-            assert (await asyncio.wait_for(early, 60))[0][:NUM_TOKENS] == expected[0][2]
-            again = [await last(prompt) for prompt in PROMPTS]
-            assert [tokens for tokens, _ in again] == expected[0]
-            assert [cached for _, cached in again] == [8, 4, 16]
-        finally:
-            engine.shutdown()
-
-    asyncio.run(run())
-
-
-def test_requests_time_out_in_a_pause(tiny_options):
-    """Those that ran, in a pause and asleep, and those that have come since; others stay."""
-
-    async def run() -> None:
-        engine = AsyncLLM(**tiny_options)
-        try:
-
-            async def last(request_id: str, timeout: float | None) -> Any:
-                async for output in engine.generate(PROMPTS[0], greedy(60), request_id, timeout=timeout):
-                    newest = output
-                return newest.outputs[0]
-
-            early = asyncio.create_task(last("early", 3600.0))
-            while not engine.core.has_unfinished:
-                await asyncio.sleep(0.001)
-            await engine.pause_generation("keep")
-            (request,) = engine.core.engine.scheduler.requests
-            for asleep in (False, True):
-                if asleep:
-                    await engine.sleep(1, mode="keep")
-                late = await asyncio.wait_for(last(f"late {asleep}", 0.05), 60)
-                assert (late.finish_reason, late.stop_reason) == ("abort", "timeout") and not early.done()
-            assert engine.core.rest() > 60 and request in engine.core.engine.scheduler.requests
-            await engine.wake_up()
-            assert (await early).finish_reason == "length" and engine.core.rest() == float("inf")
-        finally:
-            engine.shutdown()
-
-    asyncio.run(run())
 
 
 def test_an_update_does_not_wake_what_it_does_not_bring(tiny_options):

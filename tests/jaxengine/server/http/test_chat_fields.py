@@ -121,8 +121,9 @@ RESPONSES = {
     "reasoning": {"effort": "low"},
     "chat_template_kwargs": {"mood": "!"},
 }
-# Shown by tests of their own: they need a tokenizer, a response, beams or a picture that are not here.
+# Shown by tests of their own: they need a tokenizer, a response, beams, a picture or activations that are not here.
 ELSEWHERE = {"add_special_tokens", "previous_response_id", "length_penalty", "mm_processor_kwargs"}
+ELSEWHERE |= {"capture", "return_hidden_states"}
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +146,7 @@ def test_no_field_is_forgotten():
 
 def test_what_completions_and_chats_alone_support_is_refused_elsewhere():
     own = {"logprob_token_ids", "prompt_logprob_start", "return_sampling_mass", "steer", "trace_decode_token_ids"}
-    own |= {"routed_experts_prompt_start", "prompt_logprob_token_ids"}
+    own |= {"routed_experts_prompt_start", "prompt_logprob_token_ids", "capture", "return_hidden_states"}
     for model in (CompletionRequest, ChatRequest):
         assert own <= model.model_fields.keys() and not own & model.refused.keys()
     for model in (MessagesRequest, ResponsesRequest):

@@ -119,6 +119,9 @@ CASES: dict[str, Case] = {
         ),
         {"logprobs": 1, "return_tokens_as_token_ids": True},
     ),
+    # Only of an engine with these options; what they do, tests/jaxengine/server/http/test_captured.py shows.
+    "capture": Case(["residual:1"], lambda before, after: after.answer.error["param"] == "capture"),
+    "return_hidden_states": Case(True, lambda before, after: after.answer.error["param"] == "return_hidden_states"),
     # Only of an engine with steer; what it does, the engine's tests show.
     "steer": Case(
         [{"at": "residual:1", "vector": [1.0], "scale": 2}],

@@ -1,0 +1,59 @@
+"""Arrays that lie otherwise than an engine's, checked and copied by way of the host: no program is compiled for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxengine.models.weights.formats.arrays import read_slice
+from jaxengine.models.weights.huge_pages import HugePages
+
+
+def is_finite(array: jax.Array, chunk_bytes: int | None = None) -> bool:
+    """Whether this process's part of an array has finite numbers alone. chunk_bytes: of copies at a time."""
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        return True
+    pieces = (np.asarray(shard.data) for shard in array.addressable_shards)
+    return all(np.isfinite(piece[index]).all() for piece in pieces for index in _bands(piece.shape, chunk_bytes))
+
+
+def _bands(shape: tuple[int, ...], chunk_bytes: int | None, number_bytes: int = 1) -> Iterator[Any]:
+    """Yield slices of the first axis of an array, whose results have chunk_bytes at most, or one row; all of it for
+    None."""
+    if chunk_bytes is None or not shape:
+        yield ...
+        return
+    step = max(1, chunk_bytes // max(1, math.prod(shape[1:]) * number_bytes))
+    for first in range(0, shape[0], step):
+        yield slice(first, min(first + step, shape[0]))
+
+
+def moved(array: jax.Array, old: Any, chunk_bytes: int | None = None) -> jax.Array:
+    """Copy `array` to the sharding and layout of `old`, which has its shape and dtype; waits for it.
+
+    By way of the host, a device's part at a time: no program is compiled for it. chunk_bytes: of what else is copied to
+    host memory at a time.
+    """
+    parts, memory = [], HugePages() if next(iter(old.sharding.device_set)).platform == "cpu" else None
+    for device, index in old.sharding.addressable_devices_indices_map(old.shape).items():
+        shape = old.sharding.shard_shape(old.shape)
+        host = np.empty(shape, old.dtype) if memory is None else memory.zeros(shape, np.dtype(old.dtype))
+        for band in _bands(shape, chunk_bytes, np.dtype(old.dtype).itemsize):
+            host[band] = read_slice(array, _within(index, band, old.shape))
+        parts.append(jax.block_until_ready(jax.device_put(host, device)))
+        del host
+    placed: Any = jax.make_array_from_single_device_arrays(old.shape, old.sharding, parts, dtype=old.dtype)
+    return placed if placed.format == old.format else jax.device_put(placed, old.format)
+
+
+def _within(index: tuple[slice, ...], band: Any, shape: tuple[int, ...]) -> tuple[slice, ...]:
+    """Slices of an array that are a band, counted from the first row of `index`, of that part of it."""
+    if band is ...:
+        return index
+    first = index[0].indices(shape[0])[0]
+    return slice(first + band.start, first + band.stop), *index[1:]
