@@ -34,9 +34,10 @@ from tests.tables import each_row
 
 TOLERANCE = 1e-5  # of the largest number
 # Of gradients. The weights of this checkpoint are so wide that its loss is 25, and rounding weighs more.
-# Gemma 4 ends a layer with a factor before norms that undo it, so that gradients cancel: 3e-5 where programs are
-# optimised, as tests' are not.
-TOLERANCES = {"llama": 2e-5, "gemma4": 2e-4}
+# Gemma 4 ends a layer with a factor that the norms after it undo, so that its gradient cancels.
+TOLERANCES = {"llama": 2e-5, "gemma4": 5e-5}
+# The same where programs are not optimised: the GELUs of Gemma 4's gates lose digits there.
+UNOPTIMISED = {"gemma4": 2e-3}
 # Dense, windows, experts, latent attention, states, keys of other layers: all whose gradients are recorded.
 RECORDED = sorted(path.parent.name for path in CHECKPOINTS.glob("*/gradients.npz"))
 
@@ -116,7 +117,7 @@ def test_every_architecture_that_transformers_has_is_recorded():
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in KINDS else FURTHER) for name in RECORDED])
-def test_logits_and_gradients_are_those_of_transformers(name, tmp_path):
+def test_logits_and_gradients_are_those_of_transformers(name, tmp_path, pytestconfig):
     case = load_recorded(name)
     rows = packed(case)
     run = jax.jit(jax.value_and_grad(partial(loss_of_last, case=case, rows=rows), has_aux=True))
@@ -126,7 +127,10 @@ def test_logits_and_gradients_are_those_of_transformers(name, tmp_path):
     found = [*np.split(logits[0], ends), logits[1, : len(long)]]
     for ours, golden in zip(found, (*reversed(case.logits), *reversed(case.logits), case.logits[0]), strict=True):
         assert np.abs(ours - golden).max() <= TOLERANCE * np.abs(golden).max()
-    assert_gradients(grads, *recorded_gradients(name, case.model, tmp_path), TOLERANCES.get(name, TOLERANCE))
+    tolerance = TOLERANCES.get(name, TOLERANCE)
+    if not pytestconfig.getoption("--optimised"):
+        tolerance = UNOPTIMISED.get(name, tolerance)
+    assert_gradients(grads, *recorded_gradients(name, case.model, tmp_path), tolerance)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "lfm2"])
