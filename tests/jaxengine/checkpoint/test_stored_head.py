@@ -20,7 +20,9 @@ from tests.fixtures.drawn_weights import FOLDER, checkpoint
 from tests.tables import each_row
 
 TIED = "tie_word_embeddings"
-WRAPPERS = sorted(folder.name for folder in FOLDER.iterdir() if folder.name.endswith("_vision"))
+WRAPPERS = sorted(
+    path.parent.name for path in FOLDER.glob("*/config.json") if "text_config" in json.loads(path.read_text())
+)
 # Outside, inside of text_config, result; None where nothing is said and the family's default counts.
 SAID = ((True, False, False), (False, True, True), (True, None, True), (False, None, False), (True, True, True))
 
