@@ -183,7 +183,7 @@ class Decoder(nnx.Module):
         return [layer for layer in self.stage.layers if self.config.attention[layer].state is not None]
 
 
-def _page_of(kv: KVPages | Cache) -> tuple[int, Any]:
-    """Tokens of a page, and the dtype of what it holds."""
+def _page_of(kv: KVPages | Cache) -> tuple[int, str]:
+    """Tokens of a page, and the cache dtype of what it holds."""
     pool = kv.kv if isinstance(kv, Cache) else kv
-    return pool.page_size, pool.dtype
+    return pool.page_size, pool.spec.kv_dtype

@@ -90,6 +90,12 @@ class KVSpec:
             )
 
     @property
+    def kv_dtype(self) -> str:
+        """Name of the cache dtype: that of PER_TOKEN for codes with token scales, else `dtype`."""
+        names = {codes: name for name, codes in PER_TOKEN.items()}
+        return names[self.dtype] if self.token_scales else self.dtype
+
+    @property
     def key_width(self) -> int:
         """Elements of one token's key in one kv head, its scale included."""
         return self.head_dim + _SCALE_BYTES * self.token_scales
