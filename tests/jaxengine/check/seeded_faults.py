@@ -50,13 +50,13 @@ class Fault(NamedTuple):
     says: str
 
 
-KV_UPDATE = "            kv = kv_cache_update(kv, k, v, ragged.slot_mapping, schedule=pages.update_schedule)\n"
+KV_UPDATE = "                kv = kv_cache_update(kv, *own, ragged.slot_mapping, schedule=pages.update_schedule)\n"
 SLAB = """\
-            pages_here = kv.data.shape[0] // 2
-            slab = jax.lax.dynamic_slice_in_dim(kv.data, pages.first_page, pages_here)
-            slab = jax.lax.optimization_barrier(slab)
-            data = jax.lax.dynamic_update_slice_in_dim(kv.data, slab, pages.first_page, 0)
-            kv = __import__("dataclasses").replace(kv, data=data)
+                pages_here = kv.data.shape[0] // 2
+                slab = jax.lax.dynamic_slice_in_dim(kv.data, pages.first_page, pages_here)
+                slab = jax.lax.optimization_barrier(slab)
+                data = jax.lax.dynamic_update_slice_in_dim(kv.data, slab, pages.first_page, 0)
+                kv = __import__("dataclasses").replace(kv, data=data)
 """
 # Scores that are used again after the values have been added up.
 BARRIER = """\
