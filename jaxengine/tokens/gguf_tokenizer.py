@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, processors
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.gguf_ends import listed_ends, named_turn_ends
 from jaxengine.tokens.special_tokens import SpecialTokens
-from jaxengine.tokens.vocabularies.byte_pairs import SPACE_MARK, byte_pair_tokenizer, merges_of_ranks
+from jaxengine.tokens.vocabularies.byte_pairs import SPACE_MARK, byte_pair_tokenizer, merges_of_ranks, too_long
 from jaxengine.tokens.vocabularies.pieces import (
     CONTROL,
     NORMAL,
@@ -30,9 +30,6 @@ from jaxengine.tokens.vocabularies.pieces import (
 from jaxengine.tokens.vocabularies.splits import SPLITTINGS
 from jaxengine.tokens.word_pieces import word_piece_tokenizer
 
-# Every split of a token is tried. The longest existing tokens, runs of blanks, have some hundred characters.
-MAX_TOKEN_CHARS = 1024
-MAX_VOCABULARY_CHARS = 1 << 22
 TEMPLATE = "tokenizer.chat_template"
 OTHER_WAY = "give another with --tokenizer org/name or a folder"
 
@@ -82,10 +79,8 @@ def build_tokenizer(values: Mapping[str, Any], path: str) -> Tokenizer:
     """
     metadata = _Metadata(values, path)
     tokens = metadata.texts("tokens")
-    longest, total = max(map(len, tokens)), sum(map(len, tokens))
-    if longest > MAX_TOKEN_CHARS or total > MAX_VOCABULARY_CHARS:
-        text = f"tokens must have at most {MAX_TOKEN_CHARS} characters each and {MAX_VOCABULARY_CHARS} between them"
-        raise metadata.fail(f"{text}, got {longest} and {total}", "tokens")
+    if (problem := too_long(tokens)) is not None:
+        raise metadata.fail(problem, "tokens")
     types = metadata.numbers("token_type", len(tokens))
     types = np.full(len(tokens), NORMAL) if types is None else types
     # llama.cpp gives unnamed tokens a name too.

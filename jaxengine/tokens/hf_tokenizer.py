@@ -31,6 +31,7 @@ from jaxengine.tokens.vocabularies.tiktoken import KIMI, LLAMA3, QWEN, Ranks, is
 from jaxengine.tokens.word_pieces import CLASSES, MODEL_TYPES, TOKENS, VOCAB, build_word_pieces
 
 MAX_TOKENIZER_BYTES = 1 << 28
+MAX_VOCABULARY_BYTES = 1 << 25  # of a vocabulary alone; the largest have some MiB
 MAX_TURN_ENDS = 1024
 TOKENIZER, CONFIG, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 PIECES = "tokenizer.model"
@@ -73,9 +74,9 @@ def _of_ranks(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, dict[str
     config: content of tokenizer_config.json. Raises ModelFileError.
     """
     row: Ranks | None = RANKS.get(str(config.get("tokenizer_class")))
-    source = None if row is None else read_bytes(folder, row.file, MAX_TOKENIZER_BYTES)
+    source = None if row is None else read_bytes(folder, row.file, MAX_VOCABULARY_BYTES)
     if row is None or source is None:
-        row, source = LLAMA3, read_bytes(folder, LLAMA3.file, MAX_TOKENIZER_BYTES)
+        row, source = LLAMA3, read_bytes(folder, LLAMA3.file, MAX_VOCABULARY_BYTES)
         if source is None or not is_tiktoken(source):
             return None
     entries = config.get(ADDED_TOKENS, {})
@@ -94,7 +95,7 @@ def _of_pieces(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, dict[st
 
     config: content of tokenizer_config.json. Raises ModelFileError.
     """
-    source = read_bytes(folder, PIECES, MAX_TOKENIZER_BYTES)
+    source = read_bytes(folder, PIECES, MAX_VOCABULARY_BYTES)
     if source is None or config.get("tokenizer_class") not in PIECES_CLASSES:
         return None
     pieces, is_unigram, tokens = read_sentencepiece(source, folder / PIECES)
