@@ -12,12 +12,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-from tokenizers import Tokenizer, processors
+from tokenizers import Tokenizer
 
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.gguf_ends import listed_ends, named_turn_ends
 from jaxengine.tokens.special_tokens import SpecialTokens
 from jaxengine.tokens.vocabularies.byte_pairs import SPACE_MARK, byte_pair_tokenizer, merges_of_ranks, too_long
+from jaxengine.tokens.vocabularies.ends import with_ends
 from jaxengine.tokens.vocabularies.pieces import (
     CONTROL,
     NORMAL,
@@ -135,10 +136,8 @@ class _Parts(NamedTuple):
         add_marked_tokens(tokenizer, names, self.types.tolist())
         bos = self.special.bos if self.metadata.get("add_bos_token", bool, adds_bos) else None
         eos = self.special.eos if self.metadata.get("add_eos_token", bool, adds_eos) else None
-        before = "" if bos is None else f"{names[bos]}:0 "
-        after = "" if eos is None else f" {names[eos]}:0"
-        around = [(names[at], at) for at in (bos, eos) if at is not None]
-        tokenizer.post_processor = processors.TemplateProcessing(single=f"{before}$A:0{after}", special_tokens=around)
+        begin, end = (None if at is None else (names[at], at) for at in (bos, eos))
+        tokenizer.post_processor = with_ends(begin, end)
         return tokenizer
 
 

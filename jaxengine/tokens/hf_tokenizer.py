@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
-from tokenizers.processors import TemplateProcessing
 
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import MAX_JSON_BYTES, read_bytes, read_object, read_text
 from jaxengine.tokens.rust_errors import rust_errors
 from jaxengine.tokens.special_tokens import SpecialTokens
+from jaxengine.tokens.vocabularies.ends import with_ends
 from jaxengine.tokens.vocabularies.pieces import (
     CONTROL,
     NORMAL,
@@ -119,10 +119,7 @@ def _of_pieces(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, dict[st
             at = None if text is None else tokenizer.token_to_id(text)
             wanted = default if asked is None else asked
             ends.append((text, at) if wanted and text is not None and at is not None else None)
-        before, after = ("" if end is None else f"{end[0]}:0" for end in ends)
-        tokenizer.post_processor = TemplateProcessing(
-            single=f"{before} $A:0 {after}".strip(), special_tokens=[*dict.fromkeys(filter(None, ends))]
-        )
+        tokenizer.post_processor = with_ends(*ends)
     return tokenizer, config | roles
 
 

@@ -14,10 +14,11 @@ from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
-from tokenizers import AddedToken, Tokenizer, processors
+from tokenizers import AddedToken, Tokenizer
 
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.tokens.vocabularies.byte_pairs import MAX_TOKENS, byte_pair_tokenizer, merges_of_ranks, spelt, too_long
+from jaxengine.tokens.vocabularies.ends import with_ends
 from jaxengine.tokens.vocabularies.splits import SPLITTINGS
 
 MAX_SPECIAL = 4096
@@ -95,8 +96,7 @@ def read_tiktoken(source: bytes, row: Ranks, named: Mapping[int, str], bos: str 
     special = _special(row, named, len(tokens), path)
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
     if row.adds_bos and bos in special:
-        around = [(bos, len(tokens) + special.index(bos))]
-        tokenizer.post_processor = processors.TemplateProcessing(single=f"{bos}:0 $A:0", special_tokens=around)
+        tokenizer.post_processor = with_ends((bos, len(tokens) + special.index(bos)), None)
     return tokenizer
 
 

@@ -242,6 +242,15 @@ def test_characters_of_gemma_4():
     assert ids == [1, 4, 6, 8, 3, 9 + 0xC3, 9 + 0xA9] and tokenizer.decode(ids) == "ab ab\n\nb\u00e9"
 
 
+@pytest.mark.parametrize("name", ["$A", "$B", "begin of text", "a:1", "<s>"])
+def test_any_name_may_begin_a_text(name):
+    values = GEMMA | {"tokens": [*GEMMA["tokens"], name], "bos_token_id": 3, "eos_token_id": 3}
+    for asked, ids in (({}, [3, 2]), ({"add_eos_token": True}, [3, 2, 3]), ({"add_bos_token": False}, [2])):
+        tokenizer = Tokenizer.from_gguf({f"tokenizer.ggml.{key}": own for key, own in (values | asked).items()})
+        assert tokenizer.encode("ab") == ids
+        assert tokenizer.encode("") == [each for each in ids if each == 3]
+
+
 def test_named_chat_templates_of_a_gguf_file():
     values = {"tokenizer.chat_template": "D", "tokenizer.chat_template.tool_use": "T"}
     messages = [{"role": "user", "content": "Hi"}]
