@@ -108,6 +108,28 @@ def _splits_written_bytes() -> Any:
     return pre_tokenizers.Split(Regex("<(?=0x[0-9A-F]{2}>)"), "isolated")
 
 
+def _longest_of(texts: Sequence[str]) -> str:
+    """Return an expression for the longest of these texts, which are not empty, that begins at a position.
+
+    It branches by characters: with thousands of texts one after the other, each position would take as many steps.
+    """
+    root: dict[str, Any] = {}
+    for text in texts:
+        node = root
+        for char in text:
+            node = node.setdefault(char, {})
+        node[""] = None  # a text ends
+    nodes = [root]
+    for node in nodes:  # grows
+        nodes += [rest for char, rest in node.items() if char]
+    found: dict[int, str] = {}
+    for node in reversed(nodes):
+        rests = [re.escape(char) + found.pop(id(rest)) for char, rest in node.items() if char]
+        one = rests[0] if len(rests) == 1 else f"(?:{'|'.join(rests)})" if rests else ""
+        found[id(node)] = f"(?:{one})?" if rests and "" in node else one
+    return found[id(root)]
+
+
 def _of(types: Sequence[int], *wanted: int) -> list[int]:
     return [at for at, kind in enumerate(types) if kind in wanted]
 
@@ -125,8 +147,8 @@ def _with_texts(tokenizer: Tokenizer, pieces: Pieces) -> Tokenizer:
     else:
         steps += [normalizers.Prepend(SPACE_MARK)] * pieces.adds_space
         steps.append(normalizers.Replace(" ", SPACE_MARK))
-    if pieces.isolates and (defined := sorted((pieces.names[at] for at in pieces.with_types(USER_DEFINED)), key=len)):
-        splits.append(pre_tokenizers.Split(Regex("|".join(map(re.escape, reversed(defined)))), "isolated"))
+    if pieces.isolates and (defined := [pieces.names[at] for at in pieces.with_types(USER_DEFINED)]):
+        splits.append(pre_tokenizers.Split(Regex(_longest_of(defined)), "isolated"))
     if splits:
         own = [] if tokenizer.pre_tokenizer is None else [tokenizer.pre_tokenizer]
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits + own)

@@ -280,6 +280,19 @@ def test_a_byte_that_is_written_out_is_text():
     assert tokenizer.encode("<0x0A>\t\t<0x0A>\n").tokens == [*"<0x0A>", "\t\t", *"<0x0A>", "<0x0A>"]
 
 
+def test_user_defined_pieces_are_found_whole_the_longest_first():
+    """The last text takes seconds where all of these are tried at each of its characters."""
+    defined = ["<", "<un", *(f"<un{at}>" for at in range(4000)), *("\n" * count for count in range(1, 1025))]
+    types = [UNKNOWN, NORMAL, *[USER_DEFINED] * len(defined)]
+    pieces = Pieces(["<unk>", "u", *defined], [0.0] * len(types), types, adds_space=False, isolates=True)
+    tokenizer = byte_pair_pieces(pieces)
+    text = "u<un3999><un4000>" + "\n" * 1030
+    assert tokenizer.encode(text).tokens == ["u", "<un3999>", "<un", "<unk>", "\n" * 1024, "\n" * 6]
+    start = time.process_time()
+    assert tokenizer.encode("<u" * 20_000).tokens == ["<", "u"] * 20_000
+    assert time.process_time() - start < 1
+
+
 def sentencepiece_file(*pieces: tuple[str, float, int], trainer: bytes = b"") -> bytes:
     """A tokenizer.model of these texts, scores and types. trainer: fields of how it was trained."""
 
