@@ -12,12 +12,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-from tokenizers import Tokenizer, processors
+from tokenizers import Tokenizer
 
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.gguf_ends import listed_ends, named_turn_ends
 from jaxengine.tokens.special_tokens import SpecialTokens
-from jaxengine.tokens.vocabularies.byte_pairs import SPACE_MARK, byte_pair_tokenizer, merges_of_ranks
+from jaxengine.tokens.vocabularies.byte_pairs import SPACE_MARK, byte_pair_tokenizer, merges_of_ranks, too_long
+from jaxengine.tokens.vocabularies.ends import with_ends
 from jaxengine.tokens.vocabularies.pieces import (
     CONTROL,
     NORMAL,
@@ -30,9 +31,6 @@ from jaxengine.tokens.vocabularies.pieces import (
 from jaxengine.tokens.vocabularies.splits import SPLITTINGS
 from jaxengine.tokens.word_pieces import word_piece_tokenizer
 
-# Every split of a token is tried. The longest existing tokens, runs of blanks, have some hundred characters.
-MAX_TOKEN_CHARS = 1024
-MAX_VOCABULARY_CHARS = 1 << 22
 TEMPLATE = "tokenizer.chat_template"
 OTHER_WAY = "give another with --tokenizer org/name or a folder"
 
@@ -82,10 +80,8 @@ def build_tokenizer(values: Mapping[str, Any], path: str) -> Tokenizer:
     """
     metadata = _Metadata(values, path)
     tokens = metadata.texts("tokens")
-    longest, total = max(map(len, tokens)), sum(map(len, tokens))
-    if longest > MAX_TOKEN_CHARS or total > MAX_VOCABULARY_CHARS:
-        text = f"tokens must have at most {MAX_TOKEN_CHARS} characters each and {MAX_VOCABULARY_CHARS} between them"
-        raise metadata.fail(f"{text}, got {longest} and {total}", "tokens")
+    if (problem := too_long(tokens)) is not None:
+        raise metadata.fail(problem, "tokens")
     types = metadata.numbers("token_type", len(tokens))
     types = np.full(len(tokens), NORMAL) if types is None else types
     # llama.cpp gives unnamed tokens a name too.
@@ -140,10 +136,8 @@ class _Parts(NamedTuple):
         add_marked_tokens(tokenizer, names, self.types.tolist())
         bos = self.special.bos if self.metadata.get("add_bos_token", bool, adds_bos) else None
         eos = self.special.eos if self.metadata.get("add_eos_token", bool, adds_eos) else None
-        before = "" if bos is None else f"{names[bos]}:0 "
-        after = "" if eos is None else f" {names[eos]}:0"
-        around = [(names[at], at) for at in (bos, eos) if at is not None]
-        tokenizer.post_processor = processors.TemplateProcessing(single=f"{before}$A:0{after}", special_tokens=around)
+        begin, end = (None if at is None else (names[at], at) for at in (bos, eos))
+        tokenizer.post_processor = with_ends(begin, end)
         return tokenizer
 
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
-from tokenizers.processors import TemplateProcessing
 
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import MAX_JSON_BYTES, read_bytes, read_object, read_text
 from jaxengine.tokens.rust_errors import rust_errors
 from jaxengine.tokens.special_tokens import SpecialTokens
+from jaxengine.tokens.vocabularies.ends import with_ends
 from jaxengine.tokens.vocabularies.pieces import (
     CONTROL,
     NORMAL,
@@ -31,6 +31,7 @@ from jaxengine.tokens.vocabularies.tiktoken import KIMI, LLAMA3, QWEN, Ranks, is
 from jaxengine.tokens.word_pieces import CLASSES, MODEL_TYPES, TOKENS, VOCAB, build_word_pieces
 
 MAX_TOKENIZER_BYTES = 1 << 28
+MAX_VOCABULARY_BYTES = 1 << 25  # of a vocabulary alone; the largest have some MiB
 MAX_TURN_ENDS = 1024
 TOKENIZER, CONFIG, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 PIECES = "tokenizer.model"
@@ -73,9 +74,9 @@ def _of_ranks(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, dict[str
     config: content of tokenizer_config.json. Raises ModelFileError.
     """
     row: Ranks | None = RANKS.get(str(config.get("tokenizer_class")))
-    source = None if row is None else read_bytes(folder, row.file, MAX_TOKENIZER_BYTES)
+    source = None if row is None else read_bytes(folder, row.file, MAX_VOCABULARY_BYTES)
     if row is None or source is None:
-        row, source = LLAMA3, read_bytes(folder, LLAMA3.file, MAX_TOKENIZER_BYTES)
+        row, source = LLAMA3, read_bytes(folder, LLAMA3.file, MAX_VOCABULARY_BYTES)
         if source is None or not is_tiktoken(source):
             return None
     entries = config.get(ADDED_TOKENS, {})
@@ -94,7 +95,7 @@ def _of_pieces(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, dict[st
 
     config: content of tokenizer_config.json. Raises ModelFileError.
     """
-    source = read_bytes(folder, PIECES, MAX_TOKENIZER_BYTES)
+    source = read_bytes(folder, PIECES, MAX_VOCABULARY_BYTES)
     if source is None or config.get("tokenizer_class") not in PIECES_CLASSES:
         return None
     pieces, is_unigram, tokens = read_sentencepiece(source, folder / PIECES)
@@ -118,10 +119,7 @@ def _of_pieces(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, dict[st
             at = None if text is None else tokenizer.token_to_id(text)
             wanted = default if asked is None else asked
             ends.append((text, at) if wanted and text is not None and at is not None else None)
-        before, after = ("" if end is None else f"{end[0]}:0" for end in ends)
-        tokenizer.post_processor = TemplateProcessing(
-            single=f"{before} $A:0 {after}".strip(), special_tokens=[*dict.fromkeys(filter(None, ends))]
-        )
+        tokenizer.post_processor = with_ends(*ends)
     return tokenizer, config | roles
 
 

@@ -13,9 +13,9 @@ from tokenizers.decoders import WordPiece as PiecesDecoder
 from tokenizers.models import WordPiece
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
-from tokenizers.processors import TemplateProcessing
 
 from jaxengine.models.params.errors import ModelFileError
+from jaxengine.tokens.vocabularies.ends import with_ends
 
 VOCAB = "vocab.txt"
 # Tokens by role where the folder names no others; those of the first three roles must be in the vocabulary.
@@ -85,11 +85,7 @@ def word_piece_tokenizer(
     )
     tokenizer.pre_tokenizer = BertPreTokenizer()
     first, last = tokens["cls_token"], tokens["sep_token"]
-    tokenizer.post_processor = TemplateProcessing(
-        single=f"{first}:0 $A:0 {last}:0",
-        pair=f"{first}:0 $A:0 {last}:0 $B:1 {last}:1",
-        special_tokens=[(first, vocab[first]), (last, vocab[last])],
-    )
+    tokenizer.post_processor = with_ends((first, vocab[first]), (last, vocab[last]), pairs=True)
     tokenizer.decoder = PiecesDecoder(prefix="##")
     special = [token for token in dict.fromkeys(tokens.values()) if token in vocab]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])

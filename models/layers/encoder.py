@@ -15,7 +15,7 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.encoder import ACTIVATIONS, EncoderConfig
-from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.fields import MAX_VOCAB, ConfigFields
 from jaxengine.models.config.hf import Activation, hf_fields
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.pooler import CLS, Classifier
@@ -78,6 +78,9 @@ def encoder_fields(
     shared = hf_fields(fields, ropes=ropes, tied=True, causal=False, bias=bias, output_bias=bias, **names)
     if rope is None:
         shared["max_position_embeddings"] = encoder.num_positions - encoder.first_position
+    most = MAX_VOCAB // shared["vocab_size"]
+    if encoder.num_token_types > most:
+        raise fields.fail("type_vocab_size", f"at most {most}, with a vocab_size of {shared['vocab_size']}")
     return shared | {"vocab_size": shared["vocab_size"] * max(1, encoder.num_token_types), "encoder": encoder}
 
 

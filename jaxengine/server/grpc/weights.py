@@ -100,6 +100,9 @@ def _known(field: str, value: int, allowed: dict[Any, str]) -> str:
 
 def _options(options: pb.UpdateOptions) -> weights.UpdateOptions:
     given = options.WhichOneof("version")
+    if options.HasField("chunk_bytes") and options.chunk_bytes < 1:  # said before a file of weights is sent
+        text = f"chunk_bytes is {options.chunk_bytes}; allowed: to leave it out, and integers from 1"
+        raise RequestError(text, param="chunk_bytes", value=options.chunk_bytes)
     return weights.UpdateOptions(
         version=None if given is None else getattr(options, given),
         mode=_mode(options.mode, "keep"),

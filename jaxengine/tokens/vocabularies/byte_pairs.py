@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from jaxengine.tokens.vocabularies.splits import Splitting
 
 SPACE_MARK = "\u2581"
+MAX_TOKENS = 1 << 20
+# Every split of a token is tried. The longest existing tokens, runs of blanks, have some hundred characters.
+MAX_TOKEN_CHARS = 1024
+MAX_VOCABULARY_CHARS = 1 << 22
 
 
 def byte_pair_tokenizer(
@@ -37,6 +41,15 @@ def byte_pair_tokenizer(
             [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
         )
     return tokenizer
+
+
+def too_long(tokens: Collection[str]) -> str | None:
+    """Say of which length tokens must be; None if they are. tokens: all of a vocabulary, at least one."""
+    longest, total = max(map(len, tokens)), sum(map(len, tokens))
+    if longest <= MAX_TOKEN_CHARS and total <= MAX_VOCABULARY_CHARS:
+        return None
+    allowed = f"at most {MAX_TOKEN_CHARS} characters each and {MAX_VOCABULARY_CHARS} between them"
+    return f"tokens must have {allowed}, got {longest} and {total}"
 
 
 def merges_of_ranks(ranks: Mapping[str, int]) -> list[tuple[str, str]]:

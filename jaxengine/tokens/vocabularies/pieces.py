@@ -63,15 +63,19 @@ def byte_pair_pieces(pieces: Pieces) -> Tokenizer:
     vocabulary = {name: at for at, name in enumerate(pieces.names)}
     unknown = next((pieces.names[at] for at in pieces.with_types(UNKNOWN)), None)
     merges = [(left, right) for *_, left, right in cuts]
+    ignores = pieces.isolates and bool(pieces.with_types(USER_DEFINED))
     model = models.BPE(
         vocab=vocabulary,
         merges=merges,
         unk_token=unknown,
         fuse_unk=True,
         byte_fallback=True,
-        ignore_merges=pieces.isolates and bool(pieces.with_types(USER_DEFINED)),
+        ignore_merges=ignores,
     )
-    return _with_texts(Tokenizer(model), pieces)
+    tokenizer = Tokenizer(model)
+    if ignores and pieces.with_types(BYTE):
+        tokenizer.pre_tokenizer = _splits_written_bytes()
+    return _with_texts(tokenizer, pieces)
 
 
 def unigram_pieces(pieces: Pieces) -> Tokenizer:
@@ -84,8 +88,8 @@ def unigram_pieces(pieces: Pieces) -> Tokenizer:
     # Pieces end with words unless one says otherwise; words are then looked up in a cache.
     if not any(pieces.names[at].rfind(SPACE_MARK) > 0 for at in pieces.with_types(NORMAL)):
         splits.append(pre_tokenizers.Split(SPACE_MARK, "merged_with_next"))
-    if has_bytes:  # a byte that is written out is text
-        splits.append(pre_tokenizers.Split(Regex("<(?=0x[0-9A-F]{2}>)"), "isolated"))
+    if has_bytes:
+        splits.append(_splits_written_bytes())
     if splits:
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
     return _with_texts(tokenizer, pieces)
@@ -99,6 +103,33 @@ def add_marked_tokens(tokenizer: Tokenizer, names: Sequence[str], types: Sequenc
     tokenizer.add_tokens(defined)
 
 
+def _splits_written_bytes() -> Any:
+    """Step that has <0x0A> in a text read as characters, where the byte's token would be found by its name."""
+    return pre_tokenizers.Split(Regex("<(?=0x[0-9A-F]{2}>)"), "isolated")
+
+
+def _longest_of(texts: Sequence[str]) -> str:
+    """Return an expression for the longest of these texts, which are not empty, that begins at a position.
+
+    It branches by characters: with thousands of texts one after the other, each position would take as many steps.
+    """
+    root: dict[str, Any] = {}
+    for text in texts:
+        node = root
+        for char in text:
+            node = node.setdefault(char, {})
+        node[""] = None  # a text ends
+    nodes = [root]
+    for node in nodes:  # grows
+        nodes += [rest for char, rest in node.items() if char]
+    found: dict[int, str] = {}
+    for node in reversed(nodes):
+        rests = [re.escape(char) + found.pop(id(rest)) for char, rest in node.items() if char]
+        one = rests[0] if len(rests) == 1 else f"(?:{'|'.join(rests)})" if rests else ""
+        found[id(node)] = f"(?:{one})?" if rests and "" in node else one
+    return found[id(root)]
+
+
 def _of(types: Sequence[int], *wanted: int) -> list[int]:
     return [at for at, kind in enumerate(types) if kind in wanted]
 
@@ -107,16 +138,17 @@ def _with_texts(tokenizer: Tokenizer, pieces: Pieces) -> Tokenizer:
     """Give a tokenizer the normaliser and the decoder of its vocabulary."""
     steps: list[Any] = [normalizers.Precompiled(pieces.char_map)] if pieces.char_map else []
     if pieces.strips:
-        # Not \s: a mark of the end of a line is a character like others, unless the map makes it a space.
-        steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+        # Not \s: a mark of the end of a line is a character like others, unless the map makes it a space. Runs first,
+        # as looking for the end of the text behind each space of a run takes time by the square of its length.
+        steps += [normalizers.Replace(Regex(" {2,}"), " "), normalizers.Replace(Regex(r"\A | \z"), "")]
     splits: list[Any] = []
     if pieces.adds_space and pieces.only_first:
         splits.append(pre_tokenizers.Metaspace(SPACE_MARK, "first", split=False))
     else:
         steps += [normalizers.Prepend(SPACE_MARK)] * pieces.adds_space
         steps.append(normalizers.Replace(" ", SPACE_MARK))
-    if pieces.isolates and (defined := sorted((pieces.names[at] for at in pieces.with_types(USER_DEFINED)), key=len)):
-        splits.append(pre_tokenizers.Split(Regex("|".join(map(re.escape, reversed(defined)))), "isolated"))
+    if pieces.isolates and (defined := [pieces.names[at] for at in pieces.with_types(USER_DEFINED)]):
+        splits.append(pre_tokenizers.Split(Regex(_longest_of(defined)), "isolated"))
     if splits:
         own = [] if tokenizer.pre_tokenizer is None else [tokenizer.pre_tokenizer]
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits + own)

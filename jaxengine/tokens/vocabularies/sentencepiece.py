@@ -6,12 +6,14 @@ Its fields are those of sentencepiece_model.proto; only those that change tokens
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxengine.models.params.errors import ModelFileError
+from jaxengine.tokens.vocabularies.byte_pairs import MAX_TOKENS, too_long
 from jaxengine.tokens.vocabularies.pieces import NORMAL, UNKNOWN, Pieces
 
 # Wire types of protocol buffers, and the bytes of those that have a fixed size.
@@ -49,14 +51,18 @@ def read_sentencepiece(source: bytes, path: Path) -> SentencePieceModel:
             raise ModelFileError(path, f"not a SentencePiece model: field {number} is no message")
         if number == PIECES:
             piece = dict(_fields(value, path))
+            if len(names) == MAX_TOKENS:
+                raise ModelFileError(path, f"must have at most {MAX_TOKENS} pieces")
             names.append(_text(piece.get(PIECE, b""), path))
             scores.append(_score(piece.get(SCORE, bytes(4)), path))
             types.append(piece.get(TYPE, NORMAL))
         elif number in (TRAINER, NORMALIZER):
             (trainer if number == TRAINER else normalizer).update(_fields(value, path))
     kind = trainer.get(MODEL_TYPE, UNIGRAM)
-    if not names or UNKNOWN not in types or len(set(names)) != len(names):
+    if not names or UNKNOWN not in types or len({*names, ""}) != len(names) + 1:
         raise ModelFileError(path, "not a SentencePiece model: it must have distinct pieces, one of them unknown")
+    if (problem := too_long(names)) is not None:
+        raise ModelFileError(path, problem)
     if kind not in (UNIGRAM, BPE) or trainer.get(WHITESPACE_AS_SUFFIX) or not normalizer.get(ESCAPE_WHITESPACES, 1):
         raise ModelFileError(path, "must be a unigram or BPE model that marks where words begin; others are not read")
     ids = {role: _signed(trainer.get(FIRST_ID + at, given)) for at, (role, given) in enumerate(ROLES.items())}
@@ -105,8 +111,10 @@ def _varint(source: bytes, at: int, path: Path) -> tuple[int, int]:
     raise ModelFileError(path, f"not a SentencePiece model: a number without an end at byte {at} of a message")
 
 
-def _signed(value: int) -> int:
-    """Return a varint of 64 bits as the int32 that it stands for."""
+def _signed(value: Any) -> int:
+    """Return a varint of 64 bits as the int32 that it stands for; -1, no token, for what is no varint."""
+    if not isinstance(value, int):
+        return -1
     return value - (1 << 64) if value >> 63 else value
 
 
@@ -118,6 +126,7 @@ def _text(value: Any, path: Path) -> str:
 
 
 def _score(value: Any, path: Path) -> float:
-    if not isinstance(value, bytes) or len(value) != 4:
-        raise ModelFileError(path, "not a SentencePiece model: a score is no float")
-    return struct.unpack("<f", value)[0]
+    score = struct.unpack("<f", value)[0] if isinstance(value, bytes) and len(value) == 4 else math.nan
+    if not math.isfinite(score):
+        raise ModelFileError(path, "not a SentencePiece model: a score is no finite float")
+    return score

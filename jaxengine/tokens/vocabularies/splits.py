@@ -149,7 +149,7 @@ _ROWS: dict[str, Splitting] = {
             r"[\r\n]",
             rf"\s?[{_CASED_LETTERS}]+",
             "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
-            r"\s+$",
+            r"(?<!\s)\s+$",  # the published \s+$ is tried at each blank of a run
             DEEPSEEK_CJK,
             DIGIT,
         )

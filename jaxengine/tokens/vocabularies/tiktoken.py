@@ -14,14 +14,14 @@ from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
-from tokenizers import AddedToken, Tokenizer, processors
+from tokenizers import AddedToken, Tokenizer
 
 from jaxengine.models.params.errors import ModelFileError
-from jaxengine.tokens.vocabularies.byte_pairs import byte_pair_tokenizer, merges_of_ranks, spelt
+from jaxengine.tokens.vocabularies.byte_pairs import MAX_TOKENS, byte_pair_tokenizer, merges_of_ranks, spelt, too_long
+from jaxengine.tokens.vocabularies.ends import with_ends
 from jaxengine.tokens.vocabularies.splits import SPLITTINGS
 
-MAX_RANKS = 1 << 20
-MAX_TOKEN_BYTES, MAX_SPECIAL = 1024, 4096
+MAX_SPECIAL = 4096
 _LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} (?:0|[1-9][0-9]{0,6})")
 
 
@@ -87,15 +87,16 @@ def read_tiktoken(source: bytes, row: Ranks, named: Mapping[int, str], bos: str 
     beginning of text, which `row` may want. Raises ModelFileError for a file with other lines, and for ranks that are
     not the numbers from 0 on.
     """
-    tokens = _tokens(source, path)
-    ranks = {name: rank for rank, name in enumerate(spelt(tokens))}
+    tokens = spelt(_tokens(source, path))
+    if (problem := too_long(tokens)) is not None:
+        raise ModelFileError(path, problem)
+    ranks = {name: rank for rank, name in enumerate(tokens)}
     splitting = SPLITTINGS[row.splitting]._replace(ignore_merges=True)
     tokenizer = byte_pair_tokenizer(ranks, merges_of_ranks(ranks), splitting)
     special = _special(row, named, len(tokens), path)
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
     if row.adds_bos and bos in special:
-        around = [(bos, len(tokens) + special.index(bos))]
-        tokenizer.post_processor = processors.TemplateProcessing(single=f"{bos}:0 $A:0", special_tokens=around)
+        tokenizer.post_processor = with_ends((bos, len(tokens) + special.index(bos)), None)
     return tokenizer
 
 
@@ -103,8 +104,8 @@ def _tokens(source: bytes, path: Path) -> Sequence[bytes]:
     """Tokens by rank. Raises ModelFileError."""
     lines = source.split()
     size = len(lines) // 2
-    if len(lines) % 2 or not 256 <= size <= MAX_RANKS:
-        raise ModelFileError(path, f"must have a token and a rank in each of 256 to {MAX_RANKS} lines")
+    if len(lines) % 2 or not 256 <= size <= MAX_TOKENS:
+        raise ModelFileError(path, f"must have a token and a rank in each of 256 to {MAX_TOKENS} lines")
     try:
         ranks = [int(rank) for rank in lines[1::2]]
         tokens = [base64.b64decode(token, validate=True) for token in lines[::2]]
@@ -112,8 +113,6 @@ def _tokens(source: bytes, path: Path) -> Sequence[bytes]:
         raise ModelFileError(path, f"must have tokens in base64 and ranks: {str(error)[:100]}") from None
     if sorted(ranks) != list(range(size)) or len(set(tokens)) != size:
         raise ModelFileError(path, f"must have {size} distinct tokens with the ranks from 0 on")
-    if not all(0 < len(token) <= MAX_TOKEN_BYTES for token in tokens):
-        raise ModelFileError(path, f"must have tokens of 1 to {MAX_TOKEN_BYTES} bytes")
     return [token for _, token in sorted(zip(ranks, tokens, strict=True))]
 
 

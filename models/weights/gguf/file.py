@@ -193,7 +193,12 @@ class GGUFFile:
                 if name.endswith(_INPUT_SCALE):  # activations are not rounded
                     continue
                 if name.endswith(_SCALE):
-                    self._factors[name.removesuffix(_SCALE) + ".weight"] = part
+                    whole = name.removesuffix(_SCALE) + ".weight"
+                    if whole in self._factors:
+                        raise ModelFileError(
+                            self.path, f"stands for {name}, as does {self._factors[whole].name}", info.name
+                        )
+                    self._factors[whole] = part
                     continue
                 if name in named:
                     raise ModelFileError(self.path, f"stands for {name}, as does {named[name].name}", info.name)

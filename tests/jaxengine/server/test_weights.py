@@ -251,6 +251,7 @@ async def test_the_same_over_grpc(engine, admin, tmp_path):
             (stub.Pause(pb.PauseRequest.FromString(b"\x08\x09"), **key), "mode"),
             (stub.UpdateWeights(pb.UpdateWeightsRequest(), **key), "path"),
             (stub.UpdateWeights(pb.UpdateWeightsRequest(path=new, options={"chunk_bytes": 0}), **key), "chunk_bytes"),
+            (stub.UpdateWeightsStream(iter(parts(changed(1), chunk_bytes=-1)[:1]), **key), "chunk_bytes"),
         ):
             assert (await refusal(call))[2] == [field]
 

@@ -85,6 +85,7 @@ def test_ntk_of_new_stretches_every_frequency():
         (NOMIC, {"activation_function": "gelu"}, "activation_function must be"),
         (NEW, {"pack_qkv": False}, "pack_qkv must be true or absent"),
         (NEW, {"position_embedding_type": "absolute"}, "position_embedding_type must be"),
+        (NEW, {"type_vocab_size": 10**8}, "type_vocab_size must be at most 43690, with a vocab_size of 96"),
         (NEW, {"rope_scaling": {"type": "ntk", "factor": 8.0, "mixed_b": 0.5}}, "mixed_b must be absent"),
     ],
 )

@@ -14,6 +14,7 @@ from jaxengine.api.engine_client import EngineClient
 from jaxengine.requests.options import RequestOptions
 from jaxengine.scheduler.errors import RequestError
 from jaxengine.server.http.answers import NULL_BODY, answers
+from jaxengine.server.http.captured import check_captured
 from jaxengine.server.http.chat.answers import ChatCompletion
 from jaxengine.server.http.chat.completion import ChatAnswer
 from jaxengine.server.http.chat.protocol import ChatRequest, Messages
@@ -70,6 +71,7 @@ class _Batch:
         name: id of the request; of several conversations, number i runs under NAME-i. model: its name in the response.
         options: scheduling of each. Raises RequestError.
         """
+        self._server = server
         requests = body.conversations(server.config.max_prompts)
         self._head = {"id": name, "object": "chat.completion", "created": int(time.time()), "model": model}
         self._places = max(1, server.engine.inputs.config.max_num_seqs)
@@ -85,6 +87,9 @@ class _Batch:
         """
         for number, each in enumerate(self._completions):
             await each.prepare(ignored if number == 0 else [])
+        # The conversations have the same fields, so only their prompts differ in what is captured.
+        params, lengths = self._completions[0].captured[0], [each.captured[1] for each in self._completions]
+        check_captured(self._server.engine.inputs, self._server.config, params, lengths)
 
     async def whole(self) -> Response:
         """Runs all conversations, at most max_num_seqs at a time, and returns the complete response, whose counts are

@@ -11,6 +11,7 @@ from fastapi import Response
 
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import RequestOutput
+from jaxengine.requests.sampling_params import SamplingParams
 from jaxengine.server.http.answers import NULL_BODY
 from jaxengine.server.http.chat.output import ChatChoiceWriter
 from jaxengine.server.http.chat.protocol import ChatRequest, text_of
@@ -51,6 +52,11 @@ class ChatAnswer:
         await self._run.prepare()
         ignored += self._run.ignored
         self._num_prompt_tokens = len(self._run.prompt["prompt_token_ids"])
+
+    @property
+    def captured(self) -> tuple[SamplingParams, int]:
+        """What `check_captured` needs of the request, after `prepare`: its parameters and the length of its prompt."""
+        return self._run.params, self._run.most_prompt_tokens
 
     async def whole(self) -> Response:
         """Returns the complete response."""

@@ -108,16 +108,20 @@ class ChatRun:
         """Fields of the request that have no effect for this model."""
         return self._server.renderer.ignored(self.body)
 
+    @property
+    def most_prompt_tokens(self) -> int:
+        """Number of the prompt's tokens, after `prepare`; where it has images or videos, whose tokens are known once
+        they have been read, the most that it can have."""
+        known = READY not in self.prompt
+        return len(self.prompt["prompt_token_ids"]) if known else self._server.engine.inputs.config.max_model_len
+
     async def prepare(self) -> None:
         """Renders the conversation. Raises RequestError."""
         self.prompt = await self._server.renderer.prompt(self.body)
         if self._beams is not None and READY in self.prompt:
             problem = "use_beam_search is only allowed without pictures and videos"
             raise RequestError(problem, param="use_beam_search")
-        inputs = self._server.engine.inputs
-        # How many tokens pictures take is known once they have been read.
-        length = inputs.config.max_model_len if READY in self.prompt else len(self.prompt["prompt_token_ids"])
-        check_captured(inputs, self._server.config, self.params, [length])
+        check_captured(self._server.engine.inputs, self._server.config, self.params, [self.most_prompt_tokens])
         self._read_around_reasoning()
 
     def _check_budget(self) -> None:

@@ -103,6 +103,18 @@ async def test_what_is_refused(engine, path, changes, param, said):
     assert re.search(said, answer.error["message"]), answer.error
 
 
+async def test_conversations_of_a_batch_share_what_is_allowed(engine):
+    given = {**SAMPLED, "capture": ["residual:1"]}
+    alone = await post(create_app(engine, ServerConfig()), "/v1/chat/completions", messages=MESSAGES, **given)
+    rows = alone.json["usage"]["prompt_tokens"] + SAMPLED["max_tokens"]
+    app = create_app(engine, ServerConfig(max_captured_bytes=rows * 32 * 4))
+    answer = await post(app, "/v1/chat/completions/batch", messages=[MESSAGES], **given)
+    assert answer.status == 200 and read(answer.json["choices"][0])
+    answer = await post(app, "/v1/chat/completions/batch", messages=[MESSAGES] * 2, **given)
+    assert answer.status == 400 and answer.error["param"] == "capture"
+    assert f"up to {2 * rows} rows of 128 bytes" in answer.error["message"]
+
+
 async def test_what_fits_is_answered(engine):
     app = create_app(engine, ServerConfig(max_captured_bytes=10 * ROW_BYTES))
     assert (await post(app, "/v1/completions", prompt=IDS, **SAMPLED, **ASKED)).status == 200

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+import math
+import struct
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,15 @@ import pytest
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.tokens.tokenizer import Tokenizer
 from jaxengine.tokens.vocabularies.byte_pairs import spelt
+from jaxengine.tokens.vocabularies.pieces import (
+    BYTE,
+    NORMAL,
+    UNKNOWN,
+    USER_DEFINED,
+    Pieces,
+    byte_pair_pieces,
+    unigram_pieces,
+)
 from jaxengine.tokens.vocabularies.sentencepiece import read_sentencepiece
 from tests.tables import each_row
 
@@ -230,6 +242,15 @@ def test_characters_of_gemma_4():
     assert ids == [1, 4, 6, 8, 3, 9 + 0xC3, 9 + 0xA9] and tokenizer.decode(ids) == "ab ab\n\nb\u00e9"
 
 
+@pytest.mark.parametrize("name", ["$A", "$B", "begin of text", "a:1", "<s>"])
+def test_any_name_may_begin_a_text(name):
+    values = GEMMA | {"tokens": [*GEMMA["tokens"], name], "bos_token_id": 3, "eos_token_id": 3}
+    for asked, ids in (({}, [3, 2]), ({"add_eos_token": True}, [3, 2, 3]), ({"add_bos_token": False}, [2])):
+        tokenizer = Tokenizer.from_gguf({f"tokenizer.ggml.{key}": own for key, own in (values | asked).items()})
+        assert tokenizer.encode("ab") == ids
+        assert tokenizer.encode("") == [each for each in ids if each == 3]
+
+
 def test_named_chat_templates_of_a_gguf_file():
     values = {"tokenizer.chat_template": "D", "tokenizer.chat_template.tool_use": "T"}
     messages = [{"role": "user", "content": "Hi"}]
@@ -243,6 +264,54 @@ def test_named_chat_templates_of_a_gguf_file():
         Tokenizer.from_gguf(named | {"tokenizer.chat_template.rag": 3})
 
 
+def test_runs_of_spaces_take_time_by_their_length():
+    pieces = Pieces(["<unk>", "\u2581", "a"], [0.0, -1.0, -1.0], [UNKNOWN, NORMAL, NORMAL], strips=True)
+    tokenizer, start = unigram_pieces(pieces), time.process_time()
+    assert tokenizer.encode("  a" + " " * 40_000 + "a  ").tokens == ["\u2581", "a", "\u2581", "a"]
+    assert time.process_time() - start < 3
+
+
+def test_a_byte_that_is_written_out_is_text():
+    """Also where user-defined pieces are found whole, and no space comes before the first character."""
+    names = ["<unk>", "<0x0A>", "\t\t", *"<0xA>"]
+    types = [UNKNOWN, BYTE, USER_DEFINED, *[NORMAL] * 5]
+    pieces = Pieces(names, [0.0] * 8, types, adds_space=False, isolates=True)
+    tokenizer = byte_pair_pieces(pieces)
+    assert tokenizer.encode("<0x0A>\t\t<0x0A>\n").tokens == [*"<0x0A>", "\t\t", *"<0x0A>", "<0x0A>"]
+
+
+def test_user_defined_pieces_are_found_whole_the_longest_first():
+    """The last text takes seconds where all of these are tried at each of its characters."""
+    defined = ["<", "<un", *(f"<un{at}>" for at in range(4000)), *("\n" * count for count in range(1, 1025))]
+    types = [UNKNOWN, NORMAL, *[USER_DEFINED] * len(defined)]
+    pieces = Pieces(["<unk>", "u", *defined], [0.0] * len(types), types, adds_space=False, isolates=True)
+    tokenizer = byte_pair_pieces(pieces)
+    text = "u<un3999><un4000>" + "\n" * 1030
+    assert tokenizer.encode(text).tokens == ["u", "<un3999>", "<un", "<unk>", "\n" * 1024, "\n" * 6]
+    start = time.process_time()
+    assert tokenizer.encode("<u" * 20_000).tokens == ["<", "u"] * 20_000
+    assert time.process_time() - start < 1
+
+
+def sentencepiece_file(*pieces: tuple[str, float, int], trainer: bytes = b"") -> bytes:
+    """A tokenizer.model of these texts, scores and types. trainer: fields of how it was trained."""
+
+    def message(field: int, content: bytes) -> bytes:
+        assert len(content) < 1 << 14
+        return bytes([field << 3 | 2, len(content) & 0x7F | 0x80, len(content) >> 7]) + content
+
+    known = [
+        message(1, message(1, text.encode()) + b"\x15" + struct.pack("<f", score) + bytes([3 << 3, kind]))
+        for text, score, kind in (("<unk>", 0.0, UNKNOWN), *pieces)
+    ]
+    return b"".join(known) + message(2, trainer)
+
+
+def test_an_id_of_another_kind_is_none():
+    found = read_sentencepiece(sentencepiece_file(trainer=b"\xc2\x02\x01\x00"), Path("x"))
+    assert found.tokens == {}
+
+
 GEMMA = {"model": "gemma4", "tokens": ["a", "b", "ab"], "merges": ["a b"]}
 BROKEN = PIECES["bpe"][0]
 
@@ -252,6 +321,10 @@ BROKEN = PIECES["bpe"][0]
     [
         ({}, {"tokenizer_model": BROKEN[:-3]}, "tokenizer.model: not a SentencePiece model: .* announced"),
         ({}, {"tokenizer_model": b"\xff" * 40}, "a number without an end"),
+        ({}, {"tokenizer_model": sentencepiece_file(("a", math.nan, 1))}, "a score is no finite float"),
+        ({}, {"tokenizer_model": sentencepiece_file(("a", math.inf, 1))}, "a score is no finite float"),
+        ({}, {"tokenizer_model": sentencepiece_file(("", 0.0, 1))}, "must have distinct pieces"),
+        ({}, {"tokenizer_model": sentencepiece_file(("a" * 1025, 0.0, 1))}, "at most 1024 characters each .* got 1025"),
         ({}, {"tokenizer_model": b"text"}, "not a SentencePiece model"),
         ({}, {"tokenizer_model": b""}, "must have distinct pieces, one of them unknown"),
         (PLAIN | {"legacy": 1}, {"tokenizer_model": BROKEN}, "must be true or false, got 1 .*legacy"),

@@ -257,5 +257,12 @@ def test_long_numbers_take_time_by_their_length(name):
     assert pieces_of(name, "1" + "7" * 999) == ["1"] + ["777"] * 333
 
 
+def test_long_runs_of_blanks_take_time_by_their_length():
+    """DeepSeek LLM's expression for blanks at the end alone takes ten times as long."""
+    start = time.process_time()
+    assert pieces_of("deepseek-llm", " " * 40_000 + "\u4e2d") == ["\u0120" * 40_000, "\u00e4\u00b8\u0143"]
+    assert time.process_time() - start < 3
+
+
 def test_spelling_is_that_of_the_library():
     assert set(pre_tokenizers.ByteLevel.alphabet()) >= set(spelt("".join(ATOMS)))

@@ -365,6 +365,17 @@ def test_a_split_model_that_is_not_whole(tmp_path, named, change, message):
         GGUFFile(tmp_path / f"m-Q8-{named:05}-of-00003.gguf")
 
 
+@pytest.mark.parametrize("name", ["blk.0.ffn_up.weight", "blk.0.ffn_up.scale"])
+def test_no_two_files_of_a_split_model_have_the_same_tensor(tmp_path, name):
+    for number in range(2):
+        of_part: dict[str, writer.Value] = {"split.no": (U16, number), "split.count": (U16, 2)}
+        own = llama_metadata(**of_part) if number == 0 else of_part
+        entry = name, (32,), GGML_F32, floats(np.ones(32))
+        (tmp_path / f"m-{number + 1:05}-of-00002.gguf").write_bytes(gguf_bytes(own, [entry]))
+    with pytest.raises(ModelFileError, match=f"stands for .*, as does {name}"):
+        GGUFFile(tmp_path / "m-00001-of-00002.gguf")
+
+
 def test_experts_stacked_joined_and_one_by_one(opened):
     """The same matrices in the three forms that converters have written."""
     rng = np.random.default_rng(0)
