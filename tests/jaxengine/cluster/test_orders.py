@@ -11,6 +11,7 @@ import pytest
 
 from jaxengine.cluster import order_taker
 from jaxengine.cluster.channel import ClusterError, Message, decode, encode
+from jaxengine.cluster.host0 import Cluster
 from jaxengine.cluster.order_taker import OrderTaker
 from jaxengine.cluster.orders import OpenOrders
 from jaxengine.runner.weight_names import WeightUpdateError
@@ -111,13 +112,15 @@ def test_answers_that_nobody_waits_for_are_not_kept(monkeypatch):
     assert len(pair.orders._answers) == 0
 
 
-def test_who_waits_hears_of_a_loss(monkeypatch):
-    pair = Pair()
-    monkeypatch.setattr(pair, "taker", type("Silent", (), {"take": lambda self, message: None})())
-    answers = pair.orders.give("forget_weights", key=1)
-    pair.failure = "the engine has been shut down"
-    with pytest.raises(ClusterError, match="shut down"):
-        answers()
+@pytest.mark.parametrize(
+    ("failure", "is_closing", "said"), [("node rank 1 is lost", False, "is lost"), (None, True, "has been shut down")]
+)
+def test_who_waits_hears_of_a_loss_and_of_the_end(failure, is_closing, said):
+    cluster = object.__new__(Cluster)
+    cluster.__dict__.update(_failure=failure, _closing=is_closing)
+    orders = OpenOrders(lambda *arguments, **fields: None, cluster._check_open, lambda function: function(), 1)
+    with pytest.raises(ClusterError, match=said):
+        orders.give("forget_weights", key=1)()
 
 
 def test_a_part_is_fetched_in_pieces_of_one_copy(monkeypatch):
