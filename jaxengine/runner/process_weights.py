@@ -58,13 +58,14 @@ class Spread:
     def _send(self, name: str, array: Any, most: int) -> None:
         source, shape = ArraySource({name: array}), tuple(array.shape)
         dtype = jnp.dtype(array.dtype)
+        dtype = dtype if dtype.isnative else dtype.newbyteorder("=")  # a dtype's name does not tell the order
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
         about = {"key": self.key, "name": name, "dtype": dtype.name, "shape": list(shape)}
         about["num_bytes"], at = math.prod(shape) * dtype.itemsize, 0
         step = max(1, most // max(1, row_bytes))
         for first in range(0, shape[0], step) if shape else (0,):
             rows = source.read(name, slice(first, first + step)) if shape else source.read(name)
-            data = np.ascontiguousarray(rows).reshape(-1).view(np.uint8)
+            data = np.ascontiguousarray(rows, dtype).reshape(-1).view(np.uint8)
             for begin in range(0, len(data), most):
                 piece = data[begin : begin + most]
                 self._orders.give("take_tensor", [piece], first=at, **about)()

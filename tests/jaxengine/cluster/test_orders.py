@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import threading
+from types import SimpleNamespace
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,6 +16,7 @@ from jaxengine.cluster.channel import ClusterError, Message, decode, encode
 from jaxengine.cluster.host0 import Cluster
 from jaxengine.cluster.order_taker import OrderTaker
 from jaxengine.cluster.orders import OpenOrders
+from jaxengine.runner.process_weights import Spread
 from jaxengine.runner.weight_names import WeightUpdateError
 
 SECONDS = 20
@@ -90,6 +93,28 @@ def test_tensors_are_put_together_and_whoever_is_forgotten_stops(monkeypatch):
     assert pair.ask("forget_weights", key=1) == {} and ended.wait(SECONDS)
     assert found == [("a", [0.0, 4.0])]
     assert pair.ask("forget_weights", key=1) == {}  # again, as a finalizer may
+
+
+def test_tensors_of_any_dtype_order_and_shape_arrive_as_they_are(monkeypatch):
+    found: dict[str, np.ndarray] = {}
+    pair = read_with(monkeypatch, lambda tensors: found.update(tensors))
+    numbers = np.arange(12, dtype=np.float32).reshape(4, 3)
+    sent = {
+        "big-endian": numbers.astype(">f4"),
+        "turned": numbers.T,
+        "bfloat16": jnp.asarray(numbers, jnp.bfloat16),
+        "float8": np.asarray(numbers, jnp.float8_e4m3fn),
+        "a number": np.array(3, np.int64),
+        "nothing": np.empty((2, 0), np.float16),
+    }
+    runner: Any = SimpleNamespace(peers=SimpleNamespace(orders=pair.orders))
+    spread = Spread(runner)
+    spread.key = 1
+    assert [name for name, _ in spread.sending(iter(sent.items()), 8)] == [*sent]
+    assert spread.end()()[0].content == {}
+    for name, array in sent.items():
+        assert found[name].dtype == jnp.dtype(array.dtype).newbyteorder("="), name
+        assert np.array_equal(found[name], np.asarray(array)), name
 
 
 def test_a_message_has_room_for_what_is_wrong_with_tensors(monkeypatch):
