@@ -88,7 +88,7 @@ class Cluster(Peers):
         self._listener = _listen(config.master_addr, config.master_port)
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         later = lambda function: self._calls.put((function, Future()))  # noqa: E731
-        self.orders = OpenOrders(self.announce, self.check, later, config.nnodes - 1)
+        self.orders = OpenOrders(self.announce, self._check_open, later, config.nnodes - 1)
         for target in (self._accept, self._call):
             threading.Thread(target=target, name=f"jaxengine {target.__name__}", daemon=True).start()
         self._pid = os.getpid()
@@ -149,6 +149,12 @@ class Cluster(Peers):
         """Raises ClusterError if a process is lost."""
         if self._failure is not None:
             raise ClusterError(self._failure)
+
+    def _check_open(self) -> None:
+        """As `check`, and raises ClusterError once the workers are told to end: then they answer no more."""
+        self.check()
+        if self._closing:
+            raise ClusterError("the engine has been shut down")
 
     def shutdown(self, reason: str | None = None) -> None:
         """Ends the workers, and waits up to _END_SECONDS for them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,8 +19,9 @@ from jaxengine.runner.process_weights import bytes_of_part
 from jaxengine.runner.weight_names import WeightUpdateError
 from jaxengine.runner.weight_update import NewWeights, read_here
 
-# Of an answer: its text, and tensors at fault. A message's header has a limit.
-_MAX_TEXT, _MAX_FAULTS = 4000, 200
+# Of an answer: characters of a text, tensors at fault, and bytes of what is said of these. All of it is in a message's
+# header, which has a limit.
+_MAX_TEXT, _MAX_FAULTS, _MAX_FAULT_BYTES = 4000, 200, 512 << 10
 # Functions of every process that give up memory and take it again.
 _SLEEP = {
     "release_weights": sleep.release_weights,
@@ -36,13 +38,14 @@ class OrderTaker:
         """send: sends a message to host 0."""
         self._runner, self._send = runner, send
         self._read: dict[int, _Reading] = {}
+        self._part: np.ndarray | None = None  # bytes of the part of a weight that host 0 fetches
         self._does: Mapping[str, Callable[..., Any]] = {
             "read_weights": self._read_weights,
             "take_tensor": self._take_tensor,
             "end_tensors": self._end_tensors,
             "put_weights": self._put_weights,
             "forget_weights": self._forget_weights,
-            "part_of_weight": lambda number, arrays, **place: self._answer(number, {}, bytes_of_part(runner, **place)),
+            "part_of_weight": self._part_of_weight,
             **{name: self._sleeper(function) for name, function in _SLEEP.items()},
         }
 
@@ -68,6 +71,15 @@ class OrderTaker:
                 self._answer(number, _fault(error))
 
         return do
+
+    def _part_of_weight(self, number: int, arrays: Any, *, first: int, count: int, **place: int) -> None:
+        """Answers some bytes of a part; host 0 asks for one part at a time, from its first byte on."""
+        if first == 0:
+            self._part = bytes_of_part(self._runner, **place)
+        found = [] if self._part is None else [self._part[first : first + count]]
+        if self._part is not None and first + count >= len(self._part):
+            self._part = None
+        self._answer(number, {}, found)
 
     def _read_weights(self, number: int, arrays: Any, *, key: int, path: str | None, **options: Any) -> None:
         tell = None if path is None else lambda content: self._answer(number, content)
@@ -116,6 +128,7 @@ class _Reading:
         self.pieces: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.new: NewWeights | None = None
         self._stopped = threading.Event()
+        self._sent = self._messages()
         threading.Thread(target=self._run, name="jaxengine-weights", daemon=True).start()
 
     def give_up(self) -> None:
@@ -131,12 +144,14 @@ class _Reading:
         except Exception as error:
             content = _fault(error)
         if self._path is None:
-            for _ in self._messages():  # after a fault host 0 goes on, for it may find more
+            for _ in self._sent:  # after a fault host 0 goes on, for it may find more
                 pass
         if self._tell is not None:
             self._tell(content)
 
     def _messages(self) -> Iterator[tuple[np.ndarray, Mapping[str, Any]]]:
+        """Yields pieces. Each is answered when the next one is asked for: host 0 waits for that, whatever has become of
+        the tensor, so one iterator serves to the end."""
         while self._tell is None and not self._stopped.is_set():
             piece = self.pieces.get()
             if piece is None or callable(piece):
@@ -149,7 +164,7 @@ class _Reading:
     def _tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yields name and tensor, put together of its pieces."""
         held = np.empty(0, np.uint8)
-        for data, place in self._messages():
+        for data, place in self._sent:
             if place["first"] == 0:
                 held = np.empty(place["num_bytes"], np.uint8)
             held[place["first"] : place["first"] + len(data)] = data
@@ -164,5 +179,7 @@ def _fault(error: BaseException) -> dict[str, Any]:
     """An answer that tells an error: its text, and tensors at fault."""
     faults = error.faults if isinstance(error, WeightUpdateError) else []
     shown = [[name[:_MAX_TEXT], text[:_MAX_TEXT]] for name, text in faults[:_MAX_FAULTS]]
+    while len(json.dumps(shown)) > _MAX_FAULT_BYTES:
+        shown = shown[: len(shown) // 2]
     kind = "" if isinstance(error, WeightUpdateError) else f"{type(error).__name__}: "
     return {"error": f"{kind}{error}"[:_MAX_TEXT], "faults": shown}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,10 @@ from jaxengine.runner.peers import NO_ANSWER, Answer, Orders
 _CHECK_SECONDS = 0.05
 
 
+class _Answers(list[Answer]):
+    """Answers to one order. Unlike a plain list it can be referred to weakly."""
+
+
 class OpenOrders(Orders):
     """Host 0's orders, and the answers that have come. Any thread may give orders."""
 
@@ -27,15 +32,16 @@ class OpenOrders(Orders):
         """announce, check: of the Cluster, whose errors they raise. later: calls a function on another thread."""
         self._announce, self._check, self._later, self._num_workers = announce, check, later, num_workers
         self._numbers = itertools.count(1)
-        self._answers: dict[int, list[Answer]] = {}
+        # Of orders whose answers somebody still waits for, or may.
+        self._answers: weakref.WeakValueDictionary[int, _Answers] = weakref.WeakValueDictionary()
         self._changed = threading.Condition()
 
     def give(self, name: str, arrays: Sequence[np.ndarray] = (), /, **arguments: Any) -> Callable[[], list[Answer]]:
         number = next(self._numbers)
         with self._changed:
-            self._answers[number] = []
+            found = self._answers[number] = _Answers()
         self._announce("order", arrays, number=number, name=name, arguments=arguments)
-        return lambda: self._await(number)
+        return lambda: self._await(found)
 
     def leave(self, name: str, /, **arguments: Any) -> None:
         self._later(lambda: self._announce("order", (), number=NO_ANSWER, name=name, arguments=arguments))
@@ -48,13 +54,9 @@ class OpenOrders(Orders):
                 found.append(Answer(who, message.fields["content"], message.arrays))
                 self._changed.notify_all()
 
-    def _await(self, number: int) -> list[Answer]:
-        try:
-            with self._changed:
-                while len(self._answers[number]) < self._num_workers:
-                    self._check()
-                    self._changed.wait(_CHECK_SECONDS)
-                return self._answers[number]
-        finally:
-            with self._changed:
-                self._answers.pop(number, None)
+    def _await(self, found: _Answers) -> list[Answer]:
+        with self._changed:
+            while len(found) < self._num_workers:
+                self._check()
+                self._changed.wait(_CHECK_SECONDS)
+            return found

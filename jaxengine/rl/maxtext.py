@@ -18,6 +18,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from jaxengine.models.weights.formats.arrays import on_host
 from jaxengine.rl.trees import flat, in_first, in_float32, named_arrays, out_last, refuse_unknown, same
 
 Turn = Callable[[np.ndarray], np.ndarray]
@@ -191,7 +192,7 @@ class _Model:
         scan_axis, and the ValueError that is raised: as of `named_tensors`.
         """
         for name, array in arrays.items():
-            place, host = self.place(name), np.asarray(array)
+            place, host = self.place(name), on_host(array)
             assert place is not None
             if name in _TOP:
                 yield self._top(name, host)

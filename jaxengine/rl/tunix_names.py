@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxengine.models.weights.formats.arrays import on_host
 from jaxengine.rl.trees import flat, in_first, named_arrays, out_last, refuse_unknown, same
 
 Turn = Callable[[np.ndarray], np.ndarray]
@@ -80,7 +81,7 @@ def _is_known(name: str) -> bool:
 
 def _tensors(arrays: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
     for name, array in arrays.items():
-        host, match = np.asarray(array), _OF_LAYER.fullmatch(name)
+        host, match = on_host(array), _OF_LAYER.fullmatch(name)
         if match is None:
             hf_name, turn = _TOP[name]
             yield hf_name, turn(host)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxengine.models.weights.formats.arrays import ArraySource, fault_of
+from jaxengine.models.weights.formats.arrays import ArraySource, fault_of, on_host
 from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.peers import NO_ANSWER, Answer, Orders
 from jaxengine.runner.weight_names import WeightUpdateError
@@ -58,13 +58,14 @@ class Spread:
     def _send(self, name: str, array: Any, most: int) -> None:
         source, shape = ArraySource({name: array}), tuple(array.shape)
         dtype = jnp.dtype(array.dtype)
+        dtype = dtype if dtype.isnative else dtype.newbyteorder("=")  # a dtype's name does not tell the order
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
         about = {"key": self.key, "name": name, "dtype": dtype.name, "shape": list(shape)}
         about["num_bytes"], at = math.prod(shape) * dtype.itemsize, 0
         step = max(1, most // max(1, row_bytes))
         for first in range(0, shape[0], step) if shape else (0,):
             rows = source.read(name, slice(first, first + step)) if shape else source.read(name)
-            data = np.ascontiguousarray(rows).reshape(-1).view(np.uint8)
+            data = np.ascontiguousarray(rows, dtype).reshape(-1).view(np.uint8)
             for begin in range(0, len(data), most):
                 piece = data[begin : begin + most]
                 self._orders.give("take_tensor", [piece], first=at, **about)()
@@ -123,28 +124,26 @@ def whole(runner: ModelRunner, stage: int, index: int) -> np.ndarray:
     """A weight in host memory, whichever processes have its parts: the one of this index of a stage's arrays."""
     array: Any = runner.stages[stage].params[index]
     if array.is_fully_addressable:
-        return np.asarray(array)
+        return on_host(array)
     out = np.empty(array.shape, array.dtype)
     here = {_bounds(shard.index, array.shape): shard.data for shard in array.addressable_shards}
     for part, (place, _) in enumerate(_places(array)):
         slices = tuple(slice(begin, end) for begin, end in place)
-        out[slices] = np.asarray(here[place]) if place in here else _fetched(runner, stage, index, part, out[slices])
+        out[slices] = on_host(here[place]) if place in here else _fetched(runner, stage, index, part, out[slices])
     return out
 
 
-def bytes_of_part(
-    runner: ModelRunner, *, stage: int, index: int, part: int, first: int, count: int
-) -> list[np.ndarray]:
-    """Some bytes of a part of a weight, if it is for this process to give them; else none.
+def bytes_of_part(runner: ModelRunner, *, stage: int, index: int, part: int) -> np.ndarray | None:
+    """The bytes u8[n] of a part of a weight, in C order, if it is for this process to give them; else None.
 
-    part: its number, see `_places`. first, count: of its bytes, in C order.
+    part: its number, see `_places`.
     """
     array: Any = runner.stages[stage].params[index]
     place, process = _places(array)[part]
     if process != jax.process_index():
-        return []
+        return None
     data = next(shard.data for shard in array.addressable_shards if _bounds(shard.index, array.shape) == place)
-    return [np.ascontiguousarray(np.asarray(data)).reshape(-1).view(np.uint8)[first : first + count]]
+    return np.ascontiguousarray(on_host(data)).reshape(-1).view(np.uint8)
 
 
 def _fetched(runner: ModelRunner, stage: int, index: int, part: int, like: np.ndarray) -> np.ndarray:

@@ -22,7 +22,7 @@ from jaxengine.models.params.declare import declared_params
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import WHOLE, WeightSource, WrappedSource
 from jaxengine.models.weights.adapters.pools import abstract_leaves
-from jaxengine.models.weights.formats.arrays import ArraySource, FiniteSource, Taken, fault_of
+from jaxengine.models.weights.formats.arrays import ArraySource, FiniteSource, Taken, fault_of, on_host
 from jaxengine.models.weights.formats.orbax import LAYOUT_FILE, load_checkpoint
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.load import load_params
@@ -239,7 +239,7 @@ def stage_checksums(stage: StageRunner, fetch: Callable[[int], np.ndarray] | Non
     names = {param.name for param in declared_params(model)}
     for index, (name, _) in enumerate(abstract_leaves(model, stage.programs.mesh)):
         if name in names:
-            array = np.asarray(stage.params[index]) if fetch is None else fetch(index)
+            array = on_host(stage.params[index]) if fetch is None else fetch(index)
             found[name] = hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
     return found
 

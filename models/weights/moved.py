@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxengine.models.weights.formats.arrays import read_slice
+from jaxengine.models.weights.formats.arrays import on_host, read_slice
 from jaxengine.models.weights.huge_pages import HugePages
 
 
@@ -18,7 +18,7 @@ def is_finite(array: jax.Array, chunk_bytes: int | None = None) -> bool:
     """Whether this process's part of an array has finite numbers alone. chunk_bytes: of copies at a time."""
     if not jnp.issubdtype(array.dtype, jnp.floating):
         return True
-    pieces = (np.asarray(shard.data) for shard in array.addressable_shards)
+    pieces = (on_host(shard.data) for shard in array.addressable_shards)
     return all(np.isfinite(piece[index]).all() for piece in pieces for index in _bands(piece.shape, chunk_bytes))
 
 

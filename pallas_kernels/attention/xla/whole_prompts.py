@@ -54,7 +54,7 @@ def whole_prompt_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, schedule: Schedule, *, spec: AttentionSpec
 ) -> jax.Array:
     """Implement jaxengine.pallas_kernels.attention.whole_prompts.whole_prompt_attention."""
-    num_tokens, num_q_heads, _ = q.shape
+    num_tokens, own_dtype = q.shape[0], q.dtype
     lengths = _lengths(num_tokens)
     # bfloat16 operands keep bfloat16 products; sums are float32.
     dtype = jnp.bfloat16 if q.dtype == jnp.bfloat16 else jnp.float32
@@ -74,7 +74,7 @@ def whole_prompt_attention(
         begin = schedule.ends[kind]
     if num_tokens > BLOCK:
         o = lax.fori_loop(begin, schedule.ends[-1], lambda place, o: _in_blocks(place, o, q, k, v, schedule, spec), o)
-    return o[:num_tokens].astype(dtype)
+    return o[:num_tokens].astype(own_dtype)
 
 
 def _in_blocks(place, o: jax.Array, q, k, v, schedule: Schedule, spec: AttentionSpec) -> jax.Array:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tracemalloc
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -41,7 +42,7 @@ def check_slices(mesh: jax.sharding.Mesh) -> None:
 
 def check_moves(mesh: jax.sharding.Mesh) -> None:
     """From every split to every other, holding no more than a device's part beside the array and its copy."""
-    from jaxengine.runner.weight_update import _moved
+    from jaxengine.models.weights.moved import moved
 
     numbers = np.arange(1 << 20, dtype=np.float32).reshape(1024, 1024)
     splits = [NamedSharding(mesh, PartitionSpec(*spec)) for spec in (("a",), (None, "a"), ("a", "b"), ("b",))]
@@ -51,13 +52,30 @@ def check_moves(mesh: jax.sharding.Mesh) -> None:
             old = SimpleNamespace(shape=array.shape, dtype=array.dtype, sharding=ours)
             old.format = jax.device_put(numbers, ours).format
             tracemalloc.start()
-            moved = _moved(array, old)
+            placed = moved(array, old)
             _, peak = tracemalloc.get_traced_memory()
             tracemalloc.stop()
-            part = moved.addressable_shards[0].data.nbytes
+            part = placed.addressable_shards[0].data.nbytes
             assert peak < part + (64 << 10), (ours.spec, theirs.spec, peak, part)
-            assert moved.sharding == ours and array._npy_value is None
-            np.testing.assert_array_equal(np.asarray(moved), numbers)
+            assert placed.sharding == ours and array._npy_value is None
+            np.testing.assert_array_equal(np.asarray(placed), numbers)
+
+
+def check_wholes(mesh: jax.sharding.Mesh) -> None:
+    """A weight that is looked at leaves no copy in host memory, nor do its parts."""
+    from jaxengine.models.weights.moved import is_finite
+    from jaxengine.runner.process_weights import bytes_of_part, whole
+
+    numbers = np.arange(48, dtype=np.float32).reshape(8, 6)
+    array = jax.device_put(numbers, NamedSharding(mesh, PartitionSpec("a", "b")))
+    runner: Any = SimpleNamespace(stages=[SimpleNamespace(params=[array])])
+    np.testing.assert_array_equal(whole(runner, 0, 0), numbers)
+    parts = [bytes_of_part(runner, stage=0, index=0, part=part) for part in range(8)]
+    assert [part.view(np.float32).tolist() for part in parts] == [
+        numbers[row : row + 2, column : column + 3].ravel().tolist() for row in (0, 2, 4, 6) for column in (0, 3)
+    ]
+    assert is_finite(array, 8)
+    assert all(each._npy_value is None for each in (array, *(shard.data for shard in array.addressable_shards)))
 
 
 if __name__ == "__main__":
@@ -65,3 +83,4 @@ if __name__ == "__main__":
     devices = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
     check_slices(devices)
     check_moves(devices)
+    check_wholes(devices)

@@ -81,11 +81,12 @@ def test_equals_the_oracle(name):
     assert found.shape == wanted.shape and np.abs(found - wanted).max() < 2e-6
 
 
-def test_bfloat16():
-    q, k, v = drawn(SPEC, 224, "bfloat16")
+@pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 0.02), ("float16", 0.002)])
+def test_narrow_dtypes(dtype, most):
+    q, k, v = drawn(SPEC, 224, dtype)
     found = attended(SPEC, SHORT, q, k, v)
-    assert found.dtype == jnp.bfloat16
-    assert np.abs(found.astype(np.float64) - expected(SPEC, SHORT, q, k, v)).max() < 0.02
+    assert found.dtype == dtype
+    assert np.abs(found.astype(np.float64) - expected(SPEC, SHORT, q, k, v)).max() < most
 
 
 def test_a_prompt_is_to_the_bit_what_it_is_alone():

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 
 from jaxengine.config.speculation import EAGLE3
@@ -14,7 +13,7 @@ from jaxengine.models.layers.next_token import NextTokenSource
 from jaxengine.models.params.declare import declared_params
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import WeightSource
-from jaxengine.models.weights.formats.arrays import ArraySource
+from jaxengine.models.weights.formats.arrays import ArraySource, on_host
 
 
 class HeadTensors:
@@ -54,4 +53,4 @@ class HeadTensors:
         array = self._params[index]
         if not isinstance(array, jax.Array):
             return None
-        return ArraySource({EMBEDDING: np.asarray(array)[: self._head.sizes.vocab_size]})
+        return ArraySource({EMBEDDING: on_host(array)[: self._head.sizes.vocab_size]})
