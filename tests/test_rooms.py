@@ -245,7 +245,10 @@ ROOMS = {
         "jaxengine.checkpoint jaxengine.media:registry jaxengine.parsers jaxengine.engine "
         "jaxengine.requests.structured jaxengine.requests.media jaxengine.requests.pooling"
     ),
-    "jaxengine.rl": ("jaxengine.models jaxengine.models.layers jaxengine.sampling jaxengine:base jaxengine.requests"),
+    "jaxengine.rl": (
+        "jaxengine.models jaxengine.models.layers jaxengine.models.weights.formats jaxengine.sampling jaxengine:base "
+        "jaxengine.requests"
+    ),
     "jaxengine.api": (
         "jaxengine.models.config jaxengine.models.quantization jaxengine.models jaxengine.models:registry "
         "jaxengine.models.weights jaxengine.rl jaxengine.scheduler jaxengine.config jaxengine.checkpoint "

@@ -190,7 +190,9 @@ class Cluster(Peers):
         deadline = time.monotonic() + config.cluster_timeout
         said = time.monotonic()
         with self._changed:
-            while missing := [rank for rank in range(1, config.nnodes) if not self._has(rank, arrived)]:
+            while missing := sorted(
+                set(range(1, config.nnodes)) - {rank for rank, worker in self._workers.items() if arrived(worker)}
+            ):
                 self.check()
                 now = time.monotonic()
                 if now >= deadline:
@@ -200,9 +202,6 @@ class Cluster(Peers):
                     said = now
                 self._changed.wait(min(deadline - now, LOG_SECONDS))
             self._started = True  # from now on a worker that leaves is lost, and none may join
-
-    def _has(self, rank: int, arrived: Callable[[_Worker], bool]) -> bool:
-        return rank in self._workers and arrived(self._workers[rank])
 
     def _call(self) -> None:
         while True:
