@@ -67,8 +67,9 @@ class Steps:
         if held:
             request.slot = -1
         self.experts.sync(scheduled)
-        self.experts.collected(step, unused, EngineOutput())
-        return [int(each) for rows in request.found.pop("routed_experts", []) for each in rows.ravel()]
+        output = EngineOutput()
+        self.experts.collected(step, unused, output)
+        return [int(each) for found in output.found for each in found.rows.ravel()]
 
 
 def test_right_drafts_and_a_held_request():
