@@ -156,9 +156,9 @@ def test_the_second_use_sends_no_pixels(pair):
     first = pair.send(large)
     again = pair.send(large)
     pixels = 64 * 12 * 4
-    assert first - again >= pixels and pair.processor.num_processed == 1
+    assert again < pixels / 3 and pair.processor.num_processed == 1
     shared = isinstance(pair.sender, SharedSender)
-    assert (first < pixels / 4) == shared
+    assert (first < pixels / 3) == shared
     assert pair.stats.socket_bytes == (0 if shared else pixels + 64 * 4)
     assert pair.stats.shared_bytes == (2 * (pixels + 64 * 4) if shared else 0)
 
