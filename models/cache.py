@@ -101,7 +101,7 @@ class Paged:
 
 
 class LayerPlace(NamedTuple):
-    """Where one layer has its pages in the pool of a stage.
+    """Place of one layer's pages in the pool of a stage.
 
     Attributes:
       spec: shape of one page of the layer.

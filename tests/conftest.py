@@ -128,7 +128,7 @@ def pytest_collection_finish(session):
     """Leave what is imported out of garbage collections.
 
     Every start of an engine collects, and each collection looks at all objects that are not frozen: in a process of
-    tests these are modules and traces of many files, and took up to a fifth of a file's time.
+    tests these are modules and traces of many files.
     """
     gc.collect()
     gc.freeze()

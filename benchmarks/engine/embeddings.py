@@ -83,7 +83,7 @@ class Other:
 
 
 def ours(llm: LLM, texts: list[str]) -> dict[str, Any]:
-    """What `Other` returns, of this engine."""
+    """Embed texts with this engine; return what `Other.__call__` does."""
     start = time.perf_counter()
     outputs = llm.embed(texts, use_tqdm=False)
     seconds = time.perf_counter() - start

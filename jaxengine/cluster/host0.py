@@ -151,7 +151,7 @@ class Cluster(Peers):
             raise ClusterError(self._failure)
 
     def _check_open(self) -> None:
-        """As `check`, and raises ClusterError once the workers are told to end: then they answer no more."""
+        """Do as `check`; also raises ClusterError once the engine shuts down, when workers answer no more."""
         self.check()
         if self._closing:
             raise ClusterError("the engine has been shut down")

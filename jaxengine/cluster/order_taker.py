@@ -1,4 +1,4 @@
-"""What a worker does for host 0's orders (jaxengine.cluster.orders): new weights, sleep, parts of weights."""
+"""Execution of host 0's orders (jaxengine.cluster.orders) on a worker: new weights, sleep, parts of weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.peers import NO_ANSWER
 from jaxengine.runner.process_weights import bytes_of_part
 from jaxengine.runner.weight_names import WeightUpdateError
-from jaxengine.runner.weight_update import NewWeights, read_here
+from jaxengine.runner.weight_update import NewWeights, ReadOptions, read_here
 
 # Of an answer: characters of a text, tensors at fault, and bytes of what is said of these. All of it is in a message's
 # header, which has a limit.
@@ -32,7 +32,7 @@ _SLEEP = {
 
 
 class OrderTaker:
-    """What a worker does for host 0's orders."""
+    """Executes host 0's orders on a worker, and sends the answers."""
 
     def __init__(self, runner: ModelRunner, send: Callable[..., None]):
         """send: sends a message to host 0."""
@@ -121,7 +121,7 @@ class _Reading:
         answer: Callable[..., None],
         tell: Callable[[Mapping[str, Any]], None] | None,
     ):
-        """path: of a folder, None for tensors that are sent. options: as of `read_here`. answer: answers an order.
+        """path: of a folder, None for tensors that are sent. options: those of ReadOptions. answer: answers an order.
         tell: answers that a folder has been read, or why not.
         """
         self._runner, self._path, self._options, self._answer, self._tell = runner, path, options, answer, tell
@@ -132,7 +132,7 @@ class _Reading:
         threading.Thread(target=self._run, name="jaxengine-weights", daemon=True).start()
 
     def give_up(self) -> None:
-        """End the reading, if it goes on; nobody is told."""
+        """End the reading, if it goes on, without an answer."""
         self._stopped.set()
         self.pieces.put(None)
 
@@ -140,7 +140,7 @@ class _Reading:
         content: Mapping[str, Any] = {}
         try:
             params = self._tensors() if self._path is None else self._path
-            self.new = read_here(self._runner, params, stop=self._stopped.is_set, **self._options)
+            self.new = read_here(self._runner, params, ReadOptions(**self._options), stop=self._stopped.is_set)
         except Exception as error:
             content = _fault(error)
         if self._path is None:

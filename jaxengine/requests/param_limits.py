@@ -22,7 +22,7 @@ INT64_MAX = 2**63 - 1
 
 
 class RequestOutputKind(Enum):
-    """What each RequestOutput of a stream contains."""
+    """Content of each RequestOutput of a stream."""
 
     CUMULATIVE = 0  # everything so far
     DELTA = 1  # what is new since the last one

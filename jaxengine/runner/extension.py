@@ -179,8 +179,7 @@ class StageShape:
         return self.rows(num_tokens, self.config.dtype, count * self.model.config.hidden_size)
 
     def handed_over(self, num_tokens: int) -> Any:
-        """What a stage gives the next one: hidden states, and behind them what each layer gets beside them,
-        abstract."""
+        """Abstract array that a stage gives the next one: hidden states, and after them the inputs of each layer."""
         model = self.model.config
         beside = model.num_layers * model.layer_input_size
         return self.rows(num_tokens, self.config.dtype, model.hidden_size + beside)

@@ -13,7 +13,7 @@ NO_ANSWER = 0
 
 
 class Answer(NamedTuple):
-    """What another process says to an order. who: names the process; content: plain JSON, with "error" and "faults" for
+    """Answer of another process to an order. who: names the process; content: plain JSON, with "error" and "faults" for
     an error."""
 
     who: str

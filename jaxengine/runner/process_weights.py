@@ -38,7 +38,7 @@ class Spread:
     def begin(self, path: str | None, **options: Any) -> Callable[[], list[Answer]]:
         """Have the others read the folder of this path, each its parts, or wait for tensors; returns as `Orders.give`.
 
-        options: as of `jaxengine.runner.weight_update.read_here`.
+        options: those of `jaxengine.runner.weight_update.ReadOptions`.
         """
         return self._orders.give("read_weights", key=self.key, path=path, **options)
 

@@ -97,6 +97,16 @@ class NewWeights:
                 stage.params[index] = array
 
 
+class ReadOptions(NamedTuple):
+    """Arguments of `read_weights` that say how to read, by their names."""
+
+    mapping: Mapping[str, Renamed] | None = None
+    strict: bool = True
+    donate: bool = False
+    target: Target = "model"
+    chunk_bytes: int | None = None
+
+
 def read_weights(
     runner: ModelRunner,
     params: Any,
@@ -129,20 +139,20 @@ def read_weights(
     until `put`.
     """
     check_chunk_bytes(chunk_bytes)
-    options = {"mapping": mapping, "strict": strict, "donate": donate, "target": target, "chunk_bytes": chunk_bytes}
+    options = ReadOptions(mapping, strict, donate, target, chunk_bytes)
     if runner.config.nnodes == 1:
-        return read_here(runner, params, stop=stop, **options)
+        return read_here(runner, params, options, stop=stop)
     if isinstance(params, nnx.Module | nnx.State):
         raise WeightUpdateError("an engine of several processes has no tree of its own: give tensors by name")
     _stages(runner, target)
-    spread, told = Spread(runner), {"strict": strict, "chunk_bytes": chunk_bytes}
+    spread, shared = Spread(runner), {"strict": strict, "chunk_bytes": chunk_bytes}
     try:
         if isinstance(params, str | os.PathLike):
-            answers = spread.begin(os.path.abspath(os.fsdecode(params)), **told)
-            new = read_here(runner, params, stop=stop, spread=spread, **options)
+            answers = spread.begin(os.path.abspath(os.fsdecode(params)), **shared)
+            new = read_here(runner, params, options, stop=stop, spread=spread)
         else:
-            spread.begin(None, **told)()
-            new = read_here(runner, params, spread=spread, **options)
+            spread.begin(None, **shared)()
+            new = read_here(runner, params, options, spread=spread)
             answers = spread.end()
         raise_faults(answers())
     except BaseException:
@@ -155,17 +165,14 @@ def read_weights(
 def read_here(
     runner: ModelRunner,
     params: Any,
+    options: ReadOptions,
     *,
-    mapping: Mapping[str, Renamed] | None = None,
-    strict: bool = True,
-    donate: bool = False,
-    target: Target = "model",
-    chunk_bytes: int | None = None,
     stop: Callable[[], bool] | None = None,
     spread: Spread | None = None,
 ) -> NewWeights:
     """Do as `read_weights` for the parts of this process alone. spread: also sends the tensors to the others."""
     start = time.monotonic()
+    mapping, strict, donate, target, chunk_bytes = options
     if donate and isinstance(params, str | os.PathLike):
         raise WeightUpdateError("donate gives up arrays; a folder has none")
     stages = _stages(runner, target)

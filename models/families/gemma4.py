@@ -172,7 +172,7 @@ class Gemma4Layer(nnx.Module):
 
 
 class LayerInputs(nnx.Module):
-    """What each layer gets beside the hidden state: (norm(project(x) / sqrt(D)) + sqrt(P) * table[token]) / sqrt(2)."""
+    """Inputs of each layer beside the hidden state: (norm(project(x) / sqrt(D)) + sqrt(P) * table[token]) / sqrt(2)."""
 
     def __init__(self, config: ModelConfig, build: Build):
         size, self.own, self.num_layers = config.hidden_size, config.layer_input_size, config.num_layers

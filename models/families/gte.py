@@ -9,11 +9,10 @@ from typing import Any, ClassVar
 from flax import nnx
 
 from jaxengine.models.build import Build
-from jaxengine.models.config.encoder import EncoderConfig, read_activation
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.hf import read_head_dim, read_rope
 from jaxengine.models.config.rope import Rope, RopeScaling
-from jaxengine.models.layers.encoder import HIDDEN_ACT, EncoderNames, PostNormEncoder, encoder_fields
+from jaxengine.models.layers.encoder import EncoderNames, PostNormEncoder, rotated_fields
 from jaxengine.models.layers.mlp import GatedMLP
 from jaxengine.models.params.declare import Source, parts_of
 from jaxengine.models.params.source import CheckpointNames
@@ -56,15 +55,12 @@ class GteModel(PostNormEncoder):
             layer_norm_eps=1e-12,
             rope_theta=theta,
         )
-        types = fields.integer("type_vocab_size", 1, minimum=0)
-        encoder = EncoderConfig(read_activation(fields), num_token_types=types, num_positions=0)
-        rope = _read_rope(fields, read_head_dim(fields))
-        return encoder_fields(fields, encoder, rope=rope, activation=HIDDEN_ACT, eps="layer_norm_eps")
+        return rotated_fields(fields, types=1, rope=_read_rope(fields, read_head_dim(fields)))
 
     def make_mlp(self, build: Build) -> nnx.Module:
         size, ffn = self.config.hidden_size, self.config.intermediate_size
-        up, gate = parts_of(f"{LAYER}.mlp.up_gate_proj", ffn, ffn)
-        down = Source(f"{LAYER}.mlp.down_proj", size)
+        up, gate = parts_of(f"{LAYER}.{self.names.up}", ffn, ffn)
+        down = Source(f"{LAYER}.{self.names.down}", size)
         options: dict[str, Any] = {"down_bias": True, "activation": self.activation, "build": build}
         return GatedMLP(size, ffn, source=LAYER, gate_up=(gate, up), down=down, **options)
 

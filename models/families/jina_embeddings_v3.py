@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from jaxengine.models.config.encoder import EncoderConfig, read_activation
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf import read_head_dim, read_rope
-from jaxengine.models.layers.encoder import HIDDEN_ACT, EncoderNames, PostNormEncoder, encoder_fields
+from jaxengine.models.layers.encoder import EncoderNames, PostNormEncoder, rotated_fields
 from jaxengine.models.params.source import CheckpointNames
 
 
@@ -43,7 +41,4 @@ class JinaEmbeddingsV3Model(PostNormEncoder):
             layer_norm_eps=1e-5,
             rope_theta=20_000.0,
         )
-        types = fields.integer("type_vocab_size", 1, minimum=0)
-        encoder = EncoderConfig(read_activation(fields), num_token_types=types, num_positions=0)
-        rope = read_rope(fields, read_head_dim(fields))
-        return encoder_fields(fields, encoder, rope=rope, activation=HIDDEN_ACT, eps="layer_norm_eps")
+        return rotated_fields(fields, types=1)

@@ -7,10 +7,8 @@ from typing import Any, ClassVar
 from flax import nnx
 
 from jaxengine.models.build import Build
-from jaxengine.models.config.encoder import EncoderConfig, read_activation
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf import read_head_dim, read_rope
-from jaxengine.models.layers.encoder import HIDDEN_ACT, EncoderNames, PostNormEncoder, encoder_fields
+from jaxengine.models.layers.encoder import EncoderNames, PostNormEncoder, rotated_fields
 from jaxengine.models.layers.mlp import GatedMLP
 from jaxengine.models.params.declare import Source
 from jaxengine.models.params.source import CheckpointNames
@@ -77,15 +75,12 @@ class NomicBertModel(PostNormEncoder):
             rope_theta=1000.0,
             hidden_act="silu",
         )
-        types = fields.integer("type_vocab_size", 2, minimum=0)
-        encoder = EncoderConfig(read_activation(fields), num_token_types=types, num_positions=0)
-        rope = read_rope(fields, read_head_dim(fields))
-        return encoder_fields(fields, encoder, rope=rope, bias=False, activation=HIDDEN_ACT, eps="layer_norm_eps")
+        return rotated_fields(fields, types=2, bias=False)
 
     def make_mlp(self, build: Build) -> nnx.Module:
         size, ffn = self.config.hidden_size, self.config.intermediate_size
-        gate_up = [Source(f"{LAYER}.mlp.{name}", ffn) for name in ("fc12", "fc11")]
-        down = Source(f"{LAYER}.mlp.fc2", size)
+        gate_up = [Source(f"{LAYER}.{name}", ffn) for name in ("mlp.fc12", self.names.up)]
+        down = Source(f"{LAYER}.{self.names.down}", size)
         return GatedMLP(size, ffn, source=LAYER, gate_up=gate_up, down=down, activation=self.activation, build=build)
 
 

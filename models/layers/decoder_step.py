@@ -156,7 +156,7 @@ class DecoderStep:
         self._pool = replace(self._pool, data=kv.data)
 
     def handed_over(self, x: jax.Array) -> jax.Array:
-        """What the next stage gets: hidden states [T, D], and behind them what each layer gets beside them."""
+        """Join what the next stage gets: hidden states [T, D], and after them the inputs of each layer."""
         if self.layer_inputs is None:
             return x
         return jnp.concatenate([x, self.layer_inputs.reshape(x.shape[0], -1)], axis=-1)

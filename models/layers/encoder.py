@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxengine.models.build import Build
-from jaxengine.models.config.encoder import ACTIVATIONS, EncoderConfig
+from jaxengine.models.config.encoder import ACTIVATIONS, EncoderConfig, read_activation
 from jaxengine.models.config.fields import MAX_VOCAB, ConfigFields
-from jaxengine.models.config.hf import Activation, hf_fields
+from jaxengine.models.config.hf import Activation, hf_fields, read_head_dim, read_rope
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.pooler import CLS, Classifier
 from jaxengine.models.config.rope import Rope
@@ -82,6 +82,18 @@ def encoder_fields(
     if encoder.num_token_types > most:
         raise fields.fail("type_vocab_size", f"at most {most}, with a vocab_size of {shared['vocab_size']}")
     return shared | {"vocab_size": shared["vocab_size"] * max(1, encoder.num_token_types), "encoder": encoder}
+
+
+def rotated_fields(fields: ConfigFields, *, types: int, rope: Rope | None = None, bias: bool = True) -> dict[str, Any]:
+    """Read the fields of an encoder with rope, under BERT's names, from a config.json; result and errors are those of
+    `encoder_fields`.
+
+    types: default of type_vocab_size. rope: of all layers; None for the file's. bias: as of `encoder_fields`.
+    """
+    types = fields.integer("type_vocab_size", types, minimum=0)
+    encoder = EncoderConfig(read_activation(fields), num_token_types=types, num_positions=0)
+    rope = rope or read_rope(fields, read_head_dim(fields))
+    return encoder_fields(fields, encoder, rope=rope, bias=bias, activation=HIDDEN_ACT, eps="layer_norm_eps")
 
 
 class EncoderEmbeddings(nnx.Module):

@@ -32,7 +32,7 @@ _OF_FORMATS = (VALUES, CODES, PAIRS, SCALES, ZEROS, ORDER, INPUT_SCALE)
 
 
 class _Part(NamedTuple):
-    """What some devices get of a block. columns: counted from the block's first; buffer: in the weight's form."""
+    """Part of a block that some devices get. columns: counted from the block's first; buffer: in the weight's form."""
 
     columns: slice
     devices: list[Any]

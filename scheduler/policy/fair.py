@@ -1,4 +1,4 @@
-"""Waiting queue of the fair policy: whoever has been served least comes next.
+"""Waiting queue of the fair policy: the client that has been served least comes next.
 
 The Virtual Token Counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024), algorithm 2. While
 two clients both have requests waiting, what they are served differs by no more than twice the larger of INPUT_WEIGHT *

@@ -24,7 +24,7 @@ _NO_PAGES = np.empty(0, np.int32)
 
 @dataclass(eq=False, slots=True)
 class _Progress:
-    """What a request has had.
+    """Progress of a request: tokens that it has had, and that steps have computed.
 
     Attributes:
       num_found: its first tokens, whose experts it has had.
@@ -121,7 +121,7 @@ class RoutedExperts(LoopExtension):
                 # Drafts that were wrong were computed, too.
                 each.count = 1 if each.is_held else each.count if counts is None else int(counts[each.rank, each.row])
             each.progress.position = each.position + each.count
-            self._write(each, experts[each.rank])
+        self._write(every, experts)
         for each in every:
             if each.request in self._progress:
                 self._tell(each, experts[each.rank], output)
@@ -135,30 +135,37 @@ class RoutedExperts(LoopExtension):
         ends, counts = slots.num_computed[batch.slots].tolist(), batch.num_scheduled.tolist()
         admitted = set(map(id, batch.admitted))
         token, pages, hits = 0, _NO_PAGES, _NO_PAGES
+        # A copy: slots get other pages before the step is collected.
+        tables = None if self._pages is None else rank.pages.table[self._group, batch.slots]
         for row, slot in enumerate(batch.slots.tolist()):
             request, count = slots.requests[slot], counts[row]
             assert request is not None
             position = ends[row] - count
             first = max(0, position - (self._most_behind if row < batch.num_decode else 0)) // size
-            if self._pages is not None:
-                table = rank.pages.table[self._group, slot]
-                pages = table[first : (ends[row] - 1) // size + 1].copy()
-                hits = table[: position // size].copy() if id(request) in admitted else _NO_PAGES
+            if tables is not None:
+                pages = tables[row, first : (ends[row] - 1) // size + 1]
+                hits = tables[row, : position // size] if id(request) in admitted else _NO_PAGES
             known = None if row < batch.num_decode else position
             own = self._progress[request]
             found.append(_Rows(request, own, rank.index, row, token, count, known, first, pages, hits))
             token += count
         return found
 
-    def _write(self, rows: _Rows, experts: np.ndarray) -> None:
-        """Keeps the experts [T, L, k] of rows of a step at their pages."""
-        if self._pages is None:
+    def _write(self, rows: list[_Rows], experts: np.ndarray) -> None:
+        """Keeps the experts [replicas, T, L, k] of a step at the pages of its tokens, all rows at once."""
+        if self._pages is None or not rows:
             return
-        assert rows.position is not None
-        positions = np.arange(rows.position, rows.position + rows.count)
-        columns = positions // self._page_size - rows.first_column
-        own = experts[rows.token : rows.token + rows.count]
-        self._pages[rows.rank, rows.pages[columns], positions % self._page_size] = own
+        table = [
+            (each.rank, each.token, each.position, each.first_column, each.count, len(each.pages)) for each in rows
+        ]
+        ranks, tokens, positions, columns, counts, lengths = np.array(table).T
+        row = np.repeat(np.arange(len(rows)), counts)
+        offsets = np.arange(len(row)) - (np.cumsum(counts) - counts)[row]
+        positions = positions[row] + offsets
+        # In the pages of all rows, one after the other.
+        places = (np.cumsum(lengths) - lengths - columns)[row] + positions // self._page_size
+        pages = np.concatenate([each.pages for each in rows])[places]
+        self._pages[ranks[row], pages, positions % self._page_size] = experts[ranks[row], tokens[row] + offsets]
 
     def _tell(self, rows: _Rows, experts: np.ndarray, output: EngineOutput) -> None:
         """Gives a request the experts of its tokens that it has not had."""

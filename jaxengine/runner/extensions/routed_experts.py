@@ -46,7 +46,7 @@ class RoutedExpertsExtension(DeviceExtension):
         return self.shape.rows(num_tokens, self.dtype, width) if width else None
 
     def memory(self) -> Mapping[str, int]:
-        """Those of the steps in flight, and of the one that the host is reading."""
+        """Bytes of the experts of the steps in flight, and of the one that the host is reading."""
         of_token = len(self._taps) * self.num_per_token * np.dtype(self.dtype).itemsize
         most = max(bucket.num_tokens for bucket in self.shape.buckets)
         return {"routed experts": most * of_token * (self.shape.config.max_in_flight + 1)}

@@ -25,7 +25,7 @@ from jaxengine.sampling.state import write_slots
 
 
 class HandedOn(NamedTuple):
-    """What a forward pass through a stage that is not the last gives.
+    """Result of a forward pass through a stage that is not the last.
 
     Attributes:
       hidden: [T, D], of the next stage.

@@ -9,14 +9,12 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save
 
-from jaxengine.requests.activations import captured_bytes
+from jaxengine.requests.activations import HIDDEN_STATES, captured_bytes
 from jaxengine.requests.inputs import InputProcessor
 from jaxengine.requests.outputs import CompletionOutput
 from jaxengine.requests.sampling_params import SamplingParams
 from jaxengine.scheduler.errors import RequestError
 from jaxengine.server.options import ServerConfig
-
-HIDDEN_STATES = "hidden_states"
 
 
 def check_captured(

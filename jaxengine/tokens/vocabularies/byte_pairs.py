@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -58,14 +58,18 @@ def merges_of_ranks(ranks: Mapping[str, int]) -> list[tuple[str, str]]:
     Those are all splits of each token into two others. Among the splits of one token, the one whose parts are older
     comes first, as it is the one by which the token was made.
     """
-    cuts = [
-        (rank, max(ranks[token[:cut]], ranks[token[cut:]]), token[:cut], token[cut:])
-        for token, rank in ranks.items()
-        for cut in range(1, len(token))
-        if token[:cut] in ranks and token[cut:] in ranks
-    ]
+    cuts = [(ranks[left + right], max(ranks[left], ranks[right]), left, right) for left, right in splits_in_two(ranks)]
     cuts.sort()
     return [(left, right) for *_, left, right in cuts]
+
+
+def splits_in_two(tokens: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yield every pair of tokens whose union is a token, token by token in their order, the shortest first part
+    first."""
+    for token in tokens:
+        for cut in range(1, len(token)):
+            if token[:cut] in tokens and token[cut:] in tokens:
+                yield token[:cut], token[cut:]
 
 
 def spelt(tokens: Iterable[bytes]) -> list[str]:

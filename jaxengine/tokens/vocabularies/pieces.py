@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from jaxengine.tokens.vocabularies.byte_pairs import SPACE_MARK
+from jaxengine.tokens.vocabularies.byte_pairs import SPACE_MARK, splits_in_two
 
 # Types of pieces, as SentencePiece and GGUF (`tokenizer.ggml.token_type`) number them.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -42,7 +42,7 @@ class Pieces(NamedTuple):
 
     def with_types(self, *types: int) -> list[int]:
         """Ids of the pieces of these types."""
-        return [at for at, kind in enumerate(self.types) if kind in types]
+        return _of(self.types, *types)
 
 
 def byte_pair_pieces(pieces: Pieces) -> Tokenizer:
@@ -53,12 +53,10 @@ def byte_pair_pieces(pieces: Pieces) -> Tokenizer:
     """
     mergeable = (NORMAL, UNUSED) if pieces.isolates else (NORMAL, USER_DEFINED, UNUSED)
     known = {pieces.names[at]: at for at in pieces.with_types(*mergeable)}
-    cuts = [
-        (-float(pieces.scores[at]), len(name[:cut]), at, known[name[:cut]], name[:cut], name[cut:])
-        for name, at in known.items()
-        for cut in range(1, len(name))
-        if name[:cut] in known and name[cut:] in known
-    ]
+    cuts = []
+    for left, right in splits_in_two(known):
+        at = known[left + right]
+        cuts.append((-float(pieces.scores[at]), len(left), at, known[left], left, right))
     cuts.sort()
     vocabulary = {name: at for at, name in enumerate(pieces.names)}
     unknown = next((pieces.names[at] for at in pieces.with_types(UNKNOWN)), None)

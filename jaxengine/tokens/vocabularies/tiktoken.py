@@ -26,7 +26,7 @@ _LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} (?:0|[1-9][0-9]{0,6})")
 
 
 class Ranks(NamedTuple):
-    """What the code of some models says of their ranks.
+    """Ranks of a model family, as the code of its repositories has them.
 
     Attributes:
       file: name of the file of ranks.

@@ -1,4 +1,4 @@
-"""What blocks are made of, and how their bytes are taken apart. Below, B is the number of blocks of one call."""
+"""Parts of GGUF blocks, and functions that take their bytes apart. Below, B is the number of blocks of one call."""
 
 from __future__ import annotations
 

@@ -51,8 +51,8 @@ class Pair:
 
 
 def read_with(monkeypatch, read) -> Pair:
-    """A pair whose worker reads new weights by `read`, and has been told to, for key 1."""
-    monkeypatch.setattr(order_taker, "read_here", lambda runner, params, **options: read(params))
+    """A pair whose worker reads new weights by `read`, and has the order to, for key 1."""
+    monkeypatch.setattr(order_taker, "read_here", lambda runner, params, options, **_: read(params))
     pair = Pair()
     assert pair.ask("read_weights", key=1, path=None) == {}
     return pair
@@ -77,7 +77,7 @@ def test_a_worker_without_room_for_a_tensor_answers_for_it_and_for_all_that_foll
     assert pair.ask("forget_weights", key=1) == {}
 
 
-def test_tensors_are_put_together_and_whoever_is_forgotten_stops(monkeypatch):
+def test_tensors_are_put_together_and_a_forgotten_reading_stops(monkeypatch):
     found, ended = [], threading.Event()
 
     def read(tensors):

@@ -55,7 +55,7 @@ class ChatAnswer:
 
     @property
     def captured(self) -> tuple[SamplingParams, int]:
-        """What `check_captured` needs of the request, after `prepare`: its parameters and the length of its prompt."""
+        """Arguments of `check_captured`, after `prepare`: the request's parameters and the length of its prompt."""
         return self._run.params, self._run.most_prompt_tokens
 
     async def whole(self) -> Response:

@@ -122,7 +122,7 @@ async def read_back(
 
 @dataclass
 class Asked:
-    """What a request adds to a stored conversation.
+    """Documents that a request adds to a stored conversation.
 
     Attributes:
       question: the request's messages.
