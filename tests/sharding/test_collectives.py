@@ -57,7 +57,7 @@ THOROUGH = (
 WHOLE = "tp 4"
 SEEDED_FAULT = "weights gathered"
 # The most exchanges around the layers.
-AROUND = {"embed": 3, "logits": 2, "sample": 24, "prompt_logprobs": 9, "results": 10}
+AROUND = {"embed": 3, "logits": 2, "sample": 24, "prompt_logprobs": 9, "results": 11}
 
 
 def compile_cases(backend: str, *names: str) -> None:
