@@ -1,1 +1,1 @@
-"""The loop and what it counts. Token ids only, no text."""
+"""The engine loop, its optional extensions, and its counts and metrics. It handles token ids, never text."""

@@ -1,8 +1,9 @@
-"""The loop: schedule, execute, update. Ahead of the device by one step, or by one for each pipeline stage.
+"""Engine loop: schedule a step, execute it, update the scheduler with its tokens.
 
-A step is dispatched in two parts: its forward pass, and its sampler, which waits where what may be chosen depends on
-tokens that are still being computed. No forward pass is dispatched before the sampler of the one before it, so every
-process of an engine dispatches in the same order. Optional capabilities take part as extensions. Knows no text.
+Steps are dispatched ahead of their results: one step ahead, or one for each pipeline stage. A step is dispatched in two
+parts: its forward pass, and its sampler, which waits where the permitted tokens depend on tokens that are still being
+computed. No forward pass is dispatched before the previous step's sampler, so every process of an engine dispatches in
+the same order. Optional capabilities take part as extensions. This module handles token ids, never text.
 """
 
 from __future__ import annotations
@@ -27,16 +28,21 @@ _IDLE_SECONDS = 0.005
 
 
 class Engine:
-    """Runs requests to their end. Not thread-safe: one thread adds, aborts and steps.
+    """Engine that runs requests to their end, step by step. Not thread-safe: one thread adds, aborts and steps.
 
     Attributes:
-      extensions: the optional capabilities that it has; stats, request_stats, timeline: what was counted.
-      uncounted: requests that have ended, and whose end `record_finish` has not counted yet.
-      busy_since: when the first request came after a time without any.
+      extensions: the engine's optional capabilities.
+      stats, request_stats, timeline: counts of steps, counts of requests, and records of the last steps.
+      uncounted: requests that have ended but are not yet in `request_stats`: `record_finish` enters them.
+      busy_since: time.monotonic seconds at which the first request came after a time without any.
     """
 
     def __init__(self, runner: ModelRunner, inputs: Inputs | None = None):
-        """inputs: what prepares the requests; None for plain requests alone."""
+        """Build the scheduler, statistics and extensions for a started runner.
+
+        inputs: the tokenizer and media processor that prepare requests; None if the engine gets only plain token
+        requests.
+        """
         self.runner = runner
         self.extensions = Extensions(runner, inputs)
         config = runner.config.scheduler_config(runner.plan.num_pages, runner.num_ranks, runner.windows)
@@ -54,13 +60,19 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether `step` still has something to do or to collect; in a pause, requests whose deadline has passed."""
+        """Whether `step` has work left: unfinished requests or steps in flight.
+
+        In a pause with no step in flight: whether the deadline of some request has passed.
+        """
         if self.scheduler.paused and not self._in_flight:
             return self.scheduler.next_deadline < time.monotonic()
         return self.scheduler.num_unfinished > 0 or bool(self._in_flight)
 
     def queue(self, requests: Sequence[Request]) -> None:
-        """Queues the requests that one of a caller became, one per output; RequestError if one is bad: none runs."""
+        """Queue the requests made of one caller's request, one for each of its n outputs.
+
+        Raises RequestError if an extension or the scheduler refuses one; those queued before it are then aborted.
+        """
         added = []
         try:
             for request in requests:
@@ -78,7 +90,10 @@ class Engine:
         self.extensions.queued(requests)
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """Ends a request at once, in whatever state it is; ignores one that has ended. stop_reason: what it met."""
+        """End a request at once, whether it waits or runs; do nothing if it has ended already.
+
+        stop_reason: the stop string or stop token id that ended it, if any.
+        """
         if request.status is not RequestStatus.FINISHED:
             self.scheduler.finish(request, reason, stop_reason)
             self._ended(request)
@@ -86,13 +101,21 @@ class Engine:
     def record_finish(
         self, request: Request, reason: FinishReason | None = None, num_output: int | None = None
     ) -> None:
-        """Counts the end of a request of `uncounted` as its caller saw it; None: as it ended, with all its tokens."""
+        """Count the end of a request in the statistics, once; ignore a request that is not in `uncounted`.
+
+        reason, num_output: how it ended for its caller, and how many output tokens the caller got. None: the values of
+        the request itself.
+        """
         if request in self.uncounted:
             self.uncounted.remove(request)
             self.stats.count_undelivered(self.request_stats.observe_end(request, reason, num_output))
 
     def step(self) -> EngineOutput:
-        """Dispatches a step; collects the oldest if enough are in flight or none was dispatched; returns the news."""
+        """Run one iteration of the loop: schedule and dispatch a step, and collect the oldest step in flight if the
+        maximum number is in flight or nothing could be dispatched.
+
+        Returns the tokens, logprobs and ended requests of this iteration.
+        """
         with self.runner.compiles.watch():
             output = EngineOutput()
             for each in self._active:
@@ -108,11 +131,14 @@ class Engine:
             return output
 
     def shutdown(self) -> None:
-        """Ends what extensions have started."""
+        """End the threads and processes that extensions have started."""
         self.extensions.shutdown()
 
     def _take(self, events: Events, output: EngineOutput) -> None:
-        """Lets requests run that an extension made ready; ends, and notes in `output`, those it ends or refuses."""
+        """Apply an extension's events: release ready requests to the scheduler, and end rejected and ended ones.
+
+        The ended and rejected requests are added to `output`.
+        """
         for request in events.ready:
             self.scheduler.release(request)
         for request, error in events.rejected:
@@ -124,7 +150,11 @@ class Engine:
         output.refused += events.rejected
 
     def _dispatch(self, output: EngineOutput) -> InFlight | None:
-        """Puts the next step's forward pass in flight and returns it; None in a pause, or if nothing can run now."""
+        """Schedule the next step, dispatch its forward pass, and return the step in flight.
+
+        Returns None in a pause, or if no request can run now. Requests past their deadline are added to
+        `output.finished`.
+        """
         start = time.monotonic()
         if self.scheduler.paused:
             output.finished += self.scheduler.expire(start)
@@ -154,7 +184,10 @@ class Engine:
         return done
 
     def _sample(self, newest: InFlight, output: EngineOutput) -> None:
-        """Dispatches the newest step's sampler, or what replaces it; first collects steps its choices depend on."""
+        """Dispatch the sampler of the newest step, or the epilogue that replaces it.
+
+        First collects older steps whose tokens this sampler's masks and biases depend on; their results go to `output`.
+        """
         if self._epilogue is not None:
             return self._epilogue(newest.pending)
         step, parts = newest.step, (self._rows, *self._active)
@@ -171,7 +204,7 @@ class Engine:
         self.stats.dispatch_seconds += time.monotonic() - start
 
     def _collect(self, output: EngineOutput) -> None:
-        """Waits for the oldest step in flight, takes in its tokens, and adds to `output` what they bring."""
+        """Wait for the oldest step in flight, update the scheduler with its tokens, and add its results to `output`."""
         done, start = self._in_flight.popleft(), time.monotonic()
         token_ids, counts = done.pending.token_ids(), done.pending.result("counts")
         arrived = time.monotonic()

@@ -1,7 +1,8 @@
-"""The moments of the engine's loop at which an optional capability takes part.
+"""Protocol between the engine loop and its optional capabilities.
 
-A capability is one LoopExtension, in a file of its name in `extensions`. The loop calls those that an engine has, in
-the order in which it got them, and names none of them. `extensions.build` decides which ones those are.
+A capability is one subclass of LoopExtension, in a file of its name in `extensions`. The loop calls the hooks of its
+extensions in the order in which they were added, and names none of them. `extensions.build` decides which extensions an
+engine has.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from jaxengine.scheduler.scheduler import Scheduler
 
 
 class Events(NamedTuple):
-    """What an extension learnt about requests.
+    """Changes in the state of requests that an extension reports to the loop.
 
     Attributes:
-      ready: requests that wait for nothing any more.
-      ended: requests that are over, with their reasons.
-      rejected: requests that are over without an output, and the errors that their callers get.
+      ready: requests that no longer wait for the extension and may be scheduled.
+      ended: (request, finish reason, stop_reason) of requests that are to end now.
+      rejected: (request, error) of requests that end without output; their callers get the error.
     """
 
     ready: Sequence[Request] = ()
@@ -41,7 +42,7 @@ NO_EVENTS = Events()
 
 
 class Loop(NamedTuple):
-    """What an extension sees of its engine. in_flight: the steps whose tokens are not known, oldest first."""
+    """The parts of an engine that its extensions use. in_flight: dispatched steps without results, oldest first."""
 
     runner: ModelRunner
     scheduler: Scheduler
@@ -50,80 +51,91 @@ class Loop(NamedTuple):
 
 
 class LoopExtension:
-    """A capability's part of the loop: a subclass overrides the moments that concern it.
+    """Base class of a capability's part of the engine loop; a subclass overrides the hooks that it needs.
 
     Attributes:
-      loop: of the engine, from `attach` on.
-      epilogue: what runs on the device after each forward pass, in place of the sampler; None for the sampler.
+      loop: the engine's runner, scheduler and slot rows; set by `attach`.
+      epilogue: function that dispatches a program after each forward pass, in place of the sampler; None: the sampler.
     """
 
     loop: Loop
     epilogue: Callable[[PendingStep], None] | None = None
 
     def configure(self, config: SchedulerConfig) -> SchedulerConfig:
-        """Returns the scheduler's configuration for an engine that starts with this extension."""
+        """Return the scheduler's configuration, changed where an engine with this extension needs it."""
         return config
 
     def attach(self, loop: Loop) -> None:
-        """Joins an engine. Called once, before every other moment but `configure`."""
+        """Store the engine's parts in `loop`. Called once, before every hook but `configure`."""
         self.loop = loop
 
     def prepare(self, request: Request) -> None:
-        """Completes a request before it is queued. Raises RequestError, and the request is not queued then."""
+        """Complete a request before it is queued. Raises RequestError to refuse it; it is not queued then."""
 
     def queued(self, requests: Sequence[Request]) -> None:
-        """Takes note of the requests that one caller's request became, all of which have been queued."""
+        """Note that these requests, all made of one caller's request, have been queued."""
 
     def poll(self) -> Events:
-        """Returns what has happened since the last call; does not wait. Called before each step is scheduled."""
+        """Return events of requests since the last call, without waiting. Called before each step is scheduled."""
         return NO_EVENTS
 
     def before_forward(self, step: ScheduledStep) -> None:
-        """Dispatches what the forward pass of a step depends on."""
+        """Dispatch device work that the step's forward pass depends on. Called after scheduling, before the forward
+        pass.
+        """
 
     def after_forward(self, step: InFlight | None) -> Events:
-        """Dispatches what follows a step's forward pass and precedes its sampler. None: nothing could be scheduled."""
+        """Dispatch device work that follows a step's forward pass and precedes its sampler; return events of requests.
+
+        step: None if no step could be scheduled.
+        """
         return NO_EVENTS
 
     def is_behind(self, step: ScheduledStep) -> bool:
-        """Whether a choice of this step depends on tokens of steps in flight, so that these must come first."""
+        """Whether what the step may sample depends on tokens of steps in flight, so that the loop must collect those
+        first.
+        """
         return False
 
     def before_sample(self, step: ScheduledStep) -> bool:
-        """Whether the sampler of a step may be dispatched. If not, it is asked again after a `poll` of this extension.
+        """Whether the step's sampler may be dispatched now. If not, the loop calls `poll` and then this again.
 
         May wait, but not for long: other requests have rows in the step.
         """
         return True
 
     def sync(self, step: ScheduledStep) -> None:
-        """Writes what has changed in the slots for the sampler of this step, which is dispatched next."""
+        """Send the devices the changed per-slot inputs of this step's sampler, which is dispatched next."""
 
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
-        """Takes in the results of a step that the scheduler has been updated with."""
+        """Handle the results of a step, after the scheduler has been updated with them; may add to `output`."""
 
     def ended(self, request: Request) -> None:
-        """Releases what is held for a request that has ended."""
+        """Release what the extension holds for a request that has ended."""
 
     def wait(self, seconds: float) -> bool:
-        """Waits until `poll` may have something, for `seconds` at most; returns False at once if nothing is due."""
+        """Wait until `poll` may have events, for `seconds` at most; return False at once if none are expected."""
         return False
 
     def rest(self) -> float:
-        """Acts while no request is there; returns after how many seconds it wants to again, inf for never."""
+        """Do the extension's periodic work while the engine has no requests.
+
+        Returns in how many seconds to call again; inf for never.
+        """
         return float("inf")
 
     def shutdown(self) -> None:
-        """Ends threads and processes."""
+        """End the extension's threads and processes."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether steps may leave it out until a request needs it."""
+        """Whether the loop may skip this extension until a request needs it."""
         return False
 
     @property
     def utilities(self) -> dict[str, Callable[..., Any]]:
-        """Functions that an operator may call between two steps; arguments and results are plain JSON values."""
+        """Functions, by name, that an operator may call between two steps; arguments and results are plain JSON values.
+        """
         return {}
 
     def metrics(self) -> Iterator[Metric | Histogram]:

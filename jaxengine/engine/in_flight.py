@@ -1,4 +1,4 @@
-"""A dispatched step until its results are taken in."""
+"""Record of a dispatched step, until its results have been collected."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from jaxengine.scheduler.batch import ScheduledStep
 
 @dataclass(eq=False, slots=True)
 class InFlight:
-    """A dispatched step.
+    """Dispatched step.
 
     Attributes:
-      seconds: for which the device was at work on it, as far as the host can tell; 0 until its results have come.
+      step, pending, record: the schedule, the device's results to come, and the step's entry in the timeline.
+      seconds: device time of the step as the host sees it; 0 until its results have come.
     """
 
     step: ScheduledStep

@@ -1,4 +1,4 @@
-"""What a metric is: a named number, or how observations are spread. Knows no names of metrics."""
+"""Types of metrics: counters, gauges and histograms. It contains no metric names."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Metric:
-    """A named number.
+    """Number with a metric's name and help text.
 
     Attributes:
-      labels: what tells apart metrics of one name.
+      labels: label values that distinguish metrics of one name.
     """
 
     name: str
@@ -21,12 +21,12 @@ class Metric:
 
 @dataclass(frozen=True)
 class Counter(Metric):
-    """A number that only grows, until the process ends."""
+    """Metric that only grows until the process ends."""
 
 
 @dataclass(frozen=True)
 class Gauge(Metric):
-    """A number that goes up and down."""
+    """Metric that may go up and down."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Histogram:
     """Distribution of observations.
 
     Attributes:
-      buckets: observations up to each bound, the last "+Inf", as in Prometheus.
-      sum, count: of all observations.
+      buckets: cumulative counts of observations by upper bound, the last bound "+Inf", as in Prometheus.
+      sum, count: sum and number of all observations.
     """
 
     name: str

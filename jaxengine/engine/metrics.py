@@ -1,6 +1,6 @@
-"""An engine's numbers under vLLM's names: for `LLM.get_metrics()`, for a server's /metrics, and for the log line.
+"""An engine's metrics under vLLM's names: for `LLM.get_metrics()`, for a server's /metrics, and for the log line.
 
-Owns names, what they mean, and rates over time. What is counted, and when, is the engine's (stats.py).
+This module has the names, their help texts, and rates over time. `stats.py` does the counting.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ ALWAYS = ("jaxengine:masks", "jaxengine:mask_seconds", "vllm:mm_cache_queries", 
 
 
 class Metrics:
-    """Names an engine's numbers."""
+    """Metrics of one engine, made from its counts."""
 
     def __init__(self, engine: Engine, *, log_stats: bool):
         self._engine = engine
@@ -106,18 +106,18 @@ class Metrics:
         self._samples: deque[tuple[float, int, int]] = deque([self._logged] * 2, maxlen=int(LOG_INTERVAL_SECONDS) + 2)
 
     def collect(self) -> list[Metric | Histogram]:
-        """Every metric as it stands."""
+        """Return all metrics with their current values."""
         found = [*self._counters(), *self._gauges(), *self._histograms()]
         found += [metric for each in self._engine.extensions.by_name.values() for metric in each.metrics()]
         names = {metric.name for metric in found}
         return found + [Counter(name, 0) for name in ALWAYS if name not in names]
 
     def snapshot(self) -> list[dict[str, Any]]:
-        """The same as plain JSON values; `kind` is counter, gauge or histogram."""
+        """Return all metrics as plain JSON values: the fields of each, and its `kind` (counter, gauge or histogram)."""
         return [{"kind": type(each).__name__.lower(), **dataclasses.asdict(each)} for each in self.collect()]
 
     def throughput(self) -> tuple[float, float]:
-        """Prompt tokens a second and generated tokens a second, over the last ten seconds."""
+        """Return prompt tokens per second and generated tokens per second, over the last ten seconds."""
         now, prompt, generated = self._now()
         before = self._samples[0]
         for sample in self._samples:
@@ -129,8 +129,8 @@ class Metrics:
         return (prompt - before[1]) / seconds, (generated - before[2]) / seconds
 
     def stepped(self) -> None:
-        """Keeps what rates need; with log_stats logs vLLM's line every ten seconds of work. To be called after each
-        step.
+        """Record a sample of the token counts, for rates. To be called after each step. With log_stats, logs vLLM's
+        line of statistics after every ten seconds of work.
         """
         sample, samples = self._now(), self._samples
         if (busy_since := self._engine.busy_since) > self._stepped:

@@ -1,6 +1,6 @@
-"""What a step of the engine brought, as the engine tells it to whoever makes text of it: arrays, not a loop over rows.
+"""Results of a step in the form in which the engine passes them on to text processing: arrays, no loop over rows.
 
-Also what crosses from the engine's process to those that speak with clients. Knows no device and no text.
+These types also cross from the engine's process to the API processes. They hold token ids, no text or device arrays.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxengine.scheduler.request import Request
 
 @dataclass(frozen=True)
 class PromptScores:
-    """Logprobs of a stretch of a prompt: the first is of prompt token `first`."""
+    """Logprobs of a stretch of a request's prompt. first: index in the prompt of the first scored token."""
 
     request: Request
     first: int
@@ -25,11 +25,11 @@ class PromptScores:
 
 
 class Found(NamedTuple):
-    """Further rows of a result that a capability has for a request.
+    """Rows that a capability returns for a request, such as activations or routed experts.
 
     Attributes:
-      name: field of CompletionOutput that they are for.
-      rows: [n, ...], one for each of the next n tokens, those of the prompt first.
+      name: the field of CompletionOutput that gets them.
+      rows: [n, ...], one row for each of the next n tokens of the request, prompt tokens first.
     """
 
     request: Request
@@ -39,16 +39,16 @@ class Found(NamedTuple):
 
 @dataclass
 class EngineOutput:
-    """What one call of `Engine.step` brought.
+    """Results of one call of `Engine.step`.
 
     Attributes:
-      emitted: tokens of requests that follow every step, with their logprobs where asked for.
+      emitted: new tokens of requests that stream every step, with their logprobs if requested.
       prompt_scores: logprobs of prompts.
-      found: results of capabilities.
-      first_tokens: requests whose first token came.
-      finished: requests that ended, deadlines included.
-      refused: requests that are over before they began, and the error that their callers are to get: their grammars
-        cannot be used. The caller of a request with several outputs gets one of the errors and no output.
+      found: rows that capabilities return to requests.
+      first_tokens: requests that got their first token.
+      finished: requests that ended, including those past their deadline.
+      refused: (request, error) of requests that ended before they began, because their grammar cannot be used. The
+        caller of a request with several outputs gets one of the errors and no output.
     """
 
     emitted: list[TokenRows] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Profiles of a running engine: jax.profiler, started and stopped between two steps."""
+"""Profiles of a running engine by jax.profiler, started and stopped between two steps."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from jaxengine.scheduler.errors import RequestError
 
 
 class Profiler:
-    """The profiler of this process. folder: for its profiles; None where profiling is not enabled."""
+    """The process's jax profiler. folder: where profiles are written; None if profiling is not enabled."""
 
     def __init__(self, folder: str | None):
         self._folder = folder
         self._is_running = False
 
     def start(self) -> bool:
-        """Starts a profile; returns True. Raises RequestError where that is not enabled, one is running, or it
-        cannot start.
+        """Start a profile; return True. Raises RequestError if profiling is not enabled, a profile is running, or jax
+        cannot start one.
         """
         if self._folder is None:
             raise RequestError(
@@ -33,7 +33,7 @@ class Profiler:
         return True
 
     def stop(self) -> str:
-        """Writes the profile; returns the folder of all profiles. Raises RequestError where none is running, or it
+        """End and write the profile; return the folder of all profiles. Raises RequestError if none is running, or it
         cannot be written.
         """
         if self._folder is None or not self._is_running:
@@ -46,6 +46,6 @@ class Profiler:
         return self._folder
 
     def close(self) -> None:
-        """Writes a profile that is still being taken."""
+        """End and write the profile that is running, if any."""
         if self._is_running:
             self.stop()

@@ -1,7 +1,7 @@
-"""What the sampler reads of each slot, kept up to date on the devices: parameters, biases and counts of tokens.
+"""Sampler inputs of each slot, kept up to date on the devices: parameters, biases and token counts.
 
-Works between a step's forward pass and its sampler: nothing here matters to the former. Knows which requests have a row
-in a step, not when one has. A slot's global number is rank * max_num_seqs + slot.
+Used between a step's forward pass, which needs none of them, and its sampler. A slot's global number is rank *
+max_num_seqs + slot, where rank is the replica's index.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxengine.scheduler.token_params import BIAS, LAST_TOKEN, row_words
 
 
 class _SlotBias(NamedTuple):
-    """The bias of a slot and what it forbids now."""
+    """Bias of a slot's request, and the stop tokens and bad words that it forbids now."""
 
     request: Request
     bias: TokenBias
@@ -29,7 +29,7 @@ class _SlotBias(NamedTuple):
 
 
 class SlotRows:
-    """Owns the rows of all slots, as far as the host decides them."""
+    """Owner of the sampler inputs of all slots that the host decides."""
 
     def __init__(self, runner: ModelRunner, scheduler: Scheduler):
         self._runner = runner
@@ -37,9 +37,9 @@ class SlotRows:
         self._biases: dict[int, _SlotBias] = {}
 
     def sync(self, step: ScheduledStep) -> None:
-        """Sends the devices what has changed for the sampler of this step, the next one to be dispatched.
+        """Send the devices what has changed for the sampler of this step, which must be dispatched next.
 
-        The tokens that its choices depend on are known (`is_behind`).
+        All tokens that its biases depend on must be known: `is_behind` is False.
         """
         if admitted := self.admitted(step):
             self._begin(admitted)
@@ -53,8 +53,8 @@ class SlotRows:
             self._runner.set_biases(changed)
 
     def is_behind(self, step: ScheduledStep) -> bool:
-        """Whether a bias of this step, by bad words of several tokens, depends on a token that is still being
-        computed.
+        """Whether a bias of this step depends on a token that is still being computed, because of bad words of several
+        tokens.
         """
         if step.features & LAST_TOKEN:
             for request, _ in self.sampling(step, LAST_TOKEN):
@@ -64,16 +64,18 @@ class SlotRows:
         return False
 
     def number(self, request: Request) -> int:
-        """The global number of a request's slot."""
+        """Return the global number of a request's slot."""
         return request.rank * self._scheduler.config.max_num_seqs + request.slot
 
     def admitted(self, step: ScheduledStep) -> list[Request]:
-        """The requests that took a slot in a step and still have one."""
+        """Return the requests that took a slot in this step and still have it."""
         return [request for batch in step.batches for request in batch.admitted if request.slot >= 0]
 
     def sampling(self, step: ScheduledStep, feature: int) -> Iterator[tuple[Request, int]]:
-        """Yields the requests with a feature that sample in a step and still have the slot that they had in it, each
-        with its row in its rank's batch. feature: a bit of `TokenParams.features`.
+        """Yield (request, row) of requests with a feature that sample in the step and still have the slot they had in
+        it.
+
+        feature: a bit of `TokenParams.features`. row: of the replica's batch.
         """
         for rank, batch in zip(self._scheduler.ranks, step.batches, strict=True):
             if batch.features & feature:
@@ -85,8 +87,8 @@ class SlotRows:
                     yield request, row
 
     def leaves_any(self, request: Request, allowed: np.ndarray) -> bool:
-        """Whether the bias of the token that a request sampled last left any of the tokens `allowed`, bool[V]. True for
-        a request without a bias.
+        """Whether any of the tokens `allowed`, bool[V], had a finite bias when the request sampled its last token. True
+        for a request without a bias.
         """
         output = np.asarray(request.output_token_ids[:-1], np.int32)
         for owner, bias, _ in self._biases.values():
@@ -96,7 +98,9 @@ class SlotRows:
         return True
 
     def _begin(self, requests: list[Request]) -> None:
-        """Sends parameters, counts and biases of requests that have just got their slots: one message for each kind."""
+        """Send the parameters, token counts, logprob ids and biases of requests new in their slots, one message of each
+        kind.
+        """
         params, counts, biases, logprob_ids = [], [], [], []
         for request in requests:
             slot, features = self.number(request), request.params.features
@@ -121,7 +125,8 @@ class SlotRows:
         return bias.row(forbidden)
 
     def _forbidden(self, request: Request, bias: TokenBias) -> Forbidden:
-        """Return which tokens are forbidden to what the step being dispatched samples of a request."""
+        """Return which stop tokens and bad-word ends are forbidden to the token that the step being dispatched samples.
+        """
         slots, slot = self._scheduler.ranks[request.rank].slots, request.slot
         sampling = int(slots.num_computed[slot] >= slots.num_fed[slot])
         num_output = int(slots.num_tokens[slot] - slots.num_prompt[slot]) - sampling

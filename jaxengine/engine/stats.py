@@ -1,7 +1,7 @@
-"""What an engine counts about its steps and its requests while they run. Knows no names of metrics and no text.
+"""Counts of an engine's steps and requests. Metric names are in `metrics.py`.
 
-Everything is taken in where it happens, on the engine's thread: a few array operations a step for what concerns all
-running requests, and Python objects only for requests that begin or end.
+Events are counted where they happen, on the engine's thread: a few array operations a step for all running requests,
+and Python objects only for requests that begin or end.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ N_BOUNDS = (1, 2, 5, 10, 20)
 
 
 def bounds_up_to(most: int) -> tuple[int, ...]:
-    """The bounds 1, 2, 5, 10, 20, 50, ... as far as `most`."""
+    """Return the histogram bounds 1, 2, 5, 10, 20, 50, ... that are at most `most`."""
     steps = (digit * 10**power for power in range(len(str(most))) for digit in (1, 2, 5))
     return tuple(step for step in steps if step <= most)
 
@@ -43,8 +43,8 @@ class Histogram:
     """Counts of observations by upper bound.
 
     Attributes:
-      counts: i64[len(bounds) + 1], not cumulative; the last is of values above all bounds.
-      sum: of all values observed.
+      counts: i64[len(bounds) + 1], not cumulative; the last counts values above all bounds.
+      sum: of all observed values.
     """
 
     def __init__(self, bounds: Sequence[float]):
@@ -58,7 +58,7 @@ class Histogram:
         self.sum += value
 
     def observe_all(self, values: np.ndarray) -> None:
-        """Counts values f64[n], n > 0."""
+        """Count observations. values: f64[n] with n > 0."""
         # The requests of a step have mostly waited equally long.
         lowest, highest = bisect.bisect_left(self.bounds, values.min()), bisect.bisect_left(self.bounds, values.max())
         if lowest == highest:
@@ -69,14 +69,14 @@ class Histogram:
 
 
 class Recent:
-    """The last `size` values observed, for percentiles of what is happening now."""
+    """The last `size` observed values, for percentiles of recent work."""
 
     def __init__(self, size: int):
         self._values = np.zeros(size)
         self._count = 0
 
     def add(self, values: np.ndarray) -> None:
-        """Adds values f64[n], which replace the oldest ones; of more than `size` the last are kept."""
+        """Add values f64[n] in place of the oldest ones; of more than `size` values, keep the last."""
         size, first = len(self._values), self._count % len(self._values)
         values = values[-size:]
         fits = min(len(values), size - first)
@@ -85,14 +85,16 @@ class Recent:
         self._count += len(values)
 
     def percentiles(self, *shares: float) -> list[float | None]:
-        """Returns percentiles of the values held, at shares from 0 to 100; None for each while there are no values."""
+        """Return percentiles of the held values. shares: percentages from 0 to 100. Returns None for each if no value
+        is held.
+        """
         held = self._values[: min(self._count, len(self._values))]
         return [float(value) for value in np.percentile(held, shares)] if len(held) else [None] * len(shares)
 
 
 @dataclass
 class BucketUse:
-    """What the steps of one compiled shape held: tokens, and padding on top of them, of all ranks."""
+    """Number of steps of one compiled shape, and their real and padding tokens over all replicas."""
 
     num_steps: int = 0
     num_tokens: int = 0
@@ -101,16 +103,16 @@ class BucketUse:
 
 @dataclass
 class StepStats:
-    """Sums over the engine's life.
+    """Counts of steps over the engine's life.
 
     Attributes:
-      buckets: what the steps of each compiled shape held.
-      num_steps: steps dispatched; num_padding_tokens of them were padding.
+      buckets: uses of each compiled shape.
+      num_steps: steps dispatched; num_tokens, num_padding_tokens: their real and padding tokens.
       schedule_seconds, dispatch_seconds, wait_seconds, update_seconds: host time by part of the step.
-      idle_seconds: time in which requests were unfinished and the device had nothing to do, as far as the host sees:
-        from the moment it knew that the device was done until the next step was dispatched.
-      num_generated_tokens: those that callers were told of; what is sampled after the text has ended is not counted.
-      page_slots_used, page_slots_empty: token slots of the pages held by running requests, summed over steps.
+      idle_seconds: time with unfinished requests in which the device had nothing to do, as far as the host sees: from
+        the moment it knew that the device was done until the next step was dispatched.
+      num_generated_tokens: tokens that callers got; tokens sampled after the end of a text are not counted.
+      page_slots_used, page_slots_empty: token slots of pages held by running requests, summed over steps.
     """
 
     num_steps: int = 0
@@ -128,8 +130,8 @@ class StepStats:
     _num_undelivered_tokens: int = 0
 
     def count_step(self, step: ScheduledStep, bucket: Bucket, ranks: Sequence[Rank]) -> None:
-        """Counts a step that was dispatched. bucket: its compiled shape; ranks: all, of whose pages the slots are
-        counted.
+        """Count a dispatched step. bucket: its compiled shape; ranks: all replicas, whose used and empty page slots are
+        added.
         """
         padding = bucket.num_tokens * len(step.batches) - step.num_tokens
         for counts in (self, self.buckets[bucket]):
@@ -142,25 +144,27 @@ class StepStats:
             self.page_slots_empty += empty
 
     def count_generated(self, num_tokens: int) -> None:
-        """Counts tokens that came, less those counted before that no caller has seen: a counter never goes back."""
+        """Add generated tokens, less those that `count_undelivered` has taken back: the total never decreases."""
         undelivered = min(num_tokens, self._num_undelivered_tokens)
         self._num_undelivered_tokens -= undelivered
         self.num_generated_tokens += num_tokens - undelivered
 
     def count_undelivered(self, num_tokens: int) -> None:
-        """Takes tokens back that were counted but came after their request's text had ended."""
+        """Take back tokens that were counted but came after their request's text had ended; later counts are reduced by
+        them.
+        """
         self._num_undelivered_tokens += num_tokens
 
 
 @dataclass
 class RequestStats:
-    """What became of requests. Each of the n outputs of a request counts as one.
+    """Counts of requests. Each of a request's n outputs counts as one.
 
     Attributes:
-      num_rejections: requests that were refused because too many waited.
+      num_rejections: requests refused because too many waited.
       num_corrupted: requests that ended because their logits were not finite.
-      num_prompt_tokens: of requests whose prompt is done, those found in the prefix cache included.
-      recent_first_token, recent_intervals: seconds.
+      num_prompt_tokens: tokens of completed prompts, including those found in the prefix cache.
+      recent_first_token, recent_intervals: last times to first token, and between tokens, in seconds.
     """
 
     max_model_len: int
@@ -189,7 +193,7 @@ class RequestStats:
         self.recent_intervals = Recent(16384)
 
     def observe_first_token(self, request: Request) -> None:
-        """Takes in a request whose first token came: the tokens of its prompt, and the seconds since its arrival."""
+        """Count a request whose first token came: its prompt tokens, and the seconds since its arrival."""
         assert request.first_token_time is not None
         seconds = request.first_token_time - request.arrival_time
         self.num_prompt_tokens += request.num_prompt_tokens
@@ -197,23 +201,23 @@ class RequestStats:
         self.recent_first_token.add(np.array([seconds]))
 
     def observe_intervals(self, intervals: np.ndarray) -> None:
-        """Takes in the seconds between two tokens of a request, f64[n]."""
+        """Count the seconds between successive tokens of requests. intervals: f64[n]."""
         if len(intervals):
             self.intervals.observe_all(intervals)
             self.recent_intervals.add(intervals)
 
     def observe_tokens(self, result: StepResult) -> None:
-        """Takes in when the tokens of a step came, those of requests' first tokens included."""
+        """Count the token intervals and first tokens of a step's result."""
         for intervals in result.intervals:
             self.observe_intervals(intervals)
         for request in result.first_tokens:
             self.observe_first_token(request)
 
     def observe_end(self, request: Request, reason: FinishReason | None = None, num_output: int | None = None) -> int:
-        """Takes in the end of a request as its caller saw it; returns how many of its tokens the caller did not get.
+        """Count the end of a request as its caller saw it; return how many of its tokens the caller did not get.
 
-        reason, num_output: its end and its tokens for the caller; None as the request has them. The histograms of how
-        long requests took leave out those that never began.
+        reason, num_output: its finish reason and the number of tokens for the caller; None: the request's own. The
+        latency histograms leave out requests that never began to run.
         """
         reason, num_known = reason or request.finish_reason, min(len(request.output_token_ids), request.max_tokens)
         num_output = num_known if num_output is None else num_output

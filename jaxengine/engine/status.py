@@ -1,7 +1,6 @@
-"""How an engine is doing right now, as plain JSON values: what the status page shows, once a second.
+"""Current state of an engine as plain JSON values, which the status page requests once a second.
 
-Bounded in size whatever the engine's: many pages share a cell of the map, and only some of the running requests are
-named. Knows nothing of how it is shown.
+Its size is bounded: many pages share a cell of the map, and only some of the running requests are listed.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ PAGE_STATES = ("free", "cached", "active", "shared")
 
 
 def engine_status(engine: Engine, metrics: Metrics) -> dict[str, Any]:
-    """Returns the engine's status: times in seconds, sizes in bytes, usage as a share of 1.
+    """Return the engine's status: times in seconds, sizes in bytes, usage as a share of 1.
 
-    A percentile is None while there is nothing to tell.
+    A percentile is None while nothing has been observed.
     """
     scheduler, counts, requests = engine.scheduler, engine.stats, engine.request_stats
     prompt_rate, generation_rate = metrics.throughput()
@@ -72,10 +71,10 @@ def engine_status(engine: Engine, metrics: Metrics) -> dict[str, Any]:
 
 
 def page_map(scheduler: Scheduler) -> dict[str, Any]:
-    """Returns the pages of all ranks in order, drawn with at most MAX_CELLS cells.
+    """Return a map of the KV pages of all replicas, in order, with at most MAX_CELLS cells.
 
-    `cells` has a digit for each cell: the index into `states` of what most of its `pages_per_cell` pages are, the
-    more used one of equals. `counts`: pages in each of `states`.
+    `cells`: one digit per cell, the index into `states` of the commonest state among its `pages_per_cell` pages (of
+    equally common ones, the more used). `counts`: number of pages in each of `states`.
     """
     states = np.concatenate([rank.pool.page_states() for rank in scheduler.ranks])
     per_cell = -(-len(states) // MAX_CELLS)
@@ -96,10 +95,10 @@ def page_map(scheduler: Scheduler) -> dict[str, Any]:
 
 
 def _memory(engine: Engine) -> dict[str, Any]:
-    """Returns bytes: the parts of what was planned for the device with the least room, and `in_use`, what a device of
-    the first pipeline stage holds now.
+    """Return sizes in bytes: the planned parts for the device with the least room, `budget`, `device` (its total), and
+    `in_use`, which a device of the first pipeline stage holds now.
 
-    `counts` says whose use that is: the device's or, on a CPU, the process's.
+    `counts`: "device", or "process" on a CPU, where `in_use` is the process's memory.
     """
     plan = engine.runner.plan
     return {
@@ -117,8 +116,8 @@ def _longest_running(scheduler: Scheduler) -> list[Request]:
 
 
 def _running(scheduler: Scheduler, request: Request) -> dict[str, Any]:
-    """Returns a running request's row. num_computed: tokens whose keys and values are there or being computed; age:
-    seconds since its arrival.
+    """Return one running request as a row of the status. num_computed: tokens whose keys and values are computed or
+    being computed; age: seconds since its arrival.
     """
     slots, slot = scheduler.ranks[request.rank].slots, request.slot
     return {

@@ -1,7 +1,7 @@
-"""What the engine did, step by step, for the last few thousand steps: a ring that costs next to nothing to fill.
+"""Record of the engine's last few thousand steps, in a ring buffer that is cheap to fill.
 
-Times are seconds of the engine's clock (time.monotonic), which all processes of a machine share. How a timeline is
-drawn is `jaxengine/server/observe/chrome_trace.py`'s affair.
+Times are time.monotonic seconds, which all processes of a machine share. `jaxengine/server/observe/chrome_trace.py`
+draws a timeline.
 """
 
 from __future__ import annotations
@@ -23,18 +23,20 @@ NUM_REQUESTS = 4096
 
 @dataclass(slots=True)
 class StepRecord:
-    """One step.
+    """Times and counts of one step.
 
     Attributes:
-      start, scheduled, prepared, dispatched: the host schedules, writes messages and slot rows, hands them over.
-      idle_since: since when the device had had nothing to do, as far as the host saw; None if it was still at work.
-      waiting, arrived, updated: the host waits for the sampled tokens, has them, has taken them in; 0 before.
-      num_padded: tokens of the compiled shape, all ranks; num_tokens of them are real.
+      start, scheduled, prepared, dispatched: when scheduling began, it was done, the step's message and slot rows were
+        written, and the forward pass was dispatched.
+      idle_since: when the device ran out of work, as far as the host saw; None if it was still at work.
+      waiting, arrived, updated: when the host began to wait for the sampled tokens, got them, and had updated the
+        scheduler; 0 before.
+      num_padded: tokens of the compiled shape over all replicas; num_tokens of them are real.
       num_bytes: of the step's message to the device.
-      pages_used: referenced pages, all ranks.
-      chunks: (request id, tokens) of rows that are no decodes.
+      pages_used: referenced pages of all replicas.
+      chunks: (request id, tokens) of prefill rows.
       admitted, preempted, first_tokens, finished: request ids.
-      num_drafts, num_accepted: of steps with drafts, how many there were and how many were right.
+      num_drafts, num_accepted: number of drafts in the step and of accepted ones.
     """
 
     number: int
@@ -65,7 +67,7 @@ class StepRecord:
 
 
 class Timeline:
-    """Holds the last steps and the requests that ended last."""
+    """Records of the last steps and of the requests that ended last."""
 
     def __init__(self, num_steps: int = NUM_STEPS, num_requests: int = NUM_REQUESTS):
         self._steps: deque[StepRecord] = deque(maxlen=num_steps)
@@ -80,9 +82,9 @@ class Timeline:
         times: tuple[float, float, float, float],
         idle_since: float | None,
     ) -> StepRecord:
-        """Records a step that was given to the device; returns its record.
+        """Record a dispatched step; return its record.
 
-        number: of the step; times: StepRecord's start to dispatched; idle_since: as there.
+        number: of the step; times: `start` to `dispatched` of StepRecord; idle_since: see StepRecord.
         """
         bucket = message.bucket
         chunks = []
@@ -113,22 +115,24 @@ class Timeline:
         return record
 
     def collected(self, record: StepRecord, result: StepResult, times: tuple[float, float, float]) -> None:
-        """Completes a record; times are its waiting, arrived and updated."""
+        """Complete a step's record with its result. times: `waiting`, `arrived` and `updated` of StepRecord."""
         record.waiting, record.arrived, record.updated = times
         record.num_new_tokens = result.num_new_tokens
         record.first_tokens = [request.request_id for request in result.first_tokens]
         record.finished = [request.request_id for request in result.finished]
 
     def in_flight(self) -> list[StepRecord]:
-        """Steps whose tokens have not been taken in, oldest first; any thread may ask while the engine stands still."""
+        """Return the records of steps without collected tokens, oldest first. Any thread may call this while the engine
+        is still.
+        """
         return [step for step in self._steps.copy() if not step.updated]
 
     def ended(self, request: Request) -> None:
         self._ended.append(_life(request))
 
     def last(self, seconds: float, unfinished: list[Request]) -> dict[str, Any]:
-        """Returns plain JSON values: `now`, `since`, the steps that began in the last `seconds` and are done, and the
-        requests that ended in that time or are unfinished.
+        """Return plain JSON values: `now`, `since` (both in seconds), the completed `steps` that began in the last
+        `seconds`, and the `requests` that ended in that time or are in `unfinished`.
         """
         now = time.monotonic()
         since = now - seconds
@@ -138,7 +142,7 @@ class Timeline:
 
 
 def _life(request: Request) -> dict[str, Any]:
-    """Returns a request's times and numbers of tokens; None for what has not happened."""
+    """Return a request's id, finish reason, times of its events, and token counts; None for what has not happened."""
     reason = request.finish_reason
     return {
         "id": request.request_id,

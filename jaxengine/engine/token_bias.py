@@ -1,9 +1,9 @@
-"""Which tokens a request favours or may not take next, as a row added to its logits.
+"""Bias of a request: a row added to its logits that favours tokens or forbids them.
 
-logit_bias and allowed_token_ids never change. min_tokens forbids the stop tokens until enough tokens are out.
-bad_words of several tokens forbid the last one wherever the ones before it have just been generated. All requests of a
-step wait for this: what it costs does not grow with the number of stop tokens, and with bad words only with how many
-lengths they have.
+logit_bias and allowed_token_ids are constant. min_tokens forbids the stop tokens until enough tokens are out. bad_words
+of several tokens forbid the last one wherever the ones before it have just been generated. All requests of a step wait
+for this: its cost does not grow with the number of stop tokens, and with bad words only with how many lengths they
+have.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from jaxengine.scheduler.request import Request
 
 
 class Forbidden(NamedTuple):
-    """What a request may not take next beyond what it never may: its stop tokens, and the ends of bad words begun."""
+    """Tokens forbidden to a request's next token besides the constant ones: stops, whether its stop tokens are
+    forbidden; ends, last tokens of bad words whose other tokens were just generated.
+    """
 
     stops: bool
     ends: frozenset[int]
@@ -26,10 +28,10 @@ _NO_ENDS: frozenset[int] = frozenset()
 
 
 class TokenBias:
-    """The bias row of one request.
+    """Bias row of one request.
 
     Args:
-      request: its parameters and stop ids.
+      request: its parameters and stop ids are used.
       vocab_size: V.
     """
 
@@ -52,9 +54,10 @@ class TokenBias:
         self._head_lengths = sorted({len(head) for head in ends})
 
     def forbidden(self, num_output: int, output: np.ndarray) -> Forbidden:
-        """Returns what is forbidden to the next token beyond the constant row.
+        """Return which tokens are forbidden to the next token, beyond the constant row.
 
-        num_output counts the tokens out so far; `output` i32[n] may lack the last ones unless bad words need them.
+        num_output: number of output tokens so far; `output`, i32[n]: their ids, which may lack the last ones unless the
+        request has bad words of several tokens.
         """
         ends = _NO_ENDS
         if self._head_lengths:
@@ -64,7 +67,7 @@ class TokenBias:
         return Forbidden(num_output < self._min_tokens, ends)
 
     def row(self, forbidden: Forbidden) -> np.ndarray:
-        """Returns what to add to the logits, f32[V]; -inf forbids a token."""
+        """Return the row to add to the logits, f32[V]; -inf forbids a token."""
         row = self._row.copy()
         if forbidden.stops:
             row[self._stop_ids] = -np.inf

@@ -1,5 +1,6 @@
-"""Types and names of pauses and new weights, apart from `extensions.weights`, which an engine imports when it is first
-asked for one."""
+"""Types and names of pauses and weight updates, apart from `extensions.weights`, which an engine imports only when
+needed.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +31,13 @@ WEIGHT_UTILITIES = (
 
 
 class WeightUpdate(NamedTuple):
-    """A switch to new weights.
+    """Result of a switch to new weights.
 
     Attributes:
-      version: the new weights'.
-      leaves: arrays that were replaced; num_bytes: of these, over all devices of this process.
-      load_seconds: that reading and placing took, while steps went on; switch_seconds: between two steps.
+      version: of the new weights.
+      leaves: number of arrays replaced; num_bytes: their size over all devices of this process.
+      load_seconds: time to read and place the weights, during which steps went on.
+      switch_seconds: time of the switch, between two steps.
     """
 
     version: Version

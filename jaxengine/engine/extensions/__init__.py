@@ -1,1 +1,1 @@
-"""Optional capabilities of the engine's loop, a file each; an engine imports those that it runs."""
+"""Optional capabilities of the engine loop, one file each; an engine imports only those that it runs."""

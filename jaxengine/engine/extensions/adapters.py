@@ -1,4 +1,5 @@
-"""Adapters (LoRA): requests name them; those that waiting requests need are brought to the devices between steps."""
+"""LoRA adapters: finds the adapter of each request, and loads those of waiting requests to the devices between steps.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Adapters(LoopExtension):
-    """Requests with adapters.
+    """Loop extension for requests with LoRA adapters.
 
     Attributes:
       store: the adapters that requests may name.
@@ -34,7 +35,7 @@ class Adapters(LoopExtension):
                 logger.info("adapters of %s: %s", row["modules"], row["forms"])
 
     def prepare(self, request: Request) -> None:
-        """Gives a request its adapter. Raises UnknownAdapterError."""
+        """Set the request's adapter from the name in it. Raises UnknownAdapterError for a name that the store lacks."""
         self.store.find(request)
 
     def poll(self) -> Events:
@@ -45,7 +46,9 @@ class Adapters(LoopExtension):
         self.store.set_rows(step, self.loop.scheduler.config.max_num_seqs)
 
     def after_forward(self, step: InFlight | None) -> Events:
-        """Starts to bring what the scheduler has just asked for."""
+        """Start to load adapters that the scheduler has just requested slots for; return those requests that became
+        ready.
+        """
         return self.poll()
 
     def wait(self, seconds: float) -> bool:
@@ -55,7 +58,7 @@ class Adapters(LoopExtension):
         return True
 
     def shutdown(self) -> None:
-        """Ends the thread that reads and sends adapters."""
+        """End the thread that reads adapters and sends them to the devices."""
         self.store.shutdown()
 
     @property
@@ -79,12 +82,12 @@ class Adapters(LoopExtension):
         yield Gauge("vllm:lora_requests_info", time.time(), labels)
 
     def replace(self, given: GivenAdapter, kv: KVMode) -> None:
-        """Gives a name other matrices, between two steps and with none in flight; its requests go on with them. A name
-        that is new is added.
+        """Replace the matrices of an adapter, or add an adapter under a new name. To be called between two steps, with
+        none in flight; unfinished requests of the adapter continue with the new matrices.
 
-        given: the name, its number or None, and the matrices in host memory. kv: as of `LLM.update_lora`. Raises
-        RequestError, with nothing changed, for another number than the name has, and for a new name that cannot be
-        added.
+        given: the name, its number or None, and the matrices in host memory. kv: what becomes of keys and values that
+        the old matrices computed ("keep", "recompute", "drop"), as in `LLM.update_lora`. Raises RequestError, with
+        nothing changed, for a number that differs from the name's, and for a new name that cannot be added.
         """
         scheduler = self.loop.scheduler
         old, new = self.store.replace(given, scheduler.extension("adapters").slots)
@@ -100,16 +103,19 @@ class Adapters(LoopExtension):
                 extension.reset_cache()
 
     def _unload(self, name: str) -> None:
-        """Lets no further request name an adapter; those that do run to their ends. Raises RequestError."""
+        """Remove an adapter's name, so that no further request can use it; running requests keep it to their ends.
+
+        Raises RequestError for an unknown name.
+        """
         self.store.remove(name, self.loop.scheduler.extension("adapters").slots, self._in_use)
 
     def _names(self) -> list[dict[str, Any]]:
-        """The adapters that requests may name."""
+        """List the adapters that requests may name: name, path, number and LoRA rank of each, as plain JSON values."""
         return [
             {"name": each.adapter.name, "path": each.path or "", "number": each.number, "rank": each.rank}
             for each in self.store.adapters
         ]
 
     def _in_use(self) -> set[Adapter]:
-        """The adapters of unfinished requests."""
+        """Return the adapters of unfinished requests."""
         return {each.adapter for each in self.loop.scheduler.requests if each.adapter is not None}

@@ -1,6 +1,6 @@
-"""Which extensions an engine has: those that it was started with, and those that a request was the first to ask for.
+"""Choice of an engine's extensions: those of its options, and those that a request is the first to need.
 
-Modules of extensions are imported where they are made, so that an engine has no more of them in memory than it runs.
+Modules of extensions are imported where extensions are made, so that an engine loads only those that it runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Inputs(Protocol):
-    """What prepares an engine's requests, as far as extensions are concerned (jaxengine.requests.inputs)."""
+    """The parts of jaxengine.requests.inputs that extensions use: tokenizer, media processor and end-of-text ids."""
 
     @property
     def tokenizer(self) -> Any: ...
@@ -35,17 +35,17 @@ class Inputs(Protocol):
     def media(self) -> Any: ...
 
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The ids that end a text."""
+        """Return the token ids that end a text."""
         ...
 
 
 class Extensions:
-    """An engine's extensions.
+    """All extensions of one engine, called together.
 
     Attributes:
-      active: those that take part in its steps.
-      by_name: all that it has, by the names of the capabilities.
-      idle_seconds: sleep_idle_seconds, inf for none.
+      active: extensions that take part in steps now.
+      by_name: all extensions made so far, by capability name.
+      idle_seconds: the option sleep_idle_seconds; inf if it is off.
     """
 
     def __init__(self, runner: ModelRunner, inputs: Inputs | None = None):
@@ -76,26 +76,28 @@ class Extensions:
 
     @property
     def epilogue(self) -> Callable[..., None] | None:
-        """What runs on the device in place of the sampler; None for the sampler."""
+        """Function that dispatches the program after each forward pass in place of the sampler; None: the sampler runs.
+        """
         return next((each.epilogue for each in self.active if each.epilogue is not None), None)
 
     def configure(self, config: SchedulerConfig) -> SchedulerConfig:
-        """Returns the scheduler's configuration for what the engine was started with."""
+        """Return the scheduler's configuration, changed by each extension that the engine starts with."""
         for each in self.active:
             config = each.configure(config)
         return config
 
     def attach(self, loop: Loop) -> None:
-        """Joins the engine."""
+        """Give every extension the engine's parts."""
         self._loop = loop
         for each in self.active:
             each.attach(loop)
 
     def prepare(self, request: Request) -> None:
-        """Completes a request before it is queued, and makes the extensions that it needs.
+        """Make the extensions that a request's parameters need, and have each complete the request. Called before it is
+        queued.
 
-        Raises RequestError for what the engine was started without, and for what an extension refuses: an unknown
-        adapter (UnknownAdapterError), or an engine that cannot wake up (OverloadedError).
+        Raises RequestError if the engine was started without the option that the request needs, or if an extension
+        refuses it: UnknownAdapterError for an unknown adapter, OverloadedError if a sleeping engine cannot wake up.
         """
         features = request.params.features
         if request.lora is not None:
@@ -117,10 +119,10 @@ class Extensions:
             each.prepare(request)
 
     def require(self, name: str) -> LoopExtension:
-        """Returns the extension of a capability, by its name in `_MAKERS`; makes it if there is none. From now on it
-        takes part in the steps.
+        """Return the extension of a capability, by its name in `_MAKERS`; make it if there is none, and add it to
+        `active`.
 
-        Raises RequestError if the engine was started without what it needs.
+        Raises RequestError if the engine was started without the option that the capability needs.
         """
         found = self.by_name.get(name)
         if found is None:
@@ -132,33 +134,39 @@ class Extensions:
         return found
 
     def queued(self, requests: Sequence[Request]) -> None:
-        """Takes note of the requests that one caller's request became; what no request needs leaves the steps."""
+        """Tell active extensions that these requests were queued; then drop from `active` those that are idle."""
         for each in self.active:
             each.queued(requests)
         self.active[:] = [each for each in self.active if not each.is_idle]
 
     def rest(self) -> float:
-        """Lets extensions act while no request is there; returns after how many seconds they want to again."""
+        """Have extensions do their periodic work while there are no requests.
+
+        Returns in how many seconds to call again; inf for never.
+        """
         return min((each.rest() for each in self.active), default=float("inf"))
 
     def shutdown(self) -> None:
-        """Ends threads and processes."""
+        """End the threads and processes of all extensions."""
         for each in self.by_name.values():
             each.shutdown()
 
     def adapter_store(self) -> AdapterStore:
-        """Returns the adapters that requests may name. Raises RequestError for an engine without enable_lora."""
+        """Return the store of LoRA adapters that requests may name. Raises RequestError for an engine without
+        enable_lora.
+        """
         return cast("Adapters", self.require("adapters")).store
 
     def media_stats(self) -> MediaStats | None:
-        """Returns what is counted of pictures; None for an engine that sees none."""
+        """Return the counts of images and videos; None for an engine of a text model."""
         found = self.by_name.get("pictures")
         return None if found is None else cast("Pictures", found).stats
 
     def utilities(self) -> dict[str, Callable[..., Any]]:
-        """Returns functions that an operator may call between two steps, by name.
+        """Return the functions, by name, that an operator may call between two steps.
 
-        Those of extensions that the engine lacks are among them: they make one, answer for it, or raise RequestError.
+        Functions of extensions that the engine has not made yet are included: such a function makes its extension,
+        answers without it, or raises RequestError.
         """
         found = dict(self._absent_utilities())
         for each in self.by_name.values():

@@ -1,4 +1,4 @@
-"""Captured activations: rows of steps are handed to the requests that asked for them, each position once."""
+"""Captured activations: passes each request that asked for them the activations of its tokens, each position once."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ class _Rows(NamedTuple):
     """Tokens of one request in a step.
 
     Attributes:
-      row: in the rank's batch; token: the first one there; count: how many.
-      position: of the first one in the request; None of a decode, which is the first that has not been computed yet.
+      request, rank: the request and the index of its replica.
+      row: of the replica's batch.
+      token: index of the request's first token among the batch's tokens; count: number of its tokens.
+      position: position of the first token in the request; None for a decode, which begins at its first uncomputed
+        token.
     """
 
     request: Request
@@ -35,11 +38,12 @@ class _Rows(NamedTuple):
 
 
 class _Asked:
-    """Taps that a request asked for.
+    """Activations that one request asked for, by tap (a named point of the model).
 
     Attributes:
-      taps: those it named; dtype: of a row of them, with a field for each.
-      num_found: positions that it has had.
+      taps: those that the request named.
+      dtype: structured dtype of one token's activations, a field for each tap; None before the first.
+      num_found: number of positions whose activations the request has got.
     """
 
     def __init__(self, taps: tuple[Tap, ...]):
@@ -48,10 +52,10 @@ class _Asked:
         self.num_found = 0
 
     def rows(self, found: dict[Tap, np.ndarray], rank: int, tokens: slice) -> np.ndarray:
-        """Copies the rows of some tokens of a step, so that the memory of the others is not kept: a structured array
-        [n] with a field for each tap.
+        """Copy the activations of some tokens of a step, so that the rest of the step's arrays can be freed.
 
-        found: of each tap, [ranks, tokens, ...]; rank, tokens: which of them, a slice with both its ends.
+        found: for each tap, an array [replicas, tokens, ...]. rank, tokens: the replica, and its tokens as a slice with
+        start and stop. Returns a structured array [n] with a field for each tap.
         """
         own = {tap: found[tap][rank, tokens] for tap in self.taps}
         if self.dtype is None:
@@ -63,10 +67,9 @@ class _Asked:
 
 
 class Capture(LoopExtension):
-    """Activations for requests that ask for them.
+    """Loop extension that returns activations to the requests that ask for them.
 
-    A request that was preempted or held is computed again from its first token; positions that it has had are left out
-    then.
+    A preempted or held request is computed again from its first token; positions that it already has are then left out.
     """
 
     def __init__(self) -> None:
@@ -78,7 +81,7 @@ class Capture(LoopExtension):
         return not (self._asked or self._rows)
 
     def prepare(self, request: Request) -> None:
-        """Raises RequestError for activations that the engine was started without."""
+        """Check the request's taps. Raises RequestError for activations that the engine was not started to capture."""
         if request.params.features & CAPTURE:
             self._taps_of(request)
 
@@ -94,8 +97,10 @@ class Capture(LoopExtension):
         return NO_EVENTS
 
     def sync(self, step: ScheduledStep) -> None:
-        """Drops the rows of requests that have lost their slots since the forward pass: what the step samples for them
-        is dropped, too, so that drafts that it accepts are not theirs."""
+        """Drop pending rows of requests that have lost their slots since the forward pass.
+
+        Tokens that the step samples for such requests are dropped, so activations of accepted drafts must be, too.
+        """
         for noted, rows in self._rows.items():
             if noted.step is step:
                 self._rows[noted] = [each for each in rows if each.request.slot >= 0]
@@ -129,8 +134,9 @@ class Capture(LoopExtension):
         self._asked.pop(request, None)
 
     def _taps_of(self, request: Request) -> tuple[Tap, ...]:
-        """The taps that a request names, "hidden_states" aside. Raises RequestError for one that the engine was
-        started without.
+        """Return the taps that a request names, without "hidden_states".
+
+        Raises RequestError for a tap that the engine was not started with.
         """
         taps, asked = self.loop.runner.extension("capture").taps, request.params.capture
         names = [name for name in asked if name != HIDDEN_STATES]
@@ -142,7 +148,7 @@ class Capture(LoopExtension):
 
 
 def _rows_of(step: ScheduledStep, ranks: list[Rank]) -> list[_Rows]:
-    """The rows of a step that has just been scheduled whose requests asked for activations."""
+    """Return the tokens, per request, of a step just scheduled, for those requests that asked for activations."""
     if not step.features & CAPTURE:
         return []
     found = []

@@ -1,4 +1,4 @@
-"""Speculative decoding: what the host knows of drafts, and what became of them."""
+"""Speculative decoding in the loop: inputs of drafts on the host, and counts of drafts accepted."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from jaxengine.scheduler.request import Request
 
 @dataclass
 class DraftStats:
-    """What became of drafts.
+    """Counts of drafts.
 
     Attributes:
-      num_drafts: times that a request had any, num_tokens of them together.
-      accepted: i64[MAX_DRAFTS], of these how many were right, by their place.
-      num_forced: tokens that were no drafts: grammars allowed nothing else in their places.
+      num_drafts: number of times that a row of a step had drafts; num_tokens: drafted tokens in all.
+      accepted: i64[MAX_DRAFTS], accepted drafts by their position in the row.
+      num_forced: tokens scheduled as grammar drafts, where the grammar allowed no other token.
     """
 
     num_drafts: int = 0
@@ -35,21 +35,21 @@ class DraftStats:
     num_forced: int = 0
 
     def count(self, drafts: np.ndarray, accepted: np.ndarray) -> None:
-        """Counts a step. drafts, accepted: i64[n], of each row how many drafts it had and how many were right."""
+        """Count a step's drafts. drafts, accepted: i64[n], for each row its number of drafts and of accepted ones."""
         self.num_drafts += int(np.count_nonzero(drafts))
         self.num_tokens += int(drafts.sum())
         self.accepted += (accepted[:, None] > np.arange(len(self.accepted))).sum(axis=0)
 
 
 class Drafts(LoopExtension):
-    """The drafts of steps.
+    """Loop extension of speculative decoding.
 
     Attributes:
-      stats: what became of them.
+      stats: counts of drafts and of accepted ones.
     """
 
     def __init__(self, config: SpeculativeConfig, *, guided: bool):
-        """guided: drafts of requests with grammars have a mask each."""
+        """Start without counts. guided: each draft of a request with a grammar has a mask of its own."""
         self.stats = DraftStats()
         self._config = config
         self._guided = guided
@@ -63,7 +63,9 @@ class Drafts(LoopExtension):
         return replace(config, extensions=(*config.extensions, options))
 
     def sync(self, step: ScheduledStep) -> None:
-        """Sends the devices prompt and output of requests that are new in their slots, if drafts are made of these."""
+        """Send the devices the prompt and output tokens of requests that are new in their slots, if the draft method
+        needs them.
+        """
         loop, drafts = self.loop, self.loop.runner.extension(NAME)
         if drafts.keeps_history:
             histories = []
@@ -73,10 +75,10 @@ class Drafts(LoopExtension):
             drafts.set_histories(histories)
 
     def of_newest(self, request: Request, num_output: int) -> Sequence[int] | None:
-        """Returns the drafts that a request with a grammar has in the step dispatched last.
+        """Return the drafts that a request with a grammar has in the step dispatched last.
 
-        num_output: tokens of output in front of the drafts. None if the request has another number of known ones, or no
-        slot, or no drafts in that step.
+        num_output: number of output tokens before the drafts. Returns None if the request has another number of known
+        tokens, no slot, or no drafts in that step.
         """
         slots, slot = self.loop.scheduler.ranks[request.rank].slots, request.slot
         if not self.loop.in_flight or slot < 0 or slots.num_known[slot] - slots.num_prompt[slot] != num_output:
@@ -89,8 +91,8 @@ class Drafts(LoopExtension):
         return self._made_on_device(self.loop.in_flight[-1], request)[:count] or None
 
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
-        """Counts what became of the drafts of a step, and how long it took, by which the scheduler chooses how many
-        drafts to make. Leaves out steps that also computed prompts.
+        """Count the drafts of a step and those accepted, and give the scheduler the step's time, from which it chooses
+        how many drafts to propose. Steps that also computed prompts are left out.
         """
         batches, num_rows = step.step.batches, step.step.num_rows
         if num_rows > sum(batch.num_decode for batch in batches):
@@ -122,7 +124,7 @@ class Drafts(LoopExtension):
             yield Counter("vllm:spec_decode_num_accepted_tokens_per_pos", count, {"position": str(position)})
 
     def _made_on_device(self, step: InFlight, request: Request) -> list[int]:
-        """The drafts that a model or a head has made for a request of a step."""
+        """Return the drafts that a draft model or an EAGLE draft head proposed for a request in a step."""
         if (drafts := self.loop.runner.extension(NAME).drafts(step.pending)) is None:
             return []
         rows = np.flatnonzero(step.step.batches[request.rank].slots == request.slot)

@@ -1,7 +1,7 @@
-"""An engine that nobody uses sleeps, and wakes by itself for the next request (`sleep_idle_seconds`).
+"""Automatic sleep of an engine without requests (`sleep_idle_seconds`); the next request wakes it.
 
-A sleep or a pause that somebody asks for is theirs: no request ends it. One that came by itself is no pause: a call
-that pauses the engine, replaces its weights or has it sleep finds it awake.
+A sleep or pause that a caller has requested is not ended by a request. An automatic sleep is no pause: a call that
+pauses the engine, replaces its weights or puts it to sleep finds it awake.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 class IdleSleep(LoopExtension):
-    """Puts an engine to sleep at level 1, which keeps its weights in host memory."""
+    """Loop extension that puts an unused engine to sleep at level 1, which keeps its weights in host memory."""
 
     def __init__(self, weights: Weights, seconds: float):
-        """seconds: without a request, after which the engine sleeps."""
+        """Start awake. seconds: time without requests after which the engine sleeps."""
         self._weights, self._seconds = weights, seconds
         self._used = time.monotonic()
         self._num_sleeps, self._wake_seconds = 0, 0.0
@@ -45,7 +45,9 @@ class IdleSleep(LoopExtension):
         return float("inf")
 
     def prepare(self, request: Request) -> None:
-        """Wakes the engine for a request. Raises OverloadedError if its memory is not to be had, and it sleeps on."""
+        """Wake the engine for a request. Raises OverloadedError if its device memory cannot be allocated; it then
+        sleeps on.
+        """
         self._used = start = time.monotonic()
         if not self._weights.dozes:
             return

@@ -1,4 +1,4 @@
-"""Logits processors of a user's own: a slot gets the parameters of the request that takes it."""
+"""The user's own logits processors: writes the parameters of each request into the slot that it takes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxengine.scheduler.batch import ScheduledStep
 
 
 class LogitsProcessors(LoopExtension):
-    """Writes the columns of slots. Needs an engine that was started with logits_processors."""
+    """Loop extension that writes the logits processors' columns of slots. Needs the engine option logits_processors."""
 
     def __init__(self) -> None:
         self._written: set[int] = set()

@@ -1,4 +1,4 @@
-"""Pauses of several callers beside each other: requests go on when none is left."""
+"""Pauses of several callers at once: steps continue when the last pause has been released."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from jaxengine.scheduler.request import FinishReason, Request
 
 
 class Pauses(LoopExtension):
-    """Pauses by key, of which None is the operator's.
+    """Loop extension that holds pauses by key. The key None is the operator's pause.
 
     Attributes:
-      resumed: when the last pause ended, in seconds of time.monotonic.
+      resumed: time.monotonic seconds at which the last pause ended.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Pauses(LoopExtension):
         self.resumed = time.monotonic()
 
     def hold(self, key: Any, mode: PauseMode) -> None:
-        """Begins a pause beside others, which `release` with the same key ends. mode: see PauseMode."""
+        """Begin a pause, in addition to others, that `release` with the same key ends. mode: see PauseMode."""
         if mode != "keep":
             self._intake.close(1 + max((each.arrival_index for each in self.loop.scheduler.requests), default=-1))
             self._aborts |= mode == "abort"
@@ -36,13 +36,15 @@ class Pauses(LoopExtension):
         self._apply()
 
     def release(self, key: Any) -> None:
-        """Ends the pause of a key, there or begun; requests go on once no other is left. Unknown keys are ignored."""
+        """End the pause of a key, complete or not; steps continue when no pause is left. Unknown keys are ignored."""
         if key in self._pauses:
             del self._pauses[key]
             self._apply()
 
     def _apply(self) -> None:
-        """Has steps go on where no pause is left, and where one waits for requests that an earlier one has stopped."""
+        """Let the scheduler run steps if no pause is left, or if a pause waits for requests that an earlier pause has
+        stopped.
+        """
         modes = self._pauses.values()
         self.loop.scheduler.paused = bool(modes) and all(mode == "keep" for mode in modes)
         self._aborts = self._aborts and "abort" in modes
@@ -52,14 +54,15 @@ class Pauses(LoopExtension):
 
     @property
     def is_held(self) -> bool:
-        """Whether requests wait for the end of any pause, the operator's or an update's, or the engine sleeps."""
+        """Whether requests wait for the end of any pause (the operator's or a weight update's), or the engine sleeps.
+        """
         return bool(self._pauses)
 
     def settle(self, key: Any = None) -> bool:
-        """Whether the pause is there: no step is in flight, and nobody is left for whom it or another one waits. Does
-        not wait. What depends on it must follow before another call that may begin a pause.
+        """Whether the pause is complete: no step is in flight, and no pause still waits for requests to end.
 
-        key: as of `hold`. Raises RequestError if its pause has been ended meanwhile.
+        Returns at once. Act on True before another call that may begin a pause. key: the one given to `hold`. Raises
+        RequestError if its pause has been ended meanwhile.
         """
         if key not in self._pauses:
             raise RequestError("the pause has been ended before it was there; ask for it again", param="mode")
@@ -81,6 +84,6 @@ class Pauses(LoopExtension):
         return Events(ended=[(request, FinishReason.ABORT, None) for request in self._earlier()])
 
     def _earlier(self) -> list[Request]:
-        """Requests that do not wait for the pause to end."""
+        """Return the unfinished requests that a pause lets run to their end."""
         first = self._intake.first
         return [each for each in self.loop.scheduler.requests if first is None or each.arrival_index < first]

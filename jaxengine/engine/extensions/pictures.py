@@ -1,4 +1,4 @@
-"""Pictures and videos: they are encoded, and the positions of the tokens after them set, before steps that need it."""
+"""Images and videos: encodes them, and sets M-RoPE position deltas, before the forward passes that need them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from jaxengine.scheduler.request import Request
 
 @dataclass
 class MediaStats:
-    """What became of pictures and videos.
+    """Counts of images and videos (items).
 
     Attributes:
-      num_queries, num_hits: items of requests that were looked up as made ready for the tower, and those found.
-      num_calls: of the tower's program, which encoded num_items of num_patches, what fills them up included.
-      encode_seconds: in which the host put them together and dispatched the calls.
-      socket_bytes, shared_bytes: of pixels that came from other processes in messages, and in shared memory.
+      num_queries, num_hits: items looked up in the cache of processed media, and those found.
+      num_calls, num_items, num_patches: calls of the vision tower's program, items encoded, and patches with padding.
+      encode_seconds: host time to assemble and dispatch those calls.
+      socket_bytes, shared_bytes: bytes of pixels from other processes, in messages and in shared memory.
     """
 
     num_queries: int = 0
@@ -36,21 +36,23 @@ class MediaStats:
     shared_bytes: int = 0
 
     def count(self, media: Media | None) -> None:
-        """Counts the items of a request that was queued; None for one without any."""
+        """Count the items of a queued request. media: None for a request without any."""
         for item in () if media is None else media.items:
             self.num_queries += item.cached is not None
             self.num_hits += item.cached is True
 
 
 class Pictures(LoopExtension):
-    """Requests with pictures and videos.
+    """Loop extension for requests with images and videos.
 
     Attributes:
-      stats: what became of them.
+      stats: counts of items, encoder calls and bytes.
     """
 
     def __init__(self, cache: Any = None):
-        """cache: where pictures that were made ready are kept (jaxengine.requests.media.cache.MediaCache)."""
+        """Start without counts. cache: the cache of processed media (jaxengine.requests.media.cache.MediaCache); None
+        for none.
+        """
         self.stats = MediaStats()
         self._cache = cache
 
@@ -58,9 +60,8 @@ class Pictures(LoopExtension):
         self.stats.count(requests[0].media)
 
     def before_forward(self, step: ScheduledStep) -> None:
-        """Dispatches what the forward pass of this step, the next one to be dispatched, needs: the position offsets of
-        requests that are new in their slots, and the encoder's calls for pictures that the step comes to. Counts the
-        latter.
+        """Dispatch and count the vision tower's calls for items that the step's tokens reach, and send the M-RoPE
+        position deltas of requests that are new in their slots. The step's forward pass must be dispatched next.
         """
         encoder, stats = self.loop.runner.extension(NAME), self.stats
         admitted = [request for batch in step.batches for request in batch.admitted]
@@ -101,8 +102,8 @@ class Pictures(LoopExtension):
         yield Gauge("jaxengine:encoder_cache_embeddings_used", sum(each.num_used for each in rows))
 
     def status(self) -> dict[str, Any]:
-        """Returns what the tower has done since the start, and numbers of embeddings: those that there is room for,
-        those that are kept, and those that running requests need.
+        """Return the tower's counts since the start, and numbers of embeddings: capacity of the pool, stored, and
+        needed by running requests.
         """
         stats, rows = self.stats, self.loop.scheduler.extension(NAME).rows
         pictures = {
@@ -118,16 +119,17 @@ class Pictures(LoopExtension):
         return {"pictures": pictures}
 
     def _reset_cache(self) -> bool:
-        """Forgets pictures: those made ready, and embeddings that no running request needs. Returns True."""
+        """Forget the processed media, and the embeddings that no running request needs. Returns True."""
         if self._cache is not None:
             self._cache.clear()
         self.loop.scheduler.extension(NAME).reset_cache()
         return True
 
     def _describe_cache(self) -> dict[str, Any]:
-        """Returns where pictures made ready are kept (EncoderOptions.mm_cache_placement), and the bytes kept here.
+        """Return the place of the cache of processed media (EncoderOptions.mm_cache_placement), and its bytes in this
+        process.
 
-        A server's engine process answers for its API processes too.
+        A server's engine process answers for its API processes, too.
         """
         size = 0 if self._cache is None else self._cache.num_bytes
         return {**self.loop.runner.config.mm_cache_placement(0), "engine_bytes": size}

@@ -1,4 +1,4 @@
-"""Pooling models: a prompt's last row gives a vector, and no token is sampled."""
+"""Pooling models: each prompt yields a vector from its pooled hidden states, and no token is sampled."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from jaxengine.scheduler.batch import StepResult
 
 
 class Pooling(LoopExtension):
-    """Ends each step with the pooler in place of the sampler."""
+    """Loop extension that runs the pooler's program in place of the sampler."""
 
     def attach(self, loop: Loop) -> None:
         super().attach(loop)
         self.epilogue = loop.runner.extension("pooling").pool
 
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
-        """Adds the vectors of prompts that ended."""
+        """Add to `output` the vectors of prompts that the step completed."""
         if result.emitted:
             vectors = self.loop.runner.extension("pooling").vectors(step.pending)
             result.emitted = [rows._replace(vectors=vectors[rows.rank, rows.rows]) for rows in result.emitted]

@@ -1,4 +1,4 @@
-"""Recorded steps: each is written to the folder of record_steps when its tokens are known."""
+"""Recorded steps: writes each step to the folder of the option record_steps once its tokens are known."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ logger = logging.getLogger(__name__)
 
 
 class Recording(LoopExtension):
-    """Writes steps until the disk refuses one; then it says so once, and the engine serves on."""
+    """Loop extension that writes steps to disk. After the first write error it logs it, and the engine serves on
+    without.
+    """
 
     def __init__(self) -> None:
         self._taken: dict[InFlight, tuple[Any, dict[str, np.ndarray], int]] = {}
@@ -90,7 +92,7 @@ class Recording(LoopExtension):
 
     @property
     def _num_too_large(self) -> int:
-        """Steps that did not fit into the folder: those that were not taken, and those that it did not write."""
+        """Return the number of steps left out because the folder was full, by the loop or by the writer."""
         written = 0 if self._folder is None else self._folder.num_too_large
         return written + self.loop.runner.extension("recording").num_too_large
 
@@ -107,8 +109,8 @@ class Recording(LoopExtension):
         self.loop.runner.extension("recording").stop()
 
     def _weights_index(self) -> int:
-        """The folder's index of the weights that steps run with now. Weights that are new to it are entered first, with
-        their checksums. Raises OSError where that cannot be written.
+        """Return the index, in the folder, of the weights that steps use now. New weights are entered first, with their
+        checksums. Raises OSError if that cannot be written.
         """
         assert self._folder is not None
         # Replaced weights are other arrays, which were made while the old ones were there.

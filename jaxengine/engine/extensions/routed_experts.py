@@ -1,7 +1,7 @@
-"""Routed experts: which experts computed each token, for its request, and for those that find its page in the cache.
+"""Routed experts: returns, to a request that asks, which experts computed each of its tokens.
 
-A token that comes from the prefix cache is not computed again: its experts are those of the step that filled the page.
-They are kept on the host for every page of the pool, at the page's number.
+A token found in the prefix cache is not computed again: its experts are those of the step that filled its page. So the
+host keeps the experts of every page of the pool, by page id.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _NO_PAGES = np.empty(0, np.int32)
 
 @dataclass(eq=False, slots=True)
 class _Progress:
-    """Progress of a request: tokens that it has had, and that steps have computed.
+    """Progress of one request.
 
     Attributes:
-      num_found: its first tokens, whose experts it has had.
-      position: of the token after those of the newest step that has come.
+      num_found: number of leading tokens whose experts the request has got.
+      position: position after the last token of the newest collected step.
     """
 
     num_found: int
@@ -40,11 +40,10 @@ class _Rows:
     """Tokens of one request in a step.
 
     Attributes:
-      row: in the rank's batch; token: the first one there; count: how many.
-      position: of the first one in the request; None of a decode, which follows the request's newest step.
-      first_column: of the page table, of which `pages` are those that the tokens lie in.
-      hits: pages of the tokens that came from the prefix cache, from the first column on; none but in the first step
-        with a slot.
+      row: of the replica's batch; token: index of the first token there; count: number of tokens.
+      position: position of the first token in the request; None for a decode, which follows the request's newest step.
+      first_column, pages: first page-table column of these tokens, and the page ids of their columns.
+      hits: page ids of the prefix-cache hit, from the first column on; empty but in a request's first step in its slot.
       is_held: the request has lost its slot since the forward pass.
     """
 
@@ -62,11 +61,11 @@ class _Rows:
 
 
 class RoutedExperts(LoopExtension):
-    """The experts of all tokens, for all requests.
+    """Loop extension that returns the routed experts of all tokens to all requests.
 
-    A request that was preempted or held is computed again from its first token; it has had the experts that its tokens
-    were chosen with, and those of the second time are left out. Steps come in order, so pages are read after all steps
-    that wrote what is found in them, and before any that writes them anew.
+    A preempted or held request is computed again from its first token. It keeps the experts that its tokens were
+    sampled with; those of the second computation are left out. Steps are collected in order, so a page's experts are
+    read after all steps that wrote them, and before any step that overwrites them.
     """
 
     def __init__(self) -> None:
@@ -90,7 +89,9 @@ class RoutedExperts(LoopExtension):
             self._pages = np.empty((*places, device.num_layers, device.num_per_token), device.dtype)
 
     def prepare(self, request: Request) -> None:
-        """Has a prompt computed whole whose prefix could be found without pages: where all layers have windows."""
+        """Exclude the request from prefix caching where a prefix can be found without pages, because all layers have
+        windows.
+        """
         if self._group is None:
             request.params = replace(request.params, reads_prompt=True)
 
@@ -106,8 +107,9 @@ class RoutedExperts(LoopExtension):
         return NO_EVENTS
 
     def sync(self, step: ScheduledStep) -> None:
-        """Takes note of requests that have lost their slots since the forward pass: what the step samples for them is
-        dropped, and of the tokens that it computed for them only the first is known to be right."""
+        """Mark requests that have lost their slots since the forward pass. Of the tokens that the step computed for
+        such a request, only the first is known to be right, and its sampled tokens are dropped.
+        """
         newest = next(reversed(self._rows))
         for each in self._rows[newest]:
             each.is_held = each.request.slot < 0
@@ -130,7 +132,7 @@ class RoutedExperts(LoopExtension):
         self._progress.pop(request, None)
 
     def _rows_of(self, rank: Rank, batch: ScheduledBatch) -> list[_Rows]:
-        """The rows of a rank's batch that has just been scheduled."""
+        """Return the tokens, per request, of a replica's batch that has just been scheduled."""
         slots, found, size = rank.slots, [], self._page_size
         ends, counts = slots.num_computed[batch.slots].tolist(), batch.num_scheduled.tolist()
         admitted = set(map(id, batch.admitted))
@@ -152,7 +154,7 @@ class RoutedExperts(LoopExtension):
         return found
 
     def _write(self, rows: list[_Rows], experts: np.ndarray) -> None:
-        """Keeps the experts [replicas, T, L, k] of a step at the pages of its tokens, all rows at once."""
+        """Store the experts [replicas, T, L, k] of a step at the pages of its tokens, all rows at once."""
         if self._pages is None or not rows:
             return
         table = [
@@ -168,7 +170,7 @@ class RoutedExperts(LoopExtension):
         self._pages[ranks[row], pages, positions % self._page_size] = experts[ranks[row], tokens[row] + offsets]
 
     def _tell(self, rows: _Rows, experts: np.ndarray, output: EngineOutput) -> None:
-        """Gives a request the experts of its tokens that it has not had."""
+        """Add to `output` the experts of those tokens of a request that it has not got yet."""
         request, progress, first = rows.request, rows.progress, rows.position
         assert first is not None
         parts = []

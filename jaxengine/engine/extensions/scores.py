@@ -1,4 +1,4 @@
-"""Logprobs: those of sampled tokens are taken from the sampler, those of prompts from a program of their own."""
+"""Logprobs: the sampler computes those of sampled tokens, a separate program (`score`) those of prompts."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from jaxengine.scheduler.token_params import LOGPROBS, PROMPT_LOGPROBS
 
 
 class _ScoredPrompt(NamedTuple):
-    """Where a step scores a stretch of a prompt.
+    """Stretch of a prompt that a step scores.
 
     Attributes:
-      token: its first token in the rank's batch; position: in the prompt; count: how many.
+      token: index of its first token in the replica's batch; position: of that token in the prompt; count: of tokens.
     """
 
     request: Request
@@ -32,12 +32,12 @@ class _ScoredPrompt(NamedTuple):
 
     @property
     def tokens(self) -> slice:
-        """The stretch's tokens in the rank's batch."""
+        """Slice of the stretch's tokens in the replica's batch."""
         return slice(self.token, self.token + self.count)
 
 
 class Scores(LoopExtension):
-    """Logprobs for requests that ask for them."""
+    """Loop extension for requests that ask for logprobs."""
 
     def __init__(self) -> None:
         self._prompts: dict[InFlight, list[_ScoredPrompt]] = {}
@@ -61,20 +61,22 @@ class Scores(LoopExtension):
         self._with_given.update(given)
 
     def after_forward(self, step: InFlight | None) -> Events:
-        """Takes note of the prompts of a step that are to be scored."""
+        """Note the prompt stretches of a step that are to be scored. Returns no events."""
         if step is not None and (prompts := _scored_prompts(step.step, self.loop.scheduler.ranks)):
             self._prompts[step] = prompts
             self._to_score = step
         return NO_EVENTS
 
     def sync(self, step: ScheduledStep) -> None:
-        """Scores the prompts of a step: now the devices know which tokens its requests name."""
+        """Dispatch the scoring program for the step's prompts. By now the devices have the token ids that requests ask
+        about.
+        """
         if self._to_score is not None:
             self.loop.runner.extension("scores").score(self._to_score.pending)
             self._to_score = None
 
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
-        """Adds the logprobs that were asked for: of sampled tokens to `result.emitted`, of prompts to
+        """Add the requested logprobs of sampled tokens to `result.emitted`, and those of prompts to
         `output.prompt_scores`.
         """
         if any(len(rows.scored) for rows in result.emitted):
@@ -96,8 +98,8 @@ class Scores(LoopExtension):
 
 
 def _scored_prompts(step: ScheduledStep, ranks: list[Rank]) -> list[_ScoredPrompt]:
-    """The stretches of prompts that a step that has just been scheduled has to score: tokens whose next one is of the
-    prompt too, from the request's prompt_logprob_start on. ranks: the scheduler's.
+    """Return the prompt stretches that a step just scheduled has to score: tokens whose next token is in the prompt,
+    too, from the request's prompt_logprob_start on. ranks: the scheduler's replicas.
     """
     if not step.features & PROMPT_LOGPROBS:
         return []

@@ -1,4 +1,4 @@
-"""Steering: the vectors of requests are brought to the slots that they get."""
+"""Steering: sends each request's steering vectors to the slot that it takes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxengine.scheduler.request import Request
 
 
 class Steering(LoopExtension):
-    """Requests with vectors."""
+    """Loop extension for requests with steering vectors."""
 
     def __init__(self) -> None:
         self._requests: set[Request] = set()

@@ -1,6 +1,6 @@
-"""Structured outputs: requests wait for their grammars, and the sampler of a step for its requests' masks.
+"""Structured outputs: requests wait for their grammars, and a step's sampler for the token masks of its requests.
 
-A mask is computed while the device runs the forward pass whose token it is for (jaxengine.grammars).
+A mask is computed while the device runs the forward pass before the token that it constrains (jaxengine.grammars).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MASK_SECONDS = 0.05
 
 
 class _Choice(NamedTuple):
-    """A request that samples at `width` positions of a row; is_guided: after drafts, each with a mask of its own."""
+    """A request that samples at `width` positions of a row. is_guided: after drafts that each have a mask."""
 
     request: Request
     row: int
@@ -39,21 +39,23 @@ class _Choice(NamedTuple):
 
 
 class Structured(LoopExtension):
-    """Requests with grammars.
+    """Loop extension for requests with grammars.
 
     Attributes:
-      masks: follows these requests.
+      masks: computes the grammars and token masks of these requests.
     """
 
     def __init__(self, masks: RequestMasks, drafts: Drafts | None = None):
-        """drafts: None for an engine without any; their masks are computed with the one in front of them."""
+        """Start without requests. drafts: the extension of drafts, whose masks are computed with the mask before them;
+        None for an engine without drafts.
+        """
         self.masks = masks
         self._drafts = drafts
         self._deadline: float | None = None
 
     def configure(self, config: SchedulerConfig) -> SchedulerConfig:
-        """Returns the configuration; in an engine with drafts one that has tokens scheduled before they are sampled,
-        where a grammar leaves no choice.
+        """Return the configuration; in an engine with drafts, with grammar drafts: tokens that a grammar leaves no
+        alternative to are scheduled before they are sampled.
         """
         if self._drafts is None:
             return config
@@ -79,7 +81,8 @@ class Structured(LoopExtension):
         return Events(events.ready, events.ended, events.refused)
 
     def is_behind(self, step: ScheduledStep) -> bool:
-        """Whether a mask of the step depends on a token that is still being computed and is not certain."""
+        """Whether a token mask of the step depends on a token that is still being computed and that no grammar forces.
+        """
         for each in self._choices(step):
             slots, slot = self.loop.scheduler.ranks[each.request.rank].slots, each.request.slot
             is_known = slots.num_known[slot] >= slots.num_tokens[slot] - (each.width if each.is_guided else 1)
@@ -89,9 +92,10 @@ class Structured(LoopExtension):
         return False
 
     def before_sample(self, step: ScheduledStep) -> bool:
-        """Whether the sampler of a step may be dispatched. While masks are missing it waits for them and returns False.
+        """Whether the step's sampler may be dispatched: all masks are there. Otherwise waits a moment and returns
+        False.
 
-        Once that has taken _MASK_SECONDS for the step, the requests that lack one lose their slots and wait apart;
+        After _MASK_SECONDS in all for a step, requests that still lack a mask lose their slots and wait for it; returns
         True.
         """
         if not step.features & MASK:
@@ -125,8 +129,7 @@ class Structured(LoopExtension):
             self.loop.runner.extension("structured").set_masks(masks, of_drafts)
 
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
-        """Has the next masks computed of requests that got a token, and gives those that could sample none a
-        stop_reason that says so.
+        """Start the next masks of requests that got a token, and set the stop_reason of those whose mask left no token.
         """
         for request, token_id in result.followed:
             if request.params.grammar is None:
@@ -153,7 +156,7 @@ class Structured(LoopExtension):
         return self.masks.is_idle
 
     def shutdown(self) -> None:
-        """Ends the processes that compute masks."""
+        """End the processes that compute masks."""
         self.masks.shutdown()
 
     def metrics(self) -> Iterator[Counter]:
@@ -161,7 +164,7 @@ class Structured(LoopExtension):
         yield Counter("jaxengine:mask_seconds", self.masks.seconds)
 
     def _choices(self, step: ScheduledStep) -> Iterator[_Choice]:
-        """Yields the requests with grammars that sample in a step."""
+        """Yield the requests with grammars that sample in a step."""
         if step.features & MASK:
             for request, row in self.loop.rows.sampling(step, MASK):
                 batch, is_wide = step.batches[request.rank], step.width > 1
@@ -169,18 +172,20 @@ class Structured(LoopExtension):
                 yield _Choice(request, row, width, is_wide and bool(batch.sections["drafts"].is_guided[row]))
 
     def _has_mask(self, each: _Choice) -> bool:
-        """Whether the mask is there of what the step being dispatched chooses last for a request, or in front of
-        drafts."""
+        """Whether the mask has been computed of the last token that the step samples for a request, or, with masked
+        drafts, of the first.
+        """
         return self.masks.has(each.request, self._num_output(each))
 
     def _num_output(self, each: _Choice) -> int:
-        """Tokens of output before the last one that the step being dispatched samples for a request, or before the
-        first where there are drafts with masks."""
+        """Return the number of output tokens before the last token that the step samples for a request; with masked
+        drafts, before the first.
+        """
         slots, slot = self.loop.scheduler.ranks[each.request.rank].slots, each.request.slot
         return int(slots.num_tokens[slot] - slots.num_prompt[slot]) - (each.width if each.is_guided else 1)
 
     def _allowed_any(self, request: Request) -> bool:
-        """Whether mask and bias of the token that a request sampled last left anything to sample."""
+        """Whether the mask and bias of the token that a request sampled last left any token to sample."""
         mask = self.masks.row(request, len(request.output_token_ids) - 1)
         if mask is None:
             return True

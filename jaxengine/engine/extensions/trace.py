@@ -1,4 +1,4 @@
-"""Traces: a slot gets the tokens that the request which takes it is to decode."""
+"""Trace replay: writes the tokens that a request is to decode into the slot that it takes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from jaxengine.scheduler.batch import ScheduledStep
 
 
 class Traces(LoopExtension):
-    """Writes the traces of slots. Needs an engine that was started with enable_trace_replay."""
+    """Loop extension that writes slots' traces (given output tokens). Needs the engine option enable_trace_replay."""
 
     def __init__(self) -> None:
         self._written: set[int] = set()

@@ -1,4 +1,4 @@
-"""Functions by which an operator's server reads weights and looks at pauses. Arguments and results are plain JSON."""
+"""Utilities by which an operator's server reads weights and inspects pauses. Arguments and results are plain JSON."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _LEASE_SECONDS = 120.0
 
 @dataclass(eq=False)
 class _Read:
-    """A folder that a thread reads, or has read.
+    """Weights of a folder that a thread is reading or has read.
 
     Attributes:
-      stopped: nobody wants it any more. asked: when somebody did last, in seconds of time.monotonic.
+      stopped: set when nobody needs the read any more; asked: time.monotonic seconds of the last call about it.
     """
 
     thread: threading.Thread
@@ -36,7 +36,7 @@ class _Read:
 
 
 def _begin(read: Callable[[Callable[[], bool]], NewWeights]) -> _Read:
-    """Calls `read` on a thread of its own with a function that tells whether it is to stop."""
+    """Call `read` on a new thread and return its record. `read` gets a function that returns whether it is to stop."""
     job, stopped = Future[NewWeights](), threading.Event()
 
     def run() -> None:
@@ -51,10 +51,10 @@ def _begin(read: Callable[[Callable[[], bool]], NewWeights]) -> _Read:
 
 
 class WeightOrders:
-    """The utilities of jaxengine.engine.weight_types that are no methods of Weights. None of them waits."""
+    """The utilities of jaxengine.engine.weight_types that are not methods of Weights. None of them waits."""
 
     def __init__(self, weights: Any):
-        """weights: the engine's jaxengine.engine.extensions.weights.Weights."""
+        """Start without reads. weights: the engine's jaxengine.engine.extensions.weights.Weights."""
         self._weights = weights
         self._reads: dict[int, _Read] = {}
         # Of forgotten reads, which have their memory until they end.
@@ -62,7 +62,7 @@ class WeightOrders:
         self._num_reads = 0
 
     def engine_pause(self) -> dict[str, Any]:
-        """Return whether the engine is paused, which parts of it sleep, and the version of its weights."""
+        """Return whether the engine is paused, which of its parts sleep, and the version of its weights."""
         own = self._weights
         return {"is_paused": own.is_paused, "asleep": sorted(own.asleep), "weight_version": own.version}
 
@@ -79,12 +79,12 @@ class WeightOrders:
         strict: bool,
         chunk_bytes: int | None = None,
     ) -> int:
-        """Begins to read a folder on a thread; returns the number by which `weights_are_read` knows it.
+        """Begin to read a folder of weights on a thread; return the read's number, the argument of `weights_are_read`.
 
-        version, mode, kv: of the update to come, only checked here; strict, chunk_bytes: as of `LLM.update_weights`.
-        Raises RequestError for one that is not allowed, and for more than MAX_READS that are being read, or are read
-        and neither used nor forgotten; one that is forgotten counts until its thread has ended. What is wrong with the
-        folder `weights_are_read` raises.
+        version, mode, kv: of the planned update, only checked here; strict, chunk_bytes: see `LLM.update_weights`.
+        Raises RequestError for an invalid argument, and for more than MAX_READS reads that run, or are complete and
+        neither used nor forgotten; a forgotten read counts until its thread has ended. Errors of the folder are raised
+        by `weights_are_read`.
         """
         self._weights.check(version, mode, kv)
         check_chunk_bytes(chunk_bytes)
@@ -101,8 +101,8 @@ class WeightOrders:
         return self._num_reads
 
     def weights_are_read(self, number: int) -> bool:
-        """Whether a folder has been read. Raises the reading's error, such as WeightUpdateError, if that failed, and
-        forgets it; RequestError for an unknown number.
+        """Whether the read of this number is complete. Raises the read's own error (such as WeightUpdateError) and
+        forgets the read; raises RequestError for an unknown number.
         """
         job = self._find(number)
         if job.done() and (error := job.exception()) is not None:
@@ -111,23 +111,24 @@ class WeightOrders:
         return job.done()
 
     def hold_engine(self, number: int, mode: PauseMode) -> None:
-        """Begins the pause of an update, beside the operator's and those of others.
+        """Begin the pause of a weight update, in addition to the operator's pause and those of other updates.
 
-        number: of weights that are read, whose switch or forgetting ends it. mode: as of `Weights.pause`, whose errors
-        it raises; RequestError for an unknown number.
+        number: of a completed read; switching to or forgetting its weights ends the pause. mode: see `Weights.pause`,
+        whose errors this raises; RequestError for an unknown number.
         """
         self._find(number)
         self._weights.hold(number, mode)
 
     def forget_read_weights(self, number: int) -> None:
-        """Gives up weights that were read, if they have not been used, and ends the pause that waited for them."""
+        """Drop the weights of a read that have not been used, and end the pause that `hold_engine` began for them."""
         if (read := self._reads.pop(number, None)) is not None:
             read.stopped.set()
             self._ending.append(read.thread)
         self._weights.release(number)
 
     def expire(self) -> float:
-        """Forgets reads whose askers are gone, with their pauses; returns after how many seconds to call again."""
+        """Forget reads whose callers have stopped asking, with their pauses; return in how many seconds to call again.
+        """
         if not self._reads:
             return float("inf")
         long_ago = time.monotonic() - _LEASE_SECONDS
@@ -136,11 +137,12 @@ class WeightOrders:
         return _LEASE_SECONDS if self._reads else float("inf")
 
     def switch_weights(self, number: int, version: Version | None, kv: KVMode) -> dict[str, Any] | None:
-        """Replaces the weights by those that were read, and ends the pause of `hold_engine`; returns a WeightUpdate's
-        fields. Returns None, with nothing changed, while that pause is not there yet: ask again.
+        """Replace the engine's weights by those of a read, end the pause of `hold_engine`, and return a WeightUpdate's
+        fields.
 
-        version, kv: as of `Weights.switch`. Raises RequestError for an unknown number, if they are not read yet, and
-        without that pause; and the reading's error.
+        Returns None, with nothing changed, while that pause is not complete: call again. version, kv: see
+        `Weights.switch`. Raises RequestError for an unknown number, if the read is not complete, and without that
+        pause; and the read's error.
         """
         if not (job := self._find(number)).done():
             raise RequestError(f"the weights {number} are still being read", param="number", value=number)
@@ -154,9 +156,9 @@ class WeightOrders:
             self._weights.release(number)
 
     def fall_asleep(self, level: int) -> bool:
-        """Has the engine sleep once the operator's pause is there; returns whether it is, else ask again.
+        """Put the engine to sleep if the operator's pause is complete. Returns whether it sleeps; if not, call again.
 
-        level: as of `Weights.sleep`, whose errors it raises; RequestError if the pause has been ended.
+        level: see `Weights.sleep`, whose errors this raises; RequestError if the pause has been ended.
         """
         if not self._weights.settle():
             return False

@@ -1,6 +1,6 @@
-"""Weights that are replaced while requests run: pauses, versions, and what becomes of keys and values.
+"""Replacement of weights while requests run: pauses, versions, and the fate of cached keys and values.
 
-A switch lies between two steps with none in flight, so that each token belongs to one version, and nothing compiles:
+Weights are switched between two steps with none in flight, so each token belongs to one version. Nothing compiles:
 executables take weights as arguments.
 """
 
@@ -35,11 +35,11 @@ SLEEP_LEVELS = (0, 1, 2)
 
 
 class Weights(Pauses):
-    """Pauses the engine and switches its weights.
+    """Loop extension that pauses the engine, switches its weights, and puts it to sleep.
 
     Attributes:
       version: of the weights that the next step will use.
-      dozes: the engine sleeps by itself, so that any call that needs it wakes it; nobody has paused it.
+      dozes: the engine sleeps automatically, is not paused, and wakes for any call that needs it.
     """
 
     def __init__(self) -> None:
@@ -61,12 +61,12 @@ class Weights(Pauses):
         request.weight_versions = [(self.version, 0)]
 
     def pause(self, mode: PauseMode, to_sleep: bool = False) -> None:
-        """Begins the operator's pause. Steps must go on until `settle` says that it is there. Wakes an engine that
-        sleeps by itself.
+        """Begin the operator's pause, after waking an engine that sleeps automatically. It is complete once `settle`
+        returns True; steps must go on until then.
 
-        mode: what becomes of the requests that are there, see PauseMode. to_sleep: `sleep` follows, at a level above 0,
-        so that an engine which sleeps by itself needs no memory: its sleep becomes the operator's. Raises RequestError
-        for another mode, and for "wait" while the engine sleeps and has requests.
+        mode: what happens to unfinished requests, see PauseMode. to_sleep: `sleep` at a level above 0 follows, so that
+        an engine that sleeps automatically is not woken: its sleep becomes the operator's. Raises RequestError for an
+        unknown mode, and for "wait" while the engine sleeps and has requests.
         """
         _among("mode", mode, get_args(PauseMode))
         if to_sleep and self.dozes:
@@ -75,9 +75,9 @@ class Weights(Pauses):
         self.hold(None, mode)
 
     def hold(self, key: Any, mode: PauseMode) -> None:
-        """Begins a pause beside others, which only `release` with the same key ends; otherwise as `pause`.
+        """Begin a pause in addition to others, which `release` with the same key ends. mode and errors: as of `pause`.
 
-        key: hashable and the caller's own; None is the operator's, which `resume` ends.
+        key: any hashable value of the caller's own; None is the operator's pause, which `resume` ends.
         """
         _among("mode", mode, get_args(PauseMode))
         self.rouse()
@@ -86,8 +86,9 @@ class Weights(Pauses):
         super().hold(key, mode)
 
     def resume(self) -> None:
-        """Ends the operator's pause, or the beginning of one; updates that are under way keep theirs. Raises
-        RequestError while the engine sleeps; does nothing if it sleeps by itself.
+        """End the operator's pause, complete or not; pauses of weight updates stay. Does nothing to an automatic sleep.
+
+        Raises RequestError while the engine sleeps on request.
         """
         if self.dozes:
             return
@@ -98,7 +99,7 @@ class Weights(Pauses):
 
     @property
     def is_paused(self) -> bool:
-        """Whether requests wait for `resume`."""
+        """Whether the operator's pause is in force, so that requests wait for `resume`."""
         return not self.dozes and None in self._pauses
 
     def rest(self) -> float:
@@ -109,7 +110,7 @@ class Weights(Pauses):
         return super().poll()
 
     def check(self, version: Version | None, mode: PauseMode, kv: KVMode) -> None:
-        """Raises RequestError for an argument of an update that is not allowed."""
+        """Check the arguments of a weight update. Raises RequestError for one that is not allowed."""
         _among("mode", mode, get_args(PauseMode))
         _among("kv", kv, get_args(KVMode))
         check_version(version)
@@ -118,11 +119,11 @@ class Weights(Pauses):
             raise RequestError(text, param="version", value=version)
 
     def switch(self, new: NewWeights, version: Version | None = None, kv: KVMode = "recompute") -> WeightUpdate:
-        """Replaces the weights while the engine is paused. version: None counts on from the last number.
+        """Replace the weights while the engine is paused, and return what was replaced.
 
-        kv: what becomes of keys and values of the old weights, see KVMode. Raises RequestError for an invalid argument,
-        also for a version beside weights of a draft model, and nothing has changed then. Asserts that the pause is
-        there.
+        version: of the new weights; None for the last number plus one. kv: what happens to keys and values of the old
+        weights, see KVMode. Raises RequestError, with nothing changed, for an invalid argument, or a version for a
+        draft model's weights. Asserts that the pause is complete.
         """
         self.check(version, "keep", kv)
         if new.are_of_draft:
@@ -153,7 +154,7 @@ class Weights(Pauses):
 
     @property
     def asleep(self) -> set[str]:
-        """The parts, of "weights" and "kv_cache", that are not on the devices now."""
+        """Return which of "weights" and "kv_cache" are not on the devices now."""
         return set(self._asleep)
 
     def check_sleep(self, level: int, mode: PauseMode) -> None:
@@ -162,11 +163,11 @@ class Weights(Pauses):
         _among("mode", mode, get_args(PauseMode))
 
     def sleep(self, level: int) -> None:
-        """Gives up device memory while the engine is paused. Running requests are computed again after `wake`.
+        """Release device memory while the engine is paused. Running requests are computed again after `wake`.
 
-        level: 0 gives up nothing; 1 the pools, and the weights, which host memory keeps; 2 the weights without a copy,
-        and the pools. Raises RequestError as `check_sleep`; MemoryError or jax's RuntimeError if copies cannot be made:
-        what is gone by then `wake` brings back. Asserts that the pause is there.
+        level: 0 releases nothing; 1 the KV pools, and the weights, which host memory keeps; 2 the pools, and the
+        weights without a copy. Raises RequestError as `check_sleep` does; MemoryError or jax's RuntimeError if copies
+        cannot be made: `wake` then restores what was released. Asserts that the pause is complete.
         """
         self.check_sleep(level, "keep")
         assert self.is_still, "an engine falls asleep between two steps"
@@ -183,9 +184,9 @@ class Weights(Pauses):
         everywhere(runner, sleep.release_weights, keep=level == 1)
 
     def doze(self) -> None:
-        """Sleeps at level 1, while there are no requests, until somebody needs the engine.
+        """Put an engine without requests to sleep at level 1, until a request or call needs it.
 
-        Raises as `sleep` if that fails. The engine is awake again then, or sleeps on if that fails too.
+        Raises as `sleep` does; the engine is then awake again, or sleeps on if waking fails, too.
         """
         self.hold(None, "keep")
         self.dozes = True
@@ -196,16 +197,17 @@ class Weights(Pauses):
             raise
 
     def rouse(self) -> None:
-        """Wakes an engine that sleeps by itself."""
+        """Wake an engine that sleeps automatically; do nothing otherwise."""
         if self.dozes:
             self.wake()
 
     def wake(self, tags: Sequence[str] | None = None) -> None:
-        """Puts back what these tags name, "weights" and "kv_cache", both by default; once nothing sleeps, resumes.
-        Weights of level 2 must be given to `switch` first.
+        """Put the parts that `tags` name ("weights", "kv_cache"; None: both) back on the devices; resume once nothing
+        sleeps.
 
-        Raises RequestError for another tag, and for weights that nobody has; jax's RuntimeError if memory is not to be
-        had, and gives back what it took of it.
+        Weights released at level 2 must be given to `switch` first. Raises RequestError for an unknown tag and for
+        weights that nobody has given; jax's RuntimeError if memory cannot be allocated, and releases what it had
+        allocated.
         """
         for tag in tags or ():
             _among("tags", tag, (WEIGHTS, KV_CACHE))
@@ -256,9 +258,10 @@ class Weights(Pauses):
 
 
 def _switch_draft(weights: Weights, new: NewWeights, version: Version | None, kv: KVMode) -> WeightUpdate:
-    """Replaces a draft model's weights, which no token depends on: the version and cached prefixes are the model's.
+    """Replace a draft model's weights and return what was replaced. The engine's version and cached prefixes stay,
+    since no sampled token depends on a draft model.
 
-    kv: as of `Weights.switch`. Raises RequestError for a version other than None.
+    kv: see `Weights.switch`. Raises RequestError for a version other than None.
     """
     if version is not None:
         text = f"version is {version!r}; allowed with target='draft': None, for the weights of the model stay"
