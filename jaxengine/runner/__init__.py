@@ -1,1 +1,1 @@
-"""The only room that calls the device: compiled steps, memory, stages."""
+"""Device side of the engine, the only package that calls devices: compiled steps, memory, pipeline stages."""

@@ -1,4 +1,4 @@
-"""Counts what XLA compiles while an engine is at work, whoever asked for it."""
+"""Count of XLA compilations while an engine is at work, whatever caused them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _registered = False
 
 
 class CompileWatch:
-    """`count` is the number of compilations that ran on a thread while it was inside `watch()`.
+    """Counter of compilations that run on a thread while it is inside `watch()`; `count` is their number.
 
-    An engine that is serving is always inside, so after its start-up the count must stay 0. Work of other engines or
-    of the user's own on the same process is not counted.
+    An engine's thread is inside whenever it serves, so the count must stay 0 after start-up. Compilations by other
+    engines or by the user's own code in the same process are not counted.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,8 @@ class CompileWatch:
 
 
 def _listen() -> None:
-    """Registers the listener unless that is done: jax offers no way to take one back, so one serves all engines."""
+    """Register the listener of jax's compilation events, once: jax cannot remove it again, so one serves all engines.
+    """
     global _registered
     with _listening:
         if not _registered:

@@ -1,4 +1,4 @@
-"""Which devices an engine uses for what: the mesh of each pipeline stage, and each stage's weights loaded onto it."""
+"""Assignment of devices: the mesh of each pipeline stage, and each stage's weights loaded onto its mesh."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ BEFORE_LAYERS = ("embed", "layer_inputs")
 def choose_devices(
     config: EngineConfig, devices: Sequence[Any] | None, mesh: Mesh | None
 ) -> tuple[EngineConfig, list[Any]]:
-    """The config with a mesh's sizes in it, and the devices the engine runs on, the stages' one after the other.
+    """Return the config with the mesh's sizes filled in, and the devices that the engine uses, stage after stage.
 
     Args:
-      devices: to choose from; the first ones are taken, with several nodes the first of each process. None for
-        `jax.devices()`.
-      mesh: with the axes data, attn and model (jaxengine.runner.mesh_axes), all of whose devices are used; None without
-        one.
+      devices: candidates, of which the first ones are taken; with several nodes, the first ones of each process. None
+        for `jax.devices()`.
+      mesh: mesh with axes data, attn and model (jaxengine.runner.mesh_axes), all of whose devices are used; None for
+        none.
 
-    Raises ConfigError when there are too few devices, a mesh and other statements about devices, or processes that
+    Raises ConfigError for too few devices, for a mesh together with other options about devices, and for processes that
     cannot have equal parts of every stage.
     """
     if mesh is not None:
@@ -72,11 +72,11 @@ def choose_devices(
 
 
 def _of_every_process(config: EngineConfig, available: Sequence[Any], stage_size: int) -> list[Any]:
-    """The first devices of each process, so that every stage has equally many of each, the stages' one after the other.
-    ConfigError where that cannot be.
+    """Return the first devices of each process, stage after stage, so that every stage has equally many of each
+    process.
 
-    stage_size: devices of one stage. A process must have a part in whatever is executed, and hidden states must not
-    cross from process to process.
+    stage_size: devices of one stage. Every process must take part in whatever is executed, and hidden states must not
+    cross between processes. Raises ConfigError if no such assignment exists.
     """
     by_process: dict[int, list[Any]] = {}
     for device in available:
@@ -108,13 +108,14 @@ def open_stages(
     *,
     progress: Progress,
 ) -> list[StageRunner]:
-    """The model's stages in order, each with its weights on its devices and, if drafts need weights, with what drafts.
+    """Load the model's pipeline stages onto their devices, in order, each with its draft model or head if there is one.
 
-    Closes the source once all is loaded. devices: of all stages, one stage's after the other's. mesh: in the engine's
-    axes, where the caller's says how heads are split; else None. progress(done, total, what) is called with bytes.
+    Closes the source when all weights are loaded. devices: of all stages, stage after stage. mesh: in the engine's
+    axes, if the caller's mesh says how attention heads are split; else None. progress(done, total, what): called with
+    bytes.
 
-    Raises ConfigError where the model cannot be split like that, ModelFileError for weights that do not fit, and as
-    jaxengine.runner.extensions.drafts.open.open_drafting.
+    Raises ConfigError for a model that cannot be split in this way, ModelFileError for weights that do not fit, and the
+    errors of jaxengine.runner.extensions.drafts.open.open_drafting.
     """
     layout = config.mesh_layout(source.config)
     if mesh is not None and dict(mesh.shape) != (wanted := {name: getattr(layout, name) for name in MESH_AXES}):
@@ -146,10 +147,11 @@ def open_stages(
 
 
 def choose_stages(model_config: ModelConfig, config: ResolvedConfig, layout: MeshLayout) -> list[Stage]:
-    """The layers of each pipeline stage: as `pipeline_layers` says, else such that the largest has the fewest bytes.
+    """Return the layers of each pipeline stage: as the option `pipeline_layers` says, else so that the largest stage
+    has the fewest bytes.
 
-    config has the number of stages. Raises as `build_split` where sizes must be found out: without pipeline_layers,
-    for several stages.
+    config: has the number of stages. Raises as `build_split` does if sizes must be computed, that is for several stages
+    without `pipeline_layers`.
     """
     if config.pipeline_layers is not None:
         return stages_of(config.pipeline_layers)
@@ -169,12 +171,13 @@ def choose_stages(model_config: ModelConfig, config: ResolvedConfig, layout: Mes
 
 
 def build_split(model_config: ModelConfig, config: ResolvedConfig, layout: MeshLayout, stage: Stage) -> CausalLM:
-    """The abstract model of a stage.
+    """Build the abstract model of one stage for a mesh layout.
 
     Raises:
-      ConfigError: the mesh does not divide it, with the sizes that would do; or a stage lacks what it must have: layers
-        that attend, those whose keys others of it read, the first one all layers that add parts of pictures.
-      ModelFileError: the checkpoint stores modules of one product in several ways.
+      ConfigError: the mesh does not divide the model, with sizes that would; or the stage lacks something it must have:
+        a layer with attention, the layers whose keys its other layers read, or, in the first stage, all layers that add
+        image features.
+      ModelFileError: the checkpoint stores the modules of one product in different formats.
     """
     parts = 1 if model_config.tower is None else model_config.tower.num_parts
     if not stage.is_first and stage.layers[0] < parts - 1:
@@ -210,11 +213,11 @@ def build_split(model_config: ModelConfig, config: ResolvedConfig, layout: MeshL
 
 
 def load_weights(source: ModelSource, model: CausalLM, mesh: Mesh, config: ResolvedConfig, progress: Progress) -> Any:
-    """The weights of an abstract model on its mesh, an nnx.State: from the source's files or its folder in device
-    layout; made up, from config's seed, where the source has no weights.
+    """Load the weights of an abstract model onto its mesh; returns an nnx.State.
 
-    progress(done, total, what) is called with bytes. Raises ModelFileError, and ValueError where the mesh does not
-    split a weight of a folder evenly.
+    They come from the source's files or from its folder in device layout; a source without weights gets random ones
+    from config's seed. progress(done, total, what): called with bytes. Raises ModelFileError, and ValueError if the
+    mesh does not split a folder's weight evenly.
     """
     if source.weights is None:
         return dummy_params(model, seed=config.seed, mesh=mesh, progress=progress)

@@ -1,12 +1,12 @@
-"""DeviceExtension: what an optional capability adds to the devices' work, in three halves.
+"""Protocol between the runner and optional capabilities: what a capability adds to the devices' work, in three classes.
 
-- `DeviceExtension`, of one pipeline stage, says what is compiled: sections of the state, fields of the message, what
-  forward passes are given and leave, epilogues, state changes and programs of its own. Nothing is allocated.
-- `StageExtension`, of one stage at work, holds its arrays and runs its programs before and after forward passes.
-- `HostExtension` is what the engine's loop calls, found as `ModelRunner.extension(name)`.
+- `DeviceExtension`, one for each pipeline stage, declares what is compiled: sections of the device state, fields of the
+  message, inputs and outputs of forward passes, epilogues, state changes and further programs. It allocates nothing.
+- `StageExtension`, of a running stage, holds its arrays and runs its programs before and after forward passes. -
+`HostExtension` has the functions that the engine's loop calls, and is found by `ModelRunner.extension(name)`.
 
-A capability has one name on each floor. What an engine was not started with is neither imported nor built nor called:
-jaxengine.runner.extensions.build has a row for each. Knows rows and messages, nothing of requests.
+A capability has one name on each floor. One that the engine was not started with is neither imported nor built nor
+called: jaxengine.runner.extensions.build has a row for each. Extensions handle rows and messages, never requests.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ Shape = tuple[tuple[int, ...], Any, PartitionSpec]
 
 @dataclass(frozen=True)
 class Kept:
-    """An array that is kept between steps, as one device begins with it: every element is `fill`."""
+    """Declaration of an array that a device keeps between steps: shape and dtype of its part, and `fill`, its initial
+    value.
+    """
 
     shape: tuple[int, ...]
     dtype: Any
@@ -49,7 +51,7 @@ class Kept:
     fill: int = 0
 
     def begin(self) -> jax.Array:
-        """One device's part as it begins."""
+        """Return one device's initial array, every element `fill`."""
         return jnp.full(self.shape, self.fill, self.dtype) if self.fill else jnp.zeros(self.shape, self.dtype)
 
 
@@ -67,17 +69,18 @@ class StateChange(NamedTuple):
 
 @dataclass(frozen=True)
 class Epilogue:
-    """A kind of program that runs after a forward pass, on what that has left.
+    """Kind of program that runs after a forward pass, on the arrays that the pass has left.
 
     Attributes:
-      make: its function; arguments as named, results the state that it changes, then its output.
-      arguments: names of what it takes: "params" (the model's leaves), fields of DeviceState, "rows", "logits" or a
+      make: makes its function, which takes `arguments` and returns the state in `changes`, then its output.
+      arguments: names of its arguments: "params" (the model's leaves), fields of DeviceState, "rows", "logits" or a
         section of Forwarded.
-      changes: those arguments, fields of DeviceState, that it gives back changed; they are donated.
+      changes: those arguments, fields of DeviceState, that it returns changed; they are donated.
       output: the NamedTuple that the host reads: of all replicas, [replicas, ...].
-      size_of: the size of the one that serves a bucket, which the arguments from Forwarded have; None where none does.
-      width: tokens of a row in the steps that it is for, whose logits are of size * width positions.
-      ends: nothing can be done with a step after it.
+      size_of: maps a bucket to the size of the program that serves it, the number of rows of its arguments from
+        Forwarded; None for a bucket that it does not serve.
+      width: tokens of a row in the steps that it serves; logits have size * width positions.
+      ends: no other epilogue can run on a step after it.
     """
 
     make: Callable[[EpilogueSpec], Callable]
@@ -89,16 +92,16 @@ class Epilogue:
     ends: bool = False
 
     def sizes(self, buckets: Buckets) -> list[int]:
-        """Sizes in which it is compiled for these buckets, ascending."""
+        """Return the sizes in which it is compiled for these buckets, ascending."""
         return sorted({size for bucket in buckets if (size := self.size_of(buckets, bucket)) is not None})
 
 
 @dataclass(frozen=True)
 class EpilogueSpec:
-    """Everything static about the epilogues of a model but their sizes.
+    """Static facts from which the epilogues of a model are made, besides their sizes.
 
     Attributes:
-      graph, params_tree: of the model, for epilogues that need its weights.
+      graph, params_tree: static parts of the model, for epilogues that need its weights.
       max_logprobs, logprobs_mode: as EngineConfig's.
       extensions: of the stage.
     """
@@ -110,28 +113,34 @@ class EpilogueSpec:
     extensions: tuple[DeviceExtension, ...] = field(default=(), repr=False)
 
     def process(self, tokens: TokenState) -> Callable[..., jax.Array] | None:
-        """Function that changes logits besides the sampler (jaxengine.sampling.sampler); None for nothing."""
+        """Return the function by which an extension changes logits inside samplers (jaxengine.sampling.sampler); None
+        if none does.
+        """
         found = [each.process for each in self.extensions if each.process is not None]
         return partial(found[0], tokens) if found else None
 
     def replace(self, tokens: TokenState) -> Callable[..., jax.Array] | None:
-        """Function that changes the tokens that were drawn (jaxengine.sampling.sampler); None for nothing."""
+        """Return the function by which an extension replaces sampled tokens (jaxengine.sampling.sampler); None if none
+        does.
+        """
         found = [each.replace for each in self.extensions if each.replace is not None]
         return partial(found[0], tokens) if found else None
 
     @property
     def more_scores(self) -> MoreScores | None:
-        """Scores that are reported of sampled tokens besides their logprobs; None for none."""
+        """Return the further scores of sampled tokens that an extension computes in addition to logprobs; None if none
+        does.
+        """
         found = [MoreScores(each.num_scores, each.score) for each in self.extensions if each.score is not None]
         return found[0] if found else None
 
 
 @dataclass(frozen=True)
 class StageShape:
-    """What the programs of a stage are made for.
+    """Model, configuration and mesh that a stage's programs are made for; it makes their abstract arrays.
 
     Attributes:
-      model: abstract, made for the mesh.
+      model: abstract, built for the mesh.
       config: resolved for the platform.
     """
 
@@ -142,62 +151,65 @@ class StageShape:
 
     @cached_property
     def buckets(self) -> Buckets:
-        """Buckets of the configuration: the shapes of steps."""
+        """Buckets of the configuration: the closed set of step shapes."""
         return self.config.buckets(self.platform, sections=() if self.model.config.tower is None else ("pictures",))
 
     @cached_property
     def groups(self) -> tuple[Paged | State, ...]:
-        """Cache groups of the whole model, with the layers of this stage."""
+        """Cache groups of the whole model, each with the layers that this stage has of it."""
         hybrid = not self.config.disable_hybrid_kv_cache_manager
         return self.model.cache_groups(self.config.block_size, self.config.kv_cache_dtype, hybrid=hybrid)
 
     @property
     def num_ranks(self) -> int:
-        """Data-parallel replicas."""
+        """Number of data-parallel replicas."""
         return self.model.mesh.num_ranks
 
     @property
     def num_slots(self) -> int:
-        """Slots of one replica."""
+        """Number of slots of one replica."""
         return self.config.max_num_seqs
 
     @property
     def samples(self) -> bool:
-        """Whether tokens are chosen in this stage."""
+        """Whether tokens are sampled in this stage: it is the last one of a model that generates."""
         return self.model.stage.is_last and self.model.config.pooler is None
 
     def shape(self, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec = EVERYWHERE) -> Any:
-        """An array of the mesh, abstract."""
+        """Return an abstract array on the mesh, split as `spec` says (default: whole on every device)."""
         return shape_on(self.mesh, shape, dtype, spec)
 
     def rows(self, num_rows: int, dtype: Any, *more: int) -> Any:
-        """[replicas * num_rows, *more], abstract."""
+        """Return an abstract array [replicas * num_rows, *more], split by replica."""
         return self.shape((self.num_ranks * num_rows, *more), dtype, RANKS)
 
     def hidden(self, num_tokens: int, count: int = 1) -> Any:
-        """Hidden states of so many tokens of each replica after `count` layers side by side, abstract."""
+        """Return abstract hidden states [replicas * num_tokens, count * D]: those after `count` layers, joined."""
         return self.rows(num_tokens, self.config.dtype, count * self.model.config.hidden_size)
 
     def handed_over(self, num_tokens: int) -> Any:
-        """Abstract array that a stage gives the next one: hidden states, and after them the inputs of each layer."""
+        """Return the abstract array [replicas * num_tokens, ...] that a stage passes to the next one: hidden states,
+        joined with the per-layer inputs of models that have them.
+        """
         model = self.model.config
         beside = model.num_layers * model.layer_input_size
         return self.rows(num_tokens, self.config.dtype, model.hidden_size + beside)
 
 
 class DeviceExtension:
-    """One capability in one stage: what is compiled for it. A method that is left out adds nothing.
+    """One capability in one stage: declaration of what is compiled for it. A method that is not overridden adds
+    nothing.
 
     Attributes:
-      name: the capability's, the same on each floor.
-      num_tables: page tables that it has after those of the cache groups.
-      least_columns: columns that a page table must have for it.
-      num_position_rows: rows of the sampler that a replica has for positions of a step, after those of its slots.
-      counts_slots: `memory` counts its section of SlotState.
-      description: static things that its shapes do not tell; part of the key of stored programs.
-      process: (TokenState, logits, slots, counts, features) -> logits, inside samplers; None without one.
-      replace: (TokenState, token_ids, slots, positions) -> token ids, inside samplers; None without one.
-      num_scores, score: as jaxengine.sampling.sampler.MoreScores; None without any.
+      name: of the capability, the same on each floor.
+      num_tables: number of page tables that it adds after those of the cache groups.
+      least_columns: least number of columns that it needs in a page table.
+      num_position_rows: sampler rows of a replica that it adds, after those of the slots, for positions of a step.
+      counts_slots: whether `memory` includes its section of SlotState.
+      description: static facts that its shapes do not show; part of the key of stored programs.
+      process: (TokenState, logits, slots, counts, features) -> logits, inside samplers; None for none.
+      replace: (TokenState, token_ids, slots, positions) -> token ids, inside samplers; None for none.
+      num_scores, score: as of jaxengine.sampling.sampler.MoreScores; None for none.
     """
 
     name: ClassVar[str]
@@ -215,94 +227,102 @@ class DeviceExtension:
         self.shape = shape
 
     def slots(self) -> Any:
-        """A pytree of Kept: its section of SlotState, which forward passes change; None for none."""
+        """Return its section of SlotState, which forward passes change: a pytree of Kept; None for none."""
         return None
 
     def tokens(self) -> Any:
-        """A pytree of Kept: its section of TokenState, which samplers change; None for none."""
+        """Return its section of TokenState, which samplers change: a pytree of Kept; None for none."""
         return None
 
     @property
     def changes(self) -> Mapping[str, StateChange]:
-        """Its state changes, by name."""
+        """Return its state changes, by name."""
         return {}
 
     @property
     def epilogues(self) -> Mapping[str, Epilogue]:
-        """Its epilogues that run in this stage, by name."""
+        """Return its epilogues that run in this stage, by name."""
         return {}
 
     def message(self, bucket: Bucket) -> tuple[int, ...] | None:
-        """The shape of its field in a bucket's messages; None for none."""
+        """Return the shape of its int32 field in a bucket's messages; None for no field."""
         return None
 
     def label(self, bucket: Bucket) -> str:
-        """Text that it adds to the name of a bucket's forward pass, where shapes do not tell what it does; else ""."""
+        """Return text to add to the name of a bucket's forward pass if shapes do not show what the extension does
+        there; else "".
+        """
         return ""
 
     def given(self, bucket: Bucket) -> Any:
-        """Abstract arrays that a bucket's forward pass is given in addition to the message; None for nothing."""
+        """Return the abstract arrays that a bucket's forward pass takes from it, besides the message; None for none."""
         return None
 
     def left(self, num_tokens: int, num_rows: int) -> Any:
-        """Abstract arrays that a forward pass of these sizes leaves to epilogues; None for nothing."""
+        """Return the abstract arrays that a forward pass of these sizes leaves to epilogues for it; None for none."""
         return None
 
     def leaves(self, bucket: Bucket) -> bool:
-        """Whether a bucket's forward pass leaves what `left` has."""
+        """Whether a bucket's forward pass leaves the arrays that `left` describes."""
         return True
 
     def row_section(self, num_rows: int, width: int) -> Any:
-        """Its section of SampledRows, abstract; None for none."""
+        """Return its abstract section of SampledRows; None for none."""
         return None
 
     def programs(self, params: Sequence[Any]) -> Sequence[Program]:
-        """Programs that run in addition to forward passes. params: the model's leaves, arrays or shapes."""
+        """Return its programs that run in addition to forward passes. params: the model's leaves, arrays or shapes."""
         return ()
 
     def memory(self) -> Mapping[str, int]:
-        """Bytes of a device by purpose, of what it holds that is neither weights nor workspace."""
+        """Return bytes of one device, by purpose, of arrays that it holds besides weights and workspace."""
         return {}
 
     # Traced.
 
     def fill_tokens(self, step: ForwardPass) -> ForwardPass | None:
-        """The pass with a token id in the place of every -1 of the message; None to leave that to others."""
+        """Return the pass with token ids in place of each -1 of the message (a token that only the device knows); None
+        to leave them to others.
+        """
         return None
 
     def before_model(self, step: ForwardPass) -> ForwardPass:
-        """Return the pass with the inputs that it adds for the model."""
+        """Return the pass with this extension's inputs of the model added."""
         return step
 
     def after_model(self, step: ForwardPass) -> ForwardPass:
-        """Return the pass with what it keeps, and leaves to epilogues, of the model's outputs."""
+        """Return the pass with what this extension keeps, and leaves to epilogues, from the model's outputs."""
         return step
 
     def remember(
         self, tokens: TokenState, slot: jax.Array, position: jax.Array, token_ids: jax.Array, is_kept: jax.Array
     ) -> TokenState:
-        """The state with tokens that an epilogue has chosen, each at its slot and position where is_kept."""
+        """Return the state after an epilogue has chosen tokens: each is stored at its slot and position where is_kept
+        is true.
+        """
         return tokens
 
     # At work.
 
     def at_stage(self, stage: Any) -> StageExtension | None:
-        """Its half at a StageRunner, before anything is compiled; None without one."""
+        """Return its StageExtension for a StageRunner, before anything is compiled; None for none."""
         return None
 
     def on_host(self, runner: Any) -> HostExtension | None:
-        """What the engine's loop calls of it, of the ModelRunner whose first or last stage this is."""
+        """Return its HostExtension for the ModelRunner whose first or last stage this is; None for none."""
         return None
 
 
 class StageExtension:
-    """A capability at work in a stage. Sizes are bytes of one device.
+    """Part of a capability that works in a running stage: it holds arrays and runs programs. Sizes are bytes of one
+    device.
 
     Attributes:
       weight_bytes: bytes of its own weights, and of what it keeps for slots.
-      page_bytes: bytes that it keeps for a page.
-      models: abstract models whose weights it has; prefix: what these are called in tables of weights.
-      reads_message: its programs before a forward pass read the message, which is then sent once for all.
+      page_bytes: bytes that it keeps for each KV page.
+      models: abstract models whose weights it has; prefix: of their names in tables of weights.
+      reads_message: its programs before a forward pass read the message, which is then sent to the devices once for
+        all.
     """
 
     name: str
@@ -314,55 +334,64 @@ class StageExtension:
 
     @property
     def caches(self) -> Sequence[Any]:
-        """ExecutableCaches of its own."""
+        """Return its own ExecutableCaches."""
         return ()
 
     @property
     def program_bytes(self) -> int:
-        """Bytes that its own compiled programs hold."""
+        """Return the bytes that its compiled programs hold."""
         return 0
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of workspace of its largest program. Programs run before or after a forward pass, never during one."""
+        """Return the workspace of its largest program, in bytes. Programs run before or after a forward pass, never
+        during one.
+        """
         return 0
 
     def estimate(self, params: Sequence[Any]) -> tuple[int, int]:
-        """Estimate program_bytes and workspace_bytes before the number of pages is known."""
+        """Estimate program_bytes and workspace_bytes before the number of pages is known. params: the model's leaves.
+        """
         return 0, 0
 
     def plan_pool(self, num_pages: int) -> None:
-        """Takes note of the number of pages."""
+        """Store the number of KV pages, from which the shapes of its programs and arrays follow."""
 
     def compile(self, bucket: Bucket, params: Sequence[Any]) -> None:
-        """Compiles or loads what runs before and after a bucket's forward pass."""
+        """Compile or load its programs that run before and after a bucket's forward pass. params: the model's leaves.
+        """
 
     def allocate(self) -> None:
-        """Makes its arrays; once more after `release`."""
+        """Allocate its arrays; called again after `release`."""
 
     def release(self) -> None:
-        """Gives up the arrays that hold what can be computed again."""
+        """Free the arrays whose content can be computed again."""
 
     def before_forward(self, bucket: Bucket, params: Sequence[Any], state: Any, message: Any) -> Any:
-        """Dispatches what comes before a forward pass; returns what the pass is given, as `DeviceExtension.given` has
-        it.
+        """Dispatch its programs that precede a forward pass; return the arrays of `DeviceExtension.given`, None for
+        none.
 
-        None for nothing. params: the model's leaves. state: DeviceState before the step.
+        params: the model's leaves. state: DeviceState before the step. message: the step's message, i32[replicas,
+        size].
         """
         return None
 
     def before_epilogue(self, name: str, state: Any, forwarded: Any) -> None:
-        """Dispatches what comes between the newest forward pass and an epilogue. state: DeviceState before that."""
+        """Dispatch its work between the newest forward pass and the epilogue `name`. state: DeviceState before that
+        epilogue.
+        """
 
     def after_sample(self, params: Sequence[Any], state: Any, forwarded: Any) -> None:
-        """Dispatches what is done when the tokens of the newest forward pass have been chosen."""
+        """Dispatch its work that follows the sampling of the newest forward pass's tokens. state: DeviceState after the
+        sampler.
+        """
 
 
 class HostExtension:
-    """What the engine's loop calls of a capability."""
+    """Functions of a capability that the engine's loop calls."""
 
     def __init__(self, runner: Any):
         self.runner = runner
 
     def warm_up(self) -> None:
-        """Runs what takes longer the first time; everything has been compiled, and nothing is served yet."""
+        """Run what takes longer the first time; called when everything is compiled and before anything is served."""

@@ -1,7 +1,7 @@
-"""Where the scales of cached keys and values come from: the checkpoint, a file, or what is measured.
+"""Scales of 8-bit cached keys and values: from the checkpoint, from a file, or measured.
 
-Measured is with a pool in the model's dtype and steps of their own: prompts run through the model, and the largest
-magnitudes of each layer and kv head are read out of the pool.
+To measure, prompts run through the model with a pool in the model's dtype and steps of their own, and the largest
+magnitudes of each layer and KV head are read from the pool.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ _NUM_TOKENS = 512  # of random text, where nothing else is measured
 
 
 def known_scales(source: ModelSource, config: ResolvedConfig) -> KVScales | None:
-    """The scales that need no measuring: ones, those of the file that kv_cache_scales names, or, with "auto", the
-    checkpoint's; None where they are to be measured. The source must be open.
+    """Return the scales that need no measuring: ones, those of the file in kv_cache_scales, or, with "auto", the
+    checkpoint's; None if they must be measured. The source must be open.
 
-    Raises ConfigError for a file that cannot be used; ModelFileError for scales of a checkpoint that are none.
+    Raises ConfigError for a file that cannot be used, ModelFileError for invalid scales in a checkpoint.
     """
     shape = _shape(source.config)
     if config.kv_cache_scales == UNIT:
@@ -71,10 +71,10 @@ def known_scales(source: ModelSource, config: ResolvedConfig) -> KVScales | None
 
 
 def stored_scales(source: ModelSource) -> KVScales | None:
-    """The scales of the checkpoint, converted or not, for codes of STORED_FOR; None where it has none. The source must
-    be open.
+    """Return the checkpoint's scales, converted or not, for codes of dtype STORED_FOR; None if it has none. The source
+    must be open.
 
-    Raises ModelFileError where it has scales of some layers only, or invalid ones.
+    Raises ModelFileError if it has scales of some layers only, or invalid ones.
     """
     if source.weights is None:
         return None
@@ -86,7 +86,7 @@ def stored_scales(source: ModelSource) -> KVScales | None:
 
 
 def scales_of(largest: KVScales, dtype: str) -> KVScales:
-    """The scales with which codes of `dtype` hold these largest magnitudes."""
+    """Return the scales with which codes of `dtype` cover these largest magnitudes."""
     return largest.each(lambda magnitudes: scales_for(magnitudes, dtype))
 
 
@@ -98,12 +98,12 @@ def measure(
     *,
     progress: Progress | None = None,
 ) -> KVScales:
-    """The largest magnitudes of keys and values over prompts, f32[layers, K kv heads] each, 0 for layers without pages;
-    values None where they lie in keys.
+    """Measure the largest magnitudes of keys and values over prompts: f32[layers, K KV heads] each, 0 for layers
+    without pages. The values' are None if values lie in keys (latent attention).
 
-    prompts: i32[n] each; None for one of random tokens. stages: with the weights; they stay as they are. Compiles two
-    steps of its own, which are kept as others are. progress(done, total, what) is called per prompt. Raises
-    ModelFileError for keys or values that are not finite or that no scale covers, ConfigError where memory does not
+    prompts: i32[n] each; None for one of random tokens. stages: with the weights; they are not changed. Compiles two
+    steps of its own, which are stored as others are. progress(done, total, what): called per prompt. Raises
+    ModelFileError for keys or values that are not finite or that no scale covers, ConfigError if memory does not
     suffice.
     """
     most = min(_NUM_TOKENS, config.max_model_len - 1)
@@ -153,7 +153,9 @@ def measure(
 
 
 def _run(runner: ModelRunner, prompt: np.ndarray) -> None:
-    """One prompt i32[n] through the model, whose pages then hold its keys and values; its token is not looked at."""
+    """Run one prompt i32[n] through the model, so that its pages hold the keys and values; the sampled token is
+    ignored.
+    """
     config = runner.config.scheduler_config(runner.plan.num_pages, runner.num_ranks, runner.windows)
     scheduler = Scheduler(config)
     pools = "pooling" in runner.extensions
@@ -167,7 +169,7 @@ def _run(runner: ModelRunner, prompt: np.ndarray) -> None:
 
 
 def write_largest(path: Path, largest: KVScales) -> None:
-    """Writes a file that `read_largest` reads. Raises ConfigError where it cannot be written."""
+    """Write largest magnitudes to a file for `read_largest`. Raises ConfigError if it cannot be written."""
     try:
         path.write_text(json.dumps(to_object(largest)) + "\n")
     except OSError as error:
@@ -176,7 +178,10 @@ def write_largest(path: Path, largest: KVScales) -> None:
 
 
 def read_largest(path: Path, shape: KVShape) -> KVScales:
-    """The largest magnitudes that `write_largest` wrote. Raises ConfigError for a file that is none of this model."""
+    """Return the largest magnitudes of a file that `write_largest` wrote. shape: layers and KV heads of the model.
+
+    Raises ConfigError for a file that is invalid or of another model.
+    """
     try:
         content, why = read_object(path.parent, path.name), "there is no such file"
     except ModelFileError as error:

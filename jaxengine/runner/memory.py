@@ -1,7 +1,7 @@
-"""How many pages fit: the device's memory as measured, less weights, loaded programs and their workspace.
+"""Number of KV pages that fit: device memory as measured, less weights, loaded programs and their workspace.
 
-On a CPU the engine shares its memory with everything else, so the pool is sized by need there, and what the process
-holds of anonymous memory counts: pages of files can be dropped at any time. Knows sizes, nothing of what they are for.
+On a CPU the engine shares memory with everything else, so the pool is sized by need there, and the process's anonymous
+memory counts (pages of files can be dropped at any time).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _CPU_PROCESS_BYTES = 256 << 20
 
 
 class StageNeeds(NamedTuple):
-    """What the programs of one stage take of a device besides weights and pages, in bytes.
+    """Memory of one stage's programs on a device, besides weights and pages, in bytes.
 
     Attributes:
-      programs: what all of them hold as long as they are loaded, which is as long as the engine lives.
-      workspace: what the largest need while they run, the state of the slots included.
-      extensions: what optional capabilities hold besides, by purpose.
+      programs: held by all loaded programs, as long as the engine lives.
+      workspace: largest temporary memory of a running program, state of the slots included.
+      extensions: held by optional capabilities, by purpose.
     """
 
     programs: int
@@ -43,23 +43,23 @@ class StageNeeds(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Sum of all of these, in bytes."""
+        """Return the sum of programs, workspace and extensions, in bytes."""
         return self.programs + self.workspace + sum(self.extensions.values())
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes by purpose, and what the KV pool holds.
+    """Plan of one device's memory: bytes by purpose, and the KV pool's capacity.
 
     Attributes:
       total: the device's memory.
       budget: the share of it that the engine may use.
-      programs: what all compiled programs hold.
+      programs: held by all compiled programs.
       workspace: the largest compiled step's temporary memory, slot state included.
-      extensions: what optional capabilities hold besides, by purpose.
-      process: on a CPU what the process holds besides, the interpreter and its libraries for instance; else 0.
+      extensions: held by optional capabilities, by purpose.
+      process: on a CPU, other memory of the process, such as the interpreter and its libraries; else 0.
       by_need: the pool is as large as default requests need, although the budget has room for more.
-      pages_per_seq: the most that a request of max_model_len tokens holds at once, over all cache groups.
+      pages_per_seq: the most pages that a request of max_model_len tokens holds at once, over all cache groups.
     """
 
     total: int
@@ -82,8 +82,9 @@ class MemoryPlan:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes that the engine will hold of one device, by purpose, extensions' purposes included; `planned` is their
-        sum."""
+        """Return the bytes that the engine will hold of one device by purpose, those of extensions included; their sum
+        is `planned`.
+        """
         return {
             "weights": self.weights,
             "programs": self.programs,
@@ -95,16 +96,16 @@ class MemoryPlan:
 
     @property
     def planned(self) -> int:
-        """Bytes of one device that the engine will hold: the sum of `parts`."""
+        """Return the bytes of one device that the engine will hold: the sum of `parts`."""
         return sum(self.parts.values())
 
     @property
     def num_requests(self) -> float:
-        """Requests of max_model_len tokens that the pool holds at once."""
+        """Return how many requests of max_model_len tokens the pool holds at once."""
         return self.num_pages / self.pages_per_seq
 
     def table(self) -> str:
-        """Text of several lines with the plan, in MiB by purpose, for people."""
+        """Return the plan as text of several lines, in MiB by purpose, for people."""
         rows = [
             ("weights", self.weights),
             ("programs", self.programs),
@@ -127,8 +128,9 @@ class MemoryPlan:
 
 
 def device_memory(device: Any) -> int:
-    """Bytes of memory of a device, as much as its runtime may use; for a CPU all of the host's, or of its control group
-    where that is less."""
+    """Return a device's memory in bytes, as much as its runtime may use; for a CPU the host's, or its control group's
+    limit if that is less.
+    """
     if device.platform != "cpu":
         return device.memory_stats()["bytes_limit"]
     total = next(
@@ -143,7 +145,7 @@ def device_memory(device: Any) -> int:
 
 
 def memory_in_use(device: Any) -> int:
-    """Bytes of a device's memory in use now; for a CPU what this process holds, pages of files not counted."""
+    """Return the bytes of a device's memory in use now; for a CPU the process's memory without pages of files."""
     if device.platform != "cpu":
         return device.memory_stats()["bytes_in_use"]
     status = Path("/proc/self/status").read_text()
@@ -151,21 +153,25 @@ def memory_in_use(device: Any) -> int:
 
 
 def return_free_memory() -> None:
-    """Gives the system back what this process has freed: compiling leaves hundreds of MiB in the C library's lists."""
+    """Return freed memory of this process to the system: compiling leaves hundreds of MiB in the C library's free
+    lists.
+    """
     gc.collect()
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
         trim(0)
 
 
 def workspace_bytes(analysis: Any) -> int:
-    """Bytes that a compiled program needs besides its arguments while it runs. analysis: its `memory_analysis()`."""
+    """Return the bytes that a compiled program needs, besides its arguments, while it runs. analysis: its
+    `memory_analysis()`.
+    """
     return analysis.temp_size_in_bytes + max(0, analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
 
 
 def held_bytes(code: int, stored: int, backend: str) -> int:
-    """Bytes of device memory that a loaded program holds; backend as `jax.default_backend` names it.
+    """Return the bytes of device memory that a loaded program holds. backend: as `jax.default_backend` names it.
 
-    code: as its `memory_analysis()` tells; stored: of its file, which stands in for the code where that is not told.
+    code: machine code size from its `memory_analysis()`; stored: size of its file, used if the code size is not known.
     """
     return _CPU_BYTES_PER_STORED * stored if backend == "cpu" else code or stored
 
@@ -180,14 +186,14 @@ def plan_memory(
     windows: tuple[int | None, ...] = (None,),
     shared: int = 0,
 ) -> MemoryPlan:
-    """Sizes the KV pool of one device: as the config fixes it (num_gpu_blocks_override, kv_cache_memory_bytes), else by
-    what fits into gpu_memory_utilization of the device, and not more than requests can use.
+    """Plan the KV pool of one device: its size as the config fixes it (num_gpu_blocks_override, kv_cache_memory_bytes),
+    else what fits into gpu_memory_utilization of the device, and no more than requests can use.
 
     Args:
       total, weights, page_bytes: bytes of one device: its memory, the weights, and a page.
-      needs: bytes of one device besides.
-      windows: of the cache groups, whose pages are all `page_bytes` large.
-      shared: number of devices that are parts of this host's memory; 0 where devices have memories of their own.
+      needs: memory of programs and extensions on one device.
+      windows: of the cache groups (keys that stay visible; None for all), whose pages are all `page_bytes` large.
+      shared: number of devices that share this host's memory; 0 if devices have memories of their own.
 
     Raises:
       ConfigError: not even one request of max_model_len fits; says what to change.
@@ -241,7 +247,9 @@ def plan_memory(
 
 
 def _longest_fit(config: ResolvedConfig, num_pages: int, windows: tuple[int | None, ...]) -> int:
-    """The tokens of the longest sequence that so many pages hold, in whole pages and less than max_model_len."""
+    """Return the length in tokens of the longest sequence that `num_pages` pages hold, in whole pages, below
+    max_model_len.
+    """
     limits, columns = config.scheduler_config(1, windows=windows), 0
     while most_pages_of(limits, (columns + 1) * config.block_size) <= num_pages:
         columns += 1

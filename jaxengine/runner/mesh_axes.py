@@ -1,5 +1,5 @@
-"""A mesh with axes of a user's own as one with the engine's: that of a training script, for instance, with fsdp and
-tp."""
+"""Conversion of a user's mesh, for instance a training script's with axes fsdp and tp, to one with the engine's axes.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _ALLOWED = ("data", TENSOR, "attn", "model")
 
 
 def devices_by_axes(mesh: Mesh, mesh_axes: Mapping[str, str] | None) -> tuple[np.ndarray, bool]:
-    """The devices of a mesh as an array [data, attn, model], and whether it says how tensor parallelism is split into
-    the last two; if not ("tensor"), all of it is in the last.
+    """Return a mesh's devices as an array [data, attn, model], and whether the mesh says how tensor parallelism is
+    split into the last two axes; if it only says "tensor", all of it is in `model`.
 
-    mesh_axes: from axes of the mesh to "data", "tensor", "attn" or "model". Several axes may have one meaning, and are
-      joined in the mesh's order. An axis that is not named means its own name; with one device it needs no meaning.
+    mesh_axes: maps axes of the mesh to "data", "tensor", "attn" or "model". Several axes may have one meaning, and are
+    joined in the mesh's order. An axis that is not in it means its own name; an axis of one device needs no meaning.
 
     Raises ConfigError, which names the axis.
     """
@@ -40,10 +40,11 @@ def devices_by_axes(mesh: Mesh, mesh_axes: Mapping[str, str] | None) -> tuple[np
 
 
 def _meanings(sizes: Mapping[Any, int], mesh_axes: Mapping[str, str] | None) -> dict[Any, str]:
-    """Meaning of each axis of the mesh ("data", "tensor", "attn" or "model"), but for those of size 1 without one.
+    """Return the meaning of each mesh axis ("data", "tensor", "attn" or "model"), without axes of size 1 that have
+    none.
 
-    sizes: of the mesh's axes, by name. mesh_axes: as in `devices_by_axes`; None names none. Raises ConfigError for
-    names and meanings that do not exist, and for an axis of several devices without meaning.
+    sizes: of the mesh's axes, by name. mesh_axes: as in `devices_by_axes`; None maps none. Raises ConfigError for
+    unknown names and meanings, and for an axis of several devices without meaning.
     """
     if mesh_axes is not None and not isinstance(mesh_axes, Mapping):
         raise ConfigError("mesh_axes", mesh_axes, 'a dict from axes of the mesh, such as {"tp": "tensor"}')
@@ -69,6 +70,8 @@ def _shown(mesh_axes: Mapping[str, str] | None, sizes: Mapping[Any, int]) -> Any
 
 
 def engine_mesh(mesh: Mesh, mesh_axes: Mapping[str, str] | None) -> tuple[Mesh, bool]:
-    """The mesh with axes data, attn and model, and the second result of `devices_by_axes`. Raises as that."""
+    """Return the mesh with axes data, attn and model, and the second result of `devices_by_axes`, whose errors it
+    raises.
+    """
     devices, is_exact = devices_by_axes(mesh, mesh_axes)
     return Mesh(devices, MESH_AXES), is_exact

@@ -1,8 +1,8 @@
-"""The device side of the engine: the stages that run a model, one behind the other, as one thing that executes steps.
+"""Device side of the engine: all pipeline stages of a model as one object that executes steps.
 
-Serving calls nothing but the executables made at start-up, and an executable refuses any other shape, so nothing can
-compile while serving. Slots are numbered over all ranks: rank * max_num_seqs + the rank's own number. Knows rows and
-messages; of requests only the sampling parameters of a slot.
+Serving calls only the executables made at start-up, and an executable refuses any other shape, so nothing can compile
+while serving. Slots are numbered over all replicas: replica * max_num_seqs + the replica's own slot number. This module
+handles rows and messages; of requests only a slot's sampling parameters.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ MIN_LONG_ROWS = 3
 
 
 class ModelRunner:
-    """Compiles at construction, then only executes. Where an engine has several processes, each has one of these.
+    """Runner that compiles at construction, and then only executes. Each process of an engine has one.
 
     Attributes:
-      plan: what the memory of a device is used for; of the stage with the least room.
-      compiles: what XLA compiled while the engine was serving.
+      plan: use of a device's memory, in the stage with the least room.
+      compiles: counter of XLA compilations while the engine serves.
       stages: in order; `last` of them is the one that samples.
-      extensions: what the loop calls of the optional capabilities that the engine was started with, by their names.
+      extensions: HostExtensions of the optional capabilities that the engine was started with, by name.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class ModelRunner:
         progress: Progress | None = None,
         peers: Peers = ALONE,
     ):
-        """Compiles and allocates; returns when every process has done so. Raises ConfigError where the memory does not
-        suffice.
+        """Compile all programs and allocate memory; returns when every process has done so.
 
-        stages in order; config resolved; progress(done, total, what) is called per program.
+        stages: in order. config: resolved. progress(done, total, what): called per program. peers: the engine's other
+        processes. Raises ConfigError if the memory does not suffice.
         """
         self.config = config
         self.packer = stages[0].programs.packer
@@ -116,7 +116,7 @@ class ModelRunner:
 
     @property
     def device(self) -> Any:
-        """The first of the first stage's devices."""
+        """First device of the first stage."""
         return self.stages[0].programs.mesh.devices.flat[0]
 
     @property
@@ -125,57 +125,60 @@ class ModelRunner:
         return self.last.programs.epilogues
 
     def extension(self, name: str) -> Any:
-        """HostExtension of a capability; KeyError for one that the engine was started without."""
+        """Return the HostExtension of a capability. Raises KeyError for one that the engine was started without."""
         return self.extensions[name]
 
     @property
     def num_compiled(self) -> int:
-        """Programs that start-up compiled."""
+        """Number of programs that start-up compiled."""
         return sum(cache.num_compiled for stage in self.stages for cache in stage.caches)
 
     @property
     def num_loaded(self) -> int:
-        """Programs that start-up found compiled."""
+        """Number of programs that start-up loaded from the cache of executables."""
         return sum(cache.num_loaded for stage in self.stages for cache in stage.caches)
 
     @property
     def on_cpu(self) -> bool:
-        """Whether its devices are parts of the host's memory."""
+        """Whether the devices share the host's memory (CPU devices)."""
         return self.device.platform == "cpu"
 
     def memory_in_use(self) -> int:
-        """Bytes that a device of the first stage holds now; devices that are parts of a host's memory share its use."""
+        """Return the bytes that a device of the first stage holds now; devices that share a host's memory each count a
+        share.
+        """
         return self.stages[0].memory_in_use
 
     def execute(self, step: StepInput) -> PendingStep:
-        """Dispatches a step's forward pass; does not wait for it."""
+        """Dispatch a step's forward pass and return the pending step, without waiting."""
         for deltas in delta_chunks(step.overflow, NUM_DELTAS, self.num_ranks * self.packer.num_table_rows):
             self.change_state(PAGE_DELTAS, deltas)
         return self.forward(step.bucket, step.buffer)
 
     def forward(self, bucket: Bucket, message: np.ndarray) -> PendingStep:
-        """Dispatches the forward pass whose message this is, i32[ranks, size]; the other processes do the same."""
+        """Dispatch the forward pass of a message, i32[replicas, size]; the engine's other processes do the same."""
         # Engines of several processes have no wide buckets (jaxengine.config.speculation).
         sizes = {"num_tokens": bucket.num_tokens, "num_seqs": bucket.num_seqs}
         forwarded = self._everywhere("forward", (message,), lambda: self.run_forward(bucket, message), **sizes)
         return PendingStep(bucket, forwarded, self.fetch, self.last.given)
 
     def sample(self, pending: PendingStep) -> None:
-        """Dispatches the epilogue that ends a step, after which nothing else can be done with it: its sampler, or what
-        stands in the place of one; so do the other processes. The step then has `sampled` and no `forwarded`.
+        """Dispatch the epilogue that ends a step: its sampler or what replaces it. The step then has `sampled` and no
+        `forwarded`, so no other epilogue can run on it. The engine's other processes do the same.
 
-        To be called before the next forward pass: that takes its tokens.
+        To be called before the next forward pass is dispatched, which takes the sampled tokens.
         """
         pending.sampled = self._run_epilogue(*self._endings[pending.bucket], pending)
         pending.forwarded = None
 
     def run_epilogue(self, name: str, pending: PendingStep) -> Any:
-        """Dispatches an epilogue on what the forward pass dispatched last has left; its output. The other processes do
-        the same."""
+        """Dispatch an epilogue on what the newest forward pass left; return its output, on the devices. The engine's
+        other processes do the same.
+        """
         return self._run_epilogue(name, self._size(name, pending.bucket), pending)
 
     def _size(self, name: str, bucket: Bucket) -> int:
-        """Rows of the epilogue of a name that serves a bucket."""
+        """Return the compiled size (number of rows) of an epilogue that serves a bucket."""
         size = self.epilogues[name].size_of(self.buckets, bucket)
         assert size is not None
         return size
@@ -186,28 +189,32 @@ class ModelRunner:
         return self._everywhere(name, (), lambda: self.last.run_epilogue(name, size, forwarded))
 
     def _everywhere(self, op: str, arrays: Sequence[np.ndarray], function: Callable[[], Any], **fields: Any) -> Any:
-        """Calls `function`, which dispatches what `op` names; the other processes, if there are any, do the same."""
+        """Call `function`, which dispatches the operation `op`, in this process; the others, if any, do the same with
+        these arrays and fields.
+        """
         return function() if self.peers is ALONE else self.peers.call(op, arrays, function, **fields)
 
     def change_state(self, name: str, *arguments: Any) -> None:
-        """Runs a state change on the stages that have it; the other processes do the same."""
+        """Run a state change with these arguments on the stages that have it; the engine's other processes do the same.
+        """
         self._everywhere(
             "change", arguments, lambda: [stage.change_state(name, *arguments) for stage in self.stages], name=name
         )
 
     def set_params(self, rows: list[tuple[int, np.ndarray]]) -> None:
-        """Stores sampling parameters: (slot, words), the latter as `row_words` gives them."""
+        """Write sampling parameters: (slot over all replicas, packed int32 from `row_words`)."""
         self.change_slots(PARAMETERS, rows, NUM_PARAM_ROWS, len(NEUTRAL))
 
     def set_logprob_ids(self, rows: list[tuple[int, tuple[int, ...]]]) -> None:
-        """Stores the tokens whose logprobs slots report: (slot, ids). Slots that report none keep those of earlier
-        requests, which nobody reads."""
+        """Write the token ids whose logprobs slots report: (slot over all replicas, ids). Slots that report none keep
+        the ids of earlier requests, which nobody reads.
+        """
         width = MAX_LOGPROB_TOKEN_IDS
         own = [(slot, np.pad(np.array(ids, np.int32), (0, width - len(ids)), constant_values=-1)) for slot, ids in rows]
         self.change_slots(LOGPROB_ID_ROWS, own, NUM_LOGPROB_ID_ROWS, width)
 
     def set_biases(self, biases: list[tuple[int, np.ndarray | None]]) -> None:
-        """Sets additive logit biases of slots, (slot over all ranks, f32[V]); None for no bias.
+        """Write additive logit biases of slots: (slot over all replicas, f32[V]); None for no bias.
 
         V may be the model's vocabulary or the padded one; -inf forbids a token.
         """
@@ -219,22 +226,26 @@ class ModelRunner:
         self.change_rows(BIAS_ROWS, rows, self.last.programs.vocab_size)
 
     def set_token_counts(self, sequences: list[tuple[int, np.ndarray, np.ndarray]]) -> None:
-        """Tells penalties what slots' prompts and outputs hold so far: (slot, prompt i32[n], output i32[m])."""
+        """Write the token counts that penalties use, from slots' prompts and outputs: (slot, prompt i32[n], output
+        i32[m]).
+        """
         rows = ((slot, self._counts(prompt, output)) for slot, prompt, output in sequences)
         self.change_rows(COUNTS_ROWS, rows, self.last.programs.vocab_size)
 
     def change_rows(self, name: str, rows: Iterable[tuple[int, np.ndarray]], width: int) -> None:
-        """Replaces long rows of slots, in as few launches as pay: see `state_changes.long_rows`, and `change_slots`."""
+        """Replace long rows of slots by the state change `name`, in as few launches as is worthwhile: see
+        `state_changes.long_rows`, and `change_slots`. rows: (slot over all replicas, row [at most width]).
+        """
         rows = iter(rows)
         while chunk := list(islice(rows, NUM_LONG_ROWS)):
             size = NUM_LONG_ROWS if len(chunk) >= MIN_LONG_ROWS else 1
             self.change_slots(rows_name(name, size), chunk, size, width)
 
     def change_slots(self, name: str, rows: Sequence[tuple[int, np.ndarray]], size: int, width: int) -> None:
-        """Runs the state change `name`, which takes `size` slots and their rows [size, width], as often as it takes for
-        all rows.
+        """Run the state change `name`, which takes `size` slots and their rows [size, width], as often as all rows
+        require.
 
-        rows: (slot over all ranks, row [at most width]); shorter ones are filled up with zeros; all have one dtype.
+        rows: (slot over all replicas, row [at most width]); shorter ones are padded with zeros; all have one dtype.
         """
         for first in range(0, len(rows), size):
             slots = np.full(size, len(self._has_bias), np.int32)
@@ -244,9 +255,10 @@ class ModelRunner:
             self.change_state(name, slots, values)
 
     def set_column(self, name: str, known: np.ndarray, slots: list[int], values: list[int]) -> None:
-        """Tells the devices the values of slots, one each, that differ from what they know.
+        """Send the devices one int32 value for each slot whose value differs from what they have.
 
-        name: of the state change. known: i32[slots of all ranks], what they know of each; brought up to date in place.
+        name: of the state change. known: i32[slots of all replicas], the values that the devices have; updated in
+        place.
         """
         news = [pair for pair in zip(slots, values, strict=True) if known[pair[0]] != pair[1]]
         for first in range(0, len(news), NUM_COLUMN_ROWS):
@@ -257,7 +269,7 @@ class ModelRunner:
             self.change_state(name, *rows)
 
     def run_forward(self, bucket: Bucket, message: np.ndarray) -> Forwarded:
-        """The forward pass through all stages, of this process alone."""
+        """Dispatch the forward pass through all stages, in this process alone; return what it leaves."""
         hidden, earlier = None, []
         for stage in self.stages[:-1]:
             hidden, sections = stage.forward(bucket, message, hidden)
@@ -266,18 +278,21 @@ class ModelRunner:
         return output._replace(earlier=tuple(earlier)) if earlier else output
 
     def fetch(self, array: jax.Array) -> np.ndarray:
-        """A result as a numpy array; waits for it."""
+        """Return a result as a numpy array; waits for it."""
         return np.asarray(array) if self.peers is ALONE else self.peers.run(lambda: np.asarray(array))
 
     def _counts(self, prompt: np.ndarray, output: np.ndarray) -> np.ndarray:
-        """i32[V]: twice how often each token is in the output, and one more for those of the prompt."""
+        """Return i32[V]: for each token twice the number of times it is in the output, plus one if it is in the prompt.
+        """
         counts = 2 * np.bincount(output, minlength=self.vocab_size).astype(np.int32)
         counts[prompt] |= 1
         return counts
 
     def _plan_memory(self, needs: Sequence[StageNeeds]) -> MemoryPlan:
-        """The plan of the stage with the least room, the fewest pages. needs: of each stage. Raises ConfigError where
-        not even one request of max_model_len fits into a stage."""
+        """Return the memory plan of the stage with the least room, which has the fewest pages. needs: of each stage.
+
+        Raises ConfigError if not even one request of max_model_len fits into a stage.
+        """
         plans = [
             plan_memory(
                 self.config,
@@ -293,11 +308,11 @@ class ModelRunner:
         return min(plans, key=lambda plan: plan.num_pages)
 
     def _plan_as_compiled(self, before: int) -> MemoryPlan:
-        """The plan with what the programs turned out to need, of the stage that holds most; its pages stay as planned.
+        """Return the plan with the measured memory of compiled programs, of the stage that holds most; the number of
+        pages stays as planned.
 
-        before: bytes of a device in use when no program had been compiled; only a CPU's are looked at.
-
-        On a CPU what programs hold is told by the process: those compiled now hold about half of what loaded ones do.
+        before: bytes of a device in use before any program was compiled; used for CPUs only, where the process's growth
+        shows what programs hold. Programs compiled now hold about half of what loaded ones do.
         """
         plans = []
         for stage in self.stages:
@@ -311,8 +326,8 @@ class ModelRunner:
         return max(plans, key=lambda plan: plan.planned)
 
     def _warm_up(self, progress: Progress) -> None:
-        """Makes every executable serving can need, the costly ones first so that they show early; none with
-        enforce_eager, where each is made when it first occurs. Decides the size of each stage's pool.
+        """Compile or load every executable that serving can need, the costly ones first so that failures show early;
+        with enforce_eager none: each is then made at its first use. Also sets the size of each stage's pool.
 
         progress: (programs done, of how many, name of the next).
         """

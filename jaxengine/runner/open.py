@@ -1,6 +1,6 @@
-"""From a configuration to a ModelRunner: the model opened, the open options settled, weights loaded, steps compiled.
+"""From a configuration to a ModelRunner: open the model, settle open options, load weights, compile steps.
 
-Every process of an engine does this; host 0 then schedules, the others execute what it says.
+Every process of an engine does this; host 0 then schedules, and the others execute what it sends.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ logger = logging.getLogger(__name__)
 
 
 class OpenedModel(NamedTuple):
-    """What is settled about an engine before anything is loaded. mesh: in the engine's axes, if the caller's says how
-    tensor parallelism is split into attn and model."""
+    """Settled facts of an engine before anything is loaded. mesh: in the engine's axes, if the caller's mesh says how
+    tensor parallelism is split into attn and model; else None.
+    """
 
     source: ModelSource
     config: ResolvedConfig
@@ -47,13 +48,14 @@ def open_resolved(
     mesh: Mesh | None = None,
     mesh_axes: Mapping[str, str] | None = None,
 ) -> OpenedModel:
-    """Opens the model of a config and settles what the config leaves open; loads no weights. The source stays open.
+    """Open the model of a config and settle options that the config leaves open; loads no weights. The source stays
+    open.
 
-    devices: to choose from, None for `jax.devices()`. mesh: a user's own in place of devices and parallel sizes.
-    mesh_axes: from its axes to "data", "tensor", "attn" or "model"; None where these are their names.
+    devices: candidates; None for `jax.devices()`. mesh: a user's own, in place of devices and parallel sizes.
+    mesh_axes: maps its axes to "data", "tensor", "attn" or "model"; None if these are their names.
 
-    Raises ConfigError, ModelConfigError or ModelFileError, and DefaultModelMissing where no model is named and the
-    default one is not installed.
+    Raises ConfigError, ModelConfigError or ModelFileError, and DefaultModelMissing if no model is named and the default
+    one is not installed.
     """
     if mesh is None and mesh_axes is not None:
         raise ConfigError("mesh_axes", mesh_axes, "None without a mesh")
@@ -82,12 +84,11 @@ def load_runner(
     *,
     peers: Peers = ALONE,
 ) -> ModelRunner:
-    """Loads the weights and compiles, as every process of an engine does; closes the source.
+    """Load the weights, compile, and return the runner; closes the source. Every process of an engine does this.
 
-    source, config, platform, devices, mesh: as `open_resolved` gave them. peers: the engine's other processes, ALONE
-    for none.
+    source, config, platform, devices, mesh: from `open_resolved`. peers: the engine's other processes; ALONE for none.
 
-    Raises ConfigError for what does not fit, sizes or memory, and ModelFileError for weights that do not.
+    Raises ConfigError for sizes or memory that do not fit, and ModelFileError for weights that do not.
     """
     show, coded = not config.disable_log_stats, is_coded(config.kv_cache_dtype)
     scales = known_scales(source, config) if coded else None
@@ -110,7 +111,7 @@ def load_runner(
 
 
 class ProgressBar:
-    """A bar over (done, total, what) calls; nothing when it is not to be shown."""
+    """Progress bar for (done, total, what) calls; shows nothing when it is off."""
 
     def __init__(self, title: str, unit: str, show: bool):
         self._bar = tqdm(desc=title, unit=unit, unit_scale=unit == "B", disable=not show)
@@ -131,8 +132,9 @@ class ProgressBar:
 
 
 def kernel_platform(device: Any) -> str:
-    """The name of the platform whose kernels a device runs, a key of PLATFORMS; warns where it is a GPU without any
-    ("gpu_xla")."""
+    """Return the platform, a key of PLATFORMS, whose kernels a device runs. Warns about a GPU without kernels of its
+    own, which runs "gpu_xla".
+    """
     platform = platform_of(device)
     if platform == "gpu_xla":
         logger.warning(

@@ -1,4 +1,4 @@
-"""The other processes of an engine, as a ModelRunner sees them. What runs them is jaxengine/cluster."""
+"""The engine's other processes as a ModelRunner sees them. jaxengine/cluster runs them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ NO_ANSWER = 0
 
 class Answer(NamedTuple):
     """Answer of another process to an order. who: names the process; content: plain JSON, with "error" and "faults" for
-    an error."""
+    an error.
+    """
 
     who: str
     content: Mapping[str, Any]
@@ -22,22 +23,25 @@ class Answer(NamedTuple):
 
 
 class Orders(Protocol):
-    """Orders to the other processes beside steps. Their names are those of jaxengine.cluster.order_taker.OrderTaker."""
+    """Orders to the other processes, apart from steps. Order names are those of
+    jaxengine.cluster.order_taker.OrderTaker.
+    """
 
     def give(self, name: str, arrays: Sequence[np.ndarray] = (), /, **arguments: Any) -> Callable[[], list[Answer]]:
-        """Give an order; returns a function that waits for the answer of every process.
+        """Send an order; return a function that waits for the answer of every process.
 
-        arguments: plain JSON. Both raise ClusterError if a process is lost.
+        name, arguments: the order and its plain JSON arguments; arrays: sent with it. Both calls raise ClusterError if
+        a process is lost.
         """
         ...
 
     def leave(self, name: str, /, **arguments: Any) -> None:
-        """Give an order soon, from any thread and whatever it holds; nobody waits for an answer."""
+        """Send an order soon, from any thread and whatever locks it holds; no answer is awaited."""
         ...
 
 
 class Peers:
-    """The other processes of an engine, as its ModelRunner sees them; this class is for an engine without any.
+    """The engine's other processes, as its ModelRunner sees them; this base class is for an engine without any.
 
     Attributes:
       orders: for host 0 of several processes; None elsewhere.
@@ -46,19 +50,22 @@ class Peers:
     orders: Any = None
 
     def agree(self, num_pages: int, programs: str) -> int:
-        """The pages of the process with the least room. programs: what must be the same everywhere."""
+        """Return the number of pages of the process with the least room. programs: digest that must be the same in all
+        processes.
+        """
         return num_pages
 
     def await_ready(self) -> None:
-        """Returns when every process has compiled."""
+        """Wait until every process has compiled."""
 
     def call(self, op: str, arrays: Sequence[np.ndarray], function: Callable[[], _T], **fields: Any) -> _T:
-        """Has the others execute what `op` names, with these arrays and fields; returns what `function`, which does it
-        here, gives."""
+        """Have the other processes execute the operation `op` with these arrays and fields; call `function`, which does
+        the same here, and return its result.
+        """
         return function()
 
     def run(self, function: Callable[[], _T]) -> _T:
-        """Calls what uses the devices, and may wait for the other processes; returns what it gives."""
+        """Call a function that uses the devices and may wait for the other processes; return its result."""
         return function()
 
 

@@ -1,4 +1,4 @@
-"""Weights and sleep of an engine over several processes: what host 0 asks of the others, and does itself."""
+"""Weights and sleep of an engine of several processes: orders from host 0 to the others, and its own part."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ _keys = itertools.count(1)
 
 
 class Spread:
-    """New weights of all processes: read by each, put in place by all between the same two steps, or forgotten.
+    """New weights in all processes: each reads its parts, and all put them in place between the same two steps, or drop
+    them.
 
     Attributes:
-      key: by which the other processes know them.
+      key: by which the other processes identify them.
     """
 
     def __init__(self, runner: ModelRunner):
@@ -36,16 +37,18 @@ class Spread:
         self.key = next(_keys)
 
     def begin(self, path: str | None, **options: Any) -> Callable[[], list[Answer]]:
-        """Have the others read the folder of this path, each its parts, or wait for tensors; returns as `Orders.give`.
+        """Have the other processes read their parts of the folder `path`, or, with None, wait for tensors; return a
+        function that waits for their answers, as of `Orders.give`.
 
         options: those of `jaxengine.runner.weight_update.ReadOptions`.
         """
         return self._orders.give("read_weights", key=self.key, path=path, **options)
 
     def sending(self, tensors: Iterator[tuple[str, Any]], chunk_bytes: int | None) -> Iterator[tuple[str, Any]]:
-        """Yields the same tensors, each once the others have it. Raises ClusterError if a process is lost.
+        """Yield the same tensors, each after it was sent to the other processes. Raises ClusterError if a process is
+        lost.
 
-        chunk_bytes: of a message at most; a row of a tensor is copied to host memory at once in any case.
+        chunk_bytes: largest size of a message; a row of a tensor is copied to host memory in one piece in any case.
         """
         most = min(chunk_bytes or _DEFAULT_PIECE_BYTES, MAX_PIECE_BYTES)
         for name, array in tensors:
@@ -74,25 +77,25 @@ class Spread:
             self._orders.give("take_tensor", [np.empty(0, np.uint8)], first=0, **about)()
 
     def end(self) -> Callable[[], list[Answer]]:
-        """Tell the others that there are no more tensors; returns as `Orders.give`."""
+        """Tell the other processes that there are no more tensors; return a function that waits for their answers."""
         return self._orders.give("end_tensors", key=self.key)
 
     def put(self, put: Callable[[], None]) -> None:
-        """Has all processes put their arrays in place, this one by `put`, between the same two steps."""
+        """Have all processes put their arrays in place between the same two steps; `put` does it in this process."""
         arguments = {"key": self.key}
         self._peers.call("order", (), put, number=NO_ANSWER, name="put_weights", arguments=arguments)
 
     def forget_with(self, new: Any) -> None:
-        """Has the others forget their weights once nobody has `new` any more, which is this process's part of them."""
+        """Have the other processes drop their weights once `new`, this process's part of them, is garbage-collected."""
         weakref.finalize(new, self._orders.leave, "forget_weights", key=self.key).atexit = False
 
     def forget(self) -> None:
-        """Has the others forget their weights now; waits for it."""
+        """Have the other processes drop their weights now; waits for it."""
         self._orders.give("forget_weights", key=self.key)()
 
 
 def raise_faults(answers: Sequence[Answer]) -> None:
-    """Raises WeightUpdateError for what other processes found wrong, with all their faults."""
+    """Raise WeightUpdateError with all faults that other processes found, if any."""
     failed = [each for each in answers if "error" in each.content]
     faults = [(name, f"{text} ({each.who})") for each in failed for name, text in each.content["faults"]]
     if faults:
@@ -102,7 +105,7 @@ def raise_faults(answers: Sequence[Answer]) -> None:
 
 
 def everywhere(runner: ModelRunner, function: Callable[..., Any], **arguments: Any) -> Any:
-    """Calls a function of `jaxengine.runner.sleep` in all processes; returns what it gives here.
+    """Call a function of `jaxengine.runner.sleep` in all processes; return its result here.
 
     Raises what it raises here, and RuntimeError, with the process's name, for an error elsewhere.
     """
@@ -121,7 +124,7 @@ def everywhere(runner: ModelRunner, function: Callable[..., Any], **arguments: A
 
 
 def whole(runner: ModelRunner, stage: int, index: int) -> np.ndarray:
-    """A weight in host memory, whichever processes have its parts: the one of this index of a stage's arrays."""
+    """Return a weight as a host array, whichever processes have its parts. index: in the stage's list of arrays."""
     array: Any = runner.stages[stage].params[index]
     if array.is_fully_addressable:
         return on_host(array)
@@ -134,7 +137,7 @@ def whole(runner: ModelRunner, stage: int, index: int) -> np.ndarray:
 
 
 def bytes_of_part(runner: ModelRunner, *, stage: int, index: int, part: int) -> np.ndarray | None:
-    """The bytes u8[n] of a part of a weight, in C order, if it is for this process to give them; else None.
+    """Return the bytes u8[n] of a part of a weight, in C order, if this process is the one to send it; else None.
 
     part: its number, see `_places`.
     """
@@ -147,7 +150,7 @@ def bytes_of_part(runner: ModelRunner, *, stage: int, index: int, part: int) -> 
 
 
 def _fetched(runner: ModelRunner, stage: int, index: int, part: int, like: np.ndarray) -> np.ndarray:
-    """A part of a weight that another process has, of the shape and dtype of `like`."""
+    """Fetch a part of a weight from the process that has it. like: an array of the part's shape and dtype."""
     orders: Orders = runner.peers.orders
     data = np.empty(like.nbytes, np.uint8)
     for first in range(0, len(data), MAX_PIECE_BYTES):
@@ -159,8 +162,9 @@ def _fetched(runner: ModelRunner, stage: int, index: int, part: int, like: np.nd
 
 
 def _places(array: Any) -> list[tuple[tuple[tuple[int, int], ...], int]]:
-    """The parts of an array in an order that all processes agree on: bounds along each axis, and the first process
-    that has the part."""
+    """Return the parts of an array in an order that all processes agree on: the bounds along each axis, and the first
+    process that has the part.
+    """
     found: dict[tuple[tuple[int, int], ...], int] = {}
     for device, index in array.sharding.devices_indices_map(array.shape).items():
         place = _bounds(index, array.shape)
@@ -173,5 +177,5 @@ def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int
 
 
 def _is_numeric(dtype: Any) -> bool:
-    """Whether arrays of a dtype are numbers, in the bytes that other processes read them from."""
+    """Whether arrays of this dtype are plain numbers, which other processes can send as bytes."""
     return jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)

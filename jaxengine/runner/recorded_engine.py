@@ -15,7 +15,7 @@ _PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin"
 
 
 def about_engine(runner: ModelRunner) -> dict[str, Any]:
-    """Describe what runs the steps of an engine, as plain JSON values: options, model, versions, device, kernels."""
+    """Describe the engine of a runner as plain JSON values: options, model, versions, device, kernels."""
     config, programs = runner.config, runner.last.programs
     model = programs.model.config
     return {
@@ -36,7 +36,7 @@ def about_engine(runner: ModelRunner) -> dict[str, Any]:
 
 
 def model_digest(model: Any) -> str:
-    """A digest of a model's configuration, as far as it decides what is computed."""
+    """Return a digest of a model's configuration, of the parts that decide what is computed."""
     return hashlib.sha256(repr(model).encode()).hexdigest()
 
 

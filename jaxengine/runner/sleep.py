@@ -1,6 +1,6 @@
-"""Device memory of an engine that sleeps: weights and pools are given up and come back, compiled programs stay.
+"""Device memory of a sleeping engine: weights and pools are freed and restored, compiled programs stay.
 
-A sleeping array is described, so that what is to take its place can be checked.
+A freed array leaves a description, so that its replacement can be checked.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from jaxengine.runner.model_runner import ModelRunner
 
 
 class Absent(NamedTuple):
-    """An array whose memory was given up, as it was and is to be again.
+    """Description of a freed array, from which it is restored.
 
     Attributes:
-      host: its parts by device, where they are kept; None where nothing is. Equal parts are one array.
+      host: copies of its parts by device; None if none are kept. Equal parts are one array.
     """
 
     shape: tuple[int, ...]
@@ -30,7 +30,9 @@ class Absent(NamedTuple):
     host: list[tuple[Any, np.ndarray]] | None = None
 
     def restored(self, memory: HugePages | None) -> jax.Array:
-        """The array, on its devices again. memory: for devices whose memory is the host's."""
+        """Return the array, on its devices again. memory: huge pages for devices that share the host's memory; None for
+        none.
+        """
         assert self.host is not None
         parts = [jax.device_put(part if memory is None else memory.copy(part), device) for device, part in self.host]
         array = jax.make_array_from_single_device_arrays(self.shape, self.sharding, parts, dtype=self.dtype)
@@ -38,10 +40,11 @@ class Absent(NamedTuple):
 
 
 def release_weights(runner: ModelRunner, *, keep: bool) -> None:
-    """Gives up the weights' memory on the devices: each leaf of the stages becomes an Absent. keep: copies stay in host
-    memory; those of adapters always do. Where only copies are left, keep=False gives them up.
+    """Free the weights' memory on the devices: each leaf of the stages becomes an Absent.
 
-    Arrays that somebody else holds too, as a trainer does that gave them, keep their memory.
+    keep: copies stay in host memory; those of adapters always do. If weights are absent already and have copies,
+    keep=False drops the copies. Arrays that somebody else holds, such as the trainer that provided them, keep their
+    memory.
     """
     for stage in runner.stages:
         adapters = {pool.index for pool in declared_pools(stage.programs.model)}
@@ -51,10 +54,10 @@ def release_weights(runner: ModelRunner, *, keep: bool) -> None:
 
 
 def restore_weights(runner: ModelRunner) -> bool:
-    """Puts the weights back on the devices, and waits for that. Returns False, with nothing changed, if there are some
-    of which host memory has no copies: these must be replaced first.
+    """Put the weights back on the devices, and wait for that. Returns False, with nothing changed, if host memory lacks
+    copies of some: these must be replaced first.
 
-    Raises jax's RuntimeError if memory is not to be had. Weights that are on the devices by then stay there.
+    Raises jax's RuntimeError if memory cannot be allocated; weights that are on the devices by then stay there.
     """
     params = (each for stage in runner.stages for each in stage.params)
     if any(isinstance(each, Absent) and each.host is None for each in params):
@@ -68,19 +71,19 @@ def restore_weights(runner: ModelRunner) -> bool:
 
 
 def are_present(runner: ModelRunner) -> bool:
-    """Whether no weight is absent."""
+    """Whether all weights are on the devices."""
     return not any(isinstance(each, Absent) for stage in runner.stages for each in stage.params)
 
 
 def release_pools(runner: ModelRunner) -> None:
-    """Gives up the memory of keys, values and embeddings."""
+    """Free the memory of keys, values and embeddings."""
     for stage in runner.stages:
         stage.release_pools()
     return_free_memory()
 
 
 def allocate_pools(runner: ModelRunner) -> None:
-    """Makes the pools again; they are empty."""
+    """Allocate the pools again, empty."""
     for stage in runner.stages:
         stage.allocate_pools()
 
@@ -93,7 +96,7 @@ def _absent(array: Any, keep: bool) -> Absent:
 
 
 def _parts(array: Any) -> list[tuple[Any, np.ndarray]]:
-    """Copies in host memory of an array's parts by device, one for all devices that have the same part."""
+    """Return copies of an array's parts in host memory, by device; devices with equal parts share one copy."""
     copies: dict[tuple[tuple[Any, Any], ...], np.ndarray] = {}
     parts = []
     for shard in array.addressable_shards:

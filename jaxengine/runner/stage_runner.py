@@ -1,6 +1,6 @@
-"""One pipeline stage on its devices: weights, KV pool, state of the slots, and the compiled programs.
+"""One pipeline stage on its devices: weights, KV pool, slot state and compiled programs.
 
-An engine without pipeline parallelism is one stage. Knows rows and messages, nothing of requests.
+An engine without pipeline parallelism has one stage. This module handles rows and messages, never requests.
 """
 
 from __future__ import annotations
@@ -35,22 +35,23 @@ MAX_LAUNCHES_AHEAD = 16
 
 
 class StageRunner:
-    """Compiles on demand, allocates when told the number of pages (`plan_pool`, `allocate`), then only executes.
+    """Runner of one stage. Compiles on demand, allocates once the number of pages is set (`plan_pool`, `allocate`),
+    then only executes.
 
     Attributes:
       params: the model's leaves.
-      kv_scales: what the pool's codes stand for, of all layers of the model; to be set before `allocate`.
-      extensions: optional capabilities at work here, by name.
-      given: what they have brought for the newest forward pass, by name.
+      kv_scales: scales of an 8-bit pool, for all layers of the model; to be set before `allocate`.
+      extensions: StageExtensions, by name.
+      given: arrays that they have provided for the newest forward pass, by name.
     """
 
     def __init__(
         self, programs: StepPrograms, params: Any, cache_dir: str | None, extensions: Sequence[StageExtension] = ()
     ):
-        """params: the model's weights, an nnx.State or its leaves. cache_dir: as the directory of ExecutableCache,
-        whose ConfigError comes out. extensions: those with weights of their own.
+        """Take the weights and compile or load the state changes.
 
-        Compiles or loads the state changes.
+        params: the model's weights, an nnx.State or its leaves. cache_dir: directory of the ExecutableCache, whose
+        ConfigError comes out. extensions: those with weights of their own.
         """
         self.programs = programs
         self.given: dict[str, Any] = {}
@@ -76,54 +77,55 @@ class StageRunner:
 
     @property
     def device_memory(self) -> int:
-        """Bytes of one device; devices that are parts of one host's memory share it evenly."""
+        """Return the memory of one device in bytes; devices that share a host's memory each count an equal share."""
         devices = self.programs.mesh.local_devices
         memory = device_memory(devices[0])
         return memory // jax.local_device_count() if devices[0].platform == "cpu" else memory
 
     @property
     def memory_in_use(self) -> int:
-        """Bytes that one device holds now, as `device_memory` counts."""
+        """Return the bytes that one device holds now; devices that share a host's memory each count an equal share."""
         device = self.programs.mesh.local_devices[0]
         in_use = memory_in_use(device)
         return in_use // jax.local_device_count() if device.platform == "cpu" else in_use
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of one device of the weights, and of what extensions have of weights and slots."""
+        """Return the bytes of one device of the weights, and of extensions' weights and slot arrays."""
         return sum(map(part_bytes, self.params)) + sum(each.weight_bytes for each in self.extensions.values())
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page on one device, in all layers of a group and in extensions."""
+        """Return the bytes of one page on one device, in all layers of a group and in extensions."""
         return self.programs.page_bytes + sum(each.page_bytes for each in self.extensions.values())
 
     @property
     def caches(self) -> list[ExecutableCache]:
-        """Caches from which the stage and its extensions get their programs."""
+        """Return the ExecutableCaches of the stage and its extensions."""
         return [self.executables, *(cache for each in self.extensions.values() for cache in each.caches)]
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of one device that the largest forward pass and epilogue, which have been compiled, need while they
-        run."""
+        """Return the workspace, in bytes of one device, of the largest forward pass and epilogue; both must be
+        compiled.
+        """
         forward = workspace_bytes(self._forwards[max(self._forwards)].memory_analysis())
         forward = max([forward, *(each.workspace_bytes for each in self.extensions.values())])
         return forward + self._bytes_beside_forward
 
     @property
     def program_bytes(self) -> int:
-        """Bytes of one device that all programs hold, which have been compiled."""
+        """Return the bytes of one device that all programs hold; they must be compiled."""
         programs, kv = self.programs, self._kv_shapes
         forwards = [self._held(programs.forward(key, self.params, kv), own) for key, own in self._forwards.items()]
         own = sum(each.program_bytes for each in self.extensions.values())
         return sum(forwards) + own + self._held_beside_forwards
 
     def foresee_needs(self) -> StageNeeds:
-        """The most that programs will need, bytes of one device, before the pool's size is known.
+        """Estimate the most memory that programs will need, in bytes of one device, before the pool's size is known.
 
-        Compiles or loads epilogues and extensions' programs, and the largest forward pass with a small pool in place of
-        the real one, unless what it needs is remembered; other forward passes are taken to be as large.
+        Compiles or loads epilogues and extensions' programs. The largest forward pass is compiled with a small pool
+        unless its needs are stored; other forward passes are assumed to be as large.
         """
         programs = self.programs
         kv = programs.kv_shapes(programs.num_columns)
@@ -141,46 +143,47 @@ class StageRunner:
         return StageNeeds(held, forward + self._bytes_beside_forward, programs.memory)
 
     def plan_pool(self, num_pages: int) -> None:
-        """Decides the pool's size, pages of a layer and rank, and with it the shapes of forward passes."""
+        """Set the pool's size, in pages of a layer and replica, and with it the shapes of forward passes."""
         self._kv_shapes = self.programs.kv_shapes(num_pages)
         for each in self.extensions.values():
             each.plan_pool(num_pages)
 
     def compile_forward(self, bucket: Bucket) -> None:
-        """Compiles or loads a bucket's forward pass, and what extensions do before and after it."""
+        """Compile or load a bucket's forward pass, and the programs of extensions before and after it."""
         for each in self.extensions.values():
             each.compile(bucket, self.params)
         self._forwards[bucket] = self.compiled(self.programs.forward(bucket, self.params, self._kv_shapes))
 
     def compile_epilogue(self, name: str, size: int) -> None:
-        """Compiles or loads an epilogue, unless that has been done."""
+        """Compile or load an epilogue of this size, unless that has been done."""
         if (name, size) not in self._epilogues:
             self._epilogues[name, size] = self.compiled(self.programs.epilogue(name, size, self.params))
 
     def own_programs(self) -> list[tuple[str, str]]:
-        """The programs that extensions run beside forward passes: names of both."""
+        """Return (extension, program) names of the programs that extensions run in addition to forward passes."""
         return [(each.name, own.name) for each in self.programs.extensions for own in each.programs(self.params)]
 
     def program(self, extension: str, name: str) -> Executable:
-        """Return one of `own_programs`, compiled or loaded unless that has been done."""
+        """Return one of `own_programs`, compiled or loaded at the first call."""
         if (extension, name) not in self._programs:  # enforce_eager: when it first occurs
             self._programs[extension, name] = self.compiled(self._own_program(extension, name))
         return self._programs[extension, name]
 
     def allocate(self) -> None:
-        """Makes the pools and the state of the slots."""
+        """Allocate the pools and the slot state."""
         self.allocate_pools()
         self._state = self.compiled(self.programs.state())()
 
     def release_pools(self) -> None:
-        """Gives up the pools; the state of the slots stays. No step may be in flight."""
+        """Free the pools; the slot state stays. No step may be in flight."""
         self._kv = None
         for each in self.extensions.values():
             each.release()
 
     def allocate_pools(self) -> None:
-        """Makes the pools, empty, of the size of `plan_pool`; once more after `release_pools`. The scales of a coded
-        pool are those of `kv_scales`, where these are set."""
+        """Allocate the pools, empty, in the size of `plan_pool`; also called after `release_pools`. The scales of an
+        8-bit pool are `kv_scales` if these are set.
+        """
         for each in self.extensions.values():
             each.allocate()
         self._kv: Any = self.compiled(self.programs.pool(self._kv_shapes))()
@@ -191,12 +194,13 @@ class StageRunner:
         jax.block_until_ready(self._kv)  # so that memory which is not to be had is an error here
 
     def with_programs(self, programs: StepPrograms) -> StageRunner:
-        """Another one of the same weights, where nothing has been compiled."""
+        """Return another StageRunner with the same weights and these programs, of which nothing has been compiled."""
         return StageRunner(programs, self.params, self._cache_dir)
 
     def largest(self) -> tuple[np.ndarray, np.ndarray | None]:
-        """The largest magnitudes of keys and of values that the pool holds, f32[layers with pages, K kv heads] each,
-        over all replicas; None of values that lie in keys. Waits for the steps in flight."""
+        """Return the largest magnitudes of keys and of values in the pool, f32[layers with pages, K KV heads] each,
+        over all replicas; those of values are None if values lie in keys. Waits for the steps in flight.
+        """
         num_heads = self.programs.model.config.num_kv_heads
         found = self.compiled(self.programs.largest(self._kv_shapes))(self._kv)
         # A head may be stored several times; every rank has pages of its own.
@@ -205,9 +209,9 @@ class StageRunner:
         return k, v
 
     def forward(self, bucket: Bucket, message: np.ndarray, hidden: jax.Array | None) -> Any:
-        """Dispatches the stage's part of a forward pass, and returns HandedOn to the next stage, or Forwarded.
+        """Dispatch the stage's part of a forward pass; return HandedOn for the next stage, or Forwarded.
 
-        message: i32[ranks, size]. hidden: those of the stage before, None in the first.
+        message: i32[replicas, size]. hidden: the previous stage's hidden states; None in the first.
         """
         if bucket not in self._forwards:  # enforce_eager: compiled when it first occurs
             self.compile_forward(bucket)
@@ -226,8 +230,9 @@ class StageRunner:
         return output
 
     def run_epilogue(self, name: str, size: int, forwarded: Forwarded) -> Any:
-        """Dispatches an epilogue of that size on what the newest forward pass left, and returns its output, on the
-        devices. It is compiled first where start-up has not done so. KeyError for a name that this stage lacks."""
+        """Dispatch an epilogue of that size on what the newest forward pass left; return its output, on the devices. It
+        is compiled first if start-up has not done so. Raises KeyError for a name that this stage lacks.
+        """
         own = self.programs.epilogues[name]
         if (name, size) not in self._epilogues:  # enforce_eager
             self.compile_epilogue(name, size)
@@ -243,7 +248,7 @@ class StageRunner:
         return output
 
     def change_state(self, name: str, *arguments: Any) -> None:
-        """Runs a state change, if this stage has it; else does nothing. Waits now and then on several CPU devices only.
+        """Run a state change, if this stage has it; else do nothing. Waits now and then, on several CPU devices only.
 
         arguments: numpy arrays of the shapes and dtypes that it was compiled for.
         """
@@ -256,21 +261,22 @@ class StageRunner:
 
     @property
     def pages(self) -> Any:
-        """The pool as the newest forward pass leaves it."""
+        """The KV pool as the newest forward pass leaves it."""
         return self._kv
 
     @property
     def slots(self) -> SlotState:
-        """The state of the slots as the newest forward pass leaves it."""
+        """The slot state as the newest forward pass leaves it."""
         return self._state.slots
 
     def everywhere(self, x: jax.Array) -> jax.Array:
-        """x [replicas, ...], a part on each replica, so that this process can read it: whole on every device if there
-        are several processes."""
+        """Return x [replicas, ...], which is split by replica, in a form that this process can read: whole on every
+        device if there are several processes.
+        """
         return self.programs.gather_ranks(x) if self._several_processes else x
 
     def _receive(self, hidden: jax.Array) -> jax.Array:
-        """The hidden states of the stage before, [ranks * T, D], on this stage's devices."""
+        """Copy the previous stage's hidden states, [replicas * T, D], to this stage's devices."""
         if not self._several_processes:
             return jax.device_put(hidden, self._ranks)
         # Every stage has the same number of devices of each process, at the same places (jaxengine.runner.devices).
@@ -292,15 +298,13 @@ class StageRunner:
         return sum(changes) + sum(epilogues) + sum(own)
 
     def _held(self, program: Program, compiled: Executable) -> int:
-        """Bytes that a compiled program holds."""
+        """Return the bytes that a compiled program holds."""
         return held_by(program, compiled, self.executables, self.programs.description, self._backend)
 
     @property
     def _bytes_beside_forward(self) -> int:
-        """Bytes of one device beside a forward pass that runs: what is kept of slots, and the most that others can hold
-        then.
-
-        That is an epilogue of the step before with what it works on, and a program of an extension.
+        """Return bytes of one device that are in use while a forward pass runs: slot state, and the most that other
+        programs can hold then (the previous step's epilogue with its inputs, and a program of an extension).
         """
         epilogues = [
             self.programs.forwarded_bytes(*key) + workspace_bytes(own.memory_analysis())
@@ -310,7 +314,7 @@ class StageRunner:
         return self.programs.slot_bytes + max(epilogues, default=0) + max(own, default=0)
 
     def compiled(self, program: Program) -> Executable:
-        """A program of this stage, compiled or loaded; anew with each call. Raises as ExecutableCache.get."""
+        """Compile or load a program of this stage; every call does so anew. Raises as ExecutableCache.get does."""
         return self.executables.get(
             program.name,
             program.function,
@@ -322,7 +326,9 @@ class StageRunner:
 
 
 def _on_heads(scales: np.ndarray | None, like: jax.Array | None) -> jax.Array | None:
-    """f32[layers, K] in the places of others, which may hold a head several times."""
+    """Spread scales f32[layers, K] over the heads of the pool, which may store a KV head several times. like: array of
+    the pool's shape; None for no scales.
+    """
     if scales is None or like is None:
         return None
     scales = np.repeat(scales, like.shape[1] // scales.shape[1], axis=1)

@@ -1,4 +1,4 @@
-"""A trainer's names and shapes for tensors, and the Hugging Face ones that they stand for."""
+"""Conversion of a trainer's tensor names and shapes to those of Hugging Face checkpoints."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _LAYER = "{layer}"
 
 
 class WeightUpdateError(RequestError):
-    """New weights that do not fit. The engine goes on with those that it has.
+    """New weights that do not fit. The engine continues with its present weights.
 
     Attributes:
-      faults: (tensor, what is wrong) of every tensor at fault: missing, unknown, given twice, of a wrong shape or kind.
+      faults: (tensor, what is wrong) of every faulty tensor: missing, unknown, given twice, of a wrong shape or kind.
     """
 
     def __init__(self, message: str, faults: Sequence[tuple[str, str]] = ()):
@@ -32,7 +32,7 @@ class WeightUpdateError(RequestError):
 
     @classmethod
     def of(cls, faults: Sequence[tuple[str, str]]) -> WeightUpdateError:
-        """The error of at least one fault; names the first ones."""
+        """Return the error for at least one fault; its message names the first ones."""
         shown = "; ".join(f"{name}: {text}" for name, text in faults[:MAX_SHOWN])
         more = f"; and {len(faults) - MAX_SHOWN} more" if len(faults) > MAX_SHOWN else ""
         return cls(f"the weights stay as they are: {shown}{more}", faults)
@@ -40,14 +40,14 @@ class WeightUpdateError(RequestError):
 
 @dataclass(frozen=True)
 class ScannedLayers:
-    """The tensors of several layers in one array, as a trainer has them that scans over its layers.
+    """Tensors of several layers in one array, as trainers that scan over layers store them.
 
     Attributes:
       name: Hugging Face name of a layer's tensor, with "{layer}" for the layer's number.
-      axis: of the array, that counts the layers.
-      layers: the number of each layer along it; None for 0, 1, 2, ...
-      axes: order of a layer's axes, once `axis` is gone; None for that which they have.
-      function: of a layer's array, after that; None for none.
+      axis: axis of the array that counts the layers.
+      layers: layer number of each index along it; None for 0, 1, 2, ...
+      axes: transposition of a layer's array, after `axis` has been removed; None to keep the order.
+      function: applied to a layer's array after that; None for none.
     """
 
     name: str
@@ -57,10 +57,11 @@ class ScannedLayers:
     function: Callable[[Any], Any] | None = None
 
     def split(self, source: str, array: Any) -> Iterator[tuple[str, Any]]:
-        """Yields the name and the tensor of each layer, in host memory.
+        """Yield the name and the tensor, in host memory, of each layer.
 
-        source: the array's name, for messages. Raises WeightUpdateError for what is no array, a name without "{layer}",
-        and another number of layers; ValueError for `axes` that do not fit, and whatever `function` raises.
+        source: the array's name, for messages. Raises WeightUpdateError if `array` is no array, the name lacks
+        "{layer}", or the number of layers differs; ValueError for `axes` that do not fit, and whatever `function`
+        raises.
         """
         if _LAYER not in self.name:
             raise WeightUpdateError.of([(source, f"is split into {self.name}, which must have {_LAYER} in it")])
@@ -77,7 +78,9 @@ class ScannedLayers:
             yield self.name.replace(_LAYER, str(number)), layer if self.function is None else self.function(layer)
 
     def _layers_of(self, array: Any, count: int) -> Iterator[np.ndarray]:
-        """Yields each layer's array. Of one that is split over devices, only that layer is copied to host memory."""
+        """Yield each layer's array. From an array split over devices, only that layer is copied to host memory at a
+        time.
+        """
         axis = self.axis % len(array.shape)
         if is_in_pieces(array):
             for number in range(count):
@@ -97,7 +100,7 @@ Renamed = (
 
 
 def check_chunk_bytes(chunk_bytes: Any) -> None:
-    """Raises RequestError for what is neither None nor a number of bytes."""
+    """Raise RequestError unless chunk_bytes is None or a number of bytes."""
     if chunk_bytes is not None and (type(chunk_bytes) is not int or chunk_bytes < 1):
         text = f"chunk_bytes is {show_value(chunk_bytes)}; allowed: None, and integers from 1"
         raise RequestError(text, param="chunk_bytes", value=chunk_bytes)
@@ -106,12 +109,12 @@ def check_chunk_bytes(chunk_bytes: Any) -> None:
 def renamed(
     pairs: Iterable[Any], mapping: Mapping[str, Renamed], *, donate: bool = False, lazily: bool = False
 ) -> Iterator[tuple[str, Any]]:
-    """Yields (name, array) with tensors under their Hugging Face names.
+    """Yield (Hugging Face name, array) for pairs of a trainer's names and arrays.
 
-    pairs: (name, array); names that `mapping` lacks keep theirs. donate: a jax array that is yielded in another form is
-    deleted then. lazily: of an array that is split by layers, one layer is made at a time, and the array is deleted
-    after the last one. Raises WeightUpdateError for what is no pair, for names of `mapping` that have not come, once
-    all has been yielded, and as ScannedLayers.split. What a function of `mapping` raises comes out.
+    pairs: (name, array); names that `mapping` lacks are kept. donate: a jax array that is yielded in converted form is
+    deleted. lazily: of an array that is split by layers, one layer is made at a time, and the array is deleted after
+    the last one. Raises WeightUpdateError for an item that is no pair, after all has been yielded for names of
+    `mapping` that did not come, and as ScannedLayers.split does. Errors of functions in `mapping` come out.
     """
     unused = set(mapping)
     for pair in pairs:

@@ -1,6 +1,6 @@
-"""New values for a running engine's weights: read, checked and placed beside the old ones, then put in their place.
+"""New weights for a running engine: read, checked and placed in addition to the old ones, then put in their place.
 
-Nothing of the engine changes before `put`, so that whatever is wrong with the new weights leaves the old ones at work.
+Nothing of the engine changes before `put`, so faulty new weights leave the old ones at work.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _Read = TypeVar("_Read")
 
 
 class _Stage(NamedTuple):
-    """A model that gets new weights, or a stage of it. params: its leaves, which are replaced in place."""
+    """Model, or stage of one, that gets new weights. params: its leaves, which are replaced in place."""
 
     model: Any
     mesh: Any
@@ -53,11 +53,11 @@ class _Stage(NamedTuple):
 
 
 class NewWeights:
-    """Arrays that are ready to take the place of an engine's.
+    """Arrays on the devices, ready to replace an engine's weights.
 
     Attributes:
-      seconds: that reading and placing them took.
-      are_of_draft: they are a draft model's.
+      seconds: time to read and place them.
+      are_of_draft: whether they are a draft model's.
     """
 
     def __init__(
@@ -69,8 +69,11 @@ class NewWeights:
         are_of_draft: bool = False,
         spread: Spread | None = None,
     ):
-        """stages: those that get them. found: of each stage, the new arrays by their index among its leaves, as these
-        lie on its devices. spread: of the other processes' parts, None without any."""
+        """Hold the new arrays. stages: those that get them. found: for each stage, the new arrays by index among its
+        leaves, with their sharding and layout.
+
+        spread: the other processes' parts; None without any.
+        """
         self._stages, self._found, self.seconds, self.are_of_draft = stages, found, seconds, are_of_draft
         self._spread = spread
 
@@ -80,12 +83,12 @@ class NewWeights:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on all devices of this process."""
+        """Return the size of the arrays in bytes, on all devices of this process."""
         arrays = [each for new in self._found for each in new.values()]
         return sum(part_bytes(each) * len(each.sharding.addressable_devices) for each in arrays)
 
     def put(self) -> None:
-        """Puts the arrays in the place of the old ones, for all steps from the next one on, in all processes."""
+        """Replace the old weights by these arrays, in all processes, from the next step on."""
         if self._spread is None:
             self._put_here()
         else:
@@ -98,7 +101,7 @@ class NewWeights:
 
 
 class ReadOptions(NamedTuple):
-    """Arguments of `read_weights` that say how to read, by their names."""
+    """Options of `read_weights` that say how to read, under its argument names."""
 
     mapping: Mapping[str, Renamed] | None = None
     strict: bool = True
@@ -118,25 +121,24 @@ def read_weights(
     chunk_bytes: int | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> NewWeights:
-    """Read new weights for all stages and place them on their devices, beside the old ones.
+    """Read new weights for all stages and place them on their devices, in addition to the old ones.
 
     Args:
-      params: a folder with safetensors or in device layout; tensors by Hugging Face name, as a mapping or as pairs;
-        or the engine's own tree, an nnx.State or an nnx.Module.
-      mapping: from the names of `params` to Hugging Face names, for tensors by name. Those that it lacks keep theirs.
+      params: a folder with safetensors or in device layout; tensors by Hugging Face name, as a mapping or as pairs; or
+        the engine's own tree, an nnx.State or an nnx.Module.
+      mapping: from the names of `params` to Hugging Face names, for tensors by name. Names that it lacks are kept.
       strict: every weight must be there. Otherwise weights without any of their tensors stay as they are.
-      donate: jax arrays of `params` are deleted as soon as they have been read, also where later ones are at fault.
-      target: whose weights; "draft" is what drafts: a draft model, an MTP layer or an EAGLE-3 head.
-      chunk_bytes: of copies of tensors that are in host memory at a time, see `LLM.update_weights`.
-      stop: asked before each tensor of a folder with safetensors; True ends the reading with WeightUpdateError.
+      donate: jax arrays of `params` are deleted as soon as they have been read, even if later ones are faulty.
+      target: whose weights; "draft" for a draft model, an MTP layer or an EAGLE-3 head.
+      chunk_bytes: size of tensor copies in host memory at a time, see `LLM.update_weights`.
+      stop: called before each tensor of a safetensors folder; True ends the reading with WeightUpdateError.
 
-    Every process of an engine of several reads its parts: of the folder of this path that it has, or of the tensors,
-    which this process sends; none has new weights unless all have.
+    In an engine of several processes each reads its parts, of its own folder of this path, or of the tensors that this
+    process sends; none has new weights unless all have.
 
-    Matrices that the engine rounded when it loaded are rounded again in the same way. Raises WeightUpdateError for
-    whatever does not fit, in any process; RequestError for target "draft" where nothing with weights drafts, and for
-    chunk_bytes; ClusterError. What functions of `mapping` raise comes out. The engine has its old weights in any case,
-    until `put`.
+    Matrices that were quantised at loading are quantised again in the same way. Raises WeightUpdateError for whatever
+    does not fit, in any process; RequestError for target "draft" without draft weights, and for chunk_bytes;
+    ClusterError. Errors of functions in `mapping` come out. The engine keeps its old weights until `put` in any case.
     """
     check_chunk_bytes(chunk_bytes)
     options = ReadOptions(mapping, strict, donate, target, chunk_bytes)
@@ -170,7 +172,9 @@ def read_here(
     stop: Callable[[], bool] | None = None,
     spread: Spread | None = None,
 ) -> NewWeights:
-    """Do as `read_weights` for the parts of this process alone. spread: also sends the tensors to the others."""
+    """Read this process's parts of new weights; otherwise like `read_weights`. spread: also sends the tensors to the
+    others.
+    """
     start = time.monotonic()
     mapping, strict, donate, target, chunk_bytes = options
     if donate and isinstance(params, str | os.PathLike):
@@ -208,10 +212,10 @@ def read_here(
 
 
 def read_adapter(params: Any, read: Callable[[WeightSource], _Read]) -> _Read:
-    """Read an adapter's tensors by PEFT's names, a mapping or pairs, as `read` does, and return what it gives.
+    """Read an adapter's tensors, under PEFT's names, by calling `read` with a source of them; return its result.
 
-    Raises WeightUpdateError with all faults, those that `read` finds (its ModelFileError) included; what else `read`
-    raises comes out.
+    params: a mapping or pairs of names and arrays. Raises WeightUpdateError with all faults, including the
+    ModelFileError of `read`; other errors of `read` come out.
     """
     tensors, faults = _collected(renamed(_pairs(params), {}))
     try:
@@ -225,10 +229,11 @@ def read_adapter(params: Any, read: Callable[[WeightSource], _Read]) -> _Read:
 
 
 def checksums(runner: ModelRunner) -> dict[str, str]:
-    """SHA-256 in hex of each weight's bytes by its name, as of a whole C-contiguous array; adapters are left out.
+    """Return the SHA-256, in hex, of each weight's bytes by name, as of a whole C-contiguous array; adapters are left
+    out.
 
-    Parts that other processes have are fetched, a weight at a time. Raises RequestError while the weights are not on
-    the devices, ClusterError if a process is lost.
+    Parts in other processes are fetched, one weight at a time. Raises RequestError while the weights are not on the
+    devices, ClusterError if a process is lost.
     """
     if not are_present(runner):
         raise RequestError("the engine sleeps: its weights are not on the devices", param="checksum")
@@ -240,8 +245,9 @@ def checksums(runner: ModelRunner) -> dict[str, str]:
 
 
 def stage_checksums(stage: StageRunner, fetch: Callable[[int], np.ndarray] | None = None) -> dict[str, str]:
-    """Do as `checksums`, of one stage's weights. fetch: gives an array by its index; None for a stage whose weights are
-    all on its devices and of this process."""
+    """Return the SHA-256, in hex, of each of one stage's weights by name. fetch: returns an array by its index; None
+    for a stage whose weights are all on devices of this process.
+    """
     model, found = stage.programs.model, {}
     names = {param.name for param in declared_params(model)}
     for index, (name, _) in enumerate(abstract_leaves(model, stage.programs.mesh)):
@@ -272,7 +278,7 @@ def _pairs(params: Any) -> Iterable[Any]:
 
 
 class _StoppableSource(WrappedSource):
-    """View of a source that raises WeightUpdateError once nobody wants its tensors any more."""
+    """Wrapped source that raises WeightUpdateError once its `stop` function returns True."""
 
     def __init__(self, source: WeightSource, stop: Callable[[], bool]):
         super().__init__(source)
@@ -308,7 +314,7 @@ def _of_folder(
 
 
 def _head(runner: ModelRunner, stage: _Stage, strict: bool) -> HeadTensors | None:
-    """The tensors of an MTP layer or an EAGLE-3 head, which `stage` is; None for a draft model."""
+    """Return the tensor selection of an MTP layer or EAGLE-3 head, if `stage` is one; None for a draft model."""
     from jaxengine.config.speculation import DRAFT_MODEL
     from jaxengine.runner.extensions.drafts.updates import HeadTensors
 
@@ -326,7 +332,9 @@ def _of_head(
     donate: bool,
     chunk_bytes: int | None,
 ) -> list[dict[int, jax.Array]]:
-    """New arrays of a head, whose tensors are few and held until all have come; others are left out."""
+    """Return new arrays of a draft head, one dict by leaf index. Its few tensors are held until all have come; others
+    are ignored.
+    """
     given, faults = _collected((name, array) for name, array in tensors if head.wanted(name))
     if faults:
         raise WeightUpdateError.of([*faults.items()])
@@ -341,7 +349,7 @@ def _of_head(
 
 
 def _collected(tensors: Iterable[tuple[str, Any]]) -> tuple[dict[str, Any], dict[str, str]]:
-    """All tensors by name, and what is wrong with some: those that are no arrays or are given twice."""
+    """Return all tensors by name, and the faults of those that are no arrays or are given twice, by name."""
     given, faults = dict[str, Any](), dict[str, str]()
     for name, array in tensors:
         if name in given:
@@ -377,15 +385,16 @@ def _named(name_of: Callable[[str], str], tensors: Iterable[tuple[str, Any]]) ->
 
 
 def _of_finite(stages: Sequence[_Stage], states: Sequence[nnx.State]) -> list[dict[int, jax.Array]]:
-    """New arrays of all stages that were made of finite numbers: only float16 may have become infinite."""
+    """Check and return new arrays of all stages that were made from finite numbers: only float16 can have overflowed.
+    """
     return [_checked(stage, state, overflowing=(jnp.float16,)) for stage, state in zip(stages, states, strict=True)]
 
 
 def _checked(stage: _Stage, state: nnx.State, overflowing: Sequence[Any] = ()) -> dict[int, jax.Array]:
-    """A stage's new arrays by index, as those that the compiled programs take; waits for them.
+    """Return a stage's new arrays by leaf index, in the form that the compiled programs take; waits for them.
 
-    state: the new weights, all or some. overflowing: the dtypes of arrays to be fetched and looked at, for those that
-    were made of finite numbers; () for all.
+    state: the new weights, all or some. overflowing: dtypes to check for numbers that are not finite, for arrays made
+    from finite numbers; () to check all.
 
     Raises WeightUpdateError for numbers that are not finite. Shapes, dtypes and layouts are asserted.
     """
@@ -405,11 +414,10 @@ def _checked(stage: _Stage, state: nnx.State, overflowing: Sequence[Any] = ()) -
 def _own_tree(
     stage: _Stage, num_stages: int, tree: Any, strict: bool, donate: bool, chunk_bytes: int | None
 ) -> dict[int, jax.Array]:
-    """A stage's new arrays by index, from a tree of the engine's own structure, an nnx.State or nnx.Module.
+    """Return a stage's new arrays by leaf index, from a tree of the engine's own structure, an nnx.State or nnx.Module.
 
-    An array that lies as the engine's is not copied. strict: all weights must be there. donate: arrays that are copied
-    are deleted then. Raises WeightUpdateError, with all faults of arrays, and for an engine of several stages
-    (num_stages).
+    An array that already lies as the engine's is not copied. strict: all weights must be there. donate: copied arrays
+    are deleted. Raises WeightUpdateError with all faulty arrays, and for an engine of several stages (num_stages).
     """
     state = nnx.state(tree, nnx.Param) if isinstance(tree, nnx.Module) else tree
     given = {path: variable.get_value() for path, variable in nnx.to_flat_state(state)}

@@ -1,1 +1,1 @@
-"""Compiled programs: made, cut between layers, kept in files and found again."""
+"""Compiled programs: compilation, cuts between layers, storage in files and loading."""

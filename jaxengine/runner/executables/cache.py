@@ -1,8 +1,8 @@
-"""Compiled programs, kept so that a second start compiles nothing.
+"""Cache of compiled programs on disk, so that a second start compiles nothing.
 
-A file's name is a digest of everything that decides the machine code: the sources it was traced from, jax, the device,
-the compiler's flags and the program's own description. Loading one runs code from the file: which files may be loaded
-is the affair of jaxengine.runner.executables.executable_files.
+A file's name is a digest of everything that decides the machine code: the sources that the program was traced from,
+jax, the device, the compiler's flags and the program's own description. Loading a file runs code from it;
+jaxengine.runner.executables.executable_files decides which files may be loaded.
 """
 
 from __future__ import annotations
@@ -56,11 +56,10 @@ _UNKNOWN_OPTION = re.compile(r"No such compile option: '(\w+)'")
 
 
 def compile_program(lowered: jax.stages.Lowered, backend: str) -> jax.stages.Compiled:
-    """Compiles a lowered program with the options that all our programs have; backend as `jax.default_backend` names
-    it.
+    """Compile a lowered program with the engine's compiler options for a backend.
 
-    An option that this release of the compiler does not know is left out from then on in this process, with a warning.
-    Raises jax's JaxRuntimeError for whatever else the compiler refuses.
+    backend: as `jax.default_backend` names it. An option unknown to this compiler release is dropped for the rest of
+    the process, with a warning. Raises jax's JaxRuntimeError for other refusals of the compiler.
     """
     wanted = _COMPILER_OPTIONS.get(backend, {})
     while True:
@@ -76,18 +75,19 @@ def compile_program(lowered: jax.stages.Lowered, backend: str) -> jax.stages.Com
 
 
 class ExecutableCache:
-    """Compiles programs or loads them as they were compiled before.
+    """Cache that compiles programs, or loads them if they were compiled before.
 
     Attributes:
-      num_compiled, num_loaded: what `get` did so far.
-      on_compile: called before something is compiled, which takes long.
+      num_compiled, num_loaded: number of programs that `get` has compiled and loaded.
+      on_compile: callback before a program is compiled, which takes long.
     """
 
     def __init__(self, directory: str | None, devices: Sequence[Any], *, family: type | None = None):
-        """directory: as ExecutableFiles has it, whose ConfigError comes out. devices: what the programs run on.
+        """Open the cache folder.
 
-        family: the model's class, None for programs without a model. Nothing is kept of one whose source is unknown,
-        nor where code of jaxengine has been changed by what has no known source; a warning says so.
+        directory: as ExecutableFiles takes it, with its ConfigError. devices: those that the programs run on. family:
+        the model's class; None for programs without a model. If the source of the class is unknown, or code without a
+        known source has changed jaxengine's own, nothing is stored; a warning says so.
         """
         self.num_compiled = 0
         self.num_loaded = 0
@@ -117,17 +117,17 @@ class ExecutableCache:
         donate: tuple[int, ...],
         description: str = "",
     ) -> Executable:
-        """The compiled program, loaded if it is kept, else compiled and kept; on one CPU in parts where
-        jaxengine.runner.executables.layer_chain says so. Raises as `compile_program`.
+        """Return the executable of a function: loaded if it is stored, else compiled and stored. On one CPU device it
+        may be a chain of parts (jaxengine.runner.executables.layer_chain). Raises as `compile_program` does.
 
         Args:
-          name: for messages, and part of the key.
-          function: what to compile.
+          name: of the program, for messages; part of the key.
+          function: the function to compile.
           arguments: its arguments as ShapeDtypeStructs.
-          results: a pytree of the structure that `function` returns, of ShapeDtypeStructs. They are part of the key:
-            right they must be where they do not follow from the arguments.
-          donate: indices of donated arguments, whose memory results may take.
-          description: what decides the function's meaning beyond our sources and its arguments; part of the key.
+          results: a pytree of ShapeDtypeStructs with the structure of the result. They are part of the key, and must be
+            right where they do not follow from the arguments.
+          donate: indices of arguments whose memory the results may take.
+          description: static facts, beyond our sources and the arguments, that decide the program; part of the key.
         """
         file = self._file_name(name, arguments, results, donate, description)
         trees = jax.tree.structure((tuple(arguments), {})), jax.tree.structure(results)
@@ -146,9 +146,9 @@ class ExecutableCache:
     def compile(
         self, function: Callable, arguments: Sequence[Any], *, donate: tuple[int, ...], places: Any = None
     ) -> Executable:
-        """Compiles a program as `get` does, whose arguments these are, and keeps it nowhere.
+        """Compile a function as `get` does, but neither load nor store it.
 
-        places: a pytree of the results' shardings, None for those that follow from the arguments.
+        places: a pytree of the results' shardings; None where they follow from the arguments.
         """
         backend = self._devices[0].platform
         with _ENGINE(self._traces):
@@ -162,14 +162,15 @@ class ExecutableCache:
     def stored_bytes(
         self, name: str, arguments: Sequence[Any], results: Any, *, donate: tuple[int, ...], description: str = ""
     ) -> int:
-        """The size of what is kept of a program, 0 if that is nothing. Arguments as `get`'s."""
+        """Return the size in bytes of a program's file, 0 if it has none. Arguments as of `get`."""
         return len(self._files.read(self._file_name(name, arguments, results, donate, description)) or b"")
 
     def get_number(self, name: str, arguments: Sequence[Any], description: str, compute: Callable[[], int]) -> int:
-        """Returns a number that follows from a compilation, remembered in a file as the program it belongs to would be.
+        """Return a number that follows from compiling a program, from a file if it is stored there, else computed and
+        stored.
 
-        name: which number. arguments, description: as `get`'s. compute: gives it where it is not remembered, an int
-        from 0 to 2**64 - 1; what it raises comes out, and nothing is remembered.
+        name: of the number. arguments, description: of the program, as in `get`. compute: computes the number, an int
+        from 0 to 2**64 - 1; if it raises, nothing is stored.
         """
         file = self._file_name(name, arguments, (), (), description)
         if (stored := self._files.read(file)) is not None:
@@ -189,10 +190,9 @@ class ExecutableCache:
         return file_name(repr((environment, devices, name, donate, shapes, structure, description)))
 
     def _know_sources(self) -> None:
-        """Computes the digest of our sources, and keeps their parsed imports in the cache's folder for the next
-        process.
+        """Compute the digest of our sources, and store their parsed imports in the cache folder for the next process.
 
-        Where an earlier process of the same Python has written such a file, these sources are not parsed again.
+        If an earlier process of the same Python has stored such a file, those sources are not parsed again.
         """
         file = file_name(f"sources {sys.version}")  # an AST is written otherwise by another Python
         if not num_known_sources():
@@ -233,9 +233,9 @@ def _source_file(family: type) -> Path | None:
 
 @functools.cache
 def _environment(device: Any, family: Path | None) -> tuple[str, ...]:
-    """Facts on which every program's machine code depends: sources, versions, the kind and number of devices, the host.
+    """Return the facts that every program's machine code depends on: sources, versions, device kind and number, host.
 
-    family: the file of the model's class, None without a model.
+    family: the file of the model's class; None for programs without a model.
     """
     return (
         source_digest(Path(__file__).parents[3], kernel_modules(platform_of(device)), family),
@@ -251,13 +251,14 @@ def _environment(device: Any, family: Path | None) -> tuple[str, ...]:
 
 
 def _compiler_options() -> tuple[str, ...]:
-    """What a user says to compilers, which decides how fast their code is."""
+    """Return the user's compiler flags (XLA_FLAGS, LIBTPU_INIT_ARGS, jax's optimisation switch), which affect the code.
+    """
     unoptimised = jax.config.read("jax_disable_most_optimizations")
     return os.environ.get("XLA_FLAGS", ""), os.environ.get("LIBTPU_INIT_ARGS", ""), f"unoptimised {unoptimised}"
 
 
 def _cpu_flags() -> str:
-    """The host's processor as far as code for it depends on it: its features and its number of cores."""
+    """Return the host processor's features and number of cores as text, on which code for CPUs depends."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,10 +1,10 @@
-"""Files whose content will be run: where they lie, who may have written them, how they are read and written.
+"""Files whose content will be executed: their folders, the check of who may have written them, reading and writing.
 
-A file counts only if nobody but this user, or root, can have written it. What lies in the user's own folder is
-authenticated with a key that is kept there and that only he can read; in a folder of root's, as an image ships it, the
-owner is asked, and of every folder above it too. Everything below a folder is reached by its descriptor, so that what
-was checked is what is read. Knows bytes and owners, nothing of programs;
-docs/containers.md is about images.
+A file is accepted only if nobody but this user, or root, can have written it. Files in the user's own folder carry an
+authentication code made with a key that is stored there and that only the user can read. In a folder of root's, as an
+image ships it, the owner of the file and of every folder above is checked. Everything in a folder is opened relative to
+its descriptor, so that the file that was checked is the file that is read. This module handles bytes and owners, no
+programs; docs/containers.md is about images.
 """
 
 from __future__ import annotations
@@ -41,17 +41,18 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 class ExecutableFiles:
-    """The folder that a user's executables are kept in, and the one that they may have been shipped in."""
+    """Storage of a user's executables: the folder they are kept in, and optionally one that an image shipped them in.
+    """
 
     def __init__(self, directory: str | None):
-        """directory: None for what JAXENGINE_CACHE_DIR names or, where that is not set, the user's cache folder; "", in
-        either, to keep and find nothing.
+        """Open the folders.
 
-        Where a folder of root's is named, what it lacks is kept in the user's cache folder. A folder that cannot be
-        opened or made is no error: nothing is kept then (`can_keep`).
+        directory: None for the folder in JAXENGINE_CACHE_DIR or, if that is not set, the user's cache folder; "", in
+        either, stores and finds nothing. If it names a folder of root's, new files go to the user's cache folder. A
+        folder that cannot be opened or made is no error: nothing is stored then (`can_keep`).
 
         Raises:
-          ConfigError: the folder that was named may be written by others.
+          ConfigError: others may write to the named folder.
         """
         named = os.environ.get("JAXENGINE_CACHE_DIR") if directory is None else directory
         self._folders: list[_Folder] = []
@@ -75,14 +76,16 @@ class ExecutableFiles:
             weakref.finalize(self, os.close, folder.descriptor)
 
     def read(self, name: str) -> bytes | None:
-        """What was written under a name; None if that is nothing, damaged, or possibly another's work."""
+        """Return the payload stored under a name; None if there is none, it is damaged, or somebody else may have
+        written it.
+        """
         for folder in self._folders:
             if (payload := folder.read(name)) is not None:
                 return payload
         return None
 
     def can_keep(self) -> bool:
-        """Whether `write` keeps anything. Where it cannot, the next start takes longer: one warning says so."""
+        """Whether `write` stores anything. If not, one warning says that the next start takes longer."""
         if self._own is None and self._why_not is not None:
             _warn_once(
                 f"compiled steps are not kept, so the next start compiles again: {self._why_not}. Name a folder of "
@@ -91,8 +94,9 @@ class ExecutableFiles:
         return self._own is not None
 
     def write(self, name: str, payload: bytes) -> None:
-        """Keeps a payload under a name, if it can. Warns once where it cannot; after a failed write it keeps nothing
-        more. Raises nothing."""
+        """Store a payload under a name if possible. Never raises: warns once if it cannot, and stores nothing more
+        after a failed write.
+        """
         if not self.can_keep():
             return
         assert self._own is not None
@@ -104,10 +108,10 @@ class ExecutableFiles:
             self.can_keep()
 
     def _use(self, path: Path) -> None:
-        """Opens a folder, made if it is not there, to read from, and to keep files in if it is this user's own; then
-        removes old files there.
+        """Open a folder for reading, after making it if it is missing; for writing, too, if it is this user's own,
+        whose old files are then deleted.
 
-        Raises OSError where it cannot be opened or made, _NotTrusted where others may have written it.
+        Raises OSError if it cannot be opened or made, _NotTrusted if others may have written to it.
         """
         folder = _open_folder(path.absolute())
         self._folders.append(folder)
@@ -117,20 +121,20 @@ class ExecutableFiles:
 
 
 def file_name(key: str) -> str:
-    """The name of the file for what `key` describes."""
+    """Return the file name for a key: its SHA-256 in hex with the suffix of executables."""
     return f"{hashlib.sha256(key.encode()).hexdigest()}{_SUFFIX}"
 
 
 class _NotTrusted(Exception):
-    """Others may have written here."""
+    """Raised for a file or folder that other users may have written."""
 
 
 class _Folder(NamedTuple):
-    """An open folder.
+    """Open folder of executables.
 
     Attributes:
-      owner: the uid that its files must have.
-      key: of its files' authentication; None in a folder of root's that this user only reads.
+      descriptor: of the folder; owner: uid that its files must have.
+      key: secret of its files' authentication codes; None for a folder of root's that this user only reads.
     """
 
     path: Path
@@ -158,9 +162,10 @@ class _Folder(NamedTuple):
         return payload
 
     def write(self, name: str, payload: bytes) -> None:
-        """Writes a payload, after its digest and that digest's code by the folder's key, in place of an earlier file.
+        """Write a file: the digest's authentication code, the digest, and the payload; it replaces an earlier file
+        atomically.
 
-        No reader ever sees half of it, and a failed write leaves nothing. Only with a key. Raises OSError.
+        No reader sees half of it, and a failed write leaves nothing. Needs `key`. Raises OSError.
         """
         assert self.key is not None
         digest = hashlib.sha256(payload).digest()
@@ -169,9 +174,10 @@ class _Folder(NamedTuple):
             os.replace(temporary, name, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
 
     def make_key(self) -> bytes:
-        """The folder's key, 32 bytes, made where there is none or others may read it or its length is wrong.
+        """Return the folder's key, 32 bytes; make a new one if it is missing, has a wrong length, or others may read
+        it.
 
-        Raises OSError where that fails, or has failed three times.
+        Raises OSError if that fails, or has failed three times.
         """
         for _ in range(3):
             try:
@@ -191,8 +197,9 @@ class _Folder(NamedTuple):
         raise OSError(f"{self.path / _KEY} is no key, and none can be made there")
 
     def prune(self) -> None:
-        """Deletes executables that no start has used for a month, as every change of a version leaves them behind, and
-        temporary files that are a day old. Other files stay; what cannot be deleted stays, too."""
+        """Delete executables that no start has used for a month, which version changes leave behind, and temporary
+        files a day old. Other files stay, and so do those that cannot be deleted.
+        """
         now = time.time()
         for name in os.listdir(self.descriptor):
             age = _UNUSED_SECONDS if name.endswith(_SUFFIX) else _ABANDONED_SECONDS
@@ -202,10 +209,10 @@ class _Folder(NamedTuple):
                         os.unlink(name, dir_fd=self.descriptor)
 
     def _content(self, name: str, flags: int, forbidden: int = _OTHERS_WRITE) -> bytes:
-        """The bytes of a file of this folder, which counts as used now in a folder of this user's.
+        """Return the bytes of a file in this folder; in the user's own folder, also mark it as used now.
 
-        flags: of os.open. forbidden: permissions that it may not have. Raises OSError, and _NotTrusted for what is no
-        file of the owner's, or has permissions that are forbidden.
+        flags: for os.open. forbidden: permission bits that the file must not have. Raises OSError, and _NotTrusted if
+        it is no regular file of the owner's or has forbidden permissions.
         """
         with open(os.open(name, flags, dir_fd=self.descriptor), "rb") as file:
             status = os.fstat(file.fileno())
@@ -226,8 +233,9 @@ class _Folder(NamedTuple):
 
     @contextlib.contextmanager
     def _removing(self, name: str, *, always: bool = False):
-        """A context that removes a file of this folder when the block fails, or `always` when it ends; no error where
-        it cannot."""
+        """Context manager that deletes a file of this folder if its block fails, or in any case with `always`; ignores
+        OSError.
+        """
         done = False
         try:
             yield
@@ -239,9 +247,10 @@ class _Folder(NamedTuple):
 
 
 def _open_folder(path: Path) -> _Folder:
-    """Opens a folder, made if it is not there, that is this user's, whose key is read or made, or root's, without key.
+    """Open a folder, after making it if it is missing: the user's own, with its key read or made, or root's, without a
+    key.
 
-    Its descriptor stays open. Raises OSError where that fails, _NotTrusted where others may have written it.
+    Its descriptor stays open. Raises OSError, and _NotTrusted if others may have written to it.
     """
     user = os.geteuid()
     at, sealed = _walk(path, user)
@@ -264,15 +273,15 @@ def _open_folder(path: Path) -> _Folder:
 
 
 def _walk(path: Path, user: int) -> tuple[int, bool]:
-    """A descriptor (O_PATH) of the folder, made if it is not there, and whether nobody but root and this user could put
-    another in its place. user: this user's uid. The caller closes the descriptor.
+    """Return a descriptor (O_PATH) of a folder, made if it is missing, and whether nobody but root and this user could
+    replace the folder. user: this user's uid. The caller closes the descriptor.
 
-    One step after the other from the root, so that nothing can be exchanged between a look and the next step. A link
-    counts if it is this user's or root's: of others', it could lead to a folder of his own that holds their files.
-    Whoever may write to a folder above his own can only put there what is not his, or has not his key; so these are not
-    asked for.
+    The path is walked step by step from the root, so that nothing can be exchanged between a check and the next step. A
+    link is followed only if this user or root owns it: another user's could lead to a folder of theirs with this user's
+    files. Folders above the user's own are not checked for writers, who could only put files there that are not the
+    user's or lack the key.
 
-    Raises OSError, and _NotTrusted for a link of others.
+    Raises OSError, and _NotTrusted for another user's link.
     """
     rest, links, sealed = list(reversed(path.parts[1:])), 0, True
     at = os.open("/", os.O_PATH | os.O_DIRECTORY)
@@ -306,8 +315,9 @@ def _walk(path: Path, user: int) -> tuple[int, bool]:
 
 
 def _step(at: int, part: str) -> int:
-    """A descriptor (O_PATH) of what the name `part` is in the folder with the descriptor `at`: the link itself if it is
-    one, a new folder if nothing was there. The caller closes it. Raises OSError."""
+    """Return a descriptor (O_PATH) of the entry `part` in the folder with the descriptor `at`: a link itself, not its
+    target; a new folder if there is none. The caller closes it. Raises OSError.
+    """
     look: Callable[[], int] = functools.partial(os.open, part, os.O_PATH | os.O_NOFOLLOW, dir_fd=at)
     try:
         return look()
@@ -318,14 +328,16 @@ def _step(at: int, part: str) -> int:
 
 
 def _default_folder() -> Path:
-    """The user's cache folder for executables. Raises RuntimeError where the user has no home."""
+    """Return the user's cache folder for executables. Raises RuntimeError for a user without a home folder."""
     chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))
     # The XDG specification has relative ones ignored.
     return (chosen if chosen.is_absolute() else Path.home() / ".cache") / "jaxengine" / "executables"
 
 
 def _code(key: bytes, name: str, digest: bytes) -> bytes:
-    """The authentication code of a file, of its name too: a file cannot stand in for another one."""
+    """Return the authentication code (HMAC-SHA256) of a file's name and digest. With the name in it, a file cannot
+    replace another.
+    """
     return hmac.digest(key, name.encode() + b"\0" + digest, "sha256")
 
 

@@ -1,12 +1,11 @@
-"""A program of many layers as a chain of smaller ones, of which equal ones are compiled, kept and loaded once.
+"""Cut of a program of many layers into a chain of smaller programs; equal ones are compiled, stored and loaded once.
 
-For CPUs: XLA keeps far more there of a loaded program than its code, for every operation of it, and a forward pass has
-its layers one after the other. As wholes, the steps of a model of thirty layers are the same layer over and over, in
-memory and in the time that compiling takes. So a function is traced as ever, its trace is cut between layers, and
-groups of layers that differ in nothing but their arguments become calls of one program. A value lives until the last
-part that reads it, and what the whole program might overwrite its parts may, too.
+For CPUs: XLA:CPU keeps far more memory for each operation of a loaded program than its code takes. The forward pass of
+a model of thirty layers is the same layer over and over, in memory and in compilation time. So a function is traced as
+usual, its trace is cut between layers, and groups of layers that differ only in their arguments become calls of one
+program. A value lives until the last part that reads it, and parts may overwrite what the whole program may.
 
-Knows traces, and of what is in them only the name that calls of layers go by.
+This module works on traces; all it assumes of them is the name that calls of layers have.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ _MAGIC = b"parts"
 
 
 class Call(NamedTuple):
-    """One part of a chain: run a program on values, by their indices, and keep its results.
+    """One part of a chain: a program applied to values, which are referred to by index.
 
     Attributes:
-      program: its index.
-      inputs, outputs: indices of values.
-      last: inputs that nothing reads afterwards.
+      program: index of the program.
+      inputs, outputs: indices of the values that it takes and gives.
+      last: inputs that no later part reads.
     """
 
     program: int
@@ -50,10 +49,10 @@ class Chain(NamedTuple):
     """Calls that compute a step. The first values, by index, are the leaves of the arguments.
 
     Attributes:
-      constants: indices of constant values, and these values.
-      calls: in their order.
+      constants: indices of constant values, with the values.
+      calls: in the order of execution.
       results: indices of the leaves of the result.
-      peak_bytes: the most that is alive at once, without arguments and results computed in place of some.
+      peak_bytes: the most memory of live values at once, without arguments and results that take an argument's place.
     """
 
     constants: tuple[tuple[int, np.ndarray], ...]
@@ -63,7 +62,8 @@ class Chain(NamedTuple):
 
 
 class Analysis(NamedTuple):
-    """The fields of `jax.stages.Compiled.memory_analysis` that are read; all that is no argument is temporary."""
+    """The fields of `jax.stages.Compiled.memory_analysis` that are used; everything but arguments counts as temporary.
+    """
 
     temp_size_in_bytes: int
     output_size_in_bytes: int = 0
@@ -72,10 +72,13 @@ class Analysis(NamedTuple):
 
 
 class InParts:
-    """A compiled chain, called like a `jax.stages.Compiled`."""
+    """Compiled chain, called like a `jax.stages.Compiled`."""
 
     def __init__(self, chain: Chain, programs: Sequence[jax.stages.Compiled], in_tree: Any, out_tree: Any, device: Any):
-        """in_tree: of (arguments, {}). device: which the programs run on."""
+        """Combine a chain with its compiled programs.
+
+        in_tree: tree structure of (arguments, {}); out_tree: of the result. device: which the programs run on.
+        """
         self.chain, self.programs = chain, tuple(programs)
         self._in_tree, self._out_tree = in_tree, out_tree
         self._constants = {place: jax.device_put(value, device) for place, value in chain.constants}
@@ -100,12 +103,13 @@ Executable = jax.stages.Compiled | InParts
 
 
 class NotStorableError(Exception):
-    """A program that no file can hold. The message says why."""
+    """Raised for a program that cannot be stored in a file; the message says why."""
 
 
 def serialize(compiled: Executable) -> bytes:
-    """The bytes of a program, for `load`. Raises NotStorableError where the platform cannot, or the program calls
-    Python."""
+    """Return a program as bytes for `load`. Raises NotStorableError if the platform cannot, or the program calls
+    Python.
+    """
     if not isinstance(compiled, InParts):
         return _serialize_one(compiled)
     chain = compiled.chain
@@ -117,7 +121,9 @@ def serialize(compiled: Executable) -> bytes:
 
 
 def serialized_bytes(compiled: Executable) -> tuple[int, int]:
-    """Bytes of `serialize`, and about those of the program if it were no chain."""
+    """Return the size of `serialize`'s result, and about the size that the program would have without being cut into a
+    chain.
+    """
     if not isinstance(compiled, InParts):
         return (size := _stored_size(compiled)), size
     sizes = list(map(_stored_size, compiled.programs))
@@ -134,7 +140,7 @@ def _serialize_one(program: jax.stages.Compiled) -> bytes:
 
 
 def _stored_size(program: jax.stages.Compiled) -> int:
-    """Bytes of a program's file; of its machine code where there can be no file, 0 if even that is unknown."""
+    """Return the bytes of a program's file; if it cannot be stored, of its machine code; 0 if even that is unknown."""
     try:
         return len(_serialize_one(program))
     except NotStorableError:
@@ -144,10 +150,10 @@ def _stored_size(program: jax.stages.Compiled) -> int:
 
 
 def load(payload: bytes, in_tree: Any, out_tree: Any, devices: Sequence[Any]) -> Executable:
-    """Loads the program that `serialize` wrote; runs code from the payload.
+    """Load a program that `serialize` wrote; this runs code from the payload.
 
-    in_tree, out_tree: structures of (arguments, {}) and of the result. devices: which it runs on. Raises whatever jax
-    raises for a payload that it cannot load.
+    in_tree, out_tree: tree structures of (arguments, {}) and of the result. devices: which it runs on. Raises whatever
+    jax raises for a payload that it cannot load.
     """
     if not payload.startswith(_MAGIC):
         return serialize_executable.deserialize_and_load(payload, in_tree, out_tree, execution_devices=devices)
@@ -178,15 +184,14 @@ def compile_parts(
     compile_lowered: Callable[[Any], Any],
     device: Any,
 ) -> InParts | None:
-    """A program in parts, None where it is better compiled as a whole: with few layers or few tokens.
-
-    Raises what `compile_lowered` does.
+    """Compile a traced program as a chain of parts; return None if it is better compiled whole, with few layers or few
+    tokens.
 
     Args:
-      traced: `jax.stages.Traced` for `arguments`, shapes.
+      traced: `jax.stages.Traced` for `arguments`, which are shapes.
       donate: indices of arguments that may be overwritten.
-      compile_lowered: jax.stages.Lowered -> jax.stages.Compiled.
-      device: what it runs on.
+      compile_lowered: function from jax.stages.Lowered to jax.stages.Compiled; its errors come out.
+      device: the device that it runs on.
     """
     parts = _cut(traced.jaxpr.jaxpr)
     if parts is None:
@@ -201,10 +206,10 @@ def compile_parts(
 
 
 def _cut(jaxpr: Jaxpr) -> list[list[JaxprEqn]] | None:
-    """Lists of operations: what comes before the layers, then each group of layers, then what comes after them.
+    """Cut a trace into lists of operations: those before the layers, then each group of layers, then those after them.
 
-    None with fewer than _LEAST_LAYERS layers or LEAST_TOKENS tokens. Groups have one size, but for the last: the one
-    with which the fewest layers are compiled and calls made.
+    Returns None with fewer than _LEAST_LAYERS layers or LEAST_TOKENS tokens. All groups but the last have one size,
+    chosen so that the fewest layers are compiled and the fewest calls made.
     """
     eqns = jaxpr.eqns
     layers = [place for place, eqn in enumerate(eqns) if eqn.params.get("name") == LAYER]
@@ -213,7 +218,7 @@ def _cut(jaxpr: Jaxpr) -> list[list[JaxprEqn]] | None:
     kinds = [id(eqns[place].params["jaxpr"]) for place in layers]
 
     def cost(size: int) -> int:
-        """Layers that are compiled plus calls, for groups of `size` layers."""
+        """Return the number of layers compiled plus the number of calls, for groups of `size` layers."""
         groups = [tuple(kinds[i : i + size]) for i in range(0, len(kinds), size)]
         return sum(map(len, set(groups))) + len(groups)
 
@@ -225,10 +230,10 @@ def _cut(jaxpr: Jaxpr) -> list[list[JaxprEqn]] | None:
 
 
 class _Plan:
-    """The chain as it grows, part by part.
+    """Chain under construction, to which parts are added one by one.
 
     Attributes:
-      lowered: its programs.
+      lowered: the lowered programs, without duplicates.
     """
 
     def __init__(self, closed: ClosedJaxpr, leaves: Sequence[Any], may_overwrite: Sequence[bool]):
@@ -247,8 +252,11 @@ class _Plan:
         self.lowered: list[Any] = []
 
     def add(self, parts: Sequence[Sequence[JaxprEqn]], index: int) -> None:
-        """Adds the part of this index as a call, of a program that is lowered unless an equal one was; those before it
-        have been added. parts: all of them, as `_cut` gives them."""
+        """Add part number `index` as a call; its program is lowered unless an equal one was. Earlier parts must have
+        been added.
+
+        parts: all parts, as `_cut` returns them.
+        """
         eqns, outer = parts[index], index in (0, len(parts) - 1)
         # Layers differ in numbers, too, which their program therefore takes as arguments.
         eqns = (
@@ -284,8 +292,9 @@ class _Plan:
             self._results = [copies[i] if i in copies else self._places[var] for i, var in enumerate(outvars)]
 
     def _copied(self) -> dict[int, Var]:
-        """Results, by their numbers, that nothing makes or that are there twice: numbers, arguments that are not given
-        away. Who gets a result may give it away, so the last part copies them."""
+        """Return the results, by number, that the last part must copy: constants, arguments that are not donated, and
+        values that are returned twice. A caller may donate a result, so it must not share memory with another value.
+        """
         found: dict[int, Var] = {}
         seen: set[Var] = set()
         for number, atom in enumerate(self._jaxpr.outvars):
@@ -297,9 +306,9 @@ class _Plan:
         return found
 
     def _overwritten(self, places: Sequence[int], last: Sequence[int], outputs: Sequence[Var]) -> tuple[int, ...]:
-        """Numbers of the inputs of a part that are donated, so that outputs of their shapes may lie in their places.
+        """Return the input numbers of a part that are donated, so that outputs of the same shape may take their memory.
 
-        places: of all inputs. last: those that nothing reads afterwards. outputs: the part's.
+        places: value indices of all inputs. last: those that no later part reads. outputs: the part's output variables.
         """
         free = Counter(_signature(_shape_of(var)) for var in outputs)
         found = []
@@ -311,9 +320,9 @@ class _Plan:
         return tuple(found)
 
     def chain(self, programs: Sequence[Any]) -> Chain:
-        """The finished chain, once all parts have been added.
+        """Return the finished chain, after all parts have been added.
 
-        programs: `lowered`, compiled, in that order; what they need while they run counts in its peak.
+        programs: `lowered`, compiled, in that order; their temporary memory counts in the chain's peak.
         """
         alive: dict[int, int] = {}
         peak = 0
@@ -325,7 +334,9 @@ class _Plan:
         return Chain(tuple(self._constants.items()), tuple(self._calls), tuple(self._results), peak)
 
     def _bytes_of(self, place: int) -> int:
-        """Bytes that a new value takes: none for one like a donated argument, which is computed in its place."""
+        """Return the bytes that a new value adds: 0 if it has the signature of a donated argument, whose memory it
+        takes.
+        """
         shape, dtype, _ = signature = _signature(self._shapes[place])
         return 0 if signature in self._large else int(np.prod(shape)) * dtype.itemsize
 
@@ -358,7 +369,7 @@ def _shape_of(atom: Any) -> jax.ShapeDtypeStruct:
 
 
 def _signature(leaf: Any) -> tuple[Any, ...]:
-    """Shape, dtype and layout of a value; values of one signature may be arguments of one program."""
+    """Return shape, dtype and layout of a value; values of equal signature can be arguments of one program."""
     order = None if leaf.sharding is None else getattr(leaf.format.layout, "major_to_minor", None)
     if order == tuple(range(len(leaf.shape))):
         order = None
@@ -366,7 +377,7 @@ def _signature(leaf: Any) -> tuple[Any, ...]:
 
 
 def _key(eqns: Sequence[JaxprEqn], inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[Any, ...]:
-    """A key that is equal for parts that do the same to arguments of the same shapes.
+    """Return a key that is equal for parts that do the same computation on arguments of the same shapes.
 
     inputs, outputs: the variables that the part takes and gives, in order.
     """

@@ -1,11 +1,11 @@
-"""Which of our sources decide what the compiled programs are, and a digest of them.
+"""Sources that decide what compiled programs do, and a digest of them.
 
-Owns the walk over imports, from the step programs, the model's family and the kernels of the platform to all that they
-can have been traced from. A file that no import leads to (a loader, another family, the server) is not in it, and
-docstrings, comments and the places of lines do not count. A family may be a user's own file, outside of jaxengine:
-then its neighbours count as well as it does. Reads sources and runs none; knows nothing of jax.
+The walk follows imports from the step programs, the model's family and the kernels of the platform to every file that
+they can have been traced from. A file that no import leads to (a loader, another family, the server) is left out, and
+docstrings, comments and line numbers do not count. A family may be a user's own file outside of jaxengine: then files
+beside it count as well. Sources are read, never run; jax is not imported.
 
-Parsing some two hundred files takes more than a second, reading them a hundredth of that: what is parsed once is known
+Parsing some two hundred files takes more than a second, reading them a hundredth of that: a parsed source is remembered
 by a digest of its bytes, in this process and, with `known_sources` and `learn_sources`, in later ones.
 """
 
@@ -38,7 +38,7 @@ class _Source(NamedTuple):
 
     Attributes:
       digest: of its syntax tree without docstrings.
-      imports: (module, name taken from it or "") of each import.
+      imports: (module, name imported from it, or "") for each import.
     """
 
     digest: str
@@ -49,7 +49,7 @@ _known: dict[str, _Source] = {}  # by the SHA-256 of a file's bytes
 
 
 def source_digest(root: Path, modules: Iterable[str], family: Path | None = None) -> str:
-    """A digest of `program_sources`, equal for sources that differ in docstrings, comments and layout only."""
+    """Return a digest of the files of `program_sources`; it ignores docstrings, comments and layout."""
     digest = hashlib.sha256()
     for path, source in sorted(_sources(root, modules, family).items()):
         name = path.relative_to(root) if path.is_relative_to(root) else path.name
@@ -58,37 +58,39 @@ def source_digest(root: Path, modules: Iterable[str], family: Path | None = None
 
 
 def known_sources() -> bytes:
-    """Return the sources that this process has parsed, for `learn_sources` in one that runs the same Python."""
+    """Return the sources that this process has parsed, as bytes for `learn_sources` in a process of the same Python."""
     return json.dumps(_known).encode()
 
 
 def learn_sources(known: bytes) -> None:
-    """Take over what `known_sources` returned, as far as it is not damaged."""
+    """Remember the parsed sources that `known_sources` returned in another process; damaged entries are ignored."""
     with contextlib.suppress(ValueError, TypeError, AttributeError):
         for content, (digest, imports) in json.loads(known).items():
             _known.setdefault(content, _Source(digest, [(module, name) for module, name in imports]))
 
 
 def num_known_sources() -> int:
-    """Return how many sources this process knows."""
+    """Return how many sources this process has parsed or learnt."""
     return len(_known)
 
 
 def file_digest(root: Path, file: Path) -> str:
-    """A digest of a user's own file and all that it imports of ours and beside it, as `source_digest`'s."""
+    """Return a digest, like `source_digest`'s, of a user's own file and of all that it imports from jaxengine or beside
+    it.
+    """
     return source_digest(root, (), file)
 
 
 def program_sources(root: Path, modules: Iterable[str], family: Path | None = None) -> list[Path]:
-    """The files that the step programs can have been traced from, sorted; SyntaxError or OSError for one that cannot be
-    read.
+    """Return the files that the step programs can have been traced from, sorted.
 
     Args:
       root: the folder that holds `jaxengine`.
-      modules: dotted names of what the step programs look up rather than import: the kernels.
-      family: the file of the model's class, None for programs without a model.
+      modules: dotted names of modules that the step programs look up rather than import: the kernels.
+      family: the file of the model's class; None for programs without a model.
 
-    Imports count wherever they stand, in functions and under TYPE_CHECKING too: an annotation names what is handed in.
+    Imports count wherever they stand, also in functions and under TYPE_CHECKING: an annotation names the type of an
+    argument, whose code is then part of the program. Raises SyntaxError or OSError for a file that cannot be read.
     """
     return sorted(_sources(root, modules, family))
 
@@ -139,7 +141,7 @@ def _imported(root: Path, path: Path, source: _Source, own_file: Callable[[str],
 
 
 def _names(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """(module, name taken from it or "") of each import."""
+    """Yield (module, name imported from it, or "") for each import in a syntax tree."""
     for node in _statements(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names)
@@ -153,10 +155,10 @@ def _own_file(root: Path, module: str) -> Path | None:
 
 
 def _file_beside(path: Path, module: str) -> Path | None:
-    """The file of a module that a user's source imports, if it is the user's too; None if not.
+    """Return the file of a module that a user's source imports if it is the user's own, too; else None.
 
-    path: the source's. module: dotted name, with leading dots for a relative import. Others are looked for where the
-    source's outermost package stands; in site-packages only that package is the user's.
+    path: of the source. module: dotted name, with leading dots for a relative import. Modules are looked for in the
+    folder of the source's outermost package; in site-packages only that package is the user's own.
     """
     folder = path.parent
     if module.startswith("."):
@@ -176,7 +178,7 @@ def _file_of(root: Path, module: str) -> Path | None:
 
 
 def _statements(node: ast.AST) -> Iterator[ast.AST]:
-    """Every statement inside of `node`; expressions, which hold none, are left out because they take the time."""
+    """Yield every statement inside of `node`. Expressions, which contain no statement, are skipped to save time."""
     for block in _BLOCKS:
         for child in getattr(node, block, ()):
             yield child

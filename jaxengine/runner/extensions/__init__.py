@@ -1,1 +1,1 @@
-"""What optional capabilities add to the devices' work: a file or a folder for each, under its name."""
+"""Optional capabilities' part of the devices' work: one file or folder each, named after the capability."""

@@ -1,4 +1,4 @@
-"""Which optional capabilities a stage has. The module of one is imported when an engine is started with it."""
+"""Choice of a stage's optional capabilities. A capability's module is imported only when an engine starts with it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxengine.runner.programs.step_programs import StepPrograms
 
 
 def extensions_of(shape: StageShape) -> Iterator[DeviceExtension]:
-    """The capabilities of a stage, in the order in which their traced parts follow each other."""
+    """Yield the DeviceExtensions of a stage, in the order in which they take part in traced programs."""
     model, config = shape.model.config, shape.config
     if config.speculative_config is not None and shape.samples:
         from jaxengine.runner.extensions.drafts.section import DraftsExtension
@@ -77,9 +77,9 @@ def extensions_of(shape: StageShape) -> Iterator[DeviceExtension]:
 
 
 def step_programs(model: CausalLM, config: ResolvedConfig, platform: Platform, mesh: Mesh) -> StepPrograms:
-    """The programs of a model, or of one of its stages, with the capabilities that its config starts it with.
+    """Return the programs of a model, or of one of its stages, with the capabilities that its config enables.
 
-    model is abstract and made for the mesh; config resolved for the platform.
+    model: abstract, built for the mesh. config: resolved for the platform.
     """
     shape = StageShape(model, config, platform, mesh)
     return StepPrograms(shape, tuple(extensions_of(shape)))

@@ -1,4 +1,4 @@
-"""capture: activations at the engine's taps, for requests with capture or return_hidden_states."""
+"""Capture: activations at the engine's taps, for requests with capture or return_hidden_states."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ NAME, SECTION = "capture", "taps"
 
 
 class Activations(NamedTuple):
-    """Arrays of taps, those of a kind side by side; leading axes are of tokens.
+    """Activations of tokens at all taps, those of one kind joined; leading axes are of tokens.
 
     Attributes:
-      hidden: [..., n * D] in the model's dtype, of the n taps that are not of a router; None without any.
-      router: f32[..., m * E], of those that are; None without any.
+      hidden: [..., n * D] in the model's dtype, of the n taps of hidden states; None without any.
+      router: f32[..., m * E], of the m taps of router logits; None without any.
     """
 
     hidden: Any
@@ -35,12 +35,12 @@ class Activations(NamedTuple):
 
 
 class EngineTaps(NamedTuple):
-    """The taps of an engine.
+    """Taps (named points of the model) whose activations an engine captures.
 
     Attributes:
-      named: those that a request may name; layers: those of hidden states, in their order.
-      hidden, router: all, in the order in which Activations have them.
-      model: layers of all that the model has, as `all_taps` gives them.
+      named: taps that a request may name; layers: layers of hidden states, in order.
+      hidden, router: all taps, in the order in which Activations joins them.
+      model: the layers that the model is told to return, from `all_taps`.
     """
 
     named: tuple[Tap, ...]
@@ -51,8 +51,9 @@ class EngineTaps(NamedTuple):
 
 
 def engine_taps(config: ResolvedConfig, model: ModelConfig) -> EngineTaps:
-    """Return the taps that an engine's options name, each once: capture's and capture_layers'. TapError for a name that
-    the model does not have."""
+    """Return the taps of the options capture and capture_layers, each once. Raises TapError for a name that the model
+    lacks.
+    """
     known = all_taps(model)
     named = read_taps(config.capture or (), known)
     layers = hidden_state_taps(config.capture_layers or (), model.num_layers)
@@ -63,9 +64,9 @@ def engine_taps(config: ResolvedConfig, model: ModelConfig) -> EngineTaps:
 
 
 class CaptureExtension(DeviceExtension):
-    """Leaves the Activations of every token.
+    """Device extension whose forward passes leave the Activations of every token.
 
-    There is no epilogue: the host fetches what a forward pass left, in steps where a request asked for it.
+    There is no epilogue: the host fetches them, in steps where a request asked for them.
     """
 
     name = NAME
@@ -88,7 +89,9 @@ class CaptureExtension(DeviceExtension):
         )
 
     def memory(self) -> Mapping[str, int]:
-        """Bytes of one device of the activations of the steps in flight, and of the one that the host is reading."""
+        """Return bytes of one device for the activations of the steps in flight and of the one that the host is
+        reading.
+        """
         config = self.shape.config
         num_hidden = len(self.taps.hidden) * self.shape.model.config.hidden_size
         of_token = num_hidden * jnp.dtype(config.dtype).itemsize + 4 * self._num_logits
@@ -115,15 +118,15 @@ class CaptureExtension(DeviceExtension):
 
     @property
     def _num_logits(self) -> int:
-        """Router logits of a token that are kept."""
+        """Return the number of router logits of a token that are captured."""
         return sum(tap.width(self.shape.model.config) for tap in self.taps.router)
 
 
 class StepActivations(HostExtension):
-    """Fetches the activations of steps.
+    """Host extension that fetches the activations of steps.
 
     Attributes:
-      taps: of the engine.
+      taps: the engine's taps.
     """
 
     def __init__(self, runner: Any, taps: EngineTaps):
@@ -131,14 +134,16 @@ class StepActivations(HostExtension):
         self.taps = taps
 
     def keep(self, pending: PendingStep) -> None:
-        """Keep those of a step whose sampler has not been dispatched, to be fetched later."""
+        """Hold on to the activations of a step, to fetch them later. To be called before the step's sampler is
+        dispatched.
+        """
         assert pending.forwarded is not None
         pending.outputs[NAME] = pending.forwarded.fields()[NAME]
 
     def fetch(self, pending: PendingStep) -> dict[Tap, np.ndarray]:
-        """Return what each tap gave in a step that was kept, [replicas, T, width]; waits for the step.
+        """Return the activations at each tap in a step that was kept, [replicas, T, width]; waits for the step.
 
-        T: tokens of the step's bucket, padding included. KeyError for a step that was not kept.
+        T: tokens of the step's bucket, with padding. Raises KeyError for a step that was not kept.
         """
         found: dict[Tap, np.ndarray] = {}
         for taps, values in zip((self.taps.hidden, self.taps.router), pending.output(NAME), strict=True):

@@ -1,4 +1,4 @@
-"""experts: how many tokens each expert was picked for."""
+"""Experts: counts of how many tokens each expert of each layer was picked for."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ NAME = "experts"
 
 
 class ExpertsExtension(DeviceExtension):
-    """Its section of SlotState is u32[1, layers with experts, E], tokens that experts of this stage's layers were
-    picked for so far, from 0 again after 2**32 - 1."""
+    """Device extension that counts expert use. Its section of SlotState is u32[1, layers with experts, E]: tokens that
+    each expert of this stage's layers was picked for so far, modulo 2**32.
+    """
 
     name = NAME
 
@@ -44,11 +45,14 @@ class ExpertsExtension(DeviceExtension):
 
 
 class ExpertCounts(HostExtension):
-    """Reads the counts of all stages."""
+    """Host extension that reads the counts of all stages."""
 
     def load(self) -> np.ndarray:
-        """u32[layers with experts, E experts], tokens of all replicas that each expert was picked for so far, modulo
-        2**32. Waits for the steps in flight; the other processes do the same."""
+        """Return u32[layers with experts, E experts]: tokens of all replicas that each expert was picked for so far,
+        modulo 2**32.
+
+        Waits for the steps in flight; the engine's other processes do the same.
+        """
         stages, fetch = self.runner.stages, self.runner.fetch
 
         def loads() -> list[jax.Array]:

@@ -1,4 +1,4 @@
-"""logits_processors: functions of a user's own inside the samplers, and the parameters that they read, by slot."""
+"""The user's own functions on logits inside the samplers, and the per-slot parameters that they read."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ NUM_ROWS = 64
 
 
 class ProcessorsExtension(DeviceExtension):
-    """Its section of TokenState is i32[R, 1 + columns]: which processors a slot uses, a bit each, and the 32 bits of
-    each parameter. Samplers only read it.
+    """Device extension of logits processors. Its section of TokenState is i32[R, 1 + columns]: a bit for each processor
+    that a slot uses, and the 32 bits of each parameter. Samplers only read it.
     """
 
     name = NAME
@@ -44,7 +44,7 @@ class ProcessorsExtension(DeviceExtension):
 
     @property
     def description(self) -> str:
-        """The names, sources and values of the processors: part of the key of every stored program."""
+        """Names, sources and settings of the processors, as text: part of the key of every stored program."""
         root = Path(__file__).parents[3]
         files = [source_file(each) for each in self.processors]
         sources = [None if file is None else file_digest(root, file) for file in files]
@@ -59,11 +59,11 @@ class ProcessorsExtension(DeviceExtension):
     def process(
         self, tokens: TokenState, logits: jax.Array, slots: jax.Array, counts: jax.Array, features: jax.Array
     ) -> jax.Array:
-        """The logits f32[S, V / n] as the processors leave them, one after the other. Those that no row uses are
-        skipped; rows that do not use one, and tokens with -inf, stay as they are.
+        """Return the logits f32[S, V / n] after the processors have been applied, one after the other.
 
-        slots: i32[S]; counts: i32[S, V / n], of each row 2 * (times in the output) + (1 if in the prompt); features:
-        i32[], of the step. Raises ValueError, when traced, for a processor that returns another shape or dtype.
+        Processors that no row uses are skipped; rows that do not use one, and tokens with -inf, stay as they are.
+        slots: i32[S]; counts: i32[S, V / n], 2 * (times in the output) + (1 if in the prompt) of each token; features:
+        i32[], of the step. Raises ValueError at tracing if a processor returns another shape or dtype.
         """
         rows = tokens.sections[NAME].at[slots].get(mode="fill", fill_value=0)
         token_ids = first_id(logits) + jnp.arange(logits.shape[1], dtype=jnp.int32)
@@ -90,17 +90,17 @@ class ProcessorsExtension(DeviceExtension):
 
 
 class SlotColumns(HostExtension):
-    """Sets the parameters of slots."""
+    """Host extension that sets the processors' parameters of slots."""
 
     def __init__(self, runner: Any, extension: ProcessorsExtension):
         super().__init__(runner)
         self._processors, self._width = extension.processors, extension.width
 
     def words(self, values: Mapping[int, tuple[float | int | bool, ...]]) -> np.ndarray:
-        """i32[1 + columns] of a request, for `set_columns`: bits of the processors that it uses, then 32 bits of each
-        parameter of all processors, its default where it uses another one.
+        """Return a request's row i32[1 + columns] for `set_columns`: bits of the processors that it uses, then the 32
+        bits of each parameter of all processors, the default for those of processors that it does not use.
 
-        values: of all columns of the processors that it uses, by their numbers.
+        values: for each processor that the request uses, by its number, the values of all its columns.
         """
         words = [sum(1 << number for number in values)]
         for number, each in enumerate(self._processors):
@@ -110,14 +110,14 @@ class SlotColumns(HostExtension):
         return np.array(words, np.int64).astype(np.int32)
 
     def set_columns(self, rows: list[tuple[int, np.ndarray | None]]) -> None:
-        """Sets the words of slots; None for a slot that uses no processor."""
+        """Write rows of `words` for slots numbered over all replicas; None for a slot that uses no processor."""
         none = np.zeros(0, np.int32)
         own = [(slot, none if words is None else words) for slot, words in rows]
         self.runner.change_slots(COLUMN_ROWS, own, NUM_ROWS, self._width)
 
 
 def _processed(each: type[LogitsProcessor], logits: jax.Array, columns: Mapping[str, Any], vocab: VocabColumns) -> Any:
-    """What a processor returns, as it must be. Raises ValueError for another shape or dtype, when an engine starts."""
+    """Call a processor and return its logits. Raises ValueError, when an engine starts, for a wrong shape or dtype."""
     found = each.process(logits, columns, vocab)
     if getattr(found, "shape", None) != logits.shape or found.dtype != logits.dtype:
         got = f"{getattr(found, 'dtype', type(found).__name__)}{list(getattr(found, 'shape', ()))}"
@@ -126,7 +126,7 @@ def _processed(each: type[LogitsProcessor], logits: jax.Array, columns: Mapping[
 
 
 def _typed(words: jax.Array, dtype: str) -> jax.Array:
-    """Values of a column, of their 32 bits."""
+    """Return a column's values in their dtype, from the int32 that hold their bits."""
     return words > 0 if dtype == "bool" else lax.bitcast_convert_type(words, np.dtype(dtype))
 
 

@@ -1,4 +1,4 @@
-"""mass: of each token its raw and its processed log-probability, and how much of the distribution truncation kept."""
+"""Sampling mass: each sampled token's raw and processed log-probability, and the probability that truncation kept."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ NAME = "mass"
 
 
 class MassExtension(DeviceExtension):
-    """Three more scores of each row that is scored, in the stage that samples."""
+    """Device extension that adds three scores of each sampled token, in the stage that samples: its raw and its
+    processed log-probability, and how much of the distribution truncation kept.
+    """
 
     name = NAME
     num_scores = NUM_MASS_SCORES

@@ -1,4 +1,4 @@
-"""pooling: what a step makes of its hidden states for each prompt, where a prompt may take several steps."""
+"""Pooling: reduces the hidden states of each prompt, possibly over several steps, to one state and a vector."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ NAME, POOL = "pooling", "pool"
 
 
 class PoolOutput(NamedTuple):
-    """Output of the epilogue that pools; it means something for rows whose prompt ends in the step only.
+    """Output of the pooling epilogue; only rows whose prompt ends in the step are meaningful.
 
     Attributes:
-      token_ids: i32[ranks, S], POOLED, or -1 for a row that is not finite.
-      vectors: f32[ranks, S, N].
+      token_ids: i32[replicas, S], POOLED, or -1 for a row with numbers that are not finite.
+      vectors: f32[replicas, S, N], the embedding or label scores.
     """
 
     token_ids: jax.Array
@@ -35,10 +35,10 @@ class PoolOutput(NamedTuple):
 
 
 class PoolingExtension(DeviceExtension):
-    """Pooling in the last stage of a model that pools.
+    """Device extension of pooling in the last stage of a pooling model.
 
-    Its section of SlotState is what is kept of prompts between steps, f32[R, D], where every token counts; forward
-    passes leave the rows' pooled states, f32[S, D].
+    Its section of SlotState is f32[R, D], what is kept of prompts between steps where every token counts (MEAN, CLS).
+    Forward passes leave the rows' pooled states, f32[S, D].
     """
 
     name = NAME
@@ -80,22 +80,23 @@ class PoolingExtension(DeviceExtension):
 
 
 class Pooler(HostExtension):
-    """Pools prompts."""
+    """Host extension that runs the pooling epilogue and reads its vectors."""
 
     def vectors(self, pending: PendingStep) -> np.ndarray:
-        """f32[replicas, rows, N], what the model tells of the prompts that end in a step; waits for it."""
+        """Return the vectors f32[replicas, rows, N] of the prompts that end in a step; waits for the step."""
         vectors = pending.result("vectors")
         assert vectors is not None
         return vectors
 
     def pool(self, pending: PendingStep) -> None:
-        """Dispatches what a pooling model tells of the prompts of a step, in the place of a sampler."""
+        """Dispatch the pooling epilogue of a step, in place of a sampler."""
         self.runner.sample(pending)
 
 
 def make_pool(spec: EpilogueSpec) -> Callable:
-    """Makes the epilogue that makes answers of pooled states: (params: list of arrays, pooled states f32[S, D]) ->
-    (PoolOutput,), of all replicas. A row with a number that is not finite gets the token -1."""
+    """Make the epilogue that turns pooled states into vectors: (params: list of arrays, pooled states f32[S, D]) ->
+    (PoolOutput,), of all replicas. A row with a number that is not finite gets token -1.
+    """
 
     def pool_prompts(params: list[jax.Array], hidden: jax.Array):
         model = nnx.merge(spec.graph, jax.tree.unflatten(spec.params_tree, params))
@@ -111,16 +112,16 @@ def make_pool(spec: EpilogueSpec) -> Callable:
 def pool_rows(
     pooling_type: str, kept: jax.Array | None, hidden: jax.Array, batch: ForwardBatch, slot: jax.Array, start: jax.Array
 ) -> tuple[jax.Array | None, jax.Array]:
-    """Pools each row's prompt as far as it is computed: (`kept` with the rows' new sums or first states, the pooled
-    states f32[S, D]).
+    """Pool each row's prompt as far as it has been computed; return `kept` with the rows' new sums or first states, and
+    the pooled states f32[S, D].
 
     Args:
-      batch: the step's; its rows tell which tokens are whose.
+      batch: of the step; its rows say which tokens belong to which prompt.
       pooling_type: LAST, MEAN or CLS.
-      kept: f32[R, D] of the slots, None with LAST: sums of the prompts' states so far, or the first ones.
+      kept: f32[R, D] per slot, the sum of the prompt's states so far (MEAN) or its first state (CLS); None with LAST.
       hidden: [T, D] after the final norm.
-      slot, start: i32[S], the rows' slots, R in padding, and how many of their tokens were computed before. With MEAN
-        and CLS a prompt begins at 0, never behind a cached prefix.
+      slot, start: i32[S], the rows' slots (R in padding), and how many of their tokens were computed before. With MEAN
+        and CLS a prompt is computed from position 0, never after a cached prefix.
     """
     if pooling_type == LAST:
         return None, hidden[batch.logits_indices].astype(jnp.float32)

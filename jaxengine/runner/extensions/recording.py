@@ -1,8 +1,8 @@
-"""recording: what a step gets and gives, taken from the devices as it runs.
+"""Recording: copies of a step's inputs and outputs, taken from the devices as it runs.
 
-Whatever a step may overwrite is copied before it: page tables, counts, the pages that its rows see, recurrent states.
-All copies are made by programs that start-up compiled, and fetched at once, so that steps wait for each other. A step
-that is larger than the folder may be is not fetched: what it would take follows from its page tables.
+Everything that a step may overwrite is copied before it: page tables, counts, the pages that its rows read, recurrent
+states. Copies are made by programs compiled at start-up and fetched at once, so steps wait for each other. A step that
+would not fit into the folder's limit is not fetched; its size follows from its page tables.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ LONG = ("token_counts", "logit_bias", "token_mask")
 
 
 class RecordingExtension(DeviceExtension):
-    """With record_steps_detail "layers" forward passes leave the hidden states [T, (L + 2) * D]: the first layer's
-    input, what each of L layers gives, and that after the final norm. Otherwise programs are as without it."""
+    """Device extension of step recording. With record_steps_detail "layers", forward passes leave the hidden states [T,
+    (L + 2) * D]: the first layer's input, the output of each of L layers, and the state after the final norm. Otherwise
+    programs are the same as without recording.
+    """
 
     name = NAME
 
@@ -51,8 +53,9 @@ class RecordingExtension(DeviceExtension):
         return self.shape.hidden(num_tokens, self.num_kept) if self.keeps_layers else None
 
     def memory(self) -> Mapping[str, int]:
-        """Bytes of one device: copies of pages, and with "layers" the hidden states of the steps in flight and one
-        more."""
+        """Return bytes of one device: copies of pages, and with "layers" the hidden states of the steps in flight and
+        one more.
+        """
         config, model = self.shape.config, self.shape.model.config
         spec = pool_spec(self.shape.groups, 1)
         page = spec.page_size * spec.num_kv_heads * spec.token_width * jnp.dtype(spec.dtype).itemsize
@@ -80,13 +83,13 @@ class RecordingExtension(DeviceExtension):
 
 
 class StepTaker(StageExtension):
-    """Copies what the newest step gets before its forward pass, and what that leaves before its sampler.
+    """Stage extension that copies the newest step's inputs before its forward pass, and its outputs before its sampler.
 
     Attributes:
-      is_on: steps are taken.
-      newest: bucket and arrays of the step dispatched last, which another dict replaces; see docs/troubleshooting.md.
-        None for a step that is not taken; one that turns out too large later has no arrays any more.
-      num_too_large: steps that were not taken as they are larger than record_steps_bytes.
+      is_on: whether steps are recorded.
+      newest: bucket and arrays of the step dispatched last, a new dict for each step; see docs/troubleshooting.md. None
+        for a step that is not recorded; one that turns out too large later has no arrays any more.
+      num_too_large: steps not recorded because they are larger than record_steps_bytes.
     """
 
     name = NAME
@@ -164,9 +167,9 @@ class StepTaker(StageExtension):
             arrays["layers"] = hidden.reshape(len(hidden), self._extension.num_kept, -1)
 
     def _find_rows(self, bucket: Bucket, arrays: Mapping[str, np.ndarray]) -> None:
-        """Takes note of the rows of each replica, and of the rows of states that they read or write.
+        """Store the slots' rows of each replica that the step uses, and the rows of states that they read or write.
 
-        arrays: of the step so far, of which "message", "state/num_computed" and "state/page_table" are read.
+        arrays: of the step so far; "message", "state/num_computed" and "state/page_table" are read.
         """
         layout, num_slots = self._programs.packer.layouts[bucket], self._shape.num_slots
         known = arrays["state/num_computed"].reshape(len(arrays["message"]), -1)
@@ -181,17 +184,16 @@ class StepTaker(StageExtension):
             self._states.append([row for row in found if 0 <= row < most])
 
     def _tables(self, bucket: Bucket, arrays: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-        """Page tables of each replica as the forward pass reads them."""
+        """Return the page tables of each replica as the forward pass reads them."""
         layout, message = self._programs.packer.layouts[bucket], arrays["message"]
         tables = arrays["state/page_table"].reshape(len(message), -1, arrays["state/page_table"].shape[-1])
         return [page_tables(layout, *own) for own in zip(message, tables, strict=True)]
 
     def _is_too_large(self, arrays: Mapping[str, np.ndarray], pages: Sequence[Sequence[int]], of_row: int = 0) -> bool:
-        """Whether what has been taken, these pages and the states are more than record_steps_bytes; such a step is
-        counted.
+        """Whether the arrays so far, these pages and the states exceed record_steps_bytes; if so, the step is counted.
 
-        pages: of each replica, its rows of the pool. of_row: bytes of a row's arrays that the sampler reads; 0 before a
-        forward pass, when nobody knows whether a sampler follows. Hidden states are counted with them.
+        pages: for each replica, rows of its pool. of_row: bytes of a row's sampler inputs; 0 before a forward pass,
+        when it is unknown whether a sampler follows. Hidden states are counted with the sampler inputs.
         """
         size = num_bytes(arrays) + sum(map(len, pages)) * _row_bytes([self._stage.pages.data])
         if STATES in self._copies:
@@ -210,10 +212,10 @@ class StepTaker(StageExtension):
     def _find_pages(
         self, bucket: Bucket, arrays: Mapping[str, np.ndarray], *, written: bool
     ) -> tuple[list[list[tuple[int, int]]], list[list[int]]]:
-        """Pages that the step sees (written: only those that it writes): of each replica (layer, page) of each, and its
-        rows of the pool.
+        """Return the pages that the step reads or, with `written`, only those that it writes: for each replica the
+        (layer, page) of each, and their rows in the pool.
 
-        arrays: as `_find_rows` has them, which was called before.
+        arrays: as for `_find_rows`, which must have been called before.
         """
         groups, size, num_slots = paged_groups(self._shape.groups), self._shape.config.block_size, self._shape.num_slots
         places: list[list[tuple[int, int]]] = []
@@ -233,15 +235,16 @@ class StepTaker(StageExtension):
     def _take_pages(
         self, places: Sequence[Sequence[tuple[int, int]]], wanted: Sequence[Sequence[int]]
     ) -> dict[str, np.ndarray]:
-        """Columns "pages/rank", "pages/layer" and "pages/page" of pages that `_find_pages` found, and "pages/data",
-        fetched from the pool as it is now.
+        """Return columns "pages/rank", "pages/layer" and "pages/page" for the pages of `_find_pages`, and "pages/data",
+        their content in the pool now.
         """
         found = self._rows("pages", [self._stage.pages.data], wanted, PAGE_ROWS)
         return {**_places("pages", places, ("layer", "page")), "pages/data": found[0]}
 
     def _take_states(self) -> dict[str, np.ndarray]:
-        """Rows of recurrent states that the step reads or writes, as they are now: columns "states/rank" and
-        "states/row", and "states/0", ... of each array. Empty for a model without states."""
+        """Return the rows of recurrent states that the step reads or writes, with their present content: columns
+        "states/rank" and "states/row", and "states/0", ... for each array. Empty for a model without states.
+        """
         if STATES not in self._copies:
             return {}
         leaves = jax.tree.leaves(self._stage.slots.sections[STATES])
@@ -250,10 +253,10 @@ class StepTaker(StageExtension):
         return {**places, **{f"{STATES}/{index}": array for index, array in enumerate(found)}}
 
     def _rows(self, name: str, arrays: Any, wanted: Sequence[Sequence[int]], size: int) -> list[np.ndarray]:
-        """The wanted rows of each array, fetched, those of the first replica first.
+        """Fetch the wanted rows of each array, those of the first replica first.
 
-        name: of the program that copies them, which takes `size` rows of each replica at once. wanted: of each replica,
-        its own row numbers.
+        name: of the program that copies them, `size` rows of each replica at a time. wanted: for each replica, its own
+        row numbers.
         """
         parts: list[list[list[np.ndarray]]] = [[[] for _ in wanted] for _ in arrays]
         for first in range(0, max(1, *map(len, wanted)), size):
@@ -268,9 +271,9 @@ class StepTaker(StageExtension):
         return [np.concatenate([part for rank in of_array for part in rank]) for of_array in parts]
 
     def _rows_program(self, name: str, arrays: Sequence[Any], size: int) -> Program:
-        """The program (arrays, i32[replicas * size]) -> these rows of each array, numbered by replica.
+        """Return the program (arrays, i32[replicas * size]) -> these rows of each array, numbered within the replica.
 
-        name: for messages. arrays: shapes, split by replicas along their first axis.
+        name: for messages. arrays: shapes, split by replica along their first axis.
         """
         ids, num_ranks = self._shape.rows(size, np.int32), self._shape.num_ranks
         results = [
@@ -284,7 +287,9 @@ class StepTaker(StageExtension):
         return program_on(self._shape.mesh, f"record {name}", function, (list(arrays), ids), results, ())
 
     def _copy_program(self, name: str, arrays: Any) -> Program:
-        """(arrays) -> the same; copies, for the originals are given up to steps."""
+        """Return the program (arrays) -> copies of them, which survive when steps take the originals as donated
+        arguments.
+        """
 
         def function(arrays: Any) -> Any:
             return jax.tree.map(lax.optimization_barrier, arrays)
@@ -293,19 +298,21 @@ class StepTaker(StageExtension):
 
 
 class StepRecorder(HostExtension):
-    """Calls of the loop: they give the newest step and end the recording."""
+    """Host extension by which the loop fetches the newest step and ends the recording."""
 
     def newest(self) -> tuple[Bucket, dict[str, np.ndarray]] | None:
-        """The bucket and arrays of the step dispatched last; arrays of its sampler come as that is dispatched."""
+        """Return the bucket and arrays of the step dispatched last; its sampler's arrays are added when the sampler is
+        dispatched.
+        """
         return self._taker.newest
 
     @property
     def num_too_large(self) -> int:
-        """Steps that were not taken as they are larger than record_steps_bytes."""
+        """Return the number of steps not recorded because they are larger than record_steps_bytes."""
         return self._taker.num_too_large
 
     def stop(self) -> None:
-        """Takes no more steps."""
+        """Record no more steps."""
         self._taker.is_on = False
 
     @property
@@ -314,8 +321,9 @@ class StepRecorder(HostExtension):
 
 
 def _short(state: Any) -> dict[str, dict[str, Any]]:
-    """Arrays of DeviceState that are copied whole, by name: "state", before a forward pass, and "sampling", before a
-    sampler. state: of arrays or shapes."""
+    """Return the arrays of DeviceState that are copied whole, by name: "state" before a forward pass, "sampling" before
+    a sampler. state: of arrays or shapes.
+    """
     slots, sampling = state.slots, state.sampling
     found = {"page_table": slots.page_table, "num_computed": slots.num_computed, "last_token": state.tokens.last_token}
     found |= _leaves({name: own for name, own in slots.sections.items() if name != STATES})
@@ -327,19 +335,20 @@ def _short(state: Any) -> dict[str, dict[str, Any]]:
 
 
 def _leaves(sections: Mapping[str, Any]) -> dict[str, Any]:
-    """Arrays of sections."""
+    """Return the arrays of extensions' sections, by the name "sections/EXTENSION/INDEX"."""
     return {
         f"sections/{name}/{at}": leaf for name, own in sections.items() for at, leaf in enumerate(jax.tree.leaves(own))
     }
 
 
 def _long(state: Any) -> list[Any]:
-    """Arrays of LONG."""
+    """Return the state's arrays named in LONG, whose rows are copied one by one: token counts, logit biases and masks.
+    """
     return [state.tokens.token_counts, state.sampling.logit_bias, state.sampling.token_mask]
 
 
 def _row_bytes(arrays: Sequence[Any]) -> int:
-    """Bytes of one row of each array, along its first axis."""
+    """Return the bytes of one row of each array, along its first axis, in sum."""
     return sum(array.nbytes // len(array) for array in arrays)
 
 
@@ -349,7 +358,7 @@ def _by_rank(array: jax.Array, num_ranks: int) -> np.ndarray:
 
 
 def _places(name: str, of_ranks: Sequence[Sequence[tuple[int, ...]]], fields: tuple[str, ...]) -> dict[str, np.ndarray]:
-    """Columns of places: the replica of each, and these fields."""
+    """Return places as int32 columns under "NAME/rank" and "NAME/FIELD": the replica of each, and its fields."""
     rows = [(rank, *place) for rank, places in enumerate(of_ranks) for place in places]
     columns = np.array(rows, np.int32).reshape(len(rows), 1 + len(fields)).T
     return {f"{name}/{field}": column for field, column in zip(("rank", *fields), columns, strict=True)}

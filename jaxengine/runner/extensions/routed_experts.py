@@ -1,4 +1,4 @@
-"""routed_experts: the experts that each token was sent to, in every layer that has some."""
+"""Routed experts: the experts that each token was sent to, in every layer that has experts."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ NAME = "routed_experts"
 
 
 class RoutedExpertsExtension(DeviceExtension):
-    """Leaves the experts of every token in the layers of its stage, [T, L * k]; nothing in a stage without experts.
+    """Device extension whose forward passes leave the experts of every token in this stage's layers, [T, L * k];
+    nothing in a stage without experts.
 
     There is no epilogue: the host fetches what the forward passes of all stages left.
 
     Attributes:
-      dtype: uint8 where it holds the number of each expert, else uint16.
+      dtype: uint8 if it holds every expert's number, else uint16.
     """
 
     name = NAME
@@ -46,7 +47,7 @@ class RoutedExpertsExtension(DeviceExtension):
         return self.shape.rows(num_tokens, self.dtype, width) if width else None
 
     def memory(self) -> Mapping[str, int]:
-        """Bytes of the experts of the steps in flight, and of the one that the host is reading."""
+        """Return bytes of one device for the experts of the steps in flight and of the one that the host is reading."""
         of_token = len(self._taps) * self.num_per_token * np.dtype(self.dtype).itemsize
         most = max(bucket.num_tokens for bucket in self.shape.buckets)
         return {"routed experts": most * of_token * (self.shape.config.max_in_flight + 1)}
@@ -67,11 +68,11 @@ class RoutedExpertsExtension(DeviceExtension):
 
 
 class StepExperts(HostExtension):
-    """Fetches the experts of steps.
+    """Host extension that fetches the routed experts of steps.
 
     Attributes:
       num_layers: layers with experts, of all stages.
-      num_per_token, dtype: as RoutedExpertsExtension has them.
+      num_per_token, dtype: experts per token and layer, and the dtype of RoutedExpertsExtension.
     """
 
     def __init__(self, runner: Any, extension: RoutedExpertsExtension):
@@ -82,7 +83,8 @@ class StepExperts(HostExtension):
         self.num_per_token, self.dtype = extension.num_per_token, extension.dtype
 
     def keep(self, pending: PendingStep) -> None:
-        """Keep those of a step whose sampler has not been dispatched, to be fetched later."""
+        """Hold on to the experts of a step, to fetch them later. To be called before the step's sampler is dispatched.
+        """
         assert pending.forwarded is not None
         stages = (*pending.forwarded.earlier, pending.forwarded.sections)
         pending.outputs[NAME] = [sections[NAME] for sections in stages if NAME in sections]
@@ -90,7 +92,7 @@ class StepExperts(HostExtension):
     def fetch(self, pending: PendingStep) -> np.ndarray:
         """Return the experts of a step that was kept, [replicas, T, layers with experts, k]; waits for the step.
 
-        T: tokens of the step's bucket; rows of padding mean nothing. KeyError for a step that was not kept.
+        T: tokens of the step's bucket; padding rows are meaningless. Raises KeyError for a step that was not kept.
         """
         shape = self.runner.num_ranks, pending.bucket.num_tokens, -1, self.num_per_token
         return np.concatenate([each.reshape(shape) for each in pending.output(NAME)], axis=2)

@@ -1,4 +1,4 @@
-"""scores: how likely each prompt token was after those before it (prompt_logprobs)."""
+"""Scores: log-probability of each prompt token given those before it (prompt_logprobs)."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ NAME, SCORE = "scores", "score"
 
 
 class Scored(NamedTuple):
-    """What a forward pass leaves to be scored.
+    """Arrays that a forward pass leaves to the scoring epilogue.
 
     Attributes:
       hidden: [T, D] after the final norm.
-      targets: i32[T], the prompt token after each, -1 where there is none.
-      slots: i32[T], those of their requests.
+      targets: i32[T], the prompt token after each token, -1 if there is none.
+      slots: i32[T], slots of the tokens' requests.
     """
 
     hidden: jax.Array
@@ -36,7 +36,7 @@ class Scored(NamedTuple):
 
 
 class ScoresExtension(DeviceExtension):
-    """An epilogue for the shapes of steps that can have prompts to score."""
+    """Device extension with the scoring epilogue, for the step shapes that can have prompts to score."""
 
     name = NAME
 
@@ -69,11 +69,13 @@ class ScoresExtension(DeviceExtension):
 
 
 class Scorer(HostExtension):
-    """Scores prompts."""
+    """Host extension that scores prompts."""
 
     def prompt_logprobs(self, pending: PendingStep, given: bool) -> TokenLogprobs:
-        """The prompt tokens' logprobs of a step that has been scored, as numpy arrays. given: as PendingStep.logprobs
-        has it."""
+        """Return the prompt tokens' logprobs of a step that has been scored, as numpy arrays; waits for them.
+
+        given: whether to fetch logprobs of the token ids that requests name, as well.
+        """
         if not given:
             own = pending.outputs[SCORE]
             none = np.empty((*own.rank.shape, 0), np.float32)
@@ -81,16 +83,16 @@ class Scorer(HostExtension):
         return pending.output(SCORE)
 
     def score(self, pending: PendingStep) -> None:
-        """Dispatches the scoring of the prompts of a step whose sampler has not been dispatched; the other processes do
-        the same."""
+        """Dispatch the scoring of a step's prompts. To be called before the step's sampler is dispatched; the engine's
+        other processes do the same.
+        """
         pending.outputs[SCORE] = self.runner.run_epilogue(SCORE, pending)
 
 
 def make_score(spec: EpilogueSpec) -> Callable:
-    """Makes the epilogue that scores prompt tokens: (params: list of arrays, SamplingState, Scored) ->
-    (TokenLogprobs,).
+    """Make the epilogue that scores prompt tokens: (params: list of arrays, SamplingState, Scored) -> (TokenLogprobs,).
 
-    Its fields are [replicas, T, ...], of the targets; a row without one is (-inf, 0, ...).
+    Its fields are [replicas, T, ...], for the target of each token; a token without one gets (-inf, 0, ...).
     """
 
     def score_prompts(params: list[jax.Array], sampling: SamplingState, scored: Scored):
@@ -112,7 +114,7 @@ def make_score(spec: EpilogueSpec) -> Callable:
 
 
 def _targets(step: ForwardPass) -> jax.Array:
-    """i32[T]: the prompt token after each token."""
+    """Return i32[T]: the prompt token after each token, -1 if there is none."""
     batch, rows = step.batch, step.rows
     if batch.token_ids.shape == rows.slot.shape:  # one token a row
         return rows.next_token

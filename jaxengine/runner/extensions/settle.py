@@ -1,4 +1,4 @@
-"""What optional capabilities must know or say of an engine before anything of it is loaded."""
+"""Facts about optional capabilities that must be settled before any part of an engine is loaded."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from jaxengine.media.open import open_processor
 
 
 def settled(config: EngineConfig, source: ModelSource) -> EngineConfig:
-    """The config, whose draft model or head, if it names one, is found or downloaded and then named by its path.
+    """Return the config with its draft model or head, if it names one, found or downloaded and named by its path.
 
-    source: the opened model that is drafted for. Raises ConfigError or ModelFileError, as `settle_draft`.
+    source: the opened target model. Raises ConfigError or ModelFileError as `settle_draft` does.
     """
     if config.speculative_config is None:
         return config
@@ -20,8 +20,9 @@ def settled(config: EngineConfig, source: ModelSource) -> EngineConfig:
 
 
 def item_sizes(source: ModelSource, config: EngineConfig) -> list[tuple[int, int]]:
-    """(embeddings, patches) of the largest item of each kind that requests may bring, pictures or videos; none for a
-    model of text. Reads the model's processor and tokenizer: ModelFileError or ModelConfigError for wrong ones."""
+    """Return (embeddings, patches) of the largest item of each kind, image or video, that requests may bring; none for
+    a text model. Reads the model's processor and tokenizer: ModelFileError or ModelConfigError for invalid ones.
+    """
     if source.config.tower is None:
         return []
     processor = open_processor(source.path, source.config, config.hf_overrides, source.load_tokenizer(config))

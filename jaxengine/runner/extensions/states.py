@@ -1,4 +1,5 @@
-"""states: what layers keep of sequences in place of pages, a row for each slot and then one for each snapshot."""
+"""States: recurrent state of layers that keep one instead of KV pages, a row for each slot, then one for each snapshot.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +19,10 @@ NAME = "states"
 
 
 class StatesExtension(DeviceExtension):
-    """Its section of SlotState is that of jaxengine.models.cache.Cache: of each layer with a state its arrays [rows,
-    ...]; a stage without such layers has none. Snapshots have a page table of their own
-    (jaxengine.scheduler.pages.snapshots)."""
+    """Device extension of recurrent state. Its section of SlotState is jaxengine.models.cache.Cache's: for each layer
+    with state its arrays [rows, ...]; none in a stage without such layers. Snapshots have a page table of their own
+    (jaxengine.scheduler.pages.snapshots).
+    """
 
     name = NAME
     counts_slots = True
@@ -60,10 +62,10 @@ class StatesExtension(DeviceExtension):
         return step._replace(cache=step.cache.kv).with_state(NAME, step.cache.states)
 
     def _rows(self, step: ForwardPass) -> StateRows:
-        """Row numbers where the states of a message's rows are read, written and saved, i32[S] each.
+        """Return the row numbers at which the states of a message's rows are read, written and saved, i32[S] each.
 
-        Each is in its slot's row. A row at position 0 reads none, -1; one that has just got its slot behind a known
-        prefix reads a snapshot. The number of rows stands for nothing to write or save.
+        A row's state is in its slot's row. A row at position 0 reads none (-1); one that just got its slot after a
+        cached prefix reads a snapshot. The total number of rows stands for nothing to write or save.
         """
         rows, ragged, num_slots = step.rows, step.batch.ragged[0], self.shape.num_slots
         assert ragged.num_decode is not None

@@ -1,4 +1,4 @@
-"""steering: vectors that requests add to activations, a set of them for each slot."""
+"""Steering: vectors that requests add to activations, one set for each slot."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ WRITE, SWITCH = "steering vectors", "steering switches"
 
 
 class SteeringExtension(DeviceExtension):
-    """Its section of SlotState is `vectors` f32[R, n, D], of each slot at each of the n taps, and `is_on` i32[R], 1 for
-    slots that add theirs."""
+    """Device extension of steering. Its section of SlotState is `vectors` f32[R, n, D], for each slot and each of the n
+    taps, and `is_on` i32[R], 1 for slots that add their vectors.
+    """
 
     name = NAME
     counts_slots = True
@@ -50,7 +51,7 @@ class SteeringExtension(DeviceExtension):
 
     @property
     def of_slot(self) -> tuple[int, int]:
-        """Taps, and numbers of a vector."""
+        """Shape (n taps, D) of a slot's vectors."""
         return len(self.taps), self.shape.model.config.hidden_size
 
     @property
@@ -70,7 +71,7 @@ class SteeringExtension(DeviceExtension):
 
 
 class SlotVectors(HostExtension):
-    """Sets the vectors of slots, which are numbered over all replicas."""
+    """Host extension that sets the vectors of slots, which are numbered over all replicas."""
 
     def __init__(self, runner: Any, extension: SteeringExtension):
         super().__init__(runner)
@@ -79,14 +80,18 @@ class SlotVectors(HostExtension):
         self._known = np.zeros(runner.num_ranks * runner.config.max_num_seqs, np.int32)
 
     def write(self, slot: int, steer: Sequence[tuple[str, bytes]]) -> None:
-        """Has the tokens of a slot add these vectors from the next forward pass on."""
+        """Store a slot's vectors, added to its tokens' activations from the next forward pass on; taps not named get
+        zeros.
+
+        steer: pairs of a tap's name and a vector as little-endian float32 bytes.
+        """
         vectors = np.zeros((1, *self._of_slot), np.float32)
         for at, values in steer:
             vectors[0, self._numbers[at]] = np.frombuffer(values, "<f4")
         self.runner.change_state(WRITE, np.array([slot], np.int32), vectors)
 
     def switch(self, slots: list[int], values: list[int]) -> None:
-        """Has slots add their vectors, 1, or none, 0."""
+        """Turn the vectors of slots on (value 1) or off (0)."""
         self.runner.set_column(SWITCH, self._known, slots, values)
 
 

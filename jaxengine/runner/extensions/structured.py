@@ -1,6 +1,6 @@
-"""structured: which tokens slots may take, masks of structured outputs.
+"""Structured outputs: writes the token masks of slots to the devices.
 
-The masks themselves are the sampler's (jaxengine.sampling.state); here is how they come to the devices.
+The sampler applies the masks (jaxengine.sampling.state); this module only brings them to the devices.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _ROWS_VOCAB = logical_to_spec((None, "sampled_vocab"))
 
 
 class StructuredExtension(DeviceExtension):
-    """Grammar masks in the stage that samples: one state change, which writes masks of slots.
+    """Device extension of grammar masks in the stage that samples: one state change, which writes masks of slots.
 
     Attributes:
       num_parts: devices that share the vocabulary.
-      stored_words: i32 of the mask of one slot as they store it, one part after the other.
+      stored_words: number of packed int32 in a slot's mask as the devices store it, one device's part after the other.
     """
 
     name = NAME
@@ -49,7 +49,7 @@ class StructuredExtension(DeviceExtension):
 
 
 class SlotMasks(HostExtension):
-    """Sets the masks of slots, and of positions of rows with drafts."""
+    """Host extension that sets the token masks of slots, and of positions of rows with drafts."""
 
     def __init__(self, runner: Any, extension: StructuredExtension):
         super().__init__(runner)
@@ -58,22 +58,22 @@ class SlotMasks(HostExtension):
 
     @property
     def num_words(self) -> int:
-        """Words of a slot's mask: a bit for each token, those of padding included."""
+        """Number of packed int32 in a slot's mask: a bit for each token, padding of the vocabulary included."""
         return -(-self.runner.last.programs.vocab_size // 32)
 
     @property
     def num_masks(self) -> int:
-        """Masks of a replica: of its slots, and then of positions of rows with drafts."""
+        """Number of masks of a replica: those of its slots, then those of positions of rows with drafts."""
         return self.runner.last.programs.state_shapes.sampling.token_mask.shape[0] // self.runner.num_ranks
 
     def set_masks(
         self, rows: list[tuple[int, np.ndarray | None]], positions: list[tuple[int, int, np.ndarray]] | None = None
     ) -> None:
-        """Sets which tokens slots may take: (slot over all replicas, i32[num_words]), distinct slots; None allows every
-        token. Bit t % 32 of word t // 32 allows token t.
+        """Set which tokens slots may take: (slot over all replicas, i32[num_words]), distinct slots; None allows every
+        token. Bit t % 32 of int32 number t // 32 allows token t.
 
-        positions: what may stand in positions of the next step with drafts: (rank, row * width + position in the row,
-        words). None for none.
+        positions: masks for positions of the next step with drafts: (replica, row * width + position in the row,
+        i32[num_words]) each; None for none.
         """
         num_masks, num_slots = self.num_masks, self.runner.config.max_num_seqs
         changed: list[tuple[int, np.ndarray | None]] = []

@@ -1,4 +1,4 @@
-"""trace: tokens that slots decode whatever they would choose (trace_decode_token_ids)."""
+"""Trace replay: slots decode given tokens, whatever they would have sampled (trace_decode_token_ids)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ NAME, TRACE_ROWS = "trace", "trace rows"
 
 
 class TraceExtension(DeviceExtension):
-    """Traces of tokens to decode, in the stage that samples. Its section of TokenState is i32[R, max_model_len]: of
-    each slot and position 1 + the token that is decoded there, 0 where the request chooses. Samplers only read it.
+    """Device extension of traces in the stage that samples. Its section of TokenState is i32[R, max_model_len]: for
+    each slot and position, 1 + the token to decode there, or 0 where the request samples. Samplers only read it.
 
-    All of a trace is there from the beginning, by position, so that no step needs the host for it: it does not matter
-    how many tokens of it a step verifies, or which of them it computes again.
+    A whole trace is there from the beginning, by position, so no step needs the host for it, however many tokens a step
+    verifies or computes again.
     """
 
     name = NAME
@@ -35,7 +35,7 @@ class TraceExtension(DeviceExtension):
         return long_rows(TRACE_ROWS, _set_traces, self.shape.config.max_model_len, np.int32, EVERYWHERE)
 
     def replace(self, tokens: TokenState, token_ids: jax.Array, slots: jax.Array, positions: jax.Array) -> jax.Array:
-        """The tokens i32[S] of rows with those of their traces in the place of drawn ones."""
+        """Return the rows' tokens i32[S], with those of their traces in place of sampled ones."""
         own = tokens.sections[NAME].at[slots, positions].get(mode="fill", fill_value=0)
         return jnp.where(own > 0, own - 1, token_ids)
 
@@ -44,10 +44,12 @@ class TraceExtension(DeviceExtension):
 
 
 class SlotTraces(HostExtension):
-    """Writes the traces of slots."""
+    """Host extension that writes the traces of slots."""
 
     def set_traces(self, rows: list[tuple[int, int, tuple[int, ...]]]) -> None:
-        """Set the tokens of slots: (slot, position of the first, ids); no ids for a slot without a trace."""
+        """Write slots' traces: (slot over all replicas, position of the first token, token ids); no ids for a slot
+        without a trace.
+        """
         longest = self.runner.config.max_model_len
         own = [(slot, np.pad(1 + np.array(ids, np.int32), (first if ids else 0, 0))) for slot, first, ids in rows]
         self.runner.change_rows(TRACE_ROWS, own, longest)

@@ -1,1 +1,1 @@
-"""What is compiled for the devices: forward passes, their epilogues and state changes, as pure functions and shapes."""
+"""Functions compiled for the devices, as pure functions and shapes: forward passes, epilogues and state changes."""

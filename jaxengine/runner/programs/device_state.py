@@ -1,7 +1,7 @@
-"""What the devices keep between steps besides the KV pool: a row for every slot.
+"""State that devices keep between steps besides the KV pool: a row for every slot.
 
-So the host sends only what changed. On a mesh each replica has rows of its own. Optional capabilities keep sections
-beside it (jaxengine.runner.extension). Knows nothing of requests.
+So the host sends only what changed. On a mesh each replica has rows of its own. Optional capabilities add sections
+(jaxengine.runner.extension). This module knows no requests.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from jaxengine.sharding.collectives import num_shards, shard_index
 
 
 class SlotState(NamedTuple):
-    """What a stage remembers of the R = max_num_seqs slots; forward changes it.
+    """State of the R = max_num_seqs slots of a stage; forward passes change it.
 
     Attributes:
-      page_table: i32[G * R, W], of the cache groups one after the other, then of extensions that have some.
+      page_table: i32[G * R, W], of the cache groups one after the other, then of extensions that have page tables.
       num_computed: i32[R], tokens whose KV is written.
-      sections: of extensions, by their names.
+      sections: of extensions, by name.
     """
 
     page_table: jax.Array
@@ -32,12 +32,12 @@ class SlotState(NamedTuple):
 
 
 class TokenState(NamedTuple):
-    """What is remembered of the tokens sampled; the sampler changes it.
+    """State of the tokens sampled; the sampler changes it.
 
     Attributes:
       last_token: i32[R], the token sampled last.
-      token_counts: i32[R, V], what penalties count (jaxengine.sampling.state).
-      sections: of extensions, by their names.
+      token_counts: i32[R, V], token counts for penalties (jaxengine.sampling.state).
+      sections: of extensions, by name.
     """
 
     last_token: jax.Array
@@ -46,7 +46,7 @@ class TokenState(NamedTuple):
 
 
 class DeviceState(NamedTuple):
-    """All that is kept between steps besides the KV pool.
+    """All state kept between steps besides the KV pool.
 
     Attributes:
       slots: donated to each forward pass, which returns it changed.
@@ -60,7 +60,7 @@ class DeviceState(NamedTuple):
 
 
 def init_slots(num_slots: int, num_tables: int, num_columns: int, sections: Mapping[str, Any]) -> SlotState:
-    """State of slots that nobody has used yet; sections: as they begin."""
+    """Return the initial state of unused slots. sections: initial arrays of extensions."""
     return SlotState(
         page_table=jnp.zeros((num_tables * num_slots, num_columns), jnp.int32),
         num_computed=jnp.zeros(num_slots, jnp.int32),
@@ -69,7 +69,9 @@ def init_slots(num_slots: int, num_tables: int, num_columns: int, sections: Mapp
 
 
 def init_tokens(num_slots: int, vocab_size: int, sections: Mapping[str, Any]) -> TokenState:
-    """State of the tokens of slots that nobody has used yet; sections: as they begin. vocab_size: of one device."""
+    """Return the initial token state of unused slots. vocab_size: of one device; sections: initial arrays of
+    extensions.
+    """
     return TokenState(
         last_token=jnp.zeros(num_slots, jnp.int32),
         token_counts=jnp.zeros((num_slots, vocab_size), jnp.int32),
@@ -78,7 +80,8 @@ def init_tokens(num_slots: int, vocab_size: int, sections: Mapping[str, Any]) ->
 
 
 def own_slots(slots: jax.Array, num_slots: int) -> jax.Array:
-    """Slots numbered over all replicas as this one numbers its own; `num_slots` for those of others."""
+    """Convert slots numbered over all replicas to this replica's own numbers; `num_slots` for slots of other replicas.
+    """
     if num_shards("batch") == 1:
         return slots
     slots = slots - shard_index("batch") * num_slots
@@ -86,14 +89,18 @@ def own_slots(slots: jax.Array, num_slots: int) -> jax.Array:
 
 
 def write_page_deltas(state: SlotState, deltas: jax.Array) -> SlotState:
-    """Writes page-table entries i32[3, n] (row, column, page); a row that no table has is dropped."""
+    """Return the state with page-table entries i32[3, n] (row, column, page) written; rows outside of the table are
+    dropped.
+    """
     rows, columns, pages = deltas
     return state._replace(page_table=state.page_table.at[rows, columns].set(pages, mode="drop"))
 
 
 def write_section(state: DeviceState, name: str, slots: jax.Array, values: jax.Array) -> DeviceState:
-    """Writes values i32[n] into a section of the slots' state, an array with a row for each slot; slots i32[n] are
-    numbered over all replicas."""
+    """Return the state with values i32[n] written into a section that is an array with a row for each slot.
+
+    slots: i32[n], numbered over all replicas.
+    """
     own = own_slots(slots, state.slots.num_computed.shape[0])
     section = sampling_state.write_slots(state.slots.sections[name], own, values)
     return state._replace(slots=state.slots._replace(sections={**state.slots.sections, name: section}))

@@ -1,10 +1,10 @@
 """Epilogues: programs that run after a forward pass, on what it leaves. Each is compiled for few sizes.
 
-So a forward pass can be under way before it is known what its rows may sample, a sampler is not compiled once for every
-number of tokens, and an epilogue that nobody asked for does not run. Here is the sampler, and what others share with it
-that choose tokens; those of optional capabilities stand in their files (jaxengine.runner.extensions).
+So a forward pass can run before it is known what its rows may sample, a sampler is not compiled once for every number
+of tokens, and an epilogue that nobody needs does not run. This module has the sampler, and what it shares with other
+epilogues that sample; those of optional capabilities are in their files (jaxengine.runner.extensions).
 
-On a mesh an epilogue is what every device runs on its own parts (jaxengine.sharding.collectives). Knows nothing of
+On a mesh every device runs an epilogue on its own parts (jaxengine.sharding.collectives). This module knows no
 requests.
 """
 
@@ -29,10 +29,10 @@ SAMPLE = "sample"
 
 
 def make_sample(spec: EpilogueSpec) -> Callable:
-    """Makes the epilogue that chooses a token for every row and remembers it.
+    """Make the epilogue that samples a token for every row and stores it.
 
     It is (TokenState, SamplingState, SampledRows, logits f32[S, V / n]) -> (TokenState, SampleOutput), the latter of
-    all replicas, [replicas, S, ...]. Rows that do not sample get a token, too; it is remembered nowhere.
+    all replicas, [replicas, S, ...]. Rows that do not sample get a token, too, which is not stored.
     """
 
     def sample_rows(tokens: TokenState, sampling: SamplingState, rows: SampledRows, logits: jax.Array):
@@ -58,8 +58,8 @@ def choose(
     flags: SamplerFlags,
     **more: Any,
 ) -> SampleOutput:
-    """Chooses a token for each row of logits f32[S, V / n], as jaxengine.sampling.sampler.sample does, with what the
-    stage's extensions change. slot, position: i32[S], of the rows.
+    """Sample a token for each row of logits f32[S, V / n] by jaxengine.sampling.sampler.sample, with the functions of
+    the stage's extensions. slot, position: i32[S], of the rows.
 
     more: further arguments of `sample`, such as `assumed`.
     """
@@ -91,10 +91,10 @@ def remember(
     is_kept: jax.Array,
     flags: SamplerFlags,
 ) -> TokenState:
-    """The state with what has been chosen: `last` i32[S] as the last tokens of the slots target i32[S], and all kept
-    tokens in what extensions remember, and counted where penalties need it.
+    """Return the token state after sampling: `last` i32[S] stored as last tokens of the slots target i32[S], and all
+    kept tokens stored in extensions' sections and counted for penalties.
 
-    slot, position, token_ids: i32[N], of all tokens chosen; is_kept: bool[N], which of them count. A target >= R
+    slot, position, token_ids: i32[N], of all tokens sampled; is_kept: bool[N], which of them count. A target >= R
     changes nothing; a negative last token is stored as 0.
     """
     # A poisoned row's -1 would index the embedding; its request ends anyway.
@@ -108,12 +108,12 @@ def remember(
 
 
 def stack_results(results: Any, chosen: SampleOutput, flags: SamplerFlags) -> tuple[Any, TokenLogprobs]:
-    """Stack `results`, a pytree of arrays, and the logprobs of what was chosen, of all replicas: [replicas, ...] each.
+    """Gather `results`, a pytree of arrays, and the logprobs of sampled tokens, over all replicas: [replicas, ...]
+    each.
 
-    Where no row asks for logprobs these are not exchanged, and with several replicas they are zeros.
-
-    All in one conditional: what of it lay beside another with exchanges, XLA:CPU would begin in any order, each device
-    in its own (tests/sharding/exchange_order.py).
+    Logprobs are exchanged only if a row asks for them; otherwise, with several replicas, they are zeros. All of it is
+    in one conditional: XLA:CPU would begin exchanges outside of it in any order, each device in its own
+    (tests/sharding/exchange_order.py).
     """
     scores, ranks = TokenLogprobs(*chosen[1:]), num_shards("batch")
     if ranks == 1:

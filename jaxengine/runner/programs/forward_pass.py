@@ -1,4 +1,4 @@
-"""ForwardPass: a forward pass while it is traced, which extensions (jaxengine.runner.extension) change."""
+"""ForwardPass: a forward pass during tracing, which extensions (jaxengine.runner.extension) change."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from jaxengine.scheduler.buckets import Bucket
 
 
 class Rows(NamedTuple):
-    """The message's rows, i32[S] each (StepLayout); padding rows have slot R, no tokens and sample nothing.
+    """Rows of the message, i32[S] each (StepLayout); padding rows have slot R, no tokens and sample nothing.
 
     Attributes:
-      index: the slot, and in padding any slot, to read its state.
-      start: tokens computed before, known for every row.
-      told_start: `start` as the message has it, -1 where the device knows it.
+      index: the slot, for reading its state; in padding any slot.
+      start: number of tokens computed before.
+      told_start: `start` as the message has it, -1 where only the device knows it.
     """
 
     slot: jax.Array
@@ -33,14 +33,14 @@ class Rows(NamedTuple):
 
 
 class SampledRows(NamedTuple):
-    """What the sampler must know of the rows of logits that it gets, S of them.
+    """Facts about the S rows of logits that the sampler gets.
 
     Attributes:
       slot: i32[S], R in padding.
-      position: i32[S], of the token to be chosen, the first one where a row may get several.
-      is_sampled: bool[S], rows that end at their last known token; what is chosen for the others means nothing.
-      features: i32[1], what some row needs, bits of jaxengine.scheduler.token_params.
-      sections: what extensions say of the rows, by their names.
+      position: i32[S], of the token to be sampled, the first one if a row may get several.
+      is_sampled: bool[S], rows that end at their last known token; the others' tokens are meaningless.
+      features: i32[1], union of what rows need, bits of jaxengine.scheduler.token_params.
+      sections: of extensions, by name.
     """
 
     slot: jax.Array
@@ -52,12 +52,12 @@ class SampledRows(NamedTuple):
 
 @dataclass(frozen=True)
 class StepSpec:
-    """Everything static about a forward pass but the model.
+    """Static facts of a forward pass besides the model.
 
     Attributes:
-      groups: numbers of the cache groups with pages whose tables are read.
-      num_logits: rows of logits that it gives, at least the layout's S.
-      samples: it gives logits.
+      groups: indices of the cache groups with pages whose tables are read.
+      num_logits: number of rows of logits, at least the layout's S.
+      samples: whether the pass computes logits.
       extensions: the DeviceExtensions of the stage.
     """
 
@@ -71,20 +71,20 @@ class StepSpec:
 
 
 class ForwardPass(NamedTuple):
-    """A forward pass while it is traced, on one device. Extensions give it back changed.
+    """Forward pass during tracing, on one device. Extensions return it changed.
 
     Attributes:
-      message: a function of a field's name, the field.
-      features: i32[], the union of what the step's requests need.
-      token_row: i32[T], the row of each token; column: i32[T], the tokens before it in that row.
+      message: function from a field's name to the field.
+      features: i32[], union of what the step's requests need.
+      token_row: i32[T], the row of each token; column: i32[T], number of tokens before it in that row.
       is_token: bool[T], False for padding.
-      given: what extensions have brought for this pass, by their names.
-      slots: the state that forward passes change.
-      last_token: i32[R]; None where tokens are not sampled.
-      cache: what the model takes and then gives back.
-      sampled: of a last stage.
-      hidden: what the model gives, [T, D]; None before it has run.
-      left: what extensions leave to epilogues, by their names.
+      given: arrays that extensions provide for this pass, by name.
+      slots: the SlotState, which forward passes change.
+      last_token: i32[R]; None if tokens are not sampled.
+      cache: the caches that the model takes and returns.
+      sampled: the SampledRows, in a last stage.
+      hidden: the model's output, [T, D]; None before it has run.
+      left: arrays that extensions leave to epilogues, by name.
     """
 
     spec: StepSpec
@@ -104,13 +104,13 @@ class ForwardPass(NamedTuple):
     left: dict[str, Any] = {}
 
     def with_section(self, name: str, section: Any) -> ForwardPass:
-        """The pass whose batch has this section, too."""
+        """Return the pass with this section added to its batch."""
         return self._replace(batch=self.batch._replace(sections={**self.batch.sections, name: section}))
 
     def with_state(self, name: str, section: Any) -> ForwardPass:
-        """The pass with another section of the slots' state."""
+        """Return the pass with this section of the slots' state replaced."""
         return self._replace(slots=self.slots._replace(sections={**self.slots.sections, name: section}))
 
     def leaving(self, name: str, section: Any) -> ForwardPass:
-        """The pass that leaves this, too."""
+        """Return the pass with this section added to what it leaves to epilogues."""
         return self._replace(left={**self.left, name: section})

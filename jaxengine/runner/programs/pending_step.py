@@ -1,4 +1,4 @@
-"""A step on its way: what its forward pass left, and then what its epilogues found."""
+"""Dispatched step: what its forward pass left, and later the outputs of its epilogues."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from jaxengine.scheduler.buckets import Bucket
 
 
 class PendingStep:
-    """A step whose forward pass has been dispatched, its results possibly still being computed.
+    """Step whose forward pass has been dispatched; its results may still be under computation.
 
-    It has tokens once the epilogue that ends it has been dispatched too. All results have a leading axis of replicas.
+    It has tokens once the epilogue that ends it has been dispatched. All results have a leading axis of replicas.
 
     Attributes:
       forwarded: what the forward pass left; None once the last epilogue has taken it.
-      sampled: what that epilogue gave; None before it has been dispatched.
-      outputs: of other epilogues, by their names.
-      given: what extensions brought for the forward pass, by their names.
+      sampled: output of that epilogue; None before it is dispatched.
+      outputs: outputs of other epilogues, by name.
+      given: arrays that extensions provided for the forward pass, by name.
     """
 
     def __init__(
@@ -31,8 +31,11 @@ class PendingStep:
         fetch: Callable[[jax.Array], np.ndarray] = np.asarray,
         given: Mapping[str, Any] | None = None,
     ):
-        """bucket: of the step. forwarded: what its forward pass left. fetch: waits for a result, and gives it as a
-        numpy array. given: what extensions brought for the forward pass; None for nothing."""
+        """Wrap the results of a forward pass.
+
+        bucket: of the step. forwarded: what its forward pass left. fetch: waits for a result and returns it as a numpy
+        array. given: arrays that extensions provided for the forward pass; None for none.
+        """
         self.bucket = bucket
         self.forwarded: Forwarded | None = forwarded
         self.sampled: Any = None
@@ -42,7 +45,7 @@ class PendingStep:
 
     @property
     def is_sampled(self) -> bool:
-        """Whether the epilogue that ends it has been dispatched."""
+        """Whether the epilogue that ends the step has been dispatched."""
         return self.sampled is not None
 
     def is_ready(self) -> bool:
@@ -50,22 +53,23 @@ class PendingStep:
         return self.sampled is not None and self.sampled.token_ids.is_ready()
 
     def token_ids(self) -> np.ndarray:
-        """Waits for the step; returns the tokens chosen, i32[replicas, rows of logits], or of W tokens a row
-        i32[replicas, rows, W]."""
+        """Return the sampled tokens, i32[replicas, rows of logits], or with W tokens a row i32[replicas, rows, W];
+        waits for the step.
+        """
         token_ids, width = self._fetch(self.sampled.token_ids), self.bucket.width
         return token_ids if width == 1 else token_ids.reshape(len(token_ids), -1, width)
 
     def result(self, name: str) -> np.ndarray | None:
-        """Returns a field of the output of the epilogue that ended the step, None without that field; waits for it."""
+        """Return a field of the output of the epilogue that ended the step, None if it has no such field; waits for it.
+        """
         own = getattr(self.sampled, name, None)
         return None if own is None else self._fetch(own)
 
     def logprobs(self, given: bool) -> Any:
-        """Results of the epilogue that ended the step (of Epilogue.output), its logprobs with it, as numpy
-        arrays [replicas, ...]; where rows have several positions those of all, row after row. Waits for the step.
+        """Return the output of the epilogue that ended the step (of type Epilogue.output), logprobs included, as numpy
+        arrays [replicas, ...]; for rows with several positions those of all, row after row. Waits for the step.
 
-        given: those of tokens that requests name as well; without, `given_logprobs` has no columns, and none are sent
-        from the device.
+        given: also fetch logprobs of the token ids that requests name; otherwise `given_logprobs` has no columns.
         """
         own = self.sampled
         if not given:
@@ -73,5 +77,5 @@ class PendingStep:
         return jax.tree.map(self._fetch, own)
 
     def output(self, name: str) -> Any:
-        """Returns the output of the epilogue `name`, of those before the last, as numpy arrays; waits for it."""
+        """Return the output of the epilogue `name`, one of those before the last, as numpy arrays; waits for it."""
         return jax.tree.map(self._fetch, self.outputs[name])

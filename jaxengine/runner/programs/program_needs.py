@@ -1,5 +1,4 @@
-"""What programs take of a device's memory: while they run, and as long as they are loaded. Remembered beside their
-files."""
+"""Device memory of programs: workspace while they run, and what they hold while loaded. Stored beside their files."""
 
 from __future__ import annotations
 
@@ -13,8 +12,9 @@ from jaxengine.runner.program import Program
 
 
 class Foreseen(NamedTuple):
-    """Bytes of a program of this size: what it will hold, what another one would that is not in parts
-    (jaxengine.runner.executables.layer_chain), and what it will need while it runs."""
+    """Memory estimate of a program, in bytes: what it will hold, what it would hold if it were not cut into parts
+    (jaxengine.runner.executables.layer_chain), and its workspace.
+    """
 
     held: int
     held_as_whole: int
@@ -22,11 +22,11 @@ class Foreseen(NamedTuple):
 
 
 def foresee(program: Program, executables: ExecutableCache, description: str, backend: str) -> Foreseen:
-    """Bytes of one device that a program will take. It is compiled to find out, and not kept, unless that is
-    remembered.
+    """Estimate the bytes of one device that a program will take; it is compiled for this, and not kept, unless the
+    numbers are stored.
 
-    executables: where it is remembered. description: as ExecutableCache.get has it; backend as `jax.default_backend`
-    names it. Raises as `compile_program`; AssertionError where the platform does not tell.
+    executables: the cache that stores them. description: as in ExecutableCache.get; backend: as `jax.default_backend`
+    names it. Raises as `compile_program` does; AssertionError if the platform reports no sizes.
     """
 
     @functools.cache
@@ -47,8 +47,10 @@ def foresee(program: Program, executables: ExecutableCache, description: str, ba
 def held_by(
     program: Program, compiled: Executable, executables: ExecutableCache, description: str, backend: str
 ) -> int:
-    """Bytes of one device that a compiled program holds as long as it is loaded. compiled: that of `program`; all else
-    as in `foresee`."""
+    """Return the bytes of one device that a compiled program holds as long as it is loaded.
+
+    compiled: the executable of `program`. Other arguments as of `foresee`.
+    """
 
     def measure() -> int:
         # One that was loaded cannot be made into a file again, and one that was just compiled may not be kept.
@@ -61,7 +63,9 @@ def held_by(
 
 
 def _held_bytes(compiled: Executable, backend: str, stored: int = 0) -> tuple[int, int]:
-    """Bytes that it holds, and that it would as a whole. stored: bytes of the program's file, 0 where there is none."""
+    """Return the bytes that an executable holds, and those that it would hold without being cut into parts. stored:
+    size of its file, 0 if it has none.
+    """
     analysis = compiled.memory_analysis()
     code = 0 if analysis is None else analysis.generated_code_size_in_bytes
     own, whole = (stored, stored) if stored or code else serialized_bytes(compiled)

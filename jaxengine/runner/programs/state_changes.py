@@ -1,8 +1,8 @@
-"""What the host changes on the devices between steps: a program for each way of changing it.
+"""Changes that the host makes to device state between steps: a program for each kind.
 
-All name slots as numbered over all replicas: rank * max_num_seqs + the replica's own number, and rows of
-tables likewise; entries of slots that no replica has change nothing. Those of optional capabilities stand in
-the files of these (jaxengine.runner.extensions). Knows no requests.
+All slots are numbered over all replicas (replica * max_num_seqs + the replica's own number), and rows of tables
+likewise; entries for slots that no replica has change nothing. Changes of optional capabilities are in their files
+(jaxengine.runner.extensions).
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _ROWS_VOCAB = logical_to_spec((None, "sampled_vocab"))
 
 
 def column_shapes() -> list[Shape]:
-    """The arguments of a change that brings a number of some slots: slots and values."""
+    """Return the argument shapes of a change that sets one int32 of some slots: slots and values."""
     return [((NUM_COLUMN_ROWS,), np.int32, EVERYWHERE)] * 2
 
 
 def long_rows(name: str, function: Callable, length: int, dtype: Any, spec: Any) -> dict[str, StateChange]:
-    """A change that replaces rows of slots, of one slot and of NUM_LONG_ROWS at once: two StateChanges by their names,
-    for `ModelRunner.change_rows`.
+    """Return two StateChanges, by name, that replace rows of slots, for `ModelRunner.change_rows`: of one slot, and of
+    NUM_LONG_ROWS at once.
 
     function: (DeviceState, slots i32[n], rows [n, length]) -> DeviceState. dtype, spec: of the rows; spec is the
     PartitionSpec of both axes.
@@ -55,12 +55,13 @@ def long_rows(name: str, function: Callable, length: int, dtype: Any, spec: Any)
 
 
 def rows_name(name: str, size: int) -> str:
-    """The name of the change that brings so many long rows."""
+    """Return the name of the change that replaces `size` long rows."""
     return f"{name}, {size} at once"
 
 
 def own_slot(state: DeviceState, slots: jax.Array) -> jax.Array:
-    """Slots numbered over all replicas as this one numbers its own; the number of slots for those of others."""
+    """Convert slots numbered over all replicas to this replica's own numbers; the number of slots for those of others.
+    """
     return own_slots(slots, state.slots.num_computed.shape[0])
 
 
@@ -76,7 +77,7 @@ def _set_counts(state: DeviceState, slots: jax.Array, rows: jax.Array) -> Device
 
 
 def _on_sampling(function: Callable) -> Callable[..., DeviceState]:
-    """A change of the sampling parameters of some slots as a change of all that is kept."""
+    """Turn a function that changes sampling parameters of some slots into one that changes DeviceState."""
 
     def change(state: DeviceState, slots: jax.Array, *arguments: jax.Array) -> DeviceState:
         return state._replace(sampling=function(state.sampling, own_slot(state, slots), *arguments))
@@ -85,7 +86,7 @@ def _on_sampling(function: Callable) -> Callable[..., DeviceState]:
 
 
 def state_changes(vocab_size: int | None) -> dict[str, StateChange]:
-    """The state changes of every stage, by name, and with a vocabulary those of a stage that samples.
+    """Return the state changes of every stage, by name; with a vocabulary, also those of a stage that samples.
 
     vocab_size: of all devices, padding included; None in a stage that does not sample.
     """

@@ -1,10 +1,8 @@
-"""The forward pass of one step as a pure function: unpack the message, run the model, leave what epilogues need.
+"""Forward pass of one step as a pure function: unpack the message, run the model, leave what epilogues need.
 
-The device keeps a row of state for every slot, so the host sends only what changed. What is done with the logits and
-the hidden states is jaxengine.runner.programs.epilogues'. Knows nothing of requests.
-
-On a mesh this is what every device runs on its own parts (jaxengine.sharding.collectives): a replica's rows, slots and
-pages are its own, and its devices all unpack the same message.
+The device keeps a row of state for every slot, so the host sends only what changed. jaxengine.runner.programs.epilogues
+use the logits and hidden states. On a mesh every device runs this on its own parts (jaxengine.sharding.collectives): a
+replica's rows, slots and pages are its own, and its devices all unpack the same message.
 """
 
 from __future__ import annotations
@@ -28,8 +26,8 @@ class HandedOn(NamedTuple):
     """Result of a forward pass through a stage that is not the last.
 
     Attributes:
-      hidden: [T, D], of the next stage.
-      sections: what extensions leave, by their names.
+      hidden: [T, D], input of the next stage.
+      sections: what extensions leave, by name.
     """
 
     hidden: jax.Array
@@ -40,9 +38,9 @@ class Forwarded(NamedTuple):
     """What a forward pass through the last stage leaves to epilogues.
 
     Attributes:
-      rows, logits: of the rows that may sample, f32[S, V / n], or f32[S * W, V / n] in steps whose rows have W tokens;
-        the latter None where tokens are not sampled.
-      sections: what extensions leave, by their names; earlier: likewise of the stages before, in order.
+      rows: the SampledRows; logits: f32[S, V / n] of the rows that may sample, f32[S * W, V / n] in steps whose rows
+        have W tokens, None if tokens are not sampled.
+      sections: what extensions leave, by name; earlier: the same of the stages before, in order.
     """
 
     rows: SampledRows
@@ -51,18 +49,18 @@ class Forwarded(NamedTuple):
     earlier: tuple[dict[str, Any], ...] = ()
 
     def fields(self) -> dict[str, Any]:
-        """Return rows, logits and sections by the names that Epilogue.arguments has."""
+        """Return rows, logits and sections under the names that Epilogue.arguments uses."""
         return {"rows": self.rows, "logits": self.logits, **self.sections}
 
 
 def unpack(
     spec: StepSpec, slots: SlotState, last_token: jax.Array | None, buffer: jax.Array, given: dict[str, Any]
 ) -> ForwardPass:
-    """Expands a replica's message, buffer i32[size], into a ForwardPass, whose slots have the message's page-table
-    entries and numbers of computed tokens. Tokens that the device knows are -1 as yet.
+    """Expand a replica's message, buffer i32[size], into a ForwardPass whose slots have the message's page-table
+    entries and numbers of computed tokens. Tokens that only the device knows are still -1.
 
-    last_token: i32[R], of TokenState, None where the message has every token. given: what extensions have brought; it
-    and last_token are only handed on.
+    last_token: i32[R], of TokenState; None if the message has every token. given: arrays that extensions provide. Both
+    are only passed on.
     """
     layout = spec.layout
     header: dict[str, jax.Array] = dict(zip(HEADER, layout.view(buffer, "header"), strict=True))
@@ -105,8 +103,9 @@ def unpack(
 
 
 def unpack_rows(slots: SlotState, buffer: jax.Array, layout: StepLayout) -> tuple[SlotState, Rows]:
-    """(`slots` with the page-table entries of a replica's message, buffer i32[size], and its rows). Their numbers of
-    computed tokens are not written into `slots`."""
+    """Return `slots` with the page-table entries of a replica's message, buffer i32[size], and the message's rows. The
+    rows' numbers of computed tokens are not written into `slots`.
+    """
     slots = write_page_deltas(slots, layout.view(buffer, "deltas"))
     slot, count, start, sample, next_token = layout.view(buffer, "rows")
     num_slots = slots.num_computed.shape[0]
@@ -116,7 +115,7 @@ def unpack_rows(slots: SlotState, buffer: jax.Array, layout: StepLayout) -> tupl
 
 
 def with_last_tokens(step: ForwardPass) -> ForwardPass:
-    """The pass with each slot's last token in the place of -1."""
+    """Return the pass with each slot's last token in place of -1."""
     if step.last_token is None:
         return step
     known, own = step.last_token[step.rows.index][step.token_row], step.batch.token_ids
@@ -124,11 +123,11 @@ def with_last_tokens(step: ForwardPass) -> ForwardPass:
 
 
 def make_forward(graph: nnx.GraphDef, params_tree: Any, spec: StepSpec) -> Callable:
-    """The forward pass of one shape: (params: list of arrays, kv, SlotState, last_token, message, given) -> (kv,
+    """Make the forward pass of one shape: (params: list of arrays, kv, SlotState, last_token, message, given) -> (kv,
     SlotState, Forwarded).
 
-    A stage that is not the first takes hidden states as a further argument; one that is not the last gives HandedOn
-    instead of Forwarded. last_token: of TokenState, None in a stage without one. given: what extensions bring.
+    A stage that is not the first takes hidden states as a further argument; one that is not the last returns HandedOn
+    instead of Forwarded. last_token: of TokenState, None in a stage without one. given: arrays that extensions provide.
     """
 
     def forward(
@@ -168,7 +167,9 @@ def make_forward(graph: nnx.GraphDef, params_tree: Any, spec: StepSpec) -> Calla
 
 
 def _last_of_rows(step: ForwardPass) -> jax.Array:
-    """i32[S * W]: the last W tokens of each row, after which tokens are chosen; one with less repeats its last."""
+    """Return i32[S * W]: indices of the last W tokens of each row, after which tokens are sampled; a row with fewer
+    repeats its last.
+    """
     rows, width = step.rows, step.spec.bucket.width
     column = jnp.minimum(jnp.arange(width, dtype=jnp.int32), jnp.maximum(rows.num_scheduled - 1, 0)[:, None])
     tokens = step.batch.ragged[0].cu_q_lens[:-1, None] + column
@@ -176,8 +177,9 @@ def _last_of_rows(step: ForwardPass) -> jax.Array:
 
 
 def _sampled(step: ForwardPass) -> SampledRows:
-    """Rows of the pass as the sampler needs them, padded to as many as there are rows of logits; of a wide step its S
-    rows, each with the position behind its first token."""
+    """Return the rows of the pass for the sampler, padded to the number of rows of logits; in a wide step its S rows,
+    each with the position after its first token.
+    """
     rows, kv_lens, features = step.rows, step.batch.ragged[0].kv_lens, step.features[None]
     if step.spec.bucket.width > 1:
         return SampledRows(rows.slot, kv_lens - rows.num_scheduled + 1, rows.sample > 0, features)
@@ -190,6 +192,6 @@ def _sampled(step: ForwardPass) -> SampledRows:
 
 
 def pad_rows(step: ForwardPass, x: jax.Array, fill: Any = 0) -> jax.Array:
-    """[S, ...] of a step's rows, or of all positions of wide ones, as long as its logits."""
+    """Pad a step's rows x [S, ...] (in wide steps, of all positions) with `fill` to the length of its logits."""
     more = 0 if step.spec.bucket.width > 1 else step.spec.num_logits - step.spec.layout.num_seqs
     return jnp.pad(x, ((0, more), *[(0, 0)] * (x.ndim - 1)), constant_values=fill) if more else x

@@ -1,10 +1,11 @@
-"""What is compiled for a model under a config: a closed set of programs, their arguments as shapes, nothing allocated.
+"""Programs compiled for a model and a config: a closed set, their arguments as shapes; nothing is allocated.
 
 A step is a forward pass, one for each bucket, and then its epilogues (jaxengine.runner.programs.epilogues), each for
-few sizes. What optional capabilities add is said by their extensions (jaxengine.runner.extension).
+few sizes. Optional capabilities add to them by their extensions (jaxengine.runner.extension).
 
-The runner compiles these for the devices it has, `jaxengine check` for devices that are not there. On a mesh a program
-is one `jax.shard_map`: each device runs it on its own parts, and what devices exchange is written in the layers.
+The runner compiles these for the devices that it has, `jaxengine check` for devices that are absent. On a mesh a
+program is one `jax.shard_map`: each device runs it on its own parts, and the layers contain the exchanges between
+devices.
 """
 
 from __future__ import annotations
@@ -56,23 +57,25 @@ _RANKS_VOCAB = logical_to_spec(("batch", "sampled_vocab"))
 
 
 class StepPrograms:
-    """The programs of one model, or of one of its pipeline stages.
+    """Programs of one model, or of one of its pipeline stages.
 
     Attributes:
-      shape: what they are made for; model, mesh, groups: of it.
+      shape: what they are made for; model, mesh, groups: fields of it.
       extensions: the optional capabilities of the stage.
       layout: of the KV pool.
       num_columns: columns of a page table.
       epilogues: those of this stage, by name.
-      state_shapes: what is kept between steps, abstract.
-      vocab_size: tokens the sampler knows, those that only fill up the last device's part included.
-      own_vocab_size: those of one device.
-      description: everything static that the shapes do not tell; part of the key of a stored executable.
+      state_shapes: the state kept between steps, abstract.
+      vocab_size: size of the sampler's vocabulary, padding of the last device's part included.
+      own_vocab_size: of one device.
+      description: static facts that the shapes do not show; part of the key of a stored executable.
     """
 
     def __init__(self, shape: StageShape, extensions: Sequence[DeviceExtension]):
-        """shape: the stage's model, config, platform and mesh. extensions: in the order in which their traced parts
-        follow each other. Nothing is compiled."""
+        """Derive the shapes; nothing is compiled. shape: the stage's model, config, platform and mesh.
+
+        extensions: in the order in which they take part in traced programs.
+        """
         config, model = shape.config, shape.model
         self.shape, self.extensions = shape, tuple(extensions)
         self.model, self.mesh, self.groups = model, shape.mesh, shape.groups
@@ -100,46 +103,46 @@ class StepPrograms:
         self.description = repr((model.config, model.build, self.groups, self.layout, *settings, *own))
 
     def extension(self, name: str) -> Any:
-        """The capability of this name; KeyError without it."""
+        """Return the DeviceExtension of this name. Raises KeyError if there is none."""
         return {each.name: each for each in self.extensions}[name]
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Number of keys that must stay for a token in each cache group with pages, None for all.
+        """Return, for each cache group with pages, how many keys must stay for a token; None for all.
 
-        These are the keys that the token sees, and those that a token sees which takes its place when tokens before it
-        turn out to be wrong.
+        These are the keys that the token sees, and those that a replacement sees if drafts before it are rejected.
         """
         windows = (group.window for group in paged_groups(self.groups))
         return tuple(None if window is None else window + self._slack for window in windows)
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page on one device, in all layers of a group."""
+        """Return the bytes of one page on one device, in all layers of a group."""
         return page_bytes_of_group(self.groups, layout=self.layout)
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes of one device by purpose, of what extensions hold that is neither weights nor workspace."""
+        """Return bytes of one device, by purpose, that extensions hold besides weights and workspace."""
         return {purpose: size for each in self.extensions for purpose, size in each.memory().items() if size}
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one device of all that is kept of slots but what `memory` counts by itself."""
+        """Return the bytes of one device of all slot state, without what `memory` counts by itself."""
         leaves = jax.tree.leaves(self.state_shapes)
         slots = self.state_shapes.slots.sections
         own = [slots.get(each.name) for each in self.extensions if each.counts_slots]
         return sum(map(part_bytes, leaves)) - sum(map(part_bytes, jax.tree.leaves(own)))
 
     def kv_shapes(self, num_pages: int) -> KVPages:
-        """The pool of `num_pages` pages per rank, abstract."""
+        """Return the abstract KV pool with `num_pages` pages per replica."""
         return abstract_kv(self.groups, num_pages, layout=self.layout, mesh=self.mesh)
 
     def forward(self, bucket: Bucket, params: Sequence[Any], kv: KVPages) -> Program:
-        """A bucket's forward pass: (params, kv, slots, last_token, message, given[, hidden]) -> (kv, slots, Forwarded).
+        """Return a bucket's forward pass: (params, kv, slots, last_token, message, given[, hidden]) -> (kv, slots,
+        Forwarded).
 
-        params: the model's leaves, arrays or shapes; kv: as `kv_shapes` gives it. Of a stage that is not the last the
-        third result is HandedOn, and one that is not the first takes hidden states.
+        params: the model's leaves, arrays or shapes; kv: from `kv_shapes`. In a stage that is not the last, the third
+        result is HandedOn; a stage that is not the first takes hidden states.
         """
         stage, state = self.model.stage, self.state_shapes
         groups = range(len(paged_groups(self.groups)))
@@ -157,28 +160,29 @@ class StepPrograms:
         return self._program(name, function, arguments, (kv, state.slots, output), donate=(1, 2))
 
     def message_shape(self, bucket: Bucket) -> Any:
-        """Abstract message that the host sends for a step: i32[replicas, size]."""
+        """Return the abstract message that the host sends for a step: i32[replicas, size]."""
         return self.shape.rows(1, np.int32, self.packer.layouts[bucket].size)
 
     def forwarded(self, bucket: Bucket) -> Forwarded:
-        """Abstract Forwarded that a bucket's forward pass leaves."""
+        """Return the abstract Forwarded that a bucket's forward pass leaves."""
         size = self.num_logits(bucket) if bucket.width == 1 else bucket.num_seqs
         left = [each for each in self.extensions if each.leaves(bucket)]
         return self._forwarded(bucket.num_tokens, size, bucket.width, left)
 
     def epilogue_sizes(self) -> list[tuple[str, int]]:
-        """The name and size of every epilogue of this stage."""
+        """Return the name and size of every compiled epilogue of this stage."""
         return [(name, size) for name, each in self.epilogues.items() for size in each.sizes(self.packer.buckets)]
 
     def last_epilogue(self, bucket: Bucket) -> str:
-        """The name of the one that ends a bucket's steps."""
+        """Return the name of the epilogue that ends a bucket's steps."""
         ends = ((name, each) for name, each in self.epilogues.items() if each.ends)
         return next(name for name, each in ends if each.size_of(self.packer.buckets, bucket) is not None)
 
     def epilogue(self, name: str, size: int, params: Sequence[Any]) -> Program:
-        """An epilogue of a size of `epilogue_sizes`: (arguments as it names them) -> (what it changes, its output).
+        """Return an epilogue in one of `epilogue_sizes`: (the arguments that it names) -> (the state that it changes,
+        its output).
 
-        params: as in `forward`.
+        params: the model's leaves, arrays or shapes.
         """
         own = self.epilogues[name]
         shapes = {"params": abstract_params(params), **self.state_shapes._asdict()}
@@ -191,14 +195,14 @@ class StepPrograms:
         return self._program(f"{name} {size}", own.make(self._epilogue_spec), arguments, results, donate)
 
     def forwarded_bytes(self, name: str, size: int) -> int:
-        """Bytes of one device that forward passes leave to an epilogue of this size."""
+        """Return the bytes of one device that forward passes leave to an epilogue of this size."""
         own = self.epilogues[name]
         fields = self._forwarded(size, size, own.width, self.extensions).fields()
         taken = [fields[argument] for argument in own.arguments if argument in fields]
         return sum(map(part_bytes, jax.tree.leaves(taken)))
 
     def state_changes(self) -> dict[str, Program]:
-        """The programs that change the state between steps, by name: (state, their arguments) -> state."""
+        """Return the programs that change the state between steps, by name: (state, their arguments) -> state."""
         changes = state_changes(self.vocab_size if self.shape.samples else None)
         for each in self.extensions:
             changes |= each.changes
@@ -215,14 +219,14 @@ class StepPrograms:
         return program_on(self.mesh, name, function, arguments, results, donate)
 
     def num_logits(self, bucket: Bucket) -> int:
-        """Rows of logits that a bucket's forward pass gives."""
+        """Return the number of rows of logits of a bucket's forward pass."""
         return self.packer.buckets.sample_size(bucket) if bucket.width == 1 else bucket.num_tokens
 
     def _forwarded(
         self, num_tokens: int, num_rows: int, width: int, extensions: Sequence[DeviceExtension]
     ) -> Forwarded:
-        """Abstract arrays that a forward pass leaves: rows, logits f32[replicas * num_rows * width, V], None in a stage
-        that does not sample, and sections of these extensions.
+        """Return the abstract arrays that a forward pass leaves: rows, logits f32[replicas * num_rows * width, V] (None
+        in a stage that does not sample), and the sections of these extensions.
 
         num_tokens, num_rows: of one replica. width: positions of a row that have logits.
         """
@@ -235,11 +239,11 @@ class StepPrograms:
         return Forwarded(rows, shape.shape(size, np.float32, _RANKS_VOCAB) if shape.samples else None, left)
 
     def _sections(self, of: Callable[[DeviceExtension], Any]) -> dict[str, Any]:
-        """Pytrees of Kept by the names of extensions that have some."""
+        """Return the pytrees of Kept that `of` returns, by extension name, of those extensions that have one."""
         return {each.name: kept for each in self.extensions if (kept := of(each)) is not None}
 
     def _state_partition(self) -> DeviceState:
-        """The state with a PartitionSpec in the place of each array."""
+        """Return the state with a PartitionSpec in place of each array."""
         ranks: Any = RANKS
         vocab: Any = _RANKS_VOCAB
         slots, tokens = (
@@ -271,19 +275,20 @@ class StepPrograms:
         return jax.tree.map(whole, jax.eval_shape(self._own_state), self._state_partition())
 
     def pool(self, kv: KVPages) -> Program:
-        """() -> the KV pool of these shapes, as it begins, each device making its own part."""
+        """Return the program () -> the initial KV pool of these shapes; each device makes its own part."""
         return self._program("pool", partial(device_kv, kv), (), kv, donate=())
 
     @property
     def paged_layers(self) -> list[int]:
-        """Layers with pages, by their numbers in the whole model."""
+        """Return the layers of this stage that have pages, by their numbers in the whole model."""
         return sorted(layer for group in paged_groups(self.groups) for layer in group.layers)
 
     def largest(self, kv: KVPages) -> Program:
-        """(pool) -> the largest magnitudes of keys and of values, f32[ranks, layers with pages, heads] each.
+        """Return the program (pool) -> the largest magnitudes of keys and of values, f32[replicas, layers with pages,
+        heads] each.
 
-        None in place of those of values that lie in keys. heads: those of the pool, which may store a kv head several
-        times. kv: as `kv_shapes` gives it.
+        Those of values are None if values lie in keys. heads: of the pool, which may store a KV head several times. kv:
+        from `kv_shapes`.
         """
         places = layer_places(self.groups)
         of_heads = self.shape.shape((1, 1, 1), np.float32, logical_to_spec(("batch", None, "kv_heads")))
@@ -298,10 +303,10 @@ class StepPrograms:
         return self._program("largest in the pool", function, (kv,), results, donate=())
 
     def state(self) -> Program:
-        """() -> what is kept, before the first request."""
+        """Return the program () -> the initial state kept between steps."""
         return self._program(f"state of {self.model.stage}", self._own_state, (), self.state_shapes, donate=())
 
     def gather_ranks(self, x: jax.Array) -> jax.Array:
-        """x [ranks, ...], of which each rank has a part, as an array that is whole on every device."""
+        """Return x [replicas, ...], which is split by replica, whole on every device."""
         gather = on_devices(self.mesh, lambda part: stack_ranks(part[0]), (RANKS,), EVERYWHERE)
         return jax.jit(gather)(x)

@@ -1,1 +1,1 @@
-"""adapters: LoRA adapters, in pools on the devices and in the host's memory."""
+"""Adapters: LoRA adapters in pools on the devices and in host memory."""

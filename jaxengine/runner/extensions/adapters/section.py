@@ -1,4 +1,4 @@
-"""adapters: LoRA adapters, in pools on the devices that products read by each token's slot."""
+"""Adapters: LoRA matrices in pools on the devices, from which products read those of each token's slot."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ NAME, CHANGE = "adapters", "adapters"
 
 
 class AdaptersExtension(DeviceExtension):
-    """Its section of SlotState is i32[R], the pool slot of each slot's adapter, -1 for none.
+    """Device extension of LoRA adapters. Its section of SlotState is i32[R], the pool slot of each slot's adapter, -1
+    for none.
 
     Attributes:
-      pools: the arrays of the model that hold adapters.
+      pools: the model's arrays that hold adapters.
     """
 
     name = NAME
@@ -47,8 +48,8 @@ class AdaptersExtension(DeviceExtension):
         return {CHANGE: StateChange(lambda state, *column: write_section(state, NAME, *column), column_shapes())}
 
     def programs(self, params: Sequence[Any]) -> Sequence[Program]:
-        """One program, which puts an adapter into a slot of the pools: (the arrays of `pools`, slot i32[], what the
-        adapter has of each) -> the arrays with it in the slot; the arrays are donated.
+        """Return its one program, which writes an adapter into a pool slot: (the arrays of `pools`, slot i32[], the
+        adapter's matrices for each) -> the arrays with the adapter in the slot. The arrays are donated.
 
         params: the model's leaves, arrays or shapes.
         """
@@ -64,7 +65,7 @@ class AdaptersExtension(DeviceExtension):
 
     @property
     def write_name(self) -> str:
-        """The name of its program."""
+        """Name of the program that writes an adapter into a pool slot."""
         return f"adapter of {self.shape.model.stage}"
 
     def before_model(self, step: ForwardPass) -> ForwardPass:
@@ -81,7 +82,7 @@ class AdaptersExtension(DeviceExtension):
 
 
 class StagePools(StageExtension):
-    """The pools of one stage, which are leaves of the model."""
+    """Adapter pools of one stage, which are leaves of its model."""
 
     name = NAME
 
@@ -99,7 +100,7 @@ class StagePools(StageExtension):
         return jax.device_put([slot_values(pool, spec, matrices) for pool in pools], places)
 
     def write(self, slot: int, values: list[jax.Array]) -> None:
-        """Dispatches the program that puts into a slot of the pools what `put` gave."""
+        """Dispatch the program that writes the arrays of `put` into a pool slot."""
         params, indexes = self._stage.params, [pool.index for pool in self._extension.pools]
         write = self._stage.program(NAME, self._extension.write_name)
         written = write([params[index] for index in indexes], np.int32(slot), values)
@@ -108,7 +109,7 @@ class StagePools(StageExtension):
 
 
 class AdapterPools(HostExtension):
-    """The pools of all stages, and which slot of them each request's adapter has."""
+    """Adapter pools of all stages, and the pool slot of each request's adapter."""
 
     def __init__(self, runner: Any):
         super().__init__(runner)
@@ -116,12 +117,12 @@ class AdapterPools(HostExtension):
 
     @property
     def targets(self) -> AdapterTargets:
-        """Modules of the model, of all stages, that an adapter may change."""
+        """Return the modules of the model, of all stages, that an adapter may change."""
         return targets_of([stage.programs.model for stage in self.runner.stages])
 
     @property
     def forms(self) -> list[dict[str, str]]:
-        """Forms of products with adapters, for people."""
+        """Return, for people to read, how each kind of product with adapters is computed on this platform."""
         models = [stage.programs.model for stage in self.runner.stages]
         return product_forms(models, platform_of(self.runner.device))
 
@@ -130,23 +131,24 @@ class AdapterPools(HostExtension):
         return jax.block_until_ready([stage.extensions[NAME].put(matrices) for stage in self.runner.stages])
 
     def write(self, slot: int, values: list[list[jax.Array]]) -> None:
-        """Has steps from here on find in a slot of the pools what `put` gave."""
+        """Write the arrays of `put` into a pool slot of every stage; steps dispatched from now on read them there."""
         for stage, own in zip(self.runner.stages, values, strict=True):
             stage.extensions[NAME].write(slot, own)
 
     @property
     def are_present(self) -> bool:
-        """Whether the pools are on the devices: those of an engine that sleeps are not."""
+        """Whether the pools are on the devices: in a sleeping engine they are not."""
         arrays = [stage.params[pool.index] for stage in self.runner.stages for pool in stage.extensions[NAME].pools]
         return all(isinstance(each, jax.Array) for each in arrays)
 
     def set_rows(self, slots: list[int], adapters: list[int]) -> None:
-        """Says which slot of the pools these slots' adapters have, -1 for none."""
+        """Set the pool slot of the adapter that each of these slots uses, -1 for none. Slots are numbered over all
+        replicas.
+        """
         self.runner.set_column(CHANGE, self._known, slots, adapters)
 
     def warm_up(self) -> None:
-        """Runs every forward pass with adapters: what they add takes longer when it runs for the first time, on a CPU
-        as long as a step."""
+        """Run every forward pass with adapters once: the first run takes longer, on a CPU as long as a step."""
         lora = self.runner.stages[0].programs.model.build.lora
         forms = (ADAPTER, ADAPTER | FEW_ADAPTERS) if lora.may_group else (ADAPTER,)
         for bucket, features in itertools.product(self.runner.buckets, forms):

@@ -1,7 +1,8 @@
-"""The adapters that requests may name: read, kept in the host's memory, and brought to their slots on the devices.
+"""Store of the LoRA adapters that requests may name: reads them, keeps them in host memory, and uploads them to the
+pools.
 
-Files are read, and matrices sent, on a thread; between two steps one program puts them into the pools. Which adapter
-has which slot is the scheduler's affair (jaxengine.scheduler.extensions.adapters).
+Files are read, and matrices sent, on a thread; between two steps one program writes them into the pools. The scheduler
+decides which adapter has which pool slot (jaxengine.scheduler.extensions.adapters).
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ _MAX_LOADS = 64
 
 @dataclass(frozen=True, eq=False)
 class AdapterRecord:
-    """A loaded adapter.
+    """Loaded adapter.
 
     Attributes:
-      path: where its files are; None for one that has only been given from memory.
-      number: lora_int_id, what its caller calls it beside its name.
-      given: what memory gave and no file has; None for what can be read again.
+      path: where its files are; None for one that was only given from memory.
+      number: lora_int_id, its caller's number for it in addition to its name.
+      given: matrices that were given from memory and are in no file; None for an adapter that can be read again.
     """
 
     adapter: Adapter
@@ -49,7 +50,7 @@ class AdapterRecord:
 
 
 class GivenAdapter(NamedTuple):
-    """An adapter of arrays in memory. number: None for that of its name, or one that is free."""
+    """Adapter of arrays in memory. number: its lora_int_id; None for the number of its name, or a free one."""
 
     name: str
     number: int | None
@@ -57,7 +58,8 @@ class GivenAdapter(NamedTuple):
 
 
 class Replaced(NamedTuple):
-    """The adapter that a name had, None for a new name, and the one that it has."""
+    """Result of replacing an adapter: the adapter that the name had (None for a new name), and the one that it has now.
+    """
 
     old: Adapter | None
     new: Adapter
@@ -65,7 +67,7 @@ class Replaced(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Upload:
-    """An adapter on its way to a slot. job: gives its matrices, on the host and on the devices."""
+    """Adapter on its way to a pool slot. job: future of its matrices in host memory and on the devices."""
 
     slot: int
     adapter: Adapter
@@ -74,7 +76,7 @@ class _Upload:
 
 @dataclass(frozen=True, eq=False)
 class _Load:
-    """An adapter that is being read. number: None for whatever is free, and then its name must be."""
+    """Adapter that is being read. number: its lora_int_id; None for any free one, for which the name must be new."""
 
     name: str
     path: str
@@ -83,12 +85,12 @@ class _Load:
 
 
 class AdapterStore:
-    """Used by the thread that steps; `read` by any."""
+    """Store of adapters. Used by the engine's thread alone, but for `read`, which any thread may call."""
 
     def __init__(self, runner: Any):
-        """Starts without adapters, with a thread of its own that `shutdown` ends.
+        """Start without adapters, with a thread of its own that `shutdown` ends.
 
-        runner: the ModelRunner of an engine that has room for adapters; KeyError for one of another.
+        runner: the ModelRunner of an engine with enable_lora; KeyError for any other.
         """
         config = runner.config
         self._pools = runner.extension("adapters")
@@ -105,21 +107,21 @@ class AdapterStore:
 
     @property
     def adapters(self) -> list[AdapterRecord]:
-        """Records of the adapters that requests may name."""
+        """Return the records of the adapters that requests may name."""
         return list(self._named.values())
 
     @property
     def num_kept(self) -> int:
-        """Adapters in the host's memory."""
+        """Return how many adapters host memory holds."""
         return len(self._host)
 
     @property
     def is_uploading(self) -> bool:
-        """Whether a request waits for something that is on its way."""
+        """Whether an adapter is on its way to the devices, for which a request waits."""
         return self._upload is not None
 
     def read(self, path: str) -> AdapterWeights:
-        """Reads and checks an adapter for this model. Raises ModelFileError."""
+        """Read an adapter's folder and check it against this model. Raises ModelFileError."""
         try:
             folder = Path(path).expanduser()
         except RuntimeError as error:  # a user who is not there
@@ -127,10 +129,11 @@ class AdapterStore:
         return read_adapter(folder, self._targets, self._max_rank, self._dtype)
 
     def known(self, name: str, path: str, number: int) -> bool:
-        """Whether an adapter of this name, path and number is loaded; one that was only given from memory has any path.
+        """Whether an adapter of this name, path and number is loaded; for one given from memory the path is not
+        compared.
 
-        Raises RequestError where its name or number is not allowed, another adapter has one of them or a name that
-        looks alike, or no further one may be loaded.
+        Raises RequestError if the name or number is not allowed, if another adapter has one of them or a name that
+        looks alike, or if no further adapter may be loaded.
         """
         _check_name(name)
         if type(number) is not int or number < 1:
@@ -152,13 +155,13 @@ class AdapterStore:
         return False
 
     def free_number(self) -> int:
-        """A lora_int_id that no adapter has."""
+        """Return a lora_int_id that no adapter has."""
         return max((record.number for record in self._named.values()), default=0) + 1
 
     def add(self, name: str, path: str, number: int, weights: AdapterWeights) -> None:
-        """Lets requests name an adapter that has been read from `path`; weights: as `read` gave them.
+        """Register an adapter that was read from `path`, so that requests may name it. weights: the result of `read`.
 
-        Raises RequestError as `known`, and where it is loaded already.
+        Raises RequestError as `known` does, and if the adapter is loaded already.
         """
         if self.known(name, path, number):
             raise RequestError(f"the adapter {name!r} is loaded already", param="lora_name", value=name)
@@ -170,11 +173,11 @@ class AdapterStore:
     def read_given(
         self, name: str, source: WeightSource, config: Mapping[str, Any] | None, number: int | None
     ) -> GivenAdapter:
-        """Checks an adapter's tensors by PEFT's names, for `replace`; any thread may call it. Changes nothing.
+        """Check an adapter's tensors, under PEFT's names, for `replace`; any thread may call this. Changes nothing.
 
-        config: as in adapter_config.json; None for that of the adapter which has the name. number: its lora_int_id,
-        None for that of its name, or for a free one; not checked here. Raises ModelFileError, whose `others` are all
-        further faults of tensors, and RequestError where config is None and no adapter has the name.
+        config: content of adapter_config.json; None for that of the adapter which has the name. number: its
+        lora_int_id, not checked here; None for that of its name, or for a free one. Raises ModelFileError, whose
+        `others` are all further faulty tensors, and RequestError if config is None and no adapter has the name.
         """
         if config is not None:
             raw = {field: sorted(value) if isinstance(value, set) else value for field, value in config.items()}
@@ -188,10 +191,11 @@ class AdapterStore:
         return GivenAdapter(name, number, adapter_of(settings, source, self._targets, self._max_rank, self._dtype))
 
     def replace(self, given: GivenAdapter, slots: AdapterSlots) -> Replaced:
-        """Has all requests of a name run with other matrices from the next step on; adds a name that is new.
+        """Replace the matrices of an adapter from the next step on, or add an adapter under a new name.
 
-        given: of `read_given`. slots: the scheduler's; an adapter that has one keeps it. Raises RequestError as
-        `known` for a new name, and for another number than the adapter has, with nothing changed.
+        given: from `read_given`. slots: the scheduler's adapter slots; the adapter keeps its pool slot if it has one.
+        Raises RequestError, with nothing changed, as `known` does for a new name, and for a number other than the
+        adapter's.
         """
         name, number, weights = given
         old = self._named.get(name)
@@ -216,16 +220,18 @@ class AdapterStore:
         return Replaced(None if old is None else old.adapter, adapter)
 
     def _adapter(self, name: str, weights: AdapterWeights) -> Adapter:
-        """A name for pages. Those that matrices of memory have been mixed into have none that a file's could have."""
+        """Return the identity of an adapter, with a digest that distinguishes cached pages. Once matrices have been
+        replaced from memory, the digest differs from that of the adapter's file.
+        """
         replaced = str(self._num_replaced).encode() if self._num_replaced else b""
         digest = hashlib.sha256(f"{len(name)} {name}".encode() + weights.digest + replaced).digest()
         return Adapter(name, digest)
 
     def remove(self, name: str, slots: AdapterSlots, in_use: Callable[[], set[Adapter]]) -> None:
-        """Lets no further request name an adapter; those that do run to their ends. Raises RequestError for an unknown
-        name.
+        """Remove a name, so that no further request can use its adapter; running requests keep it to their ends.
 
-        slots: the scheduler's, where its slot becomes the next to be given away. in_use: as `advance` has it.
+        slots: the scheduler's adapter slots, of which the adapter's becomes the next to be reused. in_use: returns the
+        adapters of unfinished requests. Raises RequestError for an unknown name.
         """
         if name not in self._named:
             text = f"the adapter {show_value(name)} does not exist"
@@ -235,11 +241,10 @@ class AdapterStore:
         self._forget(in_use)
 
     def begin_load(self, name: str, path: str, number: int | None = None) -> int:
-        """Has an adapter read on the thread, and returns the ticket for `is_loaded`, 0 for one that is loaded already.
+        """Start to read an adapter on the store's thread; return the ticket for `is_loaded`, 0 if it is loaded already.
 
-        number: None for one that is free; then it is an error that the adapter is loaded already.
-
-        Raises as `known`; RequestError where too many are being read.
+        number: its lora_int_id; None for a free one, and it is then an error if the adapter is loaded already. Raises
+        as `known` does, and RequestError if too many adapters are being read.
         """
         if self._is_there(name, path, number):
             return 0
@@ -253,10 +258,10 @@ class AdapterStore:
         return self._num_loads
 
     def is_loaded(self, ticket: int) -> bool:
-        """Whether a load is done; says so once, and requests may name the adapter from then on.
+        """Whether the load of a ticket is done. Returns True once; from then on requests may name the adapter.
 
-        Raises RequestError where the load has failed, for a ticket that is unknown or was done, and as `add` where
-        another adapter has got the name or number meanwhile.
+        Raises RequestError if the load has failed, for a ticket that is unknown or was reported, and as `add` does if
+        another adapter has taken the name or number meanwhile.
         """
         load = self._loads.get(ticket)
         if load is None:
@@ -279,29 +284,26 @@ class AdapterStore:
         return self.known(name, path, self.free_number())
 
     def find(self, request: Request) -> None:
-        """Gives a request the adapter that it names; UnknownAdapterError where there is none of that name."""
+        """Set the request's adapter from the name in it. Raises UnknownAdapterError if no adapter has that name."""
         if request.lora is not None and request.lora not in self._named:
             text = f"the adapter {show_value(request.lora)} does not exist"
             raise UnknownAdapterError(text, param="model", value=request.lora)
         request.adapter = None if request.lora is None else self._named[request.lora].adapter
 
     def set_rows(self, step: ScheduledStep, max_num_seqs: int) -> None:
-        """Tells the devices which adapters the requests have that got their slots in this step."""
+        """Send the devices the adapters of the requests that got their slots in this step."""
         admitted = [request for batch in step.batches for request in batch.admitted]
         if admitted:
             slots = [request.rank * max_num_seqs + request.slot for request in admitted]
             self._pools.set_rows(slots, [-1 if each.adapter is None else each.adapter_slot for each in admitted])
 
     def advance(self, slots: AdapterSlots, in_use: Callable[[], set[Adapter]]) -> list[tuple[Request, RequestError]]:
-        """Completes what has come and starts the next of what the scheduler asks for (slots.loads, emptied); does not
-        wait.
+        """Complete a finished upload and start the next of those that the scheduler requests (slots.loads, which is
+        emptied); does not wait.
 
-        One at a time, for running requests wait meanwhile, and what is not yet in its place takes memory beside the
-        pools: a crowd of adapters is brought over several steps.
-
-        in_use: tells the adapters of unfinished requests.
-
-        Returns the requests whose adapter could not be read, each with its error.
+        Uploads go one at a time, because running requests wait while one is written, and one in transit takes memory
+        besides the pools. in_use: returns the adapters of unfinished requests. Returns the requests whose adapter could
+        not be read, each with its error.
         """
         failed: list[tuple[Request, RequestError]] = []
         self._wanted += slots.loads
@@ -317,7 +319,7 @@ class AdapterStore:
         return failed
 
     def _complete(self, upload: _Upload, slots: AdapterSlots) -> list[tuple[Request, RequestError]]:
-        """Brings what has come to its slot, if the slot is still the adapter's; the upload is done.
+        """Write an uploaded adapter into its pool slot, if the slot is still the adapter's. The upload must be done.
 
         Returns the requests whose adapter could not be read, each with its error.
         """
@@ -334,15 +336,17 @@ class AdapterStore:
         return []
 
     def wait(self, seconds: float) -> None:
-        """Waits until the upload has come, but at most `seconds`; returns at once if there is none."""
+        """Wait until the current upload is done, for `seconds` at most; return at once if there is none."""
         wait([] if self._upload is None else [self._upload.job], seconds)
 
     def shutdown(self) -> None:
-        """Ends the thread."""
+        """End the store's thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _forget(self, in_use: Callable[[], set[Adapter]]) -> None:
-        """Lets go of adapters that no request may name and none has."""
+        """Drop adapters that no request may name and no unfinished request uses. in_use: returns the adapters of the
+        latter.
+        """
         if len(self._records) > len(self._named):
             kept = {record.adapter for record in self._named.values()} | in_use()
             for adapter in [each for each in self._records if each not in kept]:

@@ -1,1 +1,1 @@
-"""drafts: tokens that are proposed for a row of a step, and verified in it."""
+"""Drafts: tokens that are proposed for a row of a step, and verified in it."""

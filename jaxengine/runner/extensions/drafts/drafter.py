@@ -1,4 +1,4 @@
-"""What drafts on the devices of the model that it drafts for: weights, its pool, and its compiled programs."""
+"""Draft model or draft head at work on the devices of its target model: weights, KV pool and compiled programs."""
 
 from __future__ import annotations
 
@@ -23,20 +23,23 @@ from jaxengine.sharding.rules import part_bytes
 
 
 class Drafter(StageExtension):
-    """Runs before and after the forward passes of a StageRunner, which decides sizes and order.
+    """Stage extension that runs a draft model or head before and after the forward passes of a StageRunner.
 
-    The leaves of the model are handed over each time: adapters change them.
+    The leaves of the target model are passed with each call, because adapters change them.
 
     Attributes:
-      params: its own leaves, which new weights replace in place.
+      params: leaves of the draft model, which new weights replace in place.
     """
 
     name, prefix = NAME, "draft"
     reads_message = True
 
     def __init__(self, programs: DraftPrograms, params: Any, cache_dir: str | None):
-        """params: the weights of what drafts, an nnx.State or its leaves, on the target's mesh. cache_dir: as the
-        directory of ExecutableCache, whose ConfigError comes out."""
+        """Prepare the programs. params: weights of the draft model or head, an nnx.State or its leaves, on the target's
+        mesh.
+
+        cache_dir: the directory of the ExecutableCache, whose ConfigError comes out.
+        """
         self.programs = programs
         self.models = [programs.model]
         devices = list(programs.target.mesh.devices.flat)
@@ -57,25 +60,25 @@ class Drafter(StageExtension):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of one device of the draft model's weights, and of what it keeps for slots."""
+        """Bytes of one device of the draft model's weights, and of the arrays that it keeps for slots."""
         return sum(map(part_bytes, self.params)) + self.programs.slot_bytes
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of one device that the program which needs most needs while it runs; all have been compiled."""
+        """Workspace in bytes of one device of the program that needs most; all programs must have been compiled."""
         return max(workspace_bytes(compiled.memory_analysis()) for compiled in self._compiled.values())
 
     @property
     def program_bytes(self) -> int:
-        """Bytes of one device that all programs hold, which have been compiled."""
+        """Bytes of one device that all its programs hold; they must have been compiled."""
         how = self.executables, self.programs.description, self._backend
         return sum(held_by(self._programs[key], own, *how) for key, own in self._compiled.items())
 
     def estimate(self, params: Sequence[Any]) -> tuple[int, int]:
-        """Bytes that all programs will hold, and that the neediest will need while it runs: by the largest of each
-        kind, which is compiled with a small pool unless what it needs is remembered.
+        """Estimate the bytes that all programs will hold, and the largest workspace, from the largest program of each
+        kind. That one is compiled with a small pool unless its needs are remembered.
 
-        params: the leaves of the model.
+        params: the leaves of the target model.
         """
         target = self.programs.target
         weights, kept = self.programs.weights(self.params, params), self.programs.kept_shapes(target.num_columns)
@@ -89,11 +92,13 @@ class Drafter(StageExtension):
         return held, workspace
 
     def plan_pool(self, num_pages: int) -> None:
-        """Decides the pool's size, pages of a rank."""
+        """Set the size of the draft model's pool, in pages of a replica."""
         self._shapes = self.programs.kept_shapes(num_pages)
 
     def compile(self, bucket: Bucket, params: Sequence[Any]) -> None:
-        """Compiles or loads what runs before and after a bucket's forward pass. params: the leaves of the model."""
+        """Compile or load the programs that run before and after a bucket's forward pass. params: the target model's
+        leaves.
+        """
         weights = self.programs.weights(self.params, params)
         for when, make in (("before", self.programs.before), ("after", self.programs.after)):
             if (program := make(bucket, weights, self._shapes)) is not None:
@@ -101,7 +106,7 @@ class Drafter(StageExtension):
                 self._compiled[when, bucket] = self._get(program)
 
     def allocate(self) -> None:
-        """Makes the arrays that the draft model keeps between steps: its pool and states of slots."""
+        """Allocate the arrays that the draft model keeps between steps: its pool and its states of slots."""
         self._kept = self._get(self.programs.start(self._shapes))()
 
     def release(self) -> None:
@@ -110,9 +115,11 @@ class Drafter(StageExtension):
     def before_forward(
         self, bucket: Bucket, params: Sequence[Any], state: DeviceState, message: jax.Array
     ) -> Drafts | None:
-        """Dispatches what is done before a bucket's forward pass; returns the drafts of a wide one, else None.
+        """Dispatch the draft programs that precede a bucket's forward pass; return the drafts of a wide bucket, else
+        None.
 
-        params: the leaves of the model. state: before the step. message: of the step, i32[ranks, size] on the devices.
+        params: the target model's leaves. state: DeviceState before the step. message: the step's, i32[replicas, size]
+        on the devices.
         """
         self._newest = bucket, message
         if ("before", bucket) not in self._compiled:
@@ -123,10 +130,9 @@ class Drafter(StageExtension):
         return drafts
 
     def after_sample(self, params: Sequence[Any], state: DeviceState, forwarded: Forwarded) -> None:
-        """Dispatches what is done when the tokens of the newest forward pass have been chosen: nothing for a draft
-        model, the head's own pass for a head.
+        """Dispatch the draft head's own pass over the tokens just sampled; nothing for a draft model.
 
-        params: the leaves of the model. state: as the sampler leaves it. forwarded: what that forward pass left.
+        params: the target model's leaves. state: DeviceState after the sampler. forwarded: what the forward pass left.
         """
         assert self._newest is not None
         bucket, message = self._newest

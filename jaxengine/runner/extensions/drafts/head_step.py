@@ -1,12 +1,13 @@
-"""What a head that reads the model's hidden states does beside a step, as pure functions.
+"""Work of a draft head (EAGLE, MTP) in a step, as pure functions.
 
-A head takes the model's hidden state at a place and the token that came next, and predicts the one after it; from its
-own hidden state and that token it goes on. So it runs when a step's tokens have been chosen, over all places of the
-step (`follow`), and keeps for each slot what it made of the last one: of that come the drafts of the slot's next step
-(`draft`). Its keys and values lie where a draft model's do (jaxengine.runner.extensions.drafts.step).
+A head takes the target model's hidden state at a position and the token that came next, and predicts the token after
+it; from its own hidden state and that token it continues. So it runs once a step's tokens have been sampled, over all
+positions of the step (`follow`), and keeps its hidden state at the last position of each slot, from which the drafts of
+the slot's next step are made (`draft`). Its keys and values lie where a draft model's do
+(jaxengine.runner.extensions.drafts.step).
 
-What it keeps of the last place of a page depends on the token behind the page. Where a prefix is found again and goes
-on otherwise, that one key is of another text, which can cost a draft and no more.
+The key of a page's last position depends on the token after the page. If a cached prefix is continued with a different
+token, that one key belongs to another text, which can cost a draft and nothing more.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from jaxengine.sampling.state import write_slots
 
 
 class HeadWeights(NamedTuple):
-    """Leaves: of the head, and of the model, which lends it embeddings and logits."""
+    """Leaves of the draft head, and of the target model, whose embeddings and LM head it uses."""
 
     own: list[jax.Array]
     model: list[jax.Array]
@@ -40,7 +41,7 @@ class HeadState(NamedTuple):
     """State of a draft head between steps.
 
     Attributes:
-      kv: its pool.
+      kv: its KV pool.
       hidden: [R, D], its hidden state at the last position of each slot.
     """
 
@@ -60,16 +61,16 @@ class DraftHeadSpec(DraftSpec):
     model_tree: Any
 
     def both(self, weights: HeadWeights) -> tuple[Any, Any]:
-        """Return the head and the model, as modules."""
+        """Return the draft head and the target model, as modules."""
         lender = nnx.merge(self.model_graph, jax.tree.unflatten(self.model_tree, weights.model))
         return self.model(weights.own), lender
 
 
 def make_follow(spec: DraftHeadSpec) -> Callable:
-    """Makes the program that runs the head over a step whose tokens have been chosen.
+    """Make the program that runs the head over a step whose tokens have been sampled.
 
-    It is (HeadWeights, HeadState, DeviceState as the sampler left it, SampledRows, hidden states [T, F], message) ->
-    HeadState.
+    The program is (HeadWeights, HeadState, DeviceState after the sampler, SampledRows, hidden states [T, F], message)
+    -> HeadState.
     """
 
     def follow(
@@ -107,11 +108,11 @@ def make_follow(spec: DraftHeadSpec) -> Callable:
 
 
 def make_head_draft(spec: DraftHeadSpec) -> Callable:
-    """Makes the program that guesses the tokens behind each row's last one with the head.
+    """Make the program that proposes drafts after each row's last token with the head.
 
-    It is (HeadWeights, HeadState, DeviceState as it is before the step, message) -> (HeadState, Drafts of S rows,
-    spec.width - 1 of each). The keys and values of these guesses are of the head's own hidden states; `follow` writes
-    them again.
+    The program is (HeadWeights, HeadState, DeviceState before the step, message) -> (HeadState, Drafts of S rows,
+    spec.width - 1 of each). The drafts' keys and values come from the head's own hidden states; `follow` writes them
+    again.
     """
 
     def draft(

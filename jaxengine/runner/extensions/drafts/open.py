@@ -1,4 +1,6 @@
-"""What drafts on the devices, opened: a draft model, a layer of the model's own checkpoint, or an EAGLE-3 head."""
+"""Opening of the draft source on the devices: a draft model, an MTP layer of the model's checkpoint, or an EAGLE-3
+head.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ from jaxengine.sharding.stages import Stage
 
 
 class OpenedDraft(NamedTuple):
-    """An opened draft model or head. model: abstract; source: of its weights; programs: class of its programs."""
+    """Opened draft model or head. model: abstract; source: of its weights; programs: class of its programs."""
 
     model: Any
     source: ModelSource
@@ -35,10 +37,11 @@ class OpenedDraft(NamedTuple):
 
 
 def settle_draft(config: EngineConfig, model: ModelConfig) -> EngineConfig:
-    """The config with its draft model or head on this machine, if it names one: speculative_config then has its path,
-    no revision, and a head's streams.
+    """Return the config with its draft model or head, if it names one, downloaded: speculative_config then has its
+    local path, no revision, and the head's streams (the target layers whose hidden states it reads).
 
-    model: that which is drafted for. Raises as `open_draft`, and ConfigError for other streams than the head's.
+    model: config of the target model. Raises as `open_draft` does, and ConfigError for streams that differ from the
+    head's.
     """
     chosen = config.speculative_config
     if chosen is None or chosen.method not in STORED:
@@ -52,12 +55,12 @@ def settle_draft(config: EngineConfig, model: ModelConfig) -> EngineConfig:
 
 
 def open_draft(config: EngineConfig, model: ModelConfig) -> ModelSource:
-    """The draft model or the head of a config, which has a speculative_config with such a method; the caller closes it.
+    """Open the draft model or head that a config's speculative_config names; the caller closes the returned source.
 
-    model: that which is drafted for. What the config says of its weights and tokenizer is not said of what drafts.
+    model: config of the target model. Options for the target's weights and tokenizer do not apply to the draft model.
 
     Raises:
-      ConfigError: there is no such model, or it cannot draft for this one.
+      ConfigError: there is no such model, or it cannot draft for this target.
       ModelFileError: as jaxengine.checkpoint.model_source.open_model.
     """
     chosen = config.speculative_config
@@ -95,9 +98,10 @@ def open_draft(config: EngineConfig, model: ModelConfig) -> ModelSource:
 
 
 def _open_head(config: EngineConfig, model: ModelConfig) -> ModelSource:
-    """The EAGLE-3 head that `config.model` names; its weights as they are stored, None with load_format "dummy".
+    """Open the EAGLE-3 head that `config.model` names, with its weights as stored; without weights for load_format
+    "dummy".
 
-    model: that which it drafts for. Raises ConfigError and ModelFileError as `open_draft`.
+    model: config of the target model. Raises ConfigError and ModelFileError as `open_draft` does.
     """
     path = find_model(config)
     if not path.is_dir():
@@ -109,11 +113,12 @@ def _open_head(config: EngineConfig, model: ModelConfig) -> ModelSource:
 
 
 def open_drafting(source: ModelSource, config: ResolvedConfig, layout: MeshLayout) -> OpenedDraft | None:
-    """Open the draft model or head that a config names for the model of `source`, split as that; None where drafts
-    need no weights on the devices, or there are none.
+    """Open the draft model or head that a config names for the target model of `source`, split over the same mesh
+    layout.
 
-    Its weights are read later, so that `source` stays open; the caller closes its own source. Raises as `open_draft`,
-    and ConfigError where it cannot be split or used, or is not in the checkpoint.
+    Returns None if drafts need no weights on the devices, or there are none. The weights are read later, so the opened
+    source stays open; the caller closes `source`. Raises as `open_draft` does, and ConfigError if the draft cannot be
+    split or used, or is not in the checkpoint.
     """
     chosen, model = config.speculative_config, source.config
     if chosen is None or not chosen.has_model:
@@ -140,10 +145,11 @@ def open_drafting(source: ModelSource, config: ResolvedConfig, layout: MeshLayou
 
 
 def _as_read(head: ModelSource, model: WeightSource | None) -> ModelSource:
-    """A head with its weights as Eagle3 names them, the head itself where it has none.
+    """Return a head's source with its weights under the names that Eagle3 declares; the source itself if it has no
+    weights.
 
-    model: the weights of the model, of which it may share some; None where these cannot be read by name. Raises
-    ModelFileError; the head is closed then.
+    model: weights of the target model, some of which the head may share; None if they cannot be read by name. Raises
+    ModelFileError, after closing the head's source.
     """
     if head.weights is None:
         return head

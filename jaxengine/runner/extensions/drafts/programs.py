@@ -1,9 +1,8 @@
-"""The programs of what drafts on the devices, beside those of the model that it drafts for: a closed set, nothing
-allocated.
+"""Programs of a draft model or head, in addition to those of its target model: a closed set; nothing is allocated.
 
-A draft model has one for each bucket, to run before its forward pass: in steps without drafts it writes the draft
-model's keys and values, in wide ones it makes the drafts (step.py). A draft head has one for each bucket to run when
-its tokens have been chosen, and one that makes drafts before each wide one (head_step.py).
+A draft model has one program for each bucket, run before the bucket's forward pass: in steps without drafts it writes
+the draft model's keys and values, in wide steps it makes the drafts (step.py). A draft head has one for each bucket
+that runs once its tokens have been sampled, and one that makes drafts before each wide bucket (head_step.py).
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ from jaxengine.sharding.rules import part_bytes, part_shape
 
 
 class DraftPrograms:
-    """The programs of one draft model, for the steps of one model on one mesh.
+    """Programs of one draft model, for the steps of one target model on one mesh.
 
     Attributes:
       model: the draft model, abstract.
-      target: the programs of the model that it drafts for.
-      description: everything static that the shapes do not tell; part of the key of a stored executable.
+      target: the programs of the target model.
+      description: static facts that the shapes do not show; part of the key of a stored executable.
     """
 
     def __init__(self, model: Any, target: StepPrograms, config: ResolvedConfig):
@@ -56,7 +55,7 @@ class DraftPrograms:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes that the draft model keeps of one page on one device."""
+        """Bytes of one page of the draft model's pool on one device."""
         return page_bytes_of_group(self._groups, layout=self.target.layout)
 
     @property
@@ -65,27 +64,37 @@ class DraftPrograms:
         return 0
 
     def weights(self, own: Sequence[Any], model: Sequence[Any]) -> Any:
-        """Weights that its programs take: its own leaves, arrays or shapes, and those of the model that it needs."""
+        """Return the weights that its programs take: the draft model's leaves, and those of the target model that it
+        needs.
+
+        own, model: leaves of the draft model and of the target, arrays or shapes.
+        """
         return own
 
     def kept_shapes(self, num_pages: int) -> Any:
-        """Abstract arrays that it keeps between steps: its pool of `num_pages` pages per rank, like the model's."""
+        """Return the abstract arrays kept between steps: the draft model's pool, `num_pages` pages per replica as in
+        the target's.
+        """
         return abstract_kv(self._groups, num_pages, layout=self.target.layout, mesh=self.target.mesh)
 
     def start(self, kept: Any) -> Program:
-        """Program () -> what it keeps between steps, as it begins; each device makes its own part."""
+        """Return the program () -> the initial arrays kept between steps; each device makes its own part."""
         return program_on(self.target.mesh, "draft's pool", partial(device_kv, kept), (), kept, ())
 
     def before(self, bucket: Bucket, weights: Any, kept: Any) -> Program | None:
-        """Program that runs before a bucket's forward pass: (weights, kept, DeviceState, message) -> kept, and of a
-        wide one (kept, Drafts). None where nothing does."""
+        """Return the program that runs before a bucket's forward pass; None if there is none.
+
+        It is (weights, kept, DeviceState, message) -> kept; for a wide bucket the result is (kept, Drafts).
+        """
         if bucket.width == 1:
             return self._program(f"draft's {bucket}", make_extend(self._spec(bucket)), bucket, weights, kept)
         return self._drafting(bucket, make_draft(self._spec(bucket)), weights, kept)
 
     def after(self, bucket: Bucket, weights: Any, kept: Any) -> Program | None:
-        """Program that runs when a bucket's tokens have been chosen: (weights, kept, DeviceState, SampledRows, hidden
-        states, message) -> kept. None where nothing does."""
+        """Return the program that runs once a bucket's tokens have been sampled; None if there is none.
+
+        It is (weights, kept, DeviceState, SampledRows, hidden states, message) -> kept.
+        """
         return None
 
     def _spec(self, bucket: Bucket) -> Any:
@@ -115,7 +124,7 @@ class DraftPrograms:
 
 
 class HeadPrograms(DraftPrograms):
-    """The programs of a head that reads the model's hidden states, for the steps of one model on one mesh."""
+    """Programs of a draft head that reads the target model's hidden states, for the steps of one target on one mesh."""
 
     def __init__(self, model: Any, target: StepPrograms, config: ResolvedConfig):
         super().__init__(model, target, config)

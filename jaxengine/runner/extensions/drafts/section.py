@@ -1,7 +1,7 @@
-"""What steps with drafts add to forward passes, and the epilogue that verifies drafts.
+"""Additions of speculative decoding to forward passes, and the epilogue that verifies drafts.
 
-Who makes drafts: nobody here (the message has them all), a Proposer within the forward pass, from the tokens known, or
-a model or draft head before it (jaxengine.runner.extensions.drafts.drafter).
+Drafts come from the message (the host proposed them all), from a Proposer within the forward pass that looks at known
+tokens, or from a draft model or head that ran before it (jaxengine.runner.extensions.drafts.drafter).
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ NAME, HISTORY_ROWS = "drafts", "history rows"
 
 
 class DraftRows(NamedTuple):
-    """Its section of SampledRows.
+    """The drafts' section of SampledRows.
 
     Attributes:
-      token_ids: i32[S, W - 1], after which further tokens are to be chosen.
-      counts: i32[S], how many a row has, the first ones.
-      is_forced: bool[S], rows each of whose drafts is the only token allowed in its position.
-      is_guided: bool[S], rows each of whose positions has a mask of its own.
+      token_ids: i32[S, W - 1], the drafts, after each of which another token is to be sampled.
+      counts: i32[S], number of drafts of a row, which come first in it.
+      is_forced: bool[S], rows whose drafts are grammar drafts: each is the only token allowed at its position.
+      is_guided: bool[S], rows with a grammar mask for each position.
     """
 
     token_ids: jax.Array
@@ -58,10 +58,11 @@ class DraftRows(NamedTuple):
 
 
 class VerifyOutput(NamedTuple):
-    """Results of a step whose rows had drafts, for the host; the first six of all S * W positions, as SampleOutput's.
+    """Output of a step whose rows had drafts, for the host; the first six fields are SampleOutput's, for all S * W
+    positions.
 
     Attributes:
-      counts: i32[replicas, S], tokens that each row has got, the first ones of its positions.
+      counts: i32[replicas, S], number of tokens that each row got, from its first position on.
       num_drafts: i32[replicas, S], drafts that each row had.
     """
 
@@ -76,12 +77,12 @@ class VerifyOutput(NamedTuple):
 
 
 class DraftsExtension(DeviceExtension):
-    """Drafts in the stage that samples. Its section of TokenState is the history, i32[R, L]: the tokens of each slot by
-    position, as far as they are known, where drafts are made of these. The host writes what a request brings, the
-    sampler what it chooses.
+    """Device extension of drafts in the stage that samples. Its section of TokenState is the history, i32[R, L]: the
+    known tokens of each slot by position, if drafts are made of them. The host writes the tokens that a request brings,
+    the sampler those that it samples.
 
     Attributes:
-      proposer: of drafts within the forward pass; None where the message has them, or a model or head makes them.
+      proposer: of drafts within the forward pass; None if the message, a draft model or a head provides them.
     """
 
     name = NAME
@@ -97,7 +98,7 @@ class DraftsExtension(DeviceExtension):
 
     @property
     def keeps_history(self) -> bool:
-        """Whether the tokens of all slots are kept: n-grams are looked up, or a head reads which came next."""
+        """Whether the tokens of all slots are kept on the device, for n-gram lookup or for a draft head."""
         return self.proposer is not None or self._is_read
 
     def tokens(self) -> Any:
@@ -141,9 +142,9 @@ class DraftsExtension(DeviceExtension):
         return DraftRows(rows(num_rows, np.int32, width - 1), rows(num_rows, np.int32), flag, flag)
 
     def fill_tokens(self, step: ForwardPass) -> ForwardPass | None:
-        """The pass with a token id in the place of every -1: each row's last token, and after it the row's drafts.
+        """Return the pass with token ids in place of each -1: a row's last token, then the row's drafts.
 
-        None where the message has all drafts, or rows have none; then others fill in the last tokens.
+        Returns None if the message has all drafts, or rows have none; other code then fills in the last tokens.
         """
         if (drafts := self._drafts(step)) is None:
             return None
@@ -181,8 +182,9 @@ class DraftsExtension(DeviceExtension):
         return SlotHistory(runner, self)
 
     def _drafts(self, step: ForwardPass) -> Drafts | None:
-        """The drafts of this step, at most W - 1 a row: those that a model or head has made, or the proposer's, made
-        here from the history. None where the message has all of them or rows have none."""
+        """Return this step's drafts, at most W - 1 a row: those of the draft model or head, or those that the proposer
+        makes from the history. None if the message has all of them, or rows have none.
+        """
         count = step.spec.bucket.width - 1
         if not count or NAME not in step.given:
             return None
@@ -193,7 +195,7 @@ class DraftsExtension(DeviceExtension):
 
 
 class History(StageExtension):
-    """Gives forward passes the history, of which they propose drafts."""
+    """Stage extension that passes the token history to forward passes that propose drafts from it."""
 
     name = NAME
 
@@ -202,7 +204,7 @@ class History(StageExtension):
 
 
 class SlotHistory(HostExtension):
-    """Host's half of drafts: writes the histories of slots, and reads results of steps with drafts.
+    """Host extension of drafts: writes the histories of slots, and reads the results of steps with drafts.
 
     Attributes:
       keeps_history: as DraftsExtension's.
@@ -213,44 +215,50 @@ class SlotHistory(HostExtension):
         self.keeps_history = extension.keeps_history
 
     def verified(self, pending: PendingStep) -> tuple[np.ndarray, np.ndarray] | None:
-        """Waits for a step with drafts; returns how many tokens each row has got, and how many drafts it had, both
-        i32[replicas, rows]. None for another step."""
+        """Return how many tokens each row of a step got and how many drafts it had, both i32[replicas, rows]; waits for
+        the step.
+
+        None for a step without drafts.
+        """
         counts, num_drafts = pending.result("counts"), pending.result("num_drafts")
         return None if counts is None or num_drafts is None else (counts, num_drafts)
 
     def drafts(self, pending: PendingStep) -> np.ndarray | None:
-        """Returns the drafts i32[replicas, rows, W - 1] that a model or draft head has made for a step, None where
-        neither has; waits for these alone."""
+        """Return the drafts, i32[replicas, rows, W - 1], that a draft model or head made for a step; waits for these
+        alone.
+
+        None if neither made any.
+        """
         if not isinstance(own := pending.given.get(NAME), Drafts):
             return None
         return self.runner.fetch(own.token_ids).reshape(self.runner.num_ranks, -1, pending.bucket.width - 1)
 
     def set_histories(self, histories: list[tuple[int, np.ndarray]]) -> None:
-        """Writes the histories of slots on the devices, of which drafts are made; does nothing unless `keeps_history`.
+        """Write slots' token histories on the devices; does nothing unless `keeps_history`.
 
-        histories: pairs of a slot and the tokens i32[n] that it begins with.
+        histories: pairs of a slot (numbered over all replicas) and its first tokens, i32[n].
         """
         if self.keeps_history:
             self.runner.change_rows(HISTORY_ROWS, histories, self.runner.config.max_model_len)
 
 
 def drafts_of(shape: StageShape, bucket: Bucket) -> Drafts:
-    """Abstract Drafts of a wide bucket's rows: token ids i32[S, W - 1] and counts i32[S] of each replica."""
+    """Return the abstract Drafts of a wide bucket's rows: token ids i32[S, W - 1] and counts i32[S] of each replica."""
     rows = shape.rows
     return Drafts(rows(bucket.num_seqs, np.int32, bucket.width - 1), rows(bucket.num_seqs, np.int32))
 
 
 def verifier(width: int) -> str:
-    """The name of the epilogue that samples where rows have `width` tokens."""
+    """Return the name of the epilogue that samples and verifies where rows have `width` tokens."""
     return f"verify {width}"
 
 
 def make_verify(spec: EpilogueSpec) -> Callable:
-    """Makes the epilogue that chooses a token at every position of every row, and keeps those after drafts that were
-    right.
+    """Make the epilogue that samples a token at every position of every row, and keeps those that follow accepted
+    drafts.
 
     It is (SlotState, TokenState, SamplingState, SampledRows, logits f32[S * W, V / n]) -> (SlotState, TokenState,
-    VerifyOutput). What a row has computed after its first wrong draft is as if it had not been, and is written again.
+    VerifyOutput). Positions after a row's first wrong draft count as not computed, and are computed again.
     """
 
     def verify_rows(
@@ -294,8 +302,9 @@ def _verify_epilogue(width: int) -> Epilogue:
 
 
 def _draft_rows(step: ForwardPass) -> DraftRows:
-    """The drafts of each row of a wide step: its tokens but the first, as many as the row has in the step, and, where
-    they are not forced, as their proposer's distribution has them."""
+    """Return the drafts of each row of a wide step: its scheduled tokens after the first. Unless they are grammar
+    drafts, they come with their proposer's distribution.
+    """
     rows, batch, drafts = step.rows, step.batch, step.batch.sections.get(NAME)
     counts, is_forced = jnp.maximum(rows.num_scheduled - 1, 0), rows.sample == FORCED
     if drafts is not None:

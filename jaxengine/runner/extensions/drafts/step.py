@@ -1,12 +1,12 @@
-"""What a draft model does beside a step, as pure functions: keep its keys and values, and guess the next tokens.
+"""Work of a draft model in a step, as pure functions: write its keys and values, and propose the next tokens.
 
-A draft model sees the tokens that the model sees. Its keys and values lie in a pool of its own under the model's page
-numbers, those of a cache group that keeps all keys. So a token's page holds both, and whatever happens to pages, to
-prefixes that are found again, to requests that are stopped and begin anew, happens to both. What a step writes of the
-one is written of the other: `extend` does that for steps without drafts, `draft` for those with some.
+A draft model sees the same tokens as its target. Its keys and values lie in a pool of its own under the target's page
+ids, those of a cache group that keeps all keys. So prefix caching, preemption and restarts treat both alike. Every
+token whose keys a step writes for the target is also written for the draft model: by `extend` in steps without drafts,
+by `draft` in those with some.
 
-Drafts are drawn as the sampler draws, with the request's parameters and its noise (jaxengine.sampling.verification): a
-draft model that is sure of the same tokens guesses them at any temperature. Knows nothing of requests.
+Drafts are sampled like tokens, with the request's parameters and its noise (jaxengine.sampling.verification): a draft
+model that is sure of the same tokens proposes them at any temperature. This module knows no requests.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from jaxengine.scheduler.buckets import Bucket
 
 @dataclass(frozen=True)
 class DraftSpec:
-    """Everything static about one of a draft model's programs.
+    """Static facts of one of a draft model's programs.
 
     Attributes:
-      graph, params_tree: of the draft model.
+      graph, params_tree: static parts of the draft model.
       bucket: of the step; layout: of its message.
-      group: which of the model's cache groups with pages keeps all keys.
+      group: index of the target's cache group with pages that keeps all keys.
     """
 
     graph: nnx.GraphDef
@@ -50,29 +50,29 @@ class DraftSpec:
 
     @property
     def width(self) -> int:
-        """Tokens of a row in the step."""
+        """Number of tokens of a row in the step."""
         return self.bucket.width
 
     def unpack(self, slots: SlotState, last_token: jax.Array | None, message: jax.Array) -> ForwardPass:
-        """The step, whose batch has the pages of `group` alone."""
+        """Expand a step's message into a ForwardPass whose batch has the page table of `group` alone."""
         spec = StepSpec(self.bucket, self.layout, self.page_size, (self.group,), self.layout.num_seqs, samples=False)
         return unpack(spec, slots, last_token, message.reshape(-1), {})
 
     def model(self, params: list[jax.Array]) -> Any:
-        """The draft model with these leaves."""
+        """Return the draft model, a module, with these leaves."""
         return nnx.merge(self.graph, jax.tree.unflatten(self.params_tree, params))
 
 
 class Rows(NamedTuple):
-    """The rows of a step with drafts, i32[S] each unless it is said.
+    """Rows of a step with drafts, i32[S] each unless noted.
 
     Attributes:
       start: position of the last known token.
       last_token: that token.
       page_table: i32[S, W].
-      num_rows: i32[], those that are not padding.
+      num_rows: i32[], number of rows without padding.
       forced: i32[S, W - 1], drafts that the message has, -1 for those that are to be made.
-      flags: what some row of the step needs of the sampler.
+      flags: sampler features that some row of the step needs.
     """
 
     slot: jax.Array
@@ -86,9 +86,9 @@ class Rows(NamedTuple):
 
 
 def make_extend(spec: DraftSpec) -> Callable:
-    """Makes the program that writes the draft model's keys and values of the tokens of a step without drafts.
+    """Make the program that writes the draft model's keys and values for the tokens of a step without drafts.
 
-    It is (params: list of arrays, its pool, DeviceState as it is before the step, message) -> its pool.
+    It is (params: list of arrays, pool, DeviceState before the step, message) -> pool.
     """
 
     def extend(params: list[jax.Array], kv: KVPages, state: DeviceState, message: jax.Array) -> KVPages:
@@ -101,11 +101,11 @@ def make_extend(spec: DraftSpec) -> Callable:
 
 
 def make_draft(spec: DraftSpec) -> Callable:
-    """Makes the program that guesses the tokens behind each row's last one.
+    """Make the program that proposes drafts after each row's last token.
 
-    It is (params: list of arrays, its pool, DeviceState as it is before the step, message) -> (its pool, Drafts of S
-    rows, spec.width - 1 of each). Each pass takes one token of every row and draws the next. The last draft's keys and
-    values are written too, for all may turn out to be right.
+    It is (params: list of arrays, pool, DeviceState before the step, message) -> (pool, Drafts of S rows, spec.width -
+    1 of each). Each pass takes one token of every row and samples the next. The last draft's keys and values are
+    written, too, because all drafts may be accepted.
     """
 
     def draft(params: list[jax.Array], kv: KVPages, state: DeviceState, message: jax.Array) -> tuple[KVPages, Drafts]:
@@ -132,11 +132,11 @@ def make_draft(spec: DraftSpec) -> Callable:
 def draw_drafts(
     logits: jax.Array, rows: Rows, state: DeviceState, step: Any, drafts: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Draws draft number `step`, from 0 on, of each row of logits f32[S, V / n] as the sampler would, but for those
-    that the message has (`rows.forced`).
+    """Sample draft number `step` (from 0) of each row from logits f32[S, V / n], as the sampler would; drafts that the
+    message has (`rows.forced`) are taken from it.
 
     drafts: i32[S, k], those made so far, -1 for the others. state: DeviceState before the step. Returns the tokens
-    i32[S], and `drafts` with them in column `step`. A row that is not finite gets token 0.
+    i32[S], and `drafts` with them in column `step`. A row with logits that are not finite gets token 0.
     """
     assert state.tokens is not None and state.sampling is not None
     with jax.named_scope("sample"):
@@ -158,9 +158,10 @@ def draw_drafts(
 
 
 def unpack_drafting(spec: DraftSpec, state: DeviceState, buffer: jax.Array) -> Rows:
-    """The rows of buffer i32[size], a replica's message of a step with drafts. state: DeviceState before the step.
+    """Unpack the rows of a replica's message, buffer i32[size], of a step with drafts. state: DeviceState before the
+    step.
 
-    The flags have no logprobs and no masks: drafts are drawn without.
+    The flags leave out logprobs and masks: drafts are sampled without them.
     """
     layout, tokens = spec.layout, state.tokens
     assert tokens is not None
@@ -178,10 +179,10 @@ def unpack_drafting(spec: DraftSpec, state: DeviceState, buffer: jax.Array) -> R
 
 
 def one_token_each(spec: DraftSpec, rows: Rows, step: jax.Array, token: jax.Array, *, back: int = 0) -> ForwardBatch:
-    """The batch of pass `step`, from 0 on, with one token i32[S] of each row, at position rows.start + step - back.
+    """Return the batch of pass `step` (from 0): one token i32[S] of each row, at position rows.start + step - back.
 
-    back: 1 for a head, whose keys lie one place before their tokens. A row with at most `step` tokens in the step
-    writes no keys and values.
+    back: 1 for a draft head, whose keys lie one position before their tokens. A row with at most `step` tokens in the
+    step writes no keys and values.
     """
     num_seqs = spec.layout.num_seqs
     live = step < rows.count

@@ -1,4 +1,4 @@
-"""Tensors of an engine's MTP layer or EAGLE-3 head as new weights name them: by the checkpoint's names."""
+"""Replacement weights of an engine's MTP layer or EAGLE-3 head: finds its tensors by the checkpoint's names."""
 
 from __future__ import annotations
 
@@ -17,23 +17,29 @@ from jaxengine.models.weights.formats.arrays import ArraySource, on_host
 
 
 class HeadTensors:
-    """Which tensors are a head's, and what they are for it."""
+    """Selection and renaming of the tensors that belong to a draft head."""
 
     def __init__(self, method: str, head: Any, model: Any, params: list[Any], *, partial: bool):
-        """head: the module; model: that of the first stage; params: its leaves. partial: tensors may be missing."""
+        """Store the modules. method: "eagle3" or an MTP method; head: the head's module; model: that of the first
+        stage.
+
+        params: leaves of the first stage. partial: whether tensors may be missing.
+        """
         self._head, self._model, self._params, self._partial = head, model, params, partial
         self._is_eagle3 = method == EAGLE3
         self._layer = f"model.layers.{model.config.num_layers}."
 
     def wanted(self, name: str) -> bool:
-        """Whether a tensor may be the head's: all of an EAGLE-3 head's checkpoint, the layer's of a model's."""
+        """Whether a tensor of this name may be the head's: any name for an EAGLE-3 head, those of the extra layer for
+        MTP.
+        """
         return self._is_eagle3 or name.startswith(self._layer)
 
     def view(self, source: WeightSource) -> WeightSource:
-        """The tensors under the names that the head declares.
+        """Return a source of the head's tensors under the names that the head declares.
 
-        Raises ModelFileError where an EAGLE-3 head drafts other tokens than it says, or brings embeddings that differ
-        from the model's, and the engine's has none of its own.
+        Raises ModelFileError if an EAGLE-3 head drafts other tokens than the loaded one, or has embeddings that differ
+        from the model's although the engine's head has none of its own.
         """
         if not self._is_eagle3:
             return NextTokenSource(source, self._model.config.num_layers)
@@ -45,7 +51,7 @@ class HeadTensors:
         return found
 
     def _embedding(self, source: WeightSource) -> WeightSource | None:
-        """The model's embedding, to be compared; None where the source has none, and where the engine sleeps."""
+        """Return the model's embedding for comparison; None if the source has none, or the engine sleeps."""
         paths = [param.path for param in declared_params(self._model) if param.decl.sources[0].name == EMBEDDING]
         if self._head.sizes.own_embedding or not paths or not any(EMBEDDING.endswith(name) for name in source.names()):
             return None

@@ -1,1 +1,1 @@
-"""pictures: embeddings of pictures and videos, made on the devices, in the places of tokens."""
+"""Pictures: embeddings of images and videos, made on the devices and placed at their placeholder tokens."""

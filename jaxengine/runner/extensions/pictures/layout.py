@@ -1,8 +1,8 @@
-"""The program that turns patches of pictures into embeddings and leaves them in a pool, and the messages it reads.
+"""Program that encodes image patches and writes the embeddings into a pool, and the messages that it reads.
 
-One program for each size of a closed set, in patches; pictures of several requests share a call. On a mesh every rank
-has a pool and pictures of its own. Its devices either split the tower's weights or, with mm_encoder_tp_mode "data",
-each has all of these and encodes pictures of its own; what they made is then gathered once, behind the tower.
+There is one program for each of a closed set of sizes, in patches; images of several requests share a call. On a mesh
+every replica has a pool and images of its own. Its devices either split the tower's weights or, with mm_encoder_tp_mode
+"data", each have all weights and encode different images; the embeddings are then gathered once, after the tower.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ _STEP, _LEAST = 4, 1024
 
 
 class EncoderInput(NamedTuple):
-    """One call's message, for R ranks with n devices each that encode pictures of their own.
+    """Message of one encoder call, for R replicas with n devices each that encode different images.
 
     Attributes:
-      patches: f32[R * n, P, F]; columns: i32[R * n, C, P], -1 in padding.
-      targets: i32[R, n * P / merge], the rank's rows that get the tower's, or the number of its rows for none.
+      patches: f32[R * n, P, F], flattened patches; columns: i32[R * n, C, P], per-patch inputs of the tower, -1 in
+        padding.
+      targets: i32[R, n * P / merge], rows of the replica's pool for the embeddings, the number of its rows for none.
     """
 
     patches: np.ndarray
@@ -43,7 +44,9 @@ class EncoderInput(NamedTuple):
 
 
 class PlaceInput(NamedTuple):
-    """A message of embeddings that came as such, for R ranks: values f32[R, N, E], targets i32[R, N] as above."""
+    """Message of embeddings that a request brought, for R replicas: values f32[R, N, E], pool rows i32[R, N]
+    (`targets`).
+    """
 
     values: np.ndarray
     targets: np.ndarray
@@ -51,15 +54,15 @@ class PlaceInput(NamedTuple):
 
 @dataclass(frozen=True)
 class EncoderLayout:
-    """The sizes of calls, and how pictures are put into one.
+    """Sizes of encoder calls, and the packing of images into a call.
 
     Attributes:
       tower: of the model.
-      num_rows: of a rank's pool.
-      max_patches: of all pictures that a rank encodes in one call.
-      num_ranks: ranks.
-      parts: devices of a rank that encode pictures of their own; 1 where they split the tower.
-      num_placed: N, rows of a call that puts embeddings into the pool as they came; 0 where none come.
+      num_rows: rows of a replica's pool.
+      max_patches: of all images that a replica encodes in one call.
+      num_ranks: replicas.
+      parts: devices of a replica that encode different images; 1 if they split the tower.
+      num_placed: N, rows of a call that writes embeddings brought by requests; 0 if requests bring none.
     """
 
     tower: TowerConfig
@@ -71,12 +74,12 @@ class EncoderLayout:
 
     @property
     def programs(self) -> tuple[int, ...]:
-        """Sizes, and PLACE where embeddings may come."""
+        """Return the keys of all programs: the sizes, and PLACE if requests may bring embeddings."""
         return (*((PLACE,) if self.num_placed else ()), *self.sizes)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Patches of a device in one call, ascending."""
+        """Return the compiled sizes, ascending: patches of one device in one call."""
         unit = self.tower.unit
         sizes = {-(-self.max_patches // unit) * unit}
         while (size := min(sizes) // _STEP // unit * unit) >= max(_LEAST, unit):
@@ -84,10 +87,10 @@ class EncoderLayout:
         return tuple(sorted(sizes))
 
     def pack(self, encodes: Sequence[Sequence[Encode]]) -> EncoderInput:
-        """The message of one call that encodes each rank's pictures, in the smallest size that holds them.
+        """Return the message of one call that encodes each replica's images, in the smallest size that holds them.
 
-        encodes: of each rank, none of EMBEDS. A rank's pictures may have at most max_patches patches; StopIteration
-        where a device's do not fit into the largest size.
+        encodes: of each replica, none of them of kind EMBEDS, and at most max_patches patches; raises StopIteration if
+        those of a device do not fit into the largest size.
         """
         shares = [share for own in encodes for share in self._shares(own)]
         most = max(sum(each.item.num_patches for each in share) for share in shares)
@@ -112,8 +115,9 @@ class EncoderLayout:
         return EncoderInput(patches, columns, targets.reshape(self.num_ranks, -1))
 
     def place(self, placed: Sequence[Sequence[Encode]]) -> Iterator[PlaceInput]:
-        """Yields the messages of each rank's embeddings that came as such, `num_placed` rows of a rank at a time; none
-        where nothing came. placed: of each rank, EMBEDS alone."""
+        """Yield messages that write embeddings brought by requests, `num_placed` rows of a replica at a time; none if
+        there are none. placed: of each replica, items of kind EMBEDS only.
+        """
         rows = [[row for each in own for row in each.rows.tolist()] for own in placed]
         values = [[row for each in own for row in each.item.patches[each.item.rows]] for own in placed]
         for first in range(0, max(map(len, rows)), max(1, self.num_placed)):
@@ -127,8 +131,9 @@ class EncoderLayout:
             yield PlaceInput(message, targets)
 
     def _shares(self, encodes: Sequence[Encode]) -> list[list[Encode]]:
-        """A rank's pictures divided among its `parts`, a list for each, possibly empty: the largest first, each to the
-        one with the fewest patches."""
+        """Divide a replica's images among its `parts` devices, one list each, possibly empty: the largest first, each
+        to the device with the fewest patches.
+        """
         shares: list[list[Encode]] = [[] for _ in range(self.parts)]
         loads = [0] * self.parts
         for encode in sorted(encodes, key=lambda each: -each.item.num_patches):
@@ -139,10 +144,11 @@ class EncoderLayout:
 
 
 def make_encode(graph: nnx.GraphDef, params_tree: Any, *, parts: int) -> Callable:
-    """Makes the program that encodes: (params: list of arrays, pool [N, E], patches, columns, targets) -> the pool with
-    the new embeddings; the latter are a device's parts of an EncoderInput.
+    """Make the program that encodes images: (params: list of arrays, pool [N, E], patches, columns, targets) -> the
+    pool with the new embeddings. The last three are one device's parts of an EncoderInput.
 
-    graph, params_tree: of the model. parts: as EncoderLayout's; with several, devices gather what each has made.
+    graph, params_tree: static parts of the model. parts: as of EncoderLayout; with several, devices gather each other's
+    embeddings.
     """
 
     def encode(params: Any, pool: jax.Array, patches: jax.Array, columns: jax.Array, targets: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""What is compiled to encode pictures: a program for each size of calls, and one that makes the pool of embeddings."""
+"""Programs that encode images: one for each size of calls, and one that makes the pool of embeddings."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _RANKS, _PICTURES = logical_to_spec(("batch",)), logical_to_spec(("pictures",))
 
 
 class EncoderPrograms:
-    """The encoder's programs, of the first stage of a model that sees.
+    """Encoder programs of the first stage of a model with a vision tower.
 
     Attributes:
       layout: the sizes of calls and their messages.
-      rows: the pool of embeddings, [ranks * N, E], abstract.
+      rows: the pool of embeddings, [replicas * N, E], abstract.
     """
 
     def __init__(self, model: CausalLM, layout: EncoderLayout, dtype: Any, mesh: Mesh):
@@ -36,17 +36,20 @@ class EncoderPrograms:
         self.rows = shape_on(mesh, (layout.num_ranks * layout.num_rows, size), dtype, _RANKS)
 
     def name(self, size: int) -> str:
-        """The name of the program of a size, one of EncoderLayout.programs."""
+        """Return the name of the program of a size. size: one of EncoderLayout.programs."""
         return f"place {self.layout.num_placed} embeddings" if size == PLACE else f"encode {size} patches"
 
     def program(self, size: int, params: Sequence[Any]) -> Program:
-        """The program of a size, one of EncoderLayout.programs. params: the model's leaves, arrays or shapes."""
+        """Return the program of a size. size: one of EncoderLayout.programs. params: the model's leaves, arrays or
+        shapes.
+        """
         return self.place() if size == PLACE else self.encode(size, params)
 
     def encode(self, size: int, params: Sequence[Any]) -> Program:
-        """The program that encodes up to `size` patches on a device: (params, rows, the fields of an EncoderInput) ->
-        rows, the pool of embeddings with the new ones. size: one of EncoderLayout.sizes. params: the model's leaves,
-        arrays or shapes."""
+        """Return the program that encodes up to `size` patches on a device: (params, rows, the fields of an
+        EncoderInput) -> rows, the pool of embeddings with the new ones. size: one of EncoderLayout.sizes. params: the
+        model's leaves, arrays or shapes.
+        """
         layout, tower, mesh = self.layout, self.layout.tower, self._mesh
         count, places = layout.num_ranks * layout.parts, _PICTURES if layout.parts > 1 else _RANKS
         message = (
@@ -58,8 +61,9 @@ class EncoderPrograms:
         return program_on(mesh, self.name(size), self._encode, arguments, self.rows, (1,))
 
     def place(self) -> Program:
-        """The program that takes embeddings as they came: (rows, the fields of a PlaceInput) -> rows, the pool of
-        embeddings with the new ones."""
+        """Return the program that writes embeddings brought by requests: (rows, the fields of a PlaceInput) -> rows,
+        the pool of embeddings with the new ones.
+        """
         layout, mesh = self.layout, self._mesh
         shape = layout.num_ranks, layout.num_placed
         message = (
@@ -69,6 +73,6 @@ class EncoderPrograms:
         return program_on(mesh, self.name(PLACE), place, (self.rows, *message), self.rows, (0,))
 
     def pool(self) -> Program:
-        """() -> the pool as it begins."""
+        """Return the program () -> the initial pool of embeddings."""
         part = self.rows.sharding.shard_shape(self.rows.shape)
         return program_on(self._mesh, "pool of embeddings", lambda: jnp.zeros(part, self.rows.dtype), (), self.rows, ())

@@ -1,4 +1,4 @@
-"""pictures: embeddings of pictures and videos in the places of tokens, and positions in time, height and width."""
+"""Pictures: embeddings of images and videos at placeholder tokens, and M-RoPE positions in time, height and width."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _MAX_PLACED = 512
 
 
 class PicturesExtension(DeviceExtension):
-    """Its field of messages is i32[1 or 4, T]: the row of the encoder's pool that stands for each token, -1 for none,
-    and where layers turn queries and keys by these a token's positions in time, height and width, -1 where they follow
-    from its position. Its section of SlotState is then i32[R], what the positions of tokens after the prompt are more
-    than their places in the sequence.
+    """Device extension of images and videos. Its message field is i32[1 or 4, T]: for each token the row of the
+    encoder's pool that replaces its embedding, -1 for none; with M-RoPE also the token's positions in time, height and
+    width, -1 where they follow from its position. With M-RoPE its section of SlotState is i32[R], each slot's M-RoPE
+    position delta.
 
     Attributes:
-      uses_mrope: whether layers turn queries and keys by positions in time, height and width.
-      encoder: the programs of the first stage of a model that sees; else None.
+      uses_mrope: whether layers rotate queries and keys by positions in time, height and width.
+      encoder: the encoder programs, in the first stage of a model with a vision tower; else None.
     """
 
     name = NAME
@@ -92,7 +92,7 @@ class PicturesExtension(DeviceExtension):
 
 
 class EncoderPool(StageExtension):
-    """The pool of embeddings, of the first stage."""
+    """Stage extension with the pool of embeddings, in the first stage."""
 
     name = NAME
 
@@ -107,12 +107,12 @@ class EncoderPool(StageExtension):
         self.rows = None
 
     def encode(self, pictures: EncoderInput) -> None:
-        """Dispatches the encoding of pictures, whose embeddings the next forward pass finds in the pool."""
+        """Dispatch the encoding of images; the next forward pass finds their embeddings in the pool."""
         encode = self._stage.program(NAME, self._programs.name(pictures.patches.shape[1]))
         self.rows = encode(self._stage.params, self.rows, *pictures)
 
     def place(self, embeddings: PlaceInput) -> None:
-        """Dispatches the placing of embeddings that came as such."""
+        """Dispatch the writing, into the pool, of embeddings that requests brought."""
         self.rows = self._stage.program(NAME, self._programs.name(PLACE))(self.rows, *embeddings)
 
     def before_forward(self, bucket: Bucket, params: Sequence[Any], state: Any, message: Any) -> Any:
@@ -120,10 +120,10 @@ class EncoderPool(StageExtension):
 
 
 class PictureEncoder(HostExtension):
-    """Encodes pictures before the steps that have them.
+    """Host extension that encodes images before the steps that have their tokens.
 
     Attributes:
-      layout: of calls of the encoder; None for a model whose layers use M-RoPE and that sees nothing.
+      layout: of encoder calls; None for a model with M-RoPE layers but no vision tower.
       uses_mrope: as PicturesExtension's.
     """
 
@@ -134,8 +134,9 @@ class PictureEncoder(HostExtension):
         self._known = np.zeros(runner.num_ranks * runner.config.max_num_seqs, np.int32)
 
     def encode(self, encodes: Sequence[Sequence[Encode]]) -> None:
-        """Dispatches the encoding of each replica's pictures, and the placing of embeddings that came as such, before
-        the forward pass that is the first to need them. For a model that sees (`layout` is not None)."""
+        """Dispatch the encoding of each replica's images, and the writing of embeddings that requests brought, before
+        the first forward pass that needs them. Only for a model with a vision tower (`layout` is not None).
+        """
         assert self.layout is not None
         pool = self.runner.stages[0].extensions[NAME]
         # Engines of several processes see nothing (jaxengine.config.encoder).
@@ -147,6 +148,5 @@ class PictureEncoder(HostExtension):
             pool.place(message)
 
     def set_rope_deltas(self, slots: list[int], deltas: list[int]) -> None:
-        """Sets each slot's M-RoPE delta: what its tokens' M-RoPE positions after the prompt are more than their
-        positions."""
+        """Set slots' M-RoPE position deltas: M-RoPE position minus token position, for tokens after the prompt."""
         self.runner.set_column(DELTAS, self._known, slots, deltas)
