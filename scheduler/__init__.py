@@ -1,4 +1,5 @@
-"""Which tokens run next: requests, pages, prefix cache, policy and packing. numpy only; no device, no text."""
+"""Scheduler: decides which tokens each step computes. Requests, pages, prefix cache, policy and packing, in numpy only.
+"""
 
 if __name__ != "jaxengine.scheduler":
     raise ImportError(

@@ -1,4 +1,4 @@
-"""Names of adapters that look alike: a request for one must not be served by another by mistake."""
+"""Names of adapters that look alike: a request for one adapter must not be served by another by mistake."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _UNSEEN = re.compile(
 
 
 def seen_as(name: str) -> str:
-    """Returns what a name looks like: without case, compatibility forms (NFKC), repeated white space and white space at
-    the ends, and characters that show nothing.
+    """Return a name in the form in which lookalikes are equal: lower case, NFKC, single inner spaces, none at the ends,
+    and without invisible characters.
     """
     folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", _UNSEEN.sub("", name)).casefold())
     return " ".join(_UNSEEN.sub("", folded).split())
 
 
 def alike(name: str, others: Iterable[str]) -> str | None:
-    """Returns the first of other names that looks like this one, None without one."""
+    """Return the first of `others` that looks like this name (`seen_as`); None if there is none."""
     look = seen_as(name)
     return next((other for other in others if seen_as(other) == look), None)

@@ -1,4 +1,4 @@
-"""What one step computes and what came of it: the scheduler's two messages to the engine."""
+"""Messages between scheduler and engine: the rows that a step computes, and the results that came of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from jaxengine.scheduler.request import Request
 
 
 class PageDeltas(NamedTuple):
-    """Page-table entries written since the last step, i32[n] each; a row is group * max_num_seqs + slot."""
+    """Page-table entries written since the last step: rows (group * max_num_seqs + slot), columns and page ids, i32[n]
+    each.
+    """
 
     rows: np.ndarray
     columns: np.ndarray
@@ -27,22 +29,22 @@ class PageDeltas(NamedTuple):
 
 @dataclass(slots=True)
 class ScheduledBatch:
-    """One rank's rows of a step, decodes first, n rows.
+    """Rows of one replica in a step, decodes first, n rows.
 
     Attributes:
       slots, num_scheduled, start, sample, epochs: i32/i64/bool[n]; see `jaxengine.models.forward_batch.StepLayout`.
       num_rows: n.
       num_tokens: sum of num_scheduled.
-      num_decode: leading rows whose first token is the one sampled last; others of theirs may turn out to be wrong.
-      decode_token_ids: the decodes' tokens, i32, -1 where the device takes the one it knows, or one it proposes;
-        None where all are such.
+      num_decode: number of leading rows whose first token is the one sampled last; their other tokens are drafts.
+      decode_token_ids: i32, tokens of the decodes, -1 where the device knows the token or proposes it; None if all are
+        -1.
       token_ids: for each row after the decodes, its i32 token ids.
       next_tokens: for each row after the decodes, the known token that follows its chunk, or -1.
-      deltas: page-table entries the device does not have yet.
+      deltas: page-table entries that the device does not have yet.
       admitted: requests that took a slot in this step.
-      sections: what extensions say of the step to the engine, by capability; those with nothing to say have no entry.
-      message: likewise what they send the device: i32[n, num_tokens], a message section of the capability's name.
-      choice: i32[n], the message's `sample` where it is more than that of `sample`
+      sections: data of extensions for the engine, by capability; extensions without data have no entry.
+      message: data of extensions for the device: i32[n, num_tokens], a message section of the capability's name.
+      choice: i32[n], the message's `sample` field where it holds more than the `sample` attribute
         (jaxengine.models.forward_batch.StepLayout).
       features: union of the features of the rows; PROMPT_FEATURES only where a known prompt token follows one of the
         step's.
@@ -69,14 +71,14 @@ class ScheduledBatch:
 
 @dataclass(slots=True)
 class ScheduledStep:
-    """One step: a batch for each rank, possibly empty. It is to be dispatched if any rank has rows.
+    """One step: a batch for each replica, possibly empty. It is dispatched if any replica has rows.
 
     Attributes:
-      expired: requests ended in this step because their deadline had passed, or because they could not be taken in.
-      num_rows, num_tokens: of all ranks.
-      features: union over the ranks, which all take the same branches.
-      has_sections: some rank fills message sections of extensions.
-      width: the most tokens that a decode has, over all ranks; of more than 1 the step has no other rows.
+      expired: requests that ended in this step because their deadline had passed or their values fit no column.
+      num_rows, num_tokens: of all replicas.
+      features: union over the replicas, which all take the same branches.
+      has_sections: some replica fills message sections of extensions.
+      width: the most tokens of any decode, over all replicas; a step with more than 1 has no rows but decodes.
     """
 
     batches: list[ScheduledBatch]
@@ -119,16 +121,16 @@ _NONE = np.empty(0, np.int64)
 
 
 class TokenRows(NamedTuple):
-    """One token of each of n requests that follow every step: arrays, because a loop over requests takes longer than
-    all else.
+    """One token of each of n requests that stream every step, as arrays, because a Python loop over requests would
+    dominate.
 
     Attributes:
-      tags: i32[n] or i64[n], the requests' own.
+      tags: i32[n] or i64[n], numbers by which callers know their requests.
       token_ids: i32[n]; a negative one is no token, its request ends with an error.
-      scored: i64[m], the indexes of those whose logprobs were asked for; scores are theirs, None until they are known
-        and without any.
-      rank, rows: the rank, and i64[n], its rows in the step; of no meaning once the scores are known.
-      vectors: f32[n, N], answers of requests whose answer is no text; None where it is.
+      scored: i64[m], indices of the requests that asked for logprobs; scores: their logprobs, None until they are known
+        and if nobody asked.
+      rank, rows: the replica, and i64[n], its rows in the step; meaningless once the scores are known.
+      vectors: f32[n, N], results of pooling requests; None for generated tokens.
     """
 
     tags: np.ndarray
@@ -142,10 +144,10 @@ class TokenRows(NamedTuple):
 
 @dataclass(slots=True)
 class StepResult:
-    """What `update` learnt: requests that ended, tokens for those that follow every step, and first tokens.
+    """Results of a step for the engine: ended requests, tokens of requests that stream every step, and first tokens.
 
     Attributes:
-      followed: a token of each of these requests, whose next choice depends on it (LAST_TOKEN).
+      followed: (request, token) of requests whose next choice depends on this token (LAST_TOKEN).
       intervals: for every token that was not a request's first, the seconds since the one before it; f64[n] each.
     """
 

@@ -1,4 +1,4 @@
-"""The closed set of shapes a step may have. Warm-up walks it; nothing outside it can run."""
+"""Buckets: the closed set of step shapes, all compiled at start-up; a step of any other shape cannot run."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ MAX_WIDE_TOKENS = 256
 
 @dataclass(frozen=True, order=True)
 class Bucket:
-    """A compiled shape: T tokens over S sequences. Decode-only steps have one token a sequence, T = S; wide ones have
-    `width`, T = S * width. `sections` are the names of the message sections that the step has besides its own."""
+    """Compiled step shape: T tokens over S sequences. Decode-only steps have one token per sequence, T = S; wide ones
+    have `width` per sequence, T = S * width. `sections`: names of the extensions' message sections that the step has.
+    """
 
     num_tokens: int
     num_seqs: int
@@ -34,16 +35,16 @@ class Bucket:
 
 
 class Buckets:
-    """Decode-only buckets by number of sequences, mixed buckets by number of tokens.
+    """All buckets: decode-only ones by number of sequences, mixed ones by number of tokens.
 
     Args:
       decode_sizes: sizes for decode-only steps; max_num_seqs is added.
       mixed_sizes: token counts for steps with prefill; max_num_batched_tokens is added. Every mixed bucket has room for
-        min(T - 1, max_num_seqs) sequences: a rank's T tokens, of which one row has two, cannot have more. The largest
-        has room for max_num_seqs, which another rank may decode meanwhile.
-      widths: tokens that a decode may have in steps without prefill, besides 1; each for as many sequences as
-        `most_wide` says.
-      sections: names of message sections; each mixed bucket is there once more for steps with all of them.
+        min(T - 1, max_num_seqs) sequences: a replica's T tokens, of which one row has two, cannot have more. The
+        largest has room for max_num_seqs, which another replica may decode meanwhile.
+      widths: numbers of tokens, besides 1, that decodes may have in steps without prefill; each for as many sequences
+        as `most_wide` says.
+      sections: names of message sections; each mixed bucket also exists with all of them.
 
     Raises ValueError for a size beyond its limit or below 1.
     """
@@ -91,18 +92,19 @@ class Buckets:
         return len(self.decode) + len(self.mixed) + len(self.with_sections) + len(self.wide)
 
     def sample_size(self, bucket: Bucket) -> int:
-        """Rows of logits that a step of the bucket gives, at least its S: the sampler is compiled for few sizes.
+        """Return the number of rows of logits of the bucket's steps, at least its S; the sampler is compiled for few
+        such sizes.
 
-        That is the size of the smallest decode-only bucket with room for its S sequences, unless that is more than
-        twice S: then it is S. Not for wide buckets, which give logits at every token.
+        It is the size of the smallest decode-only bucket with room for S sequences, or S if that is more than twice S.
+        Not for wide buckets, which have logits at every token.
         """
         size = self._decode_sizes[bisect.bisect_left(self._decode_sizes, bucket.num_seqs)]
         return size if size <= 2 * bucket.num_seqs else bucket.num_seqs
 
     def round_up_wide(self, num_seqs: int, width: int) -> Bucket:
-        """The smallest bucket that holds decodes of `width` tokens, one of the widths, of so many sequences.
+        """Return the smallest bucket that holds `num_seqs` decodes of `width` tokens each.
 
-        num_seqs: at most `most_wide`; IndexError for more. KeyError for a width that is none of the widths.
+        num_seqs: at most `most_wide`; IndexError for more. Raises KeyError for a width that is not among the widths.
         """
         sizes = self._wide_sizes[width]
         size = sizes[bisect.bisect_left(sizes, num_seqs)]
@@ -111,15 +113,16 @@ class Buckets:
     def round_up(
         self, num_tokens: int, num_seqs: int, *, mixed: bool = False, prompt: bool = False, sections: bool = False
     ) -> Bucket:
-        """The smallest bucket that holds `num_tokens` tokens over `num_seqs` sequences of at least one token each.
+        """Return the smallest bucket that holds `num_tokens` tokens over `num_seqs` sequences of at least one token
+        each.
 
-        With one token each and none of these a decode-only bucket is taken, else a mixed one:
-          mixed: some sequence has more than one token although the counts, each the largest of any rank, do not show
+        With one token per sequence and no flag set it is a decode-only bucket, else a mixed one:
+          mixed: some sequence has more than one token although the counts, each the largest of any replica, do not show
             it.
-          prompt: PROMPT_FEATURES act on its prompt tokens; changes nothing where there are no mixed buckets.
+          prompt: PROMPT_FEATURES act on its prompt tokens; changes nothing if there are no mixed buckets.
           sections: it has the message sections that `Buckets` was given, of which there must be some.
 
-        Raises ValueError for counts that no step may have, IndexError where a mixed bucket is needed and there is none.
+        Raises ValueError for counts that no step may have, IndexError if a mixed bucket is needed and there is none.
         """
         if not 1 <= num_seqs <= min(num_tokens, self.max_num_seqs) or num_tokens > self.max_num_batched_tokens:
             raise ValueError(
@@ -133,5 +136,5 @@ class Buckets:
 
 
 def most_wide(width: int, max_num_seqs: int, max_num_batched_tokens: int) -> int:
-    """The most sequences whose decodes may have `width` tokens in one step; 0 where not even one may."""
+    """Return the most sequences that may decode `width` tokens each in one step; 0 if not even one may."""
     return min(max_num_seqs, min(MAX_WIDE_TOKENS, max_num_batched_tokens) // width)

@@ -1,4 +1,4 @@
-"""The scheduler's limits, as the engine's configuration hands them over."""
+"""Configuration of the scheduler: its limits and policy, made from the engine's configuration."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ POLICIES = ("fcfs", "priority", "fair")
 
 
 class ExtensionOptions(Protocol):
-    """What an optional capability is started with: a frozen dataclass of its file in `scheduler/extensions`."""
+    """Options of an optional capability: a frozen dataclass in the capability's file in `scheduler/extensions`."""
 
     def extension(self) -> Any:
-        """Makes its `SchedulerExtension` for one scheduler."""
+        """Make the capability's `SchedulerExtension`, for one scheduler."""
         ...
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """Names as in vLLM; the sizes are checked by the engine's configuration.
+    """Limits and policy of a scheduler. Names as in vLLM; the engine's configuration checks the sizes.
 
     Attributes:
-      num_pages: pages of each rank's pool; max_num_seqs and max_num_batched_tokens are a rank's as well.
-      page_size: tokens a page holds.
-      long_prefill_token_threshold: tokens a prefill chunk may have at most, 0 for no limit but the batch's.
-      policy: "fcfs", "priority" (smaller runs first, then arrival), or "fair" (of the client served least, by arrival).
-      num_ranks: parts of the batch with sequences, pages and slots of their own, all in one step.
-      windows: of each cache group, how many keys a token sees counting itself; None for all
+      num_pages: pages of each replica's pool; max_num_seqs and max_num_batched_tokens are per replica as well.
+      page_size: tokens of a page.
+      long_prefill_token_threshold: most tokens of a prefill chunk, 0 for no limit but the batch's.
+      policy: "fcfs", "priority" (smaller runs first, then arrival), or "fair" (the client served least, then arrival).
+      num_ranks: replicas: parts of the batch with sequences, pages and slots of their own, all in one step.
+      windows: for each cache group, how many keys a token sees, itself included; None for all
         (jaxengine.scheduler.pages.groups).
-      num_snapshots: states of prefixes that are kept, for models with states; 0 where there are none to keep.
+      num_snapshots: recurrent states of prefixes that are kept; 0 for models without such states.
       num_micro_batches: steps in flight that share no request, one for each pipeline stage; 1: a request's next step
         may be scheduled while its last token is still being computed.
-      widths: tokens that a decode may have in a step without prefill, besides 1 (jaxengine.scheduler.buckets): its last
-        token and others of which some may turn out to be right.
-      extensions: the optional capabilities that the engine was started with.
+      widths: numbers of tokens, besides 1, that a decode may have in a step without prefill
+        (jaxengine.scheduler.buckets): its last token and drafts.
+      extensions: options of the capabilities that the engine was started with.
     """
 
     num_pages: int
@@ -55,7 +55,8 @@ class SchedulerConfig:
 
     @property
     def num_tables(self) -> int:
-        """Page tables of a slot: of each cache group, and one that names snapshots if any are kept."""
+        """Return the number of page tables of a slot: one for each cache group, and one for snapshots if any are kept.
+        """
         return len(self.windows) + (self.num_snapshots > 0)
 
     def __post_init__(self):
@@ -64,5 +65,5 @@ class SchedulerConfig:
 
     @property
     def max_pages_per_seq(self) -> int:
-        """Columns of a page table."""
+        """Return the number of columns of a page table."""
         return -(-self.max_model_len // self.page_size)

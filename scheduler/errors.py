@@ -1,4 +1,4 @@
-"""The errors a request may get: a bad one names the field, the value and what is allowed."""
+"""Errors of requests; an error names the field, the value and what is allowed."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ _MOST_SORTED = 1000
 
 
 class RequestError(ValueError):
-    """A request that cannot be served as asked. Raised before any state changes.
+    """Error of a request that cannot be served as given. Raised before any state changes.
 
     Attributes:
-      param: name of the offending field, as the caller spells it.
-      value: what was given.
+      param: name of the faulty field, as the caller spells it.
+      value: the value given.
     """
 
     def __init__(self, message: str, *, param: str | None = None, value: Any = None):
@@ -23,14 +23,14 @@ class RequestError(ValueError):
 
 
 class UnknownAdapterError(RequestError):
-    """A request that names an adapter which is not there, or not any more: there is no such model."""
+    """Error of a request whose adapter does not exist (any more); servers answer that there is no such model."""
 
 
 class OverloadedError(RequestError):
-    """A sound request that is refused because too many wait already.
+    """Error of a valid request that is refused because too many requests wait already.
 
     Attributes:
-      retry_after: seconds after which trying again is worth while.
+      retry_after: seconds after which to try again.
     """
 
     def __init__(self, message: str, *, retry_after: float = 1.0):
@@ -39,7 +39,7 @@ class OverloadedError(RequestError):
 
 
 def show_value(value: Any) -> str:
-    """A value as an error message shows it: short, whatever it is."""
+    """Return a value as short text for an error message."""
     # reprlib sorts what has no order, however many there are.
     if isinstance(value, dict | set | frozenset) and len(value) > _MOST_SORTED:
         return f"<{type(value).__name__} of {len(value)}>"

@@ -1,7 +1,7 @@
-"""What an optional capability does in one rank's schedule.
+"""Protocol between a replica's schedule and optional capabilities.
 
-A capability is a file of `scheduler/extensions`. The rank calls all of those that its engine was started with alike,
-and names none.
+A capability is a file of `scheduler/extensions`. A replica (Rank) calls all those that its engine was started with
+alike, and names none.
 """
 
 from __future__ import annotations
@@ -12,29 +12,34 @@ from jaxengine.scheduler.request import Request
 
 
 class RankExtension:
-    """Takes part in one rank's schedule. The methods are listed in the order in which a step calls them."""
+    """Base class of a capability's part in one replica's schedule. Methods are listed in the order in which a step
+    calls them.
+    """
 
     def begin(self) -> None:
-        """Starts a step."""
+        """Prepare for a new step."""
 
     def chunk(self, request: Request, start: int, count: int, hits: Hits | None = None) -> int:
-        """Tokens of [start, start + count) of a request that the step can compute, at most `count`; 0 defers it.
+        """Return how many of a request's tokens [start, start + count) the step can compute; 0 defers the request.
 
         hits: the cached prefix of a request that is not admitted yet; None for a running one.
         """
         return count
 
     def reserve(self, request: Request, start: int, count: int) -> None:
-        """Takes what the tokens that `chunk` allowed need. The request has its slot."""
+        """Reserve what these tokens, which `chunk` allowed, need. The request has its slot."""
 
     def admit(self, request: Request, num_known: int, hits: Hits) -> None:
-        """Sets up the slot of a request that was admitted with `num_known` tokens, those of `hits` computed."""
+        """Set up the slot of an admitted request with `num_known` known tokens, of which those in `hits` are computed.
+        """
 
     def register(self, request: Request, num_computed: int, count: int) -> None:
-        """Records that the step computes `count` tokens of a request, after which `num_computed` are computed."""
+        """Record that the step computes `count` tokens of a request, after which `num_computed` of its tokens are
+        computed.
+        """
 
     def complete(self, batch: ScheduledBatch) -> None:
-        """Adds this capability's part to the rank's batch, before its tokens are counted as computed."""
+        """Add this capability's data to the replica's batch, before its tokens are counted as computed."""
 
     def release(self, slot: int) -> None:
-        """Gives back what a slot has taken."""
+        """Free what the capability holds for a slot."""

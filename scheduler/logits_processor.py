@@ -1,7 +1,7 @@
-"""LogitsProcessor: sampling parameters of a user's own, and the traced function that reads them.
+"""LogitsProcessor: a user's own sampling parameters, and the traced function that applies them.
 
-A class declares columns, one for each parameter, and how logits change. The columns are checked and numbered here,
-without jax; jaxengine.runner.extensions.logits_processors keeps them on the devices and runs the functions.
+A class declares columns, one for each parameter, and how logits change. Columns are checked and numbered here, without
+jax; jaxengine.runner.extensions.logits_processors keeps them on the devices and runs the functions.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Column:
 
     @property
     def dtype(self) -> str:
-        """float32, int32 or bool."""
+        """Return the parameter's dtype: "float32", "int32" or "bool"."""
         return {bool: "bool", int: "int32", float: "float32"}[type(self.default)]
 
     @property
     def allowed(self) -> str:
-        """The values that are allowed, in words."""
+        """Return the allowed values, in words."""
         if self.values is not None:
             return "one of " + ", ".join(map(repr, self.values))
         if isinstance(self.default, bool):
@@ -74,7 +74,7 @@ class Column:
         return right and (self.values is None or value in self.values)
 
     def word(self, value: float | int | bool) -> int:
-        """The 32 bits of a value, as an int32."""
+        """Return the 32 bits of a value as an int32."""
         return struct.unpack("<i", struct.pack("<f" if isinstance(self.default, float) else "<i", value))[0]
 
     @property
@@ -84,13 +84,13 @@ class Column:
 
 
 class VocabColumns(NamedTuple):
-    """What a processor knows of the C tokens of the logits that a device has, all of them or its part.
+    """Facts about the C tokens whose logits a device has: the whole vocabulary or its part.
 
     Attributes:
       token_ids: i32[C], consecutive.
-      output_counts: i32[S, C], times that each is in the output of a row, drafts in front of the position included;
+      output_counts: i32[S, C], times that each token is in the output of a row, drafts before the position included;
         None for a processor without `uses_counts`.
-      in_prompt: bool[S, C]; None likewise.
+      in_prompt: bool[S, C], whether each token is in the row's prompt; None without `uses_counts`.
     """
 
     token_ids: Any
@@ -128,10 +128,10 @@ class LogitsProcessor:
 
 
 def check_processors(processors: Sequence[type[LogitsProcessor]]) -> str | None:
-    """Returns what is wrong with the processors of one engine, None for nothing.
+    """Return one sentence on the first fault of an engine's processors, None if there is none.
 
-    That is one sentence, about the first fault: too many, no columns, no `process`, or a column whose name is taken or
-    not allowed, or whose default is no finite number or bool.
+    Faults: too many processors, no columns, no `process`, a column whose name is taken or not allowed, or a default
+    that is no finite number or bool.
     """
     if len(processors) > MAX_PROCESSORS:
         return f"{len(processors)} processors; at most {MAX_PROCESSORS} are allowed"
@@ -158,11 +158,11 @@ def check_processors(processors: Sequence[type[LogitsProcessor]]) -> str | None:
 def read_extra_args(
     given: Mapping[str, Any] | None, processors: Sequence[type[LogitsProcessor]]
 ) -> dict[int, tuple[float | int | bool, ...]]:
-    """Checks a request's extra_args, `given` (None: it has none), for an engine with these processors.
+    """Check a request's extra_args (`given`, None for none) for an engine with these processors.
 
-    Returns the values of all columns of each processor that the request uses, by the processor's number. It uses one if
-    it gives any of its columns; the others then have their defaults. Raises RequestError for a name that no processor
-    has, and for a value that is not allowed.
+    Returns, by number of each processor that the request uses, the values of all its columns. A request uses a
+    processor if it gives any of its columns; the others then have their defaults. Raises RequestError for a name that
+    no processor has, and for a value that is not allowed.
     """
     found: dict[int, tuple[float | int | bool, ...]] = {}
     known = [name for each in processors for name in each.columns]

@@ -1,4 +1,4 @@
-"""Pictures and videos as the scheduler sees them: where in a prompt they stand, and what is to be encoded for that."""
+"""Images and videos for the scheduler: their positions in a prompt, and their patches to be encoded."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ EMBEDS = "embeds"
 
 @dataclass(frozen=True, eq=False, slots=True)
 class MediaItem:
-    """A picture or a video of one prompt.
+    """Image or video of one prompt.
 
     Attributes:
-      modality: "image" or "video"; EMBEDS: `patches` are its rows, and there is nothing to encode.
-      digest: of its decoded pixels and of all that was done with them; equal digests mean equal embeddings.
-      positions: i32[n], the prompt's positions in which its n embeddings stand, ascending.
-      patches: f32[P, F], what the model's tower is given (jaxengine.models.config.tower), filled up to a multiple of
-        its unit.
-      columns: i32[C, P], what is said of each, -1 of what fills up.
-      rows: i32[P / merge], which of the n embeddings each row of the tower's is, -1 for one that is not used.
-      cached: whether it was found made ready when its prompt was read; None where nothing of the kind is kept.
+      modality: "image" or "video"; with EMBEDS, `patches` are the embeddings themselves, and nothing is encoded.
+      digest: of its decoded pixels and all processing of them; equal digests mean equal embeddings.
+      positions: i32[n], the prompt positions of its n embeddings, ascending.
+      patches: f32[P, F], input of the model's tower (jaxengine.models.config.tower), padded to a multiple of its unit.
+      columns: i32[C, P], integer inputs of each patch, -1 in padding.
+      rows: i32[P / merge], index among the n embeddings of each output row of the tower, -1 for one that is not used.
+      cached: whether its processed form was found in the cache when its prompt was read; None without such a cache.
     """
 
     modality: str
@@ -44,12 +43,12 @@ class MediaItem:
 
     @property
     def begin(self) -> int:
-        """Its first position."""
+        """Return its first position in the prompt."""
         return int(self.positions[0])
 
     @property
     def end(self) -> int:
-        """The position after its last one."""
+        """Return the position after its last one."""
         return int(self.positions[-1]) + 1
 
 
@@ -70,15 +69,15 @@ class Media:
 
     @property
     def end(self) -> int:
-        """The position after the last item: later tokens need nothing from here but rope_delta."""
+        """Return the position after the last item; later tokens need nothing from here but rope_delta."""
         return self.items[-1].end
 
     def marks(self, page_size: int) -> dict[int, bytes]:
-        """Return for each page of the prompt with embeddings, by its number, bytes that tell it from other pages with
-        the same tokens.
+        """Return, by page number, bytes that distinguish each page with embeddings from other pages with the same
+        tokens.
 
-        That is, of each item with embeddings in the page, its digest, which of its rows these are, and their places in
-        the page. Pages without embeddings have no entry. page_size: in tokens.
+        They contain, for each item with embeddings in the page, its digest, which of its rows these are, and their
+        offsets in the page. Pages without embeddings have no entry. page_size: in tokens.
         """
         found: dict[int, bytes] = {}
         for item in self.items:
@@ -90,8 +89,9 @@ class Media:
         return found
 
     def places(self, start: int, count: int) -> np.ndarray:
-        """i32[3, count], rope_positions of the `count` tokens of the sequence from `start` on; -1 for those behind the
-        prompt, and for all where the model has none."""
+        """Return i32[3, count]: rope_positions of the `count` tokens from `start` on; -1 for tokens after the prompt,
+        and for all if the model has no M-RoPE.
+        """
         found = np.full((3, count), -1, np.int32)
         if self.rope_positions is not None:
             own = self.rope_positions[:, start : start + count]

@@ -1,4 +1,5 @@
-"""Writes a scheduled step into the flat messages its bucket's compiled step reads, one for each rank."""
+"""Packing of a scheduled step into the flat int32 messages that its bucket's compiled step reads, one for each replica.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +17,13 @@ from jaxengine.scheduler.token_params import PROMPT_FEATURES
 
 @dataclass(frozen=True)
 class StepInput:
-    """One step's messages and the bucket they are for.
+    """Messages of one step, and the bucket they are for.
 
     Attributes:
-      buffer: i32[ranks, layout.size], fresh: the device may read it after the next one is written. Slots in a rank's
-        message are its own, 0 to max_num_seqs - 1; the features of the header are the same for all ranks.
-      overflow: page-table entries that did not fit and must be written before the step, by rows over all ranks.
+      buffer: i32[replicas, layout.size], newly allocated, since the device may read it after the next one is written.
+        Slots in a replica's message are its own, 0 to max_num_seqs - 1; the features of the header are the same for
+        all.
+      overflow: page-table entries that did not fit and must be written before the step, by rows over all replicas.
     """
 
     bucket: Bucket
@@ -31,13 +33,14 @@ class StepInput:
 
 @dataclass(frozen=True)
 class Packer:
-    """Packs batches for one engine.
+    """Packer of batches into messages, for one engine.
 
     Attributes:
-      buckets: the closed set of shapes.
-      page_size: tokens a page holds; bounds the page-table entries a step can bring.
+      buckets: the closed set of step shapes.
+      page_size: tokens of a page; bounds the page-table entries that a step can bring.
       num_groups: cache groups, each with a page table of its own.
-      sections: shapes of further fields of a bucket's messages, by name; None where it has none.
+      sections: function from a bucket to the shapes of further fields of its messages, by name; None for no such
+        fields.
     """
 
     buckets: Buckets
@@ -48,23 +51,27 @@ class Packer:
 
     @cached_property
     def layouts(self) -> dict[Bucket, StepLayout]:
-        """How each bucket's message is laid out."""
+        """Layout of each bucket's message."""
         return {bucket: self._layout(bucket) for bucket in self.buckets}
 
     @property
     def num_slots(self) -> int:
-        """Slots of all ranks. A slot's global number is rank * max_num_seqs + slot, and this one no slot has."""
+        """Number of slots of all replicas. A slot's global number is rank * max_num_seqs + slot, so this number stands
+        for none.
+        """
         return self.num_ranks * self.buckets.max_num_seqs
 
     @property
     def num_table_rows(self) -> int:
-        """Rows of a rank's page tables, group after group: group * max_num_seqs + slot. This one no slot has."""
+        """Number of rows of a replica's page tables, group after group: group * max_num_seqs + slot; so it stands for
+        no row.
+        """
         return self.num_groups * self.buckets.max_num_seqs
 
     def pack(self, step: ScheduledStep) -> StepInput:
-        """Writes the messages of a step of at least one row, in the smallest bucket that holds the batch of every rank.
+        """Write the messages of a step of at least one row, in the smallest bucket that holds every replica's batch.
 
-        Raises ValueError where none holds them or there is no row; for decodes of several tokens (step.width > 1)
+        Raises ValueError if no bucket holds them or there is no row; for decodes of several tokens (step.width > 1)
         IndexError for too many rows, KeyError for a width that the buckets lack.
         """
         batches = step.batches
@@ -94,17 +101,15 @@ class Packer:
         return StepInput(bucket, buffer, PageDeltas.concatenate(overflow))
 
     def nothing(self, bucket: Bucket, features: int) -> np.ndarray:
-        """Returns the messages i32[ranks, size] of a step without rows in which these features are on."""
+        """Return the messages i32[replicas, size] of a step without rows, with these feature bits set."""
         message = self._empty[bucket].copy()
         for own in message:
             self.layouts[bucket].view(own, "header")[2] = features
         return message
 
     def _write(self, layout: StepLayout, message: np.ndarray, batch: ScheduledBatch) -> None:
-        """Writes one rank's rows, tokens, sections, and as many new page-table entries (deltas) as fit into its
+        """Write one replica's rows, tokens, sections, and as many new page-table entries (deltas) as fit, into its
         message.
-
-        `pack` returns the others as StepInput.overflow.
         """
         num_rows, first = batch.num_rows, batch.num_decode
         slot, num_scheduled, start, sample, next_token = layout.view(message, "rows")
@@ -124,10 +129,8 @@ class Packer:
             layout.view(message, "deltas")[:, :count] = [column[:count] for column in batch.deltas]
 
     def _layout(self, bucket: Bucket) -> StepLayout:
-        """Lays out a bucket's message, with room for page-table entries of the pages that a step's tokens can newly
-        begin, in every group.
-
-        Only a prefix-cache hit can bring more entries; `pack` returns these as overflow.
+        """Return the layout of a bucket's message, with room for page-table entries of all pages that the step's tokens
+        can begin, in every group. Only a prefix-cache hit can bring more, which `pack` returns as overflow.
         """
         num_deltas = bucket.num_seqs * -(-bucket.width // self.page_size)
         if not bucket.decode_only and bucket.width == 1:
@@ -138,7 +141,9 @@ class Packer:
 
     @cached_property
     def _empty(self) -> dict[Bucket, np.ndarray]:
-        """For each bucket the messages i32[ranks, size] of a step without rows: padding alone, all token ids -1."""
+        """Return, for each bucket, the messages i32[replicas, size] of a step without rows: padding only, all token ids
+        -1.
+        """
         messages = {}
         for bucket, layout in self.layouts.items():
             message = np.full(layout.size, -1, np.int32)
@@ -152,9 +157,9 @@ class Packer:
 
 
 def delta_chunks(deltas: PageDeltas, size: int, padding_row: int) -> Iterator[np.ndarray]:
-    """Splits deltas into messages i32[3, size] of rows, columns and pages, none for no deltas.
+    """Split page-table deltas into messages i32[3, size] of rows, columns and pages; none for no deltas.
 
-    The last one is filled up with entries of `padding_row`, a row that no page table has, column 0 and page 0.
+    The last one is padded with entries of `padding_row` (a row that no page table has), column 0 and page 0.
     """
     for first in range(0, len(deltas.rows), size):
         chunk = np.zeros((3, size), np.int32)

@@ -1,9 +1,9 @@
-"""One rank's part of the schedule: its pages, its slots, and the rows they give the next step.
+"""Schedule of one replica ("rank"): its pages, its slots, and its rows of the next step.
 
-Decodes come first, then running prefills, then what the scheduler admits, while tokens, slots and pages last. A prefill
-chunk and a decode are one thing, a request with `num_scheduled` new tokens. The decodes are handled as arrays;
-Python objects are touched only for requests that start, end, prefill, are preempted or want every token. Knows nothing
-of the line of waiting requests or of other ranks.
+Decodes come first, then running prefills, then the requests that the scheduler admits, while tokens, slots and pages
+last. A prefill chunk and a decode are the same thing: a request with `num_scheduled` new tokens. Decodes are handled as
+arrays; Python objects are touched only for requests that start, end, prefill, are preempted or stream every token. This
+module knows neither the waiting queue nor other replicas.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from jaxengine.scheduler.token_params import PROMPT_FEATURES
 
 
 class Offer(NamedTuple):
-    """What a rank can do for a request now.
+    """What a replica can do for a waiting request now.
 
     Attributes:
-      known: i32[n], the tokens to feed.
-      hits: pages that hold a prefix of them.
+      known: i32[n], the request's known tokens.
+      hits: cached pages that hold a prefix of them.
       num_cached: tokens of that prefix.
       count: tokens that the next step would compute.
     """
@@ -41,13 +41,13 @@ class Offer(NamedTuple):
 
 
 class Rank:
-    """Puts together the rank's batches: `begin`, any number of `admit`, `commit`; later `update`.
+    """Scheduler of one replica's batches. For each step: `begin`, any number of `admit`, `commit`; later `update`.
 
     Attributes:
-      budget: tokens that the step being put together has left; 0 for a rank that preempted, which admits nobody.
+      budget: remaining tokens of the step being scheduled; 0 for a replica that preempted, which admits nobody.
       preempted: requests that lost their slot in this step.
       decodes: i64[n], slots that feed the token sampled last in this step.
-      weights_digest: of the weights that compute what is admitted from now on, see Request.
+      weights_digest: of the weights that compute requests admitted from now on, see Request.
     """
 
     def __init__(self, config: SchedulerConfig, index: int = 0):
@@ -76,16 +76,16 @@ class Rank:
         self._num_promised = 0
 
     def extend(self, extensions: Sequence[RankExtension]) -> None:
-        """Has extensions take part from the next step on."""
+        """Add extensions, which take part from the next step on."""
         self._extensions += extensions
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the requests that run here, computed or still to be."""
+        """Return the number of known tokens of the running requests here, computed or not."""
         return int(self.slots.num_tokens[self.slots.active].sum())
 
     def count_token_slots(self) -> tuple[int, int]:
-        """Token slots of the pages that running requests hold, and those of them that are empty."""
+        """Return the number of token slots in pages held by running requests, and how many of them are empty."""
         s, pages, page_size = self.slots, self.pages, self.config.page_size
         active = np.flatnonzero(s.active)
         empty = page_size * int(pages.num_columns[active].sum()) - int(s.num_computed[active].sum())
@@ -93,13 +93,13 @@ class Rank:
 
     @property
     def is_open(self) -> bool:
-        """Whether the step being put together has tokens and a slot left."""
+        """Whether the step being scheduled has tokens and a slot left."""
         return self.budget > 0 and self.slots.num_free > 0
 
     def begin(self, num_in_flight: int) -> None:
-        """Starts a step with the rows of running requests, and takes pages for them.
+        """Start a step with the rows of running requests, and allocate their pages.
 
-        Where pages do not suffice, requests are preempted (`preempted`), and `budget` is 0. num_in_flight: steps whose
+        If pages do not suffice, requests are preempted (`preempted`), and `budget` is 0. num_in_flight: steps whose
         tokens are not known yet.
         """
         self._num_steps += 1
@@ -125,12 +125,12 @@ class Rank:
         self._num_promised = sum(self._num_missing(slot) for slot in self._unfed().tolist()) if is_waiting else 0
 
     def offer(self, request: Request) -> Offer | None:
-        """Find what an open rank can do for a waiting request; None if its pages or the step's tokens do not suffice,
-        or an extension defers it. Takes nothing.
+        """Return what an open replica can do for a waiting request; None if its pages or the step's tokens do not
+        suffice, or an extension defers the request. Takes nothing.
 
-        The pages must suffice for all tokens that are known, not only for those of the next step, and beside those that
-        running requests still need for theirs: a prompt that is let in to grow into pages that others will hold is
-        preempted, often by itself, and computed again.
+        The pages must suffice for all known tokens, not only for those of the next step, in addition to what running
+        requests still need for theirs: a prompt admitted to grow into pages that others will hold would be preempted
+        and computed again.
         """
         request.compute_with(self.weights_digest)
         known = request.known_token_ids()
@@ -144,11 +144,10 @@ class Rank:
         return Offer(known, hits, cached, count) if self.pages.can_take(hits, need + reserved) else None
 
     def admit(self, request: Request, offer: Offer) -> None:
-        """Gives a request a slot, and the pages and tokens of its offer.
+        """Give a request a slot, and the pages and tokens of its offer, the result of `offer`, since which nothing has
+        changed.
 
-        offer: of `offer`, since which nothing of the rank has changed.
-
-        Raises OverflowError, TypeError or ValueError where a value of the request fits no column; then it has no slot.
+        Raises OverflowError, TypeError or ValueError if a value of the request fits no column; it then has no slot.
         """
         s, (known, hits, cached, count) = self.slots, offer
         limit = min(request.num_prompt_tokens + request.max_tokens, self.config.max_model_len)
@@ -169,11 +168,11 @@ class Rank:
 
     @property
     def num_decodes(self) -> int | None:
-        """Decodes of the step being put together, None where it has other rows."""
+        """Return the number of decodes of the step being scheduled, None if it has other rows, too."""
         return None if self._prefills else len(self.decodes)
 
     def commit(self) -> ScheduledBatch:
-        """Ends the step being put together: counts its tokens as computed, and returns the batch to be dispatched."""
+        """End the step being scheduled: count its tokens as computed, and return the batch to be dispatched."""
         s, batch = self.slots, self._batch()
         for extension in self._extensions:
             extension.complete(batch)
@@ -185,7 +184,7 @@ class Rank:
         return batch
 
     def _batch(self) -> ScheduledBatch:
-        """Makes the batch of the step put together, with one token for each decode; takes the page tables' deltas."""
+        """Make the batch of the scheduled step, with one token for each decode; takes the page tables' deltas."""
         s, decodes = self.slots, self.decodes
         # Long chunks come last: the model may attend to their keys in another form (jaxengine.models.layers.mla_made).
         prefills = sorted(self._prefills, key=lambda chunk: chunk[1])
@@ -238,18 +237,15 @@ class Rank:
         now: float,
         counts: np.ndarray | None = None,
     ) -> list[End]:
-        """Takes in the tokens of one of its batches, which come in the order of their steps; adds to `result` and
-        returns the ends that they bring, which the caller carries out.
-
-        Arguments as `Results.take` has them.
+        """Apply the tokens of one of its batches, in the order of steps; add them to `result`, and return the requests
+        that they end, which the caller then finishes. Arguments as of `Results.take`.
         """
         return self._results.take(batch, token_ids, counts, result, now)
 
     def release(self, slot: int) -> None:
-        """Frees a running request's slot and its pages; the request keeps its output.
+        """Free a running request's slot and pages; the request keeps its output.
 
-        With prefix caching all its full pages that have been computed, of generated tokens too, can be found from now
-        on.
+        With prefix caching all its computed full pages, of generated tokens, too, become findable.
         """
         s = self.slots
         request = s.requests[slot]
@@ -267,9 +263,9 @@ class Rank:
             extension.release(slot)
 
     def preempt_all(self, which: Callable[[Request], bool] | None = None) -> list[Request]:
-        """Takes all slots and pages away, between two steps and with none in flight.
+        """Take away slots and pages of running requests; to be called between two steps, with none in flight.
 
-        Returns the requests that had them, which are to wait again. which: of these requests alone; None for all.
+        which: selects the requests; None for all. Returns the requests that had them, which are to wait again.
         """
         self.preempted = []
         for slot in self.slots.active.nonzero()[0].tolist():
@@ -279,10 +275,11 @@ class Rank:
         return self.preempted
 
     def _schedule_decodes(self, num_in_flight: int) -> np.ndarray:
-        """Returns the slots that feed their last token, i64[n] ascending, and takes a page of every group for each that
-        needs one.
+        """Return the slots that feed their last token, i64[n] ascending, after allocating a page of every group for
+        each that needs one.
 
-        Where pages do not suffice, requests are preempted, the last in line first. num_in_flight: as in `begin`.
+        If pages do not suffice, requests are preempted, the last in order first. num_in_flight: steps whose tokens are
+        not known yet.
         """
         s = self.slots
         ready = s.active & (s.num_computed >= s.num_fed) & (s.num_tokens < s.limit)
@@ -300,14 +297,13 @@ class Rank:
         return slots[s.active[slots]] if self.preempted else slots
 
     def _next_share(self, ready: np.ndarray, num_in_flight: int) -> np.ndarray:
-        """The slots that decode in one of several steps in flight together (num_micro_batches > 1), i64[n] ascending:
-        with known last tokens, those that waited longest.
+        """Return the slots that decode in one of several steps in flight together (num_micro_batches > 1), i64[n]
+        ascending: of those with known last tokens, the ones that waited longest.
 
-        ready: bool[max_num_seqs], slots that decode. num_in_flight: as in `begin`.
+        ready: bool[max_num_seqs], slots that decode. num_in_flight: steps whose tokens are not known yet.
 
-        Those free now are spread over the steps that may still follow before one comes back, so that no stage runs
-        empty; and no step takes more than an even share of all decodes, so that a crowd which arrived together is
-        split up.
+        The free decodes are spread over the steps that may follow before one comes back, so that no stage runs empty;
+        and no step takes more than an even share of all decodes, so that requests which arrived together are split up.
         """
         s, num_steps = self.slots, self.config.num_micro_batches
         slots = np.flatnonzero(ready & (s.num_known == s.num_tokens))
@@ -318,11 +314,11 @@ class Rank:
         return np.sort(slots[np.argsort(s.last_step[slots], kind="stable")[:count]])
 
     def _schedule_prefills(self) -> list[tuple[int, int]]:
-        """Returns (slot, number of tokens to compute) of running requests whose known tokens are not all computed, in
-        line order while the budget lasts, and takes their pages and the budget.
+        """Return (slot, number of tokens to compute) of running requests whose known tokens are not all computed, in
+        queue order while the budget lasts; allocates their pages and takes the budget.
 
-        Where pages do not suffice, requests are preempted, the last in line first; the caller drops those of them that
-        are in the list.
+        If pages do not suffice, requests are preempted, the last in order first; the caller drops those that are in the
+        list.
         """
         s, slots = self.slots, self._unfed()
         if not len(slots):
@@ -351,36 +347,36 @@ class Rank:
         return scheduled
 
     def _unfed(self) -> np.ndarray:
-        """Slots whose known tokens are not all computed, i64[n]."""
+        """Return the slots whose known tokens are not all computed, i64[n]."""
         s = self.slots
         return (s.active & (s.num_computed < s.num_fed)).nonzero()[0]
 
     def _num_missing(self, slot: int) -> int:
-        """The most pages that the known tokens of a slot will take beside those that it holds."""
+        """Return the most pages that the known tokens of a slot will take in addition to those that it holds."""
         held = self.pages.count_held(np.array([slot]))
         return most_pages_of(self.config, int(self.slots.num_fed[slot])) - held
 
     def _num_kept_free(self) -> int:
-        """The number of pages that admission leaves to running requests: the next column of each whose length may still
+        """Return the number of pages that admission leaves free for running requests: the next column of each that may
         outgrow the columns that it has.
 
-        A watermark, so that a request is not let in only to be preempted by the next decode that crosses a page. It
-        follows what runs, where vLLM's is a share of the pool: an empty rank keeps nothing back.
+        This watermark avoids admitting a request only to preempt it at the next decode that begins a page. It follows
+        what runs (vLLM's is a share of the pool): an empty replica keeps nothing free.
         """
         s = self.slots
         may_grow = s.active & (s.limit > self.pages.num_columns * self.config.page_size)
         return self.pages.num_to_grow(np.flatnonzero(may_grow))
 
     def _chunk(self, request: Request, start: int, remaining: int, hits: Hits | None = None) -> int:
-        """Tokens of a request, from `start` on, that the step computes; hits: as RankExtension.chunk has it."""
+        """Return how many tokens of a request, from `start` on, the step computes. hits: as of RankExtension.chunk."""
         count = min(remaining, self.budget, self.config.long_prefill_token_threshold or remaining)
         for extension in self._extensions:
             count = extension.chunk(request, start, count, hits)
         return count
 
     def _cached_pages(self, request: Request, known: np.ndarray) -> Hits:
-        """Pages that hold a prefix of the request's tokens `known` i32[n], in whole pages; at least one token is left
-        to compute, and at most `most_cached` come from the cache. None are found without prefix caching.
+        """Return the cached pages that hold a prefix of the request's tokens `known` i32[n], in whole pages; at least
+        one token is left to compute, and at most `most_cached` come from the cache. Finds none without prefix caching.
         """
         if not self.config.enable_prefix_caching:
             return self.pages.lookup(())
@@ -390,9 +386,9 @@ class Rank:
         return self.pages.lookup(hashes[: most // self.config.page_size])
 
     def _register_pages(self, slot: int, num_computed: int, count: int = 0) -> None:
-        """Makes the slot's pages findable whose tokens are among its first `num_computed`.
+        """Make the slot's pages findable whose tokens are among its first `num_computed`.
 
-        count: how many of these tokens the step being put together computes, which extensions are told; 0 for none.
+        count: how many of these tokens the step being scheduled computes, which extensions are told; 0 for none.
         """
         request = self.slots.requests[slot]
         assert request is not None
@@ -402,8 +398,9 @@ class Rank:
                 extension.register(request, num_computed, count)
 
     def _preempt(self, slot: int) -> None:
-        """Takes a running request's slot and pages away and appends it to `preempted`: it is to wait and be computed
-        again, after its tokens in flight have come if there are any."""
+        """Take away a running request's slot and pages and append it to `preempted`: it is to wait and be computed
+        again, after its tokens in flight have come if there are any.
+        """
         s = self.slots
         request = s.requests[slot]
         assert request is not None

@@ -1,4 +1,4 @@
-"""A request as the scheduler sees it: token ids in, token ids out, and how it ended."""
+"""Request of the scheduler: token ids in, token ids out, and how it ended."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class RequestStatus(enum.Enum):
 
 
 class Wait(enum.IntEnum):
-    """Why a request gets no row in a step for now, although there may be room.
+    """Reason why a request gets no row in a step, even if there is room.
 
-    NONE: nothing keeps it. TOKEN: it was preempted before the token that it sampled last was known. APART: it waits for
-    something of its own that an extension brings, and nobody waits after it.
+    NONE: there is no such reason. TOKEN: it was preempted before the token that it sampled last was known. APART: it
+    waits for something that an extension provides, apart from the queue, so that it blocks nobody.
     """
 
     NONE = 0
@@ -46,10 +46,10 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """An adapter (LoRA) that requests may have, as a loaded one is known from all others, earlier ones of its name too.
+    """Identity of a loaded LoRA adapter, different from that of any other, even an earlier one of the same name.
 
     Attributes:
-      digest: of its name and of all that it computes with: begins the digests of pages.
+      digest: of its name and of all that it computes with; begins the digests of pages.
     """
 
     name: str
@@ -135,7 +135,7 @@ class Request:
 
     @property
     def features(self) -> int:
-        """Optional parts of a step that the request needs (jaxengine.scheduler.token_params)."""
+        """Return the optional parts of a step that the request needs: bits of jaxengine.scheduler.token_params."""
         return self.params.features | (ADAPTER if self.adapter is not None else 0)
 
     @property
@@ -143,26 +143,27 @@ class Request:
         return len(self.prompt_token_ids)
 
     def known_token_ids(self) -> np.ndarray:
-        """Prompt and the output known so far, i32[n]. Only right while the request holds no slot."""
+        """Return prompt and known output, i32[n]. Only correct while the request holds no slot."""
         if not len(self.output_token_ids):
             return self.prompt_token_ids
         return np.concatenate([self.prompt_token_ids, self.output_token_ids])
 
     def compute_with(self, weights_digest: bytes) -> None:
-        """Sets the weights that, with its adapter, will compute all of its tokens, by their digest; forgets the page
-        digests of others."""
+        """Set the digest of the weights that will compute all its tokens; forget page digests made with other weights.
+        """
         adapter_digest = b"" if self.adapter is None else self.adapter.digest
         if (self.weights_digest, self.adapter_digest) != (weights_digest, adapter_digest):
             self.weights_digest, self.adapter_digest = weights_digest, adapter_digest
             self.page_hashes.clear()
 
     def extend_page_hashes(self, token_ids: np.ndarray, page_size: int) -> list[bytes]:
-        """Continues the digest chain, `page_hashes`, over every full page of token_ids i32[n], and returns that list.
+        """Extend the digest chain, `page_hashes`, over every full page of token_ids i32[n], and return that list.
 
-        token_ids: the known tokens from the first on; those of pages that have a digest already are not looked at.
+        token_ids: the known tokens from the first on; pages that have a digest already are not read again.
 
-        A page's digest is SHA-256 over its parent's digest and its token ids, so equal digests mean equal prefixes;
-        the first parent carries weights, adapter, vectors and cache salt, and a page with embeddings what they are of.
+        A page's digest is SHA-256 over its parent's digest and its token ids, so equal digests mean equal prefixes; the
+        first parent carries weights, adapter, vectors and cache salt, and a page with embeddings the marks of its
+        media.
         """
         hashes = self.page_hashes
         first, last = len(hashes), len(token_ids) // page_size

@@ -1,7 +1,6 @@
-"""Takes in what the steps of one rank sampled, and tells who is to be ended by it.
+"""Results of one replica's steps: applies sampled tokens to its slots, and returns the requests that they end.
 
-The tokens of a step are handled as arrays; where a row has several, they follow each other.
-Knows nothing of pages or of what runs next.
+The tokens of a step are handled as arrays; if a row has several, they follow each other.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from jaxengine.scheduler.token_params import LAST_TOKEN, LOGPROBS
 
 
 class End(NamedTuple):
-    """A request that its last token ended, and why."""
+    """Request that its last token ended, with the finish reason and stop_reason."""
 
     request: Request
     reason: FinishReason
@@ -25,11 +24,11 @@ class End(NamedTuple):
 
     @classmethod
     def by(cls, request: Request, token: int, stopped: bool) -> End:
-        """Returns the end that a token brings its request; it must bring one.
+        """Return the end that a token brings its request; it must bring one.
 
-        stopped: whether the token is one of those that stop the request. The reason is ERROR for a negative token,
-        which is none, as the row's logits were not finite; else STOP where it stopped, with the token as stop_reason
-        unless it is one of `eos_token_ids`; else LENGTH.
+        stopped: whether the token is one of the request's stop tokens. The reason is ERROR for a negative token (the
+        row's logits were not finite); else STOP if it stopped, with the token as stop_reason unless it is in
+        `eos_token_ids`; else LENGTH.
         """
         if token < 0:
             return cls(request, FinishReason.ERROR, NOT_FINITE)
@@ -39,7 +38,7 @@ class End(NamedTuple):
 
 
 class Results:
-    """The tokens that come back to the slots of a rank."""
+    """Application of sampled tokens to the slots of a replica."""
 
     def __init__(self, slots: Slots, rank: int, max_model_len: int):
         self._slots = slots
@@ -50,24 +49,26 @@ class Results:
         self._rows = np.arange(slots.max_num_seqs)
 
     def expect_late(self, request: Request) -> None:
-        """Takes note that a request is about to lose its slot while tokens of it are in flight, and has it wait for
-        them."""
+        """Record that a request is about to lose its slot while tokens of it are in flight; it waits for them
+        (Wait.TOKEN).
+        """
         self._late[request.slot, int(self._slots.epoch[request.slot])] = request
         request.wait = Wait.TOKEN
 
     def take(
         self, batch: ScheduledBatch, token_ids: np.ndarray, counts: np.ndarray | None, result: StepResult, now: float
     ) -> list[End]:
-        """Takes in the tokens that a step of this rank sampled: adds to `result`, and returns the ends that they bring.
+        """Apply the tokens that a step of this replica sampled: add them to `result`, and return the ends that they
+        bring.
 
-        The caller ends these requests. Tokens behind the one that ends a request are dropped, and those of requests
-        that have lost their slot unless `expect_late` was called.
+        The caller ends these requests. Tokens after the one that ends a request are dropped, and so are those of
+        requests that have lost their slot, unless `expect_late` was called.
 
         Args:
-          batch: the step's, as the rank's `commit` gave it.
+          batch: the step's, from the replica's `commit`.
           token_ids: i32[>= rows], or i32[>= rows, W] of which each row has as many as `counts` i32[>= rows] says, at
-            least one; fewer than were scheduled where some were wrong.
-          counts: None where each row has one token.
+            least one; fewer than were scheduled if some drafts were rejected.
+          counts: None if each row has one token.
           now: when they came, seconds of the engine's clock.
         """
         s, width = self._slots, 1 if counts is None else token_ids.shape[1]
@@ -143,10 +144,11 @@ class Results:
         ends: list[End],
         now: float,
     ) -> None:
-        """Takes in tokens i32[n] of a request that was preempted before they came: to it and to `result`.
+        """Apply tokens i32[n] of a request that was preempted before they came: append them to its output and to
+        `result`.
 
-        An end that they bring is added to `ends`, and tokens after it are dropped. place: the first one's index among
-        all positions for which the step chose tokens. now: as in `take`.
+        An end that they bring is appended to `ends`, and tokens after it are dropped. place: index of the first one
+        among all positions for which the step sampled tokens. now: as in `take`.
         """
         request.wait = Wait.NONE
         for column, token in enumerate(token_ids.tolist()):

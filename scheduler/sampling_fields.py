@@ -1,7 +1,7 @@
-"""The sampling parameters that are one number of each row of a step, one field each: the only table of them.
+"""Sampling parameters that are one number per row of a step, one field each: the only table of them.
 
 What checks, sends and stores such a parameter follows from its row: SamplingParams and TokenParams, the requests of
-HTTP and gRPC, generation_config.json, the commands' options and the devices' columns. What it does to logits is a
+HTTP and gRPC, generation_config.json, the commands' options and the devices' columns. Its effect on logits is a
 function of jaxengine.sampling.row_functions.
 """
 

@@ -1,7 +1,8 @@
-"""The policy: who runs next, and where. One line of waiting requests, one or more ranks that run them.
+"""Policy: which requests run next, and on which replica. One queue of waiting requests, one or more replicas that run
+them.
 
-Runs ahead of the device: `schedule` may be called before the tokens of the steps before are known. Knows nothing of
-devices, tokenizers or text.
+The scheduler runs ahead of the device: `schedule` may be called before the tokens of earlier steps are known. It knows
+no devices, tokenizers or text.
 """
 
 from __future__ import annotations
@@ -27,24 +28,25 @@ logger = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """Decides what each step computes. `schedule` -> the device -> `update`, in that order for every step with rows.
+    """Scheduler that decides what each step computes: `schedule` -> the device -> `update`, in that order for every
+    step with rows.
 
-    All ranks share one line, and a request gets its rank when it is admitted, not when it arrives. A rank then has
-    nobody waiting behind it while another idles, whatever lengths the requests turn out to have; the line's order,
-    with priorities and with preempted requests at the front, holds over all ranks; and nothing has to be moved, for
-    what waits has no KV but what a prefix cache kept. (vLLM chooses on arrival, by 4 x waiting + running.) The first
-    in line runs or nobody does, so that a long prompt is not overtaken for ever.
+    All replicas share one queue, and a request gets its replica when it is admitted, not when it arrives. So no request
+    waits for one replica while another idles, whatever lengths the requests turn out to have; the queue's order, with
+    priorities and with preempted requests at the front, holds over all replicas; and nothing has to be moved, because a
+    waiting request has no KV but what a prefix cache kept. (vLLM chooses on arrival, by 4 x waiting + running.) The
+    first in the queue runs or nobody does, so that a long prompt is not overtaken for ever.
 
-    Of the ranks that have a slot, tokens and pages for the first in line, the one takes it where the tokens of its
-    running requests plus those of this request that its prefix cache does not hold are fewest; the first of equals.
-    Both sums are work: what is held is read by every later step and bounds what fits, what is not cached is to be
-    computed. So a cached prefix draws a request unless that rank is more loaded than another by more than its length,
-    and without one the rank with most room wins.
+    Of the replicas that have a slot, tokens and pages for the first request, the one takes it where the tokens of its
+    running requests plus those of this request that its prefix cache lacks are fewest; the first of equals. Both sums
+    are work: held tokens are read by every later step and bound what fits, tokens not cached must be computed. So a
+    cached prefix attracts a request unless that replica is more loaded than another by more than the prefix's length,
+    and without one the replica with most room wins.
 
     Attributes:
-      ranks: pages and slots.
-      num_pages: of all ranks.
-      num_preemptions, num_prefix_queries, num_prefix_hits: over all ranks; the latter two in tokens.
+      ranks: the replicas.
+      num_pages: of all replicas.
+      num_preemptions, num_prefix_queries, num_prefix_hits: over all replicas; the last two in tokens.
       extensions: the optional capabilities that take part.
       paused: no step is to be scheduled.
     """
@@ -71,7 +73,7 @@ class Scheduler:
             rank.extend([extension.ranks[index] for extension in self.extensions if extension.ranks])
 
     def extension(self, name: str) -> Any:
-        """The extension of a capability that the engine was started with; StopIteration for any other."""
+        """Return the extension of a capability that the engine was started with. Raises StopIteration for any other."""
         return next(extension for extension in self.extensions if extension.name == name)
 
     @property
@@ -84,27 +86,27 @@ class Scheduler:
 
     @property
     def is_fair(self) -> bool:
-        """Whether requests have clients."""
+        """Whether the policy is "fair", so that requests have clients."""
         return self._fair is not None
 
     def num_waiting_of(self, client: str) -> int:
-        """Number of a client's waiting requests; only under the fair policy."""
+        """Return the number of a client's waiting requests; only under the fair policy."""
         assert self._fair is not None
         return self._fair.num_waiting(client)
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Prompt tokens of the waiting requests."""
+        """Return the number of prompt tokens of the waiting requests."""
         return self._waiting.num_tokens + sum(request.num_prompt_tokens for request in self._held)
 
     @property
     def num_deferred(self) -> int:
-        """Waiting requests that could not run even if there were room."""
+        """Return the number of waiting requests that could not run even if there were room."""
         return len(self._held) + sum(request.wait is not Wait.NONE for request in self._waiting)
 
     @property
     def requests(self) -> Collection[Request]:
-        """Requests that have not ended, by arrival."""
+        """Return the requests that have not ended, in order of arrival."""
         return self._requests.values()
 
     @property
@@ -113,16 +115,16 @@ class Scheduler:
 
     @property
     def num_free_pages(self) -> int:
-        """Number of pages of all ranks that nobody refers to, cached ones included."""
+        """Return the number of pages of all replicas without a reference, cached ones included."""
         return sum(rank.pool.num_free for rank in self.ranks)
 
     @property
     def page_usage(self) -> float:
-        """Share of the pages that are referenced, 0 to 1."""
+        """Return the share of pages that are referenced, 0 to 1."""
         return 1.0 - self.num_free_pages / self.num_pages
 
     def add_request(self, request: Request) -> None:
-        """Queues a request; one that waits for an extension waits apart from the line.
+        """Queue a request; one that waits for an extension is kept apart from the queue.
 
         Raises:
           RequestError: the id is taken, the policy has no priorities or no clients, the prompt is empty or leaves no
@@ -168,10 +170,11 @@ class Scheduler:
         self._enqueue(request)
 
     def hold(self, request: Request) -> None:
-        """Takes the slot of a running request, which waits apart until `release`: nobody is to wait for it.
+        """Take away the slot of a running request, which waits apart from the queue until `release`, so that it blocks
+        nobody.
 
-        What it has computed stays in the prefix cache. The token that a step in flight samples for it is dropped and
-        made again, so at most one of its tokens may be in flight.
+        Its computed pages stay in the prefix cache. A token that a step in flight samples for it is dropped and sampled
+        again, so at most one of its tokens may be in flight.
         """
         self.ranks[request.rank].release(request.slot)
         request.status, request.wait = RequestStatus.PREEMPTED, Wait.APART
@@ -181,17 +184,17 @@ class Scheduler:
             self._fair.stop(request)
 
     def release(self, request: Request) -> None:
-        """Puts a request that waits apart back in line; does nothing for any other."""
+        """Put a request that waits apart back into the queue; do nothing for any other."""
         if request in self._held:
             self._held.remove(request)
             request.wait = Wait.NONE
             self._enqueue(request)
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """Ends a request in whatever state it is, for `reason`; its slot and pages are free at once, and tokens in
-        flight are dropped. Does nothing for one that has ended.
+        """End a request for `reason`, whatever its state; its slot and pages are free at once, and its tokens in flight
+        are dropped. Does nothing if it has ended already.
 
-        stop_reason: the token or text that ended it, or what went wrong; None for nothing of the kind.
+        stop_reason: the token or text that ended it, or a description of what went wrong; None otherwise.
         """
         if request.status is RequestStatus.FINISHED:
             return
@@ -208,22 +211,22 @@ class Scheduler:
         del self._requests[request.request_id]
 
     def output_token_ids(self, request: Request) -> np.ndarray:
-        """Output known so far, i32[n]."""
+        """Return the request's output tokens known so far, i32[n]."""
         if request.slot < 0:
             return request.output_token_ids
         return self.ranks[request.rank].slots.output(request.slot)
 
     @property
     def next_deadline(self) -> float:
-        """The earliest deadline of a request that has not ended, inf for none."""
+        """Return the earliest deadline of an unfinished request, in seconds of the engine's clock; inf for none."""
         while self._deadlines and self._deadlines[0][2].status is RequestStatus.FINISHED:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else float("inf")
 
     def schedule(self, now: float = 0.0) -> ScheduledStep:
-        """Puts together the next step, and counts it as in flight if it has rows.
+        """Schedule the next step, and count it as in flight if it has rows.
 
-        One without rows means that nothing can run before the next `update`. now: seconds of the engine's clock;
+        A step without rows means that nothing can run before the next `update`. now: seconds of the engine's clock;
         requests whose deadline has passed are ended.
         """
         expired = self.expire(now) if self._deadlines else []
@@ -254,15 +257,15 @@ class Scheduler:
         now: float = 0.0,
         counts: np.ndarray | None = None,
     ) -> StepResult:
-        """Takes in the tokens a step sampled, and ends the requests that they end; returns the news of them.
+        """Apply the tokens that a step sampled, end the requests that they end, and return both as a StepResult.
 
         Args:
-          step: as `schedule` gave it; steps come in their order.
-          token_ids: for each rank, ids by row, i32[ranks, >= rows]; of a step whose width is more than 1
-            i32[ranks, >= rows, width]. Rows that do not sample are ignored. A negative id says that the row's logits
+          step: from `schedule`; steps are updated in their order.
+          token_ids: for each replica, ids by row, i32[replicas, >= rows]; for a step whose width is more than 1
+            i32[replicas, >= rows, width]. Rows that do not sample are ignored. A negative id says that the row's logits
             were not finite; its request ends with an error.
           now: when they came, seconds of the engine's clock.
-          counts: i32[ranks, >= rows], how many tokens each row has got in a step of width > 1; None for other steps.
+          counts: i32[replicas, >= rows], how many tokens each row got in a step of width > 1; None for other steps.
         """
         self._num_in_flight -= 1
         result = StepResult()
@@ -279,28 +282,31 @@ class Scheduler:
         return result
 
     def reset_prefix_cache(self) -> None:
-        """Forgets all cached prefixes. Running requests keep their pages."""
+        """Forget all cached prefixes. Running requests keep their pages."""
         for rank in self.ranks:
             rank.pages.reset_prefix_cache()
 
     def preempt_all(self, which: Callable[[Request], bool] | None = None) -> None:
-        """Puts running requests back in line, to be computed again from their first token: those for which `which` is
-        true, or all for None.
+        """Put running requests back into the queue, to be computed again from their first token. No step may be in
+        flight.
 
-        No step may be in flight.
+        which: selects the requests; None for all.
         """
         for rank in self.ranks:
             for request in rank.preempt_all(which):
                 self._put_back(request)
 
     def replace_weights(self, digest: bytes) -> None:
-        """Names the weights of all steps to come: no request that is admitted from now on finds pages of others."""
+        """Set the digest of the weights of all later steps: requests admitted from now on find no pages of other
+        weights.
+        """
         for rank in self.ranks:
             rank.weights_digest = digest
 
     def expire(self, now: float) -> list[Request]:
-        """Ends the requests whose deadlines are before `now`, seconds of the engine's clock, as aborted with the
-        stop_reason "timeout", and returns them. `schedule` does it too."""
+        """End and return the requests whose deadlines are before `now`, seconds of the engine's clock, as aborted with
+        stop_reason "timeout". `schedule` does it, too.
+        """
         expired = []
         while self._deadlines and self._deadlines[0][0] < now:
             request = heapq.heappop(self._deadlines)[2]
@@ -310,10 +316,10 @@ class Scheduler:
         return expired
 
     def _admit(self, now: float) -> list[Request]:
-        """Gives waiting requests their ranks and slots, in line order, until the first in line fits nowhere or waits.
+        """Give waiting requests replicas and slots, in queue order, until the first one fits nowhere or must wait.
 
-        Requests that an extension does not admit wait apart from then on. Ends those that could not be taken in, as a
-        value fits no column, and returns them: what is wrong with one is to end no other. now: as in `schedule`.
+        Requests that an extension does not admit wait apart from then on. A request with a value that fits no column is
+        ended, alone, and returned. now: as in `schedule`.
         """
         failed = []
         while (request := self._waiting.first()) is not None and request.wait is Wait.NONE:
@@ -344,31 +350,34 @@ class Scheduler:
         return failed
 
     def _release_ready(self) -> None:
-        """Puts requests back in line that extensions let run."""
+        """Put requests that extensions no longer hold back into the queue."""
         for extension in self.extensions:
             for request in extension.ready():
                 self.release(request)
 
     def _place(self, request: Request) -> tuple[Rank, Offer] | None:
-        """The rank that is to run a request, and what it offers; None if none can now."""
+        """Return the replica that is to run a request, and its offer; None if none can now."""
         offers = [(rank, offer) for rank in self.ranks if rank.is_open and (offer := rank.offer(request)) is not None]
         return min(offers, key=self._work, default=None)
 
     def _work(self, place: tuple[Rank, Offer]) -> int:
-        """Tokens that a rank would hold, less those of the new request that are cached."""
+        """Return the known tokens that a replica would hold with the new request, less those of the request that are
+        cached.
+        """
         rank, offer = place
         return rank.num_tokens + len(offer.known) - offer.num_cached
 
     def _enqueue(self, request: Request) -> None:
-        """Puts a request in line, or apart from it."""
+        """Put a request into the queue, or apart from it if it waits for an extension."""
         if request.wait is Wait.APART:
             self._held.add(request)
         else:
             self._waiting.push(request)
 
     def _requeue(self, request: Request) -> None:
-        """Puts a request that lost its slot for want of pages back to its old place in the line, counts that, and warns
-        of the first and of every fiftieth after it."""
+        """Put a request that was preempted for want of pages back to its old place in the queue, count the preemption,
+        and warn of the first and of every fiftieth after it.
+        """
         self._put_back(request)
         if self.num_preemptions % 50 == 0:
             logger.warning(
@@ -382,7 +391,7 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _put_back(self, request: Request) -> None:
-        """Puts a request that has lost its slot back to its old place in the line."""
+        """Put a request that has lost its slot back to its old place in the queue."""
         self._enqueue(request)
         if self._fair is not None:
             self._fair.stop(request)

@@ -1,7 +1,7 @@
-"""What an optional capability does in decisions that concern all ranks.
+"""Protocol between the scheduler and optional capabilities, for decisions that concern all replicas.
 
 `SchedulerConfig.extensions` holds the options of the capabilities that an engine was started with. Each becomes one
-`SchedulerExtension`, which has a `RankExtension` for every rank where it takes part in their schedules.
+`SchedulerExtension`, which has a `RankExtension` for every replica if it takes part in their schedules.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from jaxengine.scheduler.request import Request
 
 
 class SchedulerExtension:
-    """Takes part in decisions that concern all ranks.
+    """Base class of a capability's part in decisions that concern all replicas.
 
     Attributes:
-      name: the capability's.
-      ranks: its part of each rank, in their order; empty where it has none.
+      name: of the capability.
+      ranks: its RankExtension of each replica, in order; empty if it has none.
     """
 
     name: ClassVar[str]
     ranks: Sequence[RankExtension] = ()
 
     def start(self, ranks: Sequence[Rank]) -> None:
-        """Takes part from now on; called once, when the ranks are there."""
+        """Attach to the scheduler's replicas; called once, when they exist."""
 
     def admits(self, request: Request) -> bool:
-        """Return whether the first request in line may run; otherwise it waits apart until `ready` returns it."""
+        """Whether the first request in the queue may run; if not, it waits apart until `ready` returns it."""
         return True
 
     def ready(self) -> Iterable[Request]:
-        """Requests that need not wait apart any longer."""
+        """Return the requests that need not wait apart any longer."""
         return ()
 
     def decode_width(self) -> int:
-        """Widens the decodes of the step being put together; returns the most tokens that one has, at least 1."""
+        """Give drafts to the decodes of the step being scheduled; return the most tokens that one has, at least 1."""
         return 1
 
     def complete(self, step: ScheduledStep) -> None:
-        """Adds this capability's part to the step of all ranks."""
+        """Add this capability's data to the step of all replicas."""
 
     def reset_cache(self) -> None:
-        """Forgets what is kept for later requests alone."""
+        """Forget what is cached for later requests only."""

@@ -1,4 +1,4 @@
-"""The running requests as columns: one row per slot, so that a step's work on all of them is a few array operations."""
+"""Running requests as columns, one row per slot, so that a step's work on all of them is a few array operations."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ STOP_COLUMNS = 8
 
 
 class Slots:
-    """Columns over slots 0 .. max_num_seqs - 1. A slot's row means something only while `active`.
+    """Columns over slots 0 .. max_num_seqs - 1 of one replica. A slot's row is meaningful only while `active`.
 
     `num_tokens` counts tokens whose position is decided, `num_known` those whose id the host has seen; they differ by
-    the tokens of the step in flight. Positions below `num_fed` were known when the request took the slot and are sent
-    from the host; from there on each step feeds the token sampled before it. `limit` is the number of tokens, prompt
-    included, at which the request ends, `min_stop` the one from which on a stop token ends it. `epoch` changes with
-    every owner, so results of an earlier owner can be told apart. `last_step` is the number of the step a slot had a
-    row in last, `last_token_time` when its last token came.
+    the tokens of steps in flight. Positions below `num_fed` were known when the request took the slot and are sent from
+    the host; from there on each step feeds the token sampled before it. `limit` is the number of tokens, prompt
+    included, at which the request ends, `min_stop` the number from which on a stop token ends it. `epoch` changes with
+    every owner, so results of an earlier owner can be told apart. `last_step` is the number of the last step in which a
+    slot had a row, `last_token_time` when its last token came.
 
     Attributes:
       requests: object[max_num_seqs], the owners, None where there is none.
@@ -69,15 +69,15 @@ class Slots:
         return len(self._free)
 
     def take(self, request: Request, known: np.ndarray, num_computed: int, limit: int) -> int:
-        """Gives `request` a slot, of which one must be free, and returns it.
+        """Give a request a free slot, of which there must be one, and return its number.
 
         Args:
           known: i32[n], the tokens to feed: all of the prompt, and the output so far.
           num_computed: how many of these have their KV already.
           limit: tokens, those of the prompt included, at which the request ends.
 
-        Raises OverflowError, TypeError or ValueError where a value of the request fits no column; the slot is then free
-        as before.
+        Raises OverflowError, TypeError or ValueError if a value of the request fits no column; the slot is then free as
+        before.
         """
         slot = self._free[-1]
         num_output = len(known) - request.num_prompt_tokens
@@ -114,8 +114,7 @@ class Slots:
         return slot
 
     def release(self, slot: int) -> None:
-        """Frees the slot; its request, which has slot -1 then, keeps the output known so far and the time of its last
-        token."""
+        """Free the slot. Its request, whose slot is then -1, keeps the known output and the time of its last token."""
         request = self.requests[slot]
         assert request is not None
         request.output_token_ids = self.output(slot).copy()
@@ -129,32 +128,31 @@ class Slots:
         self._free.append(slot)
 
     def output(self, slot: int) -> np.ndarray:
-        """Known output tokens of a slot, i32[n], a view."""
+        """Return the known output tokens of a slot, i32[n], a view."""
         return self._output[slot, : self.num_known[slot] - self.num_prompt[slot]]
 
     def known_token_ids(self, slot: int) -> np.ndarray:
-        """Prompt and known output of a slot, i32[n]."""
+        """Return prompt and known output of a slot, i32[n]."""
         return np.concatenate([self.requests[slot].prompt_token_ids, self.output(slot)])
 
     def last_token_ids(self, slots: np.ndarray) -> np.ndarray:
-        """The output token known last of each of `slots`, which have one, i32[n]."""
+        """Return the last known output token of each of `slots`, i32[n]; each must have one."""
         return self._output[slots, self.num_known[slots] - self.num_prompt[slots] - 1]
 
     def append_tokens(self, slots: np.ndarray, token_ids: np.ndarray, known: np.ndarray) -> None:
-        """Records sampled tokens, those of a slot in order.
+        """Append sampled tokens to the outputs of slots, those of a slot in order.
 
         Args:
           slots: the slot of each token.
           token_ids: i32[n].
-          known: for each token, how many tokens of its slot are known with it, those of the prompt included.
+          known: for each token, the number of known tokens of its slot including it, prompt included.
         """
         self._output[slots, known - self.num_prompt[slots] - 1] = token_ids
         self.num_known[slots] = known
 
     def are_stops(self, slots: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
-        """Whether each of `token_ids` i32[n] is among the stop ids of its slot, slots i64[n]: bool[n].
-
-        `min_stop` is not looked at.
+        """Return bool[n]: whether each of `token_ids` i32[n] is a stop id of its slot in `slots` i64[n]. `min_stop` is
+        ignored.
         """
         stops = np.zeros(len(slots), np.bool_)
         for ids in self._stop_ids[: self._num_stop_columns]:
@@ -165,8 +163,9 @@ class Slots:
         return stops
 
     def last_in_line(self) -> int:
-        """The active slot to give up first: of the largest `priority` number, the latest arrival. IndexError without
-        active slots."""
+        """Return the active slot to preempt first: of the largest `priority` number, the latest arrival. Raises
+        IndexError without active slots.
+        """
         slots = np.flatnonzero(self.active)
         order = np.lexsort((self.arrival_index[slots], self.priority[slots]))
         return int(slots[order[-1]])

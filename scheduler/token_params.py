@@ -1,7 +1,7 @@
-"""What a step must know of how a request samples: numbers and token ids, no text.
+"""Parameters of a request that steps need in order to sample: numbers and token ids, no text.
 
-A caller's parameters are jaxengine's SamplingParams, where they are checked; these are the part of them that crosses to
-the engine.
+A caller's parameters are jaxengine's SamplingParams, where they are checked; these are the part of them that the engine
+gets.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ FREE = "free"
 
 @dataclass(frozen=True, kw_only=True)
 class ThinkingBudget:
-    """A limit of an output's reasoning.
+    """Limit on the reasoning of an output.
 
     Attributes:
       num_tokens: tokens of reasoning after which `closing` is written, whatever the model would write.
-      ends: as Grammar.reasoning_end; any of these ends what counts as reasoning.
+      ends: token sequences that end reasoning, as Grammar.reasoning_end.
       closing: token ids, at least one.
     """
 
@@ -54,16 +54,16 @@ class ThinkingBudget:
 
 @dataclass(frozen=True, kw_only=True)
 class Grammar:
-    """What an output must keep to, as jaxengine.grammars compiles it.
+    """Grammar of an output, to be compiled by jaxengine.grammars.
 
     Attributes:
-      kind: "json", "regex", "choice", "grammar" or FREE.
+      kind: "json", "regex", "choice", "grammar" or FREE (no constraint).
       text: a JSON schema, a regular expression, a JSON list of strings, or a context-free grammar.
-      options: how llguidance is to read a JSON schema, in its own words.
-      reasoning_end: what the output is free in front of, any of these: words that come one behind the other. Empty: it
-        is never free.
-      reasoning_begin: tokens that the output begins with if it is to be free; empty: it is in any case.
-      budget: limit of what is free in front; None for none. Only with reasoning_end, or kind FREE.
+      options: llguidance's options for reading a JSON schema.
+      reasoning_end: token sequences, any of which ends the unconstrained reasoning before the constrained part. Empty:
+        the output is constrained from the start.
+      reasoning_begin: tokens with which the output must begin to have reasoning; empty: it always has.
+      budget: limit of the reasoning; None for none. Only with reasoning_end, or kind FREE.
     """
 
     kind: str
@@ -127,12 +127,14 @@ class TokenParams(SamplingFields):
 
     @cached_property
     def has_long_bad_words(self) -> bool:
-        """Whether some bad word has several tokens, so that the ones before decide whether the next is one's last."""
+        """Whether some bad word has several tokens, so that earlier tokens decide whether its last one is forbidden."""
         return any(len(word) > 1 for word in self.bad_words)
 
     @cached_property
     def steer_digest(self) -> bytes:
-        """SHA-256 of `steer`. May go through megabytes: the n outputs of a request, which share this, do so once."""
+        """Return the SHA-256 of `steer`. It may cover megabytes, and is computed once for the n outputs that share
+        these params.
+        """
         digest = hashlib.sha256()
         for at, values in self.steer:
             digest.update(f"{at} {len(values)} ".encode() + values)
@@ -140,20 +142,23 @@ class TokenParams(SamplingFields):
 
     @property
     def given_token_ids(self) -> tuple[int, ...]:
-        """Tokens to report in addition: those of output tokens, then those of prompt tokens."""
+        """Return the token ids whose logprobs are reported in addition: those for output tokens, then those for prompt
+        tokens.
+        """
         return (*self.logprob_token_ids, *self.prompt_logprob_token_ids)
 
     @property
     def most_cached(self) -> int | None:
-        """Tokens of the prompt that may come from the prefix cache, the first ones; None for all."""
+        """Return how many leading prompt tokens may come from the prefix cache; None for all."""
         if self.reads_prompt:
             return 0
         return None if self.prompt_logprobs is None else self.prompt_logprob_start
 
     @cached_property
     def features(self) -> int:
-        """Optional parts of a step that a request with these parameters needs: bits of this module (BIAS, MASK, ...)
-        and of sampling_fields, 0 for none. ADAPTER is not among them."""
+        """Return the optional parts of a step that a request with these parameters needs: bits of this module (BIAS,
+        MASK, ...) and of sampling_fields, 0 for none. ADAPTER is not among them.
+        """
         biased = self.logit_bias or self.allowed_token_ids is not None or self.bad_words or self.min_tokens > 0
         wanted = (
             *((row.feature, getattr(self, name) not in (row.neutral, row.off)) for name, row in ROWS.items()),

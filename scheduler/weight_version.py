@@ -11,7 +11,9 @@ MIN_VERSION, MAX_VERSION = -(2**63), 2**63 - 1
 
 
 def check_version(version: Any) -> None:
-    """Raises RequestError for what cannot be a version of weights, None excepted, which counts on."""
+    """Raise RequestError unless `version` may be a version of weights; None, which means the last number plus one, is
+    allowed.
+    """
     if isinstance(version, str):
         try:
             version.encode()

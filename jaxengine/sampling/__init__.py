@@ -1,1 +1,1 @@
-"""From logits to tokens and logprobs: pure functions, traced inside compiled programs."""
+"""Sampling, from logits to tokens and logprobs: pure functions, traced inside compiled programs."""

@@ -26,13 +26,13 @@ _FAN_IN = 8
 
 
 def block_sums(x: jax.Array) -> jax.Array:
-    """Sums of the consecutive blocks of BLOCK tokens of each whole row: [S, V / n] -> [S, ceil(V / BLOCK)]."""
+    """Return the sums of consecutive blocks of BLOCK tokens of each whole row: [S, V / n] -> [S, ceil(V / BLOCK)]."""
     sums = _add_neighbours(_add_neighbours(x, _FAN_IN), BLOCK // _FAN_IN)
     return gather_parts(sums, VOCAB, dimension=1)
 
 
 def row_sums(x: jax.Array) -> jax.Array:
-    """Sum of each whole row: [S, V / n] -> [S, 1]."""
+    """Return the sum of each whole row: [S, V / n] -> [S, 1]."""
     x = block_sums(x)
     while x.shape[1] > 1:
         x = _add_neighbours(x, _FAN_IN)
@@ -40,14 +40,16 @@ def row_sums(x: jax.Array) -> jax.Array:
 
 
 def row_counts(mask: jax.Array) -> jax.Array:
-    """How many of each whole row are True: bool[S, V / n] -> i32[S, 1]. Whole numbers may be added in any order."""
+    """Return how many entries of each whole row are True: bool[S, V / n] -> i32[S, 1]. Integers may be added in any
+    order.
+    """
     return sum_parts(jnp.sum(mask.astype(jnp.int32), axis=1, keepdims=True), VOCAB)
 
 
 def running_sums(x: jax.Array) -> jax.Array:
-    """Sums up to and including each column: [S, C] -> [S, C]; rows that every device holds whole.
+    """Return the sums up to and including each column, [S, C] -> [S, C], of rows that every device holds whole.
 
-    Hillis and Steele 1986. What jnp.cumsum adds first depends on C, and on a GPU on the run.
+    By Hillis and Steele 1986. The order in which jnp.cumsum adds depends on C, and on a GPU on the run.
     """
     distance = 1
     while distance < x.shape[1]:
@@ -57,6 +59,6 @@ def running_sums(x: jax.Array) -> jax.Array:
 
 
 def _add_neighbours(x: jax.Array, num: int) -> jax.Array:
-    """Sums of each `num` columns that follow one another: [S, C] -> [S, ceil(C / num)]."""
+    """Return the sums of each `num` consecutive columns: [S, C] -> [S, ceil(C / num)]."""
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % num)))
     return functools.reduce(operator.add, [x[:, place::num] for place in range(num)])

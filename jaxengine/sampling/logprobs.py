@@ -1,8 +1,9 @@
-"""Log-probabilities the engine reports: of a chosen token, its rank, the best `max_logprobs` tokens, and given ones.
+"""Log-probabilities that the engine reports: of a sampled token, its rank, the best `max_logprobs` tokens, and given
+ones.
 
-Owns the arithmetic from logits [S, V] to what a request sees, for sampled tokens and for prompt tokens. Traced inside
-the jitted step. Knows nothing of temperatures, requests or slots: whoever calls decides which logits are reported. Of a
-vocabulary that is split over n devices each has [S, V / n], and all report the same.
+It contains the arithmetic from logits [S, V] to what a request gets, for sampled tokens and for prompt tokens, traced
+inside the jitted step. Callers decide which logits are reported. If the vocabulary is split over n devices, each has
+[S, V / n], and all return the same.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ NUM_MASS_SCORES = 3
 
 
 class TokenLogprobs(NamedTuple):
-    """What is reported per row; Kl = min(max_logprobs, V). Rows whose token is negative hold (-inf, 0, ...)."""
+    """Log-probabilities reported for each row; Kl = min(max_logprobs, V). Rows whose token is negative hold (-inf, 0,
+    ...).
+    """
 
     logprob: jax.Array  # f32[S], of the chosen token (its logit in the *_logits modes)
     rank: jax.Array  # i32[S], 1 + number of tokens strictly better
@@ -35,9 +38,9 @@ class TokenLogprobs(NamedTuple):
 
 
 def no_logprobs(num_rows: int, num_top: int, num_given: int = 0) -> TokenLogprobs:
-    """The TokenLogprobs of num_rows rows that nobody asked about: logprobs -inf, ranks and ids 0.
+    """Return TokenLogprobs of num_rows rows for which nobody asked: logprobs -inf, ranks and ids 0.
 
-    num_top, num_given: columns of the best tokens and of given ones.
+    num_top, num_given: number of columns for the best tokens and for given ones.
     """
     return TokenLogprobs(
         jnp.full(num_rows, -jnp.inf, jnp.float32),
@@ -51,11 +54,11 @@ def no_logprobs(num_rows: int, num_top: int, num_given: int = 0) -> TokenLogprob
 def token_logprobs(
     logits: jax.Array, token_ids: jax.Array, given_ids: jax.Array | None = None, *, num_top: int, normalize: bool
 ) -> TokenLogprobs:
-    """Scores `token_ids` i32[S] under `logits` f32[S, V / n], lists the `num_top` <= V best tokens of each row, and
-    scores `given_ids` i32[S, G], of which -1 is none; without any (None) G is 0.
+    """Score `token_ids` i32[S] under `logits` f32[S, V / n], list the `num_top` <= V best tokens of each row, and score
+    `given_ids` i32[S, G], in which -1 stands for none (None: G is 0).
 
-    normalize=True reports log-softmax, False the logits themselves. A token outside [0, V) gets -inf and rank 0. Each
-    of n devices that share the vocabulary has V / n columns, and all report the same.
+    normalize=True reports log-softmax, False the logits themselves. A token outside [0, V) gets -inf and rank 0. If n
+    devices share the vocabulary, each has V / n columns, and all return the same.
     """
     if given_ids is None:
         given_ids = jnp.zeros((logits.shape[0], 0), jnp.int32)
@@ -78,15 +81,13 @@ def token_logprobs(
 
 
 def sampling_mass(logits: jax.Array, adjusted: jax.Array, kept: jax.Array, token_ids: jax.Array) -> jax.Array:
-    """Score what sampling made of token_ids i32[S]: three scores of each, f32[S, NUM_MASS_SCORES].
-
-    They are the token's log-probability under `logits`, that under `kept`, and the log of the share of the distribution
-    of `adjusted` that truncation left.
+    """Return three scores of each sampled token in token_ids i32[S], f32[S, NUM_MASS_SCORES]: its log-probability under
+    `logits`, that under `kept`, and the log of the share of `adjusted`'s distribution that truncation left.
 
     Args:
-      logits: as the model gave them. All three are f32[S, V / n].
-      adjusted: those that truncation began with, after bias, penalties and temperature.
-      kept: `adjusted` with -inf in the place of what truncation dropped.
+      logits: from the model. All three are f32[S, V / n].
+      adjusted: logits after bias, penalties and temperature, before truncation.
+      kept: `adjusted` with -inf for the tokens that truncation dropped.
 
     A token outside [0, V) gets -inf in all three.
     """
@@ -101,7 +102,9 @@ def sampling_mass(logits: jax.Array, adjusted: jax.Array, kept: jax.Array, token
 
 
 def log_sum_exp(logits: jax.Array) -> jax.Array:
-    """Log of the sum of exponentials of each whole row: f32[S, V / n] -> f32[S, 1], in an order of the row alone."""
+    """Return the log of the sum of exponentials of each whole row, f32[S, V / n] -> f32[S, 1], summed in an order that
+    depends on the row alone.
+    """
     best = row_extreme(jnp.max, logits)
     return best + jnp.log(row_sums(jnp.exp(logits - best)))
 
@@ -116,13 +119,13 @@ def prompt_logprobs(
     slots: jax.Array | None = None,
     given_ids: jax.Array | None = None,
 ) -> TokenLogprobs:
-    """Scores prompt tokens: row t tells how likely `targets[t]` was after hidden state t.
+    """Score prompt tokens: row t of the result is the log-probability of `targets[t]` after hidden state t. T rows.
 
-    hidden [T, D], T >= 1; targets i32[T] (-1: nobody asks; its row is (-inf, 0, ...)). logits_fn: hidden states [B, D]
-    -> f32[B, V / n]. max_logprobs: best tokens listed of each row, at most V. slots i32[T]: the row of given_ids
-    i32[R, G] with the tokens that are scored besides, -1 for none; both None for none at all. The result has T rows.
-    Logits exist for PROMPT_BLOCK_ROWS rows at a time, never [T, V], and blocks without a target are skipped. Nothing is
-    sampled here, so logprobs_mode "processed_*" reports the raw values; the "*_logits" modes report logits.
+    hidden [T, D], T >= 1; targets i32[T] (-1: not requested; its row is (-inf, 0, ...)). logits_fn: hidden states [B,
+    D] -> f32[B, V / n]. max_logprobs: best tokens listed for each row, at most V. slots i32[T]: the row of given_ids
+    i32[R, G] with token ids to score in addition, -1 for none; both None for none at all. Logits exist for
+    PROMPT_BLOCK_ROWS rows at a time, never [T, V], and blocks without a target are skipped. Nothing is sampled here, so
+    logprobs_mode "processed_*" reports the raw values; the "*_logits" modes report logits.
     """
     num_tokens, width = hidden.shape
     if slots is None or given_ids is None:

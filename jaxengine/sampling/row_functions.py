@@ -16,8 +16,8 @@ def penalized(logits: jax.Array, rows: RowParams, counts: jax.Array) -> jax.Arra
     """Return the logits f32[S, V / n] after the penalties: repetition (Keskar et al. 2019) over prompt and output, then
     OpenAI's frequency and presence penalties over the output.
 
-    logits have the columns of each of n devices. rows: each row's parameters, [S, 1]. counts: i32[S, V / n], 2 * (times
-    in the output) + (1 if in the prompt).
+    rows: each row's parameters, [S, 1]. counts: i32[S, V / n], 2 * (times in the output) + (1 if in the prompt). n:
+    devices that share the vocabulary.
     """
     times = counts >> 1
     repeated = jnp.where(logits > 0, logits / rows.repetition_penalty, logits * rows.repetition_penalty)
@@ -26,7 +26,8 @@ def penalized(logits: jax.Array, rows: RowParams, counts: jax.Array) -> jax.Arra
 
 
 def least_kept(best: jax.Array, temperature: jax.Array, rows: RowParams) -> jax.Array:
-    """Return the logit, f32[S, 1], below which min_p drops tokens: those less than min_p times as likely as the best.
+    """Return the logit, f32[S, 1], below which min_p drops tokens: those less than min_p times as likely as the best
+    token.
 
     best: the rows' maxima, f32[S, 1]; temperature: f32[S, 1], > 0; min_p 0 gives -inf.
     """

@@ -33,12 +33,12 @@ Replace = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 class MoreScores(NamedTuple):
-    """Further numbers that are reported of rows with logprobs.
+    """Further numbers that are reported for rows with logprobs.
 
     Attributes:
       count: how many.
-      score: (logits, adjusted, kept, token_ids) -> f32[S, count]: the given logits, those that truncation began with,
-        those that were drawn from, f32[S, V / n] each, and what was drawn, i32[S].
+      score: (logits, adjusted, kept, token_ids) -> f32[S, count]: the given logits, those before truncation, those
+        sampled from, f32[S, V / n] each, and the sampled tokens, i32[S].
     """
 
     count: int
@@ -46,7 +46,9 @@ class MoreScores(NamedTuple):
 
 
 class SamplerFlags(NamedTuple):
-    """What some row of the batch needs; bool[] each. A flag that is False promises that no row needs that part."""
+    """Sampler features that some row of the batch needs; bool[] each. A flag that is False promises that no row needs
+    it.
+    """
 
     any_random: jax.Array
     any_truncation: jax.Array
@@ -69,12 +71,16 @@ FLAG_FEATURES = {
 
 
 def flags_of(features: jax.Array) -> SamplerFlags:
-    """The flags of a batch; features: i32[], the union of what its requests need (jaxengine.scheduler.token_params)."""
+    """Return the flags of a batch. features: i32[], the union of what its requests need
+    (jaxengine.scheduler.token_params).
+    """
     return SamplerFlags(**{flag: features & feature > 0 for flag, feature in FLAG_FEATURES.items()}, features=features)
 
 
 class SampleOutput(NamedTuple):
-    """S rows; Kl = min(max_logprobs, V). Without `any_logprobs` the last five hold (-inf, 0, 0, -inf, -inf)."""
+    """Output of the sampler for S rows; Kl = min(max_logprobs, V). Without `any_logprobs` the last five fields hold
+    (-inf, 0, 0, -inf, -inf).
+    """
 
     token_ids: jax.Array  # i32[S]; -1: the row's logits hold NaN or +inf, or every token is forbidden
     logprob: jax.Array  # f32[S]
@@ -101,21 +107,22 @@ def sample(
     replace: Replace | None = None,
     more: MoreScores | None = None,
 ) -> SampleOutput:
-    """Chooses one token per row of logits f32[S, V / n], of which each of n devices that share the vocabulary has its
+    """Sample one token per row of logits f32[S, V / n], of which each of n devices that share the vocabulary has its
     columns.
 
-    slots i32[S]: the row of `state` and of `token_counts` i32[R, V / n] each belongs to; >= R marks a padding row,
-    which reads no state and is greedy. positions i32[S]: position of the token being chosen. flags: what some row
-    needs; what a flag denies is skipped. A row's token depends on its logits, its slot's parameters and its position,
-    never on its neighbours or on S; -1 is none, where the logits hold NaN or +inf or every token is forbidden.
-    max_logprobs: best tokens reported of each row. logprobs_mode is one of vLLM's (config.LOGPROBS_MODES): the raw ones
-    report the given logits, the processed ones those that were drawn from, temperature and truncation included.
-    assumed i32[S, k]: output tokens of each row that `token_counts` does not have yet, -1 for none. only i32[S]: where
-    it is >= 0 the one token that a row may have, whatever its slot's mask says; such a step has `flags.any_mask`.
-    is_guided bool[S]: rows with a mask of their own: that of row s is number R + s of `state.token_mask`. process:
-    logits processors of a user's own, which run between bias and penalties where `flags.features` has one of them.
-    replace: (token_ids, slots, positions) -> the tokens that take the place of the chosen ones; rows that have none
-    (-1) keep that. more: scores besides. Each of these six may be None: no row has any.
+    slots i32[S]: the row of `state` and of `token_counts` i32[R, V / n] that each row uses; >= R marks a padding row,
+    which reads no state and is greedy. positions i32[S]: position of the token being sampled. flags: features that some
+    row needs; parts whose flag is False are skipped. A row's token depends on its logits, its slot's parameters and its
+    position, never on its neighbours or on S; it is -1, none, where the logits hold NaN or +inf or every token is
+    forbidden. max_logprobs: best tokens reported for each row. logprobs_mode is one of vLLM's (config.LOGPROBS_MODES):
+    the raw ones report the given logits, the processed ones those sampled from, temperature and truncation included.
+
+    Each of the following may be None, if no row has any. assumed i32[S, k]: output tokens of each row that
+    `token_counts` does not have yet, -1 for none. only i32[S]: where it is >= 0, the one token that a row may have,
+    whatever its slot's mask says; such a step has `flags.any_mask`. is_guided bool[S]: rows with a mask of their own:
+    that of row s is number R + s of `state.token_mask`. process: the user's own logits processors, which run between
+    bias and penalties where `flags.features` has one of them. replace: (token_ids, slots, positions) -> tokens in place
+    of the sampled ones; rows without a token (-1) keep that. more: further scores.
     """
     rows = RowParams(
         *(
@@ -143,7 +150,9 @@ def sample(
         return lax.cond(flags.any_logprobs, scores, lambda: no_logprobs(logits.shape[0], num_top, num_given))
 
     def choose(adjusted: jax.Array, draw_rows: Callable[..., tuple[jax.Array, jax.Array]]):
-        """Token ids, and their scores in the modes that report what was drawn from."""
+        """Sample token ids from the adjusted logits; return them with the scores for the modes that report processed
+        logits.
+        """
         best, greedy_ids = best_token(adjusted)
         token_ids, kept_from = draw_rows(adjusted, best, greedy_ids)
         token_ids = token_ids if replace is None else replace(token_ids, slots, positions)
@@ -210,10 +219,10 @@ def _state_rows(array: jax.Array, slots: jax.Array) -> jax.Array:
 
 
 def _mask_rows(state: SamplingState, slots: jax.Array, is_guided: jax.Array | None, any_mask: jax.Array) -> jax.Array:
-    """u32[S, W]: the mask of each row, bit t % 32 of word t / 32 for token t: that of its slot, or that of number R + s
-    for row s where is_guided bool[S] (None: nowhere).
+    """Return the mask of each row, u32[S, W], bit t % 32 of word t / 32 for token t: its slot's, or, where is_guided
+    bool[S], number R + s for row s (None: nowhere).
 
-    Every token is allowed in padding (slots >= R), and in all rows where any_mask, bool[], is False.
+    Every token is allowed in padding (slots >= R), and in all rows if any_mask, bool[], is False.
     """
     num_slots, num_masks, rows = state.params.temperature.shape[0], state.token_mask.shape[0], slots
     if num_masks > num_slots:
@@ -225,15 +234,17 @@ def _mask_rows(state: SamplingState, slots: jax.Array, is_guided: jax.Array | No
 
 
 def _only_rows(token_ids: jax.Array, num_words: int) -> jax.Array:
-    """u32[S, W]: masks that allow one token each, i32[S], the number of its column here; none where it is another
-    device's."""
+    """Return masks u32[S, W] that each allow one token, given as its column on this device i32[S]; none if it is
+    another device's column.
+    """
     words = jnp.arange(num_words, dtype=jnp.int32) == (token_ids >> 5)[:, None]
     return jnp.where(words, jnp.uint32(1) << (token_ids & 31).astype(jnp.uint32)[:, None], jnp.uint32(0))
 
 
 def _masked(logits: jax.Array, masks: jax.Array) -> jax.Array:
-    """Logits with -inf for the tokens that a row's mask, u32[S, W], does not allow; what is not finite stays so, as
-    under a bias of -inf."""
+    """Return the logits with -inf for the tokens that a row's mask, u32[S, W], does not allow; other non-finite values
+    stay.
+    """
     bits = masks[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
     return jnp.where(bits.reshape(len(masks), -1)[:, : logits.shape[1]] > 0, logits, logits - jnp.inf)
 
@@ -247,11 +258,11 @@ def _adjust(
     assumed: jax.Array | None,
     process: Callable[..., jax.Array] | None,
 ) -> jax.Array:
-    """Logits [S, V / n] after bias, then a user's own processors, then penalties. Rows without them keep their logits
-    bit for bit.
+    """Return the logits [S, V / n] after bias, then the user's own processors, then penalties. Rows without them keep
+    their logits bit for bit.
 
     token_counts: i32[R, V / n]; slots: i32[S]; assumed: i32[S, k], output tokens that the counts lack, -1 for none.
-    process: (logits, slots, counts i32[S, V / n]) -> logits. Either may be None: there are none.
+    process: (logits, slots, counts i32[S, V / n]) -> logits. assumed and process are None if there are none.
     """
     logits = logits + _state_rows(state.logit_bias, slots)
     counts = _state_rows(token_counts, slots)

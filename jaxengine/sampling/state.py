@@ -1,10 +1,8 @@
-"""What the device remembers for sampling, a row for each slot, and how the host changes it between steps.
+"""Sampling state on the device, a row for each slot, and the functions by which the host changes it between steps.
 
-Owns the parameters of requests as columns, biases, masks and the counts of tokens.
-Knows nothing of how a token is chosen, of requests, or of when a row changes.
-
-Where n devices share the vocabulary each has V / n columns of the counts and of the biases, and the masks of these
-tokens (V / n is a multiple of 32 then), all else whole.
+It holds the parameters of requests as columns, biases, masks and token counts. If n devices share the vocabulary, each
+has V / n columns of the counts and biases, and the masks of these tokens (V / n is then a multiple of 32); all else is
+whole on every device.
 """
 
 from __future__ import annotations
@@ -48,11 +46,11 @@ class SamplingState(NamedTuple):
 
 
 def init_state(max_num_seqs: int, vocab_size: int, num_position_rows: int = 0) -> SamplingState:
-    """Return the state of R = max_num_seqs slots, every one greedy and neutral: rows of about 4 * V + V / 8 + 4 * G
+    """Return the state of R = max_num_seqs slots, all greedy and neutral; a slot takes about 4 * V + V / 8 + 4 * G
     bytes.
 
-    vocab_size: V, of one device where several share it. num_position_rows: masks behind those of the slots, for rows of
-    a step that have masks of their own.
+    vocab_size: V, of one device if several share it. num_position_rows: masks after those of the slots, for rows of a
+    step that have masks of their own.
     """
     return SamplingState(
         RowParams(*(jnp.full(max_num_seqs, value, value.dtype) for value in NEUTRAL)),
@@ -63,7 +61,7 @@ def init_state(max_num_seqs: int, vocab_size: int, num_position_rows: int = 0) -
 
 
 def partition(rows: Any, vocab: Any) -> SamplingState:
-    """Return the state with the PartitionSpec of each array in its place.
+    """Return the state with each array replaced by its PartitionSpec.
 
     rows: of arrays that all devices of a replica have whole; vocab: of those with a column for each token.
     """
@@ -72,24 +70,26 @@ def partition(rows: Any, vocab: Any) -> SamplingState:
 
 
 def mask_words(vocab_size: int) -> int:
-    """Words of a row of `SamplingState.token_mask`, those that fill up its last lane tile included.
+    """Return the number of packed int32 in a row of `SamplingState.token_mask`, padded to whole lane tiles.
 
-    An array whose rows are not whole tiles is stored by columns on a TPU, and turned around where rows are read.
+    An array whose rows are not whole tiles is stored by columns on a TPU, and transposed where rows are read.
     """
     return -(-vocab_size // (32 * 128)) * 128
 
 
 def write_params(state: SamplingState, slots: jax.Array, words: jax.Array) -> SamplingState:
-    """Store rows of `row_words`: slots i32[M] distinct, words i32[M, len(NEUTRAL)]. Slots >= R are dropped."""
+    """Return the state with rows of `row_words` written: slots i32[M] distinct, words i32[M, len(NEUTRAL)]. Slots >= R
+    are dropped.
+    """
     columns = (lax.bitcast_convert_type(words[:, at], neutral.dtype) for at, neutral in enumerate(NEUTRAL))
     written = (write_slots(old, slots, new) for old, new in zip(state.params, columns, strict=True))
     return state._replace(params=RowParams(*written))
 
 
 def write_slots(array: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Array:
-    """The array [R] with values [M] written at slots i32[M], which are distinct where they are < R; others are dropped.
+    """Return the array [R] with values [M] written at slots i32[M], distinct where they are < R; others are dropped.
 
-    Compares and selects: XLA:TPU sends a scatter into so small an array to the SparseCore, or walks it row by row.
+    It compares and selects: XLA:TPU sends a scatter into so small an array to the SparseCore, or walks it row by row.
     """
     written = slots[:, None] == jnp.arange(array.shape[0], dtype=jnp.int32)
     chosen = jnp.sum(jnp.where(written, values[:, None], jnp.zeros((), array.dtype)), axis=0, dtype=array.dtype)
@@ -97,7 +97,8 @@ def write_slots(array: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Ar
 
 
 def count_tokens(token_counts: jax.Array, slots: jax.Array, token_ids: jax.Array, valid: jax.Array) -> jax.Array:
-    """token_counts i32[R, V / n] with one more output token per row: slots i32[S], token_ids i32[S], valid bool[S].
+    """Return token_counts i32[R, V / n] with one more output token per row: slots i32[S], token_ids i32[S], valid
+    bool[S].
 
     A token adds 2, as the lowest bit is the prompt's; a slot may have several rows. Rows that are not valid, whose slot
     is >= R or whose token is outside the vocabulary change nothing.
@@ -110,23 +111,26 @@ def count_tokens(token_counts: jax.Array, slots: jax.Array, token_ids: jax.Array
 
 
 def write_tokens(history: jax.Array, slots: jax.Array, positions: jax.Array, token_ids: jax.Array, valid: jax.Array):
-    """The history i32[R, L] with token_ids i32[S] written at (slots, positions) i32[S] where valid bool[S]; what lies
-    beyond the last slot or position is dropped."""
+    """Return the history i32[R, L] with token_ids i32[S] written at (slots, positions) i32[S] where valid bool[S];
+    entries beyond the last slot or position are dropped.
+    """
     num_slots = history.shape[0]
     slots, positions, token_ids = _two_at_least(num_slots, jnp.where(valid, slots, num_slots), positions, token_ids)
     return history.at[slots, positions].set(token_ids, mode="drop")
 
 
 def _two_at_least(num_slots: int, slots: jax.Array, *others: jax.Array) -> list[jax.Array]:
-    """The arguments of a scatter, i32[S] each, with a row of no slot behind a single one: XLA CPU copies the whole
-    operand of a one-row scatter."""
+    """Return a scatter's index arrays, i32[S] each; a single row gets a second one that names no slot, because XLA:CPU
+    copies the whole operand of a one-row scatter.
+    """
     if slots.shape[0] > 1:
         return [slots, *others]
     return [jnp.pad(slots, (0, 1), constant_values=num_slots), *(jnp.pad(other, (0, 1)) for other in others)]
 
 
 def set_rows(array: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
-    """The array [R, V] with rows [n, V] written at slots i32[n] >= 0; of two rows for one slot the later one counts.
+    """Return the array [R, V] with rows [n, V] written at slots i32[n] >= 0; of two rows for one slot the later one
+    counts.
 
     A slot >= R changes nothing.
     """
@@ -142,17 +146,21 @@ def set_rows(array: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def set_bias_rows(state: SamplingState, slots: jax.Array, rows: jax.Array) -> SamplingState:
-    """Replaces logit_bias[slots] by rows f32[n, V]; see set_rows."""
+    """Return the state with logit_bias[slots] replaced by rows f32[n, V]; see set_rows."""
     return state._replace(logit_bias=set_rows(state.logit_bias, slots, rows))
 
 
 def set_mask_rows(state: SamplingState, numbers: jax.Array, rows: jax.Array) -> SamplingState:
-    """Replaces token_mask rows: numbers i32[n], distinct where they are < M, rows i32[n, W]. Others are dropped."""
+    """Return the state with rows of token_mask replaced: numbers i32[n], distinct where they are < M (its rows), rows
+    i32[n, W]. Others are dropped.
+    """
     return state._replace(token_mask=_replaced_rows(state.token_mask, numbers, rows))
 
 
 def set_logprob_ids(state: SamplingState, slots: jax.Array, rows: jax.Array) -> SamplingState:
-    """Replaces logprob_ids[slots]: slots i32[n], distinct where they are < R, rows i32[n, G]. Others are dropped."""
+    """Return the state with logprob_ids[slots] replaced: slots i32[n], distinct where they are < R, rows i32[n, G].
+    Others are dropped.
+    """
     return state._replace(logprob_ids=_replaced_rows(state.logprob_ids, slots, rows))
 
 

@@ -1,12 +1,12 @@
-"""Cutting a distribution over the vocabulary and drawing from it, for every row of logits f32[S, V] at once.
+"""Truncation of a distribution over the vocabulary and sampling from it, for every row of logits f32[S, V] at once.
 
-The vocabulary is never sorted. Each limit keeps every token above some logit, so what a row keeps is
-one number. It is read off the row's best tokens where they decide it, and found by bisection where they do not: exact
-either way, equal logits are kept or dropped together. A draw is the best token once every one has noise of its own,
-which another rounding of the logits hardly ever changes; a place in the running sum of all of them it moves all the
-time. Each row's arithmetic has the same order whatever S is. Pure functions of arrays; knows nothing of slots or
-requests. Per-row arguments are [S, 1]. Of a vocabulary that is split over n devices each has f32[S, V / n]; fixed_order
-and top_tokens exchange what is needed, and every device finds the same numbers.
+The vocabulary is never sorted. Each limit keeps every token above some logit, so a row's kept set is one number. It is
+read off the row's best tokens if they decide it, and found by bisection if not: exact either way, and equal logits are
+kept or dropped together. A draw is the best token after each has received noise of its own, which another rounding of
+the logits hardly ever changes; a draw by position in the cumulative distribution would change all the time. Each row's
+arithmetic has the same order whatever S is. These are pure functions of arrays; per-row arguments are [S, 1]. If the
+vocabulary is split over n devices, each has f32[S, V / n]; fixed_order and top_tokens exchange what is needed, and
+every device finds the same numbers.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _NO_WEIGHT = 104.0
 def lowest_kept(
     logits: jax.Array, best: jax.Array, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array, least: jax.Array
 ) -> jax.Array:
-    """The logit from which a row's tokens are kept, f32[S, 1]: `least`, then top_k, then top_p over what those leave.
+    """Return the least logit that a row keeps, f32[S, 1]: `least`, then top_k, then top_p over what those leave.
 
-    logits: f32[S, V / n], the columns of each of n devices; all others are [S, 1]. best: the row's maximum.
-    temperature > 0. `least` keeps logits no less than it, the best among them; top_k (i32, 0 = off) tokens no less
-    likely than the k-th; top_p (1 = off) those with less than top_p of the mass strictly above them (Holtzman et al.
-    2020), so always the best.
+    logits: f32[S, V / n], the columns of each of n devices; all others are [S, 1]. best: the row's maximum. temperature
+    > 0. `least` keeps logits no less than it, the best among them; top_k (i32, 0 = off) tokens no less likely than the
+    k-th; top_p (1 = off) those with less than top_p of the mass strictly above them (Holtzman et al. 2020), so always
+    the best.
     """
     num_tokens = vocab_size(logits)
     candidates = top_values(logits, min(NUM_CANDIDATES, num_tokens))
@@ -61,7 +61,7 @@ def lowest_kept(
 
 
 def _search_top_k(logits: jax.Array, best: jax.Array, top_k: jax.Array, highest: jax.Array) -> jax.Array:
-    """The top_k-th greatest logit of each row, f32[S, 1], or another number that keeps the same tokens.
+    """Return the top_k-th greatest logit of each row, f32[S, 1], or another number that keeps the same tokens.
 
     best: the row's maximum; top_k: i32; highest: not less than the result; [S, 1] each. A row with fewer than top_k
     logits above -inf gives the least of these.
@@ -83,7 +83,7 @@ def _top_p(
     kept: jax.Array,
     candidates: jax.Array,
 ) -> jax.Array:
-    """The logit from which top_p keeps tokens, of those >= kept, f32[S, 1]; rows with top_p = 1 give `kept` back.
+    """Return the least logit, f32[S, 1], that top_p keeps among those >= kept; rows with top_p = 1 return `kept`.
 
     logits: f32[S, V / n]; candidates: the row's best logits, best first, f32[S, C]; all others are f32[S, 1]. best: the
     row's maximum.
@@ -111,10 +111,10 @@ def _top_p(
 
 
 def draw_keys(seeds: jax.Array, positions: jax.Array) -> jax.Array:
-    """The key of each row's draw, u32[S, 2], from seeds u32[S, 2] and positions i32[S].
+    """Return the random key of each row's draw, u32[S, 2], from seeds u32[S, 2] and positions i32[S].
 
-    It is threefry of (seed, position), as jax.random.fold_in derives it; taken as it is, without a further jax.random
-    draw, it depends on no jax_threefry_* option.
+    It is threefry of (seed, position), as jax.random.fold_in derives it; used without a further jax.random draw, it
+    depends on no jax_threefry_* option.
     """
 
     def words(seed: jax.Array, position: jax.Array) -> jax.Array:
@@ -125,7 +125,8 @@ def draw_keys(seeds: jax.Array, positions: jax.Array) -> jax.Array:
 
 
 def draw(logits: jax.Array, best: jax.Array, kept_from: jax.Array, temperature: jax.Array, keys: jax.Array):
-    """One token per row, i32[S], from softmax(logits / temperature) over the logits >= kept_from, by keys u32[S, 2].
+    """Draw one token per row, i32[S], from softmax(logits / temperature) over the logits >= kept_from, by keys u32[S,
+    2].
 
     logits: f32[S, V / n]; best (the row's maximum), kept_from, temperature > 0: f32[S, 1]. The token is the best of
     logits / temperature plus Gumbel noise, of which every token has its own (Gumbel 1954). Never a token of probability
@@ -137,9 +138,11 @@ def draw(logits: jax.Array, best: jax.Array, kept_from: jax.Array, temperature: 
 
 
 def _exponential(keys: jax.Array, ids: jax.Array) -> jax.Array:
-    """Exponentially distributed numbers f32[S, C], each from its key u32[S, 2] and its token's id u32[C] alone.
+    """Return exponentially distributed numbers f32[S, C], each from its row's key u32[S, 2] and its token's id u32[C]
+    alone.
 
-    Small ones, which decide a draw, have all their bits, and none is infinite: a lone token must win with any.
+    Small numbers, which decide a draw, have all their bits, and none is infinite: a lone token must win with any
+    number.
     """
     bits = _mix(_mix(ids * jnp.uint32(0x9E3779B9) + keys[:, :1]) ^ keys[:, 1:])
     below_one = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
@@ -147,7 +150,7 @@ def _exponential(keys: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def _mix(x: jax.Array) -> jax.Array:
-    """A hash of 32 bits in which every bit of the result depends on every one of x (Wellons 2018, lowbias32)."""
+    """Return a 32-bit hash of each element in which every bit depends on every bit of x (Wellons 2018, lowbias32)."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
     return x ^ (x >> 16)
@@ -160,12 +163,11 @@ def _highest(
     at_lower: tuple[jax.Array, jax.Array],
     upper: jax.Array,
 ) -> jax.Array:
-    """The highest threshold t of each row, lower <= t <= upper, that measures at least `target`, f32[S, 1].
-
-    It may be another one that keeps the same tokens. target, lower, upper: f32[S, 1].
+    """Return the highest threshold t of each row, f32[S, 1], lower <= t <= upper, at which `measure` is at least
+    `target`, or another threshold that keeps the same tokens. target, lower, upper: f32[S, 1].
 
     Args:
-      measure: t [S, 1] -> (what t keeps, how many logits it keeps), f32[S, 1] each; both fall as t rises.
+      measure: t [S, 1] -> (the quantity at t, how many logits t keeps), f32[S, 1] each; both fall as t rises.
       at_lower: measure(lower).
 
     Bisects until at most one token lies between the bounds, or the lower bound meets the target exactly. No pass is
@@ -200,12 +202,12 @@ def _highest(
 
 
 def _ordered(x: jax.Array) -> jax.Array:
-    """float32 as int32 that have the same order (-0.0 just below 0.0)."""
+    """Return float32 numbers as int32 that have the same order (-0.0 just below 0.0)."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 def _unordered(key: jax.Array) -> jax.Array:
-    """Inverse of `_ordered`, subnormal numbers as 0: XLA CPU compares them as 0 and numpy does not."""
+    """Return the float32 numbers of `_ordered`, subnormal ones as 0: XLA:CPU compares them as 0 and numpy does not."""
     x = lax.bitcast_convert_type(key ^ ((key >> 31) & 0x7FFFFFFF), jnp.float32)
     return jnp.where(jnp.abs(x) < jnp.finfo(jnp.float32).tiny, 0.0, x)

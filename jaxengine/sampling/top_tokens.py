@@ -29,23 +29,26 @@ _MIN_BLOCK = 4
 
 
 def vocab_size(columns: jax.Array) -> int:
-    """V of an array [S, V / n]."""
+    """Return V, the size of the whole vocabulary, for an array [S, V / n]."""
     return columns.shape[1] * num_shards(VOCAB)
 
 
 def first_id(columns: jax.Array) -> Any:
-    """The id of the first column that this device has of an array [S, V / n]: 0, or i32[]."""
+    """Return the token id of the first column that this device has of an array [S, V / n]: 0, or i32[]."""
     return columns.shape[1] * shard_index(VOCAB)
 
 
 def first_true(mask: jax.Array) -> jax.Array:
-    """The first True of each row, bool[S, C] -> i32[S]; C when there is none. XLA CPU's argmax is 4x slower."""
+    """Return the index of the first True in each row, bool[S, C] -> i32[S]; C if there is none. XLA CPU's argmax is 4x
+    slower.
+    """
     size = mask.shape[1]
     return jnp.min(jnp.where(mask, jnp.arange(size, dtype=jnp.int32), size), axis=1)
 
 
 def best_token(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The maximum f32[S, 1] of each row and the first token that has it, i32[S], in one pass over the vocabulary.
+    """Return the maximum f32[S, 1] of each row and the first token that has it, i32[S], in one pass over the
+    vocabulary.
 
     logits: f32[S, V / n], the columns of each of n devices; ids are of the whole vocabulary. A row with NaN has the
     maximum +inf and any token: XLA CPU's max() may pass over a NaN.
@@ -59,13 +62,13 @@ def best_token(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def row_extreme(extreme: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
-    """jnp.max or jnp.min of each row of x [S, V / n], [S, 1]."""
+    """Return jnp.max or jnp.min (`extreme`) of each whole row of x [S, V / n], [S, 1]."""
     own = extreme(x, axis=1, keepdims=True)
     return extreme(gather_parts(own, VOCAB, dimension=1), axis=1, keepdims=True)
 
 
 def top_values(logits: jax.Array, num_top: int) -> jax.Array:
-    """The `num_top` best logits of each row, best first, f32[S, num_top]; num_top <= V.
+    """Return the `num_top` best logits of each row, best first, f32[S, num_top]; num_top <= V.
 
     logits: f32[S, V / n], the columns of each of n devices, which all get the same result.
     """
@@ -84,7 +87,8 @@ def top_values(logits: jax.Array, num_top: int) -> jax.Array:
 
 
 def top_tokens(logits: jax.Array, num_top: int) -> tuple[jax.Array, jax.Array]:
-    """What `lax.top_k` gives, values f32[S, num_top] and ids i32[S, num_top]: best first, equal values by ascending id.
+    """Return values f32[S, num_top] and ids i32[S, num_top] of each row's best tokens, as `lax.top_k` does: best first,
+    equal values by ascending id.
 
     logits: f32[S, V / n], the columns of each of n devices, which all get the same result with the ids of the whole
     vocabulary. num_top <= V. Rows with NaN give any ids.
@@ -109,7 +113,8 @@ def top_tokens(logits: jax.Array, num_top: int) -> tuple[jax.Array, jax.Array]:
 
 
 def take_tokens(logits: jax.Array, ids: jax.Array) -> jax.Array:
-    """logits f32[S, V / n] at ids i32[S, C] >= 0 of the whole vocabulary: f32[S, C], -inf beyond the vocabulary."""
+    """Return logits f32[S, V / n] at ids i32[S, C] >= 0 of the whole vocabulary: f32[S, C], -inf beyond the vocabulary.
+    """
     if num_shards(VOCAB) == 1:
         return _take(logits, ids)
     columns = ids - first_id(logits)
@@ -121,21 +126,22 @@ def take_tokens(logits: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def _take(logits: jax.Array, ids: jax.Array) -> jax.Array:
-    """`take_tokens` from this device's columns."""
+    """Return `take_tokens`'s values from this device's columns only."""
     size = logits.shape[1]
     return jnp.where(ids < size, jnp.take_along_axis(logits, jnp.minimum(ids, size - 1), axis=1), -jnp.inf)
 
 
 def _of_all_parts(logits: jax.Array, values: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The tokens that all devices chose, each of its columns: values f32[S, C] and ids i32[S, C], counted from the
-    device's first, -> f32[S, n * C] and ids of the vocabulary i32[S, n * C]."""
+    """Gather the tokens that each device chose among its columns, values f32[S, C] and ids i32[S, C] counted from the
+    device's first: returns values f32[S, n * C] and vocabulary ids i32[S, n * C].
+    """
     bits = lax.bitcast_convert_type(values, jnp.int32)
     pairs = gather_parts(jnp.stack([bits, ids + first_id(logits)], axis=2), VOCAB, dimension=1)
     return lax.bitcast_convert_type(pairs[:, :, 0], jnp.float32), pairs[:, :, 1]
 
 
 def _sorted_top(x: jax.Array, num_top: int) -> tuple[jax.Array, jax.Array]:
-    """The `num_top` best values of each row, best first, and their columns, i32, by a stable sort of the row."""
+    """Return the `num_top` best values of each row, best first, and their columns, i32, by a stable sort of the row."""
     columns = jnp.argsort(x, axis=1, descending=True, stable=True)[:, :num_top].astype(jnp.int32)
     return jnp.take_along_axis(x, columns, axis=1), columns
 
@@ -160,8 +166,8 @@ def _blockwise_best(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _best_blocks(logits: jax.Array, num_top: int) -> tuple[int, jax.Array | None]:
-    """(tokens of a block, the numbers of the `num_top` blocks of the greatest maxima i32[S, num_top]); None for the
-    latter where `num_top` is so large a part of the vocabulary that blocks would not help.
+    """Return the number of tokens in a block, and the numbers i32[S, num_top] of the `num_top` blocks with the greatest
+    maxima; None for the latter if `num_top` is so large a part of the vocabulary that blocks would not help.
 
     Among blocks of equal maxima the first ones count, so that they hold the first ones of equal tokens as well. XLA
     CPU's top_k keeps that order only while it is asked for a small part of the row.
@@ -172,7 +178,7 @@ def _best_blocks(logits: jax.Array, num_top: int) -> tuple[int, jax.Array | None
 
 
 def _tokens(blocks: jax.Array, block: int) -> jax.Array:
-    """The ids in blocks of `block` tokens, given by number: i32[S, n] -> i32[S, n * block]."""
+    """Return the token ids in blocks of `block` tokens, given by number: i32[S, n] -> i32[S, n * block]."""
     ids = blocks[:, :, None] * block + jnp.arange(block, dtype=jnp.int32)
     return ids.reshape(blocks.shape[0], -1)
 

@@ -1,1 +1,1 @@
-"""Optional capabilities of the scheduler, one a file; each is imported by who starts an engine with it."""
+"""Optional capabilities of the scheduler, one file each, imported only by an engine that starts with them."""

@@ -1,7 +1,7 @@
-"""Which adapters have a slot on the devices, and which waiting requests may run with theirs. Knows no matrices.
+"""Assignment of adapter slots on the devices to LoRA adapters, and admission of requests whose adapter has one.
 
-Slots are pooled like pages: running requests hold their adapter's, those that nobody holds are given away, the least
-recently used first. A request whose adapter has none waits beside the line, so that nobody waits behind it.
+Slots are pooled like pages: running requests hold their adapter's slot, and a slot that nobody holds is reused, the
+least recently used first. A request whose adapter has no slot waits apart from the queue, so that it blocks nobody.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxengine.scheduler.token_params import ADAPTER, FEW_ADAPTERS
 
 @dataclass(frozen=True)
 class AdapterOptions:
-    """Adapters (LoRA) that may run at once."""
+    """Options of LoRA adapters in the scheduler: how many adapters may run at once."""
 
     num_slots: int
 
@@ -34,14 +34,14 @@ class AdapterOptions:
 
 @dataclass(eq=False)
 class _Slot:
-    """One slot of the devices' pools.
+    """One adapter slot of the devices' pools.
 
     Attributes:
-      ready: what is there is the owner's.
-      used: when it was given out or used last; larger is later.
-      promised: the request that it was got for, until that runs.
-      claim: the first of those that wait for this slot, which runs now for others: those that came after it and want
-        the owner wait too, so that the slot becomes free.
+      ready: whether the devices hold the owner's matrices in it.
+      used: sequence number of its last assignment or use; larger is later.
+      promised: the request that it was assigned for, until that request runs.
+      claim: the first request waiting to take this slot from its present owner: later requests for the owner must wait,
+        too, so that the slot becomes free.
     """
 
     owner: Adapter | None = None
@@ -52,13 +52,13 @@ class _Slot:
 
 
 class AdapterSlots:
-    """The slots of the devices' pools, and the requests that wait for one.
+    """Adapter slots of the devices' pools, and the requests that wait for one.
 
-    No request waits for ever: who finds no slot that nobody uses claims one, and requests that come after it do not
-    prolong its use.
+    No request waits for ever: one that finds no unused slot claims one, and requests that come after it do not prolong
+    that slot's use.
 
     Attributes:
-      loads: (slot, adapter) to be brought to the devices, in order; who takes them empties the list.
+      loads: (slot, adapter) to be uploaded to the devices, in order; whoever takes them empties the list.
     """
 
     def __init__(self, num_slots: int):
@@ -72,20 +72,21 @@ class AdapterSlots:
 
     @property
     def owners(self) -> list[Adapter | None]:
-        """Whose adapters are on the devices, or on their way, by slot."""
+        """Return, for each slot, the adapter that is on the devices or on its way there; None for an empty slot."""
         return [slot.owner for slot in self._slots]
 
     @property
     def waiting(self) -> list[Request]:
-        """Requests that wait for their adapters."""
+        """Return the requests that wait for their adapters."""
         for request in [each for each in self._waiting if each.status is RequestStatus.FINISHED]:
             del self._waiting[request]
         return list(self._waiting)
 
     def admits(self, request: Request) -> bool:
-        """Whether the next request in line may run as far as its adapter is concerned; if so sets its `adapter_slot`.
+        """Whether the first request in the queue may run as far as its adapter is concerned; if so, set its
+        `adapter_slot`.
 
-        A request that may not is recorded as waiting; keep it beside the line until `assign` returns it.
+        A request that may not is recorded as waiting; keep it apart from the queue until `assign` returns it.
         """
         index = self._find(request.adapter)
         if index is not None:
@@ -100,10 +101,10 @@ class AdapterSlots:
         return False
 
     def assign(self, is_running: np.ndarray) -> list[Request]:
-        """Gives slots to the adapters that are waited for, in the order of the requests; adds them to `loads`.
+        """Assign slots to the adapters of waiting requests, in the order of the requests; adds the uploads to `loads`.
 
-        Returns the requests that may be in line again, because their adapters are on the devices; they no longer wait
-        here. is_running: bool[slots], which slots' adapters running requests have.
+        Returns the requests whose adapters are now on the devices; they no longer wait here. is_running: bool[slots],
+        slots whose adapters running requests use.
         """
         ready = []
         for slot in self._slots:
@@ -126,12 +127,12 @@ class AdapterSlots:
         return ready
 
     def loaded(self, index: int, adapter: Adapter) -> None:
-        """Takes note that an adapter of `loads` is in its slot; does nothing if the slot has been given to another."""
+        """Mark an adapter of `loads` as present in its slot; do nothing if the slot has been assigned to another."""
         if self._slots[index].owner is adapter:
             self._slots[index].ready = True
 
     def drop(self, adapter: Adapter) -> list[Request]:
-        """Gives up an adapter's slot, which no running request has, and returns the requests that wait for it."""
+        """Free an adapter's slot, which no running request uses; return the requests that wait for the adapter."""
         index = self._find(adapter)
         if index is not None:
             self._slots[index] = _Slot(claim=self._slots[index].claim)
@@ -139,10 +140,10 @@ class AdapterSlots:
         return [each for each in self.waiting if each.adapter is adapter]
 
     def replace(self, old: Adapter, new: Adapter) -> int | None:
-        """Gives an adapter's slot to the one that takes its place.
+        """Hand an old adapter's slot to the adapter that replaces it.
 
-        Returns the slot where the devices have the old one's matrices there: the caller overwrites them, or calls
-        `reload`. None where the old one has no slot, or is on its way: then the new one is added to `loads`.
+        Returns the slot if the devices hold the old matrices in it: the caller overwrites them, or calls `reload`.
+        Returns None if the old adapter has no slot, or is on its way: then the new one is added to `loads`.
         """
         index = self._find(old)
         if index is None:
@@ -155,14 +156,14 @@ class AdapterSlots:
         return None
 
     def reload(self, index: int) -> None:
-        """Has what belongs into a slot brought there again; no request is let in with it until then."""
+        """Have a slot's matrices uploaded again; no request is admitted with it until then."""
         slot = self._slots[index]
         assert slot.owner is not None
         slot.ready = False
         self.loads.append((index, slot.owner))
 
     def retire(self, adapter: Adapter) -> None:
-        """Makes an adapter's slot the next to be given away: no new request will have the adapter."""
+        """Make an adapter's slot the next to be reused, since no new request will use the adapter."""
         index = self._find(adapter)
         if index is not None:
             self._slots[index].used = -1
@@ -171,15 +172,16 @@ class AdapterSlots:
         return next((index for index, slot in enumerate(self._slots) if slot.owner is adapter), None)
 
     def _is_claimed(self, slot: _Slot, request: Request) -> bool:
-        """Whether somebody who comes before the request waits for the slot to become free."""
+        """Whether a request that comes before this one waits for the slot to become free."""
         claim = slot.claim
         return claim is not None and _order(claim) < _order(request)
 
     def _get(self, request: Request, is_running: np.ndarray) -> None:
-        """Gives the request's adapter, which has no slot, one that nobody uses, the least recently used; else has the
-        request claim the least recently used one that nobody claims, unless its adapter is waited for at a claimed one.
+        """Assign the least recently used idle slot to the request's adapter, which has none; without an idle slot, have
+        the request claim the least recently used unclaimed one, unless its adapter is already waited for at a claimed
+        slot.
 
-        is_running: as in `assign`.
+        is_running: bool[slots], slots whose adapters running requests use.
         """
         adapter = request.adapter
         assert adapter is not None
@@ -198,11 +200,11 @@ class AdapterSlots:
                 min(free, key=lambda slot: slot.used).claim = request
 
     def _is_idle(self, slot: _Slot, request: Request, is_running: np.ndarray) -> bool:
-        """Whether nobody uses a slot, and it is not kept for a request that comes before this one. is_running: as in
-        `assign`.
+        """Whether a slot is unused and not promised to a request that comes before this one. is_running: bool[slots],
+        slots whose adapters running requests use.
 
-        What is kept for later ones is no reason to wait: a request that was preempted may have lost its slot to one of
-        them, which waits in turn because of its claim.
+        A promise to a later request is no reason to wait: a preempted request may have lost its slot to one of those,
+        which in turn waits because of its claim.
         """
         promised = slot.promised
         if slot.owner is None:
@@ -223,17 +225,21 @@ class AdapterSlots:
 
 
 def _order(request: Request) -> tuple[int, int]:
-    """Sort key of requests: who comes first is less."""
+    """Return the sort key of a request: smaller comes first."""
     return request.priority, request.arrival_index
 
 
 def few_run(num_slots: int, columns: Iterable[np.ndarray]) -> bool:
-    """Whether running requests have few of the pools' slots; columns: as `running_adapters` has them."""
+    """Whether running requests use few of the adapter slots. columns: for each replica, the adapter slot of each of its
+    slots, -1 for none.
+    """
     return are_few(int(running_adapters(num_slots, columns).sum()), num_slots)
 
 
 def running_adapters(num_slots: int, columns: Iterable[np.ndarray]) -> np.ndarray:
-    """bool[num_slots], the pools' slots that running requests have; columns: those of each rank's, -1 for none."""
+    """Return bool[num_slots]: adapter slots that running requests use. columns: for each replica, the adapter slot of
+    each of its slots, -1 for none.
+    """
     running = np.zeros(num_slots + 1, np.bool_)
     for column in columns:
         running[column] = True
@@ -241,10 +247,10 @@ def running_adapters(num_slots: int, columns: Iterable[np.ndarray]) -> np.ndarra
 
 
 class Adapters(SchedulerExtension):
-    """Admits requests whose adapters are on the devices.
+    """Scheduler extension that admits requests whose adapters are on the devices.
 
     Attributes:
-      slots: of the devices' pools.
+      slots: the adapter slots of the devices' pools.
     """
 
     name: ClassVar[str] = "adapters"
@@ -272,10 +278,10 @@ class Adapters(SchedulerExtension):
 
 
 class RankAdapters(RankExtension):
-    """Where the adapters of one rank's slots are.
+    """One replica's part: the adapter slot of each of its slots.
 
     Attributes:
-      column: i32[max_num_seqs], a slot of the devices' pools; -1 for none.
+      column: i32[max_num_seqs], adapter slots; -1 for none.
     """
 
     def __init__(self, max_num_seqs: int):

@@ -1,11 +1,11 @@
-"""How many tokens a decode has in the next step: its last one and drafts, as many as pay at this number of rows.
+"""Choice of how many tokens a decode has in the next step (its last one and drafts), by what pays at this number of
+rows.
 
-A width is worth the tokens that a row of it is expected to bring, for each second that its steps take. Both are
-measured while serving: which drafts were right, by place, and how long steps took, by width and number of rows. Of
-drafts that must be right it is told before. A width that has not been tried at a number of rows is, and one that lost
-is tried again, for what runs changes: soon after the choice has changed, and more and more rarely while it does not;
-and where prompts have come, whatever the texts before were like. Tokens do not depend on the choice. Knows no device
-and no request.
+A width's value is the expected number of tokens per row, for each second that its steps take. Both are measured while
+serving: acceptance of drafts, by draft position, and step times, by width and number of rows. Grammar drafts, which
+must be right, are known in advance. A width not yet tried at a number of rows is tried, and one that lost is tried
+again, because the load changes: soon after the choice has changed, ever more rarely while it does not, and when new
+prompts have come. Sampled tokens do not depend on the choice.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _OF_NEW_TEXT, _LEFT = 0.5, 0.85
 
 @dataclass
 class _Retries:
-    """Of the widths that lost against `best`: steps since the last trial of one, steps from that to the next."""
+    """Trials of the widths that lost against `best`: steps since the last trial, and steps from that to the next."""
 
     best: int
     since: int = 0
@@ -40,16 +40,16 @@ class _Retries:
 
 
 class DraftWidth:
-    """Chooses among 1 and the widths it is given; without any, always 1.
+    """Chooser between width 1 and the widths it is given; without any, always 1.
 
     Attributes:
-      kept: f64[W - 1], of the rows whose drafts before a place were all accepted the share in which that at the place
-        was. What a text allows at first changes with every text, how it goes on from there hardly: so one draft that is
-        right tells what more of them would bring.
+      kept: f64[W - 1], for each draft position the share of rows whose draft there was accepted, among rows whose
+        earlier drafts all were. The share at the first position changes with every text, those after it hardly do: so
+        one accepted draft tells what more of them would bring.
     """
 
     def __init__(self, most_rows: Mapping[int, int]):
-        """most_rows: for each width, the most rows of a step that may have it."""
+        """Start without measurements. most_rows: for each width, the most rows of a step that may have it."""
         self._most_rows = dict(sorted(most_rows.items()))
         self.kept = np.ones(max(most_rows, default=1) - 1)
         # By (width, class of numbers of rows).
@@ -60,14 +60,15 @@ class DraftWidth:
         self._num_prefills, self._of_new_text = 0, _OF_NEW_TEXT
 
     def has_any(self, num_rows: int) -> bool:
-        """Whether a step of at most so many decodes in a rank may have more than one token of each."""
+        """Whether decodes of a step with at most `num_rows` decodes in a replica may have more than one token each."""
         return 0 < num_rows <= max(self._most_rows.values(), default=0)
 
     def choose(self, num_rows: int, runs: np.ndarray) -> int:
-        """The width for a step of at most num_rows decodes in a rank: 1 where no more than the last token of each pays.
+        """Choose the width for a step of at most num_rows decodes in a replica; 1 if drafts do not pay. Counts the
+        trials: to be called once for each step.
 
-        runs: i32[n], of the decodes of all ranks, how many drafts each has that must be right, -1 where any would be
-        guesses. Counts the trials: called once for each step.
+        runs: i32[n], for the decodes of all replicas, how many grammar drafts each has, -1 for one with proposed
+        drafts.
         """
         guesses, longest, size = bool((runs < 0).any()), 1 + int(runs.max(initial=0)), num_rows.bit_length()
         allowed = [1]
@@ -90,9 +91,9 @@ class DraftWidth:
         return self._retried(best, allowed, num_rows)
 
     def _retried(self, best: int, allowed: list[int], num_rows: int) -> int:
-        """The best width, or the next wider or narrower one of `allowed` where a trial of it is due, by turns.
+        """Return `best`, or, when a trial is due, the next wider or narrower one of `allowed`, by turns.
 
-        allowed: ascending, at least two, `best` among them. num_rows: as in `choose`.
+        allowed: widths, ascending, at least two, `best` among them. num_rows: as in `choose`.
         """
         retries = self._retries.setdefault(num_rows.bit_length(), _Retries(best))
         if retries.best != best:
@@ -107,22 +108,23 @@ class DraftWidth:
         return allowed[place + 1 if wider else place - 1]
 
     def prefilled(self) -> None:
-        """Takes note of a step with tokens of prompts: once there have been as many as rows, these are of other
-        texts."""
+        """Count a step with prompt tokens: after as many as there are rows, the running texts are new, and trials are
+        due.
+        """
         self._num_prefills += 1
 
     def expected(self, width: int, runs: np.ndarray) -> float:
-        """Tokens that a row is expected to bring in a step of this width; runs: as in `choose`."""
+        """Return the number of tokens that a row is expected to get in a step of this width. runs: as in `choose`."""
         guessed = np.cumprod(self.kept[: width - 1]).sum()
         return 1.0 + float(np.where(runs < 0, guessed, np.minimum(runs, width - 1)).mean())
 
     def observe(self, width: int, num_rows: int, accepted: np.ndarray, seconds: float | None) -> None:
-        """Takes note of a step of decodes alone, of at most `num_rows` rows in a rank.
+        """Record the result of a step of decodes only, with at most `num_rows` rows in a replica.
 
         Args:
-          width: of the step; with 1 its drafts are not looked at.
-          accepted: i64[n], drafts accepted of each row with guesses.
-          seconds: how long the step took; None where that is not known.
+          width: of the step; with width 1, `accepted` is not used.
+          accepted: i64[n], accepted drafts of each row with proposed drafts.
+          seconds: duration of the step; None if unknown.
         """
         if width > 1:
             place = np.arange(width - 1)

@@ -1,7 +1,6 @@
-"""The drafts of one rank's decodes in the step being put together: how many each has, and those that the host knows.
+"""Drafts of a replica's decodes in the step being scheduled: how many each has, and those that the host knows.
 
-A draft is proposed, where the proposer is, or a token that must be right: a grammar allows no other in its position.
-Knows nothing of pages.
+A draft is either proposed by a draft method, or a grammar draft: the only token that a grammar allows at its position.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ Forced = Callable[[Request, int, int], Sequence[int] | None]
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """How drafts are found; SchedulerConfig.widths says how many a decode may have.
+    """Options of drafts; SchedulerConfig.widths says how many tokens a decode may have.
 
     Attributes:
-      guesses: whether there are other drafts than those that a grammar fixes.
-      draft: proposes on the host; None where the device does.
-      forced: what a grammar fixes for requests with MASK; None where these have no drafts.
+      guesses: whether there are proposed drafts, in addition to grammar drafts.
+      draft: proposer on the host; None if the device proposes.
+      forced: grammar drafts of requests with MASK; None if these have no drafts.
       guided: requests with MASK may have drafts of the device where `forced` finds none, each under a mask of its own.
     """
 
@@ -55,11 +54,11 @@ class DraftOptions:
 
 
 class DraftSection(NamedTuple):
-    """How the rows of a step with drafts choose, bool[n] each.
+    """How the rows of a step with drafts sample, bool[n] each.
 
     Attributes:
-      is_forced: rows without drafts, and those whose drafts a grammar fixes.
-      is_guided: rows whose drafts are proposed under a grammar, with a mask for each.
+      is_forced: rows without drafts, and those with grammar drafts.
+      is_guided: rows with masked drafts: proposed drafts that each have a grammar mask.
     """
 
     is_forced: np.ndarray
@@ -70,11 +69,11 @@ _NONE = np.empty(0, np.bool_)
 
 
 class DecodeDrafts:
-    """Drafts of one rank's decodes: for each step call `begin`, then, where decodes may be widened, `look_ahead` and
+    """Drafts of one replica's decodes. For each step call `begin`, then, if decodes may have drafts, `look_ahead` and
     `widen`.
 
     Attributes:
-      widths: tokens of each decode, its last one and drafts, i32[n]; None: one.
+      widths: i32[n], tokens of each decode, its last one and drafts; None: one each.
     """
 
     def __init__(self, options: DraftOptions, slots: Slots):
@@ -89,25 +88,25 @@ class DecodeDrafts:
 
     @property
     def is_forced(self) -> np.ndarray:
-        """Which decodes have no proposed drafts, in a step with drafts, bool[n]; in another step empty."""
+        """Return bool[n], the decodes without proposed drafts, in a step with drafts; empty in another step."""
         return _NONE if self.widths is None else self._runs >= 0
 
     @property
     def is_guided(self) -> np.ndarray:
-        """Which decodes have proposed drafts with masks, in a step with drafts, bool[n]; in another step empty."""
+        """Return bool[n], the decodes with masked drafts, in a step with drafts; empty in another step."""
         return _NONE if self.widths is None else self._masked & (self._runs < 0) & (self.widths > 1)
 
     def begin(self) -> None:
-        """Starts a step, in which every decode has one token unless `widen` gives it more."""
+        """Start a step, in which every decode has one token unless `widen` gives it more."""
         self.widths = None
 
     def look_ahead(self, decodes: np.ndarray, most: int) -> np.ndarray:
-        """Count the drafts that must be right of each of the slots `decodes` i64[n]: i32[n], at most `most`; -1 where
-        its drafts would be proposed.
+        """Return i32[n]: for each of the slots `decodes` i64[n] its number of grammar drafts, at most `most`; -1 if its
+        drafts would be proposed.
 
         A request whose next choice the host must prepare (a grammar, long bad words, min_tokens) has 0, or as many as
-        its grammar fixes; where that is not known and DraftOptions.guided is set, -1. Without DraftOptions.guesses all
-        others have 0, too.
+        its grammar fixes; if that is unknown and DraftOptions.guided is set, -1. Without DraftOptions.guesses all
+        others have 0.
         """
         s = self._slots
         self._masked = s.features[decodes] & MASK > 0
@@ -128,10 +127,10 @@ class DecodeDrafts:
         return self._runs
 
     def widen(self, decodes: np.ndarray, width: int) -> np.ndarray:
-        """Gives each decode up to `width` tokens, its last one and drafts, and returns `widths`, at least 1 each.
+        """Give each decode up to `width` tokens, its last one and drafts; return `widths`, at least 1 each.
 
-        decodes: i64[n], the slots for which `look_ahead` was called last. None has more than its request's limit leaves
-        it, or than the host proposes where that does it (DraftOptions.draft).
+        decodes: i64[n], the slots for which `look_ahead` was called last. No decode gets more than its request's limit
+        leaves, or than the host proposes if it is the proposer (DraftOptions.draft).
         """
         s = self._slots
         widths = np.minimum(s.limit[decodes] - s.num_tokens[decodes], width)
@@ -144,10 +143,10 @@ class DecodeDrafts:
         return self.widths
 
     def token_ids(self, last: np.ndarray | None) -> np.ndarray | None:
-        """Returns the decodes' tokens as ScheduledBatch.decode_token_ids has them: row after row, -1 where the device
-        knows or proposes one, None where all are such; `last` itself where no decode is widened.
+        """Return the decodes' tokens in the form of ScheduledBatch.decode_token_ids: row after row, -1 where the device
+        knows or proposes one, None if all are -1; `last` itself if no decode has drafts.
 
-        last: i32[n], the last token of each decode; None where the device knows these.
+        last: i32[n], the last token of each decode; None if the device knows them.
         """
         if self.widths is None or (last is None and not self._known):
             return last
@@ -160,7 +159,7 @@ class DecodeDrafts:
 
 
 class Drafts(SchedulerExtension):
-    """Chooses how many tokens the decodes of a step have, over all ranks.
+    """Scheduler extension that chooses how many tokens the decodes of a step have, over all replicas.
 
     Attributes:
       width: measures which widths pay.
@@ -180,11 +179,11 @@ class Drafts(SchedulerExtension):
         self.ranks = [RankDrafts(self._options, rank) for rank in ranks]
 
     def decode_width(self) -> int:
-        """Gives the decodes of the step being put together their drafts; returns the width of its bucket, one of
+        """Give the decodes of the step being scheduled their drafts; return the width of its bucket, one of
         SchedulerConfig.widths.
 
-        1, and no drafts, where the step has other rows than decodes, no width pays, nobody has drafts, or a rank lacks
-        pages for its own.
+        Returns 1, without drafts, if the step has other rows than decodes, no width pays, no decode has drafts, or a
+        replica lacks pages for its own.
         """
         counts = [each.rank.num_decodes for each in self.ranks]
         rows = [count for count in counts if count is not None]
@@ -204,7 +203,7 @@ class Drafts(SchedulerExtension):
 
 
 class RankDrafts(RankExtension):
-    """The drafts of one rank's decodes."""
+    """Drafts of one replica's decodes."""
 
     def __init__(self, options: DraftOptions, rank: Rank):
         self.rank = rank
@@ -214,14 +213,14 @@ class RankDrafts(RankExtension):
         self._drafts.begin()
 
     def look_ahead(self, most: int) -> np.ndarray:
-        """Drafts of each decode that a grammar fixes, i32[n], at most `most`; -1 where they are proposed."""
+        """Return i32[n]: number of grammar drafts of each decode, at most `most`; -1 if its drafts are proposed."""
         return self._drafts.look_ahead(self.rank.decodes, most)
 
     def widen(self, width: int) -> int:
-        """Gives decodes, the step's only rows, up to `width` tokens: the last one and drafts. Returns the most that one
-        has.
+        """Give decodes, the step's only rows, up to `width` tokens: the last one and drafts. Returns the most that one
+        got.
 
-        0 where pages do not suffice: nobody is preempted for a draft. `look_ahead` was called before.
+        Returns 0 if pages do not suffice: nobody is preempted for a draft. `look_ahead` must have been called before.
         """
         slots, pages = self.rank.decodes, self.rank.pages
         widths = self._drafts.widen(slots, width)
@@ -232,10 +231,10 @@ class RankDrafts(RankExtension):
         return int(widths.max(initial=0))
 
     def complete(self, batch: ScheduledBatch) -> None:
-        """Writes the drafts into the batch: its num_scheduled, tokens, section and choice; nothing without drafts.
+        """Write the drafts into the batch: its num_scheduled, tokens, section and choice; nothing without drafts.
 
-        They count as right until the step's results come. `Results.take` takes back those that were not. With several
-        micro-batches the batch tells `start` of every decode.
+        Drafts count as accepted until the step's results come; `Results.take` takes back rejected ones. With several
+        micro-batches the batch contains `start` of every decode.
         """
         if self.rank.config.num_micro_batches > 1:  # stages do not hear which drafts were right
             batch.start = batch.start.copy()

@@ -1,4 +1,4 @@
-"""Admission that is closed for a while: what arrives meanwhile waits apart, and what came before goes on."""
+"""Temporary closure of admission: requests that arrive meanwhile wait apart, and earlier ones go on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxengine.scheduler.scheduler_extension import SchedulerExtension
 
 
 class Intake(SchedulerExtension):
-    """Admits the requests that were there when it was closed.
+    """Scheduler extension that admits only requests that arrived before it was closed.
 
     Attributes:
       first: arrival index of the first request that waits; None while all are admitted.
@@ -23,7 +23,7 @@ class Intake(SchedulerExtension):
         self._waiting: list[Request] = []
 
     def close(self, first: int) -> None:
-        """Has all requests wait that arrive from that arrival index on. Changes nothing where it is closed already."""
+        """Hold back all requests from this arrival index on. Changes nothing if it is closed already."""
         self.first = first if self.first is None else self.first
 
     def open(self) -> None:

@@ -1,8 +1,8 @@
-"""The pool of embeddings of pictures: which rows hold which picture, for whom, and which pictures a step encodes.
+"""Pool of image embeddings: which rows hold which image, which slots need it, and which images a step encodes.
 
-A picture is encoded in the step whose chunk first reaches it, before that step's forward pass, and its rows are kept as
-long as a running request has tokens of it to compute; then until others need the room, least recently used first, so
-that the next request with the same picture finds them.
+An image is encoded in the step whose chunk first reaches it, before that step's forward pass. Its rows are kept as long
+as a running request has tokens of it to compute; then until others need the room, least recently used first, so that
+the next request with the same image finds them. Videos are treated alike.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ NAME = "pictures"
 
 @dataclass(frozen=True)
 class PictureOptions:
-    """A model that sees.
+    """Options of a model with a vision tower.
 
     Attributes:
-      num_rows: embeddings that a rank keeps.
-      max_patches: patches that a rank encodes in one step at most.
-      whole: a step computes all of a picture's remaining tokens or none.
+      num_rows: embeddings that a replica's pool holds.
+      max_patches: most patches that a replica encodes in one step.
+      whole: a step computes all of an image's remaining tokens or none.
       mrope: messages carry M-RoPE positions.
     """
 
@@ -46,23 +46,24 @@ class PictureOptions:
 
 
 class Encode(NamedTuple):
-    """A picture to be encoded, and the rows of the pool, i32[num_rows], that get its embeddings."""
+    """Image to be encoded, and the rows of the pool, i32[num_rows], for its embeddings."""
 
     item: MediaItem
     rows: np.ndarray
 
 
 class EncoderRows:
-    """Rows 0 .. num_rows - 1, counted by the slots that need them.
+    """Pool rows 0 .. num_rows - 1 of one replica, with the slots that need them.
 
     Attributes:
-      encodes: of the step being put together.
-      num_queries, num_hits: pictures that chunks have reached, and those of them whose rows were there.
+      encodes: images to be encoded in the step being scheduled.
+      num_queries, num_hits: images that chunks have reached, and those whose rows were there already.
     """
 
     def __init__(self, num_rows: int, max_patches: int, *, whole: bool = False):
-        """num_rows: embeddings that there is room for. max_patches: that one step encodes at most. whole: a step has
-        all tokens left of a picture, or none."""
+        """Start with an empty pool. num_rows: its size in embeddings. max_patches: most patches that one step encodes.
+        whole: a step computes all remaining tokens of an image, or none.
+        """
         self.num_rows, self.max_patches, self.whole = num_rows, max_patches, whole
         self.encodes: list[Encode] = []
         self.num_queries = self.num_hits = 0
@@ -77,23 +78,24 @@ class EncoderRows:
 
     @property
     def num_used(self) -> int:
-        """Rows that somebody needs."""
+        """Return the number of rows that some slot needs."""
         return self.num_rows - self._num_free - self._num_idle_rows
 
     @property
     def num_kept(self) -> int:
-        """Rows that hold something, needed or not."""
+        """Return the number of rows that hold embeddings, needed or not."""
         return self.num_rows - self._num_free
 
     def begin_step(self) -> None:
-        """Starts a step, which encodes nothing yet."""
+        """Start a step, with no image to encode yet."""
         self.encodes, self._num_patches = [], 0
 
     def reach(self, media: Media | None, start: int, count: int) -> int:
-        """Number of the tokens [start, start + count) of a prompt that this step can compute, as far as pictures go.
+        """Return how many of a prompt's tokens [start, start + count) this step can compute as far as images are
+        concerned. Takes nothing.
 
-        It ends before the first picture for which rows or patches of the step do not suffice, or, with `whole`, that
-        would be cut; 0 where that is the first token's. All of them without pictures (media None). Takes nothing.
+        The count ends before the first image for which rows, or patches of the step, do not suffice, or which, with
+        `whole`, would be cut; it is 0 if that image has the first token, and `count` without images (media None).
         """
         if media is None or start >= media.end:
             return count
@@ -112,8 +114,9 @@ class EncoderRows:
         return count
 
     def take(self, slot: int, media: Media | None, start: int, count: int) -> None:
-        """Has a slot need the pictures of tokens [start, start + count), which `reach` allowed; lists those not there
-        in `encodes`."""
+        """Reserve the rows of the images of tokens [start, start + count), which `reach` allowed, for a slot; images
+        not in the pool are appended to `encodes`.
+        """
         if media is None or start >= media.end:
             return
         own, items = self._needed.setdefault(slot, {}), _within(media, start, count)
@@ -137,12 +140,12 @@ class EncoderRows:
     def message(
         self, chunks: Sequence[tuple[Media | None, int, int]], num_tokens: int, *, mrope: bool
     ) -> np.ndarray | None:
-        """The pictures' section of a step's message, i32[1, num_tokens] or with M-RoPE i32[4, num_tokens]: the pool row
-        of each token, -1 for none, then its places in time, height and width (`Media.places`), -1 where the device
-        derives them. None where no token needs the section.
+        """Return the images' section of a step's message, i32[1, num_tokens], or with M-RoPE i32[4, num_tokens]: the
+        pool row of each token, -1 for none, then its positions in time, height and width (`Media.places`), -1 where the
+        device derives them. None if no token needs the section.
 
-        chunks: the step's last tokens, as (pictures of the prompt or None, first token, number of tokens); `take` has
-        been called for each. num_tokens: of the whole step.
+        chunks: the step's last tokens, as (media of the prompt or None, first token, number of tokens); `take` has been
+        called for each. num_tokens: of the whole step.
         """
         section = None
         end = num_tokens - sum(count for _, _, count in chunks)
@@ -157,9 +160,10 @@ class EncoderRows:
         return section
 
     def index(self, media: Media, start: int, count: int) -> np.ndarray:
-        """i32[count], the pool rows of the prompt's `count` tokens from `start` on, -1 for those without a picture.
+        """Return i32[count]: the pool row of each of the prompt's `count` tokens from `start` on, -1 for those without
+        an image.
 
-        KeyError for a picture that has no rows (`take`).
+        Raises KeyError for an image that has no rows (`take`).
         """
         found = np.full(count, -1, np.int32)
         for item in _within(media, start, count):
@@ -168,10 +172,8 @@ class EncoderRows:
         return found
 
     def passed(self, slot: int, position: int) -> None:
-        """Lets go of the pictures that a slot no longer needs once its tokens before `position` are computed, which the
-        step being put together does.
-
-        Their rows stay until others need the room.
+        """Release the images that a slot no longer needs once its tokens before `position` are computed, as the step
+        being scheduled does. Their rows keep their content until others need the room.
         """
         own = self._needed.get(slot)
         if own is None:
@@ -183,12 +185,12 @@ class EncoderRows:
             del self._needed[slot]
 
     def release(self, slot: int) -> None:
-        """Lets go of all pictures that a slot needs: it is given up."""
+        """Release all images of a slot that is given up."""
         for digest in self._needed.pop(slot, {}):
             self._leave(slot, digest)
 
     def clear(self) -> None:
-        """Forgets what nobody needs."""
+        """Forget the embeddings that no slot needs."""
         for digest in list(self._idle):
             self._evict(digest)
 
@@ -217,12 +219,12 @@ class EncoderRows:
 
 
 def _within(media: Media, start: int, count: int) -> list[MediaItem]:
-    """Items that have embeddings among these tokens, in order."""
+    """Return the items that have embeddings among tokens [start, start + count), in order."""
     return [item for item in media.items if item.begin < start + count and item.end > start]
 
 
 class Pictures(SchedulerExtension):
-    """The pools of all ranks."""
+    """Scheduler extension with the embedding pools of all replicas."""
 
     name: ClassVar[str] = NAME
     ranks: Sequence[RankPictures]
@@ -232,7 +234,7 @@ class Pictures(SchedulerExtension):
 
     @property
     def rows(self) -> list[EncoderRows]:
-        """The pool of each rank."""
+        """Return the pool of each replica."""
         return [rank.rows for rank in self.ranks]
 
     def start(self, ranks: Sequence[Rank]) -> None:
@@ -244,7 +246,9 @@ class Pictures(SchedulerExtension):
 
 
 class RankPictures(RankExtension):
-    """One rank's pool in its schedule. A batch's section lists what is to be encoded before its forward pass."""
+    """One replica's embedding pool in its schedule. Its section of a batch lists the images to be encoded before the
+    forward pass.
+    """
 
     def __init__(self, options: PictureOptions, slots: Slots):
         self.rows = EncoderRows(options.num_rows, options.max_patches, whole=options.whole)

@@ -1,4 +1,4 @@
-"""Keeps states of prefixes, for models whose layers keep a state of each sequence: prefills stop where one is kept."""
+"""Snapshots of recurrent states at prefixes: cuts prefills where a snapshot is to be taken."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from jaxengine.scheduler.scheduler_extension import SchedulerExtension
 
 @dataclass(frozen=True)
 class SnapshotOptions:
-    """SchedulerConfig.num_snapshots says how many there are."""
+    """Options of snapshots; SchedulerConfig.num_snapshots is their number."""
 
     def extension(self) -> KeptStates:
         return KeptStates()
 
 
 class KeptStates(SchedulerExtension):
-    """The snapshots of all ranks."""
+    """Scheduler extension with the snapshots of all replicas."""
 
     name: ClassVar[str] = "snapshots"
 
@@ -31,7 +31,7 @@ class KeptStates(SchedulerExtension):
 
 
 class _RankStates(RankExtension):
-    """Passes a rank's schedule on to its snapshots."""
+    """One replica's part, which passes schedule events on to the replica's snapshots."""
 
     def __init__(self, snapshots: Snapshots):
         self._snapshots = snapshots

@@ -1,1 +1,1 @@
-"""Pages of the KV pool: who holds them, and which prefixes they hold."""
+"""Pages of the KV pool: their holders, and the prefixes that they hold."""

@@ -1,12 +1,12 @@
-"""Which pages the slots of a rank hold, in every cache group.
+"""Pages that the slots of a replica hold, in every cache group.
 
 A cache group is a set of layers that need the same keys: those of all tokens, or those of a window. All groups take
-pages from one pool, where every page is as large as any other, and each has a page table of its own; one page of each
-group holds the keys and values of `page_size` tokens, a *column*. A group with a window gives pages back as the window
-leaves them behind. (The layout is that of vLLM's hybrid KV cache manager.)
+pages from one pool of equally large pages, and each has a page table of its own; one page of each group holds the keys
+and values of `page_size` tokens, a *column*. A group with a window frees pages as the window leaves them. (The layout
+is that of vLLM's hybrid KV cache manager.)
 
-Steps run on the device in the order in which they were scheduled, so a page that is given back while a step in flight
-still reads it is written again only after that. Knows nothing of requests but their digests.
+Steps run on the device in the order in which they were scheduled, so a page that is freed while a step in flight still
+reads it is overwritten only after that step. Of requests this module knows only their digests.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ Deltas = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def most_pages_of(config: SchedulerConfig, num_tokens: int) -> int:
-    """Return the most pages that a sequence of so many tokens holds at once, over all groups."""
+    """Return the most pages that a sequence of num_tokens tokens holds at once, over all groups of a configuration."""
     chunk = min(config.max_num_batched_tokens, config.long_prefill_token_threshold or config.max_num_batched_tokens)
     return most_pages(num_tokens, config.windows, page_size=config.page_size, chunk=chunk)
 
 
 def most_pages(num_tokens: int, windows: Sequence[int | None], *, page_size: int, chunk: int) -> int:
-    """The most pages that a sequence of num_tokens tokens holds at once, over groups with these windows: the keys that
-    a token sees, itself counted, None for all.
+    """Return the most pages that a sequence of num_tokens tokens holds at once, over groups with these windows (keys
+    that a token sees, itself included; None for all).
 
-    chunk: tokens of it that one step computes at most. What the window of the chunk's first token sees stays: n tokens
-    in a row, whose first may be the last of a page; the others fill ceil((n - 1) / page_size) columns behind it.
+    chunk: most tokens of it that one step computes. The window of the chunk's first token stays: n consecutive tokens,
+    whose first may be the last of a page; the others fill ceil((n - 1) / page_size) columns after it.
     """
     columns = -(-num_tokens // page_size)
     return sum(
@@ -43,14 +43,14 @@ def most_pages(num_tokens: int, windows: Sequence[int | None], *, page_size: int
 
 
 class PageTables:
-    """The pages of slots 0 .. max_num_seqs - 1 of one rank.
+    """Page tables of slots 0 .. max_num_seqs - 1 of one replica.
 
     Attributes:
-      pool: where pages come from.
-      table: i32[G, max_num_seqs, columns], -1 where a slot holds no page.
+      pool: the pool that pages come from.
+      table: i32[G, max_num_seqs, columns], page ids, -1 where a slot holds no page.
       num_groups: cache groups.
-      num_columns: i32[max_num_seqs], columns that a slot has taken.
-      snapshots: states of prefixes; None where none are kept.
+      num_columns: i32[max_num_seqs], columns that a slot has begun.
+      snapshots: recurrent states of prefixes; None if none are kept.
       deltas: entries written since `take_deltas`: rows (group * max_num_seqs + slot), columns, pages.
     """
 
@@ -83,37 +83,43 @@ class PageTables:
 
     @property
     def num_held(self) -> np.ndarray:
-        """i32[G, max_num_seqs], columns whose pages a slot holds, the last ones; others it gave back or never had."""
+        """i32[G, max_num_seqs]: number of last columns whose pages a slot holds; earlier ones it has freed or never
+        had.
+        """
         held = np.tile(self.num_columns, (self.num_groups, 1))
         held[self._window_groups[:, 0]] = self._held
         return held
 
     def count_held(self, slots: np.ndarray) -> int:
-        """Pages that `slots` i64[n] hold, over all groups."""
+        """Return the number of pages that `slots` i64[n] hold, over all groups."""
         return len(self._whole) * int(self.num_columns[slots].sum()) + int(self._held[:, slots].sum())
 
     def num_missing(self, slot: int, num_tokens: int) -> int:
-        """Pages that the slot's first `num_tokens` tokens still need."""
+        """Return the number of pages that must be added so that the slot's first `num_tokens` tokens have pages."""
         return self.num_groups * max(0, self._columns(num_tokens) - int(self.num_columns[slot]))
 
     def num_missing_of(self, slots: np.ndarray, num_tokens: np.ndarray) -> int:
-        """Pages that the first `num_tokens` i64[n] tokens of `slots` i64[n] still need."""
+        """Return the number of pages that must be added so that the first `num_tokens` i64[n] tokens of `slots` i64[n]
+        have pages.
+        """
         columns = -(-num_tokens // self.page_size) - self.num_columns[slots]
         return self.num_groups * int(columns[columns > 0].sum())
 
     def num_to_grow(self, slots: np.ndarray) -> int:
-        """The free pages that one column more of each of `slots` i64[n] takes beside those that it gives back."""
+        """Return the number of free pages that one more column for each of `slots` i64[n] takes, less those that
+        windows free.
+        """
         return len(self._whole) * len(slots) + int(np.count_nonzero(self._held[:, slots] <= self._behind_new))
 
     def can_take(self, hits: Hits, num_pages: int) -> bool:
-        """Whether the pool has so many free pages beside those of `hits`."""
+        """Whether the pool has `num_pages` free pages in addition to those of `hits`."""
         return num_pages <= self.pool.num_free - sum(self.pool.num_free_among(pages) for pages in hits.pages)
 
     def lookup(self, digests: Sequence[bytes]) -> Hits:
-        """The longest prefix of a digest chain that every group can serve, with a state behind it where there are
-        snapshots.
+        """Find the longest prefix of a digest chain that every group can serve, with a saved state at its end if there
+        are snapshots.
 
-        digests: of the prefix's pages, in order. Nothing is taken: the pages may be given away until `begin`.
+        digests: of the prefix's pages, in order. Nothing is reserved: the pages may be given to others until `begin`.
         """
         run, whole = len(digests), {}
         for group in self._whole:
@@ -139,7 +145,7 @@ class PageTables:
         return Hits(run, tuple(pages), num_known)
 
     def begin(self, slot: int, hits: Hits) -> None:
-        """Gives a slot without pages those of a known prefix, as `lookup` found them."""
+        """Give a slot without pages those of a cached prefix, the result of `lookup`."""
         self.num_columns[slot] = self._num_registered[slot] = hits.num_columns
         self._held[:, slot] = [len(hits.pages[group]) for group, _ in self._windowed]
         for group, pages in enumerate(hits.pages):
@@ -148,7 +154,8 @@ class PageTables:
                 self._write(group, slot, hits.num_columns - len(pages), pages)
 
     def grow(self, slot: int, num_tokens: int) -> None:
-        """Takes the pages that the slot's first `num_tokens` tokens still need; ValueError if the pool has too few."""
+        """Allocate the pages that the slot's first `num_tokens` tokens lack. Raises ValueError if the pool has too few.
+        """
         first, last = int(self.num_columns[slot]), self._columns(num_tokens)
         if last > first:
             pages = self.pool.allocate(self.num_groups * (last - first)).reshape(self.num_groups, -1)
@@ -158,11 +165,11 @@ class PageTables:
             self._held[:, slot] += last - first
 
     def grow_by_one(self, slots: np.ndarray) -> None:
-        """Takes the pages of one column more for each of `slots`, i64[n] without repeats, whose others are full.
+        """Allocate the pages of one more column for each of `slots`, i64[n] without repeats, whose columns are all
+        full.
 
-        What a window that begins there leaves behind is given back first, at most a page of each group and slot, and
-        taken again where nobody can find it. The caller has checked that the pool has enough pages: ValueError comes
-        too late to leave the tables as they were.
+        Pages that a window leaves are freed first, at most one of each group and slot, and reused at once if nobody can
+        find them. The caller has checked that the pool has enough pages; a ValueError leaves the tables half changed.
         """
         columns, count = self.num_columns[slots], len(slots)
         rows = slots + self._first_rows
@@ -184,7 +191,7 @@ class PageTables:
         self.num_columns[slots] += 1
 
     def grow_to(self, slots: np.ndarray, num_tokens: np.ndarray) -> None:
-        """Takes the pages that the first `num_tokens` i64[n] tokens of `slots` i64[n] still need.
+        """Allocate the pages that the first `num_tokens` i64[n] tokens of `slots` i64[n] lack.
 
         The caller has checked that they are free (`num_missing_of`).
         """
@@ -192,9 +199,8 @@ class PageTables:
             self.grow_by_one(slots[needy])
 
     def give_back(self, slot: int, position: int) -> None:
-        """Frees the pages of groups with windows that no token of a slot from `position` on will see.
-
-        `grow_by_one` does that too.
+        """Free the pages, of groups with windows, that no token of a slot from `position` on will see. `grow_by_one`
+        does it, too.
         """
         columns = int(self.num_columns[slot])
         for index, (group, window) in enumerate(self._windowed):
@@ -205,8 +211,8 @@ class PageTables:
                 self._held[index, slot] = columns - end
 
     def register(self, slot: int, digests: Sequence[bytes], num_tokens: int) -> None:
-        """Makes pages findable that the slot's first `num_tokens` tokens fill, at once: a step writes all its keys
-        before it reads any.
+        """Make the pages findable that the slot's first `num_tokens` tokens fill. They count at once, because a step
+        writes all its keys before it reads any.
 
         digests: of the slot's pages from the first one on, as far as they are known.
         """
@@ -223,7 +229,7 @@ class PageTables:
         return num_tokens // self.page_size <= int(self._num_registered[slot])
 
     def release(self, slot: int) -> None:
-        """Gives up all pages of a slot in all groups; those that can be found stay cached. No deltas are written."""
+        """Free all pages of a slot in all groups; findable ones stay cached. No deltas are written."""
         end = int(self.num_columns[slot])
         for group in range(self.num_groups):
             pages = self.table[group, slot, :end]
@@ -233,13 +239,13 @@ class PageTables:
         self._held[:, slot] = 0
 
     def reset_prefix_cache(self) -> None:
-        """Forgets all pages and states of prefixes. Those that slots hold stay with them."""
+        """Forget all cached pages and states of prefixes. Pages that slots hold stay with them."""
         self.pool.reset_prefix_cache()
         if self.snapshots is not None:
             self.snapshots.reset()
 
     def take_deltas(self) -> list[Deltas]:
-        """Returns the entries written since the last call, those that name snapshots included."""
+        """Return the page-table entries written since the last call, those for snapshots included."""
         deltas, self.deltas = self.deltas, []
         if self.snapshots is not None and (entries := self.snapshots.take_entries()) is not None:
             slots, columns, values = entries
@@ -258,17 +264,19 @@ class PageTables:
         return -(-num_tokens // self.page_size)
 
     def _behind(self, position: int, window: int) -> int:
-        """Columns that a token at `position`, and all after it, do not see."""
+        """Return the number of leading columns that a token at `position`, and all later ones, do not see through this
+        window.
+        """
         return max(0, position - (window - 1)) // self.page_size
 
 
 def page_key(digest: bytes, group: int) -> bytes:
-    """The key under which PagePool finds a page of a group."""
+    """Return the key under which PagePool stores a group's page with this digest."""
     return digest + bytes((group,)) if group else digest
 
 
 def _gapless(pages: Sequence[int | None]) -> list[int]:
-    """For each n up to len(pages), how many of the first n stand at their end without a gap."""
+    """Return, for each n from 0 to len(pages), how many of the first n pages at their end are there without a gap."""
     counts = [0]
     for page in pages:
         counts.append(0 if page is None else counts[-1] + 1)

@@ -1,7 +1,7 @@
-"""The pages of one KV pool: who refers to them, which hold a known prefix, which may be taken.
+"""Pages of one KV pool: reference counts, pages that hold a known prefix, and free pages.
 
 A page is in exactly one state: referenced (ref_count > 0), blank (free, content worthless) or cached (free, but its
-content is findable by its digest until the page is taken again). Knows nothing of requests or devices.
+content is findable by its digest until the page is allocated again).
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import numpy as np
 
 
 class PagePool:
-    """Allocates and frees pages in O(pages touched).
+    """Allocator of pages with a prefix cache, in O(pages touched).
 
-    Free pages are taken blank ones first, then the cached ones least recently freed. The order of the cached ones is a
-    ring of page ids in which a page that was found again leaves a stale entry behind: an entry counts only while
-    `_position[page]` still names it.
+    Blank pages are allocated first, then the cached ones least recently freed. The cached ones are ordered by a ring of
+    page ids in which a page that was found again leaves a stale entry: an entry counts only while `_position[page]`
+    names it.
     """
 
     def __init__(self, num_pages: int, *, enable_caching: bool = True):
@@ -39,11 +39,12 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Pages that may be taken now, cached ones included."""
+        """Number of pages that may be allocated now, cached ones included."""
         return self._num_blank + self._num_cached
 
     def allocate(self, count: int) -> np.ndarray:
-        """Takes `count` free pages, i32[count], each with one reference. Raises ValueError for more than `num_free`."""
+        """Allocate `count` free pages, i32[count], each with one reference. Raises ValueError for more than `num_free`.
+        """
         if count > self.num_free:
             raise ValueError(f"count is {count}; only {self.num_free} pages are free")
         blank = min(count, self._num_blank)
@@ -55,18 +56,18 @@ class PagePool:
         return pages
 
     def acquire(self, pages: np.ndarray) -> None:
-        """Adds one reference to each of `pages`, i32[n] without repeats, as found by `lookup`."""
+        """Add one reference to each of `pages`, i32[n] without repeats, as found by `lookup`."""
         free = pages[self.ref_count[pages] == 0]
         self._position[free] = -1
         self._num_cached -= len(free)
         self.ref_count[pages] += 1
 
     def num_free_among(self, pages: np.ndarray) -> int:
-        """How many of `pages` are free now, and would leave the free pages if acquired."""
+        """Return how many of `pages` are free now, and would no longer be if acquired."""
         return int(np.count_nonzero(self.ref_count[pages] == 0))
 
     def free(self, pages: np.ndarray) -> None:
-        """Drops one reference from each of `pages`, i32[n] in sequence order; from one that stands there twice two.
+        """Drop one reference from each of `pages`, i32[n] in sequence order, for each time that a page is in it.
 
         Later pages of a sequence are reused before earlier ones: a prefix is worth more than its continuation. Raises
         ValueError for a page without a reference.
@@ -89,21 +90,22 @@ class PagePool:
         self._num_blank += len(blank)
 
     def are_nameless(self, pages: np.ndarray) -> bool:
-        """Whether each of `pages` i32[n] is one that nobody ever could find, so that it has no other owner; -1 is
-        none."""
+        """Whether none of `pages` i32[n] has ever been findable, so that none has another owner; -1 stands for no page.
+        """
         return not self._named[pages].any()
 
     def register(self, page: int, digest: bytes) -> None:
-        """Makes the content of a referenced page findable. The first page to carry a digest keeps it."""
+        """Make a referenced page findable by a digest. The first page with a digest keeps it."""
         if self.enable_caching and digest not in self._page_of and self._digest_of[page] is None:
             self._page_of[digest] = page
             self._digest_of[page] = digest
             self._named[page] = True
 
     def lookup(self, digests: Sequence[bytes]) -> np.ndarray:
-        """Pages of the longest known prefix of a digest chain, i32[n]; n is 0 where the first is unknown.
+        """Return the pages of the longest known prefix of a digest chain, i32[n]; n is 0 if the first digest is
+        unknown.
 
-        Takes nothing: they may be given to others until `acquire`.
+        Nothing is reserved: the pages may be given to others until `acquire`.
         """
         pages: list[int] = []
         for digest in digests:
@@ -114,11 +116,11 @@ class PagePool:
         return np.array(pages, np.int32)
 
     def find(self, digest: bytes) -> int | None:
-        """The page that carries a digest, None where none does."""
+        """Return the page with a digest, None if there is none."""
         return self._page_of.get(digest)
 
     def reset_prefix_cache(self) -> None:
-        """Forgets every digest; cached pages become blank. Referenced pages stay with their owners."""
+        """Forget every digest; cached pages become blank. Referenced pages stay with their owners."""
         for page in self._page_of.values():
             self._digest_of[page] = None
         self._page_of.clear()
@@ -130,11 +132,13 @@ class PagePool:
         self._num_cached = self._head = self._tail = 0
 
     def page_states(self) -> np.ndarray:
-        """u8[num_pages]: 0 blank, 1 cached, 2 referenced once, 3 shared by several. O(num_pages), for an operator."""
+        """Return u8[num_pages]: 0 blank, 1 cached, 2 referenced once, 3 shared by several. O(num_pages), for the status
+        page.
+        """
         return np.minimum(self.ref_count, 2).astype(np.uint8) + (self.ref_count > 0) + (self._position >= 0)
 
     def check(self) -> None:
-        """Raises AssertionError unless every page is in exactly one state and the counts agree. O(num_pages)."""
+        """Raise AssertionError unless every page is in exactly one state and the counts agree. O(num_pages)."""
         state = (self.ref_count > 0).astype(np.int32)
         state[self._blank[: self._num_blank]] += 1
         cached = np.flatnonzero(self._position >= 0)
@@ -160,7 +164,7 @@ class PagePool:
         self._num_cached += len(pages)
 
     def _compact(self) -> None:
-        """Drops the stale entries; at most num_pages valid ones remain, half of the ring."""
+        """Remove stale entries from the ring; at most num_pages valid ones remain, half of it."""
         live = np.argsort(self._position, kind="stable")
         live = live[self._position[live] >= 0].astype(np.int32)
         self._ring[: len(live)] = live
@@ -168,9 +172,9 @@ class PagePool:
         self._head, self._tail = 0, len(live)
 
     def _evict(self, count: int) -> np.ndarray:
-        """Takes the `count` cached pages least recently freed, i32[count], and forgets their digests.
+        """Take the `count` cached pages least recently freed, i32[count], and forget their digests.
 
-        There must be so many. They have no state then: the caller gives them references.
+        There must be so many. They are in no state afterwards: the caller adds references.
         """
         taken: list[int] = []
         ring, position, size = self._ring, self._position, len(self._ring)

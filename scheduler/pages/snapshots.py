@@ -1,12 +1,12 @@
-"""Where states of prefixes are kept, for models whose layers keep a state of each sequence beside pages.
+"""Snapshots: recurrent states of prefixes, for models whose layers keep a state per sequence besides pages.
 
-A prefix can be gone on from where its pages and the state behind its last token are there. Such a state is copied by
-the step that computes that token, so it must be the last of its row in some step: prefills are cut there. That is done
-where a prompt leaves what is known, and at its last page border, from which a longer prompt may go on.
+A prefix can be continued only where its pages and the state after its last token are stored. The step that computes
+that token copies the state, so the token must be the last of its row: prefills are cut there, namely where a prompt
+leaves the known prefix, and at its last page boundary, from which a longer prompt may continue.
 
-The device learns of it by entries of one more page table: a slot's columns are the snapshot that its first row begins
-from, and the position and the snapshot of the state to be kept next (LOAD, POSITION, SAVE). Knows nothing of requests
-but their digests.
+The device is told by entries of one more page table: a slot's columns are the snapshot that its first row begins from,
+and the position and the snapshot of the state to be saved next (LOAD, POSITION, SAVE). Of requests this module knows
+only their digests.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ LOAD, POSITION, SAVE = range(3)
 
 
 class Hits(NamedTuple):
-    """Pages that hold a prefix.
+    """Cached pages of a prefix.
 
     Attributes:
       num_columns: columns of the prefix.
-      pages: for each group i32[n], those of its last n columns: all of them, or those that its window still sees.
-      num_known: columns that would be known if states were kept everywhere.
+      pages: for each group i32[n], the pages of its last n columns: all of them, or those that its window still sees.
+      num_known: columns that would be known if states were saved everywhere.
     """
 
     num_columns: int
@@ -34,10 +34,10 @@ class Hits(NamedTuple):
 
 
 class Snapshots:
-    """The snapshots of one rank, least recently used first, and what its slots are still to keep.
+    """Snapshots of one replica, least recently used first, and the states that its slots are still to save.
 
-    A snapshot is found from the step after the one that makes it on: a step's rows read states before others write them
-    in no order. For the same reason one that a step reads or writes is not taken for another state in it.
+    A snapshot can be found only from the step after the one that saves it, because a step's rows read and write states
+    in no order. For the same reason a snapshot that a step reads or writes is not reused within that step.
     """
 
     def __init__(self, num_snapshots: int, max_num_seqs: int, page_size: int):
@@ -50,30 +50,30 @@ class Snapshots:
         self._entries: dict[tuple[int, int], int] = {}
 
     def begin_step(self) -> None:
-        """Starts a step: what the step before has made can be found from now on."""
+        """Start a step: snapshots saved by the step before become findable."""
         self._of |= self._made
         self._made.clear()
         self._busy.clear()
 
     def has(self, digest: bytes) -> bool:
-        """Whether there is a state behind the page of this digest."""
+        """Whether the state after the page with this digest is stored."""
         return digest in self._of
 
     def borders(self, hits: Hits, num_tokens: int) -> list[int]:
-        """The numbers of tokens, ascending, behind which a state of a sequence is to be kept: where its prompt leaves
-        what is known, and its last page border before its last token.
+        """Return the numbers of tokens, ascending, after which a sequence's state is to be saved: where its prompt
+        leaves the known prefix, and its last page boundary before its last token.
 
-        hits: the prefix that it begins with; borders within that are left out. num_tokens: tokens that are known when
-        it begins.
+        hits: the prefix that it begins with; boundaries inside of it are left out. num_tokens: tokens known when it
+        begins.
         """
         last = (num_tokens - 1) // self.page_size
         columns = sorted({min(hits.num_known, last), last})
         return [column * self.page_size for column in columns if column > hits.num_columns]
 
     def begin(self, slot: int, digest: bytes | None, borders: list[int]) -> None:
-        """Sets up the slot of a sequence that begins, which keeps states behind these numbers of tokens.
+        """Set up the slot of a new sequence, whose states after `borders` tokens are to be saved.
 
-        digest: of the page behind whose state it goes on, which there must be (`has`); None to begin without one.
+        digest: of the last page of its cached prefix, whose state must be stored (`has`); None to begin without one.
         """
         self._borders[slot] = borders
         self._entries[slot, POSITION] = 0
@@ -83,18 +83,19 @@ class Snapshots:
             self._entries[slot, LOAD] = snapshot
 
     def cut(self, slot: int, computed: int, count: int) -> int:
-        """How many of `count` tokens a chunk may have, so that it does not go beyond the next border.
+        """Return how many of `count` tokens a chunk may have so that it does not pass the slot's next border.
 
-        computed: tokens of the slot in front of the chunk.
+        computed: tokens of the slot before the chunk.
         """
         return min([count, *(border - computed for border in self._borders[slot] if border > computed)])
 
     def keep(self, slot: int, digests: Sequence[bytes], computed: int, count: int) -> None:
-        """Has the step keep the state behind the first `computed` tokens of a slot if that is a border, in the place of
-        the snapshot least recently used where none is free.
+        """Have the step save a slot's state after its first `computed` tokens if that is a border, in a free snapshot
+        or in place of the least recently used one.
 
-        Not if it is kept already, or every snapshot is in use by the step. count: how many of these tokens the step
-        computes; the device keeps no state of rows of one token. digests: of the slot's pages from the first on.
+        Does nothing if that state is stored already, or the step uses every snapshot. count: how many of these tokens
+        the step computes; the device saves no state of rows of one token. digests: of the slot's pages from the first
+        on.
         """
         if computed not in self._borders[slot] or count < 2:
             return
@@ -111,14 +112,15 @@ class Snapshots:
         self._entries[slot, POSITION], self._entries[slot, SAVE] = computed, snapshot
 
     def reset(self) -> None:
-        """Forgets every state; those that steps in flight make or read stay as they are."""
+        """Forget every stored state; those that steps in flight write or read are not affected."""
         self._free += [*self._of.values(), *self._made.values()]
         self._of.clear()
         self._made.clear()
 
     def take_entries(self) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-        """Entries of the snapshots' page table written since the last call: slots, columns (LOAD, POSITION or SAVE) and
-        values, i32[n] each; None for none."""
+        """Return the entries of the snapshots' page table written since the last call: slots, columns (LOAD, POSITION
+        or SAVE) and values, i32[n] each; None for none.
+        """
         if not self._entries:
             return None
         slots, columns = zip(*self._entries, strict=True)

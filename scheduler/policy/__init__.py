@@ -1,1 +1,1 @@
-"""Who is next in line."""
+"""Queues of waiting requests: the order in which they are admitted."""

@@ -1,9 +1,9 @@
 """Waiting queue of the fair policy: the client that has been served least comes next.
 
-The Virtual Token Counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024), algorithm 2. While
-two clients both have requests waiting, what they are served differs by no more than twice the larger of INPUT_WEIGHT *
-the longest input and OUTPUT_WEIGHT * the tokens that run at once, however long that lasts (their theorem 4.4). Knows
-nothing of pages or of what a step computes, only whose its tokens are.
+It is the Virtual Token Counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024), algorithm 2.
+While two clients both have requests waiting, the service that they get differs by no more than twice the larger of
+INPUT_WEIGHT * the longest input and OUTPUT_WEIGHT * the tokens that run at once, however long that lasts (their theorem
+4.4).
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ _NOBODY = np.iinfo(np.int64).max
 
 
 class FairQueue:
-    """Waiting queue with a line for each client, in order of arrival, and a counter of the service that it received.
+    """Waiting queue with a queue for each client, in order of arrival, and a counter of the service that it received.
 
     The next request is the first one of the client with the least counter; of equals, the one that arrived first. An
-    input is charged when its request is first admitted, less what the prefix cache held, for a token that is not
-    computed takes nothing from the others; an output token when the step that samples it is scheduled. What preemption
-    has computed again is charged to nobody.
+    input is charged when its request is first admitted, without tokens found in the prefix cache, because these take
+    nothing from the others; an output token when the step that samples it is scheduled. Tokens computed again after
+    preemption are charged to nobody.
 
     A client that begins to wait is lifted to the least counter of those that wait already, or to that of the client
-    that waited last, so that time in which it wanted nothing earns it nothing. A counter that the next lift would
-    raise anyway is forgotten once its client neither waits nor runs, and all are when nobody does: what is remembered
-    is the clients with requests and those that received more than the ones that wait.
+    that waited last, so that idle time earns it nothing. A counter that the next lift would raise anyway is forgotten
+    once its client neither waits nor runs, and all are when nobody does: the remembered clients are those with
+    requests, and those that received more than the ones that wait.
 
     Attributes:
-      size: number of requests that wait.
+      size: number of waiting requests.
       num_tokens: their prompt tokens.
     """
 
@@ -56,17 +56,18 @@ class FairQueue:
 
     @property
     def service(self) -> dict[str, int]:
-        """The counters that are remembered, by client."""
+        """Return the remembered counters, by client."""
         return {client: int(self._service[number]) for client, number in self._numbers.items()}
 
     def num_waiting(self, client: str) -> int:
-        """Number of requests of one client that wait."""
+        """Return the number of waiting requests of one client."""
         number = self._numbers.get(client)
         return 0 if number is None else len(self._lines[number])
 
     def push(self, request: Request) -> None:
-        """Puts a request into its client's line, a new one at the end and a preempted one in its old place, at the
-        front."""
+        """Put a request into its client's queue, a new one at the end and a preempted one in its old place, at the
+        front.
+        """
         number = self._numbers.get(request.client)
         if number is None:
             number = self._add(request.client)
@@ -81,7 +82,7 @@ class FairQueue:
             self._forget(level)
 
     def first(self) -> Request | None:
-        """The next request in line, left in place; None when nobody waits."""
+        """Return the next request, without removing it; None if nobody waits."""
         if not self.size:
             return None
         waiting = np.flatnonzero(self._head != _NOBODY)
@@ -89,7 +90,7 @@ class FairQueue:
         return self._lines[int(least[np.argmin(self._head[least])])].first()
 
     def remove(self, request: Request) -> None:
-        """Takes a request that waits out of the line, wherever it stands; KeyError where it does not wait."""
+        """Remove a waiting request, wherever it is in its queue. Raises KeyError if it does not wait."""
         number = self._numbers[request.client]
         line = self._lines[number]
         line.remove(request)
@@ -102,7 +103,7 @@ class FairQueue:
         self._forget_if_idle()
 
     def start(self, request: Request, num_tokens: int) -> None:
-        """Takes out a request that has got a slot, and charges `num_tokens` of input."""
+        """Remove a request that has got a slot, and charge its client `num_tokens` of input."""
         number = self._numbers[request.client]
         self._owner[request.rank, request.slot] = number
         self._running[number] += 1
@@ -110,21 +111,21 @@ class FairQueue:
         self.remove(request)
 
     def charge_outputs(self, rank: int, slots: np.ndarray) -> None:
-        """Charges one output token for each of `slots`, whose step has been scheduled."""
+        """Charge the clients of these running slots one output token each, since their step has been scheduled."""
         counts = np.bincount(self._owner[rank, slots], minlength=len(self._service))
         self._service += OUTPUT_WEIGHT * counts
 
     def take_back_output(self, request: Request) -> None:
-        """Gives back what one output token of a running request was charged: it is to be dropped and made again."""
+        """Undo the charge for one output token of a running request, which will be dropped and sampled again."""
         self._service[self._numbers[request.client]] -= OUTPUT_WEIGHT
 
     def stop(self, request: Request) -> None:
-        """Counts a request as no longer running: it has lost its slot. Called after `push` if it waits again."""
+        """Count a request as no longer running, since it has lost its slot. Called after `push` if it waits again."""
         self._running[self._numbers[request.client]] -= 1
         self._forget_if_idle()
 
     def _level(self) -> int:
-        """What a client's counter is at least, once it waits."""
+        """Return the least counter that a client has once it waits."""
         if self.size:
             return int(self._service[self._head != _NOBODY].min())
         return 0 if self._last is None else int(self._service[self._last])
@@ -144,7 +145,9 @@ class FairQueue:
         return number
 
     def _forget(self, level: int) -> None:
-        """Forgets clients that want nothing and that a lift to `level` would set to as much as they have, or more."""
+        """Forget the counters, at most `level`, of clients that have no requests: a lift to `level` would restore or
+        exceed them.
+        """
         idle = (self._service <= level) & (self._head == _NOBODY) & (self._running == 0)
         for number in np.flatnonzero(idle).tolist():
             del self._numbers[self._clients[number]]

@@ -1,4 +1,4 @@
-"""The line of requests that hold no slot."""
+"""Waiting queue: the requests that hold no slot."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from jaxengine.scheduler.request import Request
 
 
 class WaitingQueue:
-    """Ordered by arrival, or by priority and then arrival. A preempted request returns to its old place, the front.
+    """Queue ordered by arrival, or by priority and then arrival. A preempted request returns to its old place, the
+    front.
 
     A request removed from the middle leaves its heap entry behind, which is dropped when it reaches the top.
 
     Attributes:
-      size: requests in line.
+      size: number of waiting requests.
       num_tokens: their prompt tokens.
     """
 
@@ -41,7 +42,7 @@ class WaitingQueue:
         heapq.heappush(self._heap, (priority, request.arrival_index, self._num_pushed, request))
 
     def first(self) -> Request | None:
-        """The next request in line, left in place; None when nobody waits."""
+        """Return the next request, without removing it; None if nobody waits."""
         while self._heap:
             _, _, number, request = self._heap[0]
             if self._entries.get(request) == number:
@@ -50,11 +51,11 @@ class WaitingQueue:
         return None
 
     def start(self, request: Request, num_tokens: int) -> None:
-        """Takes out a request that has got a slot. num_tokens: of its input, for those who charge them."""
+        """Remove a request that has got a slot. num_tokens: of its input, used by queues that charge clients."""
         self.remove(request)
 
     def remove(self, request: Request) -> None:
-        """Takes a request that waits out of the line, wherever it stands; KeyError where it does not wait."""
+        """Remove a waiting request, wherever it is in the queue. Raises KeyError if it does not wait."""
         del self._entries[request]
         self.size -= 1
         self.num_tokens -= request.num_prompt_tokens

@@ -164,5 +164,7 @@ def make_encode(graph: nnx.GraphDef, params_tree: Any, *, parts: int) -> Callabl
 
 
 def place(pool: jax.Array, values: jax.Array, targets: jax.Array) -> jax.Array:
-    """The pool [N, E] with the embeddings of a PlaceInput."""
+    """Return the pool [N, E] with the embeddings of a PlaceInput, one replica's values [N', E] at rows `targets`
+    i32[N'].
+    """
     return pool.at[targets[0]].set(values[0].astype(pool.dtype), mode="drop")
