@@ -42,9 +42,9 @@ class StepInputs(NamedTuple):
       rope: cos and sin, each f32[T, rotary_dim / 2]; None without rope.
       schedule: result of jaxengine.pallas_kernels.attention.op.attention_schedule.
       temperature: f32[T], factor of queries; None for none.
-      made: result of jaxengine.models.layers.mla_made.made_rows; None where no row has expanded (non-absorbed) keys and
+      made: result of jaxengine.models.layers.mla_made.made_rows; None if no row has expanded (non-absorbed) keys and
         values.
-      of_layer: [T, P], what this layer alone gets beside the hidden states; None for nothing.
+      of_layer: [T, P], this layer's further input besides the hidden states; None for none.
     """
 
     rows: Rows
@@ -112,7 +112,7 @@ def attention_spec(attention: LayerAttention, mesh: MeshLayout = ONE_DEVICE) -> 
 
 
 def query_temperature(positions: jax.Array, tuning: TemperatureTuning) -> jax.Array:
-    """Factor f32[T] of queries at positions i32[T]."""
+    """Compute the factor f32[T] of queries at positions i32[T]."""
     steps = jnp.floor((positions.astype(jnp.float32) + tuning.offset) / tuning.floor_scale)
     return 1.0 + tuning.attn_scale * jnp.log1p(steps)
 
@@ -222,10 +222,10 @@ class Attention(nnx.Module):
         pages: LayerPages,
         step: StepInputs,
     ) -> tuple[jax.Array, KVPages]:
-        """Attend queries q [T, N, H]: ([T, N, H], the pool with this step's keys and values written).
+        """Attend queries q [T, N, H]; return ([T, N, H], the pool with this step's keys and values written).
 
-        own: keys and values [T, K, H] of this step; None for a layer that reads those of another one. Prompts that are
-        in the step as a whole may leave the pool as it is.
+        own: keys and values [T, K, H] of this step; None for a layer that reads another one's. If the step has each of
+        its prompts from its beginning, the pool may be left as it is.
         """
         spec, sinks = self.spec, None if self.sinks is None else self.sinks[...]
         if own is not None and has_whole_prompts(spec, kv.layout):
@@ -268,5 +268,5 @@ class Attention(nnx.Module):
             return (q.astype(jnp.float32) * step.temperature[:, None, None]).astype(q.dtype)
 
     def values(self, v: jax.Array) -> jax.Array:
-        """Return the values [T, K, H] to cache of projected ones."""
+        """Return the values [T, K, H] to cache, made from projected ones."""
         return v

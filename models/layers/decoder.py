@@ -36,7 +36,9 @@ from jaxengine.sharding.stages import Stage
 
 
 class Decoder(nnx.Module):
-    """A jaxengine.models.causal_lm.CausalLM whose family reads its configuration and makes its layers."""
+    """Decoder of a family: reads the family's configuration and makes its layers. Implements
+    jaxengine.models.causal_lm.CausalLM.
+    """
 
     gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames()
@@ -73,11 +75,13 @@ class Decoder(nnx.Module):
         """Make the DecoderLayer of this number in the whole model; its sources are under "model.layers.{layer}"."""
 
     def make_embedding(self, build: Build) -> Any:
-        """Make the token table, an Embedding or a module that has one's call."""
+        """Make the token table, an Embedding or a module that is called like one."""
         return Embedding(self.config.vocab_size, self.config.hidden_size, source="model.embed_tokens", build=build)
 
     def make_labels(self, classifier: Classifier, build: Build) -> Any:
-        """Make what scores labels: (pooled f32[R, D], the token table where the head is tied to it) -> f32[R, N]."""
+        """Make the module that scores labels: (pooled f32[R, D], the token table if the head is tied to it) -> f32[R,
+        N].
+        """
         return LabelScores(self.config, classifier, build)
 
     def make_norm(self, build: Build) -> nnx.Module:
@@ -102,8 +106,9 @@ class Decoder(nnx.Module):
         return scaled(self.embed(token_ids), self.config.embedding_multiplier)
 
     def make_layer_inputs(self, batch: ForwardBatch, x: jax.Array) -> jax.Array:
-        """Compute what each layer of the model gets beside the hidden state, [T, L, P] with P the configuration's
-        `layer_input_size`, from the first layer's input x [T, D]. Only of a family that has such."""
+        """Compute each layer's further input besides the hidden state, [T, L, P] with P the configuration's
+        `layer_input_size`, from the first layer's input x [T, D]. Only for families with such inputs.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no inputs of single layers")
 
     def token_logits(self, hidden: jax.Array) -> jax.Array:
@@ -115,11 +120,12 @@ class Decoder(nnx.Module):
     def __call__(
         self, batch: ForwardBatch, kv: KVPages | Cache, hidden: jax.Array | None = None
     ) -> tuple[jax.Array, KVPages | Cache]:
-        """Hidden states [T, D] after the final norm, and the pool holding the KV of this step's tokens.
+        """Compute hidden states [T, D] after the final norm; return them and the pool with the keys and values of this
+        step.
 
-        The pool is flat (jaxengine.models.cache); with it come the states of layers that keep some: a Cache goes in and
-        comes out. hidden: those [T, D] of the stage before, None in the first stage, which embeds the batch. A stage
-        that is not the last gives them without the norm. A batch with one page table has all layers in one group.
+        The pool is flat (jaxengine.models.cache). If layers keep states, a Cache of pool and states goes in and comes
+        out. hidden: [T, D] of the previous stage; None in the first stage, which embeds the batch. A stage that is not
+        the last returns hidden states without the norm. A batch with one page table has all layers in one group.
         """
         groups = self.cache_groups(*_page_of(kv), hybrid=len(batch.ragged) > 1)
         step = DecoderStep(self.config, self.build, groups, batch, kv)
@@ -141,10 +147,11 @@ class Decoder(nnx.Module):
             return own_logits(self.token_logits(hidden), self.config.vocab_size)
 
     def cache_groups(self, page_size: int, kv_dtype: Any, *, hybrid: bool = True) -> tuple[Paged | State, ...]:
-        """The cache groups of the whole model with the layers that are here, `page_size` tokens a page.
+        """Return the cache groups of the whole model, each with the layers that this stage has of it. page_size: in
+        tokens.
 
-        Those with pages come first; a group may have no layer here. Shapes are of one device. kv_dtype: of what pages
-        hold. hybrid: as jaxengine.models.cache.group_layers.
+        Groups with pages come first; a group may have no layer here. Shapes are of one device. kv_dtype: dtype of the
+        pages. hybrid: as of jaxengine.models.cache.group_layers.
         """
         specs = {
             layer: KVSpec(
@@ -170,7 +177,7 @@ class Decoder(nnx.Module):
         return (*paged, *(self._state_group(state) for state in kinds))
 
     def _state_group(self, state: LayerState) -> State:
-        """The layers here that keep such a state."""
+        """Return the cache group of this stage's layers that keep this kind of state."""
         arrays = tuple(
             array._replace(shape=array.of_device(self.mesh.num_shards), dtype=array.dtype or self.build.dtype)
             for array in state.arrays
@@ -179,11 +186,11 @@ class Decoder(nnx.Module):
 
     @property
     def _state_layers(self) -> list[int]:
-        """Layers here that keep a state."""
+        """Return the numbers of this stage's layers that keep a state."""
         return [layer for layer in self.stage.layers if self.config.attention[layer].state is not None]
 
 
 def _page_of(kv: KVPages | Cache) -> tuple[int, str]:
-    """Tokens of a page, and the cache dtype of what it holds."""
+    """Return the number of tokens of a page, and the cache dtype of its content."""
     pool = kv.kv if isinstance(kv, Cache) else kv
     return pool.page_size, pool.spec.kv_dtype

@@ -1,7 +1,7 @@
-"""One step through a decoder's layers: what these share, and the cache that each reads and writes.
+"""One step through a decoder's layers: inputs that the layers share, and the cache that each reads and writes.
 
-The decoder shows the forward pass; this owns what goes beside the hidden states. Each layer gets the pages of its cache
-group or the rows of its state, and the inputs of its kind of attention; sections of the batch act in between.
+decoder.py contains the forward pass; this file what is passed besides the hidden states. Each layer gets the pages of
+its cache group or the rows of its state, and the inputs of its kind of attention; sections of the batch act in between.
 """
 
 from __future__ import annotations
@@ -52,25 +52,27 @@ STEP_INPUTS = {"rope": ROPE, "schedule": SCHEDULE, "temperature": TEMPERATURE, "
 class DecoderLayer(Protocol):
     """One layer of a family: an nnx.Module.
 
-    A layer that keeps states gets its arrays [R, ...] in the place of the pool, and StateRows in that of pages; one
-    that attends as well gets a pair of each.
+    A layer that keeps states gets its arrays [R, ...] in place of the pool, and StateRows in place of pages; one that
+    also attends gets a pair of each.
     """
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
-        """x[T, D] -> [T, D], and the pool with this step's keys and values of this layer written."""
+        """Map x [T, D] to ([T, D], the pool with this step's keys and values of this layer written)."""
         ...
 
 
 class DecoderStep:
-    """The layers of one stage in one step, to be run in order within one trace."""
+    """The layers of one stage in one step, to be run in order within one trace; it holds the cache as they change it.
+    """
 
     def __init__(
         self, config: ModelConfig, build: Build, groups: Sequence[Paged | State], batch: ForwardBatch, kv: Any
     ):
-        """Compute what the layers share.
+        """Compute the inputs that the layers share.
 
-        build: with a stage. groups: of the stage, as many with pages as the batch has page tables, else ValueError.
-        kv: the pool, or a Cache where layers keep states; its pages must be as `_layer_pages` wants them.
+        build: with a stage. groups: of the stage, as many with pages as the batch has page tables, else ValueError. kv:
+        the pool, or a Cache if layers keep states; the layers of the largest group must divide its pages, else
+        ValueError.
         """
         assert build.stage is not None
         self._stage: Stage = build.stage
@@ -104,9 +106,9 @@ class DecoderStep:
         return x
 
     def run(self, index: int, layer: nnx.Module, x: jax.Array) -> jax.Array:
-        """Hidden states [T, D] after the stage's layer number `index`, x being those before it.
+        """Run the stage's layer number `index` on hidden states x [T, D]; return those after it.
 
-        To be called once for each layer, from 0 on. What the layer writes of its pages and states is then in `cache`.
+        To be called once for each layer, from 0 on. The pages and states that the layer writes are then in `cache`.
         """
         if index == 0:
             self._observe(0, x)
@@ -134,8 +136,9 @@ class DecoderStep:
         return x
 
     def _kv_of(self, number: int, attention: LayerAttention) -> tuple[KVPages, LayerPages]:
-        """The pool as a layer that attends gets it, and where its keys and values are: another layer's with a
-        kv_source."""
+        """Return the pool as a layer with attention gets it, and the location of its keys and values, which are another
+        layer's if it has a kv_source.
+        """
         source = number if attention.kv_source is None else attention.kv_source
         if source not in self._places:
             raise ValueError(f"layer {number} reads keys of layer {source}, which is in another stage")
@@ -145,7 +148,7 @@ class DecoderStep:
         return kv, self._pages[source]
 
     def _keep(self, number: int, attention: LayerAttention, kv: KVPages) -> None:
-        """Take note of the pool that a layer has left.
+        """Store the pool that a layer returned.
 
         A layer with a kv_source writes nothing. Without pages each layer's keys and values are an array of their own.
         """
@@ -156,13 +159,13 @@ class DecoderStep:
         self._pool = replace(self._pool, data=kv.data)
 
     def handed_over(self, x: jax.Array) -> jax.Array:
-        """Join what the next stage gets: hidden states [T, D], and after them the inputs of each layer."""
+        """Join what the next stage gets: hidden states x [T, D], followed by the further inputs of each layer."""
         if self.layer_inputs is None:
             return x
         return jnp.concatenate([x, self.layer_inputs.reshape(x.shape[0], -1)], axis=-1)
 
     def taken_over(self, hidden: jax.Array) -> jax.Array:
-        """Hidden states [T, D] of what the stage before has `handed_over`; keeps what layers get beside them."""
+        """Return hidden states [T, D] from the previous stage's `handed_over`, and store the layers' further inputs."""
         if not self._input_size:
             return hidden
         inputs = hidden[:, hidden.shape[1] - self._num_layers * self._input_size :]
@@ -171,7 +174,7 @@ class DecoderStep:
 
     @property
     def cache(self) -> Any:
-        """The pool, or the Cache, with what the layers run so far have written."""
+        """Return the pool, or the Cache, with what the layers run so far have written."""
         return Cache(self._pool, tuple(self._states)) if self._is_cache else self._pool
 
     def _observe(self, count: int, x: jax.Array, notes: nnx.State | None = None) -> None:
@@ -180,7 +183,7 @@ class DecoderStep:
 
 
 def _step_inputs(layers: Sequence[LayerAttention], step: StepContext) -> dict[LayerAttention, StepInputs]:
-    """The StepInputs of each kind of attention that these layers have."""
+    """Return the StepInputs of each kind of attention that these layers have."""
     attentions, rows = list(dict.fromkeys(layers)), step_rows(step)
     columns = {field: maker.values(attentions, step) for field, maker in STEP_INPUTS.items()}
     return {
@@ -192,10 +195,10 @@ def _step_inputs(layers: Sequence[LayerAttention], step: StepContext) -> dict[La
 def _layer_pages(
     groups: Sequence[Paged | State], places: Mapping[int, LayerPlace], batch: ForwardBatch, kv: KVPages
 ) -> dict[int, LayerPages]:
-    """Location of the pages of each layer of the groups that has some, by its number in the model.
+    """Return the location of the pages of each layer that has some, by the layer's number in the model.
 
-    Raises ValueError for a pool whose pages are no multiple of the largest group's layers, and for another number of
-    groups with pages than the batch has page tables.
+    Raises ValueError for a pool whose pages are no multiple of the largest group's layers, and if the number of groups
+    with pages differs from the batch's page tables.
     """
     pages, num_pages = {}, num_pages_of(kv, groups)
     for group, ragged in zip(paged_groups(groups), batch.ragged, strict=True):
@@ -212,7 +215,7 @@ def _layer_pages(
 
 
 def _spread(ragged: RaggedBatch, step: int, page_size: int) -> RaggedBatch:
-    """The batch whose page p is page p * step."""
+    """Return the batch with page ids multiplied by `step`, and slots changed accordingly."""
     slots = ragged.slot_mapping
     moved = (slots // page_size * step) * page_size + slots % page_size
     return ragged._replace(page_table=ragged.page_table * step, slot_mapping=jnp.where(slots < 0, -1, moved))
@@ -232,7 +235,9 @@ def layer_runner() -> Callable[..., tuple[jax.Array, Any, nnx.State]]:
     def run_layer(
         graph: Any, state: nnx.State, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs
     ) -> tuple[jax.Array, KVPages, nnx.State]:
-        """One layer as a function of its weights, and what its modules note."""
+        """Run one layer as a function of its weights; return its hidden states, its cache, and the Notes of its
+        modules.
+        """
         layer = nnx.merge(graph, state)
         x, own = layer(x, as_viewed(kv), pages, step)
         return x, as_stored(own, kv), nnx.pop(layer, Note)

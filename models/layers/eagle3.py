@@ -113,8 +113,8 @@ class Eagle3(Decoder):
         return x, pool
 
     def draft_logits(self, hidden: jax.Array, model: Decoder) -> jax.Array:
-        """Logits of the tokens after the next ones, [R, D] -> f32[R, V / n], laid out as the model's; -inf for tokens
-        that are never drafted.
+        """Compute logits of the tokens after the next ones, [R, D] -> f32[R, V / n], laid out as the model's; -inf for
+        tokens that are never drafted.
 
         hidden: results of a call. model: not read, as the head has an output matrix of its own.
         """
@@ -127,12 +127,12 @@ class Eagle3(Decoder):
 
 
 class Eagle3Source(WrappedSource):
-    """Checkpoint of a head under the tensor names that Eagle3 declares.
+    """View of a head's checkpoint under the tensor names that Eagle3 declares.
 
     Attributes:
-      config: the head's config, with own_embedding set where it stores embeddings that differ from the model's.
+      config: the head's config, with own_embedding set if it stores embeddings that differ from the model's.
 
-    Raises ModelFileError where `d2t` does not name the tokens it drafts.
+    Raises ModelFileError if `d2t` does not name the tokens that it drafts.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class Eagle3Source(WrappedSource):
         return columns
 
     def _is_of(self, model: WeightSource | None) -> bool:
-        """Whether the embeddings equal the model's: most checkpoints have a copy."""
+        """Whether the head's embeddings equal those of `model`, of which most checkpoints have a copy."""
         if model is None or EMBEDDING not in model.names() or model.shape(EMBEDDING) != self.shape(EMBEDDING):
             return False
         count = len(self._columns)

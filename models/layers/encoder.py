@@ -1,6 +1,6 @@
 """Encoder: a transformer whose tokens see their whole prompt. It pools, and generates nothing.
 
-PostNormEncoder has norms after a layer's parts, and learned positions or rope; a family says what its checkpoints call
+PostNormEncoder has norms after a layer's parts, and learned positions or rope; a family gives its checkpoints' names of
 the parts (EncoderNames).
 """
 
@@ -137,20 +137,20 @@ class PostNormLayer(nnx.Module):
 
 
 class Identity(nnx.Module):
-    """x, in the place of a norm."""
+    """Module that returns x, in place of a norm."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return x
 
 
 class Encoder(Decoder):
-    """A decoder's stack of layers whose tokens see their whole prompt; `embed` gets the tokens' positions as well."""
+    """Decoder stack whose tokens see their whole prompt; `embed` also gets the tokens' positions."""
 
     @classmethod
     def usual_pooling(cls, fields: ConfigFields) -> str:
-        """Read the type of pooling, one of POOLING_TYPES, for a checkpoint with no file about it; by default CLS.
+        """Return the type of pooling, one of POOLING_TYPES, of a checkpoint that has no file about it; by default CLS.
 
-        Raises ModelConfigError.
+        fields: of its config.json. Raises ModelConfigError.
         """
         return CLS
 
@@ -159,7 +159,7 @@ class Encoder(Decoder):
 
 
 class PostNormEncoder(Encoder):
-    """A stack of PostNormLayers behind EncoderEmbeddings.
+    """Encoder of PostNormLayers after EncoderEmbeddings.
 
     Attributes:
       names: checkpoint modules of the parts.
@@ -196,7 +196,7 @@ class PostNormEncoder(Encoder):
 
     @property
     def activation(self) -> Callable[[jax.Array], jax.Array]:
-        """Function of the MLPs."""
+        """Return the activation function of the MLPs."""
         assert self.config.encoder is not None
         return FUNCTIONS[self.config.encoder.activation]
 

@@ -1,12 +1,12 @@
-"""A model whose tokens get the same bits however they come: alone, in chunks, in a batch, or as a trainer has them.
+"""Model whose tokens have the same bits however they come: alone, in chunks, in a batch, or in a trainer.
 
-What XLA adds first depends on the shape of a product, what it rounds in between on what it fuses. So there is one
+The order of XLA's additions depends on the shape of a product, its intermediate rounding on fusions. So there is one
 shape: tokens go through the model in blocks of ROWS, each token as a sequence of its own that sees the keys before it.
-A loop runs over the blocks, and its body is the same program wherever it stands. In blocks of the same size the head
-computes logits. Tokens of a block may follow one another, for all of a layer's keys are written before any is read, and
-states are taken one after the other (jaxengine.pallas_kernels.state.one_by_one).
+A loop runs over the blocks, and its body is the same program wherever it stands. The head computes logits in blocks of
+the same size. Tokens of a block may follow one another, because all of a layer's keys are written before any is read,
+and states are updated one after the other (jaxengine.pallas_kernels.state.one_by_one).
 
-For one CPU, and for models of one stage.
+Only for one CPU, and for models of one stage.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ NOWHERE = np.iinfo(np.int32).max  # a row that no array has
 
 
 class ExactTokens(NamedTuple):
-    """Tokens in order, those of a sequence after one another; every array i32[n], n a `room_of`.
+    """Tokens in order, those of a sequence after one another; every array is i32[n], n a result of `room_of`.
 
     Attributes:
-      token_ids: those of the tokens.
-      positions: of rope.
-      sequences: the number of each token's sequence, by which its pages are found.
-      kv_lens: keys that each token sees, its own included; 0 for padding, which comes last.
-      slots: for each cache group where each token's keys go, -1 for nowhere.
-      states: rows that each token (reads, writes, writes too), as StateRows has them; None without states.
+      token_ids: their token ids.
+      positions: their positions for rope.
+      sequences: the number of each token's sequence, by which its page table is found.
+      kv_lens: number of keys that each token sees, its own included; 0 for padding, which comes last.
+      slots: for each cache group, the KV slot of each token, -1 for none.
+      states: state rows that each token (reads, writes, also writes), see StateRows; None without states.
     """
 
     token_ids: jax.Array
@@ -56,12 +56,14 @@ class ExactTokens(NamedTuple):
     states: tuple[jax.Array, jax.Array, jax.Array] | None
 
     def block(self, index: jax.Array) -> ExactTokens:
-        """The tokens of a block."""
+        """Return the tokens of block number `index`."""
         return jax.tree.map(lambda part: lax.dynamic_slice_in_dim(part, index * ROWS, ROWS), self)
 
 
 def room_of(num_tokens: int) -> int:
-    """Tokens in full blocks with room for these: two blocks at least, for of one XLA would compile another body."""
+    """Return the number of tokens of full blocks that hold `num_tokens`; at least two blocks, because XLA compiles a
+    different loop body for one.
+    """
     return max(-(-num_tokens // ROWS), 2) * ROWS
 
 
@@ -82,12 +84,12 @@ def run_tokens(
     num_tokens: jax.Array,
     loads: ExpertLoads | None = None,
 ) -> tuple[jax.Array, Any]:
-    """Hidden states [n, D] after the final norm, and the pool or Cache `kv` after them; rows from `num_tokens` on mean
-    nothing.
+    """Compute hidden states [n, D] after the final norm, and the pool or Cache `kv` after these tokens; rows from
+    `num_tokens` on are meaningless.
 
-    forward: of the model, for the tokens of a block. tokens: n a `room_of`. num_tokens: i32[], tokens that are there;
-    it must not be a constant, for XLA unrolls a loop of one trip. loads: gets the load i32[E] of each layer with
-    experts; None counts none.
+    forward: of the model, for the tokens of a block. tokens: n is a result of `room_of`. num_tokens: i32[], number of
+    real tokens; it must not be a constant, because XLA unrolls a loop of one trip. loads: gets the load i32[E] of each
+    layer with experts; None counts none.
     """
     config, counts = model.config, None
     hidden = jnp.zeros((tokens.token_ids.shape[0], config.hidden_size), model.build.dtype)
@@ -114,9 +116,10 @@ def run_tokens(
 
 
 def _batch_of(tokens: ExactTokens, tables: Tables, count: jax.Array, loads: ExpertLoads | None) -> ForwardBatch:
-    """The batch of a block of ROWS tokens, each a sequence of its own, of which the first `count`, i32[], are there.
+    """Return the batch of a block of ROWS tokens, each a sequence of its own, of which the first `count`, i32[], are
+    real.
 
-    loads: counts what experts are picked for; None for no such section.
+    tables: maps numbers of sequences to page tables. loads: counts the experts picked; None for no such section.
     """
     cu_q_lens = jnp.minimum(jnp.arange(ROWS + 1, dtype=jnp.int32), count)
     sections: dict[str, Any] = {} if loads is None else {EXPERTS: loads}
@@ -132,7 +135,7 @@ def _batch_of(tokens: ExactTokens, tables: Tables, count: jax.Array, loads: Expe
 def in_row_blocks(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     """Apply a function [ROWS, D] -> [ROWS, N] to all rows x [n, D], ROWS at a time: [n, N] in the function's dtype.
 
-    Zeros fill the last block, so what the function makes of a row must not depend on other rows.
+    The last block is padded with zeros, so a row's result must not depend on other rows.
     """
     count = x.shape[0]
     x = jnp.pad(x, ((0, room_of(count) - count), (0, 0)))
@@ -148,8 +151,8 @@ def in_row_blocks(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> j
 
 
 def tokens_of(batch: ForwardBatch) -> tuple[ExactTokens, Tables, jax.Array]:
-    """The T tokens of an engine's batch with padding up to `room_of` T, a function from numbers of sequences to their
-    page tables, and i32[], how many of the tokens are there.
+    """Return the T tokens of an engine's batch padded to `room_of(T)`, a function from numbers of sequences to their
+    page tables, and i32[], the number of real tokens.
     """
     num_tokens = batch.token_ids.shape[0]
     size = room_of(num_tokens)
@@ -176,8 +179,8 @@ def tokens_of(batch: ForwardBatch) -> tuple[ExactTokens, Tables, jax.Array]:
 
 @cache
 def exact_class(family: type) -> type:
-    """The subclass of a family's class, under its name, whose forward pass and logits go in blocks of ROWS tokens; made
-    once for each family.
+    """Return the subclass of a family's class, under its name, whose forward pass and logits go in blocks of ROWS
+    tokens; made once for each family.
     """
 
     class Exact(family):
@@ -186,7 +189,9 @@ def exact_class(family: type) -> type:
         def __call__(
             self, batch: ForwardBatch, kv: KVPages | Cache, hidden: jax.Array | None = None
         ) -> tuple[jax.Array, KVPages | Cache]:
-            """See CausalLM; of one stage, with no other sections than states and the load of experts."""
+            """Compute as CausalLM does, in blocks of ROWS tokens; for one stage, and no other sections than states and
+            expert load.
+            """
             others = sorted(set(batch.sections) - {STATES, EXPERTS})
             if hidden is not None or others:
                 raise ValueError(f"an exact model has one stage and takes states and experts alone, got {others}")
@@ -195,7 +200,7 @@ def exact_class(family: type) -> type:
             return x[: batch.token_ids.shape[0]], kv
 
         def logits(self, hidden: jax.Array) -> jax.Array:
-            """See CausalLM."""
+            """Compute logits as CausalLM does, in blocks of ROWS rows."""
             return in_row_blocks(super().logits, hidden)
 
     Exact.__name__, Exact.__qualname__, Exact.__module__ = family.__name__, family.__qualname__, family.__module__
@@ -203,10 +208,10 @@ def exact_class(family: type) -> type:
 
 
 def check_exact(model: CausalLM, arguments: dict[str, Any]) -> None:
-    """Raise ValueError where `run_exact` would not have an engine's bits: on other backends than CPU, for a model with
-    a tower, and for an array on several devices.
+    """Raise ValueError where `run_exact` would not have an engine's bits: on backends other than CPU, for a model with
+    a vision tower, and for an array on several devices.
 
-    arguments: trees of arrays by the name that the error gives them; traced ones pass, for they have no devices.
+    arguments: trees of arrays by the name used in the error; traced ones pass, since they have no devices.
     """
     if jax.default_backend() != "cpu":
         raise ValueError(f"exact must be False on {jax.default_backend()}: bits are the same on CPUs alone")
@@ -225,10 +230,10 @@ def run_exact(
     segment_ids: jax.Array | None = None,
     positions: jax.Array | None = None,
 ) -> jax.Array:
-    """Logits f32[B, T, V] of rows of tokens i32[B, T], bit for bit those that an exact engine computes.
+    """Compute logits f32[B, T, V] of rows of tokens i32[B, T], bit for bit those of an engine with exact computation.
 
-    Arguments are those of jaxengine.models.unpaged.run_unpaged, and negative segment_ids have logits that mean nothing.
-    model: of a class that is not exact, one that passes `check_exact` and check_unpaged, which are not called here. A
+    Arguments are those of jaxengine.models.unpaged.run_unpaged; logits are meaningless where segment_ids are negative.
+    model: of a class that is not exact, and that passes `check_exact` and check_unpaged, which are not called here. A
     page holds one token, and tokens lie in the pool in their order.
     """
     num_rows, length = token_ids.shape
@@ -259,8 +264,7 @@ def _padded(part: jax.Array, size: int, fill: Any = 0) -> jax.Array:
 
 
 def _no_constant(number: int, x: jax.Array) -> jax.Array:
-    """The number i32[] as something that XLA takes for one that follows from x: it would unroll a loop of one trip.
-
-    One more where x begins with NaN: the last block is then computed twice.
+    """Return `number` as an i32[] that XLA cannot take for a constant, because it is computed from x; XLA would unroll
+    a loop of one trip. It is one more if x begins with NaN: the last block is then computed twice.
     """
     return number + jnp.isnan(x.ravel()[0]).astype(jnp.int32)

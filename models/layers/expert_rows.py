@@ -1,8 +1,8 @@
 """Rows of tokens at experts: their order, and blocks of them where a device has few of many.
 
-Of n devices with different experts each has one in n of all rows on average, and at most all rows, if every token goes
-to it. Memory is for a block a little above the average; a loop runs over as many blocks as there are rows for.
-Shape letters as in jaxengine.models.layers.moe.
+Of n devices with different experts each has one n-th of all rows on average, and at most all rows, if every token goes
+to it. Memory is for a block a little above the average; a loop runs over as many blocks as there are rows for. Shape
+letters as in jaxengine.models.layers.moe.
 """
 
 from __future__ import annotations

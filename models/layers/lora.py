@@ -32,7 +32,7 @@ FLAT, GROUPED = 1, 2
 
 
 class LoraPools(nnx.Module):
-    """Adapters' part of one product of `sources`, [in, out], with logical axes (in, out)."""
+    """Pools with all adapters' matrices for one product of `sources`, [in, out], with logical axes (in, out)."""
 
     def __init__(
         self,
@@ -84,8 +84,8 @@ class LoraPools(nnx.Module):
             return lora_product(y, x, self.a[...], bs, visits, **options)
 
     def flat(self, x: jax.Array, slots: jax.Array) -> jax.Array:
-        """Flat form: rows x [R, in] with adapters in slots i32[R], -1 for none -> f32[R, out]; zeros for rows without
-        one.
+        """Compute the flat form: rows x [R, in] with adapters in slots i32[R] -> f32[R, out]; zeros for rows without
+        one (-1).
 
         Where the inputs are split over devices the result is a partial sum, like the product that it is added to.
         """
@@ -147,7 +147,7 @@ def product_forms(models: Sequence[Any], platform: str) -> list[dict[str, str]]:
 
 
 def _own_columns(pool: DeclaredPool, mesh: MeshLayout) -> int:
-    """Columns of a device's part of the pool."""
+    """Return the number of columns of a device's part of the pool."""
     axis = pool.decl.axes[1]
     return pool.shape[1] // (1 if axis is None else mesh.num_shards(axis))
 

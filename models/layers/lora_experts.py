@@ -20,7 +20,9 @@ from jaxengine.pallas_kernels.matmul.low_rank_groups import add_low_rank
 
 
 class ExpertPools(nnx.Module):
-    """Adapters' part of one grouped product of `sources`, [E, in, out], with logical axes (experts, in, out)."""
+    """Pools with all adapters' matrices for one grouped product of `sources`, [E, in, out], with logical axes (experts,
+    in, out).
+    """
 
     def __init__(
         self,

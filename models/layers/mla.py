@@ -96,7 +96,7 @@ class LatentAttention(nnx.Module):
     def _attend(
         self, q: tuple[jax.Array, jax.Array], keys: jax.Array, kv: KVPages, ragged: RaggedBatch, step: StepInputs
     ) -> jax.Array:
-        """Attention output [T, N * Hv] of queries q, the parts [T, N, .] without rope and with it.
+        """Compute the attention output [T, N * Hv] of queries q, given as parts [T, N, .] without rope and with it.
 
         keys: of this step, [T, C + R]: latents of kv_lora_rank and rotated parts of qk_rope_head_dim. kv: the pool,
         which has them already.
@@ -129,7 +129,8 @@ class LatentAttention(nnx.Module):
         return lax.optimization_barrier(o.reshape(num_tokens, -1))
 
     def _absorbed(self, q: tuple[jax.Array, jax.Array], kv: KVPages, ragged: RaggedBatch, schedule: Any) -> jax.Array:
-        """Attention output [T, N, Hv] of all rows of `ragged`, by attention over the latents in the pool `kv`.
+        """Compute the attention output [T, N, Hv] of all rows of `ragged`, by attention over the latents in the pool
+        `kv`.
 
         q: parts [T, N, .] without rope and with it. schedule: of these rows.
         """

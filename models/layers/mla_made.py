@@ -207,7 +207,8 @@ def _tuning(layout: str) -> Tuning:
 
 
 def _piece(rows: RaggedBatch, row: jax.Array, count: jax.Array) -> RaggedBatch:
-    """Batch of row `row` of the L alone, its keys being a piece of `count` of those before its new tokens.
+    """Return the batch of row `row` alone, of the L expanded ones, whose keys are a piece of `count` of those before
+    its new tokens.
 
     row, count: i32[]; count is at most PIECE. The keys lie in the first pages of their pool, in order.
     """
@@ -295,7 +296,8 @@ def attend_made(
 
 
 def _joined(weights: tuple[Weight, Weight], first: jax.Array, latent: Latent, heads: int) -> jax.Array:
-    """Matrix [C + R, heads * (H + Hv)] that expands a latent and its rotated part to the key and value of each head.
+    """Return the matrix [C + R, heads * (H + Hv)] that expands a latent and its rotated part to the key and value of
+    each head.
 
     weights: W^UK and W^UV. first: i32[], the device's first one of these heads.
 
@@ -336,7 +338,7 @@ def _attention_and_spec(attention: LayerAttention, build: Build) -> tuple[LayerA
 
 
 def _of_step(key: tuple[LayerAttention, AttentionSpec], step: StepContext) -> MadeRows | None:
-    """`made_rows` of a step, None where each row has one token, or tokens see keys after their own."""
+    """Return `made_rows` of a step; None if each row has one token, or if tokens see keys after their own."""
     attention, spec = key
     if step.key_limits is not None or len(step.batch.logits_indices) >= len(step.batch.token_ids):
         return None

@@ -122,10 +122,10 @@ class GatedMLP(nnx.Module):
             return self.down.partial(inner, adapters)
 
     def _out_dtype(self, x: jax.Array) -> Any:
-        """Dtype of the product of gate and up.
+        """Return the dtype of the product of gate and up.
 
-        float32 with adapters, which a conditional adds: XLA:TPU would round its result in a separate pass that writes a
-        copy, so `_activated` rounds instead.
+        It is float32 with adapters, which a conditional adds: XLA:TPU would round its result in a separate pass that
+        writes a copy, so `_activated` rounds instead.
         """
         return x.dtype if self.gate_up.lora is None else jnp.float32
 

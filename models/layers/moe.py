@@ -222,8 +222,9 @@ class MixtureOfExperts(nnx.Module):
             return sum_same_tokens(mixed + shared, self.axis)
 
     def _every_expert(self, x: jax.Array, weights: jax.Array, ids: jax.Array, adapters: Adapters | None) -> jax.Array:
-        """Output f32[T, D] of the experts for tokens x [T, D], where this device has all of them or a slice of each:
-        then a part of the sum."""
+        """Compute the experts' output f32[T, D] for tokens x [T, D] on a device that has all experts or a slice of
+        each; with slices it is a part of the sum.
+        """
         with jax.named_scope("group"):
             num_experts = self.experts.num_experts
             order, sizes = by_expert(ids, num_experts, group_step(ids.size, num_experts))
@@ -234,10 +235,11 @@ class MixtureOfExperts(nnx.Module):
             return self._mix(y, weights, order)
 
     def _own_experts(self, x: jax.Array, weights: jax.Array, ids: jax.Array, adapters: Adapters | None) -> jax.Array:
-        """Contribution f32[T, D] of this device's experts to tokens x [T, D], added in the order of the experts.
+        """Compute the contribution f32[T, D] of this device's experts to tokens x [T, D], added in the order of the
+        experts.
 
-        weights, ids: [T, k], of all experts; ids of other devices' are passed over.
-        Memory in addition to the result is for a block of rows; the number of blocks follows the routing.
+        weights, ids: [T, k], of all experts; ids of other devices' experts are skipped. Memory in addition to the
+        result is for a block of rows; the number of blocks follows the routing.
         """
         (num_tokens, k), own = ids.shape, self._num_own
         most_of_token = min(k, own)
@@ -297,21 +299,21 @@ class MixtureOfExperts(nnx.Module):
             return join_tokens(self._mix(y, weights, order).astype(x.dtype), self.axis, num_tokens)
 
     def _inputs(self, x: jax.Array, weights: jax.Array, order: jax.Array) -> jax.Array:
-        """Inputs of the experts, [M, D]: rows of tokens x [T, D] in this order; anything in padding."""
+        """Return the experts' inputs [M, D]: rows of tokens x [T, D] in this order; anything in padding."""
         rows = _taken(x, order // self.experts.num_per_token)
         if self.experts.apply_router_weight_on_input:
             rows = (rows * _taken(weights.ravel(), order)[:, None]).astype(x.dtype)
         return rows
 
     def _slots_of(self, order: jax.Array) -> Callable[[jax.Array], jax.Array]:
-        """Function from the tokens' adapter slots to those of their rows in this order; -1 in padding."""
+        """Return a function from the tokens' adapter slots to those of their rows in this order; -1 in padding."""
         return lambda slots: slots.at[order // self.experts.num_per_token].get(mode="fill", fill_value=-1)
 
     def _mix(self, y: jax.Array, weights: jax.Array, order: jax.Array) -> jax.Array:
         return mix(y, jnp.ones_like(weights) if self.experts.apply_router_weight_on_input else weights, order)
 
     def _gate(self, x: jax.Array, adapters: Adapters | None) -> jax.Array:
-        """Gate of the shared MLP, f32[T, 1]."""
+        """Compute the gate of the shared MLP, f32[T, 1]."""
         assert self.shared_gate is not None
         return jax.nn.sigmoid(with_adapters(self.shared_gate.matmul(x), x, self.shared_gate_lora, adapters))
 
@@ -376,13 +378,13 @@ class MixtureOfExperts(nnx.Module):
         return weights * experts.routed_scaling_factor, ids
 
     def _replayed(self, ids: jax.Array) -> jax.Array:
-        """Experts i32[T, k] that are given, and `ids` of the same shape where none are."""
+        """Return the given experts i32[T, k], with `ids` of the same shape where none are given."""
         assert self.given is not None
         given = self.given[...]
         return jnp.where(given >= 0, given, ids)
 
     def _router_logits(self, x: jax.Array, adapters: Adapters | None) -> jax.Array:
-        """Router logits f32[T, E]."""
+        """Compute router logits f32[T, E] of tokens x [T, D]."""
         x = x.astype(self.router_dtype)
         # By default accelerators multiply float32 in fewer bits, which would defeat storing it.
         with jax.default_matmul_precision("float32") if x.dtype == jnp.float32 else nullcontext():
@@ -393,7 +395,8 @@ class MixtureOfExperts(nnx.Module):
         return logits
 
     def _choices(self, scores: jax.Array) -> jax.Array:
-        """Scores to pick experts by, f32[T, E]: with the correction bias, and -inf outside of a token's best groups.
+        """Return the scores f32[T, E] that decide which experts are picked: with the correction bias, and -inf outside
+        of a token's best groups.
 
         A group is as good as its best expert or, with a correction bias, as its best two together.
         """

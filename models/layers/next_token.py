@@ -53,7 +53,7 @@ def next_token_class(family: type[Decoder]) -> type[Decoder]:
             self.head_norm = self.norm_class(size, eps, source=f"{name}.shared_head.norm", build=build)
 
         def read(self, hidden: jax.Array) -> jax.Array:
-            """Return the model's hidden states [T, D], after its final norm, as this layer takes them."""
+            """Return the model's hidden states [T, D], after its final norm, in the form that this layer takes."""
             return hidden
 
         def embeddings(self, token_ids: jax.Array, model: Decoder) -> jax.Array:
@@ -88,7 +88,7 @@ def with_next_layer(config: ModelConfig) -> ModelConfig:
 
 
 class NextTokenSource(WrappedSource):
-    """View of a model's checkpoint with the tensors of layer `number` alone."""
+    """View of a model's checkpoint that has only the tensors of layer `number`."""
 
     def __init__(self, source: WeightSource, number: int):
         super().__init__(source)

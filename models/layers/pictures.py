@@ -1,6 +1,6 @@
-"""Pictures and videos in a step: embeddings that stand in the places of tokens, and what these attend to.
+"""Images and videos in a step: embeddings that replace those of placeholder tokens, and the keys that these tokens see.
 
-What makes the embeddings is models/vision.
+models/vision computes the embeddings.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from jaxengine.models.layers.section import Section
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Pictures(Section):
-    """`ForwardBatch.sections["pictures"]`.
+    """Section `ForwardBatch.sections["pictures"]`.
 
     Attributes:
-      rows: [N, E], what towers have left (jaxengine.models.config.tower); E is D, or a multiple of it where layers add
+      rows: [N, E], embeddings from towers (jaxengine.models.config.tower); E is D, or a multiple of it if layers add
         parts of their own. None in a stage that is not the first.
-      index: i32[T], the row of each token, -1 for those that are what their id says.
+      index: i32[T], the row of each token, -1 for ordinary tokens.
     """
 
     rows: jax.Array | None
@@ -40,26 +40,27 @@ class Pictures(Section):
             return picture_limits(self.index, positions)
 
     def after_layer(self, count: int, x: jax.Array) -> jax.Array:
-        """Add part `count` of pictures' rows to x, if there is one (DeepStack, Meng et al. 2024, arXiv:2406.04334)."""
+        """Add part `count` of the image embeddings to x, if there is one (DeepStack, Meng et al. 2024,
+        arXiv:2406.04334).
+        """
         if self.rows is None or count * x.shape[1] >= self.rows.shape[1]:
             return x
         with jax.named_scope("deepstack"):
             return jnp.where(self.index[:, None] >= 0, x + self._part(count, x), x)
 
     def _part(self, part: int, x: jax.Array) -> jax.Array:
-        """Part number `part` of the tokens' rows, like x [T, D]; that of any row for tokens without one."""
+        """Return part number `part` of the tokens' embeddings, like x [T, D]; any row's part for ordinary tokens."""
         assert self.rows is not None
         width = x.shape[1]
         return self.rows[jnp.maximum(self.index, 0), part * width : (part + 1) * width].astype(x.dtype)
 
 
 def picture_limits(index: jax.Array, positions: jax.Array) -> jax.Array:
-    """Position after the last key that each token sees, i32[T]: the one after its picture's last token in this step
-    where it is in one (index >= 0), and else after its own.
+    """Return the position after the last key that each token sees, i32[T]: for a token of an image (index >= 0) the one
+    after the image's last token in this step, else the one after its own.
 
-    index, positions: i32[T]; index as in Pictures.
-
-    Two pictures are never neighbours in a prompt; where two prompts are, attention looks at the first one's keys only.
+    index, positions: i32[T]; index as in Pictures. Two images are never neighbours in a prompt; where two prompts are,
+    attention looks at the first one's keys only.
     """
     tokens = jnp.arange(len(index), dtype=jnp.int32)
     behind = lax.cummin(jnp.where(index >= 0, len(index), tokens), reverse=True)

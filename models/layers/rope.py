@@ -48,8 +48,11 @@ def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: boo
 
 
 def _of_step(rope: Rope, step: StepContext) -> tuple[jax.Array, jax.Array]:
-    """`rope_table` of a step's tokens. `sections["mrope_positions"]`: i32[3, T], their positions in time, height and
-    width, or i32[T] where the three are equal; without it a rope with sections takes the plain positions, too."""
+    """Return `rope_table` of a step's tokens.
+
+    `sections["mrope_positions"]` has their positions in time, height and width, i32[3, T], or i32[T] if the three are
+    equal; without it a rope with sections uses the plain positions, too.
+    """
     positions = step.batch.sections.get("mrope_positions") if rope.sections else None
     return rope_table(step.batch.positions if positions is None else positions, rope)
 

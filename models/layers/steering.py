@@ -1,4 +1,4 @@
-"""Steering: a section that adds vectors to activations at named places (jaxengine.models.config.taps)."""
+"""Steering: a section that adds vectors to activations at named points of the model (jaxengine.models.config.taps)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from jaxengine.models.layers.taps import MODULES
 
 
 class StepVectors(NamedTuple):
-    """Vectors that the tokens of a step add.
+    """Steering vectors of a step's tokens.
 
     Attributes:
       vectors: f32[R, n, D], of each slot at each of n taps.
       slots: i32[T], the slot of each token; R for one that adds nothing.
-      is_any: bool[], whether any adds something.
+      is_any: bool[], whether any token adds something.
     """
 
     vectors: jax.Array
@@ -30,8 +30,8 @@ class StepVectors(NamedTuple):
 
 
 def add_vectors(x: jax.Array, step: StepVectors, at: int) -> jax.Array:
-    """x [T, D] and its tokens' vectors at tap number `at`, from 0, added in float32 and rounded to x's dtype; a number
-    that 0 is added to keeps its bits.
+    """Return x [T, D] plus its tokens' vectors at tap number `at` (from 0), added in float32 and rounded to x's dtype;
+    a number that 0 is added to keeps its bits.
     """
 
     def add(x: jax.Array) -> jax.Array:
@@ -43,11 +43,11 @@ def add_vectors(x: jax.Array, step: StepVectors, at: int) -> jax.Array:
 
 
 class _Given(nnx.Variable):
-    """An array that a step gives a layer."""
+    """Array that a step passes to a layer."""
 
 
 class SteeredPart(nnx.Module):
-    """A part of a layer to whose output vectors are added."""
+    """Part of a layer, to whose output vectors are added."""
 
     def __init__(self, module: nnx.Module, step: StepVectors, at: int):
         self.module, self.at = module, at
@@ -62,7 +62,7 @@ class SteeredPart(nnx.Module):
 
 
 class Steering(Section):
-    """Adds the vectors of a step; made within one trace."""
+    """Section that adds the vectors of a step; made within one trace."""
 
     def __init__(self, taps: Sequence[Tap], step: StepVectors):
         self._numbers = {tap: number for number, tap in enumerate(taps)}

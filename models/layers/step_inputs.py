@@ -1,6 +1,6 @@
-"""What layers with equal attention share in a step: worked out once, outside the layers, by a table of makers.
+"""Inputs that layers with equal attention share in a step: computed once, outside the layers, by a table of makers.
 
-A maker stands in the file of the mixer that reads its value; jaxengine.models.layers.decoder_step has the table.
+A maker is in the file of the layer type that reads its value; jaxengine.models.layers.decoder_step has the table.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from jaxengine.pallas_kernels.kv.pages import KVPages
 
 
 class StepContext(NamedTuple):
-    """What makers read.
+    """Facts from which makers compute shared inputs.
 
     Attributes:
       kv: the pool.
       build: of the model.
-      key_limits: i32[T], the position after the last key that each token sees; None where that key is its own.
+      key_limits: i32[T], the position after the last key that each token sees; None if that key is its own.
     """
 
     batch: ForwardBatch
@@ -32,12 +32,13 @@ class StepContext(NamedTuple):
 
 
 class StepInput(NamedTuple):
-    """The maker of one field of StepInputs.
+    """Maker of one field of StepInputs.
 
     Attributes:
-      scope: the name of its operations in a trace.
-      key: what decides the value for a layer; layers with equal keys share one. None: they need no value.
-      make: the value of a key.
+      scope: name of its operations in a trace.
+      key: function from a layer's attention to what decides the value; layers with equal keys share one. None: no
+        value.
+      make: function from a key to the value.
     """
 
     scope: str
@@ -45,7 +46,8 @@ class StepInput(NamedTuple):
     make: Callable[[Any, StepContext], Any]
 
     def values(self, attentions: list[LayerAttention], step: StepContext) -> list[Any]:
-        """The value for each of these attentions, in their order; None where it needs none. Equal keys share one."""
+        """Return the value for each of these attentions, in order; None for one that needs none. Equal keys share one.
+        """
         keys = [self.key(attention, step.build) for attention in attentions]
         made: dict[Hashable, Any] = {None: None}
         for key in dict.fromkeys(keys):

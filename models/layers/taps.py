@@ -1,4 +1,4 @@
-"""Taps: a section that keeps activations at named places (jaxengine.models.config.taps)."""
+"""Taps: a section that keeps activations at named points of the model (jaxengine.models.config.taps)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ MODULES = {ATTENTION: "attention", MLP: "mlp"}
 
 
 class TappedOutput(Note):
-    """Output [T, D] of a part of a layer."""
+    """Recorded output [T, D] of a part of a layer."""
 
 
 class Tapped(nnx.Module):
-    """A part of a layer that notes its output."""
+    """Part of a layer that records its output."""
 
     def __init__(self, module: nnx.Module):
         self.module = module
@@ -33,10 +33,10 @@ class Tapped(nnx.Module):
 
 
 class Taps(Section):
-    """Keeps what taps give; made and read within one trace."""
+    """Section that keeps the activations at taps; made and read within one trace."""
 
     def __init__(self, taps: Iterable[Tap]):
-        """taps: of any kind but FINAL_NORM, which no layer has."""
+        """Choose the taps to keep: of any kind but FINAL_NORM, which no layer has."""
         self._taps = frozenset(taps)
         self._found: dict[Tap, jax.Array] = {}
         self._layer = 0
@@ -70,7 +70,7 @@ class Taps(Section):
             self._keep(Tap(EXPERTS, self._layer), experts[...])
 
     def __getitem__(self, tap: Tap) -> jax.Array:
-        """Return the array of a tap, [T, width]; KeyError for one that is not kept."""
+        """Return the activations at a tap, [T, width]. Raises KeyError for one that is not kept."""
         return self._found[tap]
 
     def _keep(self, tap: Tap, x: jax.Array) -> None:
@@ -79,10 +79,10 @@ class Taps(Section):
 
 
 class ReplayedExperts(Section):
-    """Sends tokens to given experts; of one trace."""
+    """Section that sends tokens to given experts; used within one trace."""
 
     def __init__(self, experts: Mapping[int, jax.Array]):
-        """experts: of each layer, by its number, GivenExperts of the step's tokens."""
+        """Store the experts. experts: for each layer, by its number, GivenExperts of the step's tokens."""
         self._experts = experts
 
     def tapped(self, layer: int, module: nnx.Module) -> nnx.Module:
@@ -95,16 +95,16 @@ class ReplayedExperts(Section):
 
 
 def routers_of(layer: nnx.Module) -> list[MixtureOfExperts]:
-    """The parts of a layer that pick experts."""
+    """Return the modules of a layer that pick experts."""
     return [each for _, each in nnx.iter_modules(layer) if isinstance(each, MixtureOfExperts)]
 
 
 def check_parts(option: str, family: str, layers: Iterable[Any], numbers: Iterable[int], taps: Iterable[Tap]) -> None:
-    """Raise ValueError for a tap of an attention or MLP that its layer does not have under the usual name, as may be in
-    a user's own family.
+    """Raise ValueError for a tap of an attention or MLP that its layer lacks under the usual name, as may be in a
+    user's own family.
 
-    numbers: of `layers`, one each; those of all taps are among them. Other kinds of taps pass. option: what named the
-    taps, and family: the model's, for the error.
+    numbers: of `layers`, one each; those of all taps are among them. Other kinds of taps pass. option: the option that
+    named the taps, and family: the model's, for the error.
     """
     by_number = dict(zip(numbers, layers, strict=True))
     for tap in taps:

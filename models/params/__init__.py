@@ -1,1 +1,1 @@
-"""Parameter declarations, and what every source of weights has in common: its protocol, errors, files."""
+"""Parameter declarations, and what every source of weights shares: its protocol, errors and files."""

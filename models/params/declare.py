@@ -44,7 +44,7 @@ class Source(NamedTuple):
 
     @property
     def num_contributed(self) -> int:
-        """Rows of the weight that come from this tensor."""
+        """Return the number of rows of the weight that come from this tensor."""
         return self.rows * self.repeat + self.padding
 
     @property
@@ -100,7 +100,7 @@ class ParamDecl:
 
     @property
     def joined_axis(self) -> int:
-        """Axis of the weight along which the sources are joined."""
+        """Return the axis of the weight along which the sources are joined."""
         return len(self.axes) - 1 if self.transposed else int(self.num_experts is not None)
 
 
@@ -134,7 +134,7 @@ class DeclaredParam:
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
     def most_parts(self, axis: int) -> int:
-        """Largest number of equal parts of an axis; other numbers must divide it.
+        """Return the largest number of equal parts of an axis; other numbers must divide it.
 
         On the axis along which sources are joined each part has as much of every source, in whole groups.
         """
@@ -148,7 +148,7 @@ class DeclaredParam:
         return all(self.most_parts(axis) % count == 0 for axis, count in enumerate(parts))
 
     def source_shape(self, source: Source) -> tuple[int, ...]:
-        """Shape of one of its sources in the checkpoint."""
+        """Return the shape, in the checkpoint, of one of its sources."""
         own = self.shape if self.decl.num_experts is None else self.shape[1:]
         joined = own[::-1] if self.decl.transposed else own
         return (source.tensor_rows or source.rows, *joined[1:])

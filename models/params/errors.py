@@ -10,18 +10,18 @@ MAX_WHAT, MAX_WHERE = 1500, 100  # characters
 
 
 class Faults:
-    """Errors of a model's files that are collected, to be raised as one."""
+    """Collector of errors in a model's files, to be raised as one."""
 
     def __init__(self) -> None:
         self._found: list[ModelFileError] = []
 
     def add(self, error: ModelFileError) -> None:
-        """Take note of an error."""
+        """Append an error."""
         self._found.append(error)
 
     @contextmanager
     def collect(self) -> Iterator[None]:
-        """Take note of the block's ModelFileError, and go on after it."""
+        """Context manager that appends the block's ModelFileError, if any, instead of raising it."""
         try:
             yield
         except ModelFileError as error:

@@ -1,6 +1,6 @@
-"""Tokens of a GGUF file that end an assistant's turn, by their names.
+"""Tokens of a GGUF file that end an assistant's turn, found by their names.
 
-Files of chat models often name the base model's end of text alone, which the model never writes.
+Files of chat models often name the base model's end of text only, which the model never writes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def named_turn_ends(metadata: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def listed_ends(metadata: Mapping[str, Any]) -> list[Any]:
-    """Return what stands under EOS_LIST as a list, whose entries are not checked; empty where there is nothing."""
+    """Return the value of EOS_LIST as a list, whose entries are not checked; empty if there is none."""
     listed: Any = metadata.get(EOS_LIST)
     listed = listed.tolist() if hasattr(listed, "tolist") else listed
     return [] if listed is None else listed if isinstance(listed, list) else [listed]

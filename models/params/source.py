@@ -78,11 +78,11 @@ class WeightSource(Protocol):
         ...
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, known without reading it."""
+        """Return the shape of a tensor, known without reading it."""
         ...
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
-        """Read these rows (first axis) and columns (second axis) of a tensor, in the dtype that it has; steps are 1.
+        """Read these rows (first axis) and columns (second axis) of a tensor, in its dtype; steps are 1.
 
         The caller owns the array and releases it before the next read.
         """
